@@ -1,0 +1,28 @@
+#pragma once
+#include <tuple>
+
+#include "core/ops/attention.hpp"
+#include "core/ops/decode_layer.hpp"
+#include "core/ops/embedding.hpp"
+#include "core/ops/kv_append.hpp"
+#include "core/ops/layernorm.hpp"
+#include "core/ops/layernorm_residual.hpp"
+#include "core/ops/linear.hpp"
+#include "core/ops/residual_layernorm.hpp"
+#include "core/ops/rope.hpp"
+
+namespace cf::ops {
+namespace detail {
+template <class, class... Ops>
+struct Tail {
+  using type = std::tuple<Ops...>;
+};
+}  // namespace detail
+
+/// Every op of ops.def.
+using All = detail::Tail<void
+#define CF_OP(Op) , Op
+#include "core/ops/ops.def"
+#undef CF_OP
+                         >::type;
+}  // namespace cf::ops

@@ -1,0 +1,67 @@
+#pragma once
+#include "core/contract.hpp"
+
+namespace cf::ops {
+
+/// Splits the interleaved projection into q, k and v, and turns the first rotary_dim = 2R elements of each head of q
+/// and k by the position's angles (half rotation):
+///   y[i]     = x[i] cos[p,i]     - x[i + R] sin[p,i]
+///   y[i + R] = x[i + R] cos[p,i] + x[i] sin[p,i]         for i < R, p = positions[t];  y[j] = x[j] for j >= 2R.
+/// The table is an argument because Hugging Face computes it in float32 whatever the model's dtype; rope_table() makes
+/// it so.
+/// Source: Su et al. 2021 (arXiv:2104.09864); transformers' apply_rotary_pos_emb for GPT-NeoX.
+/// Refuses rotary_dim > head_dim, and positions outside the table where they can be read on the host.
+struct Rope {
+  static constexpr std::string_view name = "rope";
+  struct Dims {
+    std::int64_t tokens, heads, head_dim, rotary_dim, table_rows;
+  };
+  struct Args {
+    ConstAnyView<4> qkv{};                    // (tokens, heads, 3, head_dim)
+    View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
+    View<const std::int32_t, 1> positions{};  // (tokens)
+    AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)
+  };
+
+  static Dims dims(const Args& a) {
+    return {a.qkv.shape[0], a.qkv.shape[1], a.qkv.shape[3], 2 * a.cos.shape[1], a.cos.shape[0]};
+  }
+  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
+    return {{w.tokens(), m.num_attention_heads, m.head_dim(), m.rotary_dim, m.max_position_embeddings}, {}};
+  }
+  template <class A, class F>
+  static void tensors(const Dims& d, A& a, F&& f) {
+    f(Role::input, "qkv", a.qkv, {d.tokens, d.heads, 3, d.head_dim});
+    table_tensors(d.table_rows, d.rotary_dim, a, f);
+    f(Role::index, "positions", a.positions, {d.tokens});
+    f(Role::output, "q", a.q, {d.tokens, d.heads, d.head_dim});
+    f(Role::output, "k", a.k, {d.tokens, d.heads, d.head_dim});
+    f(Role::output, "v", a.v, {d.tokens, d.heads, d.head_dim});
+  }
+  static Status check(const Args& a) {
+    CF_TRY(check_tensors<Rope>(a));
+    const Dims d = dims(a);
+    if (d.rotary_dim > d.head_dim)
+      return bad_argument(name, "rotary_dim must be at most head_dim " + std::to_string(d.head_dim) + ", got " +
+                                    std::to_string(d.rotary_dim) + " from the table's shape");
+    return {};
+  }
+  static Cost cost(const Dims& d, DType activation, DType) {
+    const double n = double(d.tokens) * double(d.heads), token_rows = double(d.tokens);
+    return {6 * n * double(d.head_dim) * double(size_bytes(activation)) + 4 * token_rows * double(d.rotary_dim + 1),
+            2 * n * double(d.rotary_dim) * 3};
+  }
+  static Budget budget(const Dims&, Precision p, Condition c = {}) { return reduction_budget(2, p, c); }
+
+  template <class A, class F>
+  static void table_tensors(std::int64_t rows, std::int64_t rotary_dim, A& a, F&& f) {
+    f(Role::table, "cos", a.cos, {rows, rotary_dim / 2});
+    f(Role::table, "sin", a.sin, {rows, rotary_dim / 2});
+  }
+};
+
+/// Fills cos and sin, (rows, rotary_dim / 2) each, as Hugging Face's GPTNeoXRotaryEmbedding does, in float32:
+///   inv_freq[i] = 1 / theta^(2i / rotary_dim),  angle = position * inv_freq[i].
+void rope_table(View<float, 2> cos, View<float, 2> sin, double theta);
+
+}  // namespace cf::ops

@@ -1,0 +1,91 @@
+#include "core/procedural.hpp"
+
+#include <cstring>
+#include <string>
+
+#include "core/layer.hpp"
+
+namespace cf {
+namespace {
+
+constexpr std::uint64_t kStep = 0x9e3779b97f4a7c15ull;
+
+constexpr std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+std::uint64_t fnv1a64(std::string_view s) {
+  std::uint64_t h = 0xcbf29ce484222325ull;
+  for (char c : s) h = (h ^ std::uint8_t(c)) * 0x100000001b3ull;
+  return h;
+}
+
+constexpr int bell(std::uint64_t key, std::uint64_t i) {
+  const std::uint64_t r = mix(key + (i + 1) * kStep);
+  return int(r & 511) + int(r >> 9 & 511) + int(r >> 18 & 511) + int(r >> 27 & 511) - 1022;
+}
+
+constexpr float value(ProceduralKind kind, int n) {
+  switch (kind) {
+    case ProceduralKind::weight: return float(n) * 0x1p-14f;
+    case ProceduralKind::gain: return 1.0f + float(n >> 3) * 0x1p-10f;
+    case ProceduralKind::activation: return float(n) * 0x1p-8f;
+  }
+  return 0;
+}
+
+}  // namespace
+
+void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t count, ProceduralKind kind,
+                     std::uint64_t seed, std::string_view name) {
+  const std::uint64_t key = mix(fnv1a64(name) ^ mix(seed));
+  dispatch_float(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    // 2045 values are possible: rounding each once spares the loop the conversion.
+    std::vector<T> table(2045);
+    for (int n = -1022; n <= 1022; ++n) table[std::size_t(n + 1022)] = narrow<T>(value(kind, n));
+    T* o = static_cast<T*>(out);
+    for (std::int64_t i = 0; i < count; ++i) o[i] = table[std::size_t(bell(key, std::uint64_t(first + i)) + 1022)];
+  });
+}
+
+std::uint64_t checksum(const void* data, std::size_t bytes) {
+  const char* p = static_cast<const char*>(data);
+  std::uint64_t sum = bytes;
+  const std::size_t words = bytes / 8;
+  for (std::size_t i = 0; i < words; ++i) {
+    std::uint64_t w;
+    std::memcpy(&w, p + 8 * i, 8);
+    sum += mix(w + (i + 1) * kStep);
+  }
+  if (const std::size_t rest = bytes % 8) {
+    std::uint64_t w = 0;
+    std::memcpy(&w, p + 8 * words, rest);
+    sum += mix(w + (words + 1) * kStep);
+  }
+  return sum;
+}
+
+OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed) {
+  OwnedLayerWeights owned;
+  for_each_weight(m, owned.weights, [&](std::string_view name, auto& view, auto shape) {
+    Tensor t(m.dtype, Shape(shape.begin(), shape.end()));
+    const bool gain = name.ends_with("layernorm.weight");
+    fill_procedural(t.data(), m.dtype, 0, t.size(), gain ? ProceduralKind::gain : ProceduralKind::weight, seed,
+                    "layers." + std::to_string(layer) + "." + std::string(name));
+    view = {t.data(), shape, m.dtype};
+    owned.storage.push_back(std::move(t));
+  });
+  return owned;
+}
+
+std::uint64_t weights_checksum(const ModelConfig& m, const LayerWeights& w) {
+  std::uint64_t sum = 0, place = 0;
+  for_each_weight(
+      m, w, [&](std::string_view, const auto& v, auto) { sum += checksum(v.data, std::size_t(v.bytes())) * ++place; });
+  return sum;
+}
+
+}  // namespace cf

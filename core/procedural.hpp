@@ -1,0 +1,43 @@
+#pragma once
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "core/model_config.hpp"
+#include "core/tensor.hpp"
+#include "core/weights.hpp"
+
+namespace cf {
+
+/// Values made from a hash, so that a full-size layer needs no file. Element i of the tensor `name` under `seed` is
+///   key  = mix(fnv1a64(name) ^ mix(seed)),  r = mix(key + (i + 1) * 0x9e3779b97f4a7c15)
+///   n    = sum of the four 9-bit fields of r's low 36 bits, minus 1022          (bell-shaped, -1022 .. 1022, sigma
+///   296)
+/// with mix = splitmix64's finaliser (Steele, Lea, Flood 2014), and then by kind
+///   weight      n * 2^-14           sigma 0.018; also biases
+///   gain        1 + (n >> 3) * 2^-10   within 1 +- 0.125; LayerNorm's gamma
+///   activation  n * 2^-8            sigma 1.15; hidden states and cache entries
+/// All are exact in float16; bfloat16 rounds them once. golden/procedural.py writes the same bits.
+enum class ProceduralKind { weight, gain, activation };
+
+/// Fills `count` elements of `out`, starting with element `first` of the named tensor.
+void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t count, ProceduralKind kind,
+                     std::uint64_t seed, std::string_view name);
+
+/// A 64-bit checksum of bytes: sum over the little-endian 8-byte words w_i (the last padded with zeros) of
+/// mix(w_i + (i + 1) * 0x9e3779b97f4a7c15), plus the length in bytes. It finds damage and mix-ups; it is no signature.
+std::uint64_t checksum(const void* data, std::size_t bytes);
+
+/// One layer's weights in memory of its own.
+struct OwnedLayerWeights {
+  LayerWeights weights;
+  std::vector<Tensor> storage;
+};
+
+/// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of m.dtype.
+OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed);
+
+/// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
+std::uint64_t weights_checksum(const ModelConfig& m, const LayerWeights& w);
+
+}  // namespace cf

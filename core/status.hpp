@@ -1,0 +1,71 @@
+#pragma once
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace cf {
+
+/// What kind of thing went wrong; the message says the rest.
+enum class Code { ok, invalid_argument, not_found, invalid_file, io_error, unimplemented, out_of_memory, device_error };
+
+std::string_view to_string(Code);
+
+/// A place in the source. (std::source_location is missing from clang 14.)
+struct SourceLocation {
+  const char* file = "";
+  int line = 0;
+  static constexpr SourceLocation current(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
+
+/// The outcome of a call: ok, or a code with one line that names the file, tensor or argument, what was expected and
+/// what came. The library never throws, aborts or exits on a caller's input; it returns one of these.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  static Status error(Code code, std::string message, SourceLocation at = SourceLocation::current()) {
+    Status s;
+    s.code_ = code;
+    s.message_ = std::move(message);
+    s.at_ = at;
+    return s;
+  }
+
+  explicit operator bool() const { return code_ == Code::ok; }
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+  const SourceLocation& where() const { return at_; }  // where the error was made, for a debugger's eye
+
+ private:
+  Code code_ = Code::ok;
+  std::string message_;
+  SourceLocation at_;
+};
+
+/// A value, or the Status that says why there is none.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
+  explicit operator bool() const { return value_.has_value(); }
+  T& operator*() { return *value_; }
+  const T& operator*() const { return *value_; }
+  T* operator->() { return &*value_; }
+  const T* operator->() const { return &*value_; }
+  const Status& status() const { return status_; }
+
+ private:
+  std::optional<T> value_;
+  Status status_;
+};
+
+}  // namespace cf
+
+/// Leaves the current function with the Status of `expr` unless it is ok.
+#define CF_TRY(expr)                                                   \
+  do {                                                                 \
+    if (::cf::Status cf_status = (expr); !cf_status) return cf_status; \
+  } while (0)
