@@ -11,7 +11,7 @@ std::string shape_string(const std::int64_t* shape, int rank) {
   return s + ")";
 }
 
-std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+std::string quoted(std::string_view name) { return std::string("'").append(name).append("'"); }
 
 }  // namespace
 

@@ -2,7 +2,7 @@
 // What every op's contract is made of. An op is a struct in core/ops/<op>.hpp with
 //   name                      its one name, everywhere
 //   Dims                      the sizes that its shapes are made of
-//   Args                      views and scalars, shapes as trailing comments
+//   Args                      views and scalars, shapes as trailing comments; Args::Op leads back to the op
 //   dims(args)                the sizes, read off the arguments
 //   example(config, load)     the sizes for one layer of a model under a workload, with Args that hold the scalars
 //   tensors(dims, args, f)    f(role, name, view, shape) for each tensor: the one list that checks, tests, golden

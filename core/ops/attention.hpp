@@ -17,6 +17,7 @@ struct Attention {
     std::int64_t batch, q_len, heads, head_dim, capacity, max_kv_len;
   };
   struct Args {
+    using Op = Attention;
     ConstAnyView<3> q{};                   // (batch * q_len, heads, head_dim)
     ConstAnyView<4> k_cache{}, v_cache{};  // (batch, heads, capacity, head_dim)
     View<const std::int32_t, 1> kv_len{};  // (batch)

@@ -13,6 +13,7 @@ struct DecodeLayer {
     bool attention_bias;
   };
   struct Args {
+    using Op = DecodeLayer;
     const ModelConfig* config = nullptr;
     LayerWeights weights{};
     LayerTensors t{};

@@ -12,6 +12,7 @@ struct Embedding {
     std::int64_t tokens, vocab, hidden;
   };
   struct Args {
+    using Op = Embedding;
     View<const std::int32_t, 1> ids{};  // (tokens)
     ConstAnyView<2> table{};            // (vocab, hidden)
     AnyView<2> y{};                     // (tokens, hidden)

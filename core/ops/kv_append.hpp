@@ -14,6 +14,7 @@ struct KvAppend {
     std::int64_t batch, q_len, heads, head_dim, capacity;
   };
   struct Args {
+    using Op = KvAppend;
     ConstAnyView<3> k{}, v{};              // (batch * q_len, heads, head_dim)
     View<const std::int32_t, 1> kv_len{};  // (batch)
     AnyView<4> k_cache{}, v_cache{};       // (batch, heads, capacity, head_dim)

@@ -13,6 +13,7 @@ struct LayerNorm {
     std::int64_t tokens, hidden;
   };
   struct Args {
+    using Op = LayerNorm;
     ConstAnyView<2> x{};  // (tokens, hidden)
     NormParams norm{};    // gamma, beta: (hidden)
     AnyView<2> y{};       // (tokens, hidden)

@@ -9,6 +9,7 @@ struct LayerNormResidual {
   static constexpr std::string_view name = "layernorm_residual";
   using Dims = LayerNorm::Dims;
   struct Args {
+    using Op = LayerNormResidual;
     ConstAnyView<2> x{}, residual{};  // (tokens, hidden)
     NormParams norm{};                // gamma, beta: (hidden)
     AnyView<2> y{};                   // (tokens, hidden)

@@ -23,6 +23,7 @@ struct Linear {
     bool residual;
   };
   struct Args {
+    using Op = Linear;
     ConstAnyView<2> x{};         // (tokens, in)
     LinearParams linear{};       // weight (out, in), bias (out) or empty
     ConstAnyView<2> residual{};  // (tokens, out), with Epilogue::residual only

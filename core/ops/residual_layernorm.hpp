@@ -11,6 +11,7 @@ struct ResidualLayerNorm {
   static constexpr std::string_view name = "residual_layernorm";
   using Dims = LayerNorm::Dims;
   struct Args {
+    using Op = ResidualLayerNorm;
     ConstAnyView<2> x{}, a{}, b{};  // (tokens, hidden)
     NormParams norm{};              // gamma, beta: (hidden)
     AnyView<2> h{}, y{};            // (tokens, hidden)

@@ -17,6 +17,7 @@ struct Rope {
     std::int64_t tokens, heads, head_dim, rotary_dim, table_rows;
   };
   struct Args {
+    using Op = Rope;
     ConstAnyView<4> qkv{};                    // (tokens, heads, 3, head_dim)
     View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
     View<const std::int32_t, 1> positions{};  // (tokens)
