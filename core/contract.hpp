@@ -31,6 +31,12 @@ enum class Role {
   index,   // int32: positions, lengths, token ids
 };
 
+/// A tensor's expected shape, as Op::tensors hands it on.
+template <class... Size>
+constexpr std::array<std::int64_t, sizeof...(Size)> extents(Size... size) {
+  return {std::int64_t(size)...};
+}
+
 /// How much work a call is: q_len new tokens for each of batch sequences; kv_len counts a sequence's valid cache
 /// entries after the new tokens are appended, so the last new token's position is kv_len - 1.
 struct Workload {

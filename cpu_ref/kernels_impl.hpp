@@ -9,12 +9,17 @@ template <class Isa, int Tokens, class W>
 void dot_tokens(const W* w, const float* x, std::int64_t n, std::int64_t x_stride, float* y) {
   using V = typename Isa::V;
   constexpr int unroll = 4;  // independent sums: enough to hide the latency of the additions
+  // Weights come from memory and the hardware's prefetchers stop at page ends: a Pythia-2.8B layer reads at 71% of the
+  // plain streaming read without this, at 85-90% with 2 to 4 KiB ahead (2 cores of an EPYC 9005). Past the matrix's end
+  // a prefetch does nothing.
+  constexpr int prefetch_bytes = 4096;
   V sum[Tokens][unroll];
   for (int t = 0; t < Tokens; ++t)
     for (int u = 0; u < unroll; ++u) sum[t][u] = Isa::zero();
   std::int64_t k = 0;
   for (; k + unroll * Isa::lanes <= n; k += unroll * Isa::lanes)
     for (int u = 0; u < unroll; ++u) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w + k + u * Isa::lanes) + prefetch_bytes);
       const V wv = Isa::load(w + k + u * Isa::lanes);
       for (int t = 0; t < Tokens; ++t)
         sum[t][u] = Isa::fma(wv, Isa::load(x + t * x_stride + k + u * Isa::lanes), sum[t][u]);

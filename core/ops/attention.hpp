@@ -36,11 +36,11 @@ struct Attention {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "q", a.q, {d.batch * d.q_len, d.heads, d.head_dim});
-    f(Role::input, "k_cache", a.k_cache, {d.batch, d.heads, d.capacity, d.head_dim});
-    f(Role::input, "v_cache", a.v_cache, {d.batch, d.heads, d.capacity, d.head_dim});
-    f(Role::index, "kv_len", a.kv_len, {d.batch});
-    f(Role::output, "y", a.y, {d.batch * d.q_len, d.heads, d.head_dim});
+    f(Role::input, "q", a.q, extents(d.batch * d.q_len, d.heads, d.head_dim));
+    f(Role::input, "k_cache", a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(Role::input, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(Role::index, "kv_len", a.kv_len, extents(d.batch));
+    f(Role::output, "y", a.y, extents(d.batch * d.q_len, d.heads, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Attention>(a));

@@ -32,24 +32,24 @@ struct DecodeLayer {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "hidden", a.t.hidden, {d.tokens, d.hidden});
-    f(Role::index, "positions", a.t.positions, {d.tokens});
-    f(Role::index, "kv_len", a.t.kv_len, {d.batch});
+    f(Role::input, "hidden", a.t.hidden, extents(d.tokens, d.hidden));
+    f(Role::index, "positions", a.t.positions, extents(d.tokens));
+    f(Role::index, "kv_len", a.t.kv_len, extents(d.batch));
     Rope::table_tensors(d.table_rows, d.rotary_dim, a.t, f);
-    f(Role::state, "k_cache", a.t.k_cache, {d.batch, d.heads, d.capacity, d.head_dim});
-    f(Role::state, "v_cache", a.t.v_cache, {d.batch, d.heads, d.capacity, d.head_dim});
+    f(Role::state, "k_cache", a.t.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(Role::state, "v_cache", a.t.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
     for_each_weight(*a.config, a.weights,
                     [&](std::string_view name, auto& v, auto shape) { f(Role::weight, name, v, shape); });
-    f(Role::output, "attn_in", a.t.attn_in, {d.tokens, d.hidden});
-    f(Role::output, "qkv", a.t.qkv, {d.tokens, d.heads, 3, d.head_dim});
-    f(Role::output, "q", a.t.q, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "k", a.t.k, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "v", a.t.v, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "context", a.t.context, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "attn_residual", a.t.attn_residual, {d.tokens, d.hidden});
-    f(Role::output, "mlp_in", a.t.mlp_in, {d.tokens, d.hidden});
-    f(Role::output, "mlp_act", a.t.mlp_act, {d.tokens, d.intermediate});
-    f(Role::output, "output", a.t.output, {d.tokens, d.hidden});
+    f(Role::output, "attn_in", a.t.attn_in, extents(d.tokens, d.hidden));
+    f(Role::output, "qkv", a.t.qkv, extents(d.tokens, d.heads, 3, d.head_dim));
+    f(Role::output, "q", a.t.q, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "k", a.t.k, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "v", a.t.v, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "context", a.t.context, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "attn_residual", a.t.attn_residual, extents(d.tokens, d.hidden));
+    f(Role::output, "mlp_in", a.t.mlp_in, extents(d.tokens, d.hidden));
+    f(Role::output, "mlp_act", a.t.mlp_act, extents(d.tokens, d.intermediate));
+    f(Role::output, "output", a.t.output, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) {
     if (!a.config) return bad_argument(name, "'config' is null, expected a ModelConfig");

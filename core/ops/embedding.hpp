@@ -24,9 +24,9 @@ struct Embedding {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::index, "ids", a.ids, {d.tokens});
-    f(Role::weight, "table", a.table, {d.vocab, d.hidden});
-    f(Role::output, "y", a.y, {d.tokens, d.hidden});
+    f(Role::index, "ids", a.ids, extents(d.tokens));
+    f(Role::weight, "table", a.table, extents(d.vocab, d.hidden));
+    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) { return check_tensors<Embedding>(a); }
   static Cost cost(const Dims& d, DType activation, DType weight) {

@@ -29,11 +29,11 @@ struct KvAppend {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "k", a.k, {d.batch * d.q_len, d.heads, d.head_dim});
-    f(Role::input, "v", a.v, {d.batch * d.q_len, d.heads, d.head_dim});
-    f(Role::index, "kv_len", a.kv_len, {d.batch});
-    f(Role::state, "k_cache", a.k_cache, {d.batch, d.heads, d.capacity, d.head_dim});
-    f(Role::state, "v_cache", a.v_cache, {d.batch, d.heads, d.capacity, d.head_dim});
+    f(Role::input, "k", a.k, extents(d.batch * d.q_len, d.heads, d.head_dim));
+    f(Role::input, "v", a.v, extents(d.batch * d.q_len, d.heads, d.head_dim));
+    f(Role::index, "kv_len", a.kv_len, extents(d.batch));
+    f(Role::state, "k_cache", a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(Role::state, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<KvAppend>(a));

@@ -26,9 +26,9 @@ struct LayerNorm {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, {d.tokens, d.hidden});
+    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
     norm_tensors(d.hidden, a.norm, f);
-    f(Role::output, "y", a.y, {d.tokens, d.hidden});
+    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<LayerNorm>(a));
@@ -43,8 +43,8 @@ struct LayerNorm {
   /// The part of the contract that every op with a LayerNorm in it shares.
   template <class N, class F>
   static void norm_tensors(std::int64_t hidden, N& norm, F&& f) {
-    f(Role::weight, "gamma", norm.gamma, {hidden});
-    f(Role::weight, "beta", norm.beta, {hidden});
+    f(Role::weight, "gamma", norm.gamma, extents(hidden));
+    f(Role::weight, "beta", norm.beta, extents(hidden));
   }
   static Status check_eps(std::string_view op, double eps) {
     if (!(eps > 0)) return bad_argument(op, "eps must be positive, got " + std::to_string(eps));

@@ -22,10 +22,10 @@ struct LayerNormResidual {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, {d.tokens, d.hidden});
-    f(Role::input, "residual", a.residual, {d.tokens, d.hidden});
+    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
+    f(Role::input, "residual", a.residual, extents(d.tokens, d.hidden));
     LayerNorm::norm_tensors(d.hidden, a.norm, f);
-    f(Role::output, "y", a.y, {d.tokens, d.hidden});
+    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<LayerNormResidual>(a));

@@ -40,10 +40,10 @@ struct Linear {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, {d.tokens, d.in});
+    f(Role::input, "x", a.x, extents(d.tokens, d.in));
     linear_tensors(d.out, d.in, a.linear, f);
-    if (d.residual) f(Role::input, "residual", a.residual, {d.tokens, d.out});
-    f(Role::output, "y", a.y, {d.tokens, d.out});
+    if (d.residual) f(Role::input, "residual", a.residual, extents(d.tokens, d.out));
+    f(Role::output, "y", a.y, extents(d.tokens, d.out));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Linear>(a));
@@ -63,8 +63,9 @@ struct Linear {
   template <class L, class F>
   static void linear_tensors(std::int64_t out, std::int64_t in, L& linear, F&& f,
                              std::string_view weight_name = "weight", std::string_view bias_name = "bias") {
-    if (auto* dense = std::get_if<DenseWeight>(&linear.weight)) f(Role::weight, weight_name, dense->weight, {out, in});
-    f(Role::weight, bias_name, linear.bias, {out}, true);
+    if (auto* dense = std::get_if<DenseWeight>(&linear.weight))
+      f(Role::weight, weight_name, dense->weight, extents(out, in));
+    f(Role::weight, bias_name, linear.bias, extents(out), true);
   }
 };
 

@@ -24,12 +24,12 @@ struct ResidualLayerNorm {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, {d.tokens, d.hidden});
-    f(Role::input, "a", a.a, {d.tokens, d.hidden});
-    f(Role::input, "b", a.b, {d.tokens, d.hidden});
+    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
+    f(Role::input, "a", a.a, extents(d.tokens, d.hidden));
+    f(Role::input, "b", a.b, extents(d.tokens, d.hidden));
     LayerNorm::norm_tensors(d.hidden, a.norm, f);
-    f(Role::output, "h", a.h, {d.tokens, d.hidden});
-    f(Role::output, "y", a.y, {d.tokens, d.hidden});
+    f(Role::output, "h", a.h, extents(d.tokens, d.hidden));
+    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<ResidualLayerNorm>(a));

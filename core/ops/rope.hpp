@@ -32,12 +32,12 @@ struct Rope {
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "qkv", a.qkv, {d.tokens, d.heads, 3, d.head_dim});
+    f(Role::input, "qkv", a.qkv, extents(d.tokens, d.heads, 3, d.head_dim));
     table_tensors(d.table_rows, d.rotary_dim, a, f);
-    f(Role::index, "positions", a.positions, {d.tokens});
-    f(Role::output, "q", a.q, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "k", a.k, {d.tokens, d.heads, d.head_dim});
-    f(Role::output, "v", a.v, {d.tokens, d.heads, d.head_dim});
+    f(Role::index, "positions", a.positions, extents(d.tokens));
+    f(Role::output, "q", a.q, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "k", a.k, extents(d.tokens, d.heads, d.head_dim));
+    f(Role::output, "v", a.v, extents(d.tokens, d.heads, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Rope>(a));
@@ -56,8 +56,8 @@ struct Rope {
 
   template <class A, class F>
   static void table_tensors(std::int64_t rows, std::int64_t rotary_dim, A& a, F&& f) {
-    f(Role::table, "cos", a.cos, {rows, rotary_dim / 2});
-    f(Role::table, "sin", a.sin, {rows, rotary_dim / 2});
+    f(Role::table, "cos", a.cos, extents(rows, rotary_dim / 2));
+    f(Role::table, "sin", a.sin, extents(rows, rotary_dim / 2));
   }
 };
 

@@ -1,0 +1,173 @@
+#pragma once
+// One call of an op on tensors of its own: inputs filled, outputs poisoned with NaN, every block between guard bytes, the
+// cache beyond kv_len poisoned too. Two problems of the same seed hold the same numbers whatever their dtypes, since all
+// values are exact in `values` (float16 or bfloat16), so that the oracle can be asked the very same question.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/ops/all.hpp"
+#include "core/tensor.hpp"
+
+namespace cf::test {
+
+/// What the inputs look like. heavy_tailed: a few elements a thousand times the rest. peaked: scores so large that the
+/// softmax is nearly one-hot. shifted: a mean a hundred times the deviation.
+enum class Fill { normal, heavy_tailed, peaked, shifted };
+
+struct Setup {
+  ModelConfig model{};
+  Workload load{};
+  DType activation = DType::f32;
+  DType weight = DType::f16;
+  DType values = DType::f16;
+  Fill fill = Fill::normal;
+  std::uint64_t seed = 1;
+};
+
+/// Each sequence's kv_len: the first has the workload's, the others fewer, never below q_len.
+inline std::int32_t kv_len_of(const Workload& w, std::int64_t sequence) {
+  return std::int32_t(std::max(w.q_len, w.kv_len - 3 * sequence));
+}
+
+template <class Op>
+class Problem {
+ public:
+  explicit Problem(const Setup& s) : Problem(s, Op::example(s.model, s.load)) {}
+  Problem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
+      : setup_(s), dims_(sizes.first), args_(sizes.second), random_(s.seed) {
+    if constexpr (std::is_same_v<Op, ops::DecodeLayer>) args_.config = &setup_.model;
+    Op::tensors(dims_, args_, [this](Role role, std::string_view name, auto& view, auto shape, bool = false) {
+      add(role, std::string(name), view, shape);
+    });
+  }
+  Problem(const Problem&) = delete;
+  Problem& operator=(const Problem&) = delete;
+
+  struct Block {
+    Role role;
+    std::string name;
+    DType dtype;
+    Shape shape;
+    std::vector<std::byte> memory;  // guard, elements, guard
+    void* data() { return memory.data() + guard_bytes; }
+    std::size_t bytes() const { return memory.size() - 2 * guard_bytes; }
+    bool written() const { return role == Role::output || role == Role::state; }
+  };
+  static constexpr std::size_t guard_bytes = 64;
+
+  const typename Op::Dims& dims() const { return dims_; }
+  typename Op::Args& args() { return args_; }
+  std::vector<Block>& blocks() { return blocks_; }
+
+  /// A copy of a block's elements.
+  Tensor tensor(const Block& b) const {
+    Tensor t(b.dtype, b.shape);
+    std::memcpy(t.data(), b.memory.data() + guard_bytes, b.bytes());
+    return t;
+  }
+  /// All bytes of all blocks, to compare two runs by.
+  std::vector<std::byte> bytes() const {
+    std::vector<std::byte> all;
+    for (const Block& b : blocks_) all.insert(all.end(), b.memory.begin(), b.memory.end());
+    return all;
+  }
+  /// The block whose guard bytes were overwritten, or nothing.
+  std::string broken_guard() const {
+    for (const Block& b : blocks_)
+      for (std::size_t i = 0; i < guard_bytes; ++i)
+        if (b.memory[i] != guard || b.memory[b.memory.size() - 1 - i] != guard) return b.name;
+    return "";
+  }
+  /// Whether entry `row` of the cache block's (batch, heads, capacity, head_dim) lies in what the op may write.
+  bool appended(std::int64_t element, const Shape& shape) const {
+    const std::int64_t entry = element / shape[3] % shape[2], sequence = element / (shape[1] * shape[2] * shape[3]);
+    const std::int64_t end = kv_len_of(setup_.load, sequence);
+    return entry >= end - setup_.load.q_len && entry < end;
+  }
+
+ private:
+  static constexpr std::byte guard{0xa5};
+
+  template <class View, class Extents>
+  void add(Role role, std::string name, View& view, const Extents& shape) {
+    DType dtype = setup_.activation;
+    if (role == Role::weight) dtype = setup_.weight;
+    if (role == Role::table) dtype = DType::f32;
+    if (role == Role::index) dtype = DType::i32;
+    Block b{role, std::move(name), dtype, Shape(shape.begin(), shape.end()), {}};
+    b.memory.assign(std::size_t(element_count(b.shape)) * size_bytes(dtype) + 2 * guard_bytes, guard);
+    fill(b);
+    blocks_.push_back(std::move(b));
+    view.data = static_cast<decltype(view.data)>(blocks_.back().data());  // a moved vector keeps its memory
+    for (std::size_t i = 0; i < shape.size(); ++i) view.shape[i] = shape[i];
+    if constexpr (std::is_void_v<typename View::element> || std::is_same_v<typename View::element, const void>)
+      view.dtype = dtype;
+  }
+
+  void fill(Block& b) {
+    const std::int64_t n = element_count(b.shape);
+    if (b.role == Role::index) {
+      auto* out = static_cast<std::int32_t*>(b.data());
+      for (std::int64_t i = 0; i < n; ++i) out[i] = index(b.name, i);
+      return;
+    }
+    const bool cache = b.name == "k_cache" || b.name == "v_cache";
+    const bool sine = b.name == "sin";
+    for (std::int64_t i = 0; i < n; ++i) {
+      double v = value(b, i);
+      if (b.role == Role::table) v = sine ? std::sin(angle(b, i)) : std::cos(angle(b, i));
+      if (b.role == Role::output || (cache && beyond(b, i))) v = std::numeric_limits<double>::quiet_NaN();
+      dispatch_float(b.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        static_cast<T*>(b.data())[i] = narrow<T>(v);
+      });
+    }
+  }
+
+  /// Poison: a cache entry that no token may read. An op that appends finds only the old entries there.
+  bool beyond(const Block& b, std::int64_t element) const {
+    const std::int64_t entry = element / b.shape[3] % b.shape[2];
+    const std::int64_t sequence = element / (b.shape[1] * b.shape[2] * b.shape[3]);
+    const std::int64_t appended_now = b.role == Role::state ? setup_.load.q_len : 0;
+    return entry >= kv_len_of(setup_.load, sequence) - appended_now;
+  }
+  double angle(const Block& b, std::int64_t i) const {
+    const double row = double(i / b.shape[1]), column = double(i % b.shape[1]);
+    return row * std::pow(setup_.model.rope_theta, -column / double(b.shape[1]));
+  }
+  std::int32_t index(const std::string& name, std::int64_t i) {
+    if (name == "kv_len") return kv_len_of(setup_.load, i);
+    if (name == "positions") {
+      const std::int64_t sequence = i / setup_.load.q_len;
+      return std::int32_t(kv_len_of(setup_.load, sequence) - setup_.load.q_len + i % setup_.load.q_len);
+    }
+    return std::int32_t(random_() % std::uint64_t(setup_.model.vocab_size));  // ids
+  }
+  double value(const Block& b, std::int64_t i) {
+    double v = normal_(random_);
+    if (b.role == Role::weight) {
+      const bool gain = b.name == "gamma" || b.name.ends_with("layernorm.weight");
+      v = gain ? 1 + 0.1 * v : 0.05 * v;
+    } else if (setup_.fill == Fill::heavy_tailed && i % 97 == 5) {
+      v *= 1000;
+    } else if (setup_.fill == Fill::shifted) {
+      v += 100;
+    } else if (setup_.fill == Fill::peaked && (b.name == "q" || b.name == "k_cache")) {
+      v *= 30;
+    }
+    return setup_.values == DType::bf16 ? widen<double>(narrow<bf16>(v)) : widen<double>(narrow<f16>(v));
+  }
+
+  Setup setup_;
+  typename Op::Dims dims_;
+  typename Op::Args args_;
+  std::mt19937_64 random_;
+  std::normal_distribution<double> normal_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace cf::test

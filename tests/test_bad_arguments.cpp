@@ -1,0 +1,204 @@
+// What every op refuses: each tensor of its contract in turn null, misshapen, misaligned or of a foreign dtype, and the
+// scalars and indices out of bounds. Nothing may be written by a call that is refused.
+#include "catch.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+const Setup kSetup{.model = model_of(2, 16, 8, 24), .load = {.batch = 2, .q_len = 1, .kv_len = 5, .capacity = 6}};
+
+bool contains(const std::string& text, std::string_view part) { return text.find(part) != std::string::npos; }
+
+/// Runs a call that must be refused: the message names the op and the parts, and no byte changes.
+template <class Op>
+void check_refused(Problem<Op>& p, Code code, std::initializer_list<std::string_view> parts) {
+  const auto before = p.bytes();
+  const Status s = cpu_ref::run(p.args());
+  INFO(s.message());
+  REQUIRE_FALSE(s);
+  CHECK(s.code() == code);
+  for (std::string_view part : parts) {
+    INFO("expected to read: " << part);
+    CHECK(contains(s.message(), part));
+  }
+  CHECK_FALSE(contains(s.message(), "\n"));
+  CHECK(p.bytes() == before);
+}
+
+/// Applies `change` to the op's nth tensor; false when there is none.
+template <class Op, class F>
+bool change_tensor(Problem<Op>& p, int nth, F&& change) {
+  int i = 0;
+  bool found = false;
+  Op::tensors(p.dims(), p.args(), [&](Role role, std::string_view name, auto& view, auto, bool optional = false) {
+    if (i++ == nth) {
+      change(role, name, view, optional);
+      found = true;
+    }
+  });
+  return found;
+}
+
+}  // namespace
+
+TEMPLATE_LIST_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::All) {
+  for (int nth = 0;; ++nth) {
+    Problem<TestType> null(kSetup), shape(kSetup), aligned(kSetup), dtype(kSetup);
+    std::string name;
+    bool may_be_null = false, more = change_tensor(null, nth, [&](Role, std::string_view n, auto&view, bool optional) {
+                                name = std::string("'").append(n).append("'");
+                                may_be_null = optional;
+                                view.data = nullptr;
+                              });
+    if (!more) {
+      CHECK(nth >= 3);
+      break;
+    }
+    INFO(TestType::name << ": " << name);
+    if (!may_be_null) check_refused(null, Code::invalid_argument, {TestType::name, name, "null", "expected"});
+
+    // A size of its own in the last dimension contradicts every other tensor or the tensor's own.
+    change_tensor(shape, nth, [](Role, std::string_view, auto& view, bool) { view.shape.back() = 0; });
+    check_refused(shape, Code::invalid_argument, {"expected"});
+
+    change_tensor(aligned, nth, [](Role, std::string_view, auto& view, bool) {
+      using Pointer = decltype(view.data);
+      view.data = reinterpret_cast<Pointer>(reinterpret_cast<std::uintptr_t>(view.data) + 1);
+    });
+    check_refused(aligned, Code::invalid_argument, {TestType::name, name, "misaligned"});
+
+    bool typed = false;
+    change_tensor(dtype, nth, [&](Role, std::string_view, auto& view, bool) {
+      if constexpr (requires { view.dtype = DType::i32; }) {
+        view.dtype = DType::i32;
+        typed = true;
+      }
+    });
+    if (typed) check_refused(dtype, Code::invalid_argument, {TestType::name, name, "int32", "expected"});
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("Activations of two dtypes in one call are refused", "[bad]", ops::All) {
+  Problem<TestType> p(kSetup);
+  int activations = 0;
+  std::string second;
+  TestType::tensors(p.dims(), p.args(), [&](Role role, std::string_view name, auto& view, auto, bool = false) {
+    if constexpr (requires { view.dtype = DType::f64; })
+      if (role != Role::weight && ++activations == 2) {
+        view.dtype = DType::f64;
+        second = name;
+      }
+  });
+  if (activations >= 2)
+    check_refused(p, Code::invalid_argument, {second, "float64", "expected float32"});
+  else
+    CHECK(std::string(TestType::name) == "embedding");
+}
+
+TEMPLATE_LIST_TEST_CASE("16-bit activations are said to be unimplemented on the CPU", "[bad]", ops::All) {
+  Setup s = kSetup;
+  s.activation = DType::f16;
+  if (std::string(TestType::name) == "kv_append") {
+    Problem<TestType> p(s);  // a copy has no arithmetic, and takes any dtype
+    CHECK(cpu_ref::run(p.args()));
+    return;
+  }
+  Problem<TestType> p(s);
+  check_refused(p, Code::unimplemented, {"float16", "float32 or float64"});
+}
+
+TEST_CASE("Scalars out of bounds are refused", "[bad]") {
+  for (double eps : {0.0, -1e-5, std::nan("")}) {
+    Problem<ops::LayerNorm> a(kSetup);
+    a.args().eps = eps;
+    check_refused(a, Code::invalid_argument, {"layernorm: eps must be positive"});
+    Problem<ops::LayerNormResidual> b(kSetup);
+    b.args().eps = eps;
+    check_refused(b, Code::invalid_argument, {"layernorm_residual: eps must be positive"});
+    Problem<ops::ResidualLayerNorm> c(kSetup);
+    c.args().eps = eps;
+    check_refused(c, Code::invalid_argument, {"residual_layernorm: eps must be positive"});
+    Problem<ops::Attention> d(kSetup);
+    d.args().scale = eps;
+    check_refused(d, Code::invalid_argument, {"attention: scale must be positive"});
+  }
+  for (std::int64_t most : {0, 7}) {
+    Problem<ops::Attention> p(kSetup);
+    p.args().max_kv_len = most;
+    check_refused(p, Code::invalid_argument,
+                  {"max_kv_len must be q_len 1 to capacity 6", "got " + std::to_string(most)});
+  }
+}
+
+TEST_CASE("Indices out of bounds are refused", "[bad]") {
+  const auto set = [](auto& p, const char* name, std::int32_t value) {
+    for (auto& b : p.blocks())
+      if (b.name == name) static_cast<std::int32_t*>(b.data())[1] = value;
+  };
+  for (std::int32_t kv_len : {0, -1, 7}) {
+    Problem<ops::KvAppend> append(kSetup);
+    set(append, "kv_len", kv_len);
+    check_refused(append, Code::invalid_argument,
+                  {"kv_append: 'kv_len'[1] must be 1 to 6", "got " + std::to_string(kv_len)});
+  }
+  for (std::int32_t kv_len : {0, -1, 6}) {
+    Problem<ops::Attention> attention(kSetup);
+    set(attention, "kv_len", kv_len);
+    check_refused(attention, Code::invalid_argument,
+                  {"attention: 'kv_len'[1] must be 1 to 5", "got " + std::to_string(kv_len)});
+  }
+  for (std::int32_t position : {-1, 64}) {
+    Problem<ops::Rope> rope(kSetup);
+    set(rope, "positions", position);
+    check_refused(rope, Code::invalid_argument,
+                  {"rope: 'positions'[1] must be 0 to 63", "got " + std::to_string(position)});
+  }
+  for (std::int32_t id : {-1, 37}) {
+    Problem<ops::Embedding> embedding(kSetup);
+    set(embedding, "ids", id);
+    check_refused(embedding, Code::invalid_argument,
+                  {"embedding: 'ids'[1] must be 0 to 36", "got " + std::to_string(id)});
+  }
+}
+
+TEST_CASE("A table wider than a head is refused", "[bad]") {
+  Setup s = kSetup;
+  s.model.rotary_dim = 18;
+  Problem<ops::Rope> p(s);
+  check_refused(p, Code::invalid_argument, {"rope: rotary_dim must be at most head_dim 16, got 18"});
+}
+
+TEST_CASE("More new tokens than the cache holds are refused", "[bad]") {
+  Problem<ops::KvAppend> p(kSetup, {{.batch = 1, .q_len = 4, .heads = 2, .head_dim = 16, .capacity = 3}, {}});
+  check_refused(p, Code::invalid_argument, {"kv_append: q_len must be at most capacity 3, got 4"});
+}
+
+TEST_CASE("A residual goes with its epilogue and with nothing else", "[bad]") {
+  Problem<ops::Linear> stray(kSetup, {{2, 8, 4, true}, {.epilogue = ops::Epilogue::residual}});
+  stray.args().epilogue = ops::Epilogue::none;
+  check_refused(stray, Code::invalid_argument, {"linear: 'residual' is given, expected Epilogue::residual"});
+  Problem<ops::Linear> missing(kSetup, {{2, 8, 4, false}, {}});
+  missing.args().epilogue = ops::Epilogue::residual;
+  check_refused(missing, Code::invalid_argument, {"linear: 'residual' is null"});
+}
+
+TEST_CASE("GPTQ weights are said to be unimplemented on the CPU", "[bad]") {
+  Problem<ops::Linear> p(kSetup);
+  p.args().linear.weight = GptqWeight{};
+  check_refused(p, Code::unimplemented, {"linear", "GPTQ", "expected a dense weight"});
+}
+
+TEST_CASE("A layer without a config, or with one of no layer, is refused", "[bad]") {
+  ops::DecodeLayer::Args none;
+  CHECK(contains(cpu_ref::run(none).message(), "decode_layer: 'config' is null"));
+  Setup s = kSetup;
+  Problem<ops::DecodeLayer> p(s);
+  ModelConfig broken = s.model;
+  broken.num_attention_heads = 5;
+  p.args().config = &broken;
+  check_refused(p, Code::invalid_argument, {"num_attention_heads must divide hidden_size"});
+}

@@ -1,0 +1,263 @@
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "catch.hpp"
+#include "core/compare.hpp"
+#include "core/layer.hpp"
+#include "core/ops/all.hpp"
+#include "core/procedural.hpp"
+
+using namespace cf;
+
+namespace {
+
+/// The nearest of all finite values of a 16-bit type, ties to the even bit pattern, by looking at every one.
+template <class T>
+std::uint16_t nearest_by_search(double x) {
+  std::uint16_t best = 0;
+  double best_distance = std::numeric_limits<double>::infinity();
+  for (unsigned bits = 0; bits < 0x8000; ++bits) {
+    const double v = widen<double>(T{std::uint16_t(bits)});
+    if (!std::isfinite(v)) break;
+    const double distance = std::abs(v - std::abs(x));
+    if (distance < best_distance || (distance == best_distance && bits % 2 == 0))
+      best = std::uint16_t(bits), best_distance = distance;
+  }
+  return std::uint16_t(best | (std::signbit(x) ? 0x8000 : 0));
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("16-bit floats survive the way to double and back", "[dtype]", f16, bf16) {
+  int nans = 0;
+  for (unsigned bits = 0; bits < 0x10000; ++bits) {
+    const TestType v{std::uint16_t(bits)};
+    const double d = widen<double>(v);
+    if (std::isnan(d)) {
+      ++nans;
+      REQUIRE(std::isnan(widen<double>(narrow<TestType>(d))));
+    } else {
+      REQUIRE(narrow<TestType>(d).bits == bits);
+      REQUIRE(double(widen<float>(v)) == d);
+    }
+  }
+  REQUIRE(nans == 2 * ((1 << (dtype_of<TestType> == DType::f16 ? 10 : 7)) - 1));
+}
+
+TEMPLATE_TEST_CASE("Rounding to 16 bits is to nearest even", "[dtype]", f16, bf16) {
+  const double unit = unit_roundoff(dtype_of<TestType>);
+  for (double x : {0.0, 1.0, 1 + unit, 1 + unit * 1.0000001, 1 + 3 * unit, -2.5, 3.14159, 1e-5, 6.1e-5, 5.9e-8, 2.9e-8,
+                   1e-7 / 3, 65504.0 * 0.999, 1.0 / 3, -1e-3})
+    CHECK(narrow<TestType>(x).bits == nearest_by_search<TestType>(x));
+}
+
+TEST_CASE("float16's special values", "[dtype]") {
+  CHECK(widen<float>(f16{0x3c00}) == 1.0f);
+  CHECK(widen<float>(f16{0x0001}) == 0x1p-24f);
+  CHECK(widen<float>(f16{0x7bff}) == 65504.0f);
+  CHECK(std::isinf(widen<float>(f16{0xfc00})));
+  CHECK(narrow<f16>(65519.99).bits == 0x7bff);
+  CHECK(narrow<f16>(65520.0).bits == 0x7c00);
+  CHECK(narrow<f16>(-1e300).bits == 0xfc00);
+  CHECK(narrow<f16>(0x1p-25).bits == 0);  // a tie, to even
+  CHECK(narrow<f16>(0x1.000001p-25).bits == 1);
+  CHECK(narrow<f16>(-0.0).bits == 0x8000);
+  CHECK(widen<float>(bf16{0x3f80}) == 1.0f);
+  // Through float this would round twice, to 1 + 2^-10 instead of 1: the value lies just below the tie.
+  CHECK(narrow<f16>(1 + 0x1p-11 - 0x1p-40).bits == 0x3c00);
+  CHECK(narrow<f16>(1 + 0x1p-11 + 0x1p-40).bits == 0x3c01);
+}
+
+TEST_CASE("dtype names lead back to dtypes", "[dtype]") {
+  for (DType d : {DType::f16, DType::bf16, DType::f32, DType::f64, DType::i32})
+    CHECK(dtype_from_string(to_string(d)) == d);
+  CHECK_FALSE(dtype_from_string("float8"));
+}
+
+TEST_CASE("Pythia presets have the published numbers of parameters", "[config]") {
+  const std::pair<const char*, std::int64_t> published[] = {
+      {"pythia-14m", 14067712},    {"pythia-31m", 30494720},   {"pythia-70m", 70426624},    {"pythia-160m", 162322944},
+      {"pythia-410m", 405334016},  {"pythia-1b", 1011781632},  {"pythia-1.4b", 1414647808}, {"pythia-2.8b", 2775208960},
+      {"pythia-6.9b", 6857302016}, {"pythia-12b", 11846072320}};
+  REQUIRE(pythia_presets().size() == std::size(published));
+  for (const auto& [name, parameters] : published) {
+    const auto m = find_preset(name);
+    REQUIRE(m);
+    CHECK(m->num_parameters() == parameters);
+    CHECK(m->validate());
+    CHECK(m->rotary_dim * 4 == m->head_dim());
+  }
+  const auto missing = find_preset("pythia-3b");
+  REQUIRE_FALSE(missing);
+  CHECK(missing.status().code() == Code::not_found);
+  CHECK(missing.status().message().find("'pythia-3b'") != std::string::npos);
+  CHECK(missing.status().message().find("pythia-2.8b") != std::string::npos);
+}
+
+TEST_CASE("A config that describes no layer is refused by name", "[config]") {
+  const auto refusal = [](auto change) {
+    ModelConfig m = *find_preset("pythia-70m");
+    change(m);
+    const Status s = m.validate();
+    return s ? std::string("accepted") : s.message();
+  };
+  const auto names = [](const std::string& message, std::initializer_list<const char*> parts) {
+    for (const char* p : parts)
+      if (message.find(p) == std::string::npos) return false;
+    return true;
+  };
+  CHECK(names(refusal([](ModelConfig& m) { m.hidden_size = 0; }), {"hidden_size", "got 0"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.num_attention_heads = 7; }), {"num_attention_heads", "7", "512"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.rotary_dim = 17; }), {"rotary_dim", "17"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.rotary_dim = 66; }), {"rotary_dim", "64", "66"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.layer_norm_eps = 0; }), {"layer_norm_eps"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.rope_theta = std::nan(""); }), {"rope_theta"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.intermediate_size = std::int64_t(1) << 60; }), {"intermediate_size"}));
+  CHECK(names(refusal([](ModelConfig& m) { m.dtype = DType::f64; }), {"dtype", "float64"}));
+}
+
+TEST_CASE("Comparison finds the worst element and names it", "[compare]") {
+  Tensor reference(DType::f64, {2, 3}), got(DType::f32, {2, 3});
+  for (int i = 0; i < 6; ++i) reference.as<double>()[i] = i + 1, got.as<float>()[i] = float(i + 1);
+  got.as<float>()[4] += 0.5f;
+  const auto c = compare(got, reference);
+  REQUIRE(c);
+  CHECK(c->max_abs == 0.5);
+  CHECK(c->worst_coordinate == "[1, 1]");
+  CHECK(c->worst_got == 5.5);
+  CHECK(c->worst_reference == 5);
+  CHECK(c->rel_max == 0.5 / 6);
+  CHECK(std::abs(c->rel_l2 - 0.5 / std::sqrt(91.0)) < 1e-15);
+  CHECK(std::abs(c->mean_signed - 0.5 / 6) < 1e-15);
+  CHECK(c->ulp_max == 0.5 / 0x1p-8);  // 5 lies in [4, 8), where float16 steps by 2^-8
+  CHECK(c->ulp_p50 == 0);
+  CHECK(c->within({.rel_l2 = 0.1, .rel_max = 0.1}));
+  CHECK_FALSE(c->within({.rel_l2 = 0.01, .rel_max = 0.1}));
+  CHECK_FALSE(c->within({.rel_l2 = 0.1, .rel_max = 0.01}));
+}
+
+TEST_CASE("A NaN or an infinity is never within a budget", "[compare]") {
+  for (double bad : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    Tensor reference(DType::f64, {4}), got(DType::f64, {4});
+    got.as<double>()[2] = bad;
+    const auto c = compare(got, reference);
+    REQUIRE(c);
+    CHECK(c->non_finite == 1);
+    CHECK(c->worst_coordinate == "[2]");
+    CHECK_FALSE(c->within({.rel_l2 = 1e300, .rel_max = 1e300}));
+  }
+}
+
+TEST_CASE("A NaN in the reference is never within a budget", "[compare]") {
+  Tensor reference(DType::f64, {4}), got(DType::f64, {4});
+  reference.as<double>()[1] = std::nan("");
+  const auto c = compare(got, reference);
+  REQUIRE(c);
+  CHECK_FALSE(c->within({.rel_l2 = 1e300, .rel_max = 1e300}));
+}
+
+TEST_CASE("Tensors of different shapes are not compared", "[compare]") {
+  const auto c = compare(Tensor(DType::f32, {2, 3}), Tensor(DType::f32, {3, 2}));
+  REQUIRE_FALSE(c);
+  CHECK(c.status().message() == "shapes differ: got (2, 3), expected (3, 2)");
+}
+
+TEST_CASE("Procedural values are exact in float16, bell-shaped and of the stated spread", "[procedural]") {
+  for (auto [kind, mean, sigma] : {std::tuple{ProceduralKind::weight, 0.0, 0x1p-14 * 295.6},
+                                   std::tuple{ProceduralKind::activation, 0.0, 0x1p-8 * 295.6},
+                                   std::tuple{ProceduralKind::gain, 1.0, 0x1p-13 * 295.6}}) {
+    const std::int64_t n = 1 << 16;
+    Tensor f(DType::f32, {n}), h(DType::f16, {n});
+    fill_procedural(f.data(), DType::f32, 0, n, kind, 7, "x");
+    fill_procedural(h.data(), DType::f16, 0, n, kind, 7, "x");
+    double sum = 0, sum2 = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      REQUIRE(f.at(i) == h.at(i));
+      sum += f.at(i);
+      sum2 += f.at(i) * f.at(i);
+    }
+    const double m = sum / double(n), s = std::sqrt(sum2 / double(n) - m * m);
+    CHECK(std::abs(m - mean) < 4 * sigma / 256 + 0x1p-10);  // n >> 3 rounds down by half a step on average
+    CHECK(std::abs(s / sigma - 1) < 0.02);
+  }
+}
+
+TEST_CASE("Procedural values depend on seed, name and index alone", "[procedural]") {
+  const auto values = [](std::uint64_t seed, const char* name, std::int64_t first, std::int64_t n) {
+    Tensor t(DType::f16, {n});
+    fill_procedural(t.data(), DType::f16, first, n, ProceduralKind::weight, seed, name);
+    std::vector<std::uint16_t> v;
+    for (std::int64_t i = 0; i < n; ++i) v.push_back(t.as<f16>()[i].bits);
+    return v;
+  };
+  const auto whole = values(1, "a", 0, 100), tail = values(1, "a", 60, 40);
+  CHECK(std::equal(tail.begin(), tail.end(), whole.begin() + 60));
+  CHECK(values(2, "a", 0, 100) != whole);
+  CHECK(values(1, "b", 0, 100) != whole);
+}
+
+TEST_CASE("The checksum sees every byte, the order and the length", "[procedural]") {
+  std::vector<std::uint8_t> bytes(37);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::uint8_t(i * 7);
+  std::set<std::uint64_t> seen{checksum(bytes.data(), bytes.size())};
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    auto changed = bytes;
+    changed[i] ^= 1;
+    seen.insert(checksum(changed.data(), changed.size()));
+  }
+  for (std::size_t n = 0; n < bytes.size(); ++n) seen.insert(checksum(bytes.data(), n));
+  auto swapped = bytes;
+  std::swap_ranges(swapped.begin(), swapped.begin() + 8, swapped.begin() + 8);
+  seen.insert(checksum(swapped.data(), swapped.size()));
+  CHECK(seen.size() == 1 + 37 + 37 + 1);
+}
+
+TEST_CASE("The RoPE table is the angle's cosine and sine to float32 rounding", "[rope]") {
+  constexpr std::int64_t rows = 2048, half = 10;
+  Tensor cos(DType::f32, {rows, half}), sin(DType::f32, {rows, half});
+  ops::rope_table({cos.as<float>(), {rows, half}}, {sin.as<float>(), {rows, half}}, 10000);
+  double worst = 0;
+  for (std::int64_t p = 0; p < rows; ++p)
+    for (std::int64_t i = 0; i < half; ++i) {
+      const double angle = double(p) * std::pow(10000.0, -double(i) / double(half));
+      // The angle is float32: the exponent's rounding weighs ln(theta) times the exponent, and the power, the quotient
+      // and the product round once each. Cosine and sine round once more.
+      const double roundings = std::log(10000.0) * double(i) / double(half) + 3;
+      const double bound = angle * roundings * 0x1p-24 + 0x1p-23;
+      worst = std::max({worst, std::abs(cos.at(p * half + i) - std::cos(angle)) / bound,
+                        std::abs(sin.at(p * half + i) - std::sin(angle)) / bound});
+    }
+  CHECK(worst < 1);
+  CHECK(cos.at(0) == 1);
+  CHECK(sin.at(0) == 0);
+}
+
+TEST_CASE("The appended rows of a cache are those that end at kv_len", "[layer]") {
+  Tensor cache(DType::f32, {2, 1, 4, 1});
+  for (int i = 0; i < 8; ++i) cache.as<float>()[i] = float(i);
+  const std::int32_t kv_len[] = {3, 4};
+  const Tensor rows = appended_rows(cache.view<4>(), {kv_len, {2}}, 2);
+  CHECK(rows.shape() == Shape{2, 1, 2, 1});
+  CHECK((rows.at(0) == 1 && rows.at(1) == 2 && rows.at(2) == 6 && rows.at(3) == 7));
+}
+
+TEST_CASE("A layer's compulsory bytes are its weights, its cache and its hidden states", "[cost]") {
+  const ModelConfig m = *find_preset("pythia-2.8b");
+  const auto [d, args] = ops::DecodeLayer::example(m, {.kv_len = 128});
+  const Cost c = ops::DecodeLayer::cost(d, DType::f16, DType::f16);
+  const double weights = 2.0 * double(m.layer_parameters());
+  CHECK(std::abs(weights - 157.3e6) < 0.1e6);
+  // 128 entries of K and V read, one of each written, and hidden in and out; kv_len is four bytes.
+  CHECK(c.bytes == weights + 2 * 2560 * 2 * 128 + 2 * 2560 * 2 + 4 + 2 * 2560 * 2);
+  CHECK(c.flops > 2.0 * 12 * 2560 * 2560);
+}
+
+TEST_CASE("Every op has a name of its own", "[ops]") {
+  std::set<std::string_view> names;
+#define CF_OP(Op) names.insert(ops::Op::name);
+#include "core/ops/ops.def"
+#undef CF_OP
+  CHECK(names.size() == std::tuple_size_v<ops::All>);
+}
