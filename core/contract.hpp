@@ -112,7 +112,8 @@ class TensorCheck {
   template <class View>
   void operator()(Role role, std::string_view name, const View& v, std::array<std::int64_t, View::rank> expected,
                   bool optional = false) {
-    add({role, name, v.data, v.dtype, v.shape.data(), expected.data(), View::rank, optional});
+    const TensorInfo tensor{role, name, v.data, v.dtype, v.shape.data(), expected.data(), View::rank, optional};
+    add(tensor);
   }
   const Status& status() const { return status_; }
 

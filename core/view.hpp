@@ -23,7 +23,11 @@ struct View {
   }
   static constexpr DType dtype = dtype_of<T>;
   explicit constexpr operator bool() const { return data != nullptr; }
-  constexpr operator View<const T, Rank>() const requires(!std::is_const_v<T>) { return {data, shape}; }
+  template <class U>
+    requires(!std::is_const_v<T> && std::is_same_v<U, const T>)
+  constexpr operator View<U, Rank>() const {
+    return {data, shape};
+  }
 };
 
 /// The same with an element type that is known at run time: `View<void, 2>`, or `View<const void, 2>` to read only.
@@ -50,7 +54,11 @@ struct View<V, Rank> {
   }
   std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
   explicit constexpr operator bool() const { return data != nullptr; }
-  constexpr operator View<const void, Rank>() const requires(!std::is_const_v<V>) { return {data, shape, dtype}; }
+  template <class U>
+    requires(!std::is_const_v<V> && std::is_same_v<U, const void>)
+  constexpr operator View<U, Rank>() const {
+    return {data, shape, dtype};
+  }
 
   /// The view with its element type back. The caller has looked at `dtype`: every op does so in its check.
   template <class T>

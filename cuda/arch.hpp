@@ -1,0 +1,38 @@
+#pragma once
+#include <string>
+
+namespace cf::cuda {
+
+/// What launch plans are made from: the limits of a device, as values. Plans are pure functions of these, so that those
+/// for one GPU can be tested and run on another.
+struct Arch {
+  int compute_capability;  // 90 or 120
+  int sm_count;
+  int smem_per_block_bytes;  // dynamic shared memory that one block may opt in to
+  int smem_per_sm_bytes;
+  int threads_per_sm;
+  int registers_per_sm;
+  int l2_bytes;
+  int max_cluster_blocks;  // portable thread-block cluster size
+};
+
+inline constexpr Arch kH200{.compute_capability = 90,
+                            .sm_count = 132,
+                            .smem_per_block_bytes = 232448,
+                            .smem_per_sm_bytes = 233472,
+                            .threads_per_sm = 2048,
+                            .registers_per_sm = 65536,
+                            .l2_bytes = 60 << 20,
+                            .max_cluster_blocks = 8};
+inline constexpr Arch kRtx5090{.compute_capability = 120,
+                               .sm_count = 170,
+                               .smem_per_block_bytes = 101376,
+                               .smem_per_sm_bytes = 102400,
+                               .threads_per_sm = 1536,
+                               .registers_per_sm = 65536,
+                               .l2_bytes = 96 << 20,
+                               .max_cluster_blocks = 8};
+
+std::string to_string(const Arch&);
+
+}  // namespace cf::cuda

@@ -1,0 +1,61 @@
+#pragma once
+// What every launch asks first. Private to cuda.
+#include <cuda_runtime_api.h>
+
+#include "core/contract.hpp"
+#include "cuda/cuda.hpp"
+
+namespace cf::cuda {
+
+/// ok, or Code::device_error (out_of_memory where it is that) with CUDA's own words. The error is cleared, so that
+/// the next call starts clean.
+Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = SourceLocation::current());
+
+/// Refuses tensors that do not lie in memory of the context's device, by name, those not aligned to `alignment_bytes`,
+/// and float64 weights.
+class DeviceCheck {
+ public:
+  DeviceCheck(std::string_view op, const Context& context, std::size_t alignment_bytes = 16)
+      : op_(op), device_(context.device()), alignment_bytes_(alignment_bytes) {}
+
+  template <class V, class Shape>
+  void operator()(Role role, std::string_view name, const V& v, const Shape&, bool = false) {
+    look(role, name, v.data, v.dtype);
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  void look(Role role, std::string_view name, const void* data, DType dtype);
+  Status examine(Role role, std::string_view name, const void* data, DType dtype) const;
+
+  std::string_view op_;
+  int device_;
+  std::size_t alignment_bytes_;
+  Status status_;
+};
+
+/// The contract's own check, then where the tensors lie.
+template <class Args>
+Status check_call(const Args& args, const Context& context) {
+  using Op = typename Args::Op;
+  CF_TRY(Op::check(args));
+  DeviceCheck check(Op::name, context);
+  Op::tensors(Op::dims(args), args, check);
+  return check.status();
+}
+
+/// Calls f with the C++ type of a 16- or 32-bit floating-point dtype; anything else is unimplemented.
+template <class F>
+Status with_activation(std::string_view op, DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f16: return f(f16{});
+    case DType::bf16: return f(bf16{});
+    case DType::f32: return f(float{});
+    default:
+      return Status::error(Code::unimplemented, std::string(op) +
+                                                    ": cuda takes float16, bfloat16 or float32 activations, got " +
+                                                    std::string(to_string(dtype)));
+  }
+}
+
+}  // namespace cf::cuda

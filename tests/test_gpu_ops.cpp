@@ -1,0 +1,93 @@
+// The CUDA ops against the double oracle within the derived budget, guards and poison intact, the same bits on every run.
+#include "core/compare.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "device_problem.hpp"
+#include "setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+cuda::Context context() {
+  const auto c = cuda::Context::create();
+  REQUIRE(c);
+  return *c;
+}
+
+template <class Op>
+void check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+  INFO(Op::name << ": " << describe(s));
+  cuda::Context c = context();
+  Setup exact = s;
+  exact.activation = DType::f64;
+  Problem<Op> reference(exact, sizes);
+  REQUIRE(cpu_ref::run(reference.args()));
+  const auto condition = cpu_ref::condition(reference.args());
+  REQUIRE(condition);
+  const Budget budget = Op::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
+
+  DeviceProblem<Op> device(s, sizes), again(s, sizes);
+  Problem<Op>& got = device.run(c);
+  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+    auto& block = got.blocks()[i];
+    if (block.role != Role::output) continue;
+    const auto result = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
+    REQUIRE(result);
+    INFO(block.name << ": relative L2 " << result->rel_l2 << " (budget " << budget.rel_l2 << "), relative max "
+                    << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
+    CHECK(result->within(budget));
+  }
+  CHECK(again.run(c).bytes() == got.bytes());
+}
+
+}  // namespace
+
+TEST_CASE("layernorm on the GPU agrees with the oracle", "[gpu][layernorm]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t hidden : {8, 16, 160, 248, 256, 264, 2048, 2560, 4096, 5120, 8192, 8200, 32768})
+      for (std::int64_t tokens : {1, 3})
+        for (Fill fill : {Fill::normal, Fill::heavy_tailed, Fill::shifted}) {
+          Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
+          s.weight = activation == DType::bf16 ? DType::bf16 : DType::f16;
+          s.values = s.weight;
+          check_on_device<ops::LayerNorm>(s, {{tokens, hidden}, {}});
+        }
+}
+
+TEST_CASE("layernorm on the GPU gives the same bits a thousand times", "[gpu][layernorm]") {
+  cuda::Context c = context();
+  const Setup s{.model = model_of(32, 80, 20, 2), .activation = DType::f16};
+  DeviceProblem<ops::LayerNorm> p(s);
+  const auto first = p.run(c).bytes();
+  for (int i = 1; i < 1000; ++i) REQUIRE(cuda::run(p.args(), c));
+  require_cuda(cudaDeviceSynchronize());
+  CHECK(p.fetch().bytes() == first);
+}
+
+TEST_CASE("What layernorm cannot run on the GPU is refused before any launch", "[gpu][bad]") {
+  cuda::Context c = context();
+  const Setup s{.model = model_of(2, 80, 20, 2), .activation = DType::f16};
+  const auto refused = [&](auto change, Code code, const char* part) {
+    DeviceProblem<ops::LayerNorm> p(s);
+    change(p.args());
+    const Status status = cuda::run(p.args(), c);
+    INFO(status.message());
+    REQUIRE_FALSE(status);
+    CHECK(status.code() == code);
+    CHECK(status.message().find(part) != std::string::npos);
+    require_cuda(cudaDeviceSynchronize());
+  };
+  using Args = ops::LayerNorm::Args;
+  std::vector<f16> host(160);
+  refused([](Args& a) { a.x.data = nullptr; }, Code::invalid_argument, "'x' is null");
+  refused([&](Args& a) { a.x.data = host.data(); }, Code::invalid_argument, "'x' points to host memory");
+  refused([](Args& a) { a.y.data = static_cast<char*>(a.y.data) + 2; }, Code::invalid_argument, "'y' is misaligned");
+  refused([](Args& a) { a.norm.gamma.dtype = a.norm.beta.dtype = DType::f64; }, Code::unimplemented,
+          "'gamma' has dtype float64");
+  refused([](Args& a) { a.x.dtype = a.y.dtype = DType::f64; }, Code::unimplemented, "got float64");
+  refused([](Args& a) { a.x.shape[1] = a.y.shape[1] = a.norm.gamma.shape[0] = a.norm.beta.shape[0] = 156; },
+          Code::unimplemented, "multiple of 8");
+  DeviceProblem<ops::LayerNorm> p(s);
+  p.run(c);  // the context is as usable as before
+}
