@@ -31,19 +31,25 @@ class Checkpoint {
   static Result<Checkpoint> open(const std::string& directory);
 
   const std::string& directory() const { return directory_; }
-  const ModelConfig& config() const { return config_; }
+  const ModelConfig& config() const { return config_; }  // named after the directory where config.json has no name
 
-  /// Layer `index`'s weights. Refuses an index beyond the model, tensors that are missing or duplicate, of a wrong shape
-  /// (expected and got), or of dtypes other than F16, BF16, F32 or not all the same. The buffers that old checkpoints
+  /// Layer `index`'s weights. Refuses an index beyond the model, tensors that are missing or twice in their file, of a
+  /// wrong shape, or of dtypes other than F16, BF16, F32 or not all the same. The buffers that old checkpoints
   /// hold beside the weights (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are never asked for.
   Result<CheckpointLayer> layer(std::int64_t index);
 
-  /// Whether every tensor name in the files belongs to a GPT-NeoX model of this config; the first that does not is named.
+  /// Reads every file's header: whether each tensor's name belongs to a GPT-NeoX model of this config, and whether each is
+  /// in the one shard that the index says. The first that is not is named.
   Status check_names();
 
  private:
-  /// The open file that holds the tensor, mapped on first use.
-  Result<const TensorEntry*> find(const std::string& name);
+  struct Found {
+    const SafetensorsFile* file;
+    const TensorEntry* entry;
+  };
+  /// The tensor and the file that holds it.
+  Result<Found> find(const std::string& name);
+  /// The file of that name, mapped on first use.
   Result<const SafetensorsFile*> file(const std::string& name);
 
   std::string directory_;

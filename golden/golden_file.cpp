@@ -1,0 +1,447 @@
+#include "golden/golden_file.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <new>
+#include <set>
+
+#include "core/procedural.hpp"
+#include "golden/checkpoint.hpp"
+#include "golden/hdf5_file.hpp"
+#include "golden/hf_config.hpp"
+#include "golden/json.hpp"
+
+namespace cf::golden {
+namespace {
+
+constexpr std::string_view kSchema = "cf-golden";
+constexpr double kMaxElements = 0x1p33;
+constexpr std::int64_t kMaxTokens = 1 << 24;
+
+/// Stores a Result's value, or hands on why there is none.
+template <class T>
+Status assign(T& to, Result<T> from) {
+  if (!from) return from.status();
+  to = std::move(*from);
+  return {};
+}
+
+/// Runs f, and reports memory that ran out as a Status.
+template <class F>
+auto guarded(const std::string& path, F&& f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return Status::error(Code::out_of_memory, path + ": not enough memory for its tensors");
+  }
+}
+
+std::string described(DType dtype, const Shape& shape) {
+  return std::string(to_string(dtype)) + " " + to_string(shape);
+}
+
+Status expect(const Hdf5Reader& file, const std::string& name, DType dtype, const Shape& shape) {
+  Hdf5Reader::Info info;
+  CF_TRY(assign(info, file.info(name)));
+  if (info.dtype != dtype || info.shape != shape)
+    return file.refuse(Code::invalid_file, name,
+                       "expected " + described(dtype, shape) + ", got " + described(info.dtype, info.shape));
+  return {};
+}
+
+Status in_range(const Hdf5Reader& file, const std::string& what, std::int64_t value, std::int64_t least,
+                std::int64_t most) {
+  if (value >= least && value <= most) return {};
+  return file.refuse(
+      Code::invalid_file, what,
+      "expected " + std::to_string(least) + " to " + std::to_string(most) + ", got " + std::to_string(value));
+}
+
+Status one_of(const Hdf5Reader& file, const std::string& attribute, const std::string& value,
+              std::initializer_list<std::string_view> allowed) {
+  std::string names;
+  for (std::string_view a : allowed) {
+    if (a == value) return {};
+    names += (names.empty() ? "" : ", ") + std::string(a);
+  }
+  return file.refuse(Code::invalid_file, "attribute '" + attribute + "'",
+                     "expected one of " + names + ", got " + quote(value));
+}
+
+/// Every element between the least and the most.
+Status check_integers(const Hdf5Reader& file, const std::string& name, std::int64_t count, std::int64_t least,
+                      std::int64_t most, std::vector<std::int32_t>& values) {
+  CF_TRY(expect(file, name, DType::i32, {count}));
+  Tensor t;
+  CF_TRY(assign(t, file.read(name)));
+  values.assign(t.as<std::int32_t>(), t.as<std::int32_t>() + count);
+  for (std::size_t i = 0; i < values.size(); ++i)
+    CF_TRY(in_range(file, name + "[" + std::to_string(i) + "]", values[i], least, most));
+  return {};
+}
+
+Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
+  std::string schema, dtype;
+  std::int64_t version = 0;
+  CF_TRY(assign(schema, file.text("", "schema")));
+  CF_TRY(one_of(file, "schema", schema, {kSchema}));
+  CF_TRY(assign(version, file.integer("", "schema_version")));
+  CF_TRY(in_range(file, "attribute 'schema_version'", version, kSchemaVersion, kSchemaVersion));
+  CF_TRY(assign(m.producer, file.text("", "producer")));
+  CF_TRY(assign(m.command, file.text("", "command")));
+  CF_TRY(assign(m.versions, file.text("", "versions")));
+  CF_TRY(assign(m.model, file.text("", "model")));
+  CF_TRY(assign(m.config_json, file.text("", "config")));
+  CF_TRY(assign(m.config, parse_hf_config(m.config_json, file.path() + ": /attribute 'config'")));
+  m.config.name = m.model;
+  CF_TRY(assign(m.layer, file.integer("", "layer")));
+  CF_TRY(in_range(file, "attribute 'layer'", m.layer, 0, m.config.num_hidden_layers - 1));
+  CF_TRY(assign(dtype, file.text("", "dtype")));
+  CF_TRY(one_of(file, "dtype", dtype, {to_string(DType::f16), to_string(DType::bf16), to_string(DType::f32)}));
+  m.dtype = m.config.dtype = *dtype_from_string(dtype);
+  CF_TRY(assign(m.seed, file.unsigned_integer("", "seed")));
+
+  CF_TRY(assign(m.load.batch, file.integer("", "batch")));
+  CF_TRY(in_range(file, "attribute 'batch'", m.load.batch, 1, kMaxTokens));
+  CF_TRY(assign(m.load.q_len, file.integer("", "q_len")));
+  CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.max_position_embeddings));
+  CF_TRY(in_range(file, "batch * q_len", m.load.tokens(), 1, kMaxTokens));
+  CF_TRY(check_integers(file, "inputs/kv_len", m.load.batch, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
+  m.load.kv_len = *std::max_element(m.kv_len.begin(), m.kv_len.end());
+
+  CF_TRY(assign(m.cache, file.text("", "cache")));
+  CF_TRY(one_of(file, "cache", m.cache, {"prefill", "random", "procedural", "none"}));
+  if (m.cache == "none") CF_TRY(in_range(file, "largest kv_len with cache = 'none'", m.load.kv_len, 1, m.load.q_len));
+  if (m.cache == "procedural") CF_TRY(assign(m.cache_checksum, file.unsigned_integer("", "cache_checksum")));
+  CF_TRY(assign(m.weights, file.text("", "weights")));
+  CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural"}));
+  CF_TRY(assign(m.weights_checksum, file.unsigned_integer("", "weights_checksum")));
+  if (m.weights == "checkpoint") CF_TRY(assign(m.weights_checkpoint, file.text("", "weights_checkpoint")));
+  return {};
+}
+
+/// The cache entries that were there before the append.
+Shape old_cache_shape(const GoldenMeta& m) {
+  return {m.load.batch, m.config.num_attention_heads, m.load.kv_len - m.load.q_len, m.config.head_dim()};
+}
+
+Shape table_shape(const GoldenMeta& m) { return {m.load.tokens(), m.config.rotary_dim / 2}; }
+
+/// Before anyone allocates by the file's numbers. In double, where nothing overflows.
+Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
+  const ModelConfig& c = m.config;
+  const double tokens = double(m.load.tokens()), hidden = double(c.hidden_size);
+  const double step = 2 * double(m.load.batch) * double(m.load.kv_len) * hidden +
+                      tokens * (12 * hidden + double(c.intermediate_size)) +
+                      double(c.max_position_embeddings) * double(c.rotary_dim);
+  if (const double elements = std::max(step, double(c.layer_parameters())); elements > kMaxElements)
+    return file.refuse(
+        Code::invalid_file, "attribute 'config'",
+        "expected a layer and a step of at most 2^33 elements, got " + std::to_string(std::int64_t(elements)));
+  return {};
+}
+
+Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
+  CF_TRY(expect(file, "inputs/hidden", m.dtype, {m.load.tokens(), m.config.hidden_size}));
+  std::vector<std::int32_t> positions;
+  CF_TRY(check_integers(file, "inputs/positions", m.load.tokens(), 0, m.config.max_position_embeddings - 1, positions));
+  CF_TRY(expect(file, "inputs/cos", DType::f32, table_shape(m)));
+  CF_TRY(expect(file, "inputs/sin", DType::f32, table_shape(m)));
+  if (m.cache == "procedural" || m.load.kv_len == m.load.q_len) return {};
+  CF_TRY(expect(file, "inputs/k_cache", m.dtype, old_cache_shape(m)));
+  return expect(file, "inputs/v_cache", m.dtype, old_cache_shape(m));
+}
+
+Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
+  LayerWeights w;
+  Status status;
+  for_each_weight(m.config, w, [&](std::string_view name, auto&, auto shape) {
+    if (status) status = expect(file, "weights/" + std::string(name), m.dtype, Shape(shape.begin(), shape.end()));
+  });
+  return status;
+}
+
+Status read_variants(const Hdf5Reader& file, const GoldenMeta& m, std::vector<VariantInfo>& variants) {
+  std::vector<std::string> names;
+  CF_TRY(assign(names, file.names("taps")));
+  for (std::string& name : names) {
+    const std::string group = "taps/" + name;
+    VariantInfo v;
+    v.name = std::move(name);
+    CF_TRY(assign(v.dtype, file.text(group, "dtype")));
+    CF_TRY(assign(v.attn_implementation, file.text(group, "attn_implementation")));
+    CF_TRY(assign(v.device, file.text(group, "device")));
+    const std::optional<DType> dtype = dtype_from_string(v.dtype);
+    if (!dtype || *dtype == DType::i32)
+      return file.refuse(Code::invalid_file, group + " attribute 'dtype'",
+                         "expected a floating-point type, got " + quote(v.dtype));
+    if (v.name == kReference && *dtype != DType::f64)
+      return file.refuse(Code::invalid_file, group + " attribute 'dtype'", "expected float64, got " + v.dtype);
+    CF_TRY(assign(v.taps, file.names(group)));
+    for (const std::string& tap : v.taps) {
+      Shape shape;
+      for (const TapDim& d : tap_dims(m.config, m.load, tap)) shape.push_back(d.size);
+      if (!shape.empty()) CF_TRY(expect(file, group + "/" + tap, *dtype, shape));
+    }
+    variants.push_back(std::move(v));
+  }
+  return {};
+}
+
+void fill_nan(Tensor& t) {
+  dispatch_float(t.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    std::fill_n(t.as<T>(), t.size(), narrow<T>(std::numeric_limits<double>::quiet_NaN()));
+  });
+}
+
+char* row(Tensor& t, std::int64_t index, std::int64_t elements) {
+  return static_cast<char*>(t.data()) + std::size_t(index * elements) * size_bytes(t.dtype());
+}
+const char* row(const Tensor& t, std::int64_t index, std::int64_t elements) {
+  return static_cast<const char*>(t.data()) + std::size_t(index * elements) * size_bytes(t.dtype());
+}
+
+/// Copies each sequence's own old entries; the rest of the cache becomes NaN.
+void fill_cache(Tensor& cache, const Tensor& old, const GoldenMeta& m) {
+  const std::int64_t heads = m.config.num_attention_heads, d = m.config.head_dim();
+  const std::int64_t capacity = cache.shape()[2], rows = old.shape()[2];
+  fill_nan(cache);
+  for (std::int64_t b = 0; b < m.load.batch; ++b)
+    for (std::int64_t h = 0; h < heads; ++h)
+      convert(row(old, (b * heads + h) * rows, d), old.dtype(), row(cache, (b * heads + h) * capacity, d),
+              cache.dtype(), (m.kv_len[std::size_t(b)] - m.load.q_len) * d);
+}
+
+}  // namespace
+
+std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::string_view tap) {
+  const TapDim token{"token", load.tokens()}, hidden{"hidden", m.hidden_size}, head{"head", m.num_attention_heads},
+      d{"d", m.head_dim()};
+  const auto of = [&](const Site& site, std::string_view output) {
+    return tap == std::string(site.tap) + "." + std::string(output);
+  };
+  if (tap == site::query_key_value.tap) return {token, head, {"qkv", 3}, d};
+  if (of(site::rotary_emb, "q") || of(site::rotary_emb, "k") || of(site::rotary_emb, "v")) return {token, head, d};
+  if (of(site::kv_append, "k_cache") || of(site::kv_append, "v_cache"))
+    return {{"sequence", load.batch}, head, {"new", load.q_len}, d};
+  if (tap == site::context.tap) return {token, head, d};
+  if (tap == site::dense_h_to_4h.tap) return {token, {"intermediate", m.intermediate_size}};
+  for (const Site& s : {site::input_layernorm, site::dense, site::post_attention_layernorm, site::dense_4h_to_h})
+    if (tap == s.tap) return {token, hidden};
+  return {};
+}
+
+struct GoldenFile::Impl {
+  Hdf5Reader file;
+  GoldenMeta meta;
+  std::vector<VariantInfo> variants;
+
+  /// The old entries of K and V, made and verified where they are procedural, empty where there are none.
+  Result<std::pair<Tensor, Tensor>> old_cache() const {
+    const Shape shape = old_cache_shape(meta);
+    Tensor k, v;
+    if (element_count(shape) > 0 && meta.cache != "procedural") {
+      CF_TRY(assign(k, file.read("inputs/k_cache")));
+      CF_TRY(assign(v, file.read("inputs/v_cache")));
+      return std::pair{std::move(k), std::move(v)};
+    }
+    k = Tensor(meta.dtype, shape);
+    v = Tensor(meta.dtype, shape);
+    if (meta.cache != "procedural") return std::pair{std::move(k), std::move(v)};
+    fill_procedural(k.data(), meta.dtype, 0, k.size(), ProceduralKind::activation, meta.seed, "k_cache");
+    fill_procedural(v.data(), meta.dtype, 0, v.size(), ProceduralKind::activation, meta.seed, "v_cache");
+    const std::uint64_t sum =
+        checksum(k.data(), std::size_t(k.size_bytes())) + 3 * checksum(v.data(), std::size_t(v.size_bytes()));
+    if (sum != meta.cache_checksum)
+      return file.refuse(Code::invalid_file, "attribute 'cache_checksum'",
+                         "expected " + std::to_string(meta.cache_checksum) + ", got " + std::to_string(sum) +
+                             " from the procedural cache of seed " + std::to_string(meta.seed));
+    return std::pair{std::move(k), std::move(v)};
+  }
+
+  /// Rows of cos or sin, one a token, into a table by position.
+  Status load_table(const std::string& name, Tensor& table, const Tensor& positions) const {
+    Tensor rows;
+    CF_TRY(assign(rows, file.read("inputs/" + name)));
+    fill_nan(table);
+    const std::int64_t half = rows.shape()[1];
+    std::set<std::int32_t> filled;
+    for (std::int64_t t = 0; t < rows.shape()[0]; ++t) {
+      const std::int32_t p = positions.as<std::int32_t>()[t];
+      const float* from = rows.as<float>() + t * half;
+      float* to = table.as<float>() + p * half;
+      if (!filled.insert(p).second && std::memcmp(to, from, std::size_t(half) * sizeof(float)) != 0)
+        return file.refuse(
+            Code::invalid_file, "inputs/" + name,
+            "row " + std::to_string(t) + " differs from an earlier one at the same position " + std::to_string(p));
+      std::copy_n(from, half, to);
+    }
+    return {};
+  }
+};
+
+Result<GoldenFile> GoldenFile::open(const std::string& path) {
+  return guarded(path, [&]() -> Result<GoldenFile> {
+    Result<Hdf5Reader> file = Hdf5Reader::open(path);
+    if (!file) return file.status();
+    GoldenMeta meta;
+    CF_TRY(read_meta(*file, meta));
+    CF_TRY(check_size(*file, meta));
+    CF_TRY(check_inputs(*file, meta));
+    if (meta.weights == "stored") CF_TRY(check_stored_weights(*file, meta));
+    std::vector<VariantInfo> variants;
+    CF_TRY(read_variants(*file, meta, variants));
+    GoldenFile golden;
+    golden.impl_ = std::make_shared<const Impl>(Impl{std::move(*file), std::move(meta), std::move(variants)});
+    return golden;
+  });
+}
+
+const std::string& GoldenFile::path() const { return impl_->file.path(); }
+const GoldenMeta& GoldenFile::meta() const { return impl_->meta; }
+const std::vector<VariantInfo>& GoldenFile::variants() const { return impl_->variants; }
+
+Result<Tensor> GoldenFile::input(const std::string& name) const {
+  return guarded(path(), [&]() -> Result<Tensor> {
+    if (name != "k_cache" && name != "v_cache") return impl_->file.read("inputs/" + name);
+    auto old = impl_->old_cache();
+    if (!old) return old.status();
+    return std::move(name == "k_cache" ? old->first : old->second);
+  });
+}
+
+Result<Tensor> GoldenFile::tap(const std::string& variant, const std::string& tap) const {
+  return guarded(path(), [&] { return impl_->file.read("taps/" + variant + "/" + tap); });
+}
+
+Status GoldenFile::load(LayerState& state) const {
+  const GoldenMeta& m = impl_->meta;
+  const Shape cache = state.k_cache.shape(), table = state.cos.shape();
+  const bool fits = state.hidden.shape() == Shape{m.load.tokens(), m.config.hidden_size} &&
+                    state.kv_len.size() == m.load.batch && cache.size() == 4 && cache[0] == m.load.batch &&
+                    cache[1] == m.config.num_attention_heads && cache[2] >= m.load.kv_len &&
+                    cache[3] == m.config.head_dim() && table.size() == 2 &&
+                    table[0] >= m.config.max_position_embeddings && table[1] == m.config.rotary_dim / 2;
+  if (!fits)
+    return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
+  return guarded(path(), [&]() -> Status {
+    Tensor hidden, positions;
+    CF_TRY(assign(hidden, impl_->file.read("inputs/hidden")));
+    CF_TRY(assign(positions, impl_->file.read("inputs/positions")));
+    auto old = impl_->old_cache();
+    if (!old) return old.status();
+
+    state.set_kv_len(m.kv_len);
+    convert(hidden.data(), hidden.dtype(), state.hidden.data(), state.hidden.dtype(), hidden.size());
+    std::memcpy(state.positions.data(), positions.data(), std::size_t(positions.size_bytes()));
+    CF_TRY(impl_->load_table("cos", state.cos, positions));
+    CF_TRY(impl_->load_table("sin", state.sin, positions));
+    fill_cache(state.k_cache, old->first, m);
+    fill_cache(state.v_cache, old->second, m);
+    return {};
+  });
+}
+
+Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
+  const GoldenMeta& m = impl_->meta;
+  const auto stored = [&]() -> Result<GoldenWeights> {
+    auto owned = std::make_shared<OwnedLayerWeights>();
+    Status status;
+    for_each_weight(m.config, owned->weights, [&](std::string_view name, auto& view, auto shape) {
+      Tensor t;
+      if (status) status = assign(t, impl_->file.read("weights/" + std::string(name)));
+      view = {t.data(), shape, m.dtype};
+      owned->storage.push_back(std::move(t));
+    });
+    if (!status) return status;
+    return GoldenWeights{owned->weights, m.dtype, owned};
+  };
+  const auto procedural = [&]() -> Result<GoldenWeights> {
+    auto owned = std::make_shared<OwnedLayerWeights>(procedural_layer(m.config, m.layer, m.seed));
+    return GoldenWeights{owned->weights, m.dtype, owned};
+  };
+  const auto loaded = [&]() -> Result<GoldenWeights> {
+    const auto beside = std::filesystem::path(path()).parent_path() / m.weights_checkpoint;
+    Result<Checkpoint> opened = Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint);
+    if (!opened) return opened.status();
+    const ModelConfig& c = opened->config();
+    const auto sizes = [](const ModelConfig& s) {
+      return "hidden_size " + std::to_string(s.hidden_size) + ", intermediate_size " +
+             std::to_string(s.intermediate_size) + ", " + std::to_string(s.num_attention_heads) + " heads, " +
+             (s.attention_bias ? "with" : "without") + " attention bias";
+    };
+    if (sizes(c) != sizes(m.config))
+      return Status::error(Code::invalid_argument, opened->directory() + ": expected " + sizes(m.config) + " as " +
+                                                       path() + " has, got " + sizes(c));
+    Result<CheckpointLayer> layer = opened->layer(m.layer);
+    if (!layer) return layer.status();
+    auto owned = std::make_shared<CheckpointLayer>(std::move(*layer));
+    return GoldenWeights{owned->weights, owned->dtype, owned};
+  };
+  return guarded(path(), [&]() -> Result<GoldenWeights> {
+    const bool from_checkpoint = !checkpoint.empty() || m.weights == "checkpoint";
+    Result<GoldenWeights> w = from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural();
+    if (!w) return w;
+    if (const std::uint64_t sum = weights_checksum(m.config, w->weights); sum != m.weights_checksum)
+      return impl_->file.refuse(Code::invalid_file, "attribute 'weights_checksum'",
+                                "expected " + std::to_string(m.weights_checksum) + ", got " + std::to_string(sum) +
+                                    " from the " + (from_checkpoint ? "checkpoint" : m.weights) + " weights");
+    return w;
+  });
+}
+
+struct GoldenWriter::Impl {
+  Hdf5Writer file;
+};
+
+GoldenWriter::GoldenWriter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+GoldenWriter::GoldenWriter(GoldenWriter&&) noexcept = default;
+GoldenWriter::~GoldenWriter() = default;
+
+Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenMeta& m) {
+  Result<Hdf5Writer> file = Hdf5Writer::create(path);
+  if (!file) return file.status();
+  CF_TRY(file->text("", "schema", std::string(kSchema)));
+  CF_TRY(file->integer("", "schema_version", kSchemaVersion));
+  CF_TRY(file->text("", "producer", m.producer));
+  CF_TRY(file->text("", "command", m.command));
+  CF_TRY(file->text("", "versions", m.versions));
+  CF_TRY(file->text("", "config", m.config_json.empty() ? to_hf_json(m.config) : m.config_json));
+  CF_TRY(file->text("", "model", m.model));
+  CF_TRY(file->integer("", "layer", m.layer));
+  CF_TRY(file->text("", "dtype", std::string(to_string(m.dtype))));
+  CF_TRY(file->unsigned_integer("", "seed", m.seed));
+  CF_TRY(file->integer("", "batch", m.load.batch));
+  CF_TRY(file->integer("", "q_len", m.load.q_len));
+  CF_TRY(file->text("", "cache", m.cache));
+  if (m.cache == "procedural") CF_TRY(file->unsigned_integer("", "cache_checksum", m.cache_checksum));
+  CF_TRY(file->text("", "weights", m.weights));
+  CF_TRY(file->unsigned_integer("", "weights_checksum", m.weights_checksum));
+  if (m.weights == "checkpoint") CF_TRY(file->text("", "weights_checkpoint", m.weights_checkpoint));
+  return GoldenWriter(std::make_unique<Impl>(Impl{std::move(*file)}));
+}
+
+Status GoldenWriter::add_input(const std::string& name, const Tensor& tensor) {
+  return impl_->file.write("inputs/" + name, tensor);
+}
+
+Status GoldenWriter::add_weight(const std::string& name, const Tensor& tensor) {
+  return impl_->file.write("weights/" + name, tensor);
+}
+
+Status GoldenWriter::add_tap(const VariantInfo& variant, const std::string& tap, const Tensor& tensor) {
+  const std::string group = "taps/" + variant.name;
+  CF_TRY(impl_->file.text(group, "dtype", variant.dtype));
+  CF_TRY(impl_->file.text(group, "attn_implementation", variant.attn_implementation));
+  CF_TRY(impl_->file.text(group, "device", variant.device));
+  return impl_->file.write(group + "/" + tap, tensor);
+}
+
+Status GoldenWriter::commit() {
+  return guarded(impl_->file.path(), [&] { return impl_->file.commit(); });
+}
+
+}  // namespace cf::golden

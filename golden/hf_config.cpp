@@ -1,0 +1,193 @@
+#include "golden/hf_config.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "golden/json.hpp"
+#include "golden/mapped_file.hpp"
+
+namespace cf::golden {
+namespace {
+
+// A value as the type that a field has; false where it is of another.
+bool read(const Json& value, bool& out) {
+  if (value.is_boolean()) out = value.get<bool>();
+  return value.is_boolean();
+}
+bool read(const Json& value, std::int64_t& out) {
+  constexpr auto most = std::uint64_t(std::numeric_limits<std::int64_t>::max());
+  if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > most)) return false;
+  out = value.get<std::int64_t>();
+  return true;
+}
+bool read(const Json& value, double& out) {
+  if (value.is_number()) out = value.get<double>();
+  return value.is_number();
+}
+bool read(const Json& value, std::string& out) {
+  if (value.is_string()) out = value.get<std::string>();
+  return value.is_string();
+}
+
+const char* kind(bool) { return "true or false"; }
+const char* kind(std::int64_t) { return "a 64-bit integer"; }
+const char* kind(double) { return "a number"; }
+const char* kind(const std::string&) { return "a string"; }
+
+/// The fields of a config. The first fault stays in status(), and what a faulty field reads as means nothing.
+class Fields {
+ public:
+  Fields(const Json& object, std::string source) : object_(object), source_(std::move(source)) {}
+
+  const Status& status() const { return status_; }
+  void refuse(const std::string& name, const std::string& what) {
+    if (status_) status_ = Status::error(Code::invalid_file, source_ + ": " + quote(name) + " " + what);
+  }
+
+  template <class T>
+  T required(const std::string& name) {
+    if (!find(name)) refuse(name, std::string("is missing, expected ") + kind(T{}));
+    return get(name, T{});
+  }
+  template <class T>
+  T get(const std::string& name, T otherwise) {
+    return get_any({name}, std::move(otherwise));
+  }
+  /// A field that has had several names; where a file holds more than one they must agree. "a.b" is b in the object a.
+  template <class T>
+  T get_any(std::initializer_list<std::string> names, T otherwise) {
+    std::string first;
+    T value = std::move(otherwise);
+    for (const std::string& name : names) {
+      const Json* given = find(name);
+      if (!given) continue;
+      T v{};
+      if (!read(*given, v))
+        refuse(name, "is " + shown(*given) + ", expected " + kind(T{}));
+      else if (!first.empty() && v != value)
+        refuse(name, "is " + shown(*given) + ", expected " + shown(value) + " as " + quote(first) + " is");
+      first = name;
+      value = std::move(v);
+    }
+    return value;
+  }
+
+ private:
+  const Json* find(const std::string& name) {
+    const Json* at = &object_;
+    for (std::size_t from = 0; from <= name.size();) {
+      const std::size_t dot = std::min(name.find('.', from), name.size());
+      if (!at->is_object()) {
+        refuse(name.substr(0, from - 1), "is " + shown(*at) + ", expected an object");
+        return nullptr;
+      }
+      const auto member = at->find(name.substr(from, dot - from));
+      if (member == at->end()) return nullptr;
+      at = &*member;
+      from = dot + 1;
+    }
+    return at;
+  }
+
+  const Json& object_;
+  std::string source_;
+  Status status_;
+};
+
+}  // namespace
+
+Result<ModelConfig> parse_hf_config(std::string_view text, const std::string& source) {
+  Result<Json> document = parse_json_object(text, source);
+  if (!document) return document.status();
+  // Where transformers writes null for "none given". Elsewhere null is a value of the wrong type.
+  for (const char* name : {"torch_dtype", "dtype", "rope_parameters", "rope_scaling", "_name_or_path"})
+    if (const auto it = document->find(name); it != document->end() && it->is_null()) document->erase(it);
+
+  Fields fields(*document, source);
+  const auto refuse_value = [&](const std::string& name, const std::string& got, const std::string& expected) {
+    fields.refuse(name, "is " + quote(got) + ", expected " + expected);
+  };
+
+  if (const auto type = fields.required<std::string>("model_type"); type != "gpt_neox")
+    refuse_value("model_type", type, "'gpt_neox'");
+  ModelConfig m;
+  m.name = fields.get("_name_or_path", std::string());
+  m.hidden_size = fields.required<std::int64_t>("hidden_size");
+  m.num_hidden_layers = fields.required<std::int64_t>("num_hidden_layers");
+  m.num_attention_heads = fields.required<std::int64_t>("num_attention_heads");
+  m.intermediate_size = fields.required<std::int64_t>("intermediate_size");
+  m.vocab_size = fields.required<std::int64_t>("vocab_size");
+  m.max_position_embeddings = fields.get<std::int64_t>("max_position_embeddings", 2048);
+  m.layer_norm_eps = fields.get("layer_norm_eps", 1e-5);
+  m.use_parallel_residual = fields.get("use_parallel_residual", true);
+  m.attention_bias = fields.get("attention_bias", true);
+
+  const auto act = fields.get("hidden_act", std::string("gelu"));
+  if (act == "gelu")
+    m.hidden_act = Activation::gelu_erf;
+  else if (act == "gelu_new" || act == "gelu_fast" || act == "gelu_pytorch_tanh")
+    m.hidden_act = Activation::gelu_tanh;
+  else
+    refuse_value("hidden_act", act, "'gelu', 'gelu_new', 'gelu_fast' or 'gelu_pytorch_tanh'");
+
+  const auto dtype = fields.get_any({"dtype", "torch_dtype"}, std::string("float32"));
+  if (const auto known = dtype_from_string(dtype))
+    m.dtype = *known;
+  else
+    refuse_value("dtype", dtype, "'float16', 'bfloat16' or 'float32'");
+
+  const auto rope_type = fields.get_any(
+      {"rope_parameters.rope_type", "rope_parameters.type", "rope_scaling.rope_type", "rope_scaling.type"},
+      std::string("default"));
+  if (rope_type != "default") refuse_value("rope_type", rope_type, "'default'");
+  m.rope_theta = fields.get_any(
+      {"rope_parameters.rope_theta", "rope_scaling.rope_theta", "rotary_emb_base", "rope_theta"}, 10000.0);
+  const double fraction = fields.get_any({"rope_parameters.partial_rotary_factor", "rope_scaling.partial_rotary_factor",
+                                          "rotary_pct", "partial_rotary_factor"},
+                                         0.25);
+  if (!(fraction > 0 && fraction <= 1))
+    fields.refuse("rotary_pct", "is " + shown(fraction) + ", expected more than 0 and at most 1");
+  CF_TRY(fields.status());
+
+  // Without a head_dim, validate() says why there is none.
+  if (m.num_attention_heads > 0) m.rotary_dim = std::int64_t(double(m.head_dim()) * fraction);
+  if (const Status s = m.validate(); !s) return Status::error(Code::invalid_file, source + ": " + s.message());
+  return m;
+}
+
+Result<ModelConfig> read_hf_config(const std::string& path) {
+  const Result<MappedFile> file = map_file(path);
+  if (!file) return file.status();
+  return parse_hf_config(file->text(), path);
+}
+
+std::string to_hf_json(const ModelConfig& m) {
+  // The nearest double to rotary_dim / head_dim may lie below it, and the reader truncates the product.
+  double fraction = double(m.rotary_dim) / double(m.head_dim());
+  if (std::int64_t(double(m.head_dim()) * fraction) < m.rotary_dim) fraction = std::nextafter(fraction, 2.0);
+  Json j = {{"architectures", {"GPTNeoXForCausalLM"}},
+            {"model_type", "gpt_neox"},
+            {"hidden_size", m.hidden_size},
+            {"num_hidden_layers", m.num_hidden_layers},
+            {"num_attention_heads", m.num_attention_heads},
+            {"intermediate_size", m.intermediate_size},
+            {"vocab_size", m.vocab_size},
+            {"max_position_embeddings", m.max_position_embeddings},
+            {"rotary_pct", fraction},
+            {"rotary_emb_base", m.rope_theta},
+            {"layer_norm_eps", m.layer_norm_eps},
+            {"use_parallel_residual", m.use_parallel_residual},
+            {"attention_bias", m.attention_bias},
+            {"hidden_act", to_string(m.hidden_act)},
+            {"tie_word_embeddings", false},
+            {"torch_dtype", to_string(m.dtype)}};
+  if (!m.name.empty()) j["_name_or_path"] = m.name;
+  return j.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace cf::golden

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained.
+
+Their weights are random, but lively: biases and LayerNorm parameters are not all 0 and 1, attention is peaked, and each
+matrix keeps the scale of what it multiplies. Each directory says in provenance.json how it was made.
+
+Needs torch, transformers and safetensors.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+
+from dump_hf import Model, Refusal, default_dtype, progress, versions
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A checkpoint: its directory's name, shape and dtype, and how save_pretrained splits it."""
+
+    name: str
+    dtype: str
+    model: Model
+    max_shard_size: str = "1GB"
+
+
+def shape(hidden, layers, heads, intermediate, **rest):
+    return Model(hidden, layers, heads, intermediate, vocab_size=128, max_position_embeddings=512, **rest)
+
+
+SPECS = [
+    Spec("neox-d80", "float16", shape(160, 2, 2, 640)),
+    Spec("neox-d128", "float16", shape(256, 1, 2, 512)),
+    Spec("neox-d64-sharded", "float16", shape(128, 3, 2, 512), max_shard_size="500KB"),
+    Spec("neox-d64-sequential", "float16", shape(128, 2, 2, 512, use_parallel_residual=False)),
+    Spec("neox-bf16", "bfloat16", shape(128, 2, 4, 512)),
+    Spec(
+        "neox-tanh",
+        "float32",
+        shape(
+            64,
+            2,
+            4,
+            256,
+            hidden_act="gelu_pytorch_tanh",
+            rotary_pct=0.5,
+            rope_theta=25000.0,
+            layer_norm_eps=1e-6,
+            attention_bias=False,
+        ),
+    ),
+]
+
+
+def fill(parameters, seed):
+    """Fills a model's parameters with seeded normal values, each rounded once to its dtype."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in parameters:
+        x = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        if name.endswith("norm.weight"):
+            x = 1 + 0.1 * x
+        elif name.endswith("bias"):
+            x = 0.1 * x
+        elif "embed" not in name and "lm_head" not in name:
+            # Attention's scores get a standard deviation of 2.
+            x = x * ((2 if "query_key_value" in name else 1) / parameter.shape[1]) ** 0.5
+        parameter.copy_(x)
+
+
+def write(spec, directory, command, seed=1):
+    """Writes the checkpoint into directory/<name>, whole or not at all, and returns that path."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, logging
+
+    logging.disable_progress_bar()
+    path = os.path.join(directory, spec.name)
+    temporary = path + ".tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    with default_dtype(spec.dtype), torch.no_grad():
+        hf = GPTNeoXForCausalLM(GPTNeoXConfig(**spec.model.hf_fields(), bos_token_id=0, eos_token_id=0))
+        fill(hf.named_parameters(), seed)
+    hf.save_pretrained(temporary, max_shard_size=spec.max_shard_size, safe_serialization=True)
+    with open(os.path.join(temporary, "provenance.json"), "w", encoding="utf-8") as file:
+        about = {
+            "command": command,
+            "seed": seed,
+            "weights": "random: golden/make_checkpoints.py fill()",
+            "versions": versions(),
+        }
+        json.dump(about, file, indent=2)
+        file.write("\n")
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(temporary, path)
+    return path
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", metavar="DIR", default="data/checkpoints", help="default: data/checkpoints")
+    args = parser.parse_args(argv)
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        for spec in SPECS:
+            progress(spec.name)
+            write(spec, args.out, "python3 golden/make_checkpoints.py")
+        progress("")
+    except (Refusal, OSError, ImportError) as error:
+        print(f"make_checkpoints.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Regenerates the checkpoints and golden files of data/ from Hugging Face, in one command.
+
+    python3 golden/make_goldens.py --out data
+
+Each golden file's command attribute says how to make it alone, from within the output directory. Takes about five
+minutes on 16 cores and writes less than 25 MB. Needs what dump_hf.py and make_checkpoints.py need.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import dump_hf
+import make_checkpoints
+
+
+def small_dumps(spec):
+    """(file name, arguments) of a small checkpoint's golden files, all of its last layer."""
+    base = f"--model checkpoints/{spec.name} --layer {spec.model.num_hidden_layers - 1} --weights checkpoint"
+    for n in (1, 2, 17, 128, 300):
+        # The caches of the longest are not stored.
+        cache = " --cache procedural" if n == 300 else ""
+        yield f"{spec.name}-kv{n}-b1", f"{base} --kv-len {n}{cache}"
+        yield f"{spec.name}-kv{n}-b3", f"{base} --kv-len {n},{max(1, n - 1)},{max(1, n // 2)}{cache}"
+    yield f"{spec.name}-q7-kv23", f"{base} --kv-len 23 --q-len 7"
+    yield f"{spec.name}-q9-kv9", f"{base} --kv-len 9 --q-len 9"
+    if spec.name == "neox-d80":
+        yield f"{spec.name}-random", f"{base} --kv-len 6,4 --q-len 3 --cache random"
+    if spec.name in ("neox-d64-sequential", "neox-bf16", "neox-tanh"):
+        yield f"{spec.name}-stored", f"{base} --kv-len 17".replace("checkpoint ", "stored ")
+
+
+def dumps():
+    """All golden files: small checkpoints, and layers of full size without stored weights or caches."""
+    for spec in make_checkpoints.SPECS:
+        yield from small_dumps(spec)
+    for preset in ("pythia-2.8b", "pythia-6.9b"):
+        for n in (17, 2048):
+            yield f"{preset}-kv{n}", f"--preset {preset} --layer 3 --kv-len {n}"
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", metavar="DIR", default="data", help="laid out as data is (default: data)")
+    args = parser.parse_args(argv)
+    try:
+        os.makedirs(os.path.join(args.out, "golden"), exist_ok=True)
+        os.chdir(args.out)
+    except OSError as error:
+        print(f"make_goldens.py: {args.out}: {error.strerror}", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    if status := make_checkpoints.main(["--out", "checkpoints"]):
+        return status
+    made = 0
+    for name, arguments in dumps():
+        if status := dump_hf.main([*arguments.split(), "--seed", "1", "--out", f"golden/{name}.h5"]):
+            print(f"make_goldens.py: {name} was refused", file=sys.stderr)
+            return status
+        made += 1
+    size_bytes = sum(
+        os.path.getsize(os.path.join(root, f))
+        for d in ("golden", "checkpoints")
+        for root, _, files in os.walk(d)
+        for f in files
+    )
+    print(f"{made} golden files, {size_bytes / 1e6:.1f} MB with the checkpoints, {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

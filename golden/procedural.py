@@ -1,0 +1,127 @@
+"""Values made from a hash: the numpy twin of core/procedural.hpp, which defines them. Both write the same bits.
+
+Stored arrays are numpy's float16 and float32; bfloat16 is a uint16 array of its bits, as in golden files.
+"""
+
+import numpy as np
+
+STEP = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+CHUNK = 1 << 21  # elements worked on at a time: the temporaries take under 100 MB
+
+DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+
+KINDS = {
+    "weight": lambda n: n * 2.0**-14,
+    "gain": lambda n: 1 + (n >> 3) * 2.0**-10,
+    "activation": lambda n: n * 2.0**-8,
+}
+
+
+def mix(x):
+    """splitmix64's finaliser, of a uint64 array."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix(x):
+    """The same, of one Python integer."""
+    return int(mix(np.array([x & MASK], np.uint64))[0])
+
+
+def fnv1a64(text):
+    """The 64-bit FNV-1a hash of a string's UTF-8 bytes."""
+    h = 0xCBF29CE484222325
+    for byte in text.encode():
+        h = ((h ^ byte) * 0x100000001B3) & MASK
+    return h
+
+
+def _steps(first, count):
+    """(i + 1) * STEP for i = first .. first + count - 1, modulo 2^64."""
+    return np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(STEP)
+
+
+def round_to(values, dtype):
+    """Values (float32 or wider) as stored: rounded once, to nearest even. bfloat16 takes float32 values."""
+    if dtype != "bfloat16":
+        return np.asarray(values).astype(DTYPES[dtype])
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widen(stored, dtype):
+    """A stored array as float64, exactly."""
+    if dtype == "bfloat16":
+        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float64)
+
+
+def values(dtype, shape, kind, seed, name, first=0):
+    """Elements `first` .. of the tensor `name` under `seed`, as an array of the given shape, stored as `dtype`."""
+    table = round_to(KINDS[kind](np.arange(-1022, 1023)).astype(np.float32), dtype)
+    key = np.uint64(_mix(fnv1a64(name) ^ _mix(seed)))
+    out = np.empty(int(np.prod(shape, dtype=np.int64)), DTYPES[dtype])
+    field = np.uint64(511)
+    for start in range(0, out.size, CHUNK):
+        count = min(CHUNK, out.size - start)
+        r = mix(key + _steps(first + start, count))
+        index = r & field  # the four fields' sum is n + 1022
+        for shift in (9, 18, 27):
+            index += (r >> np.uint64(shift)) & field
+        out[start : start + count] = table[index.astype(np.int64)]
+    return out.reshape(shape)
+
+
+def checksum(data):
+    """The checksum of the bytes of a C-contiguous array or of any bytes-like object."""
+    raw = np.frombuffer(data, np.uint8)
+    total, words = raw.size, raw.size // 8
+    for start in range(0, words, CHUNK):
+        count = min(CHUNK, words - start)
+        w = raw[8 * start : 8 * (start + count)].view("<u8").astype(np.uint64)
+        total += int(mix(w + _steps(start, count)).sum(dtype=np.uint64))
+    if raw.size % 8:
+        total += _mix(int.from_bytes(raw[8 * words :].tobytes(), "little") + (words + 1) * STEP)
+    return total & MASK
+
+
+def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
+    """Name -> shape of a layer's weights, by the name below gpt_neox.layers.N, in the order that checksums count in."""
+    h, i = hidden_size, intermediate_size
+    shapes = {
+        "input_layernorm.weight": (h,),
+        "input_layernorm.bias": (h,),
+        "post_attention_layernorm.weight": (h,),
+        "post_attention_layernorm.bias": (h,),
+        "attention.query_key_value.weight": (3 * h, h),
+        "attention.query_key_value.bias": (3 * h,),
+        "attention.dense.weight": (h, h),
+        "attention.dense.bias": (h,),
+        "mlp.dense_h_to_4h.weight": (i, h),
+        "mlp.dense_h_to_4h.bias": (i,),
+        "mlp.dense_4h_to_h.weight": (h, i),
+        "mlp.dense_4h_to_h.bias": (h,),
+    }
+    without_bias = ("attention.query_key_value.bias", "attention.dense.bias")
+    return {name: shape for name, shape in shapes.items() if attention_bias or name not in without_bias}
+
+
+def layer_weights(shapes, layer, seed, dtype):
+    """The procedural weights of layer `layer`: each tensor is named "layers.N.<name>"."""
+    return {
+        name: values(
+            dtype,
+            shape,
+            "gain" if name.endswith("layernorm.weight") else "weight",
+            seed,
+            f"layers.{layer}.{name}",
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def weights_checksum(weights):
+    """The sum of the tensors' checksums, each times its place (from 1) in the order of weight_shapes()."""
+    return sum(checksum(array) * (place + 1) for place, array in enumerate(weights.values())) & MASK
