@@ -44,6 +44,13 @@ Status check_call(const Args& args, const Context& context) {
   return check.status();
 }
 
+/// Kernels read 16 bytes at a time: of a 16-bit type, eight elements.
+inline Status check_multiple_of_8(std::string_view op, std::string_view name, std::int64_t size) {
+  if (size % 8 == 0) return {};
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(name) +
+                                                " a multiple of 8, got " + std::to_string(size));
+}
+
 /// Calls f with the C++ type of a 16- or 32-bit floating-point dtype; anything else is unimplemented.
 template <class F>
 Status with_activation(std::string_view op, DType dtype, F&& f) {

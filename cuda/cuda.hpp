@@ -20,14 +20,29 @@ class Context {
   const Arch& arch() const { return arch_; }
   /// Makes plans as for another device, to try them on this one.
   void set_plan_arch(const Arch& arch) { arch_ = arch; }
+  /// Whether a kernel may start before its predecessor is done (programmatic dependent launch). Every op then waits
+  /// before it touches its activations, but reads its weights ahead: they must not be written by work on the stream that
+  /// is still running.
+  bool overlap() const { return overlap_; }
+  void set_overlap(bool on) { overlap_ = on; }
 
  private:
   int device_ = 0;
   CUstream_st* stream_ = nullptr;
   Arch arch_ = kH200;
+  bool overlap_ = false;
 };
 
-/// y = LayerNorm(x), for float16, bfloat16 and float32 activations, hidden a multiple of 8 up to 32768.
-Status run(const ops::LayerNorm::Args&, Context&);
+/// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not match,
+/// scalars out of bounds; Code::unimplemented with the reason where there is no kernel. Values in device memory (kv_len,
+/// positions, ids) cannot be looked at before a launch: the kernels read nothing out of bounds for them, and what depends
+/// on them comes out as NaN.
+///   all        sizes of rows a multiple of 8
+///   layernorm  hidden up to 32768
+///   linear     16-bit activations with weights of the same dtype, float32 activations with any
+///   attention  head_dim up to 256
+#define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
+#include "core/ops/ops.def"
+#undef CF_OP
 
 }  // namespace cf::cuda

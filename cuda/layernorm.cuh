@@ -1,5 +1,7 @@
 #pragma once
 #include "core/weights.hpp"
+#include "cuda/check.hpp"
+#include "cuda/device/async.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/vec.cuh"
 
@@ -69,5 +71,14 @@ struct LayerNormBlock {
     return {__shfl_sync(~0u, w.count, 0), __shfl_sync(~0u, w.mean, 0), __shfl_sync(~0u, w.m2, 0)};
   }
 };
+
+/// What every kernel with a LayerNormBlock asks of a row's length.
+inline Status check_layernorm_hidden(std::string_view op, std::int64_t hidden) {
+  constexpr std::int64_t most = LayerNormBlock::max_vectors * kVec * 1024;
+  if (hidden % kVec || hidden > most)
+    return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
+                                                  std::to_string(most) + ", got " + std::to_string(hidden));
+  return {};
+}
 
 }  // namespace cf::cuda

@@ -38,6 +38,21 @@ __device__ inline void pack(const float (&x)[kVec], uint4& raw, bf16) {
   for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
 }
 
+__device__ inline float to_float(f16 x) { return __half2float(reinterpret_cast<const __half&>(x)); }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(reinterpret_cast<const __nv_bfloat16&>(x)); }
+__device__ inline float to_float(float x) { return x; }
+
+/// Rounds to nearest even.
+template <class T>
+__device__ T from_float(float x) {
+  if constexpr (dtype_of<T> == DType::f16)
+    return {__half_as_ushort(__float2half_rn(x))};
+  else if constexpr (dtype_of<T> == DType::bf16)
+    return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+  else
+    return x;
+}
+
 /// x[0..8) = p[0..8), p 16-byte aligned.
 template <class T>
 __device__ void load_vec(const T* p, float (&x)[kVec]) {
@@ -68,6 +83,21 @@ __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[k
     load_vec(static_cast<const bf16*>(p) + i, x);
   else
     load_vec(static_cast<const float*>(p) + i, x);
+}
+
+/// One element of the same.
+__device__ inline float load_scalar(const void* p, DType dtype, long i) {
+  if (dtype == DType::f16) return to_float(static_cast<const f16*>(p)[i]);
+  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(p)[i]);
+  return static_cast<const float*>(p)[i];
+}
+__device__ inline void store_scalar(void* p, DType dtype, long i, float v) {
+  if (dtype == DType::f16)
+    static_cast<f16*>(p)[i] = from_float<f16>(v);
+  else if (dtype == DType::bf16)
+    static_cast<bf16*>(p)[i] = from_float<bf16>(v);
+  else
+    static_cast<float*>(p)[i] = v;
 }
 
 }  // namespace cf::cuda

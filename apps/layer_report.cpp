@@ -1,0 +1,150 @@
+#include "apps/layer_report.hpp"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "apps/common.hpp"
+
+namespace cf::apps {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string hex(std::uint64_t checksum) { return fmt::format("{:#018x}", checksum); }
+
+// The fields, once for JSON and CSV: each object is flat.
+
+Json run_fields(const RunInfo& r) {
+  return {{"program", "cf-layer"},
+          {"version", r.version},
+          {"commit", r.commit},
+          {"command", r.command},
+          {"cpu", r.cpu},
+          {"threads", r.threads},
+          {"backend", r.backend},
+          {"model", r.model},
+          {"weights", r.weights},
+          {"seed", r.seed},
+          {"activation_dtype", to_string(kActivation)},
+          {"runs", r.bench.runs},
+          {"warmup", r.bench.warmup},
+          {"cold", !r.bench.warm}};
+}
+
+Json configuration_fields(const LayerReport& r) {
+  Json j = {{"layer", r.layer},
+            {"seq_len", r.load.kv_len},
+            {"batch", r.load.batch},
+            {"weights_dtype", to_string(r.weights_dtype)},
+            {"weights_checksum", hex(r.weights_checksum)},
+            {"read_best_gb_per_s", r.timing.best_read() * 1e-9},
+            {"read_median_gb_per_s", r.timing.median_read() * 1e-9}};
+  if (r.check) {
+    j["check_rel_l2"] = r.check->error.rel_l2;
+    j["check_rel_l2_budget"] = r.check->budget.rel_l2;
+    j["check_rel_max"] = r.check->error.rel_max;
+    j["check_rel_max_budget"] = r.check->budget.rel_max;
+    j["check_max_abs"] = r.check->error.max_abs;
+    j["check_ok"] = r.check->ok();
+  }
+  return j;
+}
+
+Json timing_fields(const LayerTiming& layer, const Timing& t) {
+  return {{"site", t.site},
+          {"op", t.op},
+          {"median_us", t.time_us.median},
+          {"p10_us", t.time_us.p10},
+          {"p99_us", t.time_us.p99},
+          {"noise_percent", t.time_us.noise_percent()},
+          {"bytes", std::int64_t(t.bytes)},
+          {"gb_per_s", t.gb_per_s()},
+          {"percent_of_read", layer.percent_of_read(t)}};
+}
+
+/// A command line may hold bytes that are no UTF-8: they are replaced.
+std::string text(const Json& j, int indent = -1) { return j.dump(indent, ' ', false, Json::error_handler_t::replace); }
+
+/// A value as a CSV cell, quoted as RFC 4180 asks.
+std::string cell(const Json& value) {
+  if (!value.is_string()) return text(value);
+  std::string quoted = "\"";
+  for (char c : value.get_ref<const std::string&>()) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+  return quoted + '"';
+}
+
+}  // namespace
+
+void print_header(std::FILE* out, const RunInfo& r) {
+  fmt::print(out, "# cf-layer {}, commit {}\n\n", r.version, r.commit);
+  fmt::print(out, "- backend: {}, {}, {} thread{}\n", r.backend, r.cpu, r.threads, r.threads == 1 ? "" : "s");
+  fmt::print(out, "- model: {}, {}\n", r.model, r.weights);
+  fmt::print(out, "- activations: {}, procedural with seed {}\n", to_string(kActivation), r.seed);
+  fmt::print(out, "- runs: {} after {} of warm-up, {}\n", r.bench.runs, r.bench.warmup,
+             r.bench.warm ? "warm" : "cold: weights and cache evicted from the processor's caches before each");
+}
+
+void print_report(std::FILE* out, const LayerReport& r) {
+  const LayerTiming& timing = r.timing;
+  fmt::print(out, "\n## layer {}, seq_len {}, batch {}\n\n", r.layer, r.load.kv_len, r.load.batch);
+  fmt::print(out, "- weights: {}, checksum {}\n", to_string(r.weights_dtype), hex(r.weights_checksum));
+  fmt::print(out, "- streaming read of the weights: best {:.2f} GB/s, which is the 100 % below; median {:.2f} GB/s\n\n",
+             timing.best_read() * 1e-9, timing.median_read() * 1e-9);
+  Table table({"site", "op", "median us", "p10 us", "p99 us", "noise %", "bytes", "GB/s", "% of read"});
+  const auto add = [&](const Timing& t) {
+    table.add({t.site, t.op, fmt::format("{:.1f}", t.time_us.median), fmt::format("{:.1f}", t.time_us.p10),
+               fmt::format("{:.1f}", t.time_us.p99), fmt::format("{:.1f}", t.time_us.noise_percent()),
+               fmt::format("{:.0f}", t.bytes), fmt::format("{:.2f}", t.gb_per_s()),
+               fmt::format("{:.1f}", timing.percent_of_read(t))});
+  };
+  for (const Timing& t : timing.sites) add(t);
+  add(timing.total);
+  table.print(out);
+  if (!r.check) return;
+  const LayerCheck& c = *r.check;
+  fmt::print(out,
+             "\ncheck against the float64 oracle: relative L2 {:.2e} (budget {:.2e}), relative max {:.2e} (budget "
+             "{:.2e}), max abs {:.2e}: {}\n",
+             c.error.rel_l2, c.budget.rel_l2, c.error.rel_max, c.budget.rel_max, c.error.max_abs,
+             c.ok() ? "ok" : "FAIL");
+  if (!c.ok())
+    fmt::print(out, "worst at {}: got {:.9g}, expected {:.9g}; {} not finite\n", c.error.worst_coordinate,
+               c.error.worst_got, c.error.worst_reference, c.error.non_finite);
+}
+
+std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports) {
+  Json j = run_fields(run);
+  j["configurations"] = Json::array();
+  for (const LayerReport& r : reports) {
+    Json c = configuration_fields(r);
+    c["sites"] = Json::array();
+    for (const Timing& t : r.timing.sites) c["sites"].push_back(timing_fields(r.timing, t));
+    c["total"] = timing_fields(r.timing, r.timing.total);
+    j["configurations"].push_back(std::move(c));
+  }
+  return text(j, 2) + "\n";
+}
+
+std::string report_csv(const RunInfo& run, const std::vector<LayerReport>& reports) {
+  std::string header, rows;
+  const auto add = [&](const LayerReport& r, const Timing& t) {
+    Json row = run_fields(run);
+    row.update(configuration_fields(r));
+    row.update(timing_fields(r.timing, t));
+    std::string names, line;
+    for (const auto& [name, value] : row.items()) {
+      names += (names.empty() ? "" : ",") + name;
+      line += (line.empty() ? "" : ",") + cell(value);
+    }
+    header = names + "\n";
+    rows += line + "\n";
+  };
+  for (const LayerReport& r : reports) {
+    for (const Timing& t : r.timing.sites) add(r, t);
+    add(r, r.timing.total);
+  }
+  return header + rows;
+}
+
+}  // namespace cf::apps

@@ -1,0 +1,43 @@
+#pragma once
+// One way to launch. Private to cuda, for nvcc alone.
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "cuda/check.hpp"
+
+namespace cf::cuda {
+
+struct LaunchShape {
+  dim3 grid, block;
+  std::size_t smem_bytes = 0;
+  int cluster_blocks = 1;  // along x
+};
+
+/// Launches on the context's stream. In an overlapping context the kernel may start before its predecessors are done: it
+/// must call wait_for_predecessors() before it touches anything that they write or read.
+template <class... Params, class... Args>
+Status launch(std::string_view op, const Context& context, const LaunchShape& shape, void (*kernel)(Params...),
+              Args&&... args) {
+  if (shape.smem_bytes > 48 * 1024)
+    CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.smem_bytes)),
+                     op));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.smem_bytes;
+  config.stream = context.stream();
+  config.attrs = attributes;
+  if (context.overlap()) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster_blocks > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {unsigned(shape.cluster_blocks), 1, 1};
+  }
+  return from_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), op);
+}
+
+}  // namespace cf::cuda

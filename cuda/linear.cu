@@ -1,0 +1,118 @@
+#include "cuda/linear.cuh"
+
+#include "cuda/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// What a kernel needs of the call: the views' pointers, with the first token of this launch applied.
+struct Product {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  const void* residual;
+  void* y;
+  long in, out;
+  int tokens;
+  DType activation, bias_dtype, weight_dtype;
+  ops::Epilogue epilogue;
+};
+
+__device__ void finish(const Product& p, int token, long row, float sum) {
+  float v = sum + (p.bias ? load_scalar(p.bias, p.bias_dtype, row) : 0.f);
+  if (p.residual) v += load_scalar(p.residual, p.activation, token * p.out + row);
+  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, v));
+}
+
+template <class T, int Depth>
+__global__ void __launch_bounds__(256, 4) linear_kernel(const __grid_constant__ Product p) {
+  using Block = LinearBlock<T, 8, Depth>;
+  __shared__ typename Block::Smem smem;
+  let_successor_start();
+  const T* x = static_cast<const T*>(p.x);
+  Block::run(
+      static_cast<const T*>(p.weight), p.out, int(p.in), p.tokens, [](long r) { return r; },
+      [] { wait_for_predecessors(); },
+      [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
+      [&](int token, long row, float sum) { finish(p, token, row, sum); }, smem);
+}
+
+/// Float32 activations: a warp a row, plain multiply-adds; exact products of any stored weight.
+__global__ void __launch_bounds__(256) linear_f32_kernel(const __grid_constant__ Product p) {
+  let_successor_start();
+  wait_for_predecessors();
+  const long row = long(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= p.out) return;
+  const float* x = static_cast<const float*>(p.x);
+  float sum[kMmaTokens] = {};
+  for (long c = lane * kVec; c < p.in; c += 32 * kVec) {
+    float w[kVec];
+    load_vec(p.weight, p.weight_dtype, row * p.in + c, w);
+#pragma unroll
+    for (int token = 0; token < kMmaTokens; ++token) {
+      if (token >= p.tokens) break;
+      float v[kVec];
+      load_vec(x + token * p.in + c, v);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) sum[token] += w[e] * v[e];
+    }
+  }
+#pragma unroll
+  for (int token = 0; token < kMmaTokens; ++token) {
+    if (token >= p.tokens) break;
+    float s = sum[token];
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) s += __shfl_xor_sync(~0u, s, offset);
+    if (lane == 0) finish(p, token, row, s);
+  }
+}
+
+Status run_tokens(const Product& p, const Context& context) {
+  if (p.activation == DType::f32)
+    return launch("linear", context, {.grid = unsigned((p.out + 7) / 8), .block = 256}, linear_f32_kernel, p);
+  const LinearPlan plan = linear_plan(context.arch(), p.in, p.out);
+  const LaunchShape shape{.grid = unsigned(plan.grid), .block = unsigned(plan.warps * 32)};
+  if (p.activation == DType::f16)
+    return launch("linear", context, shape, plan.depth == 5 ? linear_kernel<f16, 5> : linear_kernel<f16, 4>, p);
+  return launch("linear", context, shape, plan.depth == 5 ? linear_kernel<bf16, 5> : linear_kernel<bf16, 4>, p);
+}
+
+}  // namespace
+
+Status run(const ops::Linear::Args& a, Context& context) {
+  CF_TRY(check_call(a, context));
+  const auto d = ops::Linear::dims(a);
+  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
+  if (!dense) return Status::error(Code::unimplemented, "linear: cuda has no GPTQ product, expected a dense weight");
+  CF_TRY(check_multiple_of_8(ops::Linear::name, "in", d.in));
+  return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if (a.x.dtype != DType::f32 && dense->weight.dtype != a.x.dtype)
+      return Status::error(Code::unimplemented, "linear: cuda takes " + std::string(to_string(a.x.dtype)) +
+                                                    " activations with weights of the same dtype, got " +
+                                                    std::string(to_string(dense->weight.dtype)));
+    Product p{.x = a.x.data,
+              .weight = dense->weight.data,
+              .bias = a.linear.bias.data,
+              .residual = a.residual.data,
+              .y = a.y.data,
+              .in = d.in,
+              .out = d.out,
+              .tokens = 0,
+              .activation = a.x.dtype,
+              .bias_dtype = a.linear.bias.dtype,
+              .weight_dtype = dense->weight.dtype,
+              .epilogue = a.epilogue};
+    for (std::int64_t first = 0; first < d.tokens; first += kMmaTokens) {
+      p.tokens = int(std::min<std::int64_t>(kMmaTokens, d.tokens - first));
+      p.x = static_cast<const T*>(a.x.data) + first * d.in;
+      p.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) p.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      CF_TRY(run_tokens(p, context));
+    }
+    return {};
+  });
+}
+
+}  // namespace cf::cuda

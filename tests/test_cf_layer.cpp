@@ -1,0 +1,504 @@
+// cf-layer as its users meet it: what it prints, writes and refuses, how much memory it takes.
+#include <sys/resource.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "core/layer.hpp"
+#include "core/procedural.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "golden/golden_file.hpp"
+#include "tests/catch.hpp"
+#include "tests/run_program.hpp"
+#include "tests/safetensors_writer.hpp"
+#include "tests/temp_dir.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using Json = nlohmann::json;
+
+namespace {
+
+// The fewest runs that show a spread.
+const std::string tiny = "--preset pythia-14m --runs 2 --warmup 1 ";
+
+ProgramRun cf_layer(const std::string& arguments) {
+  return run_program("'" + std::string(CF_LAYER_PROGRAM) + "' " + arguments);
+}
+
+ProgramRun cf_layer_ok(const std::string& arguments) {
+  ProgramRun r = cf_layer(arguments);
+  CAPTURE(arguments, r.out, r.err);
+  REQUIRE(r.exit_code == 0);
+  REQUIRE(r.err.empty());
+  return r;
+}
+
+/// Bad input: exit code 2, nothing on stdout, this one line on stderr.
+void check_refusal(const std::string& arguments, const std::string& message) {
+  const ProgramRun r = cf_layer(arguments);
+  CAPTURE(arguments, r.out);
+  CHECK(r.exit_code == 2);
+  CHECK(r.out.empty());
+  CHECK(r.err == "cf-layer: " + message + "\n");
+}
+
+/// The same where the message's start alone is ours to know.
+void check_refusal_of(const std::string& arguments, const std::string& start) {
+  const ProgramRun r = cf_layer(arguments);
+  CAPTURE(arguments, r.out, r.err);
+  CHECK(r.exit_code == 2);
+  CHECK(r.out.empty());
+  CHECK(r.err.starts_with("cf-layer: " + start));
+  CHECK(r.error_lines() == 1);
+}
+
+std::string slurp(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::size_t entries(const TempDir& dir) {
+  return std::size_t(std::distance(std::filesystem::directory_iterator(dir.path()), {}));
+}
+
+using Rows = std::vector<std::vector<std::string>>;
+
+/// The rows of every markdown table, cells trimmed, headings and rules left out.
+Rows table_rows(const std::string& text) {
+  Rows rows;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("| ") || line.starts_with("| site") || line.starts_with("| ---")) continue;
+    std::vector<std::string> cells;
+    std::istringstream in(line.substr(1));
+    for (std::string cell; std::getline(in, cell, '|');) {
+      const std::size_t from = cell.find_first_not_of(' '), to = cell.find_last_not_of(' ');
+      cells.push_back(from == cell.npos ? "" : cell.substr(from, to - from + 1));
+    }
+    rows.push_back(cells);
+  }
+  return rows;
+}
+
+/// The rows of a CSV text, its header first.
+Rows csv_rows(const std::string& text) {
+  Rows rows(1, {""});
+  bool quoted = false;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"' && quoted && text[i + 1] == '"')
+      rows.back().back() += text[++i];
+    else if (c == '"')
+      quoted = !quoted;
+    else if (c == ',' && !quoted)
+      rows.back().push_back("");
+    else if (c == '\n' && !quoted)
+      rows.push_back({""});
+    else
+      rows.back().back() += c;
+  }
+  rows.pop_back();  // behind the last line's end
+  return rows;
+}
+
+ModelConfig small_model(DType dtype) {
+  ModelConfig m{.name = "small",
+                .hidden_size = 160,
+                .num_hidden_layers = 3,
+                .num_attention_heads = 2,
+                .intermediate_size = 640,
+                .vocab_size = 64,
+                .max_position_embeddings = 64,
+                .rotary_dim = 20};
+  m.dtype = dtype;
+  return m;
+}
+
+/// Writes a checkpoint with procedural weights of seed 7, a shard a layer.
+void write_small_checkpoint(const std::string& directory, const ModelConfig& m) {
+  std::vector<OwnedLayerWeights> layers;
+  std::vector<std::vector<StoredTensor>> shards;
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+    layers.push_back(procedural_layer(m, l, 7));
+    shards.push_back(layer_tensors(m, l, layers.back().weights));
+  }
+  write_checkpoint(directory, m, shards);
+}
+
+golden::GoldenFile open_golden(const std::string& path) {
+  auto file = golden::GoldenFile::open(path);
+  CAPTURE(file.status().message());
+  REQUIRE(file);
+  return *file;
+}
+
+bool same_bits(const Tensor& a, const Tensor& b) {
+  return a.dtype() == b.dtype() && a.shape() == b.shape() &&
+         std::memcmp(a.data(), b.data(), std::size_t(a.size_bytes())) == 0;
+}
+
+/// Whether two dumps hold the same taps, bit for bit.
+void check_same_taps(const golden::GoldenFile& a, const golden::GoldenFile& b) {
+  REQUIRE(a.variants().size() == 1);
+  REQUIRE(b.variants().size() == 1);
+  const golden::VariantInfo& variant = a.variants()[0];
+  CHECK(variant.name == "cpu_float32");
+  CHECK(variant.dtype == "float32");
+  CHECK(variant.taps.size() == 12);
+  CHECK(b.variants()[0].taps == variant.taps);
+  for (const std::string& tap : variant.taps) {
+    const auto x = a.tap(variant.name, tap), y = b.tap(variant.name, tap);
+    CAPTURE(tap);
+    REQUIRE(x);
+    REQUIRE(y);
+    CHECK(same_bits(*x, *y));
+  }
+}
+
+/// A dump's inputs and weights, run again, give its output bit for bit: the file and the run agree.
+void check_dump_replays(const std::string& path) {
+  const golden::GoldenFile file = open_golden(path);
+  const golden::GoldenMeta& meta = file.meta();
+  LayerState state(meta.config, meta.load, DType::f32);
+  const Status loaded = file.load(state);
+  CHECK(loaded.message() == "");
+  const auto weights = file.weights();
+  CHECK(weights.status().message() == "");
+  REQUIRE(weights);
+  const Status ran =
+      cpu_ref::run(ops::DecodeLayer::Args{.config = &meta.config, .weights = weights->weights, .t = state.tensors()});
+  CHECK(ran.message() == "");
+  const auto output = file.tap("cpu_float32", "output");
+  REQUIRE(output);
+  CHECK(same_bits(*output, state.output));
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kShadowMemory = true;
+#else
+constexpr bool kShadowMemory = false;
+#endif
+
+}  // namespace
+
+TEST_CASE("the report: header, a table a configuration, a row a site and the total") {
+  const ProgramRun r = cf_layer_ok(tiny + "--seed 5 --layer 2 --seq-len 16 --threads 1");
+  CHECK(r.out.find("# cf-layer ") == 0);
+  for (const char* part :
+       {"commit ", "backend: cpu, ", ", 1 thread\n", "model: pythia-14m, procedural weights, seed 5", "float32",
+        "runs: 2 after 1 of warm-up, cold", "## layer 2, seq_len 16, batch 1", "weights: float16, checksum 0x",
+        "streaming read of the weights: best ", "which is the 100 % below"}) {
+    CAPTURE(part);
+    CHECK(r.out.find(part) != r.out.npos);
+  }
+  CHECK(r.out.find("check against") == r.out.npos);
+  const Rows rows = table_rows(r.out);
+  REQUIRE(rows.size() == sites.size() + 1);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    REQUIRE(rows[i].size() == 9);
+    CHECK(rows[i][0] == (i < sites.size() ? sites[i].name : "total"));
+    for (std::size_t c = 2; c < 9; ++c) CHECK(std::stod(rows[i][c]) >= 0);
+    CHECK(std::stod(rows[i][3]) <= std::stod(rows[i][2]));
+    CHECK(std::stod(rows[i][2]) <= std::stod(rows[i][4]));
+  }
+  CHECK(rows.back()[1] == "decode_layer");
+}
+
+TEST_CASE("bytes are the contracts' compulsory ones") {
+  const Rows rows = table_rows(cf_layer_ok(tiny + "--layer 0 --seq-len 16 --batch 2").out);
+  const double h = 128, cache_entries = 2 * 16 * h;
+  // q and y, K and V in float32, kv_len.
+  CHECK(std::stod(rows[4][6]) == 4 * (2 * 2 * h + 2 * cache_entries) + 4 * 2);
+  // Weights in float16; hidden in and out, the cache read, the new row written.
+  const double parameters = 12 * h * h + 13 * h;
+  CHECK(std::stod(rows.back()[6]) == 2 * parameters + 4 * (2 * 2 * h + 2 * cache_entries + 2 * 2 * h) + 4 * 2);
+}
+
+TEST_CASE("--json and --csv hold what the tables show, for every configuration of a sweep") {
+  const TempDir dir;
+  const std::string json_path = dir / "a \"b\".json", csv_path = dir / "a.csv";
+  const ProgramRun r =
+      cf_layer_ok(tiny + "--layer 0-1,4 --seq-len 3,1 --check --json '" + json_path + "' --csv '" + csv_path + "'");
+  const Json j = Json::parse(slurp(json_path));
+  CHECK(entries(dir) == 2);
+  CHECK(j["program"] == "cf-layer");
+  CHECK(j["command"].get<std::string>().find("--layer 0-1,4") != std::string::npos);
+  CHECK(j["model"] == "pythia-14m");
+  CHECK(j["weights"] == "procedural weights, seed 0");
+  CHECK(j["backend"] == "cpu");
+  CHECK(j["activation_dtype"] == "float32");
+  CHECK(j["runs"] == 2);
+  CHECK(j["warmup"] == 1);
+  CHECK(j["cold"] == true);
+  CHECK(j["threads"].get<int>() >= 1);
+  for (const char* key : {"version", "commit", "cpu", "seed"}) CHECK(j.contains(key));
+
+  const Json& configurations = j["configurations"];
+  REQUIRE(configurations.size() == 6);
+  const Rows rows = table_rows(r.out), csv = csv_rows(slurp(csv_path));
+  REQUIRE(rows.size() == 60);
+  REQUIRE(csv.size() == 61);
+  const auto column = [&](const std::string& name) {
+    const auto at = std::find(csv[0].begin(), csv[0].end(), name);
+    REQUIRE(at != csv[0].end());
+    return std::size_t(at - csv[0].begin());
+  };
+  const std::vector<std::pair<int, int>> order{{0, 3}, {0, 1}, {1, 3}, {1, 1}, {4, 3}, {4, 1}};
+  std::set<std::string> checksums;
+  for (std::size_t c = 0; c < 6; ++c) {
+    const Json& configuration = configurations[c];
+    CHECK(configuration["layer"] == order[c].first);
+    CHECK(configuration["seq_len"] == order[c].second);
+    CHECK(configuration["batch"] == 1);
+    CHECK(configuration["weights_dtype"] == "float16");
+    CHECK(configuration["read_best_gb_per_s"] >= configuration["read_median_gb_per_s"]);
+    CHECK(configuration["check_ok"] == true);
+    CHECK(configuration["check_rel_l2"] <= configuration["check_rel_l2_budget"]);
+    checksums.insert(configuration["weights_checksum"].get<std::string>());
+    REQUIRE(configuration["sites"].size() == sites.size());
+    for (std::size_t s = 0; s <= sites.size(); ++s) {
+      const Json& timing = s < sites.size() ? configuration["sites"][s] : configuration["total"];
+      const std::vector<std::string>& row = rows[10 * c + s];
+      const std::vector<std::string>& line = csv[1 + 10 * c + s];
+      CAPTURE(c, s);
+      REQUIRE(line.size() == csv[0].size());
+      CHECK(timing["site"] == row[0]);
+      CHECK(line[column("site")] == row[0]);
+      CHECK(timing["op"] == row[1]);
+      CHECK(timing["bytes"] == std::stoll(row[6]));
+      CHECK(line[column("layer")] == std::to_string(order[c].first));
+      CHECK(line[column("seq_len")] == std::to_string(order[c].second));
+      CHECK(line[column("command")] == j["command"].get<std::string>());
+      const struct {
+        const char* key;
+        std::size_t cell;
+        double rounding;
+      } columns[] = {{"median_us", 2, 0.05},     {"p10_us", 3, 0.05},    {"p99_us", 4, 0.05},
+                     {"noise_percent", 5, 0.05}, {"gb_per_s", 7, 0.005}, {"percent_of_read", 8, 0.05}};
+      for (const auto& [key, cell, rounding] : columns) {
+        const double value = timing[key];
+        CAPTURE(key);
+        CHECK(std::abs(std::stod(row[cell]) - value) <= rounding * 1.001);
+        CHECK(std::stod(line[column(key)]) == value);
+      }
+      const double median_us = timing["median_us"], bytes = timing["bytes"], rate = timing["gb_per_s"],
+                   best = configuration["read_best_gb_per_s"];
+      CHECK(std::abs(rate - bytes / median_us * 1e-3) <= 1e-9 * rate);
+      CHECK(std::abs(double(timing["percent_of_read"]) - 100 * rate / best) <= 1e-9 * 100 * rate / best);
+    }
+  }
+  CHECK(checksums.size() == 3);
+}
+
+TEST_CASE("a checkpoint's layers: every dtype is timed, checked and named") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const TempDir dir;
+  write_small_checkpoint(dir.path(), small_model(dtype));
+  const ProgramRun r =
+      cf_layer_ok("--model '" + dir.path() + "' --layer 2,0 --seq-len 17 --batch 3 --runs 2 --warmup 0 --warm --check");
+  const std::string name(to_string(dtype));
+  CHECK(r.out.find("checkpoint " + dir.path()) != r.out.npos);
+  CHECK(r.out.find("warm-up, warm\n") != r.out.npos);
+  CHECK(r.out.find("weights: " + name + ", checksum 0x") != r.out.npos);
+  CHECK(r.out.find("## layer 2, seq_len 17, batch 3") < r.out.find("## layer 0, seq_len 17, batch 3"));
+  CHECK(r.out.find(": ok\n") != r.out.rfind(": ok\n"));
+}
+
+TEST_CASE("the header's checksum is that of the layer's weights") {
+  const TempDir dir;
+  const ModelConfig m = small_model(DType::f16);
+  write_small_checkpoint(dir.path(), m);
+  const std::string json = dir / "r.json";
+  cf_layer_ok("--model '" + dir.path() + "' --layer 1 --seq-len 1 --runs 1 --json '" + json + "'");
+  const std::string text = Json::parse(slurp(json))["configurations"][0]["weights_checksum"];
+  CHECK(std::stoull(text, nullptr, 16) == weights_checksum(m, procedural_layer(m, 1, 7).weights));
+}
+
+TEST_CASE("--check: outside the budget is exit code 1, with a line that reproduces it") {
+  const TempDir dir;
+  const ModelConfig m = small_model(DType::f32);
+  OwnedLayerWeights layer = procedural_layer(m, 0, 7);
+  // Squares of these are finite in float64 alone.
+  for (Tensor& t : layer.storage)
+    for (std::int64_t i = 0; i < t.size(); ++i) t.as<float>()[i] *= 1e18f;
+  std::vector<StoredTensor> tensors = layer_tensors(m, 0, layer.weights);
+  write_checkpoint(dir.path(), m, {tensors});
+  const std::string json = dir / "r.json";
+  const ProgramRun r =
+      cf_layer("--model '" + dir.path() + "' --layer 0 --seq-len 5 --runs 1 --check --json '" + json + "'");
+  CAPTURE(r.out, r.err);
+  CHECK(r.exit_code == 1);
+  CHECK(r.err.empty());
+  CHECK(r.out.find(": FAIL\n") != r.out.npos);
+  CHECK(r.out.find("reproduce: cf-layer --model " + dir.path() +
+                   " --seed 0 --layer 0 --seq-len 5 --batch 1 --threads ") != r.out.npos);
+  CHECK(Json::parse(slurp(json))["configurations"][0]["check_ok"] == false);
+}
+
+TEST_CASE("--dump: the same bits on every run and any number of threads") {
+  const TempDir dir;
+  const std::string arguments = tiny + "--layer 3 --seq-len 33 --batch 2 --seed 11 ";
+  const std::string once = dir / "1.h5", again = dir / "2.h5", threads = dir / "3.h5";
+  cf_layer_ok(arguments + "--threads 1 --dump '" + once + "'");
+  cf_layer_ok(arguments + "--threads 1 --dump '" + again + "'");
+  cf_layer_ok(arguments + "--threads 2 --check --dump '" + threads + "'");
+  const golden::GoldenFile file = open_golden(once);
+  check_same_taps(file, open_golden(again));
+  check_same_taps(file, open_golden(threads));
+  const golden::GoldenMeta& meta = file.meta();
+  CHECK(meta.model == "pythia-14m");
+  CHECK(meta.layer == 3);
+  CHECK(meta.seed == 11);
+  CHECK(meta.load.batch == 2);
+  CHECK(meta.load.q_len == 1);
+  CHECK(meta.kv_len == std::vector<std::int32_t>{33, 33});
+  CHECK(meta.cache == "procedural");
+  CHECK(meta.weights == "procedural");
+  CHECK(meta.producer.starts_with("cf-layer "));
+  CHECK(meta.command.find("--dump") != std::string::npos);
+  check_dump_replays(once);
+}
+
+TEST_CASE("--dump of a checkpoint's layer names the checkpoint from where the file lies") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const int seq_len = GENERATE(1, 9);
+  const TempDir dir;
+  const std::string model = dir / "model", dumps = dir / "dumps";
+  std::filesystem::create_directory(model);
+  std::filesystem::create_directory(dumps);
+  write_small_checkpoint(model, small_model(dtype));
+  const std::string path = dumps + "/step.h5";
+  cf_layer_ok("--model '" + model + "' --layer 1 --seq-len " + std::to_string(seq_len) +
+              " --runs 1 --warmup 0 --dump '" + path + "'");
+  const golden::GoldenFile file = open_golden(path);
+  CHECK(file.meta().weights == "checkpoint");
+  CHECK(file.meta().weights_checkpoint == "../model");
+  CHECK(file.meta().dtype == dtype);
+  CHECK(file.meta().cache == (seq_len == 1 ? "none" : "procedural"));
+  check_dump_replays(path);
+}
+
+TEST_CASE("memory: one layer is resident, however many the checkpoint has") {
+  const TempDir dir;
+  // 50 MB a layer, 1.2 GB in all, as holes that take no room on the disk.
+  ModelConfig m = small_model(DType::f32);
+  m.hidden_size = 1024;
+  m.intermediate_size = 4096;
+  m.num_attention_heads = 16;
+  m.rotary_dim = 16;
+  m.num_hidden_layers = 24;
+  std::vector<std::vector<StoredTensor>> shards(4);
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l)
+    for (StoredTensor& t : layer_tensors(m, l)) shards[std::size_t(l % 4)].push_back(std::move(t));
+  write_checkpoint(dir.path(), m, shards);
+  const double layer_bytes = double(m.layer_parameters()) * 4, most_bytes = 2 * layer_bytes + 200e6;
+  REQUIRE(24 * layer_bytes > 1e9);
+  // Ten layers do not fit into what is allowed.
+  REQUIRE(10 * layer_bytes > most_bytes);
+
+  const ProgramRun r = cf_layer_ok("--model '" + dir.path() + "' --layer 3-12 --seq-len 16 --runs 1 --warmup 0");
+  CHECK(table_rows(r.out).size() == 100);
+  // The largest resident set of any program that this one has run.
+  rusage children{};
+  REQUIRE(getrusage(RUSAGE_CHILDREN, &children) == 0);
+  const double peak_bytes = double(children.ru_maxrss) * 1024;
+  CHECK(peak_bytes > layer_bytes);
+  if (!kShadowMemory) CHECK(peak_bytes < most_bytes);
+}
+
+TEST_CASE("refusals: the command line") {
+  const std::string layer = "--layer 1 --seq-len 2 ", preset = "--preset pythia-14m ";
+  check_refusal(layer, "expected one of --model and --preset, got none");
+  check_refusal(layer + preset + "--model /tmp", "expected one of --model and --preset, got both");
+  check_refusal("--preset pythia-2.8b --layer 32 --seq-len 2", "--layer 32: pythia-2.8b has layers 0 to 31");
+  check_refusal(preset + "--layer 0-6 --seq-len 2", "--layer 6: pythia-14m has layers 0 to 5");
+  check_refusal(preset + "--layer 1 --seq-len 0", "--seq-len 0: pythia-14m has sequence lengths 1 to 2048");
+  check_refusal(preset + "--layer 1 --seq-len 128,2049", "--seq-len 2049: pythia-14m has sequence lengths 1 to 2048");
+  check_refusal(preset + "--layer 1- --seq-len 2", "--layer '1-': expected numbers and ranges such as 0-3,7, got '1-'");
+  check_refusal(preset + "--layer 1 --seq-len 2,,3",
+                "--seq-len '2,,3': expected numbers and ranges such as 0-3,7, got ''");
+  check_refusal(preset + layer + "--threads 0", "--threads 0: expected 1 to 1024");
+  check_refusal(preset + layer + "--threads 1025", "--threads 1025: expected 1 to 1024");
+  check_refusal(preset + layer + "--runs 0", "--runs 0: expected 1 to 1000000");
+  check_refusal(preset + layer + "--warmup -1", "--warmup -1: expected 0 to 1000000");
+  check_refusal(preset + layer + "--batch 0", "--batch 0: expected 1 to 4096");
+  check_refusal_of("--preset pythia-3b " + layer, "preset 'pythia-3b' is unknown; there are pythia-14m, pythia-31m, ");
+  check_refusal_of(preset + layer + "--backend cuda", "--backend cuda: ");
+  check_refusal_of(preset + layer + "--backend tpu", "--backend tpu: expected cpu or cuda");
+  check_refusal_of(preset + "--layer 1", "--seq-len is required");
+  check_refusal_of(preset + "--seq-len 1", "--layer is required");
+  check_refusal_of(preset + layer + "--runs many", "Could not convert: --runs");
+  check_refusal_of(preset + layer + "--seed -1", "--seed: ");
+  check_refusal_of(preset + layer + "--seed 1.5", "Could not convert: --seed");
+  check_refusal_of(preset + layer + "--unheard-of", "");
+  check_refusal_of("--preset pythia-12b --layer 0 --seq-len 2048 --batch 4096",
+                   "--batch 4096 with --seq-len 2048: needs ");
+}
+
+TEST_CASE("refusals: checkpoints") {
+  const TempDir dir;
+  const std::string layer = " --layer 1 --seq-len 2", model = dir / "model";
+  const std::string arguments = "--model '" + model + "'" + layer;
+  check_refusal(arguments, model + ": no such directory");
+  std::filesystem::create_directory(model);
+  check_refusal_of(arguments, model + "/config.json: ");
+  const ModelConfig m = small_model(DType::f16);
+  write_file(model + "/config.json", golden::to_hf_json(m));
+  check_refusal_of(arguments, model + ": holds no safetensors file");
+  write_small_checkpoint(model, m);
+  check_refusal_of("--model '" + model + "' --layer 3 --seq-len 2", "--layer 3: ");
+  check_refusal_of("--model '" + model + "' --layer 1 --seq-len 65", "--seq-len 65: ");
+  // A fault in the last layer of a sweep shows before the first is timed.
+  const std::string shard = model + "/" + shard_name(2, 3);
+  std::filesystem::resize_file(shard, std::filesystem::file_size(shard) - 1);
+  check_refusal_of("--model '" + model + "' --layer 0-2 --seq-len 2", shard);
+  cf_layer_ok("--model '" + model + "' --layer 0-1 --seq-len 2 --runs 1");
+}
+
+TEST_CASE("refusals: outputs that cannot be written are found before the run") {
+  const TempDir dir;
+  const std::string run = "--preset pythia-14m --layer 1 --seq-len 2 ";
+  write_file(dir / "file", "kept");
+  for (const std::string option : {"--json", "--csv", "--dump"})
+    for (const std::string& path : {dir / "missing/x", dir / "file/x", dir.path()})
+      check_refusal_of(run + option + " '" + path + "'", path + ": cannot be written: ");
+  check_refusal("--preset pythia-14m --layer 1,2 --seq-len 2 --dump '" + (dir / "x.h5") + "'",
+                "--dump " + (dir / "x.h5") + ": expected one configuration, got 2 from --layer and --seq-len");
+  // A refusal of anything else leaves them unwritten too.
+  check_refusal("--preset pythia-14m --layer 6 --seq-len 2 --json '" + (dir / "x.json") + "' --csv '" +
+                    (dir / "x.csv") + "' --dump '" + (dir / "x.h5") + "'",
+                "--layer 6: pythia-14m has layers 0 to 5");
+  CHECK(slurp(dir / "file") == "kept");
+  CHECK(entries(dir) == 1);
+}
+
+TEST_CASE("a full disk is one line and exit code 2") {
+  const std::string run = tiny + "--layer 1 --seq-len 2 ";
+  for (const std::string option : {"--json", "--csv", "--dump"}) {
+    const ProgramRun r = cf_layer(run + option + " /dev/full");
+    CAPTURE(option, r.err);
+    CHECK(r.exit_code == 2);
+    CHECK(r.error_lines() == 1);
+    CHECK(r.err.starts_with("cf-layer: /dev/full: "));
+  }
+  const ProgramRun r = cf_layer(run + ">/dev/full");
+  CHECK(r.exit_code == 2);
+  CHECK(r.err == "cf-layer: standard output: cannot be written\n");
+}
+
+TEST_CASE("help and version are no errors") {
+  const ProgramRun help = cf_layer_ok("--help"), version = cf_layer_ok("--version");
+  for (const char* option : {"--model", "--preset", "--seed", "--layer", "--seq-len", "--batch", "--backend", "--runs",
+                             "--warmup", "--threads", "--warm", "--check", "--json", "--csv", "--dump"}) {
+    CAPTURE(option);
+    CHECK(help.out.find(option) != help.out.npos);
+  }
+  CHECK(version.out.starts_with("cf-layer "));
+}
