@@ -19,8 +19,12 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "golden"))
 
-import dump_hf
 import numpy as np
+
+import dump_hf
+import golden_file
+import neox
+import neox_hf
 import procedural
 
 LAYER, SEED = 3, 1
@@ -60,11 +64,11 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
     state = {f"layers.{n}.{name}": array for n in range(copies) for name, array in weights.items()}
     state |= {"embed_in.weight": np.zeros((8, h), np.float16)}
     state |= {f"final_layer_norm.{part}": np.zeros(h, np.float16) for part in ("weight", "bias")}
-    hf = dump_hf.build(model, state, "float16", dtype, dump_hf.attention_implementations()[-1], "cpu", copies)
-    step = dump_hf.made_step(model, "float16", 1, [kv_len], "procedural", SEED)
+    hf = neox_hf.build(model, state, "float16", dtype, neox_hf.attention_implementations()[-1], "cpu", copies)
+    step = neox.made_step(model, "float16", 1, [kv_len], "procedural", SEED)
     compute = getattr(torch, dtype)
     hidden, k, v = (
-        dump_hf.to_torch(array, "float16").to(compute)
+        neox_hf.to_torch(array, "float16").to(compute)
         for array in (step.hidden[None], *(p[None] for p in step.past(0)))
     )
     position = torch.from_numpy(step.positions(0))[None]
@@ -75,7 +79,7 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
         layer.register_forward_hook(lambda *_: times_us.append((time.perf_counter_ns() - start[0]) / 1e3))
     for run in range(warmup + runs):
         dump_hf.progress(f"{dtype}: run {run + 1} of {warmup + runs}")
-        dump_hf.call(hf, dump_hf.filled_cache([(k, v)] * copies), inputs_embeds=hidden, position_ids=position)
+        neox_hf.call(hf, neox_hf.filled_cache([(k, v)] * copies), inputs_embeds=hidden, position_ids=position)
     dump_hf.progress("")
     return times_us[warmup * copies :]
 
@@ -95,23 +99,23 @@ def main(argv):
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     try:
         args = parser.parse_args(argv)
-        if args.preset not in dump_hf.PRESETS:
-            raise dump_hf.Refusal(f"--preset must be one of {', '.join(dump_hf.PRESETS)}, got {args.preset!r}")
+        if args.preset not in neox.PRESETS:
+            raise neox.Refusal(f"--preset must be one of {', '.join(neox.PRESETS)}, got {args.preset!r}")
         dtypes = args.dtype.split(",")
         for dtype in dtypes:
             if dtype not in procedural.DTYPES:
-                raise dump_hf.Refusal(f"--dtype must be of {', '.join(procedural.DTYPES)}, got {dtype!r}")
-        model = dump_hf.PRESETS[args.preset]
+                raise neox.Refusal(f"--dtype must be of {', '.join(procedural.DTYPES)}, got {dtype!r}")
+        model = neox.PRESETS[args.preset]
         if args.kv_len > model.max_position_embeddings:
-            raise dump_hf.Refusal(f"--kv-len must be at most {model.max_position_embeddings}, got {args.kv_len}")
+            raise neox.Refusal(f"--kv-len must be at most {model.max_position_embeddings}, got {args.kv_len}")
         if args.json:
-            dump_hf.check_writable(args.json)
+            golden_file.check_writable(args.json)
 
         import torch
         import transformers
 
         transformers.logging.set_verbosity_error()
-    except dump_hf.Refusal as refusal:
+    except neox.Refusal as refusal:
         print(f"bench_hf_cpu.py: {refusal}", file=sys.stderr)
         return 2
     except ImportError as error:
@@ -119,12 +123,12 @@ def main(argv):
         return 2
 
     torch.set_num_threads(args.threads)
-    weights = procedural.layer_weights(dump_hf.layer_shapes(model), LAYER, SEED, "float16")
+    weights = procedural.layer_weights(neox.layer_shapes(model), LAYER, SEED, "float16")
     elements = sum(array.size for array in weights.values())
     # What the step must move: weights, the old cache, the new entries, the hidden state in and out.
     elements += 2 * args.kv_len * model.hidden_size + 2 * model.hidden_size
     results = []
-    versions = dump_hf.versions()
+    versions = neox_hf.versions()
     print(
         f"{cpu_name()}, {args.threads} threads, torch {versions['torch']}, transformers {versions['transformers']}, "
         f"{args.preset}, procedural weights, seed {SEED}, kv_len {args.kv_len}, cold weights\n"
@@ -161,14 +165,14 @@ def main(argv):
             "kv_len": args.kv_len,
             "batch": 1,
             "seed": SEED,
-            "attn_implementation": dump_hf.attention_implementations()[-1],
+            "attn_implementation": neox_hf.attention_implementations()[-1],
             "threads": args.threads,
             "cpu": cpu_name(),
             "last_level_cache_bytes": last_level_cache_bytes(),
             "versions": versions,
             "results": results,
         }
-        dump_hf.write_text(args.json, json.dumps(about, indent=2) + "\n")
+        golden_file.write_text(args.json, json.dumps(about, indent=2) + "\n")
     return 0
 
 

@@ -86,7 +86,7 @@ std::string shape_of(const GoldenMeta& m, const std::string& tap) {
   std::string shape;
   for (const golden::TapDim& d : golden::tap_dims(m.config, m.load, tap))
     shape += fmt::format("{}{}={}", shape.empty() ? "" : ", ", d.name, d.size);
-  return shape;
+  return shape.empty() ? "the producer's own" : shape;
 }
 
 int info(const Options& o) {

@@ -14,7 +14,9 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from dump_hf import Model, Refusal, default_dtype, progress, versions
+from dump_hf import progress
+from neox import Model, Refusal
+from neox_hf import default_dtype, versions
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,13 @@ from unittest import mock
 GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "golden")
 sys.path.insert(0, GOLDEN)
 
-import dump_hf
 import numpy as np
+
+import dump_hf
+import golden_file
+import neox
 import procedural
-from dump_hf import Model, Refusal, Step
+from neox import Model, Refusal, Step
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
 NEEDS_TORCH = "needs torch, transformers and safetensors"
@@ -31,7 +34,7 @@ CONFIG = {
     "vocab_size": 16,
     "max_position_embeddings": 64,
 }
-MODEL = dump_hf.parse_config(json.dumps(CONFIG), "test")
+MODEL = neox.parse_config(json.dumps(CONFIG), "test")
 
 
 def run(*argv):
@@ -108,13 +111,13 @@ class Config(unittest.TestCase):
     def test_both_namings(self):
         old = CONFIG | {"rotary_pct": 0.5, "rotary_emb_base": 500}
         new = CONFIG | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}
-        models = [dump_hf.parse_config(json.dumps(c), "test") for c in (old, new)]
+        models = [neox.parse_config(json.dumps(c), "test") for c in (old, new)]
         self.assertEqual(models[0], models[1])
         self.assertEqual((models[0].rotary_dim, models[0].rope_theta, models[0].layer_norm_eps), (8, 500, 1e-5))
 
     def test_presets_round_trip(self):
-        for name, model in dump_hf.PRESETS.items():
-            self.assertEqual(dump_hf.parse_config(dump_hf.preset_config(name), name), model)
+        for name, model in neox.PRESETS.items():
+            self.assertEqual(neox.parse_config(neox.preset_config(name), name), model)
 
     def test_refusals(self):
         for change, words in [
@@ -128,7 +131,7 @@ class Config(unittest.TestCase):
             ({"rotary_pct": 0.2}, "rotary_dim must be even, 2 to head_dim 16, got 3"),
         ]:
             with self.subTest(change=change), self.assertRaisesRegex(Refusal, words):
-                dump_hf.parse_config(json.dumps(CONFIG | change), "config.json")
+                neox.parse_config(json.dumps(CONFIG | change), "config.json")
         incomplete = {name: value for name, value in CONFIG.items() if name != "vocab_size"}
         for text, words in [
             (json.dumps(incomplete), "vocab_size is missing"),
@@ -136,7 +139,7 @@ class Config(unittest.TestCase):
             ("[]", "expected a JSON object, got list"),
         ]:
             with self.subTest(text=text), self.assertRaisesRegex(Refusal, words):
-                dump_hf.parse_config(text, "config.json")
+                neox.parse_config(text, "config.json")
 
 
 class Arguments(unittest.TestCase):
@@ -222,7 +225,7 @@ class File(unittest.TestCase):
     def write(self, value=1.5):
         hidden = procedural.values("bfloat16", (2, 32), "activation", 1, "hidden")
         output = np.full((2, 32), value, np.float16)
-        dump_hf.write_golden(
+        golden_file.write_golden(
             self.path,
             {"schema": "cf-golden", "seed": np.uint64(procedural.MASK)},
             {"inputs": {"hidden": (hidden, "bfloat16"), "kv_len": (np.array([3], np.int32), "int32")}},
@@ -232,7 +235,7 @@ class File(unittest.TestCase):
 
     def test_content(self):
         hidden = self.write()
-        with dump_hf.read_sealed(self.path) as file:
+        with golden_file.read_sealed(self.path) as file:
             self.assertEqual(int(file.attrs["seed"]), procedural.MASK)
             self.assertEqual(file["inputs/hidden"].attrs["dtype"], "bfloat16")
             self.assertTrue(np.array_equal(file["inputs/hidden"][()], hidden))
@@ -252,18 +255,24 @@ class File(unittest.TestCase):
             with open(self.path, "wb") as file:
                 file.write(damaged)
             with self.assertRaisesRegex(Refusal, "seal"):
-                dump_hf.read_sealed(self.path)
+                golden_file.read_sealed(self.path)
 
     def test_failure_keeps_the_old_file(self):
         self.write()
         with open(self.path, "rb") as file:
             before = file.read()
+        full = (
+            "Can't close file (file write failed: time = now\n, errno = 28, error message = 'No space left on device')"
+        )
         for error, refusal in (
             (OSError(28, "No space left on device"), Refusal),
+            (OSError(28, full), Refusal),
             (KeyboardInterrupt(), KeyboardInterrupt),
         ):
-            with mock.patch.object(dump_hf, "seal", side_effect=error), self.assertRaises(refusal):
+            with mock.patch.object(golden_file, "seal", side_effect=error), self.assertRaises(refusal) as raised:
                 self.write(2.5)
+            if refusal is Refusal:
+                self.assertEqual(str(raised.exception), f"{self.path}: No space left on device")
             with open(self.path, "rb") as file:
                 self.assertEqual(file.read(), before)
             self.assertEqual(os.listdir(self.directory), ["x.h5"])
@@ -287,42 +296,42 @@ class Layer(unittest.TestCase):
         return np.cos(angle), np.sin(angle)
 
     def taps(self, model, step, weights=None):
-        weights = weights or procedural.layer_weights(dump_hf.layer_shapes(model), 0, 1, step.dtype)
-        return dump_hf.reference_layer(model, weights, step, *self.table(model, step))
+        weights = weights or procedural.layer_weights(neox.layer_shapes(model), 0, 1, step.dtype)
+        return neox.reference_layer(model, weights, step, *self.table(model, step))
 
     def test_decode_repeats_prefill(self):
         for parallel in (True, False):
             model = Model(**{**vars(MODEL), "use_parallel_residual": parallel, "hidden_act": "gelu_new"})
-            whole = dump_hf.made_step(model, "float32", 5, [5], "procedural", 1)
+            whole = neox.made_step(model, "float32", 5, [5], "procedural", 1)
             prefill = self.taps(model, whole)
             k, v = (prefill[f"attention.kv_append.{name}"].astype(np.float32) for name in ("k_cache", "v_cache"))
             last = Step("float32", 1, [5], whole.hidden[4:], "prefill", k[:, :, :4], v[:, :, :4])
             for name, tap in self.taps(model, last).items():
                 expected = prefill[name][..., -1:, :] if "kv_append" in name else prefill[name][-1:]
-                self.assertLess(dump_hf.relative_l2(tap, expected), 1e-6, name)
+                self.assertLess(neox.relative_l2(tap, expected), 1e-6, name)
 
     def test_sequences_do_not_see_each_other(self):
-        step = dump_hf.made_step(MODEL, "float16", 2, [9, 2, 6], "random", 1)
+        step = neox.made_step(MODEL, "float16", 2, [9, 2, 6], "random", 1)
         self.assertEqual(np.count_nonzero(step.k_cache[1]), 0)
         together = self.taps(MODEL, step)
         for b, n in enumerate(step.kv_len):
             alone = Step("float16", 2, [n], step.hidden[2 * b : 2 * b + 2], "random", *(c[None] for c in step.past(b)))
-            error = dump_hf.relative_l2(self.taps(MODEL, alone)["output"], together["output"][2 * b : 2 * b + 2])
+            error = neox.relative_l2(self.taps(MODEL, alone)["output"], together["output"][2 * b : 2 * b + 2])
             self.assertLess(error, 1e-14)
 
     def test_one_entry_attends_to_itself(self):
-        taps = self.taps(MODEL, dump_hf.made_step(MODEL, "float16", 1, [1, 1], "procedural", 1))
+        taps = self.taps(MODEL, neox.made_step(MODEL, "float16", 1, [1, 1], "procedural", 1))
         self.assertTrue(np.array_equal(taps["attention.context"], taps["attention.rotary_emb.v"]))
 
     def test_residual_forms(self):
-        step = dump_hf.made_step(MODEL, "float16", 1, [3], "procedural", 1)
+        step = neox.made_step(MODEL, "float16", 1, [3], "procedural", 1)
         taps = self.taps(MODEL, step)
         expected = procedural.widen(step.hidden, "float16") + taps["hf.attention.dense"] + taps["hf.mlp.dense_4h_to_h"]
-        self.assertLess(dump_hf.relative_l2(taps["output"], expected), 1e-15)
+        self.assertLess(neox.relative_l2(taps["output"], expected), 1e-15)
         sequential = self.taps(Model(**{**vars(MODEL), "use_parallel_residual": False}), step)
         self.assertTrue(np.array_equal(sequential["attention.residual"], taps["attention.residual"]))
         # The two differ in what the second norm reads.
-        weights = procedural.layer_weights(dump_hf.layer_shapes(MODEL), 0, 1, "float16")
+        weights = procedural.layer_weights(neox.layer_shapes(MODEL), 0, 1, "float16")
         gamma, beta = (
             procedural.widen(weights[f"post_attention_layernorm.{part}"], "float16") for part in ("weight", "bias")
         )
@@ -330,20 +339,20 @@ class Layer(unittest.TestCase):
             (taps, procedural.widen(step.hidden, "float16")),
             (sequential, taps["attention.residual"]),
         ):
-            expected = dump_hf.layernorm(source, gamma, beta, MODEL.layer_norm_eps)
+            expected = neox.layernorm(source, gamma, beta, MODEL.layer_norm_eps)
             self.assertTrue(np.array_equal(form["post_attention_layernorm"], expected))
         self.assertFalse(np.array_equal(sequential["output"], taps["output"]))
 
     def test_gelus(self):
         x = np.linspace(-6, 6, 1001)
-        self.assertEqual(float(dump_hf.gelu_erf(np.array([0.0]))[0]), 0)
-        self.assertAlmostEqual(float(dump_hf.gelu_erf(np.array([1.0]))[0]), 0.8413447460685429, delta=1e-15)
-        difference = np.abs(dump_hf.gelu_erf(x) - dump_hf.gelu_tanh(x)).max()
+        self.assertEqual(float(neox.gelu_erf(np.array([0.0]))[0]), 0)
+        self.assertAlmostEqual(float(neox.gelu_erf(np.array([1.0]))[0]), 0.8413447460685429, delta=1e-15)
+        difference = np.abs(neox.gelu_erf(x) - neox.gelu_tanh(x)).max()
         self.assertTrue(4e-4 < difference < 5e-4, difference)
 
     def test_taps_that_differ_are_refused(self):
         reference = {"output": np.ones((2, 3))}
-        dump_hf.check_taps("v", {"output": np.ones((2, 3)) + 1e-12}, reference, 1e-10)
+        neox.check_taps("v", {"output": np.ones((2, 3)) + 1e-12}, reference, 1e-10)
         for taps, words in [
             ({}, "expected the taps"),
             ({"output": np.ones((3, 2))}, r"must have shape \(2, 3\), got \(3, 2\)"),
@@ -351,21 +360,21 @@ class Layer(unittest.TestCase):
             ({"output": np.full((2, 3), np.nan)}, "got inf"),
         ]:
             with self.assertRaisesRegex(Refusal, words):
-                dump_hf.check_taps("v", taps, reference, 1e-10)
+                neox.check_taps("v", taps, reference, 1e-10)
 
     def test_rope_of_16_bit_frequencies_is_refused(self):
-        model = dump_hf.PRESETS["pythia-2.8b"]
+        model = neox.PRESETS["pythia-2.8b"]
         step = Step("float16", 1, [2048], None, "none")
         cos, sin = self.table(model, step)
-        dump_hf.check_rope(model, step, cos.astype(np.float64), sin.astype(np.float64))
+        neox.check_rope(model, step, cos.astype(np.float64), sin.astype(np.float64))
         inv_freq = (model.rope_theta ** -(np.arange(0, 20, 2) / 20)).astype(np.float16)
         angle = (2047 * inv_freq.astype(np.float32))[None]
         for wrong in ((np.cos(angle), np.sin(angle)), (cos[:, :-1], sin[:, :-1])):
             with self.assertRaisesRegex(Refusal, "cos must"):
-                dump_hf.check_rope(model, step, *wrong)
+                neox.check_rope(model, step, *wrong)
         wide = np.cos(2047 * model.rope_theta ** -(np.arange(0, 20, 2) / 20))[None]
         with self.assertRaisesRegex(Refusal, "float32 values"):
-            dump_hf.check_rope(model, step, wide, wide)
+            neox.check_rope(model, step, wide, wide)
 
 
 @unittest.skipUnless(HAS_TORCH, NEEDS_TORCH)
@@ -378,9 +387,10 @@ class HuggingFace(unittest.TestCase):
         self.assertTrue(stdout.getvalue().startswith("OK: "), stdout.getvalue())
 
     def test_checkpoint_tensors_are_checked(self):
-        import make_checkpoints
         import torch
         from safetensors.torch import load_file, save_file
+
+        import make_checkpoints
 
         with tempfile.TemporaryDirectory() as directory:
             path = make_checkpoints.write(make_checkpoints.SPECS[0], directory, "test")

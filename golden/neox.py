@@ -1,0 +1,276 @@
+"""GPT-NeoX as config.json describes it, one step's inputs, and the layer in numpy that dumps are checked against."""
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
+
+import numpy as np
+
+import procedural
+
+
+class Refusal(Exception):
+    """Bad arguments or input, in one line."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json says of the network's shape and arithmetic; the fields are those of core/model_config.hpp."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int = 2048
+    rotary_pct: float = 0.25
+    rope_theta: float = 10000.0
+    layer_norm_eps: float = 1e-5
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    hidden_act: str = "gelu"
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self):
+        return int(self.head_dim * self.rotary_pct)
+
+    def hf_fields(self):
+        """The fields under the names that transformers 4.x writes and 5.x still takes."""
+        fields = asdict(self)
+        fields["rotary_emb_base"] = fields.pop("rope_theta")
+        return fields
+
+
+# Vocabulary sizes are padded to a multiple that grows with the model.
+PRESETS = {
+    f"pythia-{size}": Model(hidden, layers, heads, 4 * hidden, vocab)
+    for size, hidden, layers, heads, vocab in [
+        ("14m", 128, 6, 4, 50304),
+        ("31m", 256, 6, 8, 50304),
+        ("70m", 512, 6, 8, 50304),
+        ("160m", 768, 12, 12, 50304),
+        ("410m", 1024, 24, 16, 50304),
+        ("1b", 2048, 16, 8, 50304),
+        ("1.4b", 2048, 24, 16, 50304),
+        ("2.8b", 2560, 32, 32, 50304),
+        ("6.9b", 4096, 32, 32, 50432),
+        ("12b", 5120, 36, 40, 50688),
+    ]
+}
+
+ERF = np.frompyfunc(math.erf, 1, 1)
+
+
+def gelu_erf(x):
+    return x / 2 * (1 + ERF(x * math.sqrt(0.5)).astype(np.float64))
+
+
+def gelu_tanh(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"gelu": gelu_erf, "gelu_new": gelu_tanh, "gelu_fast": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh}
+
+
+def parse_config(text, source):
+    """The Model of a config.json's text, of transformers 4.x or 5.x."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise Refusal(f"{source}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise Refusal(f"{source}: expected a JSON object, got {type(config).__name__}")
+    if config.get("model_type") != "gpt_neox":
+        raise Refusal(f"{source}: model_type must be gpt_neox, got {config.get('model_type')!r}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise Refusal(f"{source}: rope_type must be default, got {rope_type!r}")
+    given = config | {
+        "rotary_pct": rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25)),
+        "rope_theta": rope.get("rope_theta", config.get("rotary_emb_base", 10000.0)),
+    }
+    values = {}
+    for field in fields(Model):
+        value = given.get(field.name, field.default)
+        if value is MISSING:
+            raise Refusal(f"{source}: {field.name} is missing")
+        fits = type(value) in ((int, float) if field.type is float else (field.type,))
+        if not fits or (field.type in (int, float) and not 0 < value < math.inf):
+            expected = {int: "a positive integer", float: "a positive number", bool: "true or false", str: "a string"}
+            raise Refusal(f"{source}: {field.name} must be {expected[field.type]}, got {value!r}")
+        values[field.name] = value
+    model = Model(**values)
+    if model.hidden_size % model.num_attention_heads:
+        raise Refusal(
+            f"{source}: num_attention_heads must divide hidden_size {model.hidden_size}, "
+            f"got {model.num_attention_heads}"
+        )
+    if model.rotary_dim < 2 or model.rotary_dim > model.head_dim or model.rotary_dim % 2:
+        raise Refusal(f"{source}: rotary_dim must be even, 2 to head_dim {model.head_dim}, got {model.rotary_dim}")
+    if model.hidden_act not in ACTIVATIONS:
+        raise Refusal(f"{source}: hidden_act must be one of {', '.join(ACTIVATIONS)}, got {model.hidden_act!r}")
+    return model
+
+
+def preset_config(name):
+    return json.dumps({"model_type": "gpt_neox", **PRESETS[name].hf_fields()}, indent=2)
+
+
+def layer_shapes(model):
+    return procedural.weight_shapes(model.hidden_size, model.intermediate_size, model.attention_bias)
+
+
+@dataclass
+class Step:
+    """One step's inputs, as stored: q_len new tokens for each sequence, kv_len entries after they are appended."""
+
+    dtype: str
+    q_len: int
+    kv_len: list
+    hidden: np.ndarray  # (tokens, hidden)
+    cache: str  # its origin, as in the file
+    k_cache: np.ndarray = None  # (batch, heads, max(kv_len) - q_len, head_dim)
+    v_cache: np.ndarray = None
+
+    def past(self, b):
+        """Sequence b's old keys and values, (heads, kv_len - q_len, head_dim) each."""
+        return tuple(cache[b, :, : self.kv_len[b] - self.q_len] for cache in (self.k_cache, self.v_cache))
+
+    def positions(self, b):
+        return np.arange(self.kv_len[b] - self.q_len, self.kv_len[b])
+
+    def all_positions(self):
+        return np.concatenate([self.positions(b) for b in range(len(self.kv_len))])
+
+
+def made_step(model, dtype, q_len, kv_len, cache, seed):
+    """A step without a model's own prefill: hidden is procedural, the cache procedural or normally distributed."""
+    hidden = procedural.values(dtype, (len(kv_len) * q_len, model.hidden_size), "activation", seed, "hidden")
+    step = Step(dtype, q_len, kv_len, hidden, cache)
+    shape = (len(kv_len), model.num_attention_heads, max(kv_len) - q_len, model.head_dim)
+    if cache == "random":
+        rng = np.random.default_rng(seed)
+        step.k_cache, step.v_cache = (
+            procedural.round_to(rng.standard_normal(shape, np.float32), dtype) for _ in range(2)
+        )
+        for b, n in enumerate(kv_len):
+            step.k_cache[b, :, n - q_len :] = step.v_cache[b, :, n - q_len :] = 0
+    else:
+        step.k_cache, step.v_cache = (
+            procedural.values(dtype, shape, "activation", seed, name) for name in ("k_cache", "v_cache")
+        )
+    return step
+
+
+def layernorm(x, gamma, beta, eps):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * gamma + beta
+
+
+def rotate(x, cos, sin):
+    """RoPE of x (tokens, heads, head_dim) over its first 2 * cos.shape[1] elements."""
+    half = cos.shape[1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def reference_layer(model, weights, step, cos, sin):
+    """Every tap of the layer in float64, from the stored bits and the given cos and sin (tokens, rotary_dim / 2)."""
+    heads, head_dim = model.num_attention_heads, model.head_dim
+    x = procedural.widen(step.hidden, step.dtype)
+    tokens = len(x)
+
+    def linear(name, y):
+        product = y @ procedural.widen(weights[name + ".weight"], step.dtype).T
+        bias = weights.get(name + ".bias")
+        return product if bias is None else product + procedural.widen(bias, step.dtype)
+
+    def norm(name, y):
+        gamma, beta = (procedural.widen(weights[f"{name}.{part}"], step.dtype) for part in ("weight", "bias"))
+        return layernorm(y, gamma, beta, model.layer_norm_eps)
+
+    attn_in = norm("input_layernorm", x)
+    qkv = linear("attention.query_key_value", attn_in).reshape(tokens, heads, 3, head_dim)
+    q, k, v = rotate(qkv[:, :, 0], cos, sin), rotate(qkv[:, :, 1], cos, sin), qkv[:, :, 2]
+    context = np.empty_like(q)
+    for b in range(len(step.kv_len)):
+        rows = slice(b * step.q_len, (b + 1) * step.q_len)
+        keys, values = (
+            np.concatenate([procedural.widen(old, step.dtype), new[rows].transpose(1, 0, 2)], 1)
+            for old, new in zip(step.past(b), (k, v))
+        )
+        scores = np.einsum("qhd,hkd->hqk", q[rows], keys) / math.sqrt(head_dim)
+        unseen = np.arange(step.kv_len[b]) > step.positions(b)[:, None]
+        scores[:, unseen] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        context[rows] = np.einsum("hqk,hkd->qhd", p / p.sum(-1, keepdims=True), values)
+
+    def appended(x):
+        return x.reshape(-1, step.q_len, heads, head_dim).transpose(0, 2, 1, 3)
+
+    dense = linear("attention.dense", context.reshape(tokens, -1))
+    residual = x + dense
+    mlp_in = norm("post_attention_layernorm", x if model.use_parallel_residual else residual)
+    up = linear("mlp.dense_h_to_4h", mlp_in)
+    act = ACTIVATIONS[model.hidden_act](up)
+    down = linear("mlp.dense_4h_to_h", act)
+    return {
+        "input_layernorm": attn_in,
+        "attention.query_key_value": qkv,
+        "attention.rotary_emb.q": q,
+        "attention.rotary_emb.k": k,
+        "attention.rotary_emb.v": v,
+        "attention.kv_append.k_cache": appended(k),
+        "attention.kv_append.v_cache": appended(v),
+        "attention.context": context,
+        "attention.residual": residual,
+        "post_attention_layernorm": mlp_in,
+        "mlp.act": act,
+        "output": residual + down,
+        "hf.attention.dense": dense,
+        "hf.mlp.dense_h_to_4h": up,
+        "hf.mlp.dense_4h_to_h": down,
+    }
+
+
+def relative_l2(got, reference):
+    """||got - reference|| / ||reference||; infinite where got has a non-finite element."""
+    error = np.linalg.norm(got - reference)
+    if not math.isfinite(error):
+        return math.inf
+    return error / (np.linalg.norm(reference) or 1)
+
+
+def check_taps(variant, taps, reference, limit):
+    """Refuses taps that are further than `limit` from the reference, in relative L2."""
+    if taps.keys() != reference.keys():
+        raise Refusal(f"{variant}: expected the taps {sorted(reference)}, got {sorted(taps)}")
+    for name, tap in taps.items():
+        if tap.shape != reference[name].shape:
+            raise Refusal(f"{variant}: tap {name} must have shape {reference[name].shape}, got {tap.shape}")
+        error = relative_l2(tap, reference[name])
+        if not error <= limit:
+            raise Refusal(
+                f"{variant}: tap {name} must be within {limit:g} of its reference in relative L2, got {error:.3g}"
+            )
+
+
+def check_rope(model, step, cos, sin):
+    """Refuses cos and sin that are not those of float32 angles: an inv_freq of 16 bits is off by far more."""
+    exponent = np.arange(0, model.rotary_dim, 2) / model.rotary_dim
+    position = step.all_positions()[:, None].astype(np.float64)
+    angle = position * model.rope_theta**-exponent
+    for name, got, expected in (("cos", cos, np.cos(angle)), ("sin", sin, np.sin(angle))):
+        if got.shape != expected.shape:
+            raise Refusal(f"float64: {name} must have shape {expected.shape}, got {got.shape}")
+        if not np.array_equal(got.astype(np.float32), got):
+            raise Refusal(f"float64: {name} must hold float32 values, got wider ones")
+        worst = float((np.abs(got - expected) - position * 4e-7).max())
+        if not worst <= 1e-6:
+            raise Refusal(f"float64: {name} must be that of float32 angles, got values {worst:.3g} off")

@@ -1,0 +1,371 @@
+"""Hugging Face's GPT-NeoX, of transformers 4.40 to 5.x: built from stored bits, run for one step, its taps recorded."""
+
+import contextlib
+import json
+import os
+import platform
+from dataclasses import replace
+
+import h5py
+import numpy as np
+
+import procedural
+from neox import Refusal, Step, layer_shapes, parse_config
+
+
+class Checkpoint:
+    """A directory with config.json and safetensors files. Tensors are read one at a time, as they are asked for."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        if not os.path.isdir(directory):
+            raise Refusal(f"{directory}: no such directory")
+        path = os.path.join(directory, "config.json")
+        try:
+            with open(path, encoding="utf-8") as file:
+                self.config_text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        self.model = parse_config(self.config_text, path)
+        self._shard_of = self._index()
+
+    def _index(self):
+        """Tensor name -> file name; None where a single file holds all."""
+        index = os.path.join(self.directory, "model.safetensors.index.json")
+        if os.path.exists(index):
+            try:
+                with open(index, encoding="utf-8") as file:
+                    shard_of = dict(json.load(file)["weight_map"])
+            except OSError as error:
+                raise Refusal(f"{index}: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError):
+                shard_of = {"": None}
+            if not all(isinstance(file, str) for file in shard_of.values()):
+                raise Refusal(f"{index}: expected a JSON object with weight_map, tensor names to file names")
+            return shard_of
+        if os.path.exists(os.path.join(self.directory, "model.safetensors")):
+            return None
+        hint = ""
+        if any(name.endswith(".bin") for name in os.listdir(self.directory)):
+            hint = "; for .bin files see --help on how to convert them"
+        raise Refusal(f"{self.directory}: no model.safetensors and no model.safetensors.index.json{hint}")
+
+    def tensors(self, names_and_shapes):
+        """The named tensors as stored arrays, and their one dtype."""
+        from safetensors import SafetensorError, safe_open
+
+        arrays, dtype = {}, None
+        with contextlib.ExitStack() as stack:
+            files = {}
+            for name, shape in names_and_shapes.items():
+                file = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
+                path = os.path.join(self.directory, file or "model.safetensors.index.json")
+                try:
+                    if file and path not in files:
+                        opened = stack.enter_context(safe_open(path, framework="pt"))
+                        files[path] = opened, set(opened.keys())
+                    if not file or name not in files[path][1]:
+                        raise Refusal(f"{path}: tensor {name} is missing")
+                    tensor = files[path][0].get_tensor(name)
+                except (OSError, SafetensorError) as error:
+                    raise Refusal(f"{path}: {error}") from None
+                got = str(tensor.dtype).removeprefix("torch.")
+                if got not in procedural.DTYPES or dtype not in (None, got):
+                    raise Refusal(
+                        f"{path}: tensor {name} must be of dtype {dtype or 'float16, bfloat16 or float32'}, got {got}"
+                    )
+                if tuple(tensor.shape) != shape:
+                    raise Refusal(f"{path}: tensor {name} must have shape {shape}, got {tuple(tensor.shape)}")
+                dtype = got
+                arrays[name] = to_numpy(tensor)
+        return arrays, dtype
+
+
+def to_torch(array, dtype):
+    """A stored array as a tensor of the same bits."""
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(array).view(np.int16 if dtype == "bfloat16" else array.dtype))
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def to_numpy(tensor):
+    """A tensor as an array of the same bits."""
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def modeling():
+    """transformers' module of the model."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
+
+    return modeling_gpt_neox
+
+
+def attention_implementations():
+    """What this version of transformers offers of eager and sdpa; the last is the one whose float64 is double
+    throughout. Versions with sdpa compute the eager softmax in float32; those without do not."""
+    return ["eager", "sdpa"] if getattr(modeling().GPTNeoXPreTrainedModel, "_supports_sdpa", False) else ["eager"]
+
+
+@contextlib.contextmanager
+def default_dtype(name):
+    import torch
+
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+def build(model, state, stored, dtype, implementation, device, layers=1):
+    """A GPTNeoXModel of that many layers computing in `dtype` on weights given as stored arrays; names as its own.
+
+    The model is built in its dtype. Converting a built one would round RoPE's inv_freq with the weights."""
+    import torch
+    from transformers import GPTNeoXConfig
+
+    # The vocabulary is that of the embedding given: a layer by itself needs none.
+    model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
+    config = GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
+    with default_dtype(dtype):
+        hf = modeling().GPTNeoXModel(config)
+    hf.load_state_dict({name: to_torch(array, stored) for name, array in state.items()}, strict=True)
+    inv_freq = {name: buffer.dtype for name, buffer in hf.named_buffers() if name.endswith("inv_freq")}
+    if not inv_freq or any(d != torch.float32 for d in inv_freq.values()):
+        raise Refusal(f"transformers: RoPE's inv_freq must be float32, got {inv_freq}")
+    if any(p.dtype != getattr(torch, dtype) for p in hf.parameters()):
+        raise Refusal(f"transformers: every parameter must be {dtype}")
+    if hf.config._attn_implementation != implementation:
+        raise Refusal(f"transformers: attention must be {implementation}, got {hf.config._attn_implementation}")
+    return hf.to(device).eval().requires_grad_(False)
+
+
+def one_layer(model, weights, stored, dtype, implementation, device):
+    """The model whose only layer has these weights; around it a vocabulary and a norm that nobody reads."""
+    h = model.hidden_size
+    state = {f"layers.0.{name}": array for name, array in weights.items()}
+    for name, shape in (
+        ("embed_in.weight", (8, h)),
+        ("final_layer_norm.weight", (h,)),
+        ("final_layer_norm.bias", (h,)),
+    ):
+        state[name] = np.zeros(shape, procedural.DTYPES[stored])
+    return build(model, state, stored, dtype, implementation, device)
+
+
+def empty_cache():
+    """An empty cache; None stands for it where transformers keeps tuples of keys and values."""
+    module = modeling()
+    return module.DynamicCache() if hasattr(module, "DynamicCache") else None
+
+
+def filled_cache(entries):
+    """A cache that holds keys and values (1, heads, entries, head_dim), a pair a layer."""
+    cache = empty_cache()
+    if entries[0][0].shape[2] == 0:
+        return cache
+    if cache is None:
+        return tuple(entries)
+    for layer, (k, v) in enumerate(entries):
+        cache.update(k, v, layer)
+    return cache
+
+
+def cache_entries(cache, layer):
+    """Keys and values of one layer, (1, heads, entries, head_dim) each, whatever the version's cache is made of."""
+    if isinstance(cache, tuple):
+        return cache[layer][:2]
+    if hasattr(cache, "layers"):
+        return cache.layers[layer].keys, cache.layers[layer].values
+    return cache.key_cache[layer], cache.value_cache[layer]
+
+
+def call(hf, cache, **inputs):
+    """Runs the model and returns the cache with the new entries."""
+    import torch
+
+    with torch.no_grad():
+        return hf(past_key_values=cache, use_cache=True, **inputs).past_key_values
+
+
+class Recorder:
+    """Records what the steps of the model's only layer make in one run: module outputs and inputs through hooks, RoPE
+    by wrapping transformers' function."""
+
+    def __init__(self, hf, model):
+        self.hf, self.model, self.tensors = hf, model, {}
+        self.rope = modeling().apply_rotary_pos_emb
+
+    def __enter__(self):
+        layer = self.hf.layers[0]
+        outputs = {
+            "layer": layer,
+            "input_layernorm": layer.input_layernorm,
+            "query_key_value": layer.attention.query_key_value,
+            "dense": layer.attention.dense,
+            "post_attention_layernorm": layer.post_attention_layernorm,
+            "dense_h_to_4h": layer.mlp.dense_h_to_4h,
+            "dense_4h_to_h": layer.mlp.dense_4h_to_h,
+        }
+        inputs = {
+            "context": layer.attention.dense,
+            "norm_in": layer.post_attention_layernorm,
+            "act": layer.mlp.dense_4h_to_h,
+        }
+        self.handles = [m.register_forward_hook(self._output(name)) for name, m in outputs.items()]
+        self.handles += [m.register_forward_pre_hook(self._input(name)) for name, m in inputs.items()]
+        modeling().apply_rotary_pos_emb = self._rope
+        return self
+
+    def __exit__(self, *_):
+        modeling().apply_rotary_pos_emb = self.rope
+        for handle in self.handles:
+            handle.remove()
+
+    def _keep(self, name, tensor):
+        if name in self.tensors:
+            raise Refusal(f"transformers: {name} was made twice in one step")
+        self.tensors[name] = tensor.detach().clone()
+
+    def _output(self, name):
+        return lambda module, args, result: self._keep(name, result[0] if isinstance(result, tuple) else result)
+
+    def _input(self, name):
+        return lambda module, args: self._keep(name, args[0])
+
+    def _rope(self, q, k, cos, sin, *args, **kwargs):
+        q_out, k_out = self.rope(q, k, cos, sin, *args, **kwargs)
+        # Versions before 4.46 pass whole tables and the positions to gather.
+        positions = kwargs.get("position_ids", args[0] if args and hasattr(args[0], "dtype") else None)
+        if positions is not None:
+            cos, sin = cos[positions], sin[positions]
+        for name, tensor in (("q", q_out), ("k", k_out), ("cos", cos), ("sin", sin)):
+            self._keep(name, tensor)
+        return q_out, k_out
+
+    def taps(self, hidden, cache):
+        """The taps of the run as arrays, and cos and sin (tokens, rotary_dim / 2)."""
+        import torch
+
+        t, model = self.tensors, self.model
+        tokens, heads, head_dim = hidden.shape[1], model.num_attention_heads, model.head_dim
+        qkv = t["query_key_value"].view(tokens, heads, 3, head_dim)
+
+        def rotated(name, part):
+            """(tokens, heads, head_dim): versions before 4.49 rotate without what passes through."""
+            x = t[name][0].transpose(0, 1)
+            return torch.cat([x, qkv[:, :, part, x.shape[-1] :]], -1)
+
+        k, v = (entries[:, :, -tokens:] for entries in cache_entries(cache, 0))
+        taps = {
+            "input_layernorm": t["input_layernorm"][0],
+            "attention.query_key_value": qkv,
+            "attention.rotary_emb.q": rotated("q", 0),
+            "attention.rotary_emb.k": rotated("k", 1),
+            "attention.rotary_emb.v": qkv[:, :, 2],
+            "attention.kv_append.k_cache": k,
+            "attention.kv_append.v_cache": v,
+            "attention.context": t["context"].view(tokens, heads, head_dim),
+            # The parallel form adds it up only with the MLP's output.
+            "attention.residual": (t["dense"] + hidden if model.use_parallel_residual else t["norm_in"])[0],
+            "post_attention_layernorm": t["post_attention_layernorm"][0],
+            "mlp.act": t["act"][0],
+            "output": t["layer"][0],
+            "hf.attention.dense": t["dense"][0],
+            "hf.mlp.dense_h_to_4h": t["dense_h_to_4h"][0],
+            "hf.mlp.dense_4h_to_h": t["dense_4h_to_h"][0],
+        }
+        half = model.rotary_dim // 2
+        for name in ("cos", "sin"):
+            if not bool((t[name][..., :half] == t[name][..., half:]).all()):
+                raise Refusal(f"transformers: the two halves of {name} must be the same")
+        tables = {name: to_numpy(t[name].reshape(tokens, -1)[:, :half]) for name in ("cos", "sin")}
+        return {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in taps.items()}, tables
+
+
+def run_variant(model, weights, step, dtype, implementation, device):
+    """All taps of the step computed in `dtype`, and cos and sin. Each sequence runs by itself, so that none is
+    padded."""
+    import torch
+
+    hf = one_layer(model, weights, step.dtype, dtype, implementation, device)
+    compute = getattr(torch, dtype)
+
+    def tensor(array):
+        return to_torch(array, step.dtype).to(device, compute)
+
+    runs = []
+    for b in range(len(step.kv_len)):
+        rows = slice(b * step.q_len, (b + 1) * step.q_len)
+        hidden = tensor(step.hidden[rows])[None]
+        positions = torch.from_numpy(step.positions(b))[None].to(device)
+        with Recorder(hf, model) as recorder:
+            cache = filled_cache([tuple(tensor(side)[None] for side in step.past(b))])
+            cache = call(hf, cache, inputs_embeds=hidden, position_ids=positions)
+            runs.append(recorder.taps(hidden, cache))
+    return tuple(
+        {name: np.concatenate([run[part][name] for run in runs]) for name in runs[0][part]} for part in range(2)
+    )
+
+
+def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
+    """A step cut out of the model's own run over random token ids: layer `layer`'s cache after a prefill of
+    kv_len - q_len tokens, and its input for the next q_len. Computed in the stored dtype with sdpa."""
+    import torch
+
+    model = checkpoint.model
+    names = {"gpt_neox.embed_in.weight": (model.vocab_size, model.hidden_size)}
+    names |= {f"gpt_neox.final_layer_norm.{part}": (model.hidden_size,) for part in ("weight", "bias")}
+    for n in range(layer + 1):
+        names |= {f"gpt_neox.layers.{n}.{name}": shape for name, shape in layer_shapes(model).items()}
+    arrays, dtype = checkpoint.tensors(names)
+    state = {name.removeprefix("gpt_neox."): array for name, array in arrays.items()}
+    hf = build(model, state, dtype, dtype, attention_implementations()[-1], device, layer + 1)
+
+    inputs = []
+    hf.layers[layer].register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    shape = (len(kv_len), model.num_attention_heads, max(kv_len) - q_len, model.head_dim)
+    caches = np.zeros((2, *shape), procedural.DTYPES[dtype])
+    hidden = []
+    for b, n in enumerate(kv_len):
+        ids = torch.from_numpy(np.random.default_rng([seed, b]).integers(0, model.vocab_size, (1, n))).to(device)
+        positions = torch.arange(n, device=device)[None]
+        cache, past = empty_cache(), n - q_len
+        if past:
+            cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past])
+            for side, entries in zip(caches, cache_entries(cache, layer)):
+                # Versions before 4.46 keep float32 keys, RoPE's product, whatever the model's dtype.
+                side[b, :, :past] = to_numpy(entries[0].to(hf.dtype))
+        call(hf, cache, input_ids=ids[:, past:], position_ids=positions[:, past:])
+        hidden.append(to_numpy(inputs[-1][0]))
+    return Step(dtype, q_len, kv_len, np.concatenate(hidden), "prefill", *caches)
+
+
+def versions():
+    import safetensors
+    import torch
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "numpy": np.__version__,
+        "h5py": h5py.__version__,
+    }
+
+
+def device_name(device):
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU {platform.machine()}"

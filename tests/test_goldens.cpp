@@ -1,0 +1,60 @@
+// Every golden file in data/, against the CPU backend.
+#include <algorithm>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "apps/golden_walk.hpp"
+#include "tests/catch.hpp"
+
+using namespace cf;
+
+namespace {
+
+std::vector<std::string> golden_files() {
+  std::vector<std::string> paths;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR))
+    if (entry.path().extension() == ".h5") paths.push_back(entry.path().string());
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+}  // namespace
+
+TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap") {
+  struct Case {
+    const char* what;
+    apps::WalkOptions options;
+    double budget;
+  };
+  const Case cases[] = {
+      {"the oracle, site by site", {.activation = DType::f64, .isolated = true}, 1e-11},
+      {"the oracle, chained", {.activation = DType::f64, .isolated = false}, 1e-11},
+      {"the oracle with its own table, site by site", {.isolated = true, .own_rope_table = true}, 1e-6},
+      {"the oracle with its own table, chained", {.isolated = false, .own_rope_table = true}, 1e-6},
+      {"the float backend, site by site", {.activation = DType::f32, .isolated = true}, 2e-6},
+      {"the float backend, chained", {.activation = DType::f32, .isolated = false}, 2e-6},
+  };
+  const std::vector<std::string> paths = golden_files();
+  CHECK_FALSE(paths.empty());
+  for (const std::string& path : paths) {
+    const auto file = golden::GoldenFile::open(path);
+    CAPTURE(path, file.status().message());
+    REQUIRE(file);
+    const auto weights = file->weights();
+    CAPTURE(weights.status().message());
+    REQUIRE(weights);
+    for (const Case& c : cases) {
+      CAPTURE(c.what);
+      const auto rows = apps::walk_golden(*file, *weights, c.options);
+      CAPTURE(rows.status().message());
+      REQUIRE(rows);
+      CHECK(rows->size() == 12);
+      for (const apps::TapResult& r : *rows) {
+        CAPTURE(r.tap, r.worst);
+        CHECK(r.error.non_finite == 0);
+        CHECK(r.error.rel_l2 <= c.budget);
+      }
+    }
+  }
+}
