@@ -27,7 +27,12 @@ struct Avx512 {
   static float widen(bf16 x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(unsigned(x.bits) << 16)))); }
   static U zero_words() { return _mm512_setzero_si512(); }
   static U add_words(U s, const std::uint64_t* p) { return _mm512_add_epi64(s, _mm512_loadu_si512(p)); }
-  static std::uint64_t sum_of_words(U s) { return std::uint64_t(_mm512_reduce_add_epi64(s)); }
+  // Not _mm512_reduce_add_epi64, whose signed additions may overflow.
+  static std::uint64_t sum_of_words(U s) {
+    alignas(64) std::uint64_t w[8];
+    _mm512_store_si512(w, s);
+    return (w[0] + w[1] + w[2] + w[3]) + (w[4] + w[5] + w[6] + w[7]);
+  }
 };
 
 }  // namespace

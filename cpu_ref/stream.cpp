@@ -38,9 +38,10 @@ double stream_read_bytes_per_s(const void* data, std::size_t bytes) {
 void evict_from_caches(const void* data, std::size_t bytes) {
 #ifdef CF_X86
   constexpr std::size_t line_bytes = 64;
-  const char* p = static_cast<const char*>(data);
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t first = address / line_bytes * line_bytes, last = address + bytes;
 #pragma omp parallel for
-  for (std::size_t i = 0; i < bytes; i += line_bytes) _mm_clflush(p + i);
+  for (std::uintptr_t line = first; line < last; line += line_bytes) _mm_clflush(reinterpret_cast<const void*>(line));
   _mm_mfence();
 #else
   // No instruction evicts a line here: push everything out with a buffer larger than the usual last-level cache.

@@ -22,11 +22,6 @@ Status launch(std::string_view op, const Context& context, const LaunchShape& sh
   if (shape.smem_bytes > 48 * 1024)
     CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.smem_bytes)),
                      op));
-  // One split of an SM's memory for all kernels: a block of the next kernel finds room only where the split is the same.
-  if (context.overlap())
-    CF_TRY(from_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-        op));
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;

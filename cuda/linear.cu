@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256, 4) linear_kernel(const __grid_constant__ 
 }
 
 /// Float32 activations: a warp a row, plain multiply-adds; exact products of any stored weight.
-__global__ void __launch_bounds__(256) linear_f32_kernel(const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constant__ Product p) {
   let_successor_start();
   wait_for_predecessors();
   const long row = long(blockIdx.x) * 8 + threadIdx.x / 32;

@@ -307,7 +307,7 @@ def main(argv):
         if args.selfcheck:
             selfcheck()
         else:
-            dump(args, shlex.join(["python3", "golden/dump_hf.py", *argv]))
+            dump(args, shlex.join([NAME, *argv]))
     except Refusal as refusal:
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)

@@ -13,47 +13,13 @@ __device__ inline void wait_for_predecessors() { asm volatile("griddepcontrol.wa
 /// Allows the next kernel's blocks to start where this one's leave room.
 __device__ inline void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-/// A barrier in shared memory that counts arrivals and bytes.
-using Mbarrier = std::uint64_t;
-
-__device__ inline std::uint32_t smem_address(const void* p) { return std::uint32_t(__cvta_generic_to_shared(p)); }
-__device__ inline void mbarrier_init(Mbarrier& b, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&b)), "r"(arrivals));
-}
-/// Makes the initialised barriers known to the copy engine.
-__device__ inline void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void mbarrier_arrive(Mbarrier& b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&b)) : "memory");
-}
-/// Arrives, and lets the phase wait for so many bytes too.
-__device__ inline void mbarrier_expect(Mbarrier& b, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&b)), "r"(bytes) : "memory");
-}
-/// Waits until the phase of that parity is complete. Its arrivals come from threads of this block and the copy engine,
-/// which answer whatever other blocks do.
-__device__ inline void mbarrier_wait(Mbarrier& b, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(smem_address(&b)),
-      "r"(parity)
-      : "memory");
-}
-
-/// Copies bytes (a multiple of 16, both ends 16-byte aligned) from global to shared memory; `b` counts them.
-__device__ inline void bulk_load(void* to, const void* from, int bytes, Mbarrier& b) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(to)),
-      "l"(from), "r"(bytes), "r"(smem_address(&b))
-      : "memory");
-}
-
-/// A barrier among the first `threads` threads of a block that call it, a multiple of 32.
-template <int Threads>
-__device__ void sync_threads(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
+/// 16 bytes that are read once: not kept in L1.
+__device__ inline uint4 load_streaming(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
 }
 
 /// d += a * b on tensor cores, float32 sums. a is 16 x 16 row-major, b 16 x 8 column-major, d 16 x 8; with g = lane / 4
