@@ -198,6 +198,39 @@ TEST_CASE("Procedural values depend on seed, name and index alone", "[procedural
   CHECK(values(1, "b", 0, 100) != whole);
 }
 
+TEST_CASE("Procedural values and checksums are those that golden/procedural.py makes", "[procedural]") {
+  // tests/test_dump_hf.py holds the same numbers.
+  struct Expected {
+    DType dtype;
+    ProceduralKind kind;
+    std::uint64_t seed, sum;
+  };
+  for (const Expected& e : {Expected{DType::f16, ProceduralKind::weight, 7, 17163320938103917729u},
+                            Expected{DType::f16, ProceduralKind::gain, 0, 13312910661308580303u},
+                            Expected{DType::f16, ProceduralKind::activation, ~0ull, 6327421334972817765u},
+                            Expected{DType::bf16, ProceduralKind::weight, 7, 8553580632210245799u},
+                            Expected{DType::bf16, ProceduralKind::gain, 7, 16142940147729106682u},
+                            Expected{DType::f32, ProceduralKind::weight, ~0ull, 13599590972232306018u},
+                            Expected{DType::f32, ProceduralKind::activation, 7, 13781937127083469527u}}) {
+    Tensor t(e.dtype, {100001});
+    fill_procedural(t.data(), e.dtype, 3, t.size(), e.kind, e.seed, "layers.3.mlp.dense_4h_to_h.weight");
+    CHECK(checksum(t.data(), std::size_t(t.size_bytes())) == e.sum);
+  }
+  CHECK(checksum("golden", 6) == 13826274397845189753u);
+  ModelConfig m = *find_preset("pythia-14m");
+  const auto layer_sum = [&](std::int64_t layer, std::uint64_t seed) {
+    return weights_checksum(m, procedural_layer(m, layer, seed).weights);
+  };
+  CHECK(layer_sum(5, 42) == 12371719754337072618u);
+  m.dtype = DType::bf16;
+  CHECK(layer_sum(5, 42) == 13790096683530865694u);
+  m.dtype = DType::f32;
+  CHECK(layer_sum(5, 42) == 1056189333991289875u);
+  m.dtype = DType::f16;
+  m.attention_bias = false;
+  CHECK(layer_sum(0, 1) == 11688534671166767482u);
+}
+
 TEST_CASE("The checksum sees every byte, the order and the length", "[procedural]") {
   std::vector<std::uint8_t> bytes(37);
   for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::uint8_t(i * 7);
