@@ -221,7 +221,7 @@ TEST_CASE("bytes are the contracts' compulsory ones") {
   CHECK(std::stod(rows.back()[6]) == 2 * parameters + 4 * (2 * 2 * h + 2 * cache_entries + 2 * 2 * h) + 4 * 2);
 }
 
-TEST_CASE("--json and --csv hold what the tables show, for every configuration of a sweep") {
+TEST_CASE("cf-layer --json and --csv hold what the tables show, for every configuration of a sweep") {
   const TempDir dir;
   const std::string json_path = dir / "a \"b\".json", csv_path = dir / "a.csv";
   const ProgramRun r =
@@ -321,7 +321,7 @@ TEST_CASE("the header's checksum is that of the layer's weights") {
   CHECK(std::stoull(text, nullptr, 16) == weights_checksum(m, procedural_layer(m, 1, 7).weights));
 }
 
-TEST_CASE("--check: outside the budget is exit code 1, with a line that reproduces it") {
+TEST_CASE("cf-layer --check: outside the budget is exit code 1, with a line that reproduces it") {
   const TempDir dir;
   const ModelConfig m = small_model(DType::f32);
   OwnedLayerWeights layer = procedural_layer(m, 0, 7);
@@ -342,7 +342,7 @@ TEST_CASE("--check: outside the budget is exit code 1, with a line that reproduc
   CHECK(Json::parse(slurp(json))["configurations"][0]["check_ok"] == false);
 }
 
-TEST_CASE("--dump: the same bits on every run and any number of threads") {
+TEST_CASE("cf-layer --dump: the same bits on every run and any number of threads") {
   const TempDir dir;
   const std::string arguments = tiny + "--layer 3 --seq-len 33 --batch 2 --seed 11 ";
   const std::string once = dir / "1.h5", again = dir / "2.h5", threads = dir / "3.h5";
@@ -366,7 +366,7 @@ TEST_CASE("--dump: the same bits on every run and any number of threads") {
   check_dump_replays(once);
 }
 
-TEST_CASE("--dump of a checkpoint's layer names the checkpoint from where the file lies") {
+TEST_CASE("cf-layer --dump of a checkpoint's layer names the checkpoint from where the file lies") {
   const DType dtype = GENERATE(DType::f16, DType::bf16, DType::f32);
   const int seq_len = GENERATE(1, 9);
   const TempDir dir;
