@@ -18,23 +18,38 @@ struct Product {
   ops::Epilogue epilogue;
 };
 
-__device__ void finish(const Product& p, int token, long row, float sum) {
-  float v = sum + (p.bias ? load_scalar(p.bias, p.bias_dtype, row) : 0.f);
-  if (p.residual) v += load_scalar(p.residual, p.activation, token * p.out + row);
-  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, v));
+/// What is added to an element's sum.
+struct Addends {
+  float bias = 0, residual = 0;
+};
+
+__device__ Addends addends(const Product& p, int token, long row) {
+  return {p.bias ? load_scalar(p.bias, p.bias_dtype, row) : 0.f,
+          p.residual ? load_scalar(p.residual, p.activation, token * p.out + row) : 0.f};
 }
 
-template <class T, int Depth>
-__global__ void __launch_bounds__(256, 4) linear_kernel(const __grid_constant__ Product p) {
-  using Block = LinearBlock<T, 8, Depth>;
-  __shared__ typename Block::Smem smem;
+__device__ void finish(const Product& p, int token, long row, float sum, Addends add) {
+  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, sum + add.bias + add.residual));
+}
+
+template <class T, int Depth, bool TwoTokens>
+__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(TwoTokens))
+    linear_kernel(const __grid_constant__ Product p) {
+  __shared__ LinearSmem smem;
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
-  Block::run(
+  linear_block<T, Depth, TwoTokens>(
       static_cast<const T*>(p.weight), p.out, int(p.in), p.tokens, [](long r) { return r; },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
-      [&](int token, long row, float sum) { finish(p, token, row, sum); }, smem);
+      [&](int token, long row) { return addends(p, token, row); },
+      [&](int token, long row, float sum, Addends add) { finish(p, token, row, sum, add); }, smem);
+}
+
+template <class T>
+auto kernel_for(int depth, bool two_tokens) {
+  if (depth == 5) return two_tokens ? linear_kernel<T, 5, true> : linear_kernel<T, 5, false>;
+  return two_tokens ? linear_kernel<T, 4, true> : linear_kernel<T, 4, false>;
 }
 
 /// Float32 activations: a warp a row, plain multiply-adds; exact products of any stored weight.
@@ -64,18 +79,17 @@ __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constan
     float s = sum[token];
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) s += __shfl_xor_sync(~0u, s, offset);
-    if (lane == 0) finish(p, token, row, s);
+    if (lane == 0) finish(p, token, row, s, addends(p, token, row));
   }
 }
 
 Status run_tokens(const Product& p, const Context& context) {
   if (p.activation == DType::f32)
     return launch("linear", context, {.grid = unsigned((p.out + 7) / 8), .block = 256}, linear_f32_kernel, p);
-  const LinearPlan plan = linear_plan(context.arch(), p.in, p.out);
-  const LaunchShape shape{.grid = unsigned(plan.grid), .block = unsigned(plan.warps * 32)};
-  if (p.activation == DType::f16)
-    return launch("linear", context, shape, plan.depth == 5 ? linear_kernel<f16, 5> : linear_kernel<f16, 4>, p);
-  return launch("linear", context, shape, plan.depth == 5 ? linear_kernel<bf16, 5> : linear_kernel<bf16, 4>, p);
+  const LinearPlan plan = linear_plan(context.arch(), p.in, p.out, p.tokens);
+  const auto kernel = p.activation == DType::f16 ? kernel_for<f16>(plan.depth, p.tokens > 8)
+                                                 : kernel_for<bf16>(plan.depth, p.tokens > 8);
+  return launch("linear", context, {.grid = unsigned(plan.grid), .block = kLinearThreads}, kernel, p);
 }
 
 }  // namespace

@@ -105,6 +105,19 @@ TEST_CASE("linear on the GPU: every epilogue and odd size", "[gpu][linear]") {
         }
 }
 
+TEST_CASE("Kernels that may start before their predecessor is done compute the same bits", "[gpu][overlap]") {
+  Setup s{
+      .model = model_of(32, 80, 20, 1024), .load = {.batch = 2, .q_len = 1, .kv_len = 129}, .activation = DType::f16};
+  s.model.max_position_embeddings = 129;
+  cuda::Context apart = context(), overlapping = context();
+  overlapping.set_overlap(true);
+  DeviceProblem<ops::DecodeLayer> first(s), second(s);
+  const auto expected = first.run(apart).bytes();
+  for (int i = 0; i < 100; ++i) REQUIRE(cuda::run(second.args(), overlapping));
+  require_cuda(cudaDeviceSynchronize());
+  CHECK(second.fetch().bytes() == expected);
+}
+
 TEST_CASE("layernorm on the GPU agrees with the oracle", "[gpu][layernorm]") {
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (std::int64_t hidden : {8, 16, 160, 248, 256, 264, 2048, 2560, 4096, 5120, 8192, 8200, 32768})
