@@ -21,6 +21,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import numpy as np
 
+import console
 import dump_hf
 import golden_file
 import neox
@@ -78,9 +79,9 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
         layer.register_forward_pre_hook(lambda *_: start.__setitem__(0, time.perf_counter_ns()))
         layer.register_forward_hook(lambda *_: times_us.append((time.perf_counter_ns() - start[0]) / 1e3))
     for run in range(warmup + runs):
-        dump_hf.progress(f"{dtype}: run {run + 1} of {warmup + runs}")
+        console.progress(f"{dtype}: run {run + 1} of {warmup + runs}")
         neox_hf.call(hf, neox_hf.filled_cache([(k, v)] * copies), inputs_embeds=hidden, position_ids=position)
-    dump_hf.progress("")
+    console.progress("")
     return times_us[warmup * copies :]
 
 

@@ -19,6 +19,7 @@ import tempfile
 import numpy as np
 
 import procedural
+from console import progress
 from golden_file import SCHEMA_VERSION, check_writable, read_sealed, write_golden
 from neox import PRESETS, Refusal, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
 from neox_hf import Checkpoint, attention_implementations, device_name, prefill_step, run_variant, versions
@@ -42,12 +43,6 @@ Exit status: 0 when the file is written, 2 when the arguments or the input are r
 
 MAX_ERROR = 1e-10  # relative L2 between Hugging Face's float64 taps and numpy's
 NAME = "dump_hf.py"
-
-
-def progress(text):
-    """One line on stderr that the next call overwrites; only on a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def lengths(text):

@@ -14,7 +14,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from dump_hf import progress
+from console import progress
 from neox import Model, Refusal
 from neox_hf import default_dtype, versions
 
