@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(TwoTokens
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
   linear_block<T, Depth, TwoTokens>(
-      static_cast<const T*>(p.weight), p.out, int(p.in), p.tokens, [](long r) { return r; },
+      static_cast<const T*>(p.weight), int(p.out), int(p.in), p.tokens, [](int r) { return long(r); },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
-      [&](int token, long row) { return addends(p, token, row); },
-      [&](int token, long row, float sum, Addends add) { finish(p, token, row, sum, add); }, smem);
+      [&](int token, int row) { return addends(p, token, row); },
+      [&](int token, int row, float sum, Addends add) { finish(p, token, row, sum, add); }, smem);
 }
 
 template <class T>

@@ -46,12 +46,12 @@ struct LinearSmem {
 ///   begin(token, r)                called early for each element of the product
 ///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned
 template <class T, int Depth, bool TwoTokens, class RowOf, class Ready, class X, class Begin, class Finish>
-__device__ void linear_block(const T* weights, long rows, int in, int tokens, RowOf row_of, Ready ready, X x,
+__device__ void linear_block(const T* weights, int rows, int in, int tokens, RowOf row_of, Ready ready, X x,
                              Begin begin, Finish finish, LinearSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int steps = (in + kStepColumns - 1) / kStepColumns;
   const int rounds = ((steps + kLinearWarps - 1) / kLinearWarps + Depth - 1) / Depth;  // of Depth steps, a tile
-  const long tiles = (rows + kTileRows - 1) / kTileRows;
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
 
   const auto column = [&](int step) { return (step * kLinearWarps + warp) * kStepColumns + t * kVec; };
   const auto load_weight = [&](const T* row, int step) {
@@ -62,8 +62,8 @@ __device__ void linear_block(const T* weights, long rows, int in, int tokens, Ro
     const int c = column(step);
     return token < tokens && c < in ? x(token, c) : uint4{};
   };
-  const auto row_pointer = [&](long tile) -> const T* {
-    const long r = tile * kTileRows + g;
+  const auto row_pointer = [&](int tile) -> const T* {
+    const int r = tile * kTileRows + g;
     return tile < tiles && r < rows ? weights + row_of(r) * long(in) : nullptr;
   };
 
@@ -79,11 +79,11 @@ __device__ void linear_block(const T* weights, long rows, int in, int tokens, Ro
   }
 
   int side = 0;
-  for (long tile = blockIdx.x; tile < tiles; tile += gridDim.x, side ^= 1) {
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, side ^= 1) {
     const T* next_row = row_pointer(tile + gridDim.x);
     // Element i of the tile is thread i's in the end: what its epilogue needs is on its way while the product runs.
     const int token = threadIdx.x / kTileRows;
-    const long r = tile * kTileRows + threadIdx.x % kTileRows;
+    const int r = tile * kTileRows + int(threadIdx.x) % kTileRows;
     const bool mine = token < tokens && r < rows;
     const auto begun = mine ? begin(token, r) : decltype(begin(0, 0)){};
     float sum[2][4] = {};
