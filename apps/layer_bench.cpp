@@ -64,14 +64,6 @@ double read_rate(const ModelConfig& m, const LayerWeights& weights) {
 
 DType weight_dtype(const LayerWeights& w) { return w.input_layernorm.gamma.dtype; }
 
-/// The sorted series' value at a fraction of its length.
-double percentile(const std::vector<double>& sorted, double fraction) {
-  const double at = fraction * double(sorted.size() - 1);
-  const auto low = std::size_t(at);
-  const std::size_t high = std::min(low + 1, sorted.size() - 1);
-  return sorted[low] + (at - double(low)) * (sorted[high] - sorted[low]);
-}
-
 /// Every site's times over the runs.
 struct SiteSeries {
   Timing timing;
@@ -79,11 +71,6 @@ struct SiteSeries {
 };
 
 }  // namespace
-
-Spread spread(std::vector<double> series) {
-  std::sort(series.begin(), series.end());
-  return {percentile(series, 0.5), percentile(series, 0.1), percentile(series, 0.99)};
-}
 
 double LayerTiming::best_read() const { return *std::max_element(read_bytes_per_s.begin(), read_bytes_per_s.end()); }
 

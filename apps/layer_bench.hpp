@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "apps/timing.hpp"
 #include "core/compare.hpp"
 #include "core/contract.hpp"
 #include "core/layer.hpp"
@@ -16,24 +17,6 @@ namespace cf::apps {
 /// The float backend's activations; weights stay in their stored type.
 inline constexpr DType kActivation = DType::f32;
 
-/// A series in order: its median and the percentiles around it, linear between neighbours.
-struct Spread {
-  double median = 0, p10 = 0, p99 = 0;
-  /// (p99 - p10) / median in percent.
-  double noise_percent() const { return median > 0 ? 100 * (p99 - p10) / median : 0; }
-};
-
-/// The spread of a series that is not empty.
-Spread spread(std::vector<double> series);
-
-/// What one site, or the whole layer, took and moved.
-struct Timing {
-  std::string site, op;
-  Spread time_us;
-  double bytes = 0;  // compulsory: Op::cost
-  double gb_per_s() const { return bytes / time_us.median * 1e-3; }
-};
-
 struct LayerTiming {
   std::vector<Timing> sites;
   Timing total;
@@ -41,11 +24,6 @@ struct LayerTiming {
   double best_read() const;              // the 100 % that rates are measured against
   double median_read() const;
   double percent_of_read(const Timing& t) const { return 1e11 * t.gb_per_s() / best_read(); }
-};
-
-struct BenchOptions {
-  std::int64_t runs = 20, warmup = 3;
-  bool warm = false;  // leave the weights and the cache where the last run has put them
 };
 
 /// Fills hidden and the old cache entries with procedural activations, rounded to `stored`, and the RoPE table.

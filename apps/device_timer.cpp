@@ -1,0 +1,171 @@
+#include "apps/device_timer.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+
+#include "apps/device_probe.hpp"
+#include "cuda/check.hpp"
+#include "cuda/memory.hpp"
+
+namespace cf::apps {
+namespace {
+
+using cuda::from_cuda;
+
+// Events that are in flight at a time.
+constexpr std::int64_t kRunsAtOnce = 256;
+
+std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
+
+Result<DeviceInfo> device_info(const cuda::Context& context) {
+  cudaDeviceProp p;
+  int driver = 0, runtime = 0, memory_khz = 0, sm_khz = 0;
+  for (const cudaError_t e :
+       {cudaGetDeviceProperties(&p, context.device()), cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&runtime),
+        cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, context.device()),
+        cudaDeviceGetAttribute(&sm_khz, cudaDevAttrClockRate, context.device())})
+    if (Status s = from_cuda(e, "device properties"); !s) return s;
+  return DeviceInfo{.name = p.name,
+                    .driver = version(driver),
+                    .runtime = version(runtime),
+                    .memory_clock_mhz = memory_khz * 1e-3,
+                    .sm_clock_mhz = sm_khz * 1e-3,
+                    .memory_bytes = p.totalGlobalMem,
+                    .l2_bytes = std::size_t(p.l2CacheSize)};
+}
+
+struct DestroyEvent {
+  void operator()(CUevent_st* e) const { (void)cudaEventDestroy(e); }
+};
+struct DestroyStream {
+  void operator()(CUstream_st* s) const { (void)cudaStreamDestroy(s); }
+};
+struct DestroyGraph {
+  void operator()(CUgraph_st* g) const { (void)cudaGraphDestroy(g); }
+};
+struct DestroyGraphExec {
+  void operator()(CUgraphExec_st* g) const { (void)cudaGraphExecDestroy(g); }
+};
+using Event = std::unique_ptr<CUevent_st, DestroyEvent>;
+using Stream = std::unique_ptr<CUstream_st, DestroyStream>;
+using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
+using GraphExec = std::unique_ptr<CUgraphExec_st, DestroyGraphExec>;
+
+}  // namespace
+
+struct DeviceTimer::State {
+  DeviceInfo info;
+  Stream stream;
+  cuda::Context context;
+  std::vector<Event> events;  // kRunsAtOnce + 1
+};
+
+DeviceTimer::DeviceTimer(std::unique_ptr<State> state) : state_(std::move(state)) {}
+DeviceTimer::DeviceTimer(DeviceTimer&&) noexcept = default;
+DeviceTimer& DeviceTimer::operator=(DeviceTimer&&) noexcept = default;
+DeviceTimer::~DeviceTimer() = default;
+
+Result<DeviceTimer> DeviceTimer::create(int device) {
+  // The device first: a stream belongs to the current one.
+  if (const Result<cuda::Context> current = cuda::Context::create(device); !current) return current.status();
+  cudaStream_t stream = nullptr;
+  if (Status s = from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"); !s) return s;
+  Stream owned(stream);
+  Result<cuda::Context> context = cuda::Context::create(device, stream);
+  if (!context) return context.status();
+  Result<DeviceInfo> info = device_info(*context);
+  if (!info) return info.status();
+  auto state = std::make_unique<State>(State{std::move(*info), std::move(owned), *context, {}});
+  for (std::int64_t i = 0; i <= kRunsAtOnce; ++i) {
+    cudaEvent_t event = nullptr;
+    if (Status s = from_cuda(cudaEventCreate(&event), "cudaEventCreate"); !s) return s;
+    state->events.emplace_back(event);
+  }
+  return DeviceTimer(std::move(state));
+}
+
+const DeviceInfo& DeviceTimer::info() const { return state_->info; }
+cuda::Context& DeviceTimer::context() { return state_->context; }
+
+Result<std::vector<double>> DeviceTimer::time_us(const BenchOptions& options, const Enqueue& enqueue) {
+  const cudaStream_t stream = state_->stream.get();
+  const auto measure = [&](std::vector<double>& series) -> Status {
+    for (std::int64_t run = 0; run < options.warmup; ++run) CF_TRY(enqueue());
+    for (std::int64_t first = 0; first < options.runs; first += kRunsAtOnce) {
+      const std::int64_t count = std::min(kRunsAtOnce, options.runs - first);
+      // One run ahead of the first event, so that the device is busy while the host prepares the next.
+      CF_TRY(enqueue());
+      for (std::int64_t i = 0; i <= count; ++i) {
+        if (i > 0) CF_TRY(enqueue());
+        CF_TRY(from_cuda(cudaEventRecord(state_->events[std::size_t(i)].get(), stream), "cudaEventRecord"));
+      }
+      CF_TRY(from_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize"));
+      for (std::int64_t i = 0; i < count; ++i) {
+        float ms = 0;
+        CF_TRY(from_cuda(
+            cudaEventElapsedTime(&ms, state_->events[std::size_t(i)].get(), state_->events[std::size_t(i) + 1].get()),
+            "cudaEventElapsedTime"));
+        series.push_back(double(ms) * 1e3);
+      }
+    }
+    return {};
+  };
+  std::vector<double> series;
+  if (Status s = measure(series); !s) return s;
+  return series;
+}
+
+Result<std::vector<double>> DeviceTimer::time_graph_us(const BenchOptions& options, const Enqueue& enqueue) {
+  const cudaStream_t stream = state_->stream.get();
+  if (Status s = from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+      !s)
+    return s;
+  // A capture must end, whatever happened within.
+  const Status enqueued = enqueue();
+  cudaGraph_t captured = nullptr;
+  const Status ended = from_cuda(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
+  const Graph graph(captured);
+  if (!enqueued) return enqueued;
+  if (!ended) return ended;
+  cudaGraphExec_t instance = nullptr;
+  if (Status s = from_cuda(cudaGraphInstantiate(&instance, captured, 0), "cudaGraphInstantiate"); !s) return s;
+  const GraphExec exec(instance);
+  return time_us(options, [&] { return from_cuda(cudaGraphLaunch(instance, stream), "cudaGraphLaunch"); });
+}
+
+Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions& options) {
+  const Result<cuda::DeviceMemory> block =
+      cuda::DeviceMemory::create(state_->context, kProbeBytes + 256, "the streaming read's block");
+  if (!block) return block.status();
+  const cudaStream_t stream = state_->stream.get();
+  enqueue_random_fill(stream, block->data(), kProbeBytes);
+  auto* const sink = reinterpret_cast<unsigned*>(block->data() + kProbeBytes);
+  const int blocks = 8 * state_->context.arch().sm_count;
+  Result<std::vector<double>> series = time_graph_us(options, [&] {
+    enqueue_stream_read(stream, blocks, block->data(), kProbeBytes, sink);
+    return from_cuda(cudaGetLastError(), "streaming read");
+  });
+  if (!series) return series.status();
+  for (double& value : *series) value = double(kProbeBytes) / (value * 1e-6);
+  return series;
+}
+
+Result<std::vector<double>> DeviceTimer::copy_bytes_per_s(const BenchOptions& options) {
+  const Result<cuda::DeviceMemory> block =
+      cuda::DeviceMemory::create(state_->context, kProbeBytes, "the copy's blocks");
+  if (!block) return block.status();
+  const cudaStream_t stream = state_->stream.get();
+  constexpr std::size_t half = kProbeBytes / 2;
+  enqueue_random_fill(stream, block->data(), kProbeBytes);
+  Result<std::vector<double>> series = time_graph_us(options, [&] {
+    return from_cuda(cudaMemcpyAsync(block->data() + half, block->data(), half, cudaMemcpyDeviceToDevice, stream),
+                     "device copy");
+  });
+  if (!series) return series.status();
+  for (double& value : *series) value = double(kProbeBytes) / (value * 1e-6);
+  return series;
+}
+
+}  // namespace cf::apps

@@ -1,0 +1,20 @@
+// The GPU's side of the programs where the CUDA backend was not built: one line that says so.
+#include "apps/device_timer.hpp"
+
+namespace cf::apps {
+namespace {
+
+Status missing() {
+  return Status::error(Code::unimplemented, "this build has no CUDA support: no nvcc was found when it was configured");
+}
+
+}  // namespace
+
+struct DeviceTimer::State {};
+DeviceTimer::DeviceTimer(DeviceTimer&&) noexcept = default;
+DeviceTimer& DeviceTimer::operator=(DeviceTimer&&) noexcept = default;
+DeviceTimer::~DeviceTimer() = default;
+
+Result<DeviceTimer> DeviceTimer::create(int) { return missing(); }
+
+}  // namespace cf::apps
