@@ -1,0 +1,420 @@
+// Layers resident on a device: every way to step them gives the same bits, each layer's step is the oracle's within its
+// budget, and memory is taken once, in full view, and given back.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <vector>
+
+#include "core/compare.hpp"
+#include "core/procedural.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/stack.hpp"
+#include "device_problem.hpp"
+#include "refusal.hpp"
+#include "setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using cuda::Impl;
+using cuda::Stack;
+
+namespace {
+
+cuda::Context context(CUstream_st* stream = nullptr) {
+  const auto c = cuda::Context::create(0, stream);
+  REQUIRE(c);
+  return *c;
+}
+
+void require_ok(const Status& s) {
+  INFO(s.message());
+  REQUIRE(s);
+}
+
+ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
+  ModelConfig m = model_of(4, 64, 16, 512);
+  m.num_hidden_layers = layers;
+  m.max_position_embeddings = 64;
+  m.dtype = dtype;
+  return m;
+}
+
+Tensor activations(DType dtype, Shape shape, const std::string& name) {
+  Tensor t(dtype, std::move(shape));
+  fill_procedural(t.data(), dtype, 0, t.size(), ProceduralKind::activation, 7, name);
+  return t;
+}
+
+/// What a stack of procedural layers was given.
+struct Inputs {
+  std::vector<OwnedLayerWeights> weights;
+  std::vector<Tensor> k_caches, v_caches;
+  Tensor hidden;
+};
+
+Inputs inputs(const ModelConfig& m, const Workload& load, DType activation) {
+  Inputs in;
+  const Shape cache{load.batch, m.num_attention_heads, load.cache_capacity(), m.head_dim()};
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+    in.weights.push_back(procedural_layer(m, l, 7));
+    in.k_caches.push_back(activations(activation, cache, "k" + std::to_string(l)));
+    in.v_caches.push_back(activations(activation, cache, "v" + std::to_string(l)));
+  }
+  in.hidden = activations(activation, {load.tokens(), m.hidden_size}, "hidden");
+  return in;
+}
+
+Stack make_stack(const cuda::Context& c, const ModelConfig& m, const Workload& load, DType activation,
+                 const Inputs& in) {
+  Result<Stack> stack = Stack::create(c, m, m.num_hidden_layers, load, activation);
+  require_ok(stack.status());
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+    require_ok(stack->load_layer(l, in.weights[std::size_t(l)].weights));
+    require_ok(stack->set_cache(l, in.k_caches[std::size_t(l)], in.v_caches[std::size_t(l)]));
+  }
+  require_ok(stack->set_hidden(in.hidden));
+  return std::move(*stack);
+}
+
+template <int Rank>
+Tensor fetch(ConstAnyView<Rank> v) {
+  require_cuda(cudaDeviceSynchronize());
+  Tensor t(v.dtype, Shape(v.shape.begin(), v.shape.end()));
+  require_cuda(cudaMemcpy(t.data(), v.data, std::size_t(t.size_bytes()), cudaMemcpyDeviceToHost));
+  return t;
+}
+
+/// f(name, view) for all that a step writes.
+template <class F>
+void for_each_written(const Stack& stack, F&& f) {
+  const LayerTensors last = stack.tensors(stack.layers() - 1);
+  f("attn_in", last.attn_in);
+  f("qkv", last.qkv);
+  f("q", last.q);
+  f("k", last.k);
+  f("v", last.v);
+  f("context", last.context);
+  f("attn_residual", last.attn_residual);
+  f("mlp_in", last.mlp_in);
+  f("mlp_act", last.mlp_act);
+  f("output", last.output);
+  for (std::int64_t l = 0; l < stack.layers(); ++l) {
+    f("k_cache", stack.tensors(l).k_cache);
+    f("v_cache", stack.tensors(l).v_cache);
+  }
+}
+
+/// The bytes of all that a step writes.
+std::vector<std::byte> bytes(const Stack& stack) {
+  std::vector<std::byte> all;
+  for_each_written(stack, [&]<int Rank>(const char*, const AnyView<Rank>& v) {
+    const Tensor t = fetch<Rank>(v);
+    const auto* data = static_cast<const std::byte*>(t.data());
+    all.insert(all.end(), data, data + t.size_bytes());
+  });
+  return all;
+}
+
+/// Makes NaN of every site's output, so that a step that skips one shows.
+void poison(const Stack& stack) {
+  require_cuda(cudaDeviceSynchronize());
+  for_each_written(stack, [&](std::string_view name, const auto& v) {
+    if (!name.ends_with("_cache")) require_cuda(cudaMemset(v.data, 0xff, std::size_t(v.bytes())));
+  });
+  require_cuda(cudaDeviceSynchronize());
+}
+
+std::size_t free_bytes() {
+  std::size_t free = 0, total = 0;
+  require_cuda(cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+}  // namespace
+
+TEST_CASE("stack: one graph gives the unfused step's bits at every position", "[gpu][stack]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const bool overlap = GENERATE(false, true);
+  const ModelConfig m = small_model(activation);
+  const Workload load{.batch = 3, .q_len = 1, .capacity = 40};
+  cuda::Context c = context();
+  c.set_overlap(overlap);
+  Stack stack = make_stack(c, m, load, activation, inputs(m, load, activation));
+  for (const auto& kv_len : std::vector<std::vector<std::int32_t>>{{1, 1, 1}, {2, 40, 17}, {33, 3, 32}, {40, 40, 40}}) {
+    CAPTURE(kv_len[0]);
+    require_ok(stack.set_kv_len(kv_len));
+    poison(stack);
+    require_ok(stack.step(Impl::unfused));
+    const auto expected = bytes(stack);
+    poison(stack);
+    CHECK(bytes(stack) != expected);
+    require_ok(stack.step(Impl::graph));
+    CHECK(bytes(stack) == expected);
+    // Layer by layer it is the same walk.
+    poison(stack);
+    for (std::int64_t l = 0; l < stack.layers(); ++l)
+      require_ok(stack.step(l == 1 ? Impl::graph : Impl::unfused, l, l + 1));
+    CHECK(bytes(stack) == expected);
+  }
+}
+
+TEST_CASE("stack: every layer's step is the oracle's within its budget", "[gpu][stack]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph);
+  const bool parallel = GENERATE(true, false);
+  ModelConfig m = small_model(activation);
+  m.use_parallel_residual = parallel;
+  const std::int64_t q_len = GENERATE(1, 3);
+  const std::vector<std::int32_t> kv_len{33, 17};
+  const Workload load{.batch = 2, .q_len = q_len, .capacity = 40};
+  const Inputs in = inputs(m, load, activation);
+  cuda::Context c = context();
+  Stack stack = make_stack(c, m, load, activation, in);
+  require_ok(stack.set_kv_len(kv_len));
+  for (std::int64_t l = 0; l < stack.layers(); ++l) {
+    // The device's own input: what a layer is given is exact, so that each is held against its own budget.
+    LayerState oracle(m, load, DType::f64);
+    oracle.hidden = fetch<2>(stack.tensors(l).hidden).converted(DType::f64);
+    oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
+    oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
+    oracle.fill_rope_table(m.rope_theta);
+    oracle.set_kv_len(kv_len);
+    require_ok(stack.step(impl, l, l + 1));
+
+    using Layer = ops::DecodeLayer;
+    const Layer::Args args{.config = &m, .weights = in.weights[std::size_t(l)].weights, .t = oracle.tensors()};
+    require_ok(cpu_ref::run(args));
+    const auto condition = cpu_ref::condition(args);
+    REQUIRE(condition);
+    const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, activation}, *condition);
+    const auto error = compare(fetch<2>(stack.tensors(l).output), oracle.output);
+    REQUIRE(error);
+    CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
+    CHECK(error->within(budget));
+  }
+}
+
+TEST_CASE("stack: a thousand steps of a graph are a thousand unfused steps, bit by bit", "[gpu][stack]") {
+  const ModelConfig m = small_model(DType::f16, 2);
+  const Workload load{.batch = 2, .q_len = 1, .capacity = 1000};
+  const Inputs in = inputs(m, load, DType::f16);
+  cuda::Context c = context();
+  Stack unfused = make_stack(c, m, load, DType::f16, in), graph = make_stack(c, m, load, DType::f16, in);
+  for (int i = 0; i < 1000; ++i) {
+    require_ok(unfused.step(Impl::unfused));
+    require_ok(graph.step(Impl::graph));
+    if (i == 999) break;
+    require_ok(unfused.advance());
+    require_ok(graph.advance());
+  }
+  const auto expected = bytes(unfused);
+  CHECK(bytes(graph) == expected);
+  // The lengths were kept right: a stack that is told them ends with the same output.
+  require_ok(unfused.set_kv_len(std::vector<std::int32_t>{1000, 1000}));
+  require_ok(unfused.step(Impl::unfused));
+  CHECK(bytes(unfused) == expected);
+  // The cache is full: the next step reads nothing of it and leaves it alone.
+  require_ok(graph.advance());
+  require_ok(graph.step(Impl::graph));
+  for (std::int64_t l = 0; l < 2; ++l) {
+    const Tensor full = fetch<4>(graph.tensors(l).k_cache), same = fetch<4>(unfused.tensors(l).k_cache);
+    CHECK(std::memcmp(full.data(), same.data(), std::size_t(full.size_bytes())) == 0);
+  }
+  CHECK(std::isnan(fetch<2>(graph.tensors(1).output).at(0)));
+}
+
+TEST_CASE("stack: steps and advance() can be captured into a graph of the caller's", "[gpu][stack]") {
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 20};
+  const Inputs in = inputs(m, load, DType::f16);
+  cudaStream_t stream = nullptr;
+  require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  {
+    cuda::Context c = context(stream);
+    Stack captured = make_stack(c, m, load, DType::f16, in), plain = make_stack(c, m, load, DType::f16, in);
+    require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    require_ok(captured.step(Impl::unfused));
+    require_ok(captured.advance());
+    cudaGraph_t graph = nullptr;
+    require_cuda(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec = nullptr;
+    require_cuda(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 20; ++i) {
+      require_cuda(cudaGraphLaunch(exec, stream));
+      require_ok(plain.step(Impl::graph));
+      require_ok(plain.advance());
+    }
+    CHECK(bytes(captured) == bytes(plain));
+    require_cuda(cudaGraphExecDestroy(exec));
+    require_cuda(cudaGraphDestroy(graph));
+  }
+  require_cuda(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("stack: two side by side, each on its stream, do not meet", "[gpu][stack]") {
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 64};
+  const Inputs in = inputs(m, load, DType::f16);
+  Inputs other = inputs(m, load, DType::f16);
+  other.hidden = activations(DType::f16, other.hidden.shape(), "another");
+  cudaStream_t streams[2] = {};
+  for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  {
+    cuda::Context first_context = context(streams[0]), second_context = context(streams[1]);
+    const auto alone = [&](const Inputs& i) {
+      Stack s = make_stack(first_context, m, load, DType::f16, i);
+      for (int n = 0; n < 64; ++n) {
+        require_ok(s.step(Impl::graph));
+        if (n < 63) require_ok(s.advance());
+      }
+      return bytes(s);
+    };
+    const auto first_alone = alone(in), second_alone = alone(other);
+    CHECK(first_alone != second_alone);
+    Stack first = make_stack(first_context, m, load, DType::f16, in),
+          second = make_stack(second_context, m, load, DType::f16, other);
+    for (int n = 0; n < 64; ++n) {
+      require_ok(first.step(Impl::graph));
+      require_ok(second.step(n % 2 ? Impl::graph : Impl::unfused));
+      if (n == 63) break;
+      require_ok(first.advance());
+      require_ok(second.advance());
+    }
+    CHECK(bytes(first) == first_alone);
+    CHECK(bytes(second) == second_alone);
+  }
+  for (cudaStream_t s : streams) require_cuda(cudaStreamDestroy(s));
+}
+
+TEST_CASE("stack: moved, it steps on with its graphs, and memory follows its owner", "[gpu][stack]") {
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 8};
+  const Inputs in = inputs(m, load, DType::f16);
+  cuda::Context c = context();
+  Stack first = make_stack(c, m, load, DType::f16, in);
+  require_ok(first.step(Impl::graph));
+  const auto expected = bytes(first);
+  Stack second = std::move(first);
+  poison(second);
+  require_ok(second.step(Impl::graph));
+  CHECK(bytes(second) == expected);
+
+  // Large enough to be seen in the device's free memory.
+  const Workload large{.batch = 1, .q_len = 1, .capacity = 200'000};
+  Result<Stack> replaced = Stack::create(c, m, 3, large, DType::f16);
+  require_ok(replaced.status());
+  const std::size_t before = free_bytes();
+  *replaced = std::move(second);
+  CHECK(free_bytes() > before);
+  poison(*replaced);
+  require_ok(replaced->step(Impl::graph));
+  CHECK(bytes(*replaced) == expected);
+}
+
+TEST_CASE("stack: a model takes its weights, its cache and at most 64 MB, and gives all of it back", "[gpu][stack]") {
+  const auto preset = find_preset("pythia-410m");
+  REQUIRE(preset);
+  const ModelConfig& m = *preset;
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 2048};
+  const OwnedLayerWeights weights = procedural_layer(m, 0, 1);
+  const double expected_bytes =
+      double(m.num_hidden_layers) * (double(m.layer_parameters()) * 2 + 2 * double(load.capacity * m.hidden_size) * 2);
+  cuda::Context c = context();
+  require_cuda(cudaDeviceSynchronize());
+  const auto step_and_measure = [&] {
+    const std::size_t before = free_bytes();
+    Result<Stack> stack = Stack::create(c, m, m.num_hidden_layers, load, DType::f16);
+    require_ok(stack.status());
+    for (std::int64_t l = 0; l < stack->layers(); ++l) require_ok(stack->load_layer(l, weights.weights));
+    require_ok(stack->set_hidden(activations(DType::f16, {1, m.hidden_size}, "hidden")));
+    for (Impl impl : {Impl::unfused, Impl::graph}) require_ok(stack->step(impl));
+    require_cuda(cudaDeviceSynchronize());
+    const double used_bytes = double(before) - double(free_bytes());
+    CAPTURE(used_bytes, expected_bytes);
+    CHECK(used_bytes >= expected_bytes);
+    CHECK(used_bytes <= expected_bytes + 64e6);
+    CHECK(double(stack->device_bytes()) <= expected_bytes + 64e6);
+  };
+  step_and_measure();
+  const std::size_t after_first = free_bytes();
+  step_and_measure();
+  CHECK(free_bytes() == after_first);
+}
+
+TEST_CASE("stack: one that does not fit is refused in one line, and nothing is kept", "[gpu][stack]") {
+  const auto preset = find_preset("pythia-12b");
+  REQUIRE(preset);
+  cuda::Context c = context();
+  const std::size_t before = free_bytes();
+  const auto refused =
+      Stack::create(c, *preset, preset->num_hidden_layers, {.batch = 4096, .capacity = 2048}, DType::f16);
+  CHECK(refusal_fault(refused.status(), Code::out_of_memory,
+                      {"stack of 36 layers: needs ", " GB of device memory, ", " GB are free"}) == "");
+  CHECK(free_bytes() == before);
+  CHECK(cudaPeekAtLastError() == cudaSuccess);
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 8};
+  Stack stack = make_stack(c, m, load, DType::f16, inputs(m, load, DType::f16));
+  require_ok(stack.step(Impl::graph));
+  CHECK(std::isfinite(fetch<2>(stack.tensors(2).output).at(0)));
+}
+
+TEST_CASE("stack: what cannot be is refused by name", "[gpu][stack][bad]") {
+  cuda::Context c = context();
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 2, .q_len = 1, .capacity = 8};
+  const auto create = [&](const ModelConfig& config, std::int64_t layers, const Workload& w, DType activation) {
+    return Stack::create(c, config, layers, w, activation).status();
+  };
+  ModelConfig broken = m;
+  broken.rotary_dim = 3;
+  CHECK(refusal_fault(create(broken, 3, load, DType::f16), Code::invalid_argument, {"rotary_dim", "3"}) == "");
+  CHECK(refusal_fault(create(m, 0, load, DType::f16), Code::invalid_argument, {"layers must be 1 to 3, got 0"}) == "");
+  CHECK(refusal_fault(create(m, 4, load, DType::f16), Code::invalid_argument, {"layers must be 1 to 3, got 4"}) == "");
+  CHECK(refusal_fault(create(m, 3, {.batch = 0, .capacity = 8}, DType::f16), Code::invalid_argument, {"batch"}) == "");
+  CHECK(refusal_fault(create(m, 3, {.q_len = 9, .capacity = 8}, DType::f16), Code::invalid_argument,
+                      {"q_len must be 1 to capacity 8, got 9"}) == "");
+  CHECK(refusal_fault(create(m, 3, load, DType::f64), Code::unimplemented, {"got float64"}) == "");
+
+  const Inputs in = inputs(m, load, DType::f16);
+  Result<Stack> stack = Stack::create(c, m, 3, load, DType::f16);
+  require_ok(stack.status());
+  const LayerWeights& weights = in.weights[0].weights;
+  CHECK(refusal_fault(stack->step(Impl::graph), Code::invalid_argument, {"layer 0 has no weights"}) == "");
+  CHECK(refusal_fault(stack->load_layer(3, weights), Code::invalid_argument, {"layer must be 0 to 2, got 3"}) == "");
+  const auto refused = [&](auto change, Code code, std::initializer_list<std::string_view> parts) {
+    LayerWeights changed = weights;
+    change(changed);
+    CHECK(refusal_fault(stack->load_layer(1, changed), code, parts) == "");
+    CHECK(refusal_fault(stack->step(Impl::unfused, 1, 2), Code::invalid_argument, {"layer 1 has no weights"}) == "");
+  };
+  refused([](LayerWeights& w) { w.dense.bias.data = nullptr; }, Code::invalid_argument,
+          {"layer 1: attention.dense.bias", "null"});
+  refused([](LayerWeights& w) { w.input_layernorm.gamma.shape[0] = 255; }, Code::invalid_argument,
+          {"layer 1: input_layernorm.weight", "(255)", "(256)"});
+  refused([](LayerWeights& w) { w.dense_4h_to_h.bias.dtype = DType::bf16; }, Code::invalid_argument,
+          {"layer 1: mlp.dense_4h_to_h.bias", "bfloat16", "float16"});
+  refused([](LayerWeights& w) { w.dense.weight = GptqWeight{}; }, Code::unimplemented, {"layer 1: ", "GPTQ"});
+
+  CHECK(refusal_fault(stack->set_hidden(Tensor(DType::f16, {2, 255})), Code::invalid_argument,
+                      {"'hidden' has shape (2, 255), expected (2, 256)"}) == "");
+  CHECK(refusal_fault(stack->set_hidden(Tensor(DType::f32, {2, 256})), Code::invalid_argument,
+                      {"'hidden' has dtype float32, expected float16"}) == "");
+  CHECK(refusal_fault(stack->set_hidden(Tensor(DType::f16, {512})), Code::invalid_argument, {"'hidden'", "rank 2"}) ==
+        "");
+  CHECK(refusal_fault(stack->set_cache(0, in.k_caches[0], Tensor(DType::f16, {2, 4, 7, 64})), Code::invalid_argument,
+                      {"'v_cache' has shape (2, 4, 7, 64), expected (2, 4, 8, 64)"}) == "");
+  CHECK(refusal_fault(stack->set_kv_len(std::vector<std::int32_t>{1}), Code::invalid_argument, {"kv_len", "2"}) == "");
+  CHECK(refusal_fault(stack->set_kv_len(std::vector<std::int32_t>{1, 9}), Code::invalid_argument,
+                      {"kv_len[1] must be q_len 1 to capacity 8, got 9"}) == "");
+  CHECK(refusal_fault(stack->set_kv_len(std::vector<std::int32_t>{0, 1}), Code::invalid_argument, {"kv_len[0]"}) == "");
+  for (const auto& [first, last] : {std::pair{0, 4}, {-1, 2}, {2, 2}, {2, 1}})
+    CHECK(refusal_fault(stack->step(Impl::graph, first, last), Code::invalid_argument, {"[0, 3)"}) == "");
+
+  // All of it left the stack usable.
+  for (std::int64_t l = 0; l < 3; ++l) require_ok(stack->load_layer(l, in.weights[std::size_t(l)].weights));
+  require_ok(stack->set_hidden(in.hidden));
+  require_ok(stack->step(Impl::graph));
+  CHECK(std::isfinite(fetch<2>(stack->tensors(2).output).at(0)));
+}
