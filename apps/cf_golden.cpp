@@ -158,7 +158,25 @@ std::string_view short_name(DType d) {
 }
 
 /// The options' names of the activation dtypes.
-std::string option_name(DType d) { return d == DType::f64 ? "f64" : "f32"; }
+std::string option_name(DType d) {
+  switch (d) {
+    case DType::f16: return "f16";
+    case DType::bf16: return "bf16";
+    case DType::f64: return "f64";
+    default: return "f32";
+  }
+}
+
+/// The activations that a backend walks a file with: the CPU the oracle's and its own, the GPU the stored dtype. An
+/// option names one of those that it can.
+Result<std::vector<DType>> choose_dtypes(const Options& o, Backend backend, DType stored) {
+  const bool cpu = backend == Backend::cpu;
+  if (o.dtype.empty()) return cpu ? std::vector{DType::f64, DType::f32} : std::vector{stored};
+  for (DType d : cpu ? std::vector{DType::f64, DType::f32} : std::vector{DType::f16, DType::bf16, DType::f32})
+    if (option_name(d) == o.dtype) return std::vector{d};
+  return Status::error(Code::invalid_argument, fmt::format("--dtype {}: the {} backend takes {}", o.dtype, o.backend,
+                                                           cpu ? "f64 or f32" : "f16, bf16 or f32"));
+}
 
 std::string reproduce(const Options& o, const std::string& path, const TapResult& r) {
   std::vector<std::string> words{
@@ -182,8 +200,6 @@ int run(const Options& o, const std::string& command) {
   if (!backend) return fail(backend.status());
   if (!o.json.empty())
     if (const Status s = check_writable(o.json); !s) return fail(s);
-  std::vector<DType> dtypes{DType::f64, DType::f32};
-  if (!o.dtype.empty()) std::erase_if(dtypes, [&](DType d) { return option_name(d) != o.dtype; });
 
   bool passed = true;
   Json rows = Json::array();
@@ -192,11 +208,13 @@ int run(const Options& o, const std::string& command) {
     if (!file) return fail(file.status());
     const Result<golden::GoldenWeights> weights = file->weights(o.model);
     if (!weights) return fail(weights.status());
+    const Result<std::vector<DType>> dtypes = choose_dtypes(o, *backend, file->meta().dtype);
+    if (!dtypes) return fail(dtypes.status());
 
     Table table(joined({"site", "tap", "dtype"}, error_headers(),
                        {"budget", fmt::format("HF {}", short_name(file->meta().dtype)), "verdict"}));
     std::string failures;
-    for (DType dtype : dtypes) {
+    for (DType dtype : *dtypes) {
       const auto results = walk_golden(
           *file, *weights, {.backend = *backend, .activation = dtype, .isolated = !o.chained, .site = o.site});
       if (!results) return fail(results.status());
@@ -343,8 +361,11 @@ int main(int argc, char** argv) {
   CLI::App* run_command = app.add_subcommand("run", "Run a backend site by site and compare it with the file's taps");
   run_command->add_option("files", o.files, "Golden files")->required();
   run_command->add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
-  run_command->add_option("--dtype", o.dtype, "Activations: f64 (the oracle) or f32; both when left out")
-      ->check(CLI::IsMember({"f64", "f32"}));
+  run_command
+      ->add_option("--dtype", o.dtype,
+                   "Activations: f64 (the oracle) or f32 on the CPU, both when left out; on a GPU "
+                   "f16, bf16 or f32, the file's when left out")
+      ->check(CLI::IsMember({"f64", "f32", "f16", "bf16"}));
   run_command->add_option("--site", o.site, "This site alone, for example attention.context");
   CLI::Option* isolated = run_command->add_flag("--isolated", o.isolated,
                                                 "Feed every site the file's tensors: names the guilty one (default)");

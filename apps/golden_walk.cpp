@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "apps/common.hpp"
+#include "apps/device_ops.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 
 namespace cf::apps {
@@ -16,13 +18,32 @@ constexpr double kBudgetF64 = 1e-11;
 // Float32 against float64 makes 1e-7 to 4e-7 on a layer's taps; five times that, and a hundredth of one float16 store.
 constexpr double kBudgetF32 = 2e-6;
 
+/// A site's arguments with activations widened to float64 in memory of their own: the same question to the oracle.
 template <class Args>
-Status run_site(Backend backend, const Args& args) {
-  switch (backend) {
-    case Backend::cpu: return cpu_ref::run(args);
+class Widened {
+ public:
+  explicit Widened(const Args& from) : args_(from) {
+    OpOf<Args>::tensors(OpOf<Args>::dims(from), args_,
+                        [&]<class V>(Role role, std::string_view, V& view, const auto& shape, bool = false) {
+                          if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
+                            if (view.data && role != Role::weight) widen(view, shape);
+                        });
   }
-  return {};
-}
+  const Args& args() const { return args_; }
+
+ private:
+  template <class V, class Extents>
+  void widen(V& view, const Extents& shape) {
+    Tensor wide(DType::f64, Shape(shape.begin(), shape.end()));
+    convert(view.data, view.dtype, wide.data(), DType::f64, wide.size());
+    view.data = wide.data();
+    view.dtype = DType::f64;
+    storage_.push_back(std::move(wide));
+  }
+
+  Args args_;
+  std::vector<Tensor> storage_;
+};
 
 void fill_nan(const AnyView<4>& v) {
   dispatch_float(v.dtype, [&](auto zero) {
@@ -55,26 +76,39 @@ void write_tap(const Tensor& golden, const SiteOutput& output, View<const std::i
 /// The visitor of for_each_site.
 class Walk {
  public:
-  Walk(const golden::GoldenFile& file, const WalkOptions& options, View<const std::int32_t, 1> kv_len)
-      : file_(file), options_(options), kv_len_(kv_len), progress_(file.path(), std::int64_t(sites.size())) {}
+  /// `device` is null for the CPU backend.
+  Walk(const golden::GoldenFile& file, const WalkOptions& options, View<const std::int32_t, 1> kv_len,
+       DeviceOps* device)
+      : file_(file),
+        options_(options),
+        kv_len_(kv_len),
+        device_(device),
+        drift_(options.own_rope_table ? kTableBudget : 0),
+        progress_(file.path(), std::int64_t(sites.size())) {}
 
   template <class Args>
   Status operator()(const Site& site, const Args& args) {
     if (finished_) return {};
     const bool wanted = options_.site.empty() || options_.site == site.name;
     const std::vector<SiteOutput> outputs = site_outputs(site, args);
+    std::vector<double> budgets(outputs.size(), walk_budget(options_));
     if (wanted || !options_.isolated) {
+      const auto named = [&](const Status& s) {
+        return Status::error(s.code(), file_.path() + ": site " + std::string(site.name) + ": " + s.message());
+      };
+      // Before the run: it changes what it is given of a cache.
+      if (device_)
+        if (const Status s = derive_budgets(site, args, budgets); !s) return named(s);
       for (const SiteOutput& o : outputs)
         if (!o.is_cache) fill_nan(o.data);
-      if (const Status s = run_site(options_.backend, args); !s)
-        return Status::error(s.code(), file_.path() + ": site " + std::string(site.name) + ": " + s.message());
+      if (const Status s = device_ ? device_->run(args) : cpu_ref::run(args); !s) return named(s);
     }
     if (wanted || options_.isolated)
-      for (const SiteOutput& o : outputs) {
-        const Result<Tensor> golden = file_.tap(std::string(golden::kReference), o.tap);
+      for (std::size_t i = 0; i < outputs.size(); ++i) {
+        const Result<Tensor> golden = file_.tap(std::string(golden::kReference), outputs[i].tap);
         if (!golden) return golden.status();
-        if (wanted) CF_TRY(add(site, o, *golden));
-        if (options_.isolated) write_tap(*golden, o, kv_len_);
+        if (wanted) CF_TRY(add(site, outputs[i], *golden, budgets[i]));
+        if (options_.isolated) write_tap(*golden, outputs[i], kv_len_);
       }
     finished_ = wanted && !options_.site.empty();
     progress_.set(++visited_);
@@ -84,7 +118,37 @@ class Walk {
   std::vector<TapResult> take() { return std::move(results_); }
 
  private:
-  Status add(const Site& site, const SiteOutput& output, const Tensor& golden) {
+  /// The GPU's bound for each output of a site. The contract's budget holds against the oracle given the same inputs.
+  /// Isolated, those are Hugging Face's float64 rounded to the activations' dtype: what that rounding does to the oracle
+  /// itself is measured and added (the triangle inequality). Chained, they carry the errors of the sites before: to first
+  /// order a site passes on the relative error that it is given and adds its own, as in DecodeLayer::budget.
+  template <class Args>
+  Status derive_budgets(const Site& site, const Args& args, std::vector<double>& budgets) {
+    const Widened<Args> wide(args);
+    CF_TRY(cpu_ref::run(wide.args()));
+    const Result<Condition> condition = cpu_ref::condition(wide.args());
+    if (!condition) return condition.status();
+    using Op = OpOf<Args>;
+    const double own =
+        Op::budget(Op::dims(args), {.compute = DType::f32, .output = options_.activation}, *condition).rel_l2;
+    drift_ += own;
+    if (!options_.isolated) {
+      budgets.assign(budgets.size(), drift_);
+      return {};
+    }
+    const golden::GoldenMeta& m = file_.meta();
+    const std::vector<SiteOutput> outputs = site_outputs(site, wide.args());
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      const Result<Tensor> golden = file_.tap(std::string(golden::kReference), outputs[i].tap);
+      if (!golden) return golden.status();
+      const Result<Comparison> rounded = compare(read_tap(outputs[i], m.config, m.load, kv_len_), *golden);
+      if (!rounded) return rounded.status();
+      budgets[i] = rounded->rel_l2 + own * (1 + rounded->rel_l2);
+    }
+    return {};
+  }
+
+  Status add(const Site& site, const SiteOutput& output, const Tensor& golden, double budget) {
     const golden::GoldenMeta& m = file_.meta();
     const Result<Comparison> error = compare(read_tap(output, m.config, m.load, kv_len_), golden);
     if (!error) return error.status();
@@ -93,7 +157,7 @@ class Walk {
                 .dtype = options_.activation,
                 .error = *error,
                 .worst = name_coordinate(golden::tap_dims(m.config, m.load, output.tap), error->worst),
-                .budget = walk_budget(options_),
+                .budget = budget,
                 .producer_rel_l2 = {}};
     for (const golden::VariantInfo& v : file_.variants()) {
       if (v.name == golden::kReference || !std::count(v.taps.begin(), v.taps.end(), output.tap)) continue;
@@ -110,6 +174,8 @@ class Walk {
   const golden::GoldenFile& file_;
   const WalkOptions& options_;
   View<const std::int32_t, 1> kv_len_;
+  DeviceOps* device_;
+  double drift_;  // chained: the budgets of the sites so far
   Progress progress_;
   std::vector<TapResult> results_;
   std::int64_t visited_ = 0;
@@ -146,15 +212,13 @@ std::string name_coordinate(const std::vector<golden::TapDim>& dims, std::int64_
 
 Result<Backend> choose_backend(std::string_view name) {
   if (name == "cpu") return Backend::cpu;
-  const auto refuse = [&](const char* why) {
-    return Status::error(Code::unimplemented, "--backend " + std::string(name) + ": " + why);
+  const auto refuse = [&](Code code, const std::string& why) {
+    return Status::error(code, "--backend " + std::string(name) + ": " + why);
   };
-  if (name != "cuda") return refuse("expected cpu or cuda");
-#ifdef CF_HAVE_CUDA
-  return refuse("this version walks golden files on the CPU only");
-#else
-  return refuse("this build has no CUDA support: no nvcc was found when it was configured");
-#endif
+  if (name != "cuda") return refuse(Code::unimplemented, "expected cpu or cuda");
+  if (const Result<DeviceOps> device = DeviceOps::create(); !device)
+    return refuse(device.status().code(), device.status().message());
+  return Backend::cuda;
 }
 
 double walk_budget(const WalkOptions& o) {
@@ -170,7 +234,13 @@ Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const
   CF_TRY(file.load(state));
   if (options.own_rope_table) state.fill_rope_table(m.config.rope_theta);
   const LayerTensors tensors = state.tensors();
-  Walk walk(file, options, tensors.kv_len);
+  std::optional<DeviceOps> device;
+  if (options.backend == Backend::cuda) {
+    Result<DeviceOps> created = DeviceOps::create();
+    if (!created) return created.status();
+    device = std::move(*created);
+  }
+  Walk walk(file, options, tensors.kv_len, device ? &*device : nullptr);
   CF_TRY(for_each_site(m.config, weights.weights, tensors, walk));
   return walk.take();
 }

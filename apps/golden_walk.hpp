@@ -65,7 +65,7 @@ Tensor read_tap(const SiteOutput& output, const ModelConfig& config, const Workl
 /// The name of an element, "token=0, head=3, d=17".
 std::string name_coordinate(const std::vector<golden::TapDim>& dims, std::int64_t index);
 
-enum class Backend { cpu };
+enum class Backend { cpu, cuda };
 
 /// The backend of that name. Refuses one that this build or machine cannot run, with the reason.
 Result<Backend> choose_backend(std::string_view name);
@@ -83,7 +83,8 @@ struct WalkOptions {
 /// of the angle.
 inline constexpr double kTableBudget = 1e-6;
 
-/// The bound on a tap's relative L2 error against Hugging Face's float64.
+/// The bound on a tap's relative L2 error against Hugging Face's float64 for the CPU backend. The CUDA backend's is
+/// derived for each tap, from its contract's budget and the inputs at hand.
 double walk_budget(const WalkOptions& options);
 
 /// One tap, compared with the reference.

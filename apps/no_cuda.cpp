@@ -1,4 +1,5 @@
 // The GPU's side of the programs where the CUDA backend was not built: one line that says so.
+#include "apps/device_ops.hpp"
 #include "apps/device_timer.hpp"
 
 namespace cf::apps {
@@ -14,7 +15,16 @@ struct DeviceTimer::State {};
 DeviceTimer::DeviceTimer(DeviceTimer&&) noexcept = default;
 DeviceTimer& DeviceTimer::operator=(DeviceTimer&&) noexcept = default;
 DeviceTimer::~DeviceTimer() = default;
-
 Result<DeviceTimer> DeviceTimer::create(int) { return missing(); }
+
+struct DeviceOps::State {};
+DeviceOps::DeviceOps(DeviceOps&&) noexcept = default;
+DeviceOps& DeviceOps::operator=(DeviceOps&&) noexcept = default;
+DeviceOps::~DeviceOps() = default;
+Result<DeviceOps> DeviceOps::create(int) { return missing(); }
+#define CF_OP(Op) \
+  Status DeviceOps::run(const ops::Op::Args&) { return missing(); }
+#include "core/ops/ops.def"
+#undef CF_OP
 
 }  // namespace cf::apps

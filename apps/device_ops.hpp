@@ -1,0 +1,29 @@
+#pragma once
+// The ops on a GPU for callers whose tensors are the host's. Holds no CUDA types, as device_timer.hpp.
+#include <memory>
+
+#include "core/ops/all.hpp"
+#include "core/status.hpp"
+
+namespace cf::apps {
+
+/// Runs one op at a time to its end: every tensor is copied to the device, what the op writes is copied back.
+class DeviceOps {
+ public:
+  /// Refuses as DeviceTimer::create() does.
+  static Result<DeviceOps> create(int device = 0);
+  DeviceOps(DeviceOps&&) noexcept;
+  DeviceOps& operator=(DeviceOps&&) noexcept;
+  ~DeviceOps();
+
+#define CF_OP(Op) Status run(const ops::Op::Args&);
+#include "core/ops/ops.def"
+#undef CF_OP
+
+ private:
+  struct State;
+  explicit DeviceOps(std::unique_ptr<State>);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cf::apps
