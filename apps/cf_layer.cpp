@@ -6,10 +6,12 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <new>
 
 #include "apps/common.hpp"
+#include "apps/device_bench.hpp"
 #include "apps/golden_walk.hpp"
 #include "apps/layer_bench.hpp"
 #include "apps/layer_report.hpp"
@@ -26,11 +28,12 @@ namespace fs = std::filesystem;
 constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000;
 
 struct Options {
-  std::string model, preset, layers, seq_lens, backend = "cpu", json, csv, dump;
+  std::string model, preset, dtype, layers, seq_lens, backend = "cpu", json, csv, dump;
   std::uint64_t seed = 0;
   std::int64_t batch = 1, threads = omp_get_max_threads();
   BenchOptions bench;
-  bool check = false;
+  DeviceOptions device;
+  bool check = false, stack = false;
 };
 
 /// Where layers come from. One at a time is in memory: a checkpoint is opened anew for each and unmapped with it.
@@ -43,8 +46,13 @@ class Source {
     if (o.model.empty()) {
       Result<ModelConfig> preset = find_preset(o.preset);
       if (!preset) return preset.status();
+      if (!o.dtype.empty())
+        preset->dtype = o.dtype == "f16" ? DType::f16 : o.dtype == "bf16" ? DType::bf16 : DType::f32;
       return Source(o, std::move(*preset));
     }
+    if (!o.dtype.empty())
+      return Status::error(Code::invalid_argument,
+                           fmt::format("--dtype {}: expected with --preset; a checkpoint has its own", o.dtype));
     const Result<golden::Checkpoint> checkpoint = golden::Checkpoint::open(o.model);
     if (!checkpoint) return checkpoint.status();
     return Source(o, checkpoint->config());
@@ -79,6 +87,7 @@ class Source {
 struct Plan {
   Source source;
   std::vector<std::int64_t> layers, seq_lens;
+  std::optional<DeviceDescription> device{};  // with --backend cuda
 };
 
 /// Refuses a step that this machine's memory cannot hold.
@@ -97,9 +106,32 @@ Status check_memory(const Source& source, const Options& o, std::int64_t longest
                                    o.batch, longest, needed * 1e-9, memory * 1e-9));
 }
 
+/// Refuses options that one backend has and the other was asked for.
+Status check_backend_options(const Options& o, Backend backend) {
+  const bool cuda = backend == Backend::cuda;
+  const auto refuse = [&](const char* option, const char* why) {
+    return Status::error(Code::invalid_argument, fmt::format("{}: {}", option, why));
+  };
+  if (!cuda && o.stack) return refuse("--stack", "expected with --backend cuda");
+  if (!cuda && !o.device.impls.empty()) return refuse("--impl", "expected with --backend cuda");
+  if (!cuda && !o.device.arch_plan.empty()) return refuse("--arch-plan", "expected with --backend cuda");
+  if (cuda && !o.dump.empty()) return refuse("--dump", "expected with --backend cpu");
+  if (o.stack && !o.layers.empty()) return refuse("--layer", "excludes --stack, which times all layers");
+  if (!o.stack && o.layers.empty())
+    return Status::error(Code::invalid_argument, "--layer is required, or --stack for all layers");
+  return {};
+}
+
 Result<Plan> make_plan(const Options& o) {
   const Result<Backend> backend = choose_backend(o.backend);
   if (!backend) return backend.status();
+  CF_TRY(check_backend_options(o, *backend));
+  std::optional<DeviceDescription> device;
+  if (*backend == Backend::cuda) {
+    Result<DeviceDescription> described = describe_device(o.device);
+    if (!described) return described.status();
+    device = std::move(*described);
+  }
   const auto bounded = [](const char* option, std::int64_t value, std::int64_t lowest, std::int64_t highest) {
     return check_bounds(option, value, {lowest, highest, fmt::format("expected {} to {}", lowest, highest)});
   };
@@ -116,7 +148,8 @@ Result<Plan> make_plan(const Options& o) {
     return parse_sweep(option, text,
                        {lowest, highest, fmt::format("{} has {} {} to {}", m.name, what, lowest, highest)});
   };
-  Result<std::vector<std::int64_t>> layers = sweep("--layer", o.layers, 0, m.num_hidden_layers - 1, "layers");
+  Result<std::vector<std::int64_t>> layers =
+      sweep("--layer", o.stack ? "0" : o.layers, 0, m.num_hidden_layers - 1, "layers");
   if (!layers) return layers.status();
   Result<std::vector<std::int64_t>> seq_lens =
       sweep("--seq-len", o.seq_lens, 1, m.max_position_embeddings, "sequence lengths");
@@ -133,7 +166,7 @@ Result<Plan> make_plan(const Options& o) {
   if (source->is_checkpoint())
     for (std::int64_t layer : *layers)
       if (const auto loaded = source->load(layer); !loaded) return loaded.status();
-  return Plan{std::move(*source), std::move(*layers), std::move(*seq_lens)};
+  return Plan{std::move(*source), std::move(*layers), std::move(*seq_lens), std::move(device)};
 }
 
 std::string cpu_name() {
@@ -186,7 +219,7 @@ Result<LayerReport> measure(const Options& o, const Source& source, const RunInf
   if (o.check) {
     LayerState oracle(m, report.load, DType::f64);
     fill_inputs(m, report.load, o.seed, weights.dtype, oracle);
-    Result<LayerCheck> check = check_layer(m, weights.weights, state, oracle);
+    Result<LayerCheck> check = check_layer(m, weights.weights, state.output, {kActivation, kActivation}, oracle);
     if (!check) return check.status();
     report.check = std::move(*check);
   }
@@ -201,62 +234,120 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
     words.insert(words.end(), {option, std::move(value)});
   };
   o.model.empty() ? add("--preset", o.preset) : add("--model", o.model);
+  if (!o.dtype.empty()) add("--dtype", o.dtype);
   add("--seed", std::to_string(o.seed));
   add("--layer", std::to_string(r.layer));
   add("--seq-len", std::to_string(r.load.kv_len));
   add("--batch", std::to_string(r.load.batch));
-  add("--threads", std::to_string(o.threads));
+  if (r.device) {
+    add("--backend", o.backend);
+    add("--impl", r.device->impl);
+    if (!o.device.arch_plan.empty()) add("--arch-plan", o.device.arch_plan);
+  } else {
+    add("--threads", std::to_string(o.threads));
+  }
   words.push_back("--check");
   return shell_command(words);
 }
 
-int run(const Options& o, const std::string& command) {
-  const Result<Plan> plan = make_plan(o);
-  if (!plan) return fail(plan.status());
-  const Source& source = plan->source;
-  omp_set_num_threads(int(o.threads));
-  const RunInfo info{.version = CF_VERSION,
-                     .commit = std::string(commit()),
-                     .command = command,
-                     .cpu = cpu_name(),
-                     .backend = o.backend,
-                     .model = source.config().name,
-                     .weights = source.is_checkpoint() ? "checkpoint " + source.directory()
-                                                       : fmt::format("procedural weights, seed {}", o.seed),
-                     .threads = o.threads,
-                     .seed = o.seed,
-                     .bench = o.bench};
-  print_header(stdout, info);
-
-  const std::size_t count = plan->layers.size() * plan->seq_lens.size();
-  std::vector<LayerReport> reports;
-  bool ok = true;
-  for (std::int64_t layer : plan->layers) {
+/// Measures all configurations on the CPU, one after the other, with one layer in memory at a time.
+Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
+                      const std::function<void(LayerReport)>& report) {
+  const Source& source = plan.source;
+  const std::size_t count = plan.layers.size() * plan.seq_lens.size();
+  std::size_t place = 0;
+  for (std::int64_t layer : plan.layers) {
     std::optional<Progress> loading(std::in_place, fmt::format("loading layer {}", layer), 1);
     const Result<golden::GoldenWeights> weights = source.load(layer);
-    if (!weights) return fail(weights.status());
+    if (!weights) return weights.status();
     const std::uint64_t checksum = weights_checksum(source.config(), weights->weights);
     loading.reset();
-    for (std::int64_t seq_len : plan->seq_lens) {
+    for (std::int64_t seq_len : plan.seq_lens) {
       const LayerReport todo{.layer = layer,
                              .load = {.batch = o.batch, .kv_len = seq_len},
                              .weights_dtype = weights->dtype,
                              .weights_checksum = checksum,
                              .timing = {},
-                             .check = {}};
-      const std::string label =
-          fmt::format("layer {}, seq_len {} ({} of {})", layer, seq_len, reports.size() + 1, count);
-      Result<LayerReport> report = measure(o, source, info, todo, *weights, label);
-      if (!report) return fail(report.status());
-      print_report(stdout, *report);
-      if (report->check && !report->check->ok()) {
-        ok = false;
-        fmt::print("reproduce: {}\n", reproduce_line(o, *report));
-      }
-      std::fflush(stdout);
-      reports.push_back(std::move(*report));
+                             .check = {},
+                             .device = {}};
+      const std::string label = fmt::format("layer {}, seq_len {} ({} of {})", layer, seq_len, ++place, count);
+      Result<LayerReport> measured = measure(o, source, info, todo, *weights, label);
+      if (!measured) return measured.status();
+      report(std::move(*measured));
     }
   }
+  return {};
+}
+
+/// The same on a GPU, each layer among as many others as keep it cold.
+Status measure_on_device(const Options& o, const Plan& plan, const RunInfo& info,
+                         const std::function<void(LayerReport)>& report) {
+  DeviceBenchRequest request{.config = plan.source.config(),
+                             .load = [&](std::int64_t layer) { return plan.source.load(layer); },
+                             .stack = o.stack,
+                             .seq_lens = plan.seq_lens,
+                             .batch = o.batch,
+                             .seed = o.seed,
+                             .bench = o.bench,
+                             .check = o.check,
+                             .device = o.device};
+  request.config.dtype = info.activation;
+  for (std::int64_t layer : plan.layers) {
+    request.layer = layer;
+    CF_TRY(bench_on_device(request, report));
+  }
+  return {};
+}
+
+/// The dtype of the activations: on a GPU that of the stored weights.
+Result<DType> activation_dtype(const Plan& plan) {
+  if (!plan.device) return kActivation;
+  if (!plan.source.is_checkpoint()) return plan.source.config().dtype;
+  const Result<golden::GoldenWeights> weights = plan.source.load(plan.layers.front());
+  if (!weights) return weights.status();
+  return weights->dtype;
+}
+
+int run(const Options& o, const std::string& command) {
+  const Result<Plan> plan = make_plan(o);
+  if (!plan) return fail(plan.status());
+  const Result<DType> activation = activation_dtype(*plan);
+  if (!activation) return fail(activation.status());
+  const Source& source = plan->source;
+  omp_set_num_threads(int(o.threads));
+  RunInfo info{.version = CF_VERSION,
+               .commit = std::string(commit()),
+               .command = command,
+               .cpu = cpu_name(),
+               .backend = o.backend,
+               .model = source.config().name,
+               .weights = source.is_checkpoint() ? "checkpoint " + source.directory()
+                                                 : fmt::format("procedural weights, seed {}", o.seed),
+               .threads = o.threads,
+               .seed = o.seed,
+               .activation = *activation,
+               .bench = o.bench,
+               .device = {},
+               .launch_plan = {}};
+  if (plan->device) {
+    info.device = plan->device->info;
+    info.launch_plan = plan->device->launch_plan;
+  }
+  print_header(stdout, info);
+
+  std::vector<LayerReport> reports;
+  bool ok = true;
+  const auto add = [&](LayerReport report) {
+    print_report(stdout, info, report);
+    if (report.check && !report.check->ok()) {
+      ok = false;
+      fmt::print("reproduce: {}\n", reproduce_line(o, report));
+    }
+    std::fflush(stdout);
+    reports.push_back(std::move(report));
+  };
+  if (const Status s = plan->device ? measure_on_device(o, *plan, info, add) : measure_on_cpu(o, *plan, info, add); !s)
+    return fail(s);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
   if (!o.json.empty())
     if (const Status s = write_file_atomically(o.json, report_json(info, reports)); !s) return fail(s);
@@ -274,12 +365,18 @@ int run(int argc, const char* const* argv) {
   app.add_option("--seed", o.seed, "Seed of procedural weights and activations")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7")->required();
+  app.add_option("--dtype", o.dtype, "Stored dtype of a preset's weights; f16 when left out")
+      ->check(CLI::IsMember({"f16", "bf16", "f32"}));
+  app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
+  app.add_flag("--stack", o.stack, "All layers back to back (cuda)");
   app.add_option("--seq-len", o.seq_lens,
                  "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048")
       ->required();
   app.add_option("--batch", o.batch, "Sequences, one new token each")->capture_default_str();
   app.add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
+  app.add_option("--impl", o.device.impls,
+                 "How a step is launched: a list of unfused and graph (cuda); graph when left out");
+  app.add_option("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
   app.add_option("--runs", o.bench.runs, "Timed runs")->capture_default_str();
   app.add_option("--warmup", o.bench.warmup, "Runs before the timed ones")->capture_default_str();
   app.add_option("--threads", o.threads, "Threads")->capture_default_str();

@@ -133,16 +133,16 @@ Result<LayerTiming> time_layer(const ModelConfig& m, const LayerWeights& weights
   return result;
 }
 
-Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const LayerState& ran,
-                               LayerState& inputs) {
+Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const Tensor& output,
+                               Precision precision, LayerState& inputs) {
   using Layer = ops::DecodeLayer;
   const Layer::Args args{.config = &m, .weights = weights, .t = inputs.tensors()};
   CF_TRY(cpu_ref::run(args));
   const Result<Condition> condition = cpu_ref::condition(args);
   if (!condition) return condition.status();
-  Result<Comparison> error = compare(ran.output, inputs.output);
+  Result<Comparison> error = compare(output, inputs.output);
   if (!error) return error.status();
-  return LayerCheck{std::move(*error), Layer::budget(Layer::dims(args), {kActivation, kActivation}, *condition)};
+  return LayerCheck{std::move(*error), Layer::budget(Layer::dims(args), precision, *condition)};
 }
 
 Status dump_layer(const std::string& path, golden::GoldenMeta meta, const std::string& device,

@@ -2,6 +2,7 @@
 // One layer's step on the CPU backend: its inputs made, its sites timed, its result checked and dumped.
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,8 @@ inline constexpr DType kActivation = DType::f32;
 struct LayerTiming {
   std::vector<Timing> sites;
   Timing total;
-  std::vector<double> read_bytes_per_s;  // a plain OpenMP read of the layer's matrices, cold, once a run
+  std::optional<Timing> stack;           // all of a model's layers back to back
+  std::vector<double> read_bytes_per_s;  // a plain read of cold memory, once a run; on the CPU of the layer's matrices
   double best_read() const;              // the 100 % that rates are measured against
   double median_read() const;
   double percent_of_read(const Timing& t) const { return 1e11 * t.gb_per_s() / best_read(); }
@@ -40,9 +42,10 @@ struct LayerCheck {
   bool ok() const { return error.within(budget); }
 };
 
-/// Checks the output of a state that has run against the oracle run on `inputs`, an f64 state with the same inputs.
-Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const LayerState& ran,
-                               LayerState& inputs);
+/// Checks the output of a backend of that precision against the oracle run on `inputs`, an f64 state with the same
+/// inputs.
+Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const Tensor& output,
+                               Precision precision, LayerState& inputs);
 
 /// Writes the step as a golden file with the taps of one more run as the variant "cpu_float32". Of `meta` the sources
 /// are the caller's; the checksum of the cache is filled in here.

@@ -16,20 +16,30 @@ std::string hex(std::uint64_t checksum) { return fmt::format("{:#018x}", checksu
 // The fields, once for JSON and CSV: each object is flat.
 
 Json run_fields(const RunInfo& r) {
-  return {{"program", "cf-layer"},
-          {"version", r.version},
-          {"commit", r.commit},
-          {"command", r.command},
-          {"cpu", r.cpu},
-          {"threads", r.threads},
-          {"backend", r.backend},
-          {"model", r.model},
-          {"weights", r.weights},
-          {"seed", r.seed},
-          {"activation_dtype", to_string(kActivation)},
-          {"runs", r.bench.runs},
-          {"warmup", r.bench.warmup},
-          {"cold", !r.bench.warm}};
+  Json j = {{"program", "cf-layer"},
+            {"version", r.version},
+            {"commit", r.commit},
+            {"command", r.command},
+            {"cpu", r.cpu},
+            {"threads", r.threads},
+            {"backend", r.backend},
+            {"model", r.model},
+            {"weights", r.weights},
+            {"seed", r.seed},
+            {"activation_dtype", to_string(r.activation)},
+            {"runs", r.bench.runs},
+            {"warmup", r.bench.warmup},
+            {"cold", !r.bench.warm}};
+  if (r.device) {
+    j["gpu"] = r.device->name;
+    j["cuda_driver"] = r.device->driver;
+    j["cuda_runtime"] = r.device->runtime;
+    j["memory_clock_mhz"] = r.device->memory_clock_mhz;
+    j["sm_clock_mhz"] = r.device->sm_clock_mhz;
+    j["l2_bytes"] = r.device->l2_bytes;
+    j["launch_plan"] = r.launch_plan;
+  }
+  return j;
 }
 
 Json configuration_fields(const LayerReport& r) {
@@ -40,6 +50,11 @@ Json configuration_fields(const LayerReport& r) {
             {"weights_checksum", hex(r.weights_checksum)},
             {"read_best_gb_per_s", r.timing.best_read() * 1e-9},
             {"read_median_gb_per_s", r.timing.median_read() * 1e-9}};
+  if (r.device) {
+    j["impl"] = r.device->impl;
+    j["resident_layers"] = r.device->resident_layers;
+    j["capacity"] = r.load.cache_capacity();
+  }
   if (r.check) {
     j["check_rel_l2"] = r.check->error.rel_l2;
     j["check_rel_l2_budget"] = r.check->budget.rel_l2;
@@ -63,6 +78,16 @@ Json timing_fields(const LayerTiming& layer, const Timing& t) {
           {"percent_of_read", layer.percent_of_read(t)}};
 }
 
+/// The sites whose bytes of all resident layers the L2 holds from one replay to the next.
+std::string cached_sites(const RunInfo& run, const LayerReport& r) {
+  std::string names;
+  if (run.device && r.device)
+    for (const Timing& t : r.timing.sites)
+      if (t.bytes * double(r.device->resident_layers) <= double(run.device->l2_bytes))
+        names += (names.empty() ? "" : ", ") + t.site;
+  return names;
+}
+
 /// A command line may hold bytes that are no UTF-8: they are replaced.
 std::string text(const Json& j, int indent = -1) { return j.dump(indent, ' ', false, Json::error_handler_t::replace); }
 
@@ -78,19 +103,33 @@ std::string cell(const Json& value) {
 
 void print_header(std::FILE* out, const RunInfo& r) {
   fmt::print(out, "# cf-layer {}, commit {}\n\n", r.version, r.commit);
-  fmt::print(out, "- backend: {}, {}, {} thread{}\n", r.backend, r.cpu, r.threads, r.threads == 1 ? "" : "s");
+  if (r.device) {
+    fmt::print(out, "- backend: {}, {}, CUDA {} (driver {}), memory clock {:.0f} MHz\n", r.backend, r.device->name,
+               r.device->runtime, r.device->driver, r.device->memory_clock_mhz);
+    fmt::print(out, "- launch plans: {}\n", r.launch_plan);
+  } else {
+    fmt::print(out, "- backend: {}, {}, {} thread{}\n", r.backend, r.cpu, r.threads, r.threads == 1 ? "" : "s");
+  }
   fmt::print(out, "- model: {}, {}\n", r.model, r.weights);
-  fmt::print(out, "- activations: {}, procedural with seed {}\n", to_string(kActivation), r.seed);
-  fmt::print(out, "- runs: {} after {} of warm-up, {}\n", r.bench.runs, r.bench.warmup,
-             r.bench.warm ? "warm" : "cold: weights and cache evicted from the processor's caches before each");
+  fmt::print(out, "- activations: {}, procedural with seed {}\n", to_string(r.activation), r.seed);
+  const char* cold = r.device ? "cold: the weights of many layers in turn"
+                              : "cold: weights and cache evicted from the processor's caches before each";
+  fmt::print(out, "- runs: {} after {} of warm-up, {}\n", r.bench.runs, r.bench.warmup, r.bench.warm ? "warm" : cold);
 }
 
-void print_report(std::FILE* out, const LayerReport& r) {
+void print_report(std::FILE* out, const RunInfo& run, const LayerReport& r) {
   const LayerTiming& timing = r.timing;
-  fmt::print(out, "\n## layer {}, seq_len {}, batch {}\n\n", r.layer, r.load.kv_len, r.load.batch);
+  const std::string layers = timing.stack ? timing.stack->site : fmt::format("layer {}", r.layer);
+  fmt::print(out, "\n## {}, seq_len {}, batch {}{}\n\n", layers, r.load.kv_len, r.load.batch,
+             r.device ? ", " + r.device->impl : "");
   fmt::print(out, "- weights: {}, checksum {}\n", to_string(r.weights_dtype), hex(r.weights_checksum));
-  fmt::print(out, "- streaming read of the weights: best {:.2f} GB/s, which is the 100 % below; median {:.2f} GB/s\n\n",
-             timing.best_read() * 1e-9, timing.median_read() * 1e-9);
+  if (r.device)
+    fmt::print(out, "- times are a layer's, over {} resident layers with a cache of {} entries\n",
+               r.device->resident_layers, r.load.cache_capacity());
+  if (const std::string names = cached_sites(run, r); !names.empty())
+    fmt::print(out, "- within the L2 from one run to the next: {}\n", names);
+  fmt::print(out, "- streaming read{}: best {:.2f} GB/s, which is the 100 % below; median {:.2f} GB/s\n\n",
+             r.device ? "" : " of the weights", timing.best_read() * 1e-9, timing.median_read() * 1e-9);
   Table table({"site", "op", "median us", "p10 us", "p99 us", "noise %", "bytes", "GB/s", "% of read"});
   const auto add = [&](const Timing& t) {
     table.add({t.site, t.op, fmt::format("{:.1f}", t.time_us.median), fmt::format("{:.1f}", t.time_us.p10),
@@ -100,7 +139,11 @@ void print_report(std::FILE* out, const LayerReport& r) {
   };
   for (const Timing& t : timing.sites) add(t);
   add(timing.total);
+  if (timing.stack) add(*timing.stack);
   table.print(out);
+  if (timing.stack)
+    fmt::print(out, "\n{} back to back: {:.3f} ms, {:.1f} % of the streaming read\n", timing.stack->site,
+               timing.stack->time_us.median * 1e-3, timing.percent_of_read(*timing.stack));
   if (!r.check) return;
   const LayerCheck& c = *r.check;
   fmt::print(out,
@@ -121,6 +164,7 @@ std::string report_json(const RunInfo& run, const std::vector<LayerReport>& repo
     c["sites"] = Json::array();
     for (const Timing& t : r.timing.sites) c["sites"].push_back(timing_fields(r.timing, t));
     c["total"] = timing_fields(r.timing, r.timing.total);
+    if (r.timing.stack) c["stack"] = timing_fields(r.timing, *r.timing.stack);
     j["configurations"].push_back(std::move(c));
   }
   return text(j, 2) + "\n";
@@ -143,6 +187,7 @@ std::string report_csv(const RunInfo& run, const std::vector<LayerReport>& repor
   for (const LayerReport& r : reports) {
     for (const Timing& t : r.timing.sites) add(r, t);
     add(r, r.timing.total);
+    if (r.timing.stack) add(r, *r.timing.stack);
   }
   return header + rows;
 }

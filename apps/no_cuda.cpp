@@ -1,4 +1,5 @@
 // The GPU's side of the programs where the CUDA backend was not built: one line that says so.
+#include "apps/device_bench.hpp"
 #include "apps/device_ops.hpp"
 #include "apps/device_timer.hpp"
 
@@ -26,5 +27,8 @@ Result<DeviceOps> DeviceOps::create(int) { return missing(); }
   Status DeviceOps::run(const ops::Op::Args&) { return missing(); }
 #include "core/ops/ops.def"
 #undef CF_OP
+
+Result<DeviceDescription> describe_device(const DeviceOptions&) { return missing(); }
+Status bench_on_device(const DeviceBenchRequest&, const std::function<void(const LayerReport&)>&) { return missing(); }
 
 }  // namespace cf::apps

@@ -430,7 +430,18 @@ TEST_CASE("refusals: the command line") {
   check_refusal(preset + layer + "--warmup -1", "--warmup -1: expected 0 to 1000000");
   check_refusal(preset + layer + "--batch 0", "--batch 0: expected 1 to 4096");
   check_refusal_of("--preset pythia-3b " + layer, "preset 'pythia-3b' is unknown; there are pythia-14m, pythia-31m, ");
-  check_refusal_of(preset + layer + "--backend cuda", "--backend cuda: ");
+  // What a machine without a GPU answers, wherever this runs.
+  const ProgramRun no_gpu =
+      run_program("CUDA_VISIBLE_DEVICES= '" + std::string(CF_LAYER_PROGRAM) + "' " + preset + layer + "--backend cuda");
+  CHECK(no_gpu.exit_code == 2);
+  CHECK(no_gpu.out.empty());
+  CHECK(no_gpu.err.starts_with("cf-layer: --backend cuda: "));
+  CHECK(no_gpu.error_lines() == 1);
+  check_refusal(preset + "--stack --seq-len 2", "--stack: expected with --backend cuda");
+  check_refusal(preset + layer + "--impl graph", "--impl: expected with --backend cuda");
+  check_refusal(preset + layer + "--arch-plan sm_90", "--arch-plan: expected with --backend cuda");
+  check_refusal("--model /tmp --dtype f16 " + layer, "--dtype f16: expected with --preset; a checkpoint has its own");
+  check_refusal_of(preset + layer + "--dtype f64", "--dtype: ");
   check_refusal_of(preset + layer + "--backend tpu", "--backend tpu: expected cpu or cuda");
   check_refusal_of(preset + "--layer 1", "--seq-len is required");
   check_refusal_of(preset + "--seq-len 1", "--layer is required");
@@ -495,8 +506,9 @@ TEST_CASE("a full disk is one line and exit code 2") {
 
 TEST_CASE("help and version are no errors") {
   const ProgramRun help = cf_layer_ok("--help"), version = cf_layer_ok("--version");
-  for (const char* option : {"--model", "--preset", "--seed", "--layer", "--seq-len", "--batch", "--backend", "--runs",
-                             "--warmup", "--threads", "--warm", "--check", "--json", "--csv", "--dump"}) {
+  for (const char* option : {"--model", "--preset", "--seed", "--layer", "--seq-len", "--batch", "--backend", "--impl",
+                             "--stack", "--arch-plan", "--dtype", "--runs", "--warmup", "--threads", "--warm",
+                             "--check", "--json", "--csv", "--dump"}) {
     CAPTURE(option);
     CHECK(help.out.find(option) != help.out.npos);
   }

@@ -351,7 +351,7 @@ TEST_CASE("stack: one that does not fit is refused in one line, and nothing is k
       Stack::create(c, *preset, preset->num_hidden_layers, {.batch = 4096, .capacity = 2048}, DType::f16);
   CHECK(refusal_fault(refused.status(), Code::out_of_memory,
                       {"stack of 36 layers: needs ", " GB of device memory, ", " GB are free"}) == "");
-  CHECK(free_bytes() == before);
+  CHECK(free_bytes() >= before);  // the driver may give back what it held in reserve
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   const ModelConfig m = small_model(DType::f16);
   const Workload load{.batch = 1, .q_len = 1, .capacity = 8};
