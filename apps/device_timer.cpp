@@ -7,6 +7,7 @@
 
 #include "apps/device_probe.hpp"
 #include "cuda/check.hpp"
+#include "cuda/graph.hpp"
 #include "cuda/memory.hpp"
 
 namespace cf::apps {
@@ -36,30 +37,13 @@ Result<DeviceInfo> device_info(const cuda::Context& context) {
                     .l2_bytes = std::size_t(p.l2CacheSize)};
 }
 
-struct DestroyEvent {
-  void operator()(CUevent_st* e) const { (void)cudaEventDestroy(e); }
-};
-struct DestroyStream {
-  void operator()(CUstream_st* s) const { (void)cudaStreamDestroy(s); }
-};
-struct DestroyGraph {
-  void operator()(CUgraph_st* g) const { (void)cudaGraphDestroy(g); }
-};
-struct DestroyGraphExec {
-  void operator()(CUgraphExec_st* g) const { (void)cudaGraphExecDestroy(g); }
-};
-using Event = std::unique_ptr<CUevent_st, DestroyEvent>;
-using Stream = std::unique_ptr<CUstream_st, DestroyStream>;
-using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
-using GraphExec = std::unique_ptr<CUgraphExec_st, DestroyGraphExec>;
-
 }  // namespace
 
 struct DeviceTimer::State {
   DeviceInfo info;
-  Stream stream;
+  cuda::Stream stream;
   cuda::Context context;
-  std::vector<Event> events;  // kRunsAtOnce + 1
+  std::vector<cuda::Event> events;  // kRunsAtOnce + 1
 };
 
 DeviceTimer::DeviceTimer(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -70,14 +54,13 @@ DeviceTimer::~DeviceTimer() = default;
 Result<DeviceTimer> DeviceTimer::create(int device) {
   // The device first: a stream belongs to the current one.
   if (const Result<cuda::Context> current = cuda::Context::create(device); !current) return current.status();
-  cudaStream_t stream = nullptr;
-  if (Status s = from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"); !s) return s;
-  Stream owned(stream);
-  Result<cuda::Context> context = cuda::Context::create(device, stream);
+  Result<cuda::Stream> stream = cuda::make_stream();
+  if (!stream) return stream.status();
+  Result<cuda::Context> context = cuda::Context::create(device, stream->get());
   if (!context) return context.status();
   Result<DeviceInfo> info = device_info(*context);
   if (!info) return info.status();
-  auto state = std::make_unique<State>(State{std::move(*info), std::move(owned), *context, {}});
+  auto state = std::make_unique<State>(State{std::move(*info), std::move(*stream), *context, {}});
   for (std::int64_t i = 0; i <= kRunsAtOnce; ++i) {
     cudaEvent_t event = nullptr;
     if (Status s = from_cuda(cudaEventCreate(&event), "cudaEventCreate"); !s) return s;
@@ -119,20 +102,9 @@ Result<std::vector<double>> DeviceTimer::time_us(const BenchOptions& options, co
 
 Result<std::vector<double>> DeviceTimer::time_graph_us(const BenchOptions& options, const Enqueue& enqueue) {
   const cudaStream_t stream = state_->stream.get();
-  if (Status s = from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
-      !s)
-    return s;
-  // A capture must end, whatever happened within.
-  const Status enqueued = enqueue();
-  cudaGraph_t captured = nullptr;
-  const Status ended = from_cuda(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
-  const Graph graph(captured);
-  if (!enqueued) return enqueued;
-  if (!ended) return ended;
-  cudaGraphExec_t instance = nullptr;
-  if (Status s = from_cuda(cudaGraphInstantiate(&instance, captured, 0), "cudaGraphInstantiate"); !s) return s;
-  const GraphExec exec(instance);
-  return time_us(options, [&] { return from_cuda(cudaGraphLaunch(instance, stream), "cudaGraphLaunch"); });
+  const Result<cuda::GraphExec> graph = cuda::capture(stream, enqueue);
+  if (!graph) return graph.status();
+  return time_us(options, [&] { return from_cuda(cudaGraphLaunch(graph->get(), stream), "cudaGraphLaunch"); });
 }
 
 Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions& options) {

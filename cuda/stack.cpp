@@ -11,6 +11,7 @@
 #include "cuda/advance.hpp"
 #include "cuda/check.hpp"
 #include "cuda/decode_layer.hpp"
+#include "cuda/graph.hpp"
 #include "cuda/memory.hpp"
 
 namespace cf::cuda {
@@ -37,16 +38,6 @@ class Arena {
  private:
   std::byte* block_;
   std::size_t bytes_ = 0;
-};
-
-struct DestroyStream {
-  void operator()(CUstream_st* s) const { (void)cudaStreamDestroy(s); }
-};
-struct DestroyGraph {
-  void operator()(CUgraph_st* g) const { (void)cudaGraphDestroy(g); }
-};
-struct DestroyGraphExec {
-  void operator()(CUgraphExec_st* g) const { (void)cudaGraphExecDestroy(g); }
 };
 
 }  // namespace
@@ -100,8 +91,8 @@ struct Stack::State {
   View<std::int32_t, 1> positions, kv_len;  // writable, as tensors() does not show them
   View<float, 2> cos, sin;
   DeviceMemory memory;
-  std::unique_ptr<CUstream_st, DestroyStream> capture_stream;  // the context's may be the default one, where none can
-  std::map<std::pair<std::int64_t, std::int64_t>, std::unique_ptr<CUgraphExec_st, DestroyGraphExec>> graphs;
+  Stream capture_stream;  // the context's may be the default one, where none can
+  std::map<std::pair<std::int64_t, std::int64_t>, GraphExec> graphs;
 };
 
 std::size_t Stack::State::lay_out(std::byte* block) {
@@ -180,32 +171,20 @@ Result<CUgraphExec_st*> Stack::State::graph(std::int64_t first, std::int64_t las
   auto& exec = graphs[{first, last}];
   if (exec) return exec.get();
   if (!capture_stream) {
-    cudaStream_t stream = nullptr;
-    if (Status s = from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"); !s)
-      return s;
-    capture_stream.reset(stream);
+    Result<Stream> stream = make_stream();
+    if (!stream) return stream.status();
+    capture_stream = std::move(*stream);
   }
   Result<Context> capturing = Context::create(context.device(), capture_stream.get());
   if (!capturing) return capturing.status();
   capturing->set_plan_arch(context.arch());
   capturing->set_overlap(context.overlap());
-  if (Status s = from_cuda(cudaStreamBeginCapture(capture_stream.get(), cudaStreamCaptureModeThreadLocal),
-                           "cudaStreamBeginCapture");
-      !s)
-    return s;
-  // A capture must end, whatever happened within.
-  const Status enqueued = enqueue(*capturing, first, last);
-  cudaGraph_t captured = nullptr;
-  const Status ended = from_cuda(cudaStreamEndCapture(capture_stream.get(), &captured), "cudaStreamEndCapture");
-  const std::unique_ptr<CUgraph_st, DestroyGraph> owned(captured);
-  if (!enqueued) return enqueued;
-  if (!ended) return ended;
-  cudaGraphExec_t instance = nullptr;
-  if (Status s = from_cuda(cudaGraphInstantiate(&instance, captured, 0), "cudaGraphInstantiate"); !s) return s;
-  exec.reset(instance);
+  Result<GraphExec> captured = capture(capture_stream.get(), [&] { return enqueue(*capturing, first, last); });
+  if (!captured) return captured.status();
   // The graph's own memory is taken now rather than at the first launch.
-  if (Status s = from_cuda(cudaGraphUpload(instance, context.stream()), "cudaGraphUpload"); !s) return s;
-  return instance;
+  if (Status s = from_cuda(cudaGraphUpload(captured->get(), context.stream()), "cudaGraphUpload"); !s) return s;
+  exec = std::move(*captured);
+  return exec.get();
 }
 
 Stack::Stack(std::unique_ptr<State> state) : state_(std::move(state)) {}

@@ -1,25 +1,12 @@
 // Every golden file in data/, against the CPU backend.
-#include <algorithm>
-#include <filesystem>
 #include <string>
 #include <vector>
 
 #include "apps/golden_walk.hpp"
 #include "tests/catch.hpp"
+#include "tests/golden_files.hpp"
 
 using namespace cf;
-
-namespace {
-
-std::vector<std::string> golden_files() {
-  std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR))
-    if (entry.path().extension() == ".h5") paths.push_back(entry.path().string());
-  std::sort(paths.begin(), paths.end());
-  return paths;
-}
-
-}  // namespace
 
 TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap") {
   struct Case {
@@ -35,7 +22,7 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
       {"the float backend, site by site", {.activation = DType::f32, .isolated = true}, 2e-6},
       {"the float backend, chained", {.activation = DType::f32, .isolated = false}, 2e-6},
   };
-  const std::vector<std::string> paths = golden_files();
+  const std::vector<std::string> paths = test::golden_files();
   CHECK_FALSE(paths.empty());
   for (const std::string& path : paths) {
     const auto file = golden::GoldenFile::open(path);

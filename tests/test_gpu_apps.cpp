@@ -1,7 +1,6 @@
 // The programs' GPU side: every golden file against Hugging Face's float64, the timer, and cf-layer as its users meet it.
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -12,6 +11,7 @@
 #include "cuda/cuda.hpp"
 #include "cuda/memory.hpp"
 #include "tests/catch.hpp"
+#include "tests/golden_files.hpp"
 #include "tests/run_program.hpp"
 
 using namespace cf;
@@ -48,10 +48,7 @@ void check_refusal(const std::string& arguments, const std::string& start) {
 }  // namespace
 
 TEST_CASE("every golden file in data: the GPU meets Hugging Face's float64 at every tap", "[gpu][golden]") {
-  std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR))
-    if (entry.path().extension() == ".h5") paths.push_back(entry.path().string());
-  std::sort(paths.begin(), paths.end());
+  const std::vector<std::string> paths = golden_files();
   REQUIRE_FALSE(paths.empty());
   for (const std::string& path : paths) {
     const auto file = golden::GoldenFile::open(path);
@@ -71,8 +68,8 @@ TEST_CASE("every golden file in data: the GPU meets Hugging Face's float64 at ev
         for (const apps::TapResult& r : *rows) {
           CAPTURE(r.tap, r.worst, r.error.rel_l2, r.budget);
           CHECK(r.ok());
-          // A bound that a fault could hide in would be none: some roundings of the activation, not more.
-          CHECK(r.budget < 16 * unit_roundoff(activation) + 1e-4);
+          // Site by site the bound is that of few roundings: no fault hides in what is measured of the inputs' own.
+          if (isolated && size_bytes(activation) == 2) CHECK(r.budget < 4 * unit_roundoff(activation));
         }
       }
   }
