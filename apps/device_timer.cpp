@@ -114,9 +114,8 @@ Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions& op
   const cudaStream_t stream = state_->stream.get();
   enqueue_random_fill(stream, block->data(), kProbeBytes);
   auto* const sink = reinterpret_cast<unsigned*>(block->data() + kProbeBytes);
-  const int blocks = 8 * state_->context.arch().sm_count;
   Result<std::vector<double>> series = time_graph_us(options, [&] {
-    enqueue_stream_read(stream, blocks, block->data(), kProbeBytes, sink);
+    enqueue_stream_read(stream, block->data(), kProbeBytes, sink);
     return from_cuda(cudaGetLastError(), "streaming read");
   });
   if (!series) return series.status();
