@@ -1,0 +1,82 @@
+#pragma once
+// One call of an op on the GPU against the double oracle within the derived budget: guards, poison and what of a cache may
+// not change intact, the same bits again.
+#include "core/compare.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "device_problem.hpp"
+#include "setups.hpp"
+
+namespace cf::test {
+
+inline cuda::Context context() {
+  const auto c = cuda::Context::create();
+  REQUIRE(c);
+  return *c;
+}
+
+/// What of a cache may not change is as it was, bit by bit; what was appended is the reference's, to one rounding.
+template <class Op>
+void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& reference, std::size_t block,
+                 const Budget& budget) {
+  auto &old_block = untouched.blocks()[block], &new_block = got.blocks()[block];
+  const Tensor before = untouched.tensor(old_block), after = got.tensor(new_block);
+  const std::size_t size = size_bytes(before.dtype());
+  Tensor mine(DType::f64, {before.size()}), theirs(DType::f64, {before.size()});
+  for (std::int64_t i = 0; i < before.size(); ++i) {
+    if (got.appended(i, before.shape())) {
+      mine.as<double>()[i] = after.at(i);
+      theirs.as<double>()[i] = load_element(reference.blocks()[block].data(), DType::f64, i);
+    } else {
+      const auto offset = std::size_t(i) * size;
+      REQUIRE(std::memcmp(static_cast<const char*>(before.data()) + offset,
+                          static_cast<const char*>(after.data()) + offset, size) == 0);
+    }
+  }
+  const auto c = compare(mine, theirs);
+  REQUIRE(c);
+  INFO(new_block.name << ": relative L2 " << c->rel_l2);
+  CHECK(c->within(budget));
+}
+
+/// Whether the device runs the call; what it runs is held against the oracle. What it does not run must say why.
+template <class Op>
+bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+  INFO(Op::name << ": " << describe(s));
+  cuda::Context c = context();
+  DeviceProblem<Op> device(s, sizes), again(s, sizes);
+  if (const Status status = cuda::run(device.args(), c); status.code() == Code::unimplemented) {
+    CHECK(status.message().find("cuda takes") != std::string::npos);
+    return false;
+  }
+  Setup exact = s;
+  exact.activation = DType::f64;
+  Problem<Op> reference(exact, sizes), untouched(s, sizes);
+  REQUIRE(cpu_ref::run(reference.args()));
+  const auto condition = cpu_ref::condition(reference.args());
+  REQUIRE(condition);
+  const Budget budget = Op::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
+
+  Problem<Op>& got = device.run(c);
+  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+    auto& block = got.blocks()[i];
+    if (block.role == Role::state) check_state(untouched, got, reference, i, budget);
+    if (block.role != Role::output) continue;
+    const auto result = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
+    REQUIRE(result);
+    INFO(block.name << ": relative L2 " << result->rel_l2 << " (budget " << budget.rel_l2 << "), relative max "
+                    << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
+    CHECK(result->within(budget));
+  }
+  CHECK(again.run(c).bytes() == got.bytes());
+  return true;
+}
+
+/// The table of setups with weights that go with the activations.
+inline std::vector<Setup> device_setups(DType activation) {
+  std::vector<Setup> all = setups(activation);
+  if (activation != DType::f32)
+    for (Setup& s : all) s.weight = s.values = activation;
+  return all;
+}
+
+}  // namespace cf::test
