@@ -1,84 +1,164 @@
 #pragma once
+// The kernel of the ops around a LayerNorm. Each of them says what of a row it reads and writes; the norm is here, once.
+#include <algorithm>
+
 #include "core/weights.hpp"
-#include "cuda/check.hpp"
 #include "cuda/device/async.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/launch.hpp"
+#include "cuda/layernorm.hpp"
 
 namespace cf::cuda {
 
-struct LayerNormPlan {
-  int threads;  // a block; a row is one block's
+/// What a LayerNorm's kernel is given beside the op's own tensors.
+template <int Norms>
+struct LayerNormParams {
+  NormParams norm[Norms];
+  int hidden;
+  float eps, inverse_hidden;
 };
 
-/// Eight elements a thread while that fits one block: a row then lies in registers, and its two passes read it once.
-constexpr LayerNormPlan layernorm_plan(long hidden) {
-  const long threads = (hidden + kVec - 1) / kVec;
-  return {.threads = int(threads < 32 ? 32 : threads > 1024 ? 1024 : (threads + 31) / 32 * 32)};
+/// The sum over aligned groups of `Width` lanes, the same bits in each of them.
+template <int Width>
+__device__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = Width / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
 }
 
-/// A block's LayerNorm of one row, the part that kernels share: every thread calls, with the same arguments.
-struct LayerNormBlock {
-  static constexpr int max_vectors = 4;  // a thread's share of a row: hidden up to 4 * 8 * 1024
-  struct Smem {
-    Welford warp[32];
+/// One block's row: y[k] = LayerNorm(x; norm[k]). A Row says what x is and what becomes of y; it has
+///   Element                     the activations' type; an access is 16 bytes, kLane<Element> elements
+///   inputs, norms               how many tensors x is the sum of; how many y there are
+///   Input load(at)              brings what x[at ..) is made of
+///   input(loaded, x)            makes x of it
+///   begin(at, x)                takes x before it is normalised
+///   Side side(at)               brings what finish() wants beside y
+///   finish(at, side, y)         takes y
+/// where `at` counts elements from the first row's begin.
+template <class Row, int Elements>
+__global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm_blocks(Elements))
+    layernorm_kernel(const __grid_constant__ Row row, const __grid_constant__ LayerNormParams<Row::norms> params) {
+  constexpr int lane_elements = kLane<typename Row::Element>, pieces = Elements / lane_elements;
+  constexpr int max_warps = max_layernorm_threads(Elements) / 32;
+  // Loads that nothing waits for hide behind those of x, as far as there are registers for what they bring.
+  constexpr bool weights_ahead = Elements == 8, side_ahead = Elements <= 16;
+  constexpr bool loads_apart = pieces * sizeof(typename Row::Input) <= 256;
+  __shared__ Welford warp_states[max_warps];
+  using Weight = StoredWeight<lane_elements>;
+  Weight gamma[Row::norms][weights_ahead ? pieces : 1], beta[Row::norms][weights_ahead ? pieces : 1];
+  typename Row::Side side[side_ahead ? pieces : 1];
+  float x[pieces][lane_elements];
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const long begin = long(blockIdx.x) * params.hidden;
+  const auto for_each_piece = [&](auto f) {
+#pragma unroll
+    for (int p = 0; p < pieces; ++p)
+      if (const int i = (p * int(blockDim.x) + int(threadIdx.x)) * lane_elements; i < params.hidden) f(p, i);
   };
-
-  /// Mean and variance over all threads' states, merged as a tree whose shape depends on the block's size alone.
-  static __device__ Welford merge(Welford w, Smem& smem) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    w = merge_warp(w);
-    if (lane == 0) smem.warp[warp] = w;
-    __syncthreads();
-    return merge_warp(lane < warps ? smem.warp[lane] : Welford{});
-  }
-
-  /// store(i, y) for each eight elements y = (x - mean) * rstd * gamma + beta of the row, where load(i, x) brings
-  /// x[i .. i + 8) once.
-  template <class Load, class Store>
-  static __device__ void run(int hidden, float eps, const NormParams& norm, Load load, Store store, Smem& smem) {
-    float x[max_vectors][kVec];
-    Welford w;
+  const auto load_weights = [&](int p, int i, auto type) {
 #pragma unroll
-    for (int v = 0; v < max_vectors; ++v) {
-      const int i = (v * int(blockDim.x) + int(threadIdx.x)) * kVec;
-      if (i >= hidden) break;
-      load(i, x[v]);
-      w.merge(Welford::of(x[v]));
+    for (int k = 0; k < Row::norms; ++k) {
+      gamma[k][p].load(static_cast<const decltype(type)*>(params.norm[k].gamma.data) + i);
+      beta[k][p].load(static_cast<const decltype(type)*>(params.norm[k].beta.data) + i);
     }
-    w = merge(w, smem);
-    const float rstd = rsqrtf(w.m2 / float(hidden) + eps);
-#pragma unroll
-    for (int v = 0; v < max_vectors; ++v) {
-      const int i = (v * int(blockDim.x) + int(threadIdx.x)) * kVec;
-      if (i >= hidden) break;
-      float gamma[kVec], beta[kVec], y[kVec];
-      load_vec(norm.gamma.data, norm.gamma.dtype, i, gamma);
-      load_vec(norm.beta.data, norm.beta.dtype, i, beta);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) y[e] = (x[v][e] - w.mean) * rstd * gamma[e] + beta[e];
-      store(i, y);
-    }
+  };
+  const DType weight = params.norm[0].gamma.dtype;
+
+  let_successor_start();
+  if constexpr (weights_ahead)
+    with_weight(weight, [&](auto type) { for_each_piece([&](int p, int i) { load_weights(p, i, type); }); });
+  wait_for_predecessors();
+  if constexpr (loads_apart) {
+    typename Row::Input loaded[pieces];
+    for_each_piece([&](int p, int i) { loaded[p] = row.load(begin + i); });
+    if constexpr (side_ahead) for_each_piece([&](int p, int i) { side[p] = row.side(begin + i); });
+    for_each_piece([&](int p, int) { row.input(loaded[p], x[p]); });
+  } else {
+    for_each_piece([&](int p, int i) { row.input(row.load(begin + i), x[p]); });
   }
 
- private:
-  static __device__ Welford merge_warp(Welford w) {
+  // Two passes over a warp's registers, then the warps' states: each sum in one order, and the same bits in every lane.
+  int count = 0;
+  float sum = 0;
+  for_each_piece([&](int p, int i) {
+    row.begin(begin + i, x[p]);
+    count += lane_elements;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      w.merge({__shfl_xor_sync(~0u, w.count, offset), __shfl_xor_sync(~0u, w.mean, offset),
-               __shfl_xor_sync(~0u, w.m2, offset)});
-    // merge(a, b) and merge(b, a) may differ in the last bit: all lanes take the first one's.
-    return {__shfl_sync(~0u, w.count, 0), __shfl_sync(~0u, w.mean, 0), __shfl_sync(~0u, w.m2, 0)};
-  }
+    for (int e = 0; e < lane_elements; ++e) sum += x[p][e];
+  });
+  Welford state;
+  state.count = float(__reduce_add_sync(~0u, unsigned(count)));
+  state.mean = __fdividef(warp_sum<32>(sum), state.count);
+  float m2 = 0;
+  for_each_piece([&](int p, int) {
+#pragma unroll
+    for (int e = 0; e < lane_elements; ++e) {
+      x[p][e] -= state.mean;
+      m2 += x[p][e] * x[p][e];
+    }
+  });
+  state.m2 = warp_sum<32>(m2);
+  if (lane == 0) warp_states[warp] = state;
+  __syncthreads();
+  const Welford other = lane % max_warps < warps ? warp_states[lane % max_warps] : Welford{};
+  const float mean = warp_sum<max_warps>(other.sum()) * params.inverse_hidden;
+  const float variance = warp_sum<max_warps>(other.m2_about(mean)) * params.inverse_hidden;
+  const float rstd = rsqrtf(variance + params.eps), offset = (state.mean - mean) * rstd;
+
+  with_weight(weight, [&](auto type) {
+    for_each_piece([&](int p, int i) {
+      if constexpr (!weights_ahead) load_weights(0, i, type);
+      if constexpr (!side_ahead) side[0] = row.side(begin + i);
+      float y[Row::norms][lane_elements];
+#pragma unroll
+      for (int k = 0; k < Row::norms; ++k) {
+        float g[lane_elements], b[lane_elements];
+        gamma[k][weights_ahead ? p : 0].unpack(g, type);
+        beta[k][weights_ahead ? p : 0].unpack(b, type);
+#pragma unroll
+        for (int e = 0; e < lane_elements; ++e) y[k][e] = (x[p][e] * rstd + offset) * g[e] + b[e];
+      }
+      row.finish(begin + i, side[side_ahead ? p : 0], y);
+    });
+  });
+}
+
+/// What rows that are normalised as they were read have in common.
+template <class T>
+struct LayerNormRow {
+  using Element = T;
+  using Input = uint4;
+  struct Side {};
+  using Piece = float[kLane<T>];
+  static constexpr int inputs = 1, norms = 1;
+
+  const T* x;
+
+  __device__ Input load(long at) const { return load_raw(x + at); }
+  __device__ void input(const Input& loaded, Piece& v) const { unpack(loaded, v, T{}); }
+  __device__ void begin(long, const Piece&) const {}
+  __device__ Side side(long) const { return {}; }
 };
 
-/// What every kernel with a LayerNormBlock asks of a row's length.
-inline Status check_layernorm_hidden(std::string_view op, std::int64_t hidden) {
-  constexpr std::int64_t most = LayerNormBlock::max_vectors * kVec * 1024;
-  if (hidden % kVec || hidden > most)
+/// Launches a block a token, as planned. Refuses the lengths of a row that there is no plan for.
+template <class Row>
+Status launch_layernorm(std::string_view op, const Context& context, const Row& row,
+                        const NormParams (&norm)[Row::norms], const ConstAnyView<2>& x, double eps) {
+  const auto [tokens, hidden] = x.shape;
+  if (hidden % 8 || hidden > kMaxLayerNormHidden)
     return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
-                                                  std::to_string(most) + ", got " + std::to_string(hidden));
-  return {};
+                                                  std::to_string(kMaxLayerNormHidden) + ", got " +
+                                                  std::to_string(hidden));
+  LayerNormParams<Row::norms> params{
+      .norm = {}, .hidden = int(hidden), .eps = float(eps), .inverse_hidden = 1 / float(hidden)};
+  std::copy(std::begin(norm), std::end(norm), params.norm);
+  const LayerNormPlan plan = layernorm_plan(context.arch(), tokens, hidden, Row::inputs);
+  auto kernel = plan.elements == 8 ? layernorm_kernel<Row, 8> : layernorm_kernel<Row, 64>;
+  if constexpr (Row::inputs == 1)
+    if (plan.elements == 16) kernel = layernorm_kernel<Row, 16>;
+  return launch(op, context, {.grid = unsigned(tokens), .block = unsigned(plan.threads)}, kernel, row, params);
 }
 
 }  // namespace cf::cuda

@@ -1,42 +1,41 @@
-#include "cuda/launch.hpp"
 #include "cuda/layernorm.cuh"
 
 namespace cf::cuda {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(1024)
-    residual_layernorm_kernel(const __grid_constant__ ops::ResidualLayerNorm::Args a) {
-  __shared__ LayerNormBlock::Smem smem;
-  let_successor_start();
-  wait_for_predecessors();
-  const long hidden = a.x.shape[1], row = long(blockIdx.x) * hidden;
-  const T* parts[] = {static_cast<const T*>(a.x.data) + row, static_cast<const T*>(a.a.data) + row,
-                      static_cast<const T*>(a.b.data) + row};
-  T *h = static_cast<T*>(a.h.data) + row, *y = static_cast<T*>(a.y.data) + row;
-  LayerNormBlock::run(
-      int(hidden), float(a.eps), a.norm,
-      [&](int i, float(&v)[kVec]) {
-        float p[3][kVec];
+struct Row : LayerNormRow<T> {
+  static constexpr int inputs = 3;
+  struct Input {
+    uint4 x, a, b;
+  };
+  const T *a, *b;
+  T *h, *y;
+  __device__ Input load(long at) const { return {load_raw(this->x + at), load_raw(a + at), load_raw(b + at)}; }
+  /// The sum as it is stored: rounded.
+  __device__ void input(const Input& loaded, typename Row::Piece& v) const {
+    typename Row::Piece p, q;
+    unpack(loaded.x, v, T{});
+    unpack(loaded.a, p, T{});
+    unpack(loaded.b, q, T{});
 #pragma unroll
-        for (int k = 0; k < 3; ++k) load_vec(parts[k] + i, p[k]);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) v[e] = to_float(from_float<T>(p[0][e] + p[1][e] + p[2][e]));  // h as stored
-        store_vec(h + i, v);
-      },
-      [=](int i, float(&v)[kVec]) { store_vec(y + i, v); }, smem);
-}
+    for (int e = 0; e < kLane<T>; ++e) v[e] = to_float(from_float<T>(v[e] + p[e] + q[e]));
+  }
+  __device__ void begin(long at, const typename Row::Piece& v) const { store_vec(h + at, v); }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
+    store_vec(y + at, v[0]);
+  }
+};
 
 }  // namespace
 
 Status run(const ops::ResidualLayerNorm::Args& a, Context& context) {
   CF_TRY(check_call(a, context));
-  const auto d = ops::ResidualLayerNorm::dims(a);
-  CF_TRY(check_layernorm_hidden(ops::ResidualLayerNorm::name, d.hidden));
   return with_activation(ops::ResidualLayerNorm::name, a.x.dtype, [&](auto zero) {
-    return launch(ops::ResidualLayerNorm::name, context,
-                  {.grid = unsigned(d.tokens), .block = unsigned(layernorm_plan(d.hidden).threads)},
-                  residual_layernorm_kernel<decltype(zero)>, a);
+    using T = decltype(zero);
+    const Row<T> row{
+        {a.x.as<const T>().data}, a.a.as<const T>().data, a.b.as<const T>().data, a.h.as<T>().data, a.y.as<T>().data};
+    return launch_layernorm(ops::ResidualLayerNorm::name, context, row, {a.norm}, a.x, a.eps);
   });
 }
 

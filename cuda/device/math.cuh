@@ -10,29 +10,15 @@
 
 namespace cf::cuda {
 
-/// Mean and sum of squared deviations of `count` values, as one state that two of can be merged.
-/// Chan, Golub, LeVeque 1979, the pairwise form of Welford 1962: no E[x^2] - E[x]^2, which cancels.
+/// Mean and sum of squared deviations of `count` values. The states of a row's parts merge to the row's:
+/// mean = sum of count_i mean_i / n, m2 = sum of m2_i + count_i (mean_i - mean)^2. Chan, Golub, LeVeque 1979, Welford 1962
+/// for any number of parts: no E[x^2] - E[x]^2, which cancels.
 struct Welford {
   float count = 0, mean = 0, m2 = 0;
 
-  CF_HD void merge(const Welford& o) {
-    const float total = count + o.count;
-    if (total == 0) return;
-    const float delta = o.mean - mean, share = o.count / total;
-    mean += delta * share;
-    m2 += o.m2 + delta * delta * count * share;
-    count = total;
-  }
-
-  /// The state of N values at hand, in two passes over them.
-  template <int N>
-  static CF_HD Welford of(const float (&x)[N]) {
-    float sum = 0;
-    for (int i = 0; i < N; ++i) sum += x[i];
-    Welford w{float(N), sum / N, 0};
-    for (int i = 0; i < N; ++i) w.m2 += (x[i] - w.mean) * (x[i] - w.mean);
-    return w;
-  }
+  CF_HD float sum() const { return count * mean; }
+  /// The sum of squared deviations from another centre than the mean.
+  CF_HD float m2_about(float centre) const { return m2 + count * (mean - centre) * (mean - centre); }
 };
 
 /// x/2 (1 + erf(x / sqrt 2)), through erfc, which keeps its digits where x is far below zero.

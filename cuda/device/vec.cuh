@@ -9,23 +9,28 @@ namespace cf::cuda {
 
 inline constexpr int kVec = 8;
 
-__device__ inline void unpack(const uint4& raw, float (&x)[kVec], f16) {
-  const __half2* h = reinterpret_cast<const __half2*>(&raw);
+/// Elements of T in one access.
+template <class T>
+inline constexpr int kLane = 16 / int(sizeof(T));
+
+__device__ inline float2 unpack(std::uint32_t pair, f16) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+__device__ inline float2 unpack(std::uint32_t pair, bf16) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+template <class T>
+__device__ void unpack(const uint4& raw, float (&x)[kVec], T type) {
+  const std::uint32_t pairs[] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 f = __half22float2(h[i]);
+    const float2 f = unpack(pairs[i], type);
     x[2 * i] = f.x;
     x[2 * i + 1] = f.y;
   }
 }
-__device__ inline void unpack(const uint4& raw, float (&x)[kVec], bf16) {
-  const __nv_bfloat162* h = reinterpret_cast<const __nv_bfloat162*>(&raw);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 f = __bfloat1622float2(h[i]);
-    x[2 * i] = f.x;
-    x[2 * i + 1] = f.y;
-  }
+__device__ inline void unpack(const uint4& raw, float (&x)[4], float) {
+  *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4&>(raw);
 }
 __device__ inline void pack(const float (&x)[kVec], uint4& raw, f16) {
   __half2* h = reinterpret_cast<__half2*>(&raw);
@@ -36,6 +41,10 @@ __device__ inline void pack(const float (&x)[kVec], uint4& raw, bf16) {
   __nv_bfloat162* h = reinterpret_cast<__nv_bfloat162*>(&raw);
 #pragma unroll
   for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+}
+
+__device__ inline void pack(const float (&x)[4], uint4& raw, float) {
+  reinterpret_cast<float4&>(raw) = *reinterpret_cast<const float4*>(x);
 }
 
 __device__ inline float to_float(f16 x) { return __half2float(reinterpret_cast<const __half&>(x)); }
@@ -51,6 +60,12 @@ __device__ T from_float(float x) {
     return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
   else
     return x;
+}
+
+/// 16 bytes as stored.
+template <class T>
+__device__ uint4 load_raw(const T* p) {
+  return *reinterpret_cast<const uint4*>(p);
 }
 
 /// x[0..8) = p[0..8), p 16-byte aligned.
@@ -75,6 +90,10 @@ __device__ inline void store_vec(float* p, const float (&x)[kVec]) {
   *reinterpret_cast<float4*>(p + 4) = *reinterpret_cast<const float4*>(x + 4);
 }
 
+__device__ inline void store_vec(float* p, const float (&x)[4]) {
+  *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
+}
+
 /// Eight elements of a weight whose dtype is known at run time; the branch is the same for a whole launch.
 __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[kVec]) {
   if (dtype == DType::f16)
@@ -84,6 +103,46 @@ __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[k
   else
     load_vec(static_cast<const float*>(p) + i, x);
 }
+
+/// Calls f with a value of the type behind such a dtype.
+template <class F>
+__device__ void with_weight(DType dtype, F f) {
+  if (dtype == DType::f16)
+    f(f16{});
+  else if (dtype == DType::bf16)
+    f(bf16{});
+  else
+    f(float{});
+}
+
+/// N elements of a weight as stored: a load that nothing waits for until they are unpacked.
+template <int N>
+struct StoredWeight {
+  alignas(16) std::uint32_t words[N];
+
+  template <class T>
+  __device__ void load(const T* p) {
+    if constexpr (N * sizeof(T) == 8) {
+      *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(p);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N * int(sizeof(T)) / 16; ++i)
+        reinterpret_cast<uint4*>(words)[i] = reinterpret_cast<const uint4*>(p)[i];
+    }
+  }
+  template <class T>
+  __device__ void unpack(float (&x)[N], T type) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        x[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 f = cf::cuda::unpack(words[i / 2], type);
+        x[i] = i % 2 ? f.y : f.x;
+      }
+    }
+  }
+};
 
 /// One element of the same.
 __device__ inline float load_scalar(const void* p, DType dtype, long i) {
