@@ -150,7 +150,7 @@ class Problem {
   double value(const Block& b, std::int64_t i) {
     double v = normal_(random_);
     if (b.role == Role::weight) {
-      const bool gain = b.name == "gamma" || b.name.ends_with("layernorm.weight");
+      const bool gain = b.name.starts_with("gamma") || b.name.ends_with("layernorm.weight");
       v = gain ? 1 + 0.1 * v : 0.05 * v;
     } else if (setup_.fill == Fill::heavy_tailed && i % 97 == 5) {
       v *= 1000;

@@ -20,9 +20,10 @@ struct NormContract {
     return {{w.tokens(), m.hidden_size}, {.eps = m.layer_norm_eps}};
   }
   template <class N, class F>
-  static void norm_tensors(const Dims& d, N& norm, F&& f) {
-    f(Role::weight, "gamma", norm.gamma, extents(d.hidden));
-    f(Role::weight, "beta", norm.beta, extents(d.hidden));
+  static void norm_tensors(const Dims& d, N& norm, F&& f, std::string_view gamma = "gamma",
+                           std::string_view beta = "beta") {
+    f(Role::weight, gamma, norm.gamma, extents(d.hidden));
+    f(Role::weight, beta, norm.beta, extents(d.hidden));
   }
   template <class Args>
   static Status check(const Args& a) {

@@ -1,0 +1,27 @@
+#include "cuda/layernorm.cuh"
+
+namespace cf::cuda {
+namespace {
+
+template <class T>
+struct Row : LayerNormRow<T> {
+  static constexpr int norms = 2;
+  T *y1, *y2;
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[2]) const {
+    store_vec(y1 + at, v[0]);
+    store_vec(y2 + at, v[1]);
+  }
+};
+
+}  // namespace
+
+Status run(const ops::DualLayerNorm::Args& a, Context& context) {
+  CF_TRY(check_call(a, context));
+  return with_activation(ops::DualLayerNorm::name, a.x.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Row<T> row{{a.x.as<const T>().data}, a.y1.as<T>().data, a.y2.as<T>().data};
+    return launch_layernorm(ops::DualLayerNorm::name, context, row, {a.norm1, a.norm2}, a.x, a.eps);
+  });
+}
+
+}  // namespace cf::cuda
