@@ -1,0 +1,161 @@
+// What the derived budgets leave open for the LayerNorm kernels: float32 to 1e-6 of the oracle, 16-bit results one rounding
+// away from that, rows of every length and number, and data on which a one-pass variance fails.
+#include <cmath>
+#include <tuple>
+
+#include "device_check.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+using Norms = std::tuple<ops::LayerNorm, ops::LayerNormResidual, ops::ResidualLayerNorm, ops::DualLayerNorm>;
+
+Setup setup(DType activation, Fill fill = Fill::normal) {
+  Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
+  s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+  return s;
+}
+
+/// A float32 result lies within 1e-6 of the reference, relative to its largest element; a 16-bit one is some number within
+/// that, rounded once: the rounded reference or its neighbour, but where the reference is so near zero that its dtype
+/// tells float32's errors apart.
+void check_one_rounding(const std::string& name, const Tensor& got, const Tensor& reference) {
+  double largest = 0;
+  for (std::int64_t i = 0; i < reference.size(); ++i) largest = std::max(largest, std::abs(reference.at(i)));
+  const double bound = 1e-6 * largest;
+  std::int64_t outside = 0, first = 0;
+  dispatch_float(got.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto rounded = [](double x) { return sizeof(T) == 2 ? widen<double>(narrow<T>(x)) : x; };
+    for (std::int64_t i = 0; i < got.size(); ++i) {
+      const double x = got.at(i), r = reference.at(i);
+      if (rounded(r - bound) <= x && x <= rounded(r + bound)) continue;
+      if (outside++ == 0) first = i;
+    }
+  });
+  INFO(name << ": " << outside << " elements, the first [" << first << "]: got " << got.at(first) << ", expected "
+            << reference.at(first) << ", the largest " << largest);
+  CHECK(outside == 0);
+}
+
+/// The op on the GPU against the oracle on the same numbers, output by output. residual_layernorm's y is held against the
+/// norm of the h that was stored, which is what it is the norm of.
+template <class Op>
+void check_rounding(const Setup& s, std::int64_t tokens, std::int64_t hidden) {
+  INFO(Op::name << ", " << to_string(s.activation) << ", " << tokens << " tokens of " << hidden);
+  const std::pair<typename Op::Dims, typename Op::Args> sizes{{tokens, hidden}, {}};
+  Setup exact = s;
+  exact.activation = DType::f64;
+  Problem<Op> reference(exact, sizes);
+  REQUIRE(cpu_ref::run(reference.args()));
+  cuda::Context c = context();
+  DeviceProblem<Op> device(s, sizes);
+  Problem<Op>& got = device.run(c);
+  Tensor stored;
+  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+    auto& block = got.blocks()[i];
+    if (block.role != Role::output) continue;
+    if (block.name == "h") stored = got.tensor(block).converted(DType::f64);
+    if constexpr (std::is_same_v<Op, ops::ResidualLayerNorm>)
+      if (block.name == "y")
+        REQUIRE(cpu_ref::run(ops::LayerNorm::Args{
+            .x = stored.view<2>(), .norm = reference.args().norm, .y = reference.args().y, .eps = 1e-5}));
+    check_one_rounding(block.name, got.tensor(block), reference.tensor(reference.blocks()[i]));
+  }
+}
+
+/// Copies a tensor into the memory behind a view of the same dtype and size.
+void upload(const Tensor& t, ConstAnyView<2> to) {
+  REQUIRE(t.dtype() == to.dtype);
+  require_cuda(cudaMemcpy(const_cast<void*>(to.data), t.data(), std::size_t(t.size_bytes()), cudaMemcpyHostToDevice));
+}
+
+}  // namespace
+
+TEMPLATE_LIST_TEST_CASE("Norms on the GPU are one rounding away from the oracle", "[gpu][norms]", Norms) {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t hidden : {8, 264, 2560, 5120, 8192, 8200, 32768})
+      for (std::int64_t tokens : {1, 3, 20}) check_rounding<TestType>(setup(activation), tokens, hidden);
+}
+
+TEMPLATE_LIST_TEST_CASE("Norms on the GPU are one rounding away from the oracle for 4096 tokens", "[gpu][norms]",
+                        Norms) {
+  for (DType activation : {DType::f16, DType::f32}) check_rounding<TestType>(setup(activation), 4096, 2560);
+}
+
+TEMPLATE_LIST_TEST_CASE("Norms on the GPU: any length and number of rows", "[gpu][norms]", Norms) {
+  for (DType activation : {DType::f16, DType::f32})
+    for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
+      for (auto [tokens, hidden] : {std::pair<std::int64_t, std::int64_t>{1, 8},
+                                    {2, 248},
+                                    {700, 256},
+                                    {2049, 264},
+                                    {1500, 512},
+                                    {5, 8192},
+                                    {300, 8200},
+                                    {3, 20480},
+                                    {2, 32768}})
+        CHECK(check_on_device<TestType>(setup(activation, fill), {{tokens, hidden}, {}}));
+}
+
+TEST_CASE("layernorm on the GPU keeps its digits where E[x^2] - E[x]^2 has none", "[gpu][norms][small]") {
+  // 3000 and a bit: x^2 has ulps of 0.5 to 1, the variance is 1.
+  const std::int64_t tokens = 4, hidden = 2560;
+  const Setup s = setup(DType::f32);
+  Setup exact = s;
+  exact.activation = DType::f64;
+  const std::pair<ops::LayerNorm::Dims, ops::LayerNorm::Args> sizes{{tokens, hidden}, {}};
+  Problem<ops::LayerNorm> reference(exact, sizes);
+  DeviceProblem<ops::LayerNorm> device(s, sizes);
+  auto& args = reference.args();
+  auto* x = const_cast<double*>(args.x.as<const double>().data);
+  Tensor shifted(DType::f32, {tokens, hidden}), naive(DType::f32, {tokens, hidden});
+  for (std::int64_t i = 0; i < shifted.size(); ++i) x[i] = shifted.as<float>()[i] = float(3000 + x[i]);
+  REQUIRE(cpu_ref::run(args));
+  const auto condition = cpu_ref::condition(args);
+  REQUIRE(condition);
+  const Budget budget =
+      ops::LayerNorm::budget(reference.dims(), {.compute = DType::f32, .output = DType::f32}, *condition);
+
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const float* row = shifted.as<float>() + t * hidden;
+    float sum = 0, square_sum = 0;
+    for (std::int64_t i = 0; i < hidden; ++i) sum += row[i], square_sum += row[i] * row[i];
+    const float mean = sum / float(hidden), rstd = 1 / std::sqrt(square_sum / float(hidden) - mean * mean + 1e-5f);
+    for (std::int64_t i = 0; i < hidden; ++i)
+      naive.as<float>()[t * hidden + i] =
+          (row[i] - mean) * rstd * float(load_element(args.norm.gamma.data, s.weight, i)) +
+          float(load_element(args.norm.beta.data, s.weight, i));
+  }
+  const Tensor expected = reference.tensor(reference.blocks().back());
+  const auto wrong = compare(naive, expected);
+  REQUIRE(wrong);
+  CHECK_FALSE(wrong->within(budget));
+
+  upload(shifted, device.args().x);
+  cuda::Context c = context();
+  Problem<ops::LayerNorm>& got = device.run(c);
+  const auto result = compare(got.tensor(got.blocks().back()), expected);
+  REQUIRE(result);
+  INFO("relative max " << result->rel_max << ", of the naive form " << wrong->rel_max);
+  CHECK(result->within(budget));
+  CHECK(result->rel_max < 1e-3);
+}
+
+TEST_CASE("dual_layernorm on the GPU is two layernorms, bit by bit", "[gpu][norms]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (auto [tokens, hidden] :
+         {std::pair<std::int64_t, std::int64_t>{1, 2560}, {3, 264}, {16, 5120}, {1500, 2560}, {2, 8200}, {2, 32768}}) {
+      INFO(to_string(activation) << ", " << tokens << " tokens of " << hidden);
+      cuda::Context c = context();
+      const std::pair<ops::DualLayerNorm::Dims, ops::DualLayerNorm::Args> sizes{{tokens, hidden}, {}};
+      DeviceProblem<ops::DualLayerNorm> dual(setup(activation), sizes), single(setup(activation), sizes);
+      const auto& a = single.args();
+      REQUIRE(cuda::run(ops::LayerNorm::Args{.x = a.x, .norm = a.norm1, .y = a.y1, .eps = a.eps}, c));
+      REQUIRE(cuda::run(ops::LayerNorm::Args{.x = a.x, .norm = a.norm2, .y = a.y2, .eps = a.eps}, c));
+      require_cuda(cudaDeviceSynchronize());
+      CHECK(dual.run(c).bytes() == single.fetch().bytes());
+    }
+}
