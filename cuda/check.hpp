@@ -51,6 +51,14 @@ inline Status check_multiple_of_8(std::string_view op, std::string_view name, st
                                                 " a multiple of 8, got " + std::to_string(size));
 }
 
+/// Tensor cores multiply what is of one 16-bit dtype.
+inline Status check_weight_dtype(std::string_view op, DType activation, DType weight) {
+  if (weight == activation) return {};
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(to_string(activation)) +
+                                                " activations with weights of the same dtype, got " +
+                                                std::string(to_string(weight)));
+}
+
 /// Calls f with the C++ type of a 16- or 32-bit floating-point dtype; anything else is unimplemented.
 template <class F>
 Status with_activation(std::string_view op, DType dtype, F&& f) {

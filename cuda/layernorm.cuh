@@ -6,6 +6,7 @@
 #include "cuda/device/async.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/launch.hpp"
 #include "cuda/layernorm.hpp"
 
@@ -18,14 +19,6 @@ struct LayerNormParams {
   int hidden;
   float eps, inverse_hidden;
 };
-
-/// The sum over aligned groups of `Width` lanes, the same bits in each of them.
-template <int Width>
-__device__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = Width / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
 
 /// One block's row: y[k] = LayerNorm(x; norm[k]). A Row says what x is and what becomes of y; it has
 ///   Element                     the activations' type; an access is 16 bytes, kLane<Element> elements

@@ -18,38 +18,40 @@ struct Product {
   ops::Epilogue epilogue;
 };
 
-/// What is added to an element's sum.
+/// What is added to an element's sum, as it lies in memory: a conversion would wait for the load.
 struct Addends {
-  float bias = 0, residual = 0;
+  std::uint32_t bias, residual;
 };
 
 __device__ Addends addends(const Product& p, int token, long row) {
-  return {p.bias ? load_scalar(p.bias, p.bias_dtype, row) : 0.f,
-          p.residual ? load_scalar(p.residual, p.activation, token * p.out + row) : 0.f};
+  return {p.bias ? load_bits(p.bias, p.bias_dtype, row) : 0,
+          p.residual ? load_bits(p.residual, p.activation, token * p.out + row) : 0};
 }
 
 __device__ void finish(const Product& p, int token, long row, float sum, Addends add) {
-  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, sum + add.bias + add.residual));
+  if (p.bias) sum += from_bits(add.bias, p.bias_dtype);
+  if (p.residual) sum += from_bits(add.residual, p.activation);
+  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, sum));
 }
 
 template <class T, int Depth, bool TwoTokens>
-__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(TwoTokens))
+__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
     linear_kernel(const __grid_constant__ Product p) {
   __shared__ LinearSmem smem;
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
-  linear_block<T, Depth, TwoTokens>(
+  linear_block<T, Depth, TwoTokens, false>(
       static_cast<const T*>(p.weight), int(p.out), int(p.in), p.tokens, [](int r) { return long(r); },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
       [&](int token, int row) { return addends(p, token, row); },
-      [&](int token, int row, float sum, Addends add) { finish(p, token, row, sum, add); }, smem);
+      [&](int token, int row, auto sum, Addends add) { finish(p, token, row, sum(row), add); }, smem);
 }
 
 template <class T>
 auto kernel_for(int depth, bool two_tokens) {
-  if (depth == 5) return two_tokens ? linear_kernel<T, 5, true> : linear_kernel<T, 5, false>;
-  return two_tokens ? linear_kernel<T, 4, true> : linear_kernel<T, 4, false>;
+  if (two_tokens) return linear_kernel<T, 4, true>;
+  return depth == 5 ? linear_kernel<T, 5, false> : linear_kernel<T, 4, false>;
 }
 
 /// Float32 activations: a warp a row, plain multiply-adds; exact products of any stored weight.
@@ -76,9 +78,7 @@ __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constan
 #pragma unroll
   for (int token = 0; token < kMmaTokens; ++token) {
     if (token >= p.tokens) break;
-    float s = sum[token];
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) s += __shfl_xor_sync(~0u, s, offset);
+    const float s = warp_sum(sum[token]);
     if (lane == 0) finish(p, token, row, s, addends(p, token, row));
   }
 }
@@ -102,10 +102,7 @@ Status run(const ops::Linear::Args& a, Context& context) {
   CF_TRY(check_multiple_of_8(ops::Linear::name, "in", d.in));
   return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    if (a.x.dtype != DType::f32 && dense->weight.dtype != a.x.dtype)
-      return Status::error(Code::unimplemented, "linear: cuda takes " + std::string(to_string(a.x.dtype)) +
-                                                    " activations with weights of the same dtype, got " +
-                                                    std::string(to_string(dense->weight.dtype)));
+    if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype));
     Product p{.x = a.x.data,
               .weight = dense->weight.data,
               .bias = a.linear.bias.data,

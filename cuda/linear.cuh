@@ -1,38 +1,25 @@
 #pragma once
 // The product of a few tokens with a weight matrix that is read once: block functions on tensor cores.
 #include "core/ops/linear.hpp"
-#include "cuda/arch.hpp"
 #include "cuda/device/async.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/linear.hpp"
 
 namespace cf::cuda {
 
-/// How a product is laid out. A tile is 8 rows of W; a block takes tiles blockIdx.x, blockIdx.x + grid, ...; its warps
-/// divide the columns among them in steps of 32, and a warp keeps `depth` steps' weights and activations in flight in
-/// registers.
-struct LinearPlan {
-  int depth;          // 16-byte loads of W in flight a lane
-  int blocks_per_sm;  // resident at once
-  int grid;
-};
+#ifdef __CUDA_ARCH__
+inline constexpr int kCompiledFor = __CUDA_ARCH__ / 10;  // compute capability
+#else
+inline constexpr int kCompiledFor = 90;
+#endif
 
-inline constexpr int kTileRows = 8, kStepColumns = 32, kMmaTokens = 16, kLinearWarps = 8;
-inline constexpr int kLinearThreads = 32 * kLinearWarps;
-
-/// Blocks an SM that registers leave room for: with more than 8 tokens a lane holds activations of two.
-constexpr int linear_blocks_per_sm(bool two_tokens_a_lane) { return two_tokens_a_lane ? 2 : 3; }
-
-/// Depth 4 or 5, whichever divides a warp's steps. Three blocks of eight warps at depth 5 put 60 KB of weights in flight
-/// an SM, which reads a long matrix at 4.49 TB/s of 4.57 on an H200; four blocks reach 4.32, two 4.05.
-constexpr LinearPlan linear_plan(const Arch& arch, long in, long out, long tokens) {
-  const long steps = (in + kStepColumns - 1) / kStepColumns, a_warp = (steps + kLinearWarps - 1) / kLinearWarps;
-  int blocks = linear_blocks_per_sm(tokens > 8);
-  if (blocks * kLinearThreads > arch.threads_per_sm) blocks = arch.threads_per_sm / kLinearThreads;
-  // All blocks take as many tiles, or one fewer: no block is alone with a last one.
-  const long tiles = (out + kTileRows - 1) / kTileRows, slots = long(arch.sm_count) * blocks;
-  const long a_block = (tiles + slots - 1) / slots;
-  return {.depth = a_warp % 5 == 0 ? 5 : 4, .blocks_per_sm = blocks, .grid = int((tiles + a_block - 1) / a_block)};
+/// threadIdx.x, read anew: held over a tile's product it would cost a register.
+__device__ inline int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
 }
 
 struct LinearSmem {
@@ -42,10 +29,12 @@ struct LinearSmem {
 /// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16.
 ///   row_of(r)                      the row of W behind the tiles' r-th row, r < rows
 ///   ready()                        called by all threads after the first weights' loads, before the first use of x
-///   x(token, column)               16 bytes of a token's activations
+///   x(token, column)               16 bytes of a token's activations; NearX says that they are close by, in shared
+///                                  memory, and not worth registers to be asked for ahead
 ///   begin(token, r)                called early for each element of the product
-///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned
-template <class T, int Depth, bool TwoTokens, class RowOf, class Ready, class X, class Begin, class Finish>
+///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned; sum(r) is its sum, and
+///                                  sum(r ^ 1) its neighbour's
+template <class T, int Depth, bool TwoTokens, bool NearX, class RowOf, class Ready, class X, class Begin, class Finish>
 __device__ void linear_block(const T* weights, int rows, int in, int tokens, RowOf row_of, Ready ready, X x,
                              Begin begin, Finish finish, LinearSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -72,33 +61,34 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
 #pragma unroll
   for (int d = 0; d < Depth; ++d) w[d] = load_weight(row, d);
   ready();
+  const auto load_tokens = [&](int d, int step) {
+    low[d] = load_x(g, step);
+    if constexpr (TwoTokens) high[d] = load_x(g + 8, step);
+  };
+  if constexpr (!NearX)
 #pragma unroll
-  for (int d = 0; d < Depth; ++d) {
-    low[d] = load_x(g, d);
-    if constexpr (TwoTokens) high[d] = load_x(g + 8, d);
-  }
+    for (int d = 0; d < Depth; ++d) load_tokens(d, d);
 
   int side = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, side ^= 1) {
     const T* next_row = row_pointer(tile + gridDim.x);
     // Element i of the tile is thread i's in the end: what its epilogue needs is on its way while the product runs.
-    const int token = threadIdx.x / kTileRows;
-    const int r = tile * kTileRows + int(threadIdx.x) % kTileRows;
-    const bool mine = token < tokens && r < rows;
-    const auto begun = mine ? begin(token, r) : decltype(begin(0, 0)){};
+    decltype(begin(0, 0)) begun{};
+    if (const int i = thread_index(), r = tile * kTileRows + i % kTileRows; i < tokens * kTileRows && r < rows)
+      begun = begin(i / kTileRows, r);
     float sum[2][4] = {};
     for (int round = 0; round < rounds; ++round) {
       const bool last = round + 1 == rounds;
 #pragma unroll
       for (int d = 0; d < Depth; ++d) {
+        if constexpr (NearX) load_tokens(d, round * Depth + d);
         const uint4 second = TwoTokens ? high[d] : uint4{};
         // The order of the columns within a product is free: a lane's eight are two fragments' worth.
         mma(sum[0], low[d].x, second.x, low[d].y, second.y, w[d].x, w[d].y, T{});
         mma(sum[1], low[d].z, second.z, low[d].w, second.w, w[d].z, w[d].w, T{});
         const int next = last ? d : (round + 1) * Depth + d;
         w[d] = load_weight(last ? next_row : row, next);
-        low[d] = load_x(g, next);
-        if constexpr (TwoTokens) high[d] = load_x(g + 8, next);
+        if constexpr (!NearX) load_tokens(d, next);
       }
     }
     row = next_row;
@@ -110,12 +100,15 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
       partial[warp][g + 8][2 * t + 1] = sum[0][3] + sum[1][3];
     }
     __syncthreads();
-    if (mine) {
-      float total = 0;
+    if (const int i = thread_index(), r = tile * kTileRows + i % kTileRows; i < tokens * kTileRows && r < rows) {
+      const auto total = [&](int of) {
+        float sum_of = 0;
 #pragma unroll
-      for (int v = 0; v < kLinearWarps; ++v)
-        total += partial[v][token][threadIdx.x % kTileRows];  // in the warps' order
-      finish(token, r, total, begun);
+        for (int v = 0; v < kLinearWarps; ++v)
+          sum_of += partial[v][i / kTileRows][of % kTileRows];  // in the warps' order
+        return sum_of;
+      };
+      finish(i / kTileRows, r, total, begun);
     }
   }
 }

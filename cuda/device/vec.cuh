@@ -144,11 +144,17 @@ struct StoredWeight {
   }
 };
 
-/// One element of the same.
+/// One element of such a dtype, as it lies in memory, and its value.
+__device__ inline std::uint32_t load_bits(const void* p, DType dtype, long i) {
+  if (dtype == DType::f32) return static_cast<const std::uint32_t*>(p)[i];
+  return static_cast<const std::uint16_t*>(p)[i];
+}
+__device__ inline float from_bits(std::uint32_t bits, DType dtype) {
+  if (dtype == DType::f32) return __uint_as_float(bits);
+  return dtype == DType::f16 ? to_float(f16{std::uint16_t(bits)}) : to_float(bf16{std::uint16_t(bits)});
+}
 __device__ inline float load_scalar(const void* p, DType dtype, long i) {
-  if (dtype == DType::f16) return to_float(static_cast<const f16*>(p)[i]);
-  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(p)[i]);
-  return static_cast<const float*>(p)[i];
+  return from_bits(load_bits(p, dtype, i), dtype);
 }
 __device__ inline void store_scalar(void* p, DType dtype, long i, float v) {
   if (dtype == DType::f16)

@@ -1,0 +1,13 @@
+#pragma once
+
+namespace cf::cuda {
+
+/// The sum over aligned groups of `Width` lanes, the same bits in each of them.
+template <int Width = 32>
+__device__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = Width / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+}  // namespace cf::cuda
