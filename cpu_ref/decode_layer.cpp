@@ -1,6 +1,4 @@
-#include <cmath>
-
-#include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/chain.hpp"
 
 namespace cf::cpu_ref {
 
@@ -14,15 +12,8 @@ Status run(const ops::DecodeLayer::Args& a) {
 Result<Condition> condition(const ops::DecodeLayer::Args& a) {
   CF_TRY(ops::DecodeLayer::check(a));
   Condition total{0, 0};
-  CF_TRY(for_each_site(*a.config, a.weights, a.t, [&]<class Args>(const Site&, const Args& args) -> Status {
-    const Result<Condition> c = condition(args);
-    if (!c) return c.status();
-    // The site's budget less its store is u * sqrt(terms) * condition, and four times that for the maximum.
-    const Budget b = Args::Op::budget(Args::Op::dims(args), {.compute = DType::f64, .output = DType::i32}, *c);
-    total.l2 += b.rel_l2 / unit_roundoff(DType::f64);
-    total.max += b.rel_max / unit_roundoff(DType::f64) / 4;
-    return {};
-  }));
+  CF_TRY(for_each_site(*a.config, a.weights, a.t,
+                       [&](const Site&, const auto& args) { return add_part(args, total); }));
   return total;
 }
 

@@ -1,0 +1,100 @@
+#pragma once
+#include "core/ops/kv_append.hpp"
+#include "core/ops/layernorm.hpp"
+#include "core/ops/linear.hpp"
+#include "core/ops/rope.hpp"
+
+namespace cf::ops {
+
+/// The head of an attention block in one: LayerNorm, the QKV product, RoPE, and the append to the cache.
+///   z = LayerNorm(x; norm)                                        (tokens, hidden)
+///   w[t, h, c, :] = sum_k z[t,k] * W[(h * 3 + c) * head_dim + :, k] + bias, c = 0, 1, 2 for q, k, v
+///   q, k, v = Rope(w),  k_cache and v_cache = KvAppend(k, v)
+/// which say the rest: the products are interleaved by head as GPT-NeoX stores them. Neither z nor w is an output.
+/// Source: transformers' GPTNeoXLayer.input_layernorm and GPTNeoXAttention up to the attention itself.
+/// Refuses what LayerNorm, Linear, Rope and KvAppend refuse.
+struct LnQkv {
+  static constexpr std::string_view name = "ln_qkv";
+  struct Dims {
+    std::int64_t batch, q_len, hidden, heads, head_dim, rotary_dim, table_rows, capacity;
+    std::int64_t tokens() const { return batch * q_len; }
+    std::int64_t out() const { return 3 * heads * head_dim; }
+  };
+  struct Args {
+    using Op = LnQkv;
+    ConstAnyView<2> x{};                      // (tokens, hidden)
+    NormParams norm{};                        // gamma, beta: (hidden)
+    LinearParams linear{};                    // weight (heads * 3 * head_dim, hidden), bias or empty
+    View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
+    View<const std::int32_t, 1> positions{};  // (tokens)
+    View<const std::int32_t, 1> kv_len{};     // (batch)
+    AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)
+    AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
+    double eps = 1e-5;
+  };
+
+  static Dims dims(const Args& a) {
+    const std::int64_t batch = a.kv_len.shape[0];
+    return {batch,          batch > 0 ? a.x.shape[0] / batch : 0,
+            a.x.shape[1],   a.q.shape[1],
+            a.q.shape[2],   2 * a.cos.shape[1],
+            a.cos.shape[0], a.k_cache.shape[2]};
+  }
+  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
+    return {{w.batch, w.q_len, m.hidden_size, m.num_attention_heads, m.head_dim(), m.rotary_dim,
+             m.max_position_embeddings, w.cache_capacity()},
+            {.eps = m.layer_norm_eps}};
+  }
+  template <class A, class F>
+  static void tensors(const Dims& d, A& a, F&& f) {
+    f(Role::input, "x", a.x, extents(d.tokens(), d.hidden));
+    LayerNorm::norm_tensors({d.tokens(), d.hidden}, a.norm, f);
+    Linear::linear_tensors(d.out(), d.hidden, a.linear, f);
+    Rope::table_tensors(d.table_rows, d.rotary_dim, a, f);
+    f(Role::index, "positions", a.positions, extents(d.tokens()));
+    f(Role::index, "kv_len", a.kv_len, extents(d.batch));
+    f(Role::output, "q", a.q, extents(d.tokens(), d.heads, d.head_dim));
+    f(Role::output, "k", a.k, extents(d.tokens(), d.heads, d.head_dim));
+    f(Role::output, "v", a.v, extents(d.tokens(), d.heads, d.head_dim));
+    f(Role::state, "k_cache", a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(Role::state, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+  }
+  static Status check(const Args& a) {
+    CF_TRY(check_tensors<LnQkv>(a));
+    const Dims d = dims(a);
+    if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
+    if (d.rotary_dim > d.head_dim)
+      return bad_argument(name, "rotary_dim must be at most head_dim " + std::to_string(d.head_dim) + ", got " +
+                                    std::to_string(d.rotary_dim) + " from the table's shape");
+    if (d.q_len > d.capacity)
+      return bad_argument(
+          name, "q_len must be at most capacity " + std::to_string(d.capacity) + ", got " + std::to_string(d.q_len));
+    return {};
+  }
+  static Cost cost(const Dims& d, DType activation, DType weight) {
+    const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out()),
+                 s = double(size_bytes(activation));
+    return {(out * h + out + 2 * h) * double(size_bytes(weight)) + t * (h + out * 5 / 3) * s +
+                4 * (t * double(d.rotary_dim + 1) + double(d.batch)),
+            2 * t * out * h + 8 * t * h + 2 * t * out};
+  }
+  /// As for a layer: every part passes on the relative error it is given and adds its own, and z may be stored once.
+  /// `condition` is the sum over the parts of their conditions times sqrt(terms), as cpu_ref::condition() measures it.
+  static Budget budget(const Dims&, Precision p, Condition c = {}) {
+    const double store = unit_roundoff(p.output);
+    return reduction_budget(1, p, c) += {store, store};
+  }
+
+  /// The op as its parts: calls f with the Args of LayerNorm, Linear, Rope and KvAppend in turn, z and w in the tensors
+  /// given, and stops at the first Status that is not ok.
+  template <class F>
+  static Status for_each_part(const Args& a, const AnyView<2>& z, const AnyView<4>& w, F&& f) {
+    const Dims d = dims(a);
+    CF_TRY(f(LayerNorm::Args{.x = a.x, .norm = a.norm, .y = z, .eps = a.eps}));
+    CF_TRY(f(Linear::Args{.x = z, .linear = a.linear, .y = reshape<2>(w, {d.tokens(), d.out()})}));
+    CF_TRY(f(Rope::Args{.qkv = w, .cos = a.cos, .sin = a.sin, .positions = a.positions, .q = a.q, .k = a.k, .v = a.v}));
+    return f(KvAppend::Args{.k = a.k, .v = a.v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache});
+  }
+};
+
+}  // namespace cf::ops
