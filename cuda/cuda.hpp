@@ -25,12 +25,16 @@ class Context {
   /// is still running.
   bool overlap() const { return overlap_; }
   void set_overlap(bool on) { overlap_ = on; }
+  /// Whether calls are checked and nothing is launched, to learn that a sequence of them will run before its first does.
+  bool dry_run() const { return dry_run_; }
+  void set_dry_run(bool on) { dry_run_ = on; }
 
  private:
   int device_ = 0;
   CUstream_st* stream_ = nullptr;
   Arch arch_ = kH200;
   bool overlap_ = false;
+  bool dry_run_ = false;
 };
 
 /// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not match,

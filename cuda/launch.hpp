@@ -14,11 +14,13 @@ struct LaunchShape {
   int cluster_blocks = 1;  // along x
 };
 
-/// Launches on the context's stream. In an overlapping context the kernel may start before its predecessors are done: it
-/// must call wait_for_predecessors() before it touches anything that they write or read.
+/// Launches on the context's stream, unless the context is in a dry run. In an overlapping context the kernel may start
+/// before its predecessors are done: it must call wait_for_predecessors() before it touches anything that they write or
+/// read.
 template <class... Params, class... Args>
 Status launch(std::string_view op, const Context& context, const LaunchShape& shape, void (*kernel)(Params...),
               Args&&... args) {
+  if (context.dry_run()) return {};
   if (shape.smem_bytes > 48 * 1024)
     CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.smem_bytes)),
                      op));
