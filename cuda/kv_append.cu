@@ -11,8 +11,8 @@ __global__ void kv_append_kernel(const __grid_constant__ ops::KvAppend::Args a, 
   const long batch = a.kv_len.shape[0], q_len = a.k.shape[0] / batch, heads = a.k.shape[1],
              capacity = a.k_cache.shape[2];
   const long row_vectors = a.k.shape[2] * element_bytes / 16;
-  const long token = blockIdx.x, b = token / q_len, entry = a.kv_len.data[b] - q_len + token % q_len;
-  if (entry < 0 || entry >= capacity) return;
+  const long token = blockIdx.x, b = token / q_len, kv_len = a.kv_len.data[b], entry = kv_len - q_len + token % q_len;
+  if (kv_len < q_len || kv_len > capacity) return;
   const uint4 *k = static_cast<const uint4*>(a.k.data), *v = static_cast<const uint4*>(a.v.data);
   uint4 *k_cache = static_cast<uint4*>(a.k_cache.data), *v_cache = static_cast<uint4*>(a.v_cache.data);
   for (long i = threadIdx.x; i < heads * row_vectors; i += blockDim.x) {
