@@ -11,6 +11,9 @@ namespace cf::cuda {
 /// the next call starts clean.
 Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = SourceLocation::current());
 
+/// The limits of a device as its properties give them. Refuses a compute capability that there are no kernels for.
+Result<Arch> arch_of(const cudaDeviceProp& properties, int device);
+
 /// Refuses tensors that do not lie in memory of the context's device, by name, those not aligned to `alignment_bytes`,
 /// and float64 weights.
 class DeviceCheck {

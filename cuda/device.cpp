@@ -18,6 +18,22 @@ Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at) {
                        std::string(what) + ": " + cudaGetErrorString(error), at);
 }
 
+Result<Arch> arch_of(const cudaDeviceProp& p, int device) {
+  const int cc = 10 * p.major + p.minor;
+  if (cc != 90 && cc != 120)
+    return Status::error(Code::device_error, "device " + std::to_string(device) + " (" + p.name +
+                                                 ") has compute capability " + std::to_string(p.major) + "." +
+                                                 std::to_string(p.minor) + ", expected 9.0 or 12.0");
+  return Arch{.compute_capability = cc,
+              .sm_count = p.multiProcessorCount,
+              .smem_per_block_bytes = int(p.sharedMemPerBlockOptin),
+              .smem_per_sm_bytes = int(p.sharedMemPerMultiprocessor),
+              .threads_per_sm = p.maxThreadsPerMultiProcessor,
+              .registers_per_sm = p.regsPerMultiprocessor,
+              .l2_bytes = p.l2CacheSize,
+              .max_cluster_blocks = 8};
+}
+
 Result<Context> Context::create(int device, CUstream_st* stream) {
   int count = 0;
   if (Status s = from_cuda(cudaGetDeviceCount(&count), "no CUDA device"); !s) return s;
@@ -26,23 +42,13 @@ Result<Context> Context::create(int device, CUstream_st* stream) {
                          "no CUDA device " + std::to_string(device) + ", there are " + std::to_string(count));
   cudaDeviceProp p;
   if (Status s = from_cuda(cudaGetDeviceProperties(&p, device), "cudaGetDeviceProperties"); !s) return s;
-  const int cc = 10 * p.major + p.minor;
-  if (cc != 90 && cc != 120)
-    return Status::error(Code::device_error, "device " + std::to_string(device) + " (" + p.name +
-                                                 ") has compute capability " + std::to_string(p.major) + "." +
-                                                 std::to_string(p.minor) + ", expected 9.0 or 12.0");
+  const Result<Arch> arch = arch_of(p, device);
+  if (!arch) return arch.status();
   if (Status s = from_cuda(cudaSetDevice(device), "cudaSetDevice"); !s) return s;
   Context c;
   c.device_ = device;
   c.stream_ = stream;
-  c.arch_ = {.compute_capability = cc,
-             .sm_count = p.multiProcessorCount,
-             .smem_per_block_bytes = int(p.sharedMemPerBlockOptin),
-             .smem_per_sm_bytes = int(p.sharedMemPerMultiprocessor),
-             .threads_per_sm = p.maxThreadsPerMultiProcessor,
-             .registers_per_sm = p.regsPerMultiprocessor,
-             .l2_bytes = p.l2CacheSize,
-             .max_cluster_blocks = 8};
+  c.arch_ = *arch;
   return c;
 }
 
