@@ -1,6 +1,6 @@
 #pragma once
 // One call of an op on the GPU against the double oracle within the derived budget: guards, poison and what of a cache may
-// not change intact, the same bits again.
+// not change intact, the same bits again, under the plans of every GPU that there are plans for.
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "device_problem.hpp"
@@ -12,6 +12,13 @@ inline cuda::Context context() {
   const auto c = cuda::Context::create();
   REQUIRE(c);
   return *c;
+}
+
+/// Contexts on this device: with its own plans, and with those of an RTX 5090.
+inline std::array<cuda::Context, 2> contexts() {
+  std::array<cuda::Context, 2> all{context(), context()};
+  all[1].set_plan_arch(cuda::kRtx5090);
+  return all;
 }
 
 /// What of a cache may not change is as it was, bit by bit; what was appended is the reference's, to one rounding.
@@ -42,11 +49,15 @@ void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& referenc
 template <class Op>
 bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
   INFO(Op::name << ": " << describe(s));
-  cuda::Context c = context();
-  DeviceProblem<Op> device(s, sizes), again(s, sizes);
-  if (const Status status = cuda::run(device.args(), c); status.code() == Code::unimplemented) {
-    CHECK(status.message().find("cuda takes") != std::string::npos);
-    return false;
+  std::array<cuda::Context, 2> all = contexts();
+  {
+    cuda::Context checking = all[0];
+    checking.set_dry_run(true);
+    DeviceProblem<Op> asked(s, sizes);
+    if (const Status status = cuda::run(asked.args(), checking); status.code() == Code::unimplemented) {
+      CHECK(status.message().find("cuda takes") != std::string::npos);
+      return false;
+    }
   }
   Setup exact = s;
   exact.activation = DType::f64;
@@ -56,18 +67,22 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
   REQUIRE(condition);
   const Budget budget = Op::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
 
-  Problem<Op>& got = device.run(c);
-  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
-    auto& block = got.blocks()[i];
-    if (block.role == Role::state) check_state(untouched, got, reference, i, budget);
-    if (block.role != Role::output) continue;
-    const auto result = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
-    REQUIRE(result);
-    INFO(block.name << ": relative L2 " << result->rel_l2 << " (budget " << budget.rel_l2 << "), relative max "
-                    << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
-    CHECK(result->within(budget));
+  for (cuda::Context& c : all) {
+    INFO("planned for " << to_string(c.arch()));
+    DeviceProblem<Op> device(s, sizes), again(s, sizes);
+    Problem<Op>& got = device.run(c);
+    for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+      auto& block = got.blocks()[i];
+      if (block.role == Role::state) check_state(untouched, got, reference, i, budget);
+      if (block.role != Role::output) continue;
+      const auto result = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
+      REQUIRE(result);
+      INFO(block.name << ": relative L2 " << result->rel_l2 << " (budget " << budget.rel_l2 << "), relative max "
+                      << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
+      CHECK(result->within(budget));
+    }
+    CHECK(again.run(c).bytes() == got.bytes());
   }
-  CHECK(again.run(c).bytes() == got.bytes());
   return true;
 }
 

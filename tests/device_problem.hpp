@@ -2,6 +2,9 @@
 // A Problem on the device: the same blocks, guards and poison, copied over, with the op's arguments pointing there.
 #include <cuda_runtime_api.h>
 
+#include <span>
+#include <utility>
+
 #include "catch.hpp"
 #include "cuda/cuda.hpp"
 #include "op_problem.hpp"
@@ -13,44 +16,59 @@ inline void require_cuda(cudaError_t e) {
   REQUIRE(e == cudaSuccess);
 }
 
+/// Device memory of its own, filled from the host or from other device memory.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(std::span<const std::byte> from) : bytes_(from.size()) {
+    void* memory = nullptr;
+    require_cuda(cudaMalloc(&memory, bytes_));
+    data_ = static_cast<std::byte*>(memory);
+    require_cuda(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyDefault));
+  }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(DeviceBytes&& o) noexcept : data_(std::exchange(o.data_, nullptr)), bytes_(o.bytes_) {}
+  DeviceBytes& operator=(DeviceBytes&&) = delete;
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+  void fetch(void* to) const { require_cuda(cudaMemcpy(to, data_, bytes_, cudaMemcpyDefault)); }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_;
+};
+
 template <class Op>
 class DeviceProblem {
  public:
   explicit DeviceProblem(const Setup& s) : DeviceProblem(s, Op::example(s.model, s.load)) {}
   DeviceProblem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : host_(s, sizes), args_(host_.args()) {
-    for (auto& b : host_.blocks()) {
-      void* memory = nullptr;
-      require_cuda(cudaMalloc(&memory, b.memory.size()));
-      device_.push_back(static_cast<std::byte*>(memory));
-      require_cuda(cudaMemcpy(memory, b.memory.data(), b.memory.size(), cudaMemcpyHostToDevice));
-    }
+    for (auto& b : host_.blocks()) device_.emplace_back(b.memory);
     std::size_t i = 0;
     Op::tensors(host_.dims(), args_, [&](Role, std::string_view, auto& view, auto, bool = false) {
-      view.data = reinterpret_cast<decltype(view.data)>(device_[i++] + Problem<Op>::guard_bytes);
+      view.data = reinterpret_cast<decltype(view.data)>(device_[i++].data() + Problem<Op>::guard_bytes);
     });
-  }
-  ~DeviceProblem() {
-    for (std::byte* p : device_) cudaFree(p);
   }
   DeviceProblem(const DeviceProblem&) = delete;
   DeviceProblem& operator=(const DeviceProblem&) = delete;
 
+  const typename Op::Dims& dims() const { return host_.dims(); }
   typename Op::Args& args() { return args_; }
+  std::vector<typename Problem<Op>::Block>& blocks() { return host_.blocks(); }
+  /// The device memory behind each of blocks(), guards included.
+  const std::vector<DeviceBytes>& memory() const { return device_; }
 
   /// Runs the op to its end and brings every block back; the guards must be whole.
   Problem<Op>& run(cuda::Context& context) {
     const Status s = cuda::run(args_, context);
     INFO(s.message());
     REQUIRE(s);
-    require_cuda(cudaDeviceSynchronize());
     return fetch();
   }
   Problem<Op>& fetch() {
-    for (std::size_t i = 0; i < device_.size(); ++i) {
-      auto& memory = host_.blocks()[i].memory;
-      require_cuda(cudaMemcpy(memory.data(), device_[i], memory.size(), cudaMemcpyDeviceToHost));
-    }
+    require_cuda(cudaDeviceSynchronize());
+    for (std::size_t i = 0; i < device_.size(); ++i) device_[i].fetch(host_.blocks()[i].memory.data());
     INFO("guard of " << host_.broken_guard());
     REQUIRE(host_.broken_guard().empty());
     return host_;
@@ -59,7 +77,7 @@ class DeviceProblem {
  private:
   Problem<Op> host_;
   typename Op::Args args_;
-  std::vector<std::byte*> device_;
+  std::vector<DeviceBytes> device_;
 };
 
 }  // namespace cf::test

@@ -1,0 +1,80 @@
+// The same bits on every run, for every op: a thousand runs on restored activations, each compared on the device, with
+// and without overlap of dependent kernels, under the plans of both GPUs.
+#include "device_bytes.hpp"
+#include "device_check.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+/// Copies of all blocks of a problem but its weights and tables, which a kernel may read before its predecessor is done,
+/// and the pairs of blocks and copies.
+class Copies {
+ public:
+  template <class Op>
+  explicit Copies(DeviceProblem<Op>& p) : pairs_(std::as_bytes(std::span<const BytePair>(copy(p)))) {}
+
+  const BytePair* pairs() const { return reinterpret_cast<const BytePair*>(pairs_.data()); }
+  int count() const { return int(copies_.size()); }
+
+ private:
+  template <class Op>
+  std::vector<BytePair> copy(DeviceProblem<Op>& p) {
+    std::vector<BytePair> pairs;
+    for (std::size_t i = 0; i < p.blocks().size(); ++i) {
+      const Role role = p.blocks()[i].role;
+      if (role == Role::weight || role == Role::table) continue;
+      const DeviceBytes& memory = p.memory()[i];
+      copies_.emplace_back(std::span(memory.data(), memory.size()));
+      pairs.push_back({memory.data(), copies_.back().data(), memory.size()});
+    }
+    return pairs;
+  }
+
+  std::vector<DeviceBytes> copies_;
+  DeviceBytes pairs_;
+};
+
+/// The bytes in which any of `runs` runs differs from a first one without overlap.
+template <class Op>
+std::uint64_t differences(DeviceProblem<Op>& p, const Copies& before, const Copies& expected, cuda::Context& context,
+                          int runs) {
+  const std::uint64_t zero = 0;
+  const DeviceBytes different(std::as_bytes(std::span(&zero, 1)));
+  for (int i = 0; i < runs; ++i) {
+    restore_late(before.pairs(), before.count(), context.stream());
+    REQUIRE(cuda::run(p.args(), context));
+    count_differences_and_scrub(expected.pairs(), expected.count(), reinterpret_cast<std::uint64_t*>(different.data()),
+                                context.stream());
+  }
+  require_cuda(cudaDeviceSynchronize());
+  std::uint64_t n = 0;
+  different.fetch(&n);
+  return n;
+}
+
+}  // namespace
+
+TEMPLATE_LIST_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][reruns]", ops::All) {
+  // 80 queries a step: an H200's plan and an RTX 5090's split their keys differently.
+  for (const Workload& load : {Workload{4, 1, 129, 130}, Workload{2, 9, 40, 40}})
+    for (DType dtype : {DType::f16, DType::bf16}) {
+      Setup s{.model = model_of(20, 80, 20, 640), .load = load, .activation = dtype, .weight = dtype, .values = dtype};
+      s.model.max_position_embeddings = load.kv_len;
+      INFO(TestType::name << ": " << describe(s));
+      DeviceProblem<TestType> p(s);
+      const Copies before(p);
+      for (cuda::Context& c : contexts()) {
+        INFO("planned for " << to_string(c.arch()));
+        restore_late(before.pairs(), before.count(), c.stream());
+        p.run(c);
+        const Copies expected(p);
+        for (bool overlap : {false, true}) {
+          INFO("overlap " << overlap);
+          c.set_overlap(overlap);
+          CHECK(differences(p, before, expected, c, 1000) == 0);
+        }
+      }
+    }
+}
