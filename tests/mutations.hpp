@@ -1,0 +1,182 @@
+#pragma once
+// The suite proves that it can fail: each fault that a port of this layer could have is put into the walk over golden
+// files, and at least one tap must leave its budget. The list of faults, for every backend.
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+
+#include "apps/golden_walk.hpp"
+#include "catch.hpp"
+#include "core/compare.hpp"
+
+namespace cf::test {
+
+/// Changes a site's arguments, or the state before the walk. Tensors that it makes live in `scratch`.
+struct Fault {
+  using Scratch = std::vector<Tensor>;
+  std::string name;
+  std::function<void(ModelConfig&, LayerWeights&, LayerState&)> before = [](auto&, auto&, auto&) {};
+  std::function<void(const Site&, ops::Linear::Args&)> linear = [](auto&, auto&) {};
+  std::function<void(ops::Rope::Args&, Scratch&)> rope = [](auto&, auto&) {};
+  std::function<void(ops::Attention::Args&, Scratch&)> attention = [](auto&, auto&) {};
+
+  void apply(const Site& s, ops::Linear::Args& a, Scratch&) const { linear(s, a); }
+  void apply(const Site&, ops::Rope::Args& a, Scratch& t) const { rope(a, t); }
+  void apply(const Site&, ops::Attention::Args& a, Scratch& t) const { attention(a, t); }
+  void apply(const Site&, ops::LayerNorm::Args&, Scratch&) const {}
+  void apply(const Site&, ops::KvAppend::Args&, Scratch&) const {}
+};
+
+/// A cache whose entries are those of `cache` from the second on.
+inline ConstAnyView<4> without_oldest(ConstAnyView<4> cache, Fault::Scratch& scratch) {
+  const auto [batch, heads, capacity, head_dim] = cache.shape;
+  Tensor t(DType::f32, {batch, heads, capacity, head_dim});
+  const float* from = cache.as<const float>().data;
+  for (std::int64_t row = 0; row < batch * heads; ++row)
+    std::copy(from + (row * capacity + 1) * head_dim, from + (row + 1) * capacity * head_dim,
+              t.as<float>() + row * capacity * head_dim);
+  scratch.push_back(std::move(t));
+  return scratch.back().view<4>();
+}
+
+inline View<const std::int32_t, 1> shifted(View<const std::int32_t, 1> v, std::int32_t by, Fault::Scratch& scratch) {
+  Tensor t(DType::i32, {v.size()});
+  for (std::int64_t i = 0; i < v.size(); ++i) t.as<std::int32_t>()[i] = v.data[i] + by;
+  scratch.push_back(std::move(t));
+  return {scratch.back().as<std::int32_t>(), v.shape};
+}
+
+inline void round_to_f16(Tensor& table) {
+  for (std::int64_t i = 0; i < table.size(); ++i) table.as<float>()[i] = widen<float>(narrow<f16>(table.at(i)));
+}
+
+/// Every fault that the suite must catch.
+inline std::vector<Fault> faults() {
+  std::vector<Fault> all;
+  const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
+  add("the oldest cache entry is dropped").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+    a.k_cache = without_oldest(a.k_cache, s);
+    a.v_cache = without_oldest(a.v_cache, s);
+    a.kv_len = shifted(a.kv_len, -1, s);
+  };
+  add("the newest cache entry is not seen").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+    a.kv_len = shifted(a.kv_len, -1, s);
+  };
+  add("the scale is that of head_dim 64").attention = [](ops::Attention::Args& a, Fault::Scratch&) {
+    a.scale = 1 / std::sqrt(64.0);
+  };
+  add("positions are one too high").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
+    a.positions = shifted(a.positions, 1, s);
+  };
+  add("QKV is read as if q, k and v were not interleaved").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
+    const auto [tokens, heads, three, head_dim] = a.qkv.shape;
+    Tensor t(DType::f32, {tokens, heads, three, head_dim});
+    const float* from = a.qkv.as<const float>().data;
+    for (std::int64_t i = 0; i < tokens; ++i)
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t part = 0; part < 3; ++part)
+          std::copy_n(from + ((i * 3 + part) * heads + h) * head_dim, head_dim,
+                      t.as<float>() + ((i * heads + h) * 3 + part) * head_dim);
+    s.push_back(std::move(t));
+    a.qkv = s.back().view<4>();
+  };
+  add("QKV has no bias").linear = [](const Site& s, ops::Linear::Args& a) {
+    if (s.name == site::query_key_value.name) a.linear.bias = {};
+  };
+  add("the attention's output has no bias").linear = [](const Site& s, ops::Linear::Args& a) {
+    if (s.name == site::dense.name) a.linear.bias = {};
+  };
+  add("GELU is the tanh form").linear = [](const Site&, ops::Linear::Args& a) {
+    if (a.epilogue == ops::Epilogue::gelu_erf) a.epilogue = ops::Epilogue::gelu_tanh;
+  };
+  add("eps is 1e-6").before = [](ModelConfig& m, LayerWeights&, LayerState&) { m.layer_norm_eps = 1e-6; };
+  add("the residual is sequential").before = [](ModelConfig& m, LayerWeights&, LayerState&) {
+    m.use_parallel_residual = !m.use_parallel_residual;
+  };
+  add("the two norms are exchanged").before = [](ModelConfig&, LayerWeights& w, LayerState&) {
+    std::swap(w.input_layernorm, w.post_attention_layernorm);
+  };
+  add("cos and sin are float16").before = [](ModelConfig&, LayerWeights&, LayerState& s) {
+    round_to_f16(s.cos);
+    round_to_f16(s.sin);
+  };
+  add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s) {
+    s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
+  };
+  return all;
+}
+
+/// The taps that leave the float32 budget under a fault, in a walk of host tensors where every error is passed on.
+/// run(args) runs a site.
+template <class Run>
+std::vector<std::string> caught(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
+                                const Fault& fault, Run&& run) {
+  ModelConfig config = file.meta().config;
+  LayerWeights w = weights.weights;
+  LayerState state(config, file.meta().load, DType::f32);
+  REQUIRE(file.load(state));
+  state.fill_rope_table(config.rope_theta);
+  fault.before(config, w, state);
+  Fault::Scratch scratch;
+  scratch.reserve(8);  // views into it stay valid
+  apps::WalkOptions options;
+  options.activation = DType::f32;
+  const double budget = apps::walk_budget(options);
+  std::vector<std::string> taps;
+  const LayerTensors tensors = state.tensors();
+  const Status walked = for_each_site(config, w, tensors, [&](const Site& site, const auto& given) -> Status {
+    auto args = given;
+    fault.apply(site, args, scratch);
+    CF_TRY(run(args));
+    for (const apps::SiteOutput& output : apps::site_outputs(site, given)) {
+      const Result<Tensor> reference = file.tap(std::string(golden::kReference), output.tap);
+      if (!reference) return reference.status();
+      const Result<Comparison> c =
+          compare(apps::read_tap(output, config, file.meta().load, tensors.kv_len), *reference);
+      if (!c) return c.status();
+      if (!(c->rel_l2 <= budget) || c->non_finite) taps.push_back(output.tap);
+    }
+    return {};
+  });
+  INFO(walked.message());
+  REQUIRE(walked);
+  return taps;
+}
+
+/// Small golden files of head_dim 80 whose sequences all have an entry to lose.
+inline std::vector<std::string> gate_files() {
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR)) {
+    if (entry.path().extension() != ".h5") continue;
+    const auto file = golden::GoldenFile::open(entry.path().string());
+    REQUIRE(file);
+    const auto& meta = file->meta();
+    const std::int32_t shortest = *std::min_element(meta.kv_len.begin(), meta.kv_len.end());
+    if (meta.config.head_dim() == 80 && meta.config.hidden_size < 1000 && shortest > meta.load.q_len)
+      files.push_back(entry.path().string());
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+/// Runs the gate: each fault is caught at one tap at least of every file, and none where there is no fault.
+template <class Run>
+void check_gate(Run&& run) {
+  const std::vector<std::string> files = gate_files();
+  REQUIRE(files.size() >= 4);
+  for (const std::string& path : files) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    INFO(path << " " << weights.status().message());
+    REQUIRE(weights);
+    CHECK(caught(*file, *weights, {.name = "no fault"}, run).empty());
+    for (const Fault& fault : faults()) {
+      INFO("fault: " << fault.name);
+      CHECK_FALSE(caught(*file, *weights, fault, run).empty());
+    }
+  }
+}
+
+}  // namespace cf::test
