@@ -170,4 +170,24 @@ class Problem {
   std::vector<Block> blocks_;
 };
 
+/// Calls change(role, name, view, optional) for the nth tensor of a problem's arguments; false when there is none.
+template <template <class> class AnyProblem, class Op, class F>
+bool change_tensor(AnyProblem<Op>& p, int nth, F&& change) {
+  int i = 0;
+  bool found = false;
+  Op::tensors(p.dims(), p.args(), [&](Role role, std::string_view name, auto& view, auto, bool optional = false) {
+    if (i++ == nth) {
+      change(role, name, view, optional);
+      found = true;
+    }
+  });
+  return found;
+}
+
+/// Moves a view's pointer on, whatever lies there.
+template <class View>
+void move_pointer(View& view, std::size_t bytes) {
+  view.data = reinterpret_cast<decltype(view.data)>(reinterpret_cast<std::uintptr_t>(view.data) + bytes);
+}
+
 }  // namespace cf::test
