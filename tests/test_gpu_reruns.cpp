@@ -17,6 +17,8 @@ class Copies {
 
   const BytePair* pairs() const { return reinterpret_cast<const BytePair*>(pairs_.data()); }
   int count() const { return int(copies_.size()); }
+  /// The copy of the nth such block.
+  const DeviceBytes& operator[](std::size_t nth) const { return copies_[nth]; }
 
  private:
   template <class Op>
@@ -77,4 +79,16 @@ TEMPLATE_LIST_TEST_CASE("Every op on the GPU makes the same bits a thousand time
         }
       }
     }
+}
+
+TEST_CASE("A run that differs in one byte is counted", "[gpu][reruns][small]") {
+  cuda::Context c = context();
+  DeviceProblem<ops::LayerNorm> p({.model = model_of(2, 80, 20, 8), .activation = DType::f16});
+  const Copies before(p);
+  p.run(c);
+  const Copies expected(p);
+  CHECK(differences(p, before, expected, c, 10) == 0);
+  std::byte* last = expected[1].data() + expected[1].size() - Problem<ops::LayerNorm>::guard_bytes - 1;
+  require_cuda(cudaMemset(last, 0xff, 1));
+  CHECK(differences(p, before, expected, c, 10) == 10);
 }
