@@ -3,12 +3,12 @@
 // files, and at least one tap must leave its budget. The list of faults, for every backend.
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <functional>
 
 #include "apps/golden_walk.hpp"
 #include "catch.hpp"
 #include "core/compare.hpp"
+#include "golden_files.hpp"
 
 namespace cf::test {
 
@@ -147,16 +147,14 @@ std::vector<std::string> caught(const golden::GoldenFile& file, const golden::Go
 /// Small golden files of head_dim 80 whose sequences all have an entry to lose.
 inline std::vector<std::string> gate_files() {
   std::vector<std::string> files;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR)) {
-    if (entry.path().extension() != ".h5") continue;
-    const auto file = golden::GoldenFile::open(entry.path().string());
+  for (const std::string& path : golden_files()) {
+    const auto file = golden::GoldenFile::open(path);
     REQUIRE(file);
     const auto& meta = file->meta();
     const std::int32_t shortest = *std::min_element(meta.kv_len.begin(), meta.kv_len.end());
     if (meta.config.head_dim() == 80 && meta.config.hidden_size < 1000 && shortest > meta.load.q_len)
-      files.push_back(entry.path().string());
+      files.push_back(path);
   }
-  std::sort(files.begin(), files.end());
   return files;
 }
 
