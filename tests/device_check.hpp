@@ -8,15 +8,15 @@
 
 namespace cf::test {
 
-inline cuda::Context context() {
-  const auto c = cuda::Context::create();
+inline cuda::Context context(cudaStream_t stream = nullptr) {
+  const auto c = cuda::Context::create(0, stream);
   REQUIRE(c);
   return *c;
 }
 
 /// Contexts on this device: with its own plans, and with those of an RTX 5090.
-inline std::array<cuda::Context, 2> contexts() {
-  std::array<cuda::Context, 2> all{context(), context()};
+inline std::array<cuda::Context, 2> contexts(cudaStream_t stream = nullptr) {
+  std::array<cuda::Context, 2> all{context(stream), context(stream)};
   all[1].set_plan_arch(cuda::kRtx5090);
   return all;
 }
