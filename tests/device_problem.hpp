@@ -24,6 +24,7 @@ class DeviceBytes {
     require_cuda(cudaMalloc(&memory, bytes_));
     data_ = static_cast<std::byte*>(memory);
     require_cuda(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyDefault));
+    require_cuda(cudaDeviceSynchronize());  // the copy may still be under way, and other streams do not wait for it
   }
   ~DeviceBytes() { cudaFree(data_); }
   DeviceBytes(DeviceBytes&& o) noexcept : data_(std::exchange(o.data_, nullptr)), bytes_(o.bytes_) {}
