@@ -1,5 +1,6 @@
 // The same bits on every run, for every op: a thousand runs on restored activations, each compared on the device, with
 // and without overlap of dependent kernels, under the plans of both GPUs.
+#include "cuda/graph.hpp"
 #include "device_bytes.hpp"
 #include "device_check.hpp"
 
@@ -38,18 +39,6 @@ class Copies {
   DeviceBytes pairs_;
 };
 
-class Stream {
- public:
-  Stream() { require_cuda(cudaStreamCreate(&stream_)); }
-  ~Stream() { cudaStreamDestroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 /// The bytes in which any of 10 * `replays` runs differs from `expected`. They are replays of a graph: launches from the
 /// host are too far apart for kernels to overlap.
 template <class Op>
@@ -57,21 +46,19 @@ std::uint64_t differences(DeviceProblem<Op>& p, const Copies& before, const Copi
                           int replays) {
   const std::uint64_t zero = 0;
   const DeviceBytes different(std::as_bytes(std::span(&zero, 1)));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t runs = nullptr;
-  require_cuda(cudaStreamBeginCapture(context.stream(), cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < 10; ++i) {
-    restore_late(before.pairs(), before.count(), context.stream());
-    REQUIRE(cuda::run(p.args(), context));
-    count_differences_and_scrub(expected.pairs(), expected.count(), reinterpret_cast<std::uint64_t*>(different.data()),
-                                context.stream());
-  }
-  require_cuda(cudaStreamEndCapture(context.stream(), &graph));
-  require_cuda(cudaGraphInstantiate(&runs, graph, 0));
-  for (int i = 0; i < replays; ++i) require_cuda(cudaGraphLaunch(runs, context.stream()));
+  const Result<cuda::GraphExec> runs = cuda::capture(context.stream(), [&]() -> Status {
+    for (int i = 0; i < 10; ++i) {
+      restore_late(before.pairs(), before.count(), context.stream());
+      CF_TRY(cuda::run(p.args(), context));
+      count_differences_and_scrub(expected.pairs(), expected.count(),
+                                  reinterpret_cast<std::uint64_t*>(different.data()), context.stream());
+    }
+    return {};
+  });
+  INFO(runs.status().message());
+  REQUIRE(runs);
+  for (int i = 0; i < replays; ++i) require_cuda(cudaGraphLaunch(runs->get(), context.stream()));
   require_cuda(cudaStreamSynchronize(context.stream()));
-  require_cuda(cudaGraphExecDestroy(runs));
-  require_cuda(cudaGraphDestroy(graph));
   std::uint64_t n = 0;
   different.fetch(&n);
   return n;
@@ -80,7 +67,8 @@ std::uint64_t differences(DeviceProblem<Op>& p, const Copies& before, const Copi
 }  // namespace
 
 TEMPLATE_LIST_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][reruns]", ops::All) {
-  const Stream stream;
+  const auto stream = cuda::make_stream();
+  REQUIRE(stream);
   // 80 queries a step: an H200's plan and an RTX 5090's split their keys differently.
   for (const Workload& load : {Workload{4, 1, 129, 130}, Workload{2, 9, 40, 40}})
     for (DType dtype : {DType::f16, DType::bf16}) {
@@ -89,7 +77,7 @@ TEMPLATE_LIST_TEST_CASE("Every op on the GPU makes the same bits a thousand time
       INFO(TestType::name << ": " << describe(s));
       DeviceProblem<TestType> p(s);
       const Copies before(p);
-      for (cuda::Context& c : contexts(stream)) {
+      for (cuda::Context& c : contexts(stream->get())) {
         INFO("planned for " << to_string(c.arch()));
         restore_late(before.pairs(), before.count(), c.stream());
         p.run(c);
@@ -104,8 +92,9 @@ TEMPLATE_LIST_TEST_CASE("Every op on the GPU makes the same bits a thousand time
 }
 
 TEST_CASE("A run that differs in one byte is counted", "[gpu][reruns][small]") {
-  const Stream stream;
-  cuda::Context c = context(stream);
+  const auto stream = cuda::make_stream();
+  REQUIRE(stream);
+  cuda::Context c = context(stream->get());
   DeviceProblem<ops::LayerNorm> p({.model = model_of(2, 80, 20, 8), .activation = DType::f16});
   const Copies before(p);
   p.run(c);
