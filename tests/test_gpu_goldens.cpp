@@ -1,0 +1,69 @@
+// Never worse than Hugging Face: from float64, the GPU's 16-bit walk may be no further than Hugging Face's own 16-bit
+// arithmetic, at any tap of any golden file.
+#include <cmath>
+#include <map>
+#include <string>
+
+#include "apps/golden_walk.hpp"
+#include "catch.hpp"
+#include "golden_files.hpp"
+
+using namespace cf;
+
+namespace {
+
+/// Squared relative L2 errors of all taps, in units of the dtype's roundoff.
+struct Sums {
+  double ours = 0, theirs = 0;
+  int taps = 0;
+};
+
+}  // namespace
+
+// Every tap is stored in 16 bits. That last rounding moves an element by at most u of itself, hence the error by at most
+// u in either norm, and which way is the luck of each walk's sums: where the walks were equally far before it, ours may
+// end up to u above theirs. Nothing else is allowed for. Luck evens out over many taps, so that of all together the error
+// may not be larger at all.
+TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", "[gpu][golden]") {
+  std::map<std::string, Sums> by_variant;
+  for (const std::string& path : test::golden_files()) {
+    const auto file = golden::GoldenFile::open(path);
+    CAPTURE(path, file.status().message());
+    REQUIRE(file);
+    const DType dtype = file->meta().dtype;
+    if (size_bytes(dtype) != 2) continue;
+    const double u = unit_roundoff(dtype);
+    const auto weights = file->weights();
+    CAPTURE(weights.status().message());
+    REQUIRE(weights);
+    const auto rows =
+        apps::walk_golden(*file, *weights, {.backend = apps::Backend::cuda, .activation = dtype, .isolated = false});
+    CAPTURE(rows.status().message());
+    REQUIRE(rows);
+    for (const golden::VariantInfo& v : file->variants()) {
+      if (v.dtype != to_string(dtype)) continue;
+      Sums& sums = by_variant[v.name];
+      for (const apps::TapResult& ours : *rows) {
+        const Result<Tensor> reference = file->tap(std::string(golden::kReference), ours.tap);
+        const Result<Tensor> tap = file->tap(v.name, ours.tap);
+        REQUIRE(reference);
+        REQUIRE(tap);
+        const Result<Comparison> theirs = compare(*tap, *reference);
+        REQUIRE(theirs);
+        CAPTURE(v.name, ours.tap, ours.error.rel_l2, ours.budget, theirs->rel_l2, ours.error.rel_max, theirs->rel_max);
+        CHECK(ours.ok());
+        CHECK(ours.error.rel_l2 <= theirs->rel_l2 + u);
+        CHECK(ours.error.rel_max <= theirs->rel_max + u);
+        sums.ours += std::pow(ours.error.rel_l2 / u, 2);
+        sums.theirs += std::pow(theirs->rel_l2 / u, 2);
+        ++sums.taps;
+      }
+    }
+  }
+  CHECK(by_variant.size() >= 4);  // eager and sdpa, float16 and bfloat16
+  for (const auto& [name, sums] : by_variant) {
+    CAPTURE(name, sums.taps, sums.ours, sums.theirs);
+    CHECK(sums.taps >= 100);
+    CHECK(sums.ours <= sums.theirs);
+  }
+}
