@@ -92,8 +92,8 @@ struct Prologue {
     }
     const int q_len = int(a.x.shape[0] / a.kv_len.shape[0]);
     for (int t = threadIdx.x; t < c.tokens; t += blockDim.x) {
-      const int of = c.first + t, entry = a.kv_len.data[of / q_len] - q_len + of % q_len;
-      entries[t] = a.kv_len.data[of / q_len] < q_len || entry >= a.k_cache.shape[2] ? -1 : entry;
+      const int of = c.first + t, kv_len = a.kv_len.data[of / q_len];
+      entries[t] = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len;
     }
     for (int i = threadIdx.x; i < c.tokens * 2 * half; i += blockDim.x) {
       const int t = i / (2 * half), at = i % (2 * half);

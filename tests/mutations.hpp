@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <map>
 
 #include "apps/golden_walk.hpp"
 #include "catch.hpp"
@@ -16,6 +17,7 @@ namespace cf::test {
 struct Fault {
   using Scratch = std::vector<Tensor>;
   std::string name;
+  bool everywhere = true;  // caught in every golden file, or in one at least
   std::function<void(ModelConfig&, LayerWeights&, LayerState&)> before = [](auto&, auto&, auto&) {};
   std::function<void(const Site&, ops::Linear::Args&)> linear = [](auto&, auto&) {};
   std::function<void(ops::Rope::Args&, Scratch&)> rope = [](auto&, auto&) {};
@@ -90,7 +92,10 @@ inline std::vector<Fault> faults() {
   add("GELU is the tanh form").linear = [](const Site&, ops::Linear::Args& a) {
     if (a.epilogue == ops::Epilogue::gelu_erf) a.epilogue = ops::Epilogue::gelu_tanh;
   };
-  add("eps is 1e-6").before = [](ModelConfig& m, LayerWeights&, LayerState&) { m.layer_norm_eps = 1e-6; };
+  // Changes a norm by 4.5e-6 / variance: below the budget of 2e-6 where the hidden state's variance is above 2.
+  Fault& eps = add("eps is 1e-6");
+  eps.everywhere = false;
+  eps.before = [](ModelConfig& m, LayerWeights&, LayerState&) { m.layer_norm_eps = 1e-6; };
   add("the residual is sequential").before = [](ModelConfig& m, LayerWeights&, LayerState&) {
     m.use_parallel_residual = !m.use_parallel_residual;
   };
@@ -158,11 +163,12 @@ inline std::vector<std::string> gate_files() {
   return files;
 }
 
-/// Runs the gate: each fault is caught at one tap at least of every file, and none where there is no fault.
+/// Runs the gate: each fault is caught at one tap at least of every file that shows it, and none where there is no fault.
 template <class Run>
 void check_gate(Run&& run) {
   const std::vector<std::string> files = gate_files();
   REQUIRE(files.size() >= 4);
+  std::map<std::string, std::size_t> files_caught;
   for (const std::string& path : files) {
     const auto file = golden::GoldenFile::open(path);
     REQUIRE(file);
@@ -172,8 +178,14 @@ void check_gate(Run&& run) {
     CHECK(caught(*file, *weights, {.name = "no fault"}, run).empty());
     for (const Fault& fault : faults()) {
       INFO("fault: " << fault.name);
-      CHECK_FALSE(caught(*file, *weights, fault, run).empty());
+      const bool is_caught = !caught(*file, *weights, fault, run).empty();
+      if (fault.everywhere) CHECK(is_caught);
+      files_caught[fault.name] += is_caught;
     }
+  }
+  for (const Fault& fault : faults()) {
+    INFO("fault: " << fault.name);
+    CHECK(files_caught[fault.name] > 0);
   }
 }
 

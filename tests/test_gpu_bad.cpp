@@ -208,8 +208,8 @@ std::int64_t count_nan(Bytes b, DType dtype) {
   return n;
 }
 
-/// Runs an op whose index tensor `block` holds `value` for its element `at`: its token comes out NaN, a kv_len appends
-/// nothing, and the other sequences come out as in `good`.
+/// Runs an op whose index tensor `block` holds `value` for its element `at`: its token comes out NaN where an output
+/// depends on the index, a kv_len appends nothing, and the other sequences come out as in `good`.
 template <class Op>
 void check_bad_index(const Setup& s, Problem<Op>& good, std::size_t block, std::int64_t at, std::int32_t value) {
   INFO(Op::name << ": '" << good.blocks()[block].name << "'[" << at << "] = " << value << ", q_len " << s.load.q_len);
@@ -232,7 +232,8 @@ void check_bad_index(const Setup& s, Problem<Op>& good, std::size_t block, std::
     for (std::int64_t other = 0; other < s.load.batch; ++other)
       if (other != sequence || appends_nothing)
         CHECK(same(part_of(b, other, s.load.batch), part_of(good.blocks()[i], other, s.load.batch)));
-    if (b.role == Role::state) continue;
+    // Outputs of an append's op are the new rows themselves.
+    if (b.role == Role::state || (std::is_same_v<Op, ops::LnQkv> && is_kv_len)) continue;
     outputs = true;
     const std::int64_t token = at * tokens / indices;
     const Bytes row = part_of(b, token, tokens);
