@@ -1,0 +1,202 @@
+// Launch plans without a GPU: for every Pythia model, up to 16 sequences and every length of the cache, what a plan asks
+// for is what the device has, and its blocks divide the work without gap or overlap.
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "catch.hpp"
+#include "core/contract.hpp"
+#include "cuda/attention.hpp"
+#include "cuda/linear.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+
+namespace {
+
+/// A half-open range of a launch's items: rows, tiles or keys.
+struct Range {
+  std::int64_t begin, end;
+};
+
+/// What a plan makes of a call. `share` tells, for each of the blocks that divide `items` among them, which are its own.
+struct Launch {
+  std::int64_t grid[3] = {1, 1, 1};
+  int threads = 0;
+  int blocks_per_sm = 1;  // that the plan counts on
+  int smem_bytes = 0;     // dynamic, of a block
+  int cluster_blocks = 1;
+  std::int64_t items = 0, sharers = 0;
+  std::function<std::vector<Range>(std::int64_t block)> share;
+};
+
+/// The first thing that is wrong with a launch, or an empty string.
+std::string fault(const Arch& arch, const Launch& l) {
+  // Shared memory that CUDA keeps of every block; the least registers that nvcc allots a thread of a busy kernel.
+  constexpr int reserved_smem_bytes = 1024, least_registers = 32;
+  const std::int64_t most[] = {(std::int64_t(1) << 31) - 1, 65535, 65535};
+  for (int i = 0; i < 3; ++i)
+    if (l.grid[i] < 1 || l.grid[i] > most[i]) return "grid of " + std::to_string(l.grid[i]);
+  if (l.threads < 32 || l.threads > 1024 || l.threads % 32) return std::to_string(l.threads) + " threads";
+  if (l.smem_bytes < 0 || l.smem_bytes > arch.smem_per_block_bytes)
+    return std::to_string(l.smem_bytes) + " bytes of shared memory";
+  if (l.blocks_per_sm < 1 || l.blocks_per_sm * l.threads > arch.threads_per_sm ||
+      l.blocks_per_sm * (l.smem_bytes + reserved_smem_bytes) > arch.smem_per_sm_bytes ||
+      l.blocks_per_sm * l.threads * least_registers > arch.registers_per_sm)
+    return std::to_string(l.blocks_per_sm) + " blocks an SM";
+  const int c = l.cluster_blocks;
+  if (c < 1 || c > arch.max_cluster_blocks || (c & (c - 1)) || l.grid[0] % c)
+    return "clusters of " + std::to_string(c) + " blocks";
+
+  std::vector<Range> ranges;
+  for (std::int64_t block = 0; block < l.sharers; ++block)
+    for (const Range& r : l.share(block))
+      if (r.begin < r.end) ranges.push_back(r);
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  std::int64_t covered = 0;
+  for (const Range& r : ranges) {
+    if (r.begin != covered) return "item " + std::to_string(std::min(r.begin, covered)) + " not covered once";
+    covered = r.end;
+  }
+  return covered == l.items ? "" : std::to_string(covered) + " of " + std::to_string(l.items) + " items covered";
+}
+
+/// Items dealt to the blocks in turn.
+std::vector<Range> dealt(std::int64_t block, std::int64_t blocks, std::int64_t items) {
+  std::vector<Range> ranges;
+  for (std::int64_t i = block; i < items; i += blocks) ranges.push_back({i, i + 1});
+  return ranges;
+}
+
+/// Items in one run a block, each as long as the others, the last ones shorter.
+std::vector<Range> run_of(std::int64_t block, std::int64_t blocks, std::int64_t items) {
+  const std::int64_t length = (items + blocks - 1) / blocks;
+  return {{std::min(block * length, items), std::min((block + 1) * length, items)}};
+}
+
+Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  const std::int64_t heads = m.num_attention_heads, keys = w.kv_len;
+  const int splits = attention_plan(arch, w.tokens() * heads, keys).splits;
+  return {.grid = {splits, heads, w.tokens()},
+          .threads = 256,
+          .cluster_blocks = splits,
+          .items = keys,
+          .sharers = splits,
+          .share = [=](std::int64_t split) { return run_of(split, splits, keys); }};
+}
+
+Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
+  const LinearPlan plan = linear_plan(arch, in, out, w.tokens());
+  const std::int64_t tiles = (out + kTileRows - 1) / kTileRows;
+  return {.grid = {plan.grid, 1, 1},
+          .threads = kLinearThreads,
+          .blocks_per_sm = plan.blocks_per_sm,
+          .items = tiles,
+          .sharers = plan.grid,
+          .share = [=](std::int64_t block) { return dealt(block, plan.grid, tiles); }};
+}
+
+/// One line a plan: its name, the launch that it makes, whether it depends on kv_len.
+struct Plan {
+  const char* name;
+  Launch (*launch)(const Arch&, const ModelConfig&, const Workload&);
+  bool reads_cache = false;
+};
+
+using Model = const ModelConfig&;
+using Load = const Workload&;
+const Plan plans[] = {
+    {"attention", attention_launch, true},
+    {"query_key_value",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
+    {"dense", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.hidden_size, w); }},
+    {"dense_h_to_4h",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.intermediate_size, w); }},
+    {"dense_4h_to_h",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.intermediate_size, m.hidden_size, w); }},
+    {"embed_out", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.vocab_size, w); }},
+};
+
+constexpr std::int64_t kMaxBatch = 16, kMaxKvLen = 2048;
+
+}  // namespace
+
+TEST_CASE("every plan fits its device and covers the work once", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const Plan& plan : plans)
+      for (const ModelConfig& m : pythia_presets())
+        for (std::int64_t batch = 1; batch <= kMaxBatch; ++batch)
+          for (std::int64_t kv_len = 1; kv_len <= (plan.reads_cache ? kMaxKvLen : 1); ++kv_len) {
+            const std::string found = fault(arch, plan.launch(arch, m, {.batch = batch, .kv_len = kv_len}));
+            if (found.empty()) continue;
+            FAIL(plan.name << ", " << m.name << ", sm_" << arch.compute_capability << ", batch " << batch << ", kv_len "
+                           << kv_len << ": " << found);
+          }
+  SUCCEED("no fault");
+}
+
+TEST_CASE("plans hold for prefill and for shapes beyond the suite's", "[plans]") {
+  const ModelConfig small{
+      .name = "one head", .hidden_size = 8, .num_attention_heads = 1, .intermediate_size = 8, .vocab_size = 1};
+  const ModelConfig large{.name = "large",
+                          .hidden_size = 32768,
+                          .num_attention_heads = 128,
+                          .intermediate_size = 131072,
+                          .vocab_size = 1 << 20};
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const Plan& plan : plans)
+      for (const ModelConfig& m : {small, large})
+        for (const Workload& w :
+             {Workload{1, 1, 1}, Workload{1, 17, 17}, Workload{4, 512, 4096}, Workload{1, 1, 131072}}) {
+          INFO(plan.name << ", " << m.name << ", sm_" << arch.compute_capability << ", batch " << w.batch << ", q_len "
+                         << w.q_len << ", kv_len " << w.kv_len);
+          CHECK(fault(arch, plan.launch(arch, m, w)) == "");
+        }
+}
+
+TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const ModelConfig& m : pythia_presets())
+      for (std::int64_t tokens : {1, 8, 9, 16})
+        for (std::int64_t out : {m.hidden_size, 3 * m.hidden_size, m.intermediate_size, m.vocab_size}) {
+          const Launch l = linear_launch(arch, m.hidden_size, out, {.batch = tokens});
+          const auto first = l.share(0), last = l.share(l.sharers - 1);
+          INFO(m.name << ", sm_" << arch.compute_capability << ", tokens " << tokens << ", out " << out);
+          REQUIRE(!last.empty());
+          CHECK(first.size() - last.size() <= 1);
+          CHECK(l.grid[0] <= arch.sm_count * l.blocks_per_sm);
+        }
+}
+
+TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
+  const Launch good{.grid = {8, 1, 1},
+                    .threads = 256,
+                    .blocks_per_sm = 2,
+                    .smem_bytes = 40 << 10,
+                    .cluster_blocks = 4,
+                    .items = 20,
+                    .sharers = 8,
+                    .share = [](std::int64_t block) { return run_of(block, 8, 20); }};
+  CHECK(fault(kH200, good) == "");
+  CHECK(fault(kRtx5090, good) == "");
+  const auto found = [&](auto change) {
+    Launch l = good;
+    change(l);
+    return fault(kRtx5090, l);
+  };
+  CHECK(found([](Launch& l) { l.grid[0] = 0; }) == "grid of 0");
+  CHECK(found([](Launch& l) { l.grid[1] = 65536; }) == "grid of 65536");
+  CHECK(found([](Launch& l) { l.threads = 1056; }) == "1056 threads");
+  CHECK(found([](Launch& l) { l.threads = 33; }) == "33 threads");
+  CHECK(found([](Launch& l) { l.smem_bytes = 101377; }) == "101377 bytes of shared memory");
+  CHECK(found([](Launch& l) { l.smem_bytes = 51 << 10; }) == "2 blocks an SM");
+  CHECK(found([](Launch& l) { l.blocks_per_sm = 7; }) == "7 blocks an SM");
+  CHECK(found([](Launch& l) { l.cluster_blocks = 16; }) == "clusters of 16 blocks");
+  CHECK(found([](Launch& l) { l.cluster_blocks = 3; }) == "clusters of 3 blocks");
+  CHECK(found([](Launch& l) { l.grid[0] = 6; }) == "clusters of 4 blocks");
+  CHECK(found([](Launch& l) { l.sharers = 6; }) == "18 of 20 items covered");
+  CHECK(found([](Launch& l) { l.share = [](std::int64_t) { return run_of(0, 1, 20); }; }) == "item 0 not covered once");
+  CHECK(found([](Launch& l) { l.share = [](std::int64_t block) { return dealt(block, 9, 20); }; }) ==
+        "item 8 not covered once");
+}
