@@ -1,0 +1,36 @@
+#pragma once
+// Single ops of the CUDA backend, timed in a graph on tensors of their own.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "apps/device_timer.hpp"
+#include "core/contract.hpp"
+
+namespace cf::apps {
+
+struct OpBenchOptions {
+  BenchOptions bench;
+  DType dtype = DType::f16;  // of activations and weights
+  std::int64_t layers = 0;   // sets of tensors to rotate over; 0: as many as hold four times the L2, at most kMaxLayers
+  bool overlap = false;      // programmatic dependent launch
+  static constexpr std::int64_t kMaxLayers = 1024;
+};
+
+/// One call of an op, or of all the sites together: a graph's time over its number of layers.
+struct OpTiming {
+  Timing timing;
+  std::int64_t layers = 0;
+  bool cold = false;             // one pass over the layers moves four times the L2
+  bool limited_by_copy = false;  // it writes a fifth or more of what it moves: the copy rate is its limit, not the read
+};
+
+/// The ops that time_op knows: all of ops.def.
+std::vector<std::string_view> op_names();
+
+/// Times an op at the model's shapes: its own example, or for "linear" the layer's four products, each alone, and then
+/// one after the other as the site "layer". A set of procedural tensors a layer; the graph goes through all of them.
+Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, std::string_view op, const ModelConfig& model,
+                                      const Workload& load, const OpBenchOptions& options);
+
+}  // namespace cf::apps

@@ -1,0 +1,74 @@
+// cf-op on a GPU: every op of the list is timed, and what the JSON says hangs together.
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "catch.hpp"
+#include "core/ops/all.hpp"
+#include "run_program.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using Json = nlohmann::json;
+
+namespace {
+
+Json cf_op(const std::string& arguments) {
+  const ProgramRun r = run_program("'" CF_OP_PROGRAM "' --preset pythia-14m --runs 3 --warmup 1 --json - " + arguments);
+  CAPTURE(arguments, r.out, r.err);
+  REQUIRE(r.exit_code == 0);
+  REQUIRE(r.err.empty());
+  return Json::parse(r.out);
+}
+
+void check_result(const Json& run, const Json& r) {
+  CAPTURE(r.dump());
+  const double median = r["median_us"], bytes = r["bytes"], floor = r["floor_us"];
+  CHECK(median > 0);
+  CHECK(r["p10_us"] <= r["median_us"]);
+  CHECK(r["median_us"] <= r["p99_us"]);
+  CHECK(std::abs(double(r["gb_per_s"]) * median * 1e3 / bytes - 1) < 1e-6);
+  const std::string limit = r["limit"];
+  const double rate = run[limit + "_best_gb_per_s"];
+  CHECK(std::abs(floor * rate * 1e3 / bytes - 1) < 1e-6);
+  CHECK(std::abs(double(r["percent_of_limit"]) / (100 * floor / median) - 1) < 1e-9);
+}
+
+}  // namespace
+
+TEMPLATE_LIST_TEST_CASE("cf-op times every op", "[gpu]", ops::All) {
+  const std::string op(TestType::name);
+  const Json run = cf_op(op + " --layers 2 --batch 1,3 --kv-len 5");
+  CHECK(run["program"] == "cf-op");
+  CHECK(run["op"] == op);
+  CHECK(run["model"] == "pythia-14m");
+  CHECK(run["runs"] == 3);
+  for (const char* name : {"gpu", "cuda_driver", "cuda_runtime", "version", "commit", "command"})
+    CHECK_FALSE(run[name].get<std::string>().empty());
+  for (const char* name : {"read_best_gb_per_s", "read_median_gb_per_s", "copy_best_gb_per_s", "copy_median_gb_per_s"})
+    CHECK(run[name] > 0);
+  REQUIRE(run["results"].size() == (op == "linear" ? 10 : 2));
+  for (const Json& r : run["results"]) {
+    check_result(run, r);
+    CHECK(r["layers"] == 2);
+    CHECK(r["kv_len"] == 5);
+  }
+  CHECK(run["results"].front()["batch"] == 1);
+  CHECK(run["results"].back()["batch"] == 3);
+}
+
+TEST_CASE("cf-op: the linears' sum, the limits, and tensors enough to be cold", "[gpu]") {
+  const Json linear = cf_op("linear --overlap");
+  const Json& r = linear["results"];
+  CHECK(linear["overlap"] == true);
+  REQUIRE(r.size() == 5);
+  CHECK(r[0]["site"] == "attention.query_key_value");
+  CHECK(r[4]["site"] == "layer");
+  std::int64_t bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes += r[std::size_t(i)]["bytes"].get<std::int64_t>();
+  CHECK(r[4]["bytes"] == bytes);
+  CHECK(r[4]["limit"] == "read");
+  CHECK(r[4]["cold"] == true);
+  const Json norm = cf_op("layernorm_residual --tokens 4096 --dtype float32");
+  CHECK(norm["results"][0]["limit"] == "copy");
+  CHECK(norm["results"][0]["cold"] == true);
+}
