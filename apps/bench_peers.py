@@ -1,0 +1,574 @@
+#!/usr/bin/env python3
+"""Times decoding on a GPU beside what others make of the same work: torch op by op, the same in a CUDA graph, Hugging
+Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm, against
+cf-layer and cf-op, which are called as programs in the same run.
+
+Weights are random, of Hugging Face's own initial scale, in float16. All layers are resident, so that each layer finds
+its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
+new token's with them. A peer that fails is recorded with its reason, and the others go on.
+
+Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+
+import numpy as np
+
+import console
+import dump_hf
+import golden_file
+import neox
+
+NAME = os.path.basename(__file__)
+STACK_PEERS = ("torch_ops", "torch_graph", "hf_eager", "hf_compile")
+OP_PEERS = ("linear", "attention", "layernorm_residual")
+COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs")
+NORM_TOKENS = (1, 4096)
+
+
+# --- what needs no torch ---
+
+
+def spread(times_us, per=1):
+    """Median and percentiles of a series in microseconds, each over `per`."""
+    p10, median, p99 = (float(x) / per for x in np.percentile(times_us, (10, 50, 99)))
+    return {"median_us": median, "p10_us": p10, "p99_us": p99}
+
+
+def one_line(error):
+    """An exception's kind and its first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
+
+
+def run_program(command, timeout_s):
+    """What a program of this repository wrote with --json FILE; raises with its one line on stderr."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "report.json")
+        done = subprocess.run([*command, "--json", path], capture_output=True, text=True, timeout=timeout_s)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip() or 'nothing on stderr'}")
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+
+
+def layer_rows(report, preset):
+    """cf-layer's stacks as rows of this report; times are a layer's."""
+    return [
+        {"preset": preset, "batch": c["batch"], "kv_len": c["seq_len"], "system": "cf-layer " + c["impl"]}
+        | {key: c["total"][key] for key in ("median_us", "p10_us", "p99_us")}
+        | {"bytes": c["total"]["bytes"], "read_best_gb_per_s": c["read_best_gb_per_s"]}
+        for c in report["configurations"]
+    ]
+
+
+def op_rows(report, preset):
+    """cf-op's results as rows of this report. Of the products, the four together."""
+    return [
+        {"preset": preset, "batch": r["batch"], "kv_len": r["kv_len"], "system": "cf-op"}
+        | {key: r[key] for key in ("median_us", "p10_us", "p99_us", "bytes", "cold", "floor_us", "limit")}
+        for r in report["results"]
+        if report["op"] != "linear" or r["site"] == "layer"
+    ]
+
+
+def work(row):
+    """What a row was timed on: rows of the same work compare."""
+    return row["preset"], row["batch"], row["kv_len"]
+
+
+def ratios(results):
+    """Each peer's time over ours on the same work: {what: [{preset, batch, kv_len, peer, ours, ratio}]}."""
+    found = {}
+    for what, rows in results.items():
+        timed = [r for r in rows if "median_us" in r]
+        ours = {}
+        for r in sorted(timed, key=lambda r: r["median_us"], reverse=True):
+            if r["system"].startswith("cf-"):
+                ours[work(r)] = r
+        found[what] = [
+            dict(zip(("preset", "batch", "kv_len"), work(r)))
+            | {"peer": r["system"], "ours": ours[work(r)]["system"]}
+            | {"ratio": r["median_us"] / ours[work(r)]["median_us"]}
+            for r in timed
+            if not r["system"].startswith("cf-") and work(r) in ours
+        ]
+    return found
+
+
+def print_table(results):
+    print("| what | preset | batch | kv_len | system | median us | of ours |\n|-|-|-:|-:|-|-:|-:|")
+    of_ours = {
+        (what, *work(r), r["peer"]): r["ratio"]
+        for what, rows in ratios(results).items()
+        for r in rows
+    }
+    for what, rows in results.items():
+        for r in sorted(rows, key=work):
+            who = (*work(r), r["system"])
+            time, ratio = r.get("median_us"), of_ours.get((what, *who))
+            cells = (what, *who, r["error"] if time is None else f"{time:.2f}", f"{ratio:.2f}" if ratio else "")
+            print("| " + " | ".join(str(cell) for cell in cells) + " |")
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raises TimeoutError within the block when it takes longer."""
+
+    def stop(*_):
+        raise TimeoutError(f"stopped after {seconds} s")
+
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
+# --- torch ---
+
+
+class Timer:
+    """Times work on the current stream with events: `runs` times after `warmup`."""
+
+    def __init__(self, runs, warmup):
+        self.runs, self.warmup = runs, warmup
+
+    def eager(self, step, before=lambda: None):
+        """The series of step's times; `before` runs ahead of each, outside the time."""
+        import torch
+
+        series = []
+        for _ in range(self.warmup + self.runs):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            series.append(begin.elapsed_time(end) * 1e3)
+        return series[self.warmup :]
+
+    def graph(self, step, before=lambda: None):
+        """The same for replays of a graph that holds one step."""
+        return self.eager(captured(step, before).replay, before)
+
+
+def captured(step, before=lambda: None):
+    """A CUDA graph of one step, which has run on a side stream before, as torch asks."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            before()
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    before()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def build_model(preset, device="cuda"):
+    """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that nobody reads."""
+    import torch
+    from dataclasses import replace
+    from transformers import GPTNeoXConfig, GPTNeoXModel
+
+    model = replace(neox.PRESETS[preset], vocab_size=8)
+    config = GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation="sdpa")
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device(device):
+            return GPTNeoXModel(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Step:
+    """One decode step's inputs: the hidden state, its position, each layer's old cache entries."""
+
+    def __init__(self, hf, batch, kv_len):
+        import torch
+
+        c, parameter = hf.config, next(hf.parameters())
+        self.kv_len, self.batch = kv_len, batch
+        self.heads, self.head_dim = c.num_attention_heads, c.hidden_size // c.num_attention_heads
+        kind = {"device": parameter.device, "dtype": parameter.dtype}
+        self.hidden = torch.randn(batch, 1, c.hidden_size, **kind)
+        self.position = torch.full((batch, 1), kv_len - 1, device=parameter.device)
+        shape = (batch, self.heads, kv_len - 1, self.head_dim)
+        self.past = [(torch.randn(shape, **kind), torch.randn(shape, **kind)) for _ in hf.layers]
+
+
+def torch_stack(hf, step):
+    """A callable that runs all layers op by op, and returns what leaves the last one."""
+    import torch
+    import torch.nn.functional as F
+
+    cos, sin = (t.unsqueeze(1) for t in hf.rotary_emb(step.hidden, position_ids=step.position))
+    rotary_dim, last = cos.shape[-1], step.kv_len - 1
+    shape = (step.batch, step.heads, step.kv_len, step.head_dim)
+    caches = []
+    for old_k, old_v in step.past:
+        k, v = old_k.new_empty(shape), old_v.new_empty(shape)
+        k[:, :, :last], v[:, :, :last] = old_k, old_v
+        caches.append((k, v))
+
+    def rotate(x):
+        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        a, b = turned.chunk(2, -1)
+        return torch.cat((turned * cos + torch.cat((-b, a), -1) * sin, rest), -1)
+
+    def norm(x, module):
+        return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, module.eps)
+
+    def linear(x, module):
+        return F.linear(x, module.weight, module.bias)
+
+    def run():
+        x = step.hidden
+        for layer, (k_cache, v_cache) in zip(hf.layers, caches):
+            attention, mlp = layer.attention, layer.mlp
+            qkv = linear(norm(x, layer.input_layernorm), attention.query_key_value)
+            qkv = qkv.view(step.batch, 1, step.heads, 3 * step.head_dim).transpose(1, 2)
+            q, k, v = qkv.chunk(3, -1)
+            k_cache[:, :, last:], v_cache[:, :, last:] = rotate(k), v
+            context = F.scaled_dot_product_attention(rotate(q), k_cache, v_cache)
+            attended = linear(context.transpose(1, 2).reshape(step.batch, 1, -1), attention.dense)
+            act = F.gelu(linear(norm(x, layer.post_attention_layernorm), mlp.dense_h_to_4h))
+            x = linear(act, mlp.dense_4h_to_h) + attended + x
+        return x
+
+    return run
+
+
+def hf_stack(hf, step, cache_class):
+    """A callable that runs Hugging Face's model for the step, and one that puts its cache back to before the step."""
+    import torch
+    from transformers import DynamicCache, StaticCache
+
+    static = cache_class is StaticCache
+    cache = StaticCache(hf.config, max_cache_len=step.kv_len) if static else DynamicCache(config=hf.config)
+    for n, (k, v) in enumerate(step.past):
+        cache.update(k, v, n)
+    last = step.kv_len - 1
+
+    def back():
+        if static:
+            torch._foreach_copy_([layer.cumulative_length for layer in cache.layers], filled)
+        elif cache.get_seq_length() > last:
+            cache.crop(-1)
+
+    filled = [torch.full_like(layer.cumulative_length, last) for layer in cache.layers] if static else None
+
+    def run():
+        with torch.no_grad():
+            out = hf(
+                inputs_embeds=step.hidden, position_ids=step.position, past_key_values=cache, use_cache=True
+            )
+        return out.last_hidden_state
+
+    return run, back
+
+
+def relative_l2(got, reference):
+    return float((got.double() - reference.double()).norm() / reference.double().norm())
+
+
+def check_same(hf, step):
+    """Refuses to time two stacks that do not compute the same."""
+    import torch
+    from transformers import DynamicCache
+
+    run, _ = hf_stack(hf, step, DynamicCache)
+    with torch.no_grad():
+        mine = hf.final_layer_norm(torch_stack(hf, step)())
+    error = relative_l2(mine, run())
+    if not error < 2e-2:
+        raise RuntimeError(f"torch op by op differs from Hugging Face by {error:.1e} relative L2, expected below 2e-2")
+
+
+def time_stack(peer, hf, step, timer):
+    """The series of a peer's steps, and what is to be said of it."""
+    import torch
+    from transformers import DynamicCache, StaticCache
+
+    if peer == "torch_ops":
+        return timer.eager(torch_stack(hf, step)), {}
+    if peer == "torch_graph":
+        return timer.graph(torch_stack(hf, step)), {}
+    if peer == "hf_eager":
+        return timer.eager(*hf_stack(hf, step, DynamicCache)), {}
+    best, tried = None, {}
+    for mode in COMPILE_MODES:
+        torch._dynamo.reset()
+        run, back = hf_stack(torch.compile(hf, mode=mode, fullgraph=True, dynamic=False), step, StaticCache)
+        try:
+            for _ in range(3):
+                back()
+                run()
+            series = timer.eager(run, back) if mode == "reduce-overhead" else timer.graph(run, back)
+        except Exception as error:  # the other mode may do
+            if isinstance(error, TimeoutError) and best is None:
+                raise
+            tried[mode] = one_line(error)
+            continue
+        tried[mode] = spread(series)["median_us"] / len(hf.layers)
+        if best is None or statistics.median(series) < statistics.median(best):
+            best = series
+    if best is None:
+        raise RuntimeError("; ".join(f"{mode}: {why}" for mode, why in tried.items()))
+    return best, {"modes": tried}
+
+
+def four_products(hf, batch):
+    """A callable that runs the four products of every layer, by cuBLAS."""
+    import torch
+    import torch.nn.functional as F
+
+    h = hf.config.hidden_size
+    narrow, wide = (torch.randn(batch, n, device="cuda", dtype=torch.float16) for n in (h, hf.config.intermediate_size))
+
+    def run():
+        for layer in hf.layers:
+            for module in (layer.attention.query_key_value, layer.attention.dense, layer.mlp.dense_h_to_4h):
+                F.linear(narrow, module.weight, module.bias)
+            F.linear(wide, layer.mlp.dense_4h_to_h.weight, layer.mlp.dense_4h_to_h.bias)
+
+    return run
+
+
+def sets_beyond_l2(set_bytes):
+    """How many sets of tensors hold four times the L2, as cf-op takes them."""
+    import torch
+
+    return min(1024, 4 * torch.cuda.get_device_properties(0).L2_cache_size // set_bytes + 1)
+
+
+def sdpa(model, batch, kv_len):
+    """A callable that runs sdpa over many layers' caches, and their number."""
+    import torch
+    import torch.nn.functional as F
+
+    shape = (batch, model.num_attention_heads, kv_len, model.head_dim)
+    count = sets_beyond_l2(4 * batch * kv_len * model.hidden_size)
+    kind = {"device": "cuda", "dtype": torch.float16}
+    caches = [(torch.randn(shape, **kind), torch.randn(shape, **kind)) for _ in range(count)]
+    q = torch.randn(batch, model.num_attention_heads, 1, model.head_dim, **kind)
+    return lambda: [F.scaled_dot_product_attention(q, k, v) for k, v in caches], count
+
+
+def norm_and_add(model, tokens):
+    """A callable that runs layer_norm and an addition over many sets, and their number."""
+    import torch
+    import torch.nn.functional as F
+
+    shape, kind = (tokens, model.hidden_size), {"device": "cuda", "dtype": torch.float16}
+    count = sets_beyond_l2(3 * 2 * tokens * model.hidden_size)
+    sets = [(torch.randn(shape, **kind), torch.randn(shape, **kind)) for _ in range(count)]
+    gamma, beta = (torch.randn(shape[1:], **kind) for _ in range(2))
+    return lambda: [F.layer_norm(x, shape[1:], gamma, beta) + residual for x, residual in sets], count
+
+
+class Bench:
+    """Collects rows; a peer that fails leaves its reason in its row."""
+
+    def __init__(self, args):
+        self.args, self.timer = args, Timer(args.runs, args.warmup)
+        self.results = {what: [] for what in ("stack", *OP_PEERS)}
+        self.programs = []
+
+    def measure(self, what, shape, system, measured):
+        """Adds a row: `measured` returns its fields."""
+        row = dict(zip(("preset", "batch", "kv_len"), shape)) | {"system": system}
+        console.progress(f"{what}: {system}, {shape[0]}, batch {shape[1]}, kv_len {shape[2]}")
+        try:
+            with time_limit(self.args.peer_timeout_s):
+                row |= measured()
+        except Exception as error:  # whatever a peer fails of, the others are to be measured
+            row["error"] = one_line(error)
+        self.results[what].append(row)
+        self.free()
+
+    def free(self):
+        import torch
+
+        console.progress("")
+        gc.collect()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+    def program(self, what, preset, command, rows):
+        """Adds the rows of a program of this repository, or the reason why there are none."""
+        console.progress(shlex.join(command))
+        try:
+            report = run_program(command, self.args.peer_timeout_s)
+            self.results[what] += rows(report, preset)
+            self.programs.append(report)
+        except Exception as error:
+            system = os.path.basename(command[0])
+            row = {"preset": preset, "batch": 0, "kv_len": 0, "system": system, "error": one_line(error)}
+            self.results[what].append(row)
+        console.progress("")
+
+    def run_programs(self, preset):
+        args = self.args
+        batches, kv_lens = (",".join(map(str, values)) for values in (args.batch, args.kv_len))
+        counts = ["--runs", str(args.runs), "--warmup", str(args.warmup)]
+        if set(args.peers) & set(STACK_PEERS):
+            stack = ["--backend", "cuda", "--preset", preset, "--impl", args.impl, "--stack", "--seq-len", kv_lens]
+            for batch in args.batch:
+                self.program("stack", preset, [args.cf_layer, *stack, "--batch", str(batch), *counts], layer_rows)
+        layers = str(neox.PRESETS[preset].num_hidden_layers)
+        shapes = {
+            "linear": ["--batch", batches, "--layers", layers],
+            "attention": ["--batch", batches, "--kv-len", kv_lens],
+            "layernorm_residual": ["--tokens", ",".join(map(str, NORM_TOKENS))],
+        }
+        for op in OP_PEERS:
+            if op in args.peers:
+                self.program(op, preset, [args.cf_op, op, "--preset", preset, *shapes[op], *counts], op_rows)
+
+    def run_stacks(self, preset):
+        peers = [p for p in STACK_PEERS if p in self.args.peers]
+        if not peers and "linear" not in self.args.peers:
+            return
+        hf = build_model(preset)
+        layers = len(hf.layers)
+        for batch in self.args.batch:
+            if "linear" in self.args.peers:
+                series = lambda: self.timer.graph(four_products(hf, batch))
+                self.measure("linear", (preset, batch, 1), "cuBLAS in a graph", lambda: spread(series(), layers))
+            for kv_len in self.args.kv_len:
+                step = Step(hf, batch, kv_len)
+                for peer in peers:
+
+                    def measured():
+                        check_same(hf, step)
+                        series, said = time_stack(peer, hf, step, self.timer)
+                        return spread(series, layers) | said
+
+                    self.measure("stack", (preset, batch, kv_len), peer, measured)
+
+    def run_ops(self, preset):
+        model = neox.PRESETS[preset]
+
+        def over_sets(made):
+            run, count = made
+            return spread(self.timer.graph(run), count) | {"layers": count}
+
+        if "attention" in self.args.peers:
+            for batch in self.args.batch:
+                for kv_len in self.args.kv_len:
+                    measured = lambda: over_sets(sdpa(model, batch, kv_len))
+                    self.measure("attention", (preset, batch, kv_len), "torch sdpa in a graph", measured)
+        if "layernorm_residual" in self.args.peers:
+            for tokens in NORM_TOKENS:
+                measured = lambda: over_sets(norm_and_add(model, tokens))
+                self.measure("layernorm_residual", (preset, tokens, 1), "torch layer_norm + add in a graph", measured)
+
+
+def parse_arguments(argv):
+    build = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
+    count = dump_hf.integer(1, 1 << 20)
+    parser = dump_hf.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="pythia-2.8b,pythia-6.9b", metavar="NAME[,NAME...]", help="default: both")
+    parser.add_argument("--batch", type=dump_hf.lengths, default=[1, 4, 16], metavar="N[,N...]", help="default 1,4,16")
+    parser.add_argument(
+        "--kv-len", type=dump_hf.lengths, default=[128, 512, 1024, 2048], metavar="N[,N...]",
+        help="cache entries after the append (default 128,512,1024,2048)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", default=",".join((*STACK_PEERS, *OP_PEERS)), metavar="NAME[,NAME...]",
+        help="some of %(default)s (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--impl", default="graph", help="cf-layer's --impl (default graph)")
+    parser.add_argument("--cf-layer", default=os.path.join(build, "cf-layer"), metavar="FILE", help="the program")
+    parser.add_argument("--cf-op", default=os.path.join(build, "cf-op"), metavar="FILE", help="the program")
+    parser.add_argument("--runs", type=count, default=30, help="timed steps (default 30)")
+    parser.add_argument("--warmup", type=count, default=5, help="steps before them (default 5)")
+    parser.add_argument(
+        "--peer-timeout-s", type=count, default=600, metavar="N",
+        help="seconds that one measurement may take (default 600)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write everything there")
+    args = parser.parse_args(argv)
+    for option, known in (("preset", tuple(neox.PRESETS)), ("peers", (*STACK_PEERS, *OP_PEERS))):
+        values = getattr(args, option).split(",")
+        for value in values:
+            if value not in known:
+                raise neox.Refusal(f"--{option} must be of {', '.join(known)}, got {value!r}")
+        setattr(args, option, values)
+    longest = min(neox.PRESETS[preset].max_position_embeddings for preset in args.preset)
+    if min(args.kv_len) < 2 or max(args.kv_len) > longest:
+        raise neox.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
+    for program in (args.cf_layer, args.cf_op):
+        if not os.access(program, os.X_OK):
+            raise neox.Refusal(f"{program}: no such program; scripts/test builds it, --cf-layer and --cf-op name it")
+    if args.json:
+        golden_file.check_writable(args.json)
+    return args
+
+
+def main(argv):
+    try:
+        args = parse_arguments(argv)
+        import torch
+        import transformers
+
+        if not torch.cuda.is_available():
+            raise neox.Refusal("torch finds no GPU")
+        transformers.logging.set_verbosity_error()
+    except neox.Refusal as refusal:
+        print(f"{NAME}: {refusal}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"{NAME}: {error}; torch and transformers are needed", file=sys.stderr)
+        return 2
+
+    bench = Bench(args)
+    for preset in args.preset:
+        bench.run_programs(preset)
+        bench.run_ops(preset)
+        bench.run_stacks(preset)
+        bench.free()
+    about = {
+        "what": "decode on one GPU, times a layer, weights cold: this library beside others in one run",
+        "command": shlex.join([NAME, *argv]),
+        "gpu": torch.cuda.get_device_name(0),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
+        "dtype": "float16",
+        "runs": args.runs,
+        "warmup": args.warmup,
+        "results": bench.results,
+        "ratios": ratios(bench.results),
+        "programs": bench.programs,
+    }
+    print_table(bench.results)
+    if args.json:
+        golden_file.write_text(args.json, json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

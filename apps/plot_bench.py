@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Draws recorded figures of the GPU: a layer's time against seq_len beside the floor that the memory's bandwidth sets,
+and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
+files beside it:
+  plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
+The floor is the layer's compulsory bytes at the best streaming read of the same run. Needs matplotlib.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+
+import bench_peers
+import dump_hf
+import golden_file
+from neox import Refusal
+
+NAME = os.path.basename(__file__)
+
+
+def read_report(path):
+    """The rows of stacks, cf-layer's reports and the GPU's name of a recorded file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or 'expected JSON'}") from None
+    programs = report.get("programs", [report]) if isinstance(report, dict) else []
+    layers = [p for p in programs if p.get("program") == "cf-layer" and "gpu" in p]
+    if not layers:
+        raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
+    rows = report["results"]["stack"] if "results" in report else []
+    if not rows:
+        rows = [row for p in layers for row in bench_peers.layer_rows(p, p["model"])]
+    return [row for row in rows if "median_us" in row], layers, layers[0]["gpu"]
+
+
+def curves(rows):
+    """{(preset, batch): {system: [(kv_len, time_us)]}}, with the floor as a system of its own."""
+    found = {}
+    for row in sorted(rows, key=bench_peers.work):
+        systems = found.setdefault((row["preset"], row["batch"]), {})
+        systems.setdefault(row["system"], []).append((row["kv_len"], row["median_us"]))
+        if "read_best_gb_per_s" in row:
+            floor = dict(systems.get("floor", [])) | {row["kv_len"]: row["bytes"] / row["read_best_gb_per_s"] * 1e-3}
+            systems["floor"] = sorted(floor.items())
+    return found
+
+
+def shares(layers):
+    """[(heading, [(site, percent of the limit)])], the longest seq_len of each model, batch and implementation."""
+    longest = {}
+    for report in layers:
+        for c in report["configurations"]:
+            key = report["model"], c["batch"], c["impl"]
+            if c["sites"] and c["seq_len"] >= longest.get(key, c)["seq_len"]:
+                longest[key] = c
+    return [
+        (
+            f"{model}, batch {batch}, {impl}, seq_len {c['seq_len']}",
+            [(t["site"], t["percent_of_read"]) for t in (*c["sites"], c["total"])],
+        )
+        for (model, batch, impl), c in sorted(longest.items())
+    ]
+
+
+def save(figure, path):
+    with golden_file.atomic(path) as temporary:
+        # No date: the same figures give the same file.
+        figure.savefig(temporary, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    print(path)
+
+
+def draw_layer(plt, found, gpu, path):
+    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3.5), squeeze=False, layout="constrained")
+    for ax, ((preset, batch), systems) in zip(axes[0], found.items()):
+        for system, points in systems.items():
+            style = {"color": "black", "linestyle": "--"} if system == "floor" else {"marker": "o"}
+            ax.plot(*zip(*points), label=system, **style)
+        ax.set(title=f"{preset}, batch {batch}", xlabel="seq_len", ylabel="time of a layer [us]", yscale="log")
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis("{x:.0f}")
+        ax.legend(fontsize="small")
+    figure.suptitle(gpu)
+    save(figure, path)
+
+
+def draw_sites(plt, found, gpu, path):
+    figure, axes = plt.subplots(len(found), 1, figsize=(6, 3 * len(found)), squeeze=False, layout="constrained")
+    for ax, (heading, sites) in zip(axes[:, 0], found):
+        names, percents = zip(*reversed(sites))
+        ax.bar_label(ax.barh(names, percents), fmt="%.0f", fontsize="small")
+        ax.axvline(100, color="black", linestyle="--")
+        ax.set(title=heading, xlabel="% of the streaming read")
+    figure.suptitle(gpu)
+    save(figure, path)
+
+
+def main(argv):
+    parser = dump_hf.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", nargs="+", metavar="FILE", help="what bench_peers.py or cf-layer wrote")
+    try:
+        args = parser.parse_args(argv)
+        reports = [read_report(path) for path in args.json]
+        import matplotlib
+    except Refusal as refusal:
+        print(f"{NAME}: {refusal}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"{NAME}: {error}; matplotlib is needed", file=sys.stderr)
+        return 2
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = NAME
+    import matplotlib.pyplot as plt
+
+    for path, (rows, layers, gpu) in zip(args.json, reports):
+        stem = os.path.splitext(path)[0]
+        draw_layer(plt, curves(rows), gpu, f"{stem}-layer.svg")
+        if found := shares(layers):
+            draw_sites(plt, found, gpu, f"{stem}-sites.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Tests of the GPU benchmarks' scripts, as far as neither a GPU nor torch is needed."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import stat
+import sys
+import tempfile
+import unittest
+
+APPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "apps")
+sys.path.insert(0, APPS)
+
+import bench_peers
+import plot_bench
+
+
+def configuration(kv_len, median_us, impl="graph", sites=()):
+    timing = {"median_us": median_us, "p10_us": median_us - 1, "p99_us": median_us + 1}
+    total = {"site": "total", "bytes": 158_000_000, "percent_of_read": 80.0} | timing
+    return {
+        "batch": 1, "seq_len": kv_len, "impl": impl, "read_best_gb_per_s": 4000.0, "sites": list(sites), "total": total
+    }  # fmt: skip
+
+
+SITES = [{"site": "input_layernorm", "percent_of_read": 1.5}, {"site": "attention.dense", "percent_of_read": 60.0}]
+LAYER = {
+    "program": "cf-layer",
+    "model": "pythia-2.8b",
+    "gpu": "a GPU",
+    "configurations": [configuration(128, 50.0, sites=SITES), configuration(2048, 60.0, sites=SITES)],
+}
+
+
+def peer(system, kv_len, **fields):
+    return {"preset": "pythia-2.8b", "batch": 1, "kv_len": kv_len, "system": system} | fields
+
+
+def run(script, *argv):
+    """A script's exit status and what it printed on stdout and stderr."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        return script.main(list(argv)), stdout.getvalue(), stderr.getvalue()
+
+
+class Files(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def write(self, name, text, executable=False):
+        path = os.path.join(self.directory, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        if executable:
+            os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
+        return path
+
+
+class Rows(Files):
+    def test_spread_is_per_layer(self):
+        self.assertEqual(bench_peers.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
+
+    def test_a_layer_report_becomes_rows(self):
+        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        self.assertEqual([(r["kv_len"], r["median_us"], r["system"]) for r in rows],
+                         [(128, 50.0, "cf-layer graph"), (2048, 60.0, "cf-layer graph")])  # fmt: skip
+
+    def test_of_the_products_the_four_together_count(self):
+        times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8}
+        times |= {"cold": True, "floor_us": 0.5, "limit": "read"}
+        results = [{"site": site, "batch": 1, "kv_len": 1} | times for site in ("attention.dense", "layer")]
+        self.assertEqual(len(bench_peers.op_rows({"op": "linear", "results": results}, "p")), 1)
+        self.assertEqual(len(bench_peers.op_rows({"op": "attention", "results": results}, "p")), 2)
+
+    def test_ratios_are_over_our_fastest_on_the_same_work(self):
+        rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
+                peer("torch_ops", 128, median_us=200.0), peer("torch_ops", 2048, median_us=300.0),
+                peer("hf_eager", 128, error="RuntimeError: no")]  # fmt: skip
+        expected = {"preset": "pythia-2.8b", "batch": 1, "kv_len": 128, "peer": "torch_ops", "ours": "cf-layer graph"}
+        self.assertEqual(bench_peers.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            bench_peers.print_table({"stack": rows})
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |", out.getvalue())
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |", out.getvalue())
+
+    def test_a_program_s_report_or_its_refusal(self):
+        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"a\": 1}' >\"$2\"\n"
+        good = self.write("good", script, True)
+        bad = self.write("bad", "#!/bin/sh\necho 'cf-op: no CUDA device' >&2\nexit 2\n", True)
+        self.assertEqual(bench_peers.run_program([good, "--runs", "1"], 10), {"a": 1})
+        with self.assertRaisesRegex(RuntimeError, "^exit code 2: cf-op: no CUDA device$"):
+            bench_peers.run_program([bad], 10)
+
+    def test_a_measurement_that_takes_too_long_ends(self):
+        with self.assertRaisesRegex(TimeoutError, "stopped after 1 s"):
+            with bench_peers.time_limit(1):
+                while True:
+                    pass
+
+    def test_an_error_is_one_line(self):
+        self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
+        self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
+
+
+class Refusals(Files):
+    def check(self, script, words, *argv):
+        code, out, error = run(script, *argv)
+        self.assertEqual((code, out), (2, ""))
+        self.assertEqual(error.count("\n"), 1, error)
+        self.assertIn(words, error)
+
+    def test_bench_peers(self):
+        program = self.write("program", "#!/bin/sh\n", True)
+        programs = ("--cf-layer", program, "--cf-op", program)
+        self.check(bench_peers, "--preset must be of pythia-14m, ", "--preset", "pythia-3b")
+        self.check(bench_peers, "--peers must be of torch_ops, ", "--peers", "torch_ops,vllm")
+        self.check(bench_peers, "expected a positive integer", "--batch", "0")
+        self.check(bench_peers, "--kv-len must be 2 to 2048, got 1 to 128", "--kv-len", "1,128")
+        self.check(bench_peers, "--kv-len must be 2 to 2048, got 128 to 4096", "--kv-len", "128,4096")
+        self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
+        self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
+
+    def test_plot_bench(self):
+        self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
+        self.check(plot_bench, "expected JSON", self.write("a.json", "{"))
+        cpu = json.dumps(LAYER | {"gpu": None} | {"program": "cf-op"})
+        for text in ("[]", "{}", cpu):
+            self.check(plot_bench, "expected a file of bench_peers.py or of cf-layer", self.write("a.json", text))
+
+
+class Pictures(Files):
+    def recorded(self):
+        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows += [peer("torch_graph", 128, median_us=110.0), peer("hf_eager", 128, error="no")]
+        return self.write("h200.json", json.dumps({"results": {"stack": rows}, "programs": [LAYER]}))
+
+    def test_curves_have_a_floor(self):
+        rows, _, gpu = plot_bench.read_report(self.recorded())
+        self.assertEqual(gpu, "a GPU")
+        self.assertEqual(plot_bench.curves(rows), {("pythia-2.8b", 1): {
+            "cf-layer graph": [(128, 50.0), (2048, 60.0)], "floor": [(128, 39.5), (2048, 39.5)],
+            "torch_graph": [(128, 110.0)]}})  # fmt: skip
+
+    def test_shares_are_those_of_the_longest_sequence(self):
+        (heading, sites), = plot_bench.shares([LAYER])
+        self.assertEqual(heading, "pythia-2.8b, batch 1, graph, seq_len 2048")
+        self.assertEqual(sites, [("input_layernorm", 1.5), ("attention.dense", 60.0), ("total", 80.0)])
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_the_same_figures_give_the_same_pictures(self):
+        path = self.recorded()
+        pictures = []
+        for _ in range(2):
+            code, out, error = run(plot_bench, path)
+            self.assertEqual((code, error), (0, ""))
+            names = [os.path.join(self.directory, f"h200-{what}.svg") for what in ("layer", "sites")]
+            self.assertEqual(out.split(), names)
+            for name in names:
+                with open(name, encoding="utf-8") as file:
+                    pictures.append(file.read())
+        self.assertEqual(pictures[:2], pictures[2:])
+        self.assertLess(sum(map(len, pictures[:2])), 200_000)
+
+
+if __name__ == "__main__":
+    unittest.main()
