@@ -8,6 +8,7 @@
 #include "catch.hpp"
 #include "core/contract.hpp"
 #include "cuda/attention.hpp"
+#include "cuda/layernorm.hpp"
 #include "cuda/linear.hpp"
 
 using namespace cf;
@@ -97,6 +98,18 @@ Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const 
           .share = [=](std::int64_t block) { return dealt(block, plan.grid, tiles); }};
 }
 
+Launch layernorm_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  const LayerNormPlan plan = layernorm_plan(arch, w.tokens(), m.hidden_size);
+  const auto thread_end = [=](std::int64_t threads) { return std::min(threads * plan.elements, m.hidden_size); };
+  return {.grid = {w.tokens(), 1, 1},
+          .threads = plan.threads,
+          .items = m.hidden_size,
+          .sharers = plan.threads,
+          .share = [=](std::int64_t thread) {
+            return std::vector<Range>{{thread_end(thread), thread_end(thread + 1)}};
+          }};
+}
+
 /// One line a plan: its name, the launch that it makes, whether it depends on kv_len.
 struct Plan {
   const char* name;
@@ -108,6 +121,7 @@ using Model = const ModelConfig&;
 using Load = const Workload&;
 const Plan plans[] = {
     {"attention", attention_launch, true},
+    {"layernorm", layernorm_launch},
     {"query_key_value",
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
     {"dense", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.hidden_size, w); }},
