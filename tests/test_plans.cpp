@@ -10,6 +10,7 @@
 #include "cuda/attention.hpp"
 #include "cuda/layernorm.hpp"
 #include "cuda/linear.hpp"
+#include "cuda/ln_qkv.hpp"
 
 using namespace cf;
 using namespace cf::cuda;
@@ -98,8 +99,22 @@ Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const 
           .share = [=](std::int64_t block) { return dealt(block, plan.grid, tiles); }};
 }
 
+Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  constexpr int static_smem_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;
+  const std::int64_t out = 3 * m.hidden_size, tiles = (out + kTileRows - 1) / kTileRows;
+  const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, m.rotary_dim, w.tokens(), 2);
+  return {.grid = {plan.product.grid, 1, 1},
+          .threads = kLinearThreads,
+          .smem_bytes = plan.smem_bytes + static_smem_bytes,
+          .items = plan.tokens > 0 ? tiles : 0,  // none: refused
+          .sharers = plan.product.grid,
+          .share = [=](std::int64_t block) { return dealt(block, plan.product.grid, tiles); }};
+}
+
+/// `inputs` tensors are added to give a row.
+template <int inputs>
 Launch layernorm_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
-  const LayerNormPlan plan = layernorm_plan(arch, w.tokens(), m.hidden_size);
+  const LayerNormPlan plan = layernorm_plan(arch, w.tokens(), m.hidden_size, inputs);
   const auto thread_end = [=](std::int64_t threads) { return std::min(threads * plan.elements, m.hidden_size); };
   return {.grid = {w.tokens(), 1, 1},
           .threads = plan.threads,
@@ -121,7 +136,9 @@ using Model = const ModelConfig&;
 using Load = const Workload&;
 const Plan plans[] = {
     {"attention", attention_launch, true},
-    {"layernorm", layernorm_launch},
+    {"layernorm", layernorm_launch<1>},
+    {"residual_layernorm", layernorm_launch<2>},
+    {"ln_qkv", ln_qkv_launch},
     {"query_key_value",
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
     {"dense", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.hidden_size, w); }},
