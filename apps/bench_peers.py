@@ -308,8 +308,8 @@ def check_same(hf, step):
         raise RuntimeError(f"torch op by op differs from Hugging Face by {error:.1e} relative L2, expected below 2e-2")
 
 
-def time_stack(peer, hf, step, timer):
-    """The series of a peer's steps, and what is to be said of it."""
+def time_stack(peer, hf, step, timer, compile_modes):
+    """The series of a peer's steps, and what is to be said of it. Of torch.compile's modes the best one counts."""
     import torch
     from transformers import DynamicCache, StaticCache
 
@@ -320,7 +320,7 @@ def time_stack(peer, hf, step, timer):
     if peer == "hf_eager":
         return timer.eager(*hf_stack(hf, step, DynamicCache)), {}
     best, tried = None, {}
-    for mode in COMPILE_MODES:
+    for mode in compile_modes:
         torch._dynamo.reset()
         run, back = hf_stack(torch.compile(hf, mode=mode, fullgraph=True, dynamic=False), step, StaticCache)
         try:
@@ -465,7 +465,7 @@ class Bench:
 
                     def measured():
                         check_same(hf, step)
-                        series, said = time_stack(peer, hf, step, self.timer)
+                        series, said = time_stack(peer, hf, step, self.timer, self.args.compile_modes)
                         return spread(series, layers) | said
 
                     self.measure("stack", (preset, batch, kv_len), peer, measured)
@@ -502,6 +502,11 @@ def parse_arguments(argv):
         "--peers", default=",".join((*STACK_PEERS, *OP_PEERS)), metavar="NAME[,NAME...]",
         help="some of %(default)s (default: all)",
     )  # fmt: skip
+    parser.add_argument(
+        "--compile-modes", default=COMPILE_MODES[0], metavar="NAME[,NAME...]",
+        help=f"torch.compile's modes, some of {','.join(COMPILE_MODES)}; the second compiles for minutes "
+        "(default: the first)",
+    )  # fmt: skip
     parser.add_argument("--impl", default="graph", help="cf-layer's --impl (default graph)")
     parser.add_argument("--cf-layer", default=os.path.join(build, "cf-layer"), metavar="FILE", help="the program")
     parser.add_argument("--cf-op", default=os.path.join(build, "cf-op"), metavar="FILE", help="the program")
@@ -513,12 +518,17 @@ def parse_arguments(argv):
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write everything there")
     args = parser.parse_args(argv)
-    for option, known in (("preset", tuple(neox.PRESETS)), ("peers", (*STACK_PEERS, *OP_PEERS))):
-        values = getattr(args, option).split(",")
+    for option, known in (
+        ("preset", tuple(neox.PRESETS)),
+        ("peers", (*STACK_PEERS, *OP_PEERS)),
+        ("compile-modes", COMPILE_MODES),
+    ):
+        attribute = option.replace("-", "_")
+        values = getattr(args, attribute).split(",")
         for value in values:
             if value not in known:
                 raise neox.Refusal(f"--{option} must be of {', '.join(known)}, got {value!r}")
-        setattr(args, option, values)
+        setattr(args, attribute, values)
     longest = min(neox.PRESETS[preset].max_position_embeddings for preset in args.preset)
     if min(args.kv_len) < 2 or max(args.kv_len) > longest:
         raise neox.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
