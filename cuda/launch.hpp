@@ -21,10 +21,11 @@ template <class... Params, class... Args>
 Status launch(std::string_view op, const Context& context, const LaunchShape& shape, void (*kernel)(Params...),
               Args&&... args) {
   if (context.dry_run()) return {};
-  if (shape.smem_bytes > 48 * 1024)
+  // The 48 KB that need no leave count a kernel's static shared memory, too.
+  if (shape.smem_bytes > 0)
     CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.smem_bytes)),
                      op));
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;

@@ -4,9 +4,8 @@
 
 #include "core/weights.hpp"
 #include "cuda/device/async.cuh"
-#include "cuda/device/math.cuh"
+#include "cuda/device/norm.cuh"
 #include "cuda/device/vec.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/launch.hpp"
 #include "cuda/layernorm.hpp"
 
@@ -72,33 +71,12 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
     for_each_piece([&](int p, int i) { row.input(row.load(begin + i), x[p]); });
   }
 
-  // Two passes over a warp's registers, then the warps' states: each sum in one order, and the same bits in every lane.
-  int count = 0;
-  float sum = 0;
-  for_each_piece([&](int p, int i) {
-    row.begin(begin + i, x[p]);
-    count += lane_elements;
-#pragma unroll
-    for (int e = 0; e < lane_elements; ++e) sum += x[p][e];
-  });
-  Welford state;
-  state.count = float(__reduce_add_sync(~0u, unsigned(count)));
-  state.mean = __fdividef(warp_sum<32>(sum), state.count);
-  float m2 = 0;
-  for_each_piece([&](int p, int) {
-#pragma unroll
-    for (int e = 0; e < lane_elements; ++e) {
-      x[p][e] -= state.mean;
-      m2 += x[p][e] * x[p][e];
-    }
-  });
-  state.m2 = warp_sum<32>(m2);
+  for_each_piece([&](int p, int i) { row.begin(begin + i, x[p]); });
+  const Welford state = centre_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, x);
   if (lane == 0) warp_states[warp] = state;
   __syncthreads();
-  const Welford other = lane % max_warps < warps ? warp_states[lane % max_warps] : Welford{};
-  const float mean = warp_sum<max_warps>(other.sum()) * params.inverse_hidden;
-  const float variance = warp_sum<max_warps>(other.m2_about(mean)) * params.inverse_hidden;
-  const float rstd = rsqrtf(variance + params.eps), offset = (state.mean - mean) * rstd;
+  const RowMoments moments = merge_warps<max_warps>(warp_states, warps, params.inverse_hidden, params.eps);
+  const NormalisedWarp normalised(state.mean, moments);
 
   with_weight(weight, [&](auto type) {
     for_each_piece([&](int p, int i) {
@@ -111,7 +89,7 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
         gamma[k][weights_ahead ? p : 0].unpack(g, type);
         beta[k][weights_ahead ? p : 0].unpack(b, type);
 #pragma unroll
-        for (int e = 0; e < lane_elements; ++e) y[k][e] = (x[p][e] * rstd + offset) * g[e] + b[e];
+        for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e], b[e]);
       }
       row.finish(begin + i, side[side_ahead ? p : 0], y);
     });

@@ -21,8 +21,9 @@ constexpr int linear_blocks_per_sm(int compute_capability, bool two_tokens_a_lan
   return two_tokens_a_lane || compute_capability >= 120 ? 2 : 3;
 }
 
-/// Depth 4 or 5, whichever divides a warp's steps; two tokens a lane leave registers for 4. Three blocks of eight warps at depth 5 put 60 KB of weights in flight
-/// an SM, which reads a long matrix at 4.49 TB/s of 4.57 on an H200; four blocks reach 4.32, two 4.05.
+/// Depth 4 or 5, whichever divides a warp's steps; two tokens a lane leave registers for 4. Three blocks of eight warps at
+/// depth 5 put 60 KB of weights in flight an SM, which reads a long matrix at 4.49 TB/s of 4.57 on an H200; four blocks
+/// reach 4.32, two 4.05.
 constexpr LinearPlan linear_plan(const Arch& arch, long in, long out, long tokens) {
   const long steps = (in + kStepColumns - 1) / kStepColumns, a_warp = (steps + kLinearWarps - 1) / kLinearWarps;
   const int blocks = linear_blocks_per_sm(arch.compute_capability, tokens > 8);
@@ -32,12 +33,6 @@ constexpr LinearPlan linear_plan(const Arch& arch, long in, long out, long token
   return {.depth = tokens <= 8 && a_warp % 5 == 0 ? 5 : 4,
           .blocks_per_sm = blocks,
           .grid = int((tiles + a_block - 1) / a_block)};
-}
-
-/// Rows that a block takes at most.
-constexpr long linear_block_rows(const LinearPlan& p, long out) {
-  const long tiles = (out + kTileRows - 1) / kTileRows;
-  return (tiles + p.grid - 1) / p.grid * kTileRows;
 }
 
 }  // namespace cf::cuda

@@ -1,5 +1,8 @@
 #include "cuda/ln_qkv.hpp"
 
+#include <cuda_pipeline_primitives.h>
+
+#include "cuda/device/norm.cuh"
 #include "cuda/launch.hpp"
 #include "cuda/linear.cuh"
 
@@ -11,7 +14,7 @@ struct Call {
   ops::LnQkv::Args args;
   const void* weight;
   DType weight_dtype;
-  int first, tokens, row_bytes, block_rows;
+  int first, tokens, row_bytes;
 };
 
 /// Where an element of the product goes, for the product's rows in their own order: a head's elements that RoPE turns lie
@@ -33,126 +36,163 @@ struct Place {
   __device__ int row(int head_dim) const { return (head * 3 + part) * head_dim + column; }
 };
 
-/// A block's normalised tokens and what its epilogues need of each.
+/// What becomes of an element of the product: its own bias and that of the other of its pair, as they lie in memory, and
+/// the pair's angle.
+struct Begun {
+  std::uint32_t bias, other_bias;
+  float cos, sin;
+};
+
+/// A block's normalised tokens, and what its epilogues need of each. The norm is layernorm's at eight elements a thread:
+/// its warps' parts of a row are shared out among this block's warps.
 template <class T>
 struct Prologue {
-  float *gamma, *beta;  // [hidden]
-  float* biases;        // [block_rows]
-  float* turns;         // [tokens][rotary_dim]: cosines, then sines
-  float2* moments;      // [tokens]: mean, rstd
-  int* entries;         // [tokens]: where in the cache, or -1
-  char* x;              // [tokens], row_bytes apart
+  static constexpr int lane_elements = kLane<T>, pieces = kVec / lane_elements;
+  static constexpr int warps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps;  // of the block
+  static constexpr int parts = int(kMaxLnQkvHidden) / (32 * kVec) / warps;  // of a row, for a warp, at most
 
-  __device__ Prologue(const Call& c, char* smem) {
-    const int hidden = int(c.args.x.shape[1]), rotary_dim = 2 * int(c.args.cos.shape[1]);
+  /// Of a token: its row in the table, or -1; its entry of the cache, or -1.
+  struct Token {
+    int position, entry;
+  };
+
+  const Call& c;
+  int hidden, head_dim, half, row_warps;
+  char *x, *gamma, *beta;  // x: [tokens], row_bytes apart; gamma, beta: [hidden], as stored
+  Token* token_of;         // [tokens]
+  Welford* states;         // [tokens][row_warps]
+
+  __device__ Prologue(const Call& call, char* smem)
+      : c(call),
+        hidden(int(c.args.x.shape[1])),
+        head_dim(int(c.args.q.shape[2])),
+        half(int(c.args.cos.shape[1])),
+        row_warps((hidden + 32 * kVec - 1) / (32 * kVec)) {
+    const int weight_bytes = hidden * int(size_bytes(c.weight_dtype));
     x = smem;
-    gamma = reinterpret_cast<float*>(x + c.tokens * c.row_bytes);
-    beta = gamma + hidden;
-    biases = beta + hidden;
-    moments = reinterpret_cast<float2*>(biases + c.block_rows);
-    turns = reinterpret_cast<float*>(moments + c.tokens);
-    entries = reinterpret_cast<int*>(turns + c.tokens * rotary_dim);
+    gamma = x + c.tokens * c.row_bytes;
+    beta = gamma + weight_bytes;
+    token_of = reinterpret_cast<Token*>(beta + weight_bytes);
+    states = reinterpret_cast<Welford*>(token_of + c.tokens);
   }
 
-  __device__ T* token(const Call& c, int t) const { return reinterpret_cast<T*>(x + t * c.row_bytes); }
+  __device__ T* token(int t) const { return reinterpret_cast<T*>(x + t * c.row_bytes); }
+  __device__ Place place(int r) const { return {r, head_dim, half}; }
+  __device__ long row(int r) const { return place(r).row(head_dim); }
 
-  /// What no kernel before this one writes.
-  __device__ void load_weights(const Call& c) const {
-    const int hidden = int(c.args.x.shape[1]);
-    const auto widen = [&](const ConstAnyView<1>& from, float* to) {
-      for (int i = threadIdx.x * kVec; i < hidden; i += blockDim.x * kVec) {
-        float v[kVec];
-        load_vec(from.data, from.dtype, i, v);
-        store_vec(to + i, v);
-      }
-    };
-    widen(c.args.norm.gamma, gamma);
-    widen(c.args.norm.beta, beta);
-    const auto& bias = c.args.linear.bias;
-    const int head_dim = int(c.args.q.shape[2]), half = int(c.args.cos.shape[1]);
-    for (int i = threadIdx.x; i < c.block_rows; i += blockDim.x) {
-      const long r = (i / kTileRows * long(gridDim.x) + blockIdx.x) * kTileRows + i % kTileRows;
-      biases[i] = bias && r < bias.shape[0]
-                      ? load_scalar(bias.data, bias.dtype, Place(int(r), head_dim, half).row(head_dim))
-                      : 0;
+  /// What no kernel before this one writes. Nothing waits for it before normalise() does.
+  __device__ void load_weights() const {
+    const int weight_bytes = hidden * int(size_bytes(c.weight_dtype));
+    for (int i = 16 * int(threadIdx.x); i < weight_bytes; i += 16 * int(blockDim.x)) {
+      __pipeline_memcpy_async(gamma + i, static_cast<const char*>(c.args.norm.gamma.data) + i, 16);
+      __pipeline_memcpy_async(beta + i, static_cast<const char*>(c.args.norm.beta.data) + i, 16);
     }
+    __pipeline_commit();
   }
-  __device__ float bias(int r) const { return biases[r / kTileRows / int(gridDim.x) * kTileRows + r % kTileRows]; }
 
-  /// LayerNorm of the tokens, rounded to T: a warp's mean and variance, then everybody's elements. A position outside the
-  /// table makes a token's turned elements NaN, a kv_len that the cache has no room for appends nothing.
-  __device__ void normalise(const Call& c) const {
+  /// LayerNorm of the tokens, rounded to T. A position outside the table makes a token's turned elements NaN, a kv_len that
+  /// the cache has no room for appends nothing.
+  __device__ void normalise() const {
     const auto& a = c.args;
-    const int hidden = int(a.x.shape[1]), vectors = hidden / kVec, half = int(a.cos.shape[1]);
+    const int q_len = int(a.x.shape[0] / a.kv_len.shape[0]), lane = threadIdx.x % 32;
     const T* from = static_cast<const T*>(a.x.data) + long(c.first) * hidden;
-    for (int i = threadIdx.x; i < c.tokens * vectors; i += blockDim.x) {
-      float v[kVec];
-      load_vec(from + i * kVec, v);
-      store_vec(token(c, i / vectors) + i % vectors * kVec, v);
-    }
-    const int q_len = int(a.x.shape[0] / a.kv_len.shape[0]);
-    for (int t = threadIdx.x; t < c.tokens; t += blockDim.x) {
-      const int of = c.first + t, kv_len = a.kv_len.data[of / q_len];
-      entries[t] = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len;
-    }
-    for (int i = threadIdx.x; i < c.tokens * 2 * half; i += blockDim.x) {
-      const int t = i / (2 * half), at = i % (2 * half);
-      const long position = a.positions.data[c.first + t];
-      const bool known = position >= 0 && position < a.cos.shape[0];
-      const float* table = at < half ? a.cos.data : a.sin.data;
-      turns[i] = known ? table[position * half + at % half] : NAN;
-    }
-    __syncthreads();
-    const int lane = threadIdx.x % 32;
-    for (int t = threadIdx.x / 32; t < c.tokens; t += blockDim.x / 32) {
-      // Two passes over shared memory: Welford's mean and sum of squared deviations, which do not cancel.
-      const auto sum_over = [&](auto term) {
-        float sum = 0;
-        for (int i = lane; i < vectors; i += 32) {
-          float v[kVec];
-          load_vec(token(c, t) + i * kVec, v);
+    const auto for_each_part = [&](auto f) {
 #pragma unroll
-          for (int e = 0; e < kVec; ++e) sum += term(v[e]);
-        }
-        return warp_sum(sum);
-      };
-      const float mean = sum_over([](float v) { return v; }) / float(hidden);
-      const float m2 = sum_over([=](float v) { return (v - mean) * (v - mean); });
-      if (lane == 0) moments[t] = {mean, rsqrtf(m2 / float(hidden) + float(a.eps))};
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < c.tokens * vectors; i += blockDim.x) {
-      const int t = i / vectors, column = i % vectors * kVec;
-      const float2 m = moments[t];
-      float v[kVec];
-      load_vec(token(c, t) + column, v);
+      for (int n = 0; n < parts; ++n)
+        if (const int w = n * warps + threadIdx.x / 32; w < row_warps)
+          f(n, w, [&](auto g) {
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) v[e] = (v[e] - m.x) * m.y * gamma[column + e] + beta[column + e];
-      store_vec(token(c, t) + column, v);
+            for (int p = 0; p < pieces; ++p)
+              if (const int i = ((p * row_warps + w) * 32 + lane) * lane_elements; i < hidden) g(p, i);
+          });
+    };
+    if (const int t = int(blockDim.x - 1 - threadIdx.x); t < c.tokens) {  // the last warp has the fewest parts
+      const int of = c.first + t, kv_len = a.kv_len.data[of / q_len], position = a.positions.data[of];
+      token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
+                     .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len};
     }
+    float v[pieces][lane_elements];
+    for (int t = 0; t < c.tokens; ++t) {
+      uint4 loaded[parts][pieces];
+      for_each_part([&](int n, int, auto for_each_piece) {
+        for_each_piece([&](int p, int i) { loaded[n][p] = load_raw(from + long(t) * hidden + i); });
+      });
+      for_each_part([&](int n, int w, auto for_each_piece) {
+        for_each_piece([&](int p, int i) {
+          *reinterpret_cast<uint4*>(token(t) + i) = loaded[n][p];
+          unpack(loaded[n][p], v[p], T{});
+        });
+        const Welford of_warp = centre_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, v);
+        if (lane == 0) states[t * row_warps + w] = of_warp;
+      });
+    }
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    with_weight(c.weight_dtype, [&](auto type) {
+      for (int t = 0; t < c.tokens; ++t) {
+        const Welford* of_token = states + t * row_warps;
+        const RowMoments moments = merge_warps<32>(of_token, row_warps, 1 / float(hidden), float(a.eps));
+        for_each_part([&](int, int w, auto for_each_piece) {
+          const float warp_mean = of_token[w].mean;
+          const NormalisedWarp normalised(warp_mean, moments);
+          for_each_piece([&](int p, int i) {
+            using Weight = StoredWeight<lane_elements>;
+            Weight of_gamma, of_beta;
+            of_gamma.load(reinterpret_cast<const decltype(type)*>(gamma) + i);
+            of_beta.load(reinterpret_cast<const decltype(type)*>(beta) + i);
+            float g[lane_elements], b[lane_elements];
+            of_gamma.unpack(g, type);
+            of_beta.unpack(b, type);
+            unpack(load_raw(token(t) + i), v[p], T{});
+#pragma unroll
+            for (int e = 0; e < lane_elements; ++e) v[p][e] = normalised(v[p][e] - warp_mean, g[e], b[e]);
+            store_vec(token(t) + i, v[p]);
+          });
+        });
+      }
+    });
     __syncthreads();
   }
 
-  /// Stores one element of q, k or v, and of the cache.
-  __device__ void store(const Call& c, int t, const Place& p, float own, float other) const {
+  __device__ Begun begin(int t, int r) const {
+    const Place p = place(r);
+    const auto& bias = c.args.linear.bias;
+    const int row = p.row(head_dim);
+    Begun b{.bias = bias ? load_bits(bias.data, bias.dtype, row) : 0, .other_bias = 0, .cos = 1, .sin = 0};
+    if (p.pair < 0) return b;
+    if (bias) b.other_bias = load_bits(bias.data, bias.dtype, p.second ? row - half : row + half);
+    const int position = token_of[t].position;
+    b.cos = position < 0 ? NAN : c.args.cos.data[long(position) * half + p.pair];
+    b.sin = position < 0 ? NAN : c.args.sin.data[long(position) * half + p.pair];
+    return b;
+  }
+
+  /// Stores one element of q, k or v, and of the cache; `other` is the sum of the other of its pair. Each is rounded to T
+  /// before it is turned, as where linear stores it for rope.
+  __device__ void finish(int t, int r, float own, float other, const Begun& begun) const {
     const auto& a = c.args;
-    const int heads = int(a.q.shape[1]), head_dim = int(a.q.shape[2]), half = int(a.cos.shape[1]);
-    float v = own;
+    const int heads = int(a.q.shape[1]);
+    const Place p = place(r);
+    const auto rounded = [&](float sum, std::uint32_t bits) {
+      if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
+      return to_float(from_float<T>(sum));
+    };
+    float v = rounded(own, begun.bias);
     if (p.pair >= 0) {
-      const float cos = turns[t * 2 * half + p.pair], sin = turns[t * 2 * half + half + p.pair];
-      float first = p.second ? other : own, second = p.second ? own : other;
-      rotate(first, second, cos, sin);
+      const float of_pair = rounded(other, begun.other_bias);
+      float first = p.second ? of_pair : v, second = p.second ? v : of_pair;
+      rotate(first, second, begun.cos, begun.sin);
       v = p.second ? second : first;
     }
     const T stored = from_float<T>(v);
-    const long token = c.first + t;
+    const long of = c.first + t;
     void* const out = p.part == 0 ? a.q.data : p.part == 1 ? a.k.data : a.v.data;
-    static_cast<T*>(out)[(token * heads + p.head) * head_dim + p.column] = stored;
-    if (p.part == 0 || entries[t] < 0) return;
-    const long sequence = token / (a.x.shape[0] / a.kv_len.shape[0]);
+    static_cast<T*>(out)[(of * heads + p.head) * head_dim + p.column] = stored;
+    const int entry = token_of[t].entry;
+    if (p.part == 0 || entry < 0) return;
+    const long sequence = of / (a.x.shape[0] / a.kv_len.shape[0]);
     void* const cache = p.part == 1 ? a.k_cache.data : a.v_cache.data;
-    static_cast<T*>(cache)[((sequence * heads + p.head) * a.k_cache.shape[2] + entries[t]) * head_dim + p.column] =
-        stored;
+    static_cast<T*>(cache)[((sequence * heads + p.head) * a.k_cache.shape[2] + entry) * head_dim + p.column] = stored;
   }
 };
 
@@ -164,22 +204,17 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiled
   __shared__ LinearSmem smem;
   let_successor_start();
   const Prologue<T> prologue(c, ln_qkv_smem);
-  const int head_dim = int(c.args.q.shape[2]), half = int(c.args.cos.shape[1]);
   linear_block<T, Depth, TwoTokens, true>(
-      static_cast<const T*>(c.weight), int(c.args.q.shape[1]) * 3 * head_dim, int(c.args.x.shape[1]), c.tokens,
-      [=](int r) { return long(Place(r, head_dim, half).row(head_dim)); },
+      static_cast<const T*>(c.weight), int(c.args.q.shape[1]) * 3 * prologue.head_dim, prologue.hidden, c.tokens,
+      [&](int r) { return prologue.row(r); },
       [&] {
-        prologue.load_weights(c);
+        prologue.load_weights();
         wait_for_predecessors();
-        prologue.normalise(c);
+        prologue.normalise();
       },
-      [&](int token, int column) { return *reinterpret_cast<const uint4*>(prologue.token(c, token) + column); },
-      [](int, int) { return 0; },
-      [&](int token, int r, auto sum, int) {
-        const Place place(r, head_dim, half);
-        const float other = place.pair >= 0 ? sum(r ^ 1) + prologue.bias(r ^ 1) : 0;
-        prologue.store(c, token, place, sum(r) + prologue.bias(r), other);
-      },
+      [&](int token, int column) { return *reinterpret_cast<const uint4*>(prologue.token(token) + column); },
+      [&](int token, int r) { return prologue.begin(token, r); },
+      [&](int token, int r, auto sum, const Begun& begun) { prologue.finish(token, r, sum(r), sum(r ^ 1), begun); },
       smem);
 }
 
@@ -190,34 +225,31 @@ auto kernel_for(int depth, bool two_tokens) {
 }
 
 /// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored weight.
-__global__ void __launch_bounds__(kTileRows / 2 * 32) ln_qkv_f32_kernel(const __grid_constant__ Call c) {
+__global__ void __launch_bounds__(32 * Prologue<float>::warps, 4) ln_qkv_f32_kernel(const __grid_constant__ Call c) {
   let_successor_start();
   const Prologue<float> prologue(c, ln_qkv_smem);
-  prologue.load_weights(c);
+  prologue.load_weights();
   wait_for_predecessors();
-  prologue.normalise(c);
-  const int hidden = int(c.args.x.shape[1]), head_dim = int(c.args.q.shape[2]), half = int(c.args.cos.shape[1]);
-  const int rows = int(c.args.q.shape[1]) * 3 * head_dim, lane = threadIdx.x % 32, pair = threadIdx.x / 32 * 2;
+  prologue.normalise();
+  const int hidden = prologue.hidden, rows = int(c.args.q.shape[1]) * 3 * prologue.head_dim;
+  const int lane = threadIdx.x % 32, pair = threadIdx.x / 32 * 2;
   for (int r = int(blockIdx.x) * kTileRows + pair; r < rows; r += int(gridDim.x) * kTileRows)
     for (int t = 0; t < c.tokens; ++t) {
-      float value[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const long row = Place(r + i, head_dim, half).row(head_dim);
+      const auto sum_of = [&](int of) {
+        const long row = prologue.row(of);
         float sum = 0;
         for (int column = lane * kVec; column < hidden; column += 32 * kVec) {
           float w[kVec], x[kVec];
           load_vec(c.weight, c.weight_dtype, row * hidden + column, w);
-          load_vec(prologue.token(c, t) + column, x);
+          load_vec(prologue.token(t) + column, x);
 #pragma unroll
           for (int e = 0; e < kVec; ++e) sum += w[e] * x[e];
         }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        value[i] = sum + prologue.bias(r + i);
-      }
-      if (lane == 0) prologue.store(c, t, Place(r, head_dim, half), value[0], value[1]);
-      if (lane == 1) prologue.store(c, t, Place(r + 1, head_dim, half), value[1], value[0]);
+        return warp_sum(sum);
+      };
+      const float first = sum_of(r), second = sum_of(r + 1);
+      if (lane == 0) prologue.finish(t, r, first, second, prologue.begin(t, r));
+      if (lane == 1) prologue.finish(t, r + 1, second, first, prologue.begin(t, r + 1));
     }
 }
 
@@ -234,23 +266,24 @@ Status run(const ops::LnQkv::Args& a, Context& context) {
   return with_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(name, a.x.dtype, dense->weight.dtype));
-    const LnQkvPlan plan = ln_qkv_plan(context.arch(), d.hidden, d.out(), d.rotary_dim, d.tokens(), sizeof(T));
+    const LnQkvPlan plan = ln_qkv_plan(context.arch(), d.hidden, d.out(), d.tokens(), sizeof(T),
+                                       std::int64_t(size_bytes(dense->weight.dtype)));
     if (plan.tokens == 0)
-      return Status::error(Code::unimplemented, "ln_qkv: cuda takes a hidden that fits a block's shared memory, got " +
+      return Status::error(Code::unimplemented, "ln_qkv: cuda takes hidden up to " + std::to_string(kMaxLnQkvHidden) +
+                                                    " that fits a block's shared memory, got " +
                                                     std::to_string(d.hidden));
     Call c{.args = a,
            .weight = dense->weight.data,
            .weight_dtype = dense->weight.dtype,
            .first = 0,
            .tokens = 0,
-           .row_bytes = plan.row_bytes,
-           .block_rows = int(linear_block_rows(plan.product, d.out()))};
+           .row_bytes = plan.row_bytes};
     LaunchShape shape{
         .grid = unsigned(plan.product.grid), .block = kLinearThreads, .smem_bytes = std::size_t(plan.smem_bytes)};
     for (; c.first < d.tokens(); c.first += plan.tokens) {
       c.tokens = int(std::min<std::int64_t>(plan.tokens, d.tokens() - c.first));
       if constexpr (std::is_same_v<T, float>) {
-        shape.block = kTileRows / 2 * 32;
+        shape.block = 32 * Prologue<float>::warps;
         CF_TRY(launch(name, context, shape, ln_qkv_f32_kernel, c));
       } else {
         CF_TRY(launch(name, context, shape, kernel_for<T>(plan.product.depth, plan.tokens > 8), c));

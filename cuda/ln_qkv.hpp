@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/layernorm.hpp"
 #include "cuda/linear.hpp"
 
 namespace cf::cuda {
@@ -15,18 +16,22 @@ struct LnQkvPlan {
   int smem_bytes = 0;
 };
 
-/// As many tokens at once as fit, up to 16. The norm's weights and the block's biases lie beside them as float32, and each
-/// token's cosines, sines, mean, rstd and place in the cache.
-constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int64_t out, std::int64_t rotary_dim,
-                                std::int64_t tokens, std::int64_t element_bytes) {
+/// A block of layernorm's, at eight elements a thread.
+inline constexpr std::int64_t kMaxLnQkvHidden = max_layernorm_threads(8) * 8;
+
+/// As many tokens at once as fit, up to 16; 0 where not even one does. The norm's weights lie beside them, and each
+/// token's place in the table and the cache and its norm's states.
+constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int64_t out, std::int64_t tokens,
+                                std::int64_t element_bytes, std::int64_t weight_bytes) {
   constexpr int static_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;  // LinearSmem
   // 64 bytes more than whole lines: two tokens' 64 bytes lie in different banks.
   const int row_bytes = int((hidden * element_bytes + 127) / 128 * 128 + 64);
-  const int a_token = row_bytes + int(rotary_dim) * 4 + 16;
+  const int a_token = row_bytes + 8 + int((hidden + 255) / 256) * 12;
   LnQkvPlan p{.product = {}, .tokens = int(std::min<std::int64_t>(tokens, kMmaTokens)), .row_bytes = row_bytes};
+  if (hidden > kMaxLnQkvHidden) p.tokens = 0;
   for (; p.tokens > 0; --p.tokens) {
     p.product = linear_plan(arch, hidden, out, p.tokens);
-    p.smem_bytes = int(2 * hidden + linear_block_rows(p.product, out)) * 4 + p.tokens * a_token;
+    p.smem_bytes = int(2 * hidden * weight_bytes) + p.tokens * a_token;
     if (p.smem_bytes + static_bytes <= arch.smem_per_block_bytes) break;
   }
   return p;

@@ -102,7 +102,7 @@ Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const 
 Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
   constexpr int static_smem_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;
   const std::int64_t out = 3 * m.hidden_size, tiles = (out + kTileRows - 1) / kTileRows;
-  const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, m.rotary_dim, w.tokens(), 2);
+  const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, w.tokens(), 2, 2);
   if (plan.tokens == 0) return {.threads = 32, .share = {}};  // no token fits: the call is refused
   return {.grid = {plan.product.grid, 1, 1},
           .threads = kLinearThreads,

@@ -78,11 +78,11 @@ struct LnQkv {
                 4 * (t * double(d.rotary_dim + 1) + double(d.batch)),
             2 * t * out * h + 8 * t * h + 2 * t * out};
   }
-  /// As for a layer: every part passes on the relative error it is given and adds its own, and z may be stored once.
+  /// As for a layer: every part passes on the relative error it is given and adds its own, and z and w may be stored.
   /// `condition` is the sum over the parts of their conditions times sqrt(terms), as cpu_ref::condition() measures it.
   static Budget budget(const Dims&, Precision p, Condition c = {}) {
-    const double store = unit_roundoff(p.output);
-    return reduction_budget(1, p, c) += {store, store};
+    const double stores = 2 * unit_roundoff(p.output);
+    return reduction_budget(1, p, c) += {stores, stores};
   }
 
   /// The op as its parts: calls f with the Args of LayerNorm, Linear, Rope and KvAppend in turn, z and w in the tensors

@@ -29,10 +29,11 @@ CF_HD inline float gelu_tanh(float x) {
   return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-/// A pair of a head's elements, turned by an angle (RoPE's half rotation).
+/// A pair of a head's elements, turned by an angle (RoPE's half rotation). Which product is rounded is said here, so that
+/// every kernel gives the same bits.
 CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
-  const float turned = a * cos - b * sin;
-  b = b * cos + a * sin;
+  const float turned = fmaf(a, cos, -(b * sin));
+  b = fmaf(b, cos, a * sin);
   a = turned;
 }
 
