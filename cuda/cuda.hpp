@@ -28,6 +28,9 @@ class Context {
   /// Whether calls are checked and nothing is launched, to learn that a sequence of them will run before its first does.
   bool dry_run() const { return dry_run_; }
   void set_dry_run(bool on) { dry_run_ = on; }
+  /// Whether a kernel's blocks go before those of kernels that wait for the same SMs (the greatest stream priority).
+  bool urgent() const { return urgent_; }
+  void set_urgent(bool on) { urgent_ = on; }
 
  private:
   int device_ = 0;
@@ -35,6 +38,7 @@ class Context {
   Arch arch_ = kH200;
   bool overlap_ = false;
   bool dry_run_ = false;
+  bool urgent_ = false;
 };
 
 /// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not match,

@@ -25,7 +25,8 @@ inline Result<Stream> make_stream() {
   return Stream(stream);
 }
 
-/// A graph of what `enqueue` puts onto the stream, which is not the default one. Nothing runs.
+/// A graph of what `enqueue` puts onto the stream, which is not the default one; its kernels keep their priorities.
+/// Nothing runs.
 template <class Enqueue>
 Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
   if (Status s = from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
@@ -39,7 +40,10 @@ Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
   if (!enqueued) return enqueued;
   if (!ended) return ended;
   cudaGraphExec_t exec = nullptr;
-  if (Status s = from_cuda(cudaGraphInstantiate(&exec, captured, 0), "cudaGraphInstantiate"); !s) return s;
+  if (Status s = from_cuda(cudaGraphInstantiate(&exec, captured, cudaGraphInstantiateFlagUseNodePriority),
+                           "cudaGraphInstantiate");
+      !s)
+    return s;
   return GraphExec(exec);
 }
 

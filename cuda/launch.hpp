@@ -36,6 +36,12 @@ Status launch(std::string_view op, const Context& context, const LaunchShape& sh
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
+  if (context.urgent()) {
+    int least = 0, greatest = 0;
+    CF_TRY(from_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), op));
+    attributes[config.numAttrs].id = cudaLaunchAttributePriority;
+    attributes[config.numAttrs++].val.priority = greatest;
+  }
   if (shape.cluster_blocks > 1) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[config.numAttrs++].val.clusterDim = {unsigned(shape.cluster_blocks), 1, 1};

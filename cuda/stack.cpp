@@ -77,7 +77,9 @@ struct Stack::State {
   template <int Rank>
   Status copy_in(const std::string& name, const AnyView<Rank>& to, const Tensor& from) const;
   LayerTensors tensors(std::int64_t layer) const;
-  Status enqueue(Context& on, std::int64_t first, std::int64_t last) const;
+  /// Calls f(weights, tensors) for layers [first, last) in order and names the one that it fails for.
+  template <class F>
+  Status for_each_layer(std::int64_t first, std::int64_t last, F&& f) const;
   Result<CUgraphExec_st*> graph(std::int64_t first, std::int64_t last);
 
   Context context;
@@ -160,9 +162,10 @@ LayerTensors Stack::State::tensors(std::int64_t layer) const {
   return t;
 }
 
-Status Stack::State::enqueue(Context& on, std::int64_t first, std::int64_t last) const {
+template <class F>
+Status Stack::State::for_each_layer(std::int64_t first, std::int64_t last, F&& f) const {
   for (std::int64_t layer = first; layer < last; ++layer)
-    if (Status s = enqueue_layer(config, layers[std::size_t(layer)].weights, tensors(layer), on); !s)
+    if (Status s = f(layers[std::size_t(layer)].weights, tensors(layer)); !s)
       return Status::error(s.code(), layer_prefix(layer) + s.message());
   return {};
 }
@@ -178,8 +181,12 @@ Result<CUgraphExec_st*> Stack::State::graph(std::int64_t first, std::int64_t las
   Result<Context> capturing = Context::create(context.device(), capture_stream.get());
   if (!capturing) return capturing.status();
   capturing->set_plan_arch(context.arch());
-  capturing->set_overlap(context.overlap());
-  Result<GraphExec> captured = capture(capture_stream.get(), [&] { return enqueue(*capturing, first, last); });
+  Result<GraphExec> captured = capture(capture_stream.get(), [&] {
+    DataflowCapture graph(*capturing);
+    return for_each_layer(first, last, [&](const LayerWeights& weights, const LayerTensors& tensors) {
+      return capture_layer(config, weights, tensors, graph);
+    });
+  });
   if (!captured) return captured.status();
   // The graph's own memory is taken now rather than at the first launch.
   if (Status s = from_cuda(cudaGraphUpload(captured->get(), context.stream()), "cudaGraphUpload"); !s) return s;
@@ -293,7 +300,10 @@ Status Stack::step(Impl impl, std::int64_t first, std::int64_t last) {
   for (std::int64_t layer = first; layer < last; ++layer)
     if (!s.layers[std::size_t(layer)].loaded)
       return s.refuse("layer " + std::to_string(layer) + " has no weights, expected load_layer() first");
-  if (impl == Impl::unfused) return s.enqueue(s.context, first, last);
+  if (impl == Impl::unfused)
+    return s.for_each_layer(first, last, [&](const LayerWeights& weights, const LayerTensors& tensors) {
+      return enqueue_layer(s.config, weights, tensors, s.context);
+    });
   const Result<CUgraphExec_st*> graph = s.graph(first, last);
   if (!graph) return graph.status();
   return from_cuda(cudaGraphLaunch(*graph, s.context.stream()), "cudaGraphLaunch");

@@ -14,8 +14,10 @@
 namespace cf::cuda {
 
 /// How a step is put onto the stream; the results are the same bits.
-///   unfused  every kernel launched by the host, its arguments checked each time
-///   graph    the same launches, captured into a CUDA graph when a range of layers is first stepped, replayed from then on
+///   unfused  every kernel launched by the host, one after the other, its arguments checked each time
+///   graph    a CUDA graph, captured when a range of layers is first stepped and replayed from then on, in which an op
+///            waits for those alone whose data it needs: with a parallel residual the attention and the MLP's first
+///            product run side by side. Of few tokens ln_qkv makes q, k and v, and attn_in and qkv stay as they are
 enum class Impl { unfused, graph };
 
 std::string_view to_string(Impl);
