@@ -1,49 +1,106 @@
-#include "cuda/attention.hpp"
+#include "cuda/attention.cuh"
 
-#include <algorithm>
-
-#include "cuda/device/async.cuh"
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/vec.cuh"
 #include "cuda/launch.hpp"
 
 namespace cf::cuda {
 namespace {
 
-constexpr int kThreads = 256, kKeysAtOnce = 4, kMaxHeadDim = 256;
+constexpr int kDecodeThreads = 32 * kAttentionWarps;
+constexpr int kThreads = 256, kKeysAtOnce = 4;  // of the float32 kernel
 
-/// One query's attention over one split of its keys: a block. The splits of a query are a cluster, whose blocks gather
-/// each other's maximum, sum and values and merge them in the order of the splits. Within a block a group of Lanes lanes
-/// holds a key, eight elements each, and the groups take turns at the keys; they are merged in order, too.
-template <class T, int Lanes>
-__global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ ops::Attention::Args a) {
-  constexpr int groups = kThreads / Lanes;
-  __shared__ float values[groups * Lanes * kVec];
-  __shared__ SoftmaxState states[groups];
-  __shared__ float factors[groups];
-  __shared__ float mine[kMaxHeadDim + 2], all[8 * (kMaxHeadDim + 2)];
-
+/// One query's attention over one split of its keys: a block. The splits of a query are a cluster. The copy engine
+/// fills a ring of tiles, of which each warp takes its part; they wait for each other before a tile is overwritten and
+/// at the end, where their parts are merged in order, then the splits'.
+template <class T, int HeadDim>
+__global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
+    decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages) {
+  constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
+  constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ std::uint64_t arrived, full[kMaxStages];
+  float *sent = reinterpret_cast<float*>(smem), *parts = sent + kMaxSplits * part_floats(HeadDim);
+  T* const ring = reinterpret_cast<T*>(parts + kAttentionWarps * part_floats(HeadDim));
   let_successor_start();
   wait_for_predecessors();
-  const int splits = int(gridDim.x), split = int(blockIdx.x);
-  const long batch = a.kv_len.shape[0], q_len = a.q.shape[0] / batch, heads = a.q.shape[1],
-             capacity = a.k_cache.shape[2];
-  const int head_dim = int(a.q.shape[2]);
-  const long token = blockIdx.z, head = blockIdx.y, b = token / q_len;
-  // A kv_len that the cache has no room for reads nothing; the result is then NaN.
-  const long kv_len = a.kv_len.data[b];
-  const int keys = kv_len < q_len || kv_len > capacity ? 0 : int(kv_len - q_len + token % q_len + 1);
-  const int a_split = (keys + splits - 1) / splits, begin = split * a_split, end = min(begin + a_split, keys);
 
-  const int group = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, column = lane * kVec;
-  const bool active = column < head_dim;
-  const long cache = (b * heads + head) * capacity * head_dim + column;
-  const T *k = static_cast<const T*>(a.k_cache.data) + cache, *v = static_cast<const T*>(a.v_cache.data) + cache;
-  float q[kVec] = {}, sum[kVec] = {};
-  if (active) load_vec(static_cast<const T*>(a.q.data) + (token * heads + head) * head_dim + column, q);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z, head = blockIdx.y;
+  const int kv_len = c.kv_len[b];  // on its way while the barriers are made
+  if (threadIdx.x < kMaxStages) {
+    init_barrier(full + threadIdx.x, kTileArrivals);
+    publish_barriers();
+  }
+  ClusterInbox inbox(&arrived);
+  __syncthreads();
+
+  const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
+  const int keys = c.visible_keys(kv_len, i);
+  const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
+  if (split >= own.used) return;
+  const auto fetch = [&](int tile, int to) {
+    if (tile >= own.end) return;
+    const long first = c.cache(b, head) + long(tile) * tile_keys * c.head_dim;
+    copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
+                         static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to);
+  };
+  for (int s = 0; s < stages; ++s) fetch(own.begin + s, s);
+
+  const T* query = static_cast<const T*>(c.q) + c.query(b, i, head);
+  AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });
+  const int first = warp * warp_keys / 8;  // of each run
+  for (int tile = own.begin, s = 0, phase = 0; tile < own.end; ++tile) {
+    wait_barrier(full + s, phase);
+    const int visible = keys - tile * tile_keys;
+    if (first < visible) rows.attend(ring + s * stage, first, c.scale, [=](int, int) { return visible; });
+    if (tile + stages < own.end) {
+      __syncthreads();  // all have read
+      fetch(tile + stages, s);
+    }
+    if (++s == stages) {
+      s = 0;
+      phase ^= 1;
+    }
+  }
+
+  float* part = parts + warp * part_floats(c.head_dim);
+  const float weights = rows.weights(0, 0);
+  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {rows.state[0][0].max, weights};
+  if (lane < 4)  // all rows are the query's
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) q[e] *= float(a.scale);
+    for (int n = 0; n < HeadDim / 8; ++n)
+      if (8 * n < c.head_dim)
+        *reinterpret_cast<float2*>(part + 8 * n + 2 * lane) = {rows.values[0][n][0] + rows.values[0][n][2],
+                                                               rows.values[0][n][1] + rows.values[0][n][3]};
+  finish_attention(parts, kAttentionWarps, sent, inbox, split, own.used, c.head_dim,
+                   static_cast<T*>(c.y) + c.query(b, i, head));
+}
+
+/// The same in float32 arithmetic: a group of Lanes lanes holds a key, eight elements each, and the groups of a block
+/// take turns at the keys.
+template <int Lanes>
+__global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__ AttentionCall c, int splits) {
+  constexpr int groups = kThreads / Lanes;
+  __shared__ __align__(16) float parts[groups * part_floats(Lanes * kVec)],
+      sent[kMaxSplits * part_floats(Lanes * kVec)];
+  __shared__ std::uint64_t arrived;
+  ClusterInbox inbox(&arrived);
+  let_successor_start();
+  wait_for_predecessors();
+
+  const int group = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, column = lane * kVec, b = blockIdx.z,
+            head = blockIdx.y;
+  const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
+  const int keys = c.visible_keys(c.kv_len[b], i), tile_keys = decode_tile(padded_head_dim(c.head_dim));
+  const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
+  if (split >= own.used) return;
+  const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, keys);
+
+  const bool active = column < c.head_dim;
+  const float *k = static_cast<const float*>(c.k_cache) + c.cache(b, head) + column,
+              *v = static_cast<const float*>(c.v_cache) + c.cache(b, head) + column;
+  float q[kVec] = {}, sum[kVec] = {};
+  if (active) load_vec(static_cast<const float*>(c.q) + c.query(b, i, head) + column, q);
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) q[e] *= c.scale;
 
   SoftmaxState state;
   // All groups of a warp go round together, for the shuffles' sake.
@@ -54,8 +111,8 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
     for (int u = 0; u < kKeysAtOnce; ++u) {
       const int j = first + u * groups;
       if (active && j < end) {
-        load_vec(k + long(j) * head_dim, key[u]);
-        load_vec(v + long(j) * head_dim, value[u]);
+        load_vec(k + long(j) * c.head_dim, key[u]);
+        load_vec(v + long(j) * c.head_dim, value[u]);
       }
     }
     SoftmaxState step;
@@ -82,49 +139,25 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
       sum[e] = sum[e] * f.mine + s * f.other;
     }
   }
-#pragma unroll
-  for (int e = 0; e < kVec; ++e) values[group * Lanes * kVec + column + e] = sum[e];
-  if (lane == 0) states[group] = state;
-  __syncthreads();
+  float* part = parts + group * part_floats(c.head_dim);
+  if (active) store_vec(part + column, sum);
+  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, state.sum};
+  finish_attention(parts, groups, sent, inbox, split, own.used, c.head_dim,
+                   static_cast<float*>(c.y) + c.query(b, i, head));
+}
 
-  // The groups' states in order: the factors are independent, so that only the sums are a chain.
-  const int d = int(threadIdx.x);
-  float largest = -INFINITY;
-  for (int g = 0; g < groups; ++g) largest = fmaxf(largest, states[g].max);
-  if (d < groups) factors[d] = states[d].max == -INFINITY ? 0.f : expf(states[d].max - largest);
-  __syncthreads();
-  float o = 0, weights = 0;
-#pragma unroll 8
-  for (int g = 0; g < groups; ++g) {
-    weights += states[g].sum * factors[g];
-    if (d < head_dim) o += values[g * Lanes * kVec + d] * factors[g];
-  }
-  if (d == 0) {
-    mine[0] = largest;
-    mine[1] = weights;
-  }
-  if (d < head_dim) mine[2 + d] = o;
-  cluster_gather(mine, all, head_dim + 2, unsigned(splits));
-
-  // The splits likewise; each block writes its share of the elements.
-  if (d < head_dim && d % splits == split) {
-    float top = -INFINITY, y = 0, total = 0;
-    for (int s = 0; s < splits; ++s) top = fmaxf(top, all[s * (head_dim + 2)]);
-    for (int s = 0; s < splits; ++s) {
-      const float *part = all + s * (head_dim + 2), factor = expf(part[0] - top);
-      y += part[2 + d] * factor;
-      total += part[1] * factor;
-    }
-    static_cast<T*>(a.y.data)[(token * heads + head) * head_dim + d] = from_float<T>(y / total);
-  }
+auto float_kernel_for(int head_dim) {
+  return head_dim <= 64 ? float_kernel<8> : head_dim <= 128 ? float_kernel<16> : float_kernel<32>;
 }
 
 template <class T>
-auto kernel_for(std::int64_t head_dim) {
-  return head_dim <= 32    ? attention_kernel<T, 4>
-         : head_dim <= 64  ? attention_kernel<T, 8>
-         : head_dim <= 128 ? attention_kernel<T, 16>
-                           : attention_kernel<T, 32>;
+auto decode_kernel_for(int head_dim) {
+  switch (padded_head_dim(head_dim)) {
+    case 64: return decode_kernel<T, 64>;
+    case 80: return decode_kernel<T, 80>;
+    case 128: return decode_kernel<T, 128>;
+    default: return decode_kernel<T, kMaxHeadDim>;
+  }
 }
 
 }  // namespace
@@ -136,12 +169,31 @@ Status run(const ops::Attention::Args& a, Context& context) {
   if (d.head_dim > kMaxHeadDim)
     return Status::error(Code::unimplemented, "attention: cuda takes head_dim up to " + std::to_string(kMaxHeadDim) +
                                                   ", got " + std::to_string(d.head_dim));
-  const AttentionPlan plan = attention_plan(context.arch(), d.batch * d.q_len * d.heads, d.max_kv_len);
-  const LaunchShape shape{.grid = dim3(unsigned(plan.splits), unsigned(d.heads), unsigned(d.batch * d.q_len)),
-                          .block = kThreads,
-                          .cluster_blocks = plan.splits};
-  return with_activation(ops::Attention::name, a.q.dtype, [&](auto zero) {
-    return launch(ops::Attention::name, context, shape, kernel_for<decltype(zero)>(d.head_dim), a);
+  const AttentionCall call{.q = a.q.data,
+                           .k_cache = a.k_cache.data,
+                           .v_cache = a.v_cache.data,
+                           .kv_len = a.kv_len.data,
+                           .y = a.y.data,
+                           .scale = float(a.scale),
+                           .q_len = int(d.q_len),
+                           .heads = int(d.heads),
+                           .head_dim = int(d.head_dim),
+                           .capacity = d.capacity};
+  const AttentionPlan plan = attention_plan(context.arch(), d.head_dim, d.batch * d.q_len * d.heads, d.max_kv_len);
+  LaunchShape shape{.grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads), unsigned(d.batch)),
+                    .block = kThreads,
+                    .cluster_blocks = plan.splits};
+  return with_activation(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if constexpr (dtype_of<T> == DType::f32) {
+      return launch(ops::Attention::name, context, shape, float_kernel_for(call.head_dim), call, plan.splits);
+    } else {
+      if (prefill_pays(d.q_len)) return run_prefill(call, a.q.dtype, d.batch, context);
+      shape.block = kDecodeThreads;
+      shape.smem_bytes = std::size_t(plan.smem_bytes);
+      return launch(ops::Attention::name, context, shape, decode_kernel_for<T>(call.head_dim), call, plan.splits,
+                    plan.stages);
+    }
   });
 }
 

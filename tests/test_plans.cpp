@@ -78,14 +78,21 @@ std::vector<Range> run_of(std::int64_t block, std::int64_t blocks, std::int64_t 
 }
 
 Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
-  const std::int64_t heads = m.num_attention_heads, keys = w.kv_len;
-  const int splits = attention_plan(arch, w.tokens() * heads, keys).splits;
-  return {.grid = {splits, heads, w.tokens()},
-          .threads = 256,
-          .cluster_blocks = splits,
-          .items = keys,
-          .sharers = splits,
-          .share = [=](std::int64_t split) { return run_of(split, splits, keys); }};
+  const std::int64_t heads = m.num_attention_heads;
+  const int padded = padded_head_dim(m.head_dim()), tile = decode_tile(padded);
+  const AttentionPlan plan = attention_plan(arch, m.head_dim(), w.tokens() * heads, w.kv_len);
+  const int tiles = int((w.kv_len + tile - 1) / tile);
+  return {.grid = {w.q_len * plan.splits, heads, w.batch},
+          .threads = 32 * kAttentionWarps,
+          .blocks_per_sm = decode_blocks_per_sm(padded),
+          .smem_bytes = plan.smem_bytes,
+          .cluster_blocks = plan.splits,
+          .items = tiles,
+          .sharers = plan.splits,
+          .share = [=](std::int64_t split) {
+            const SplitTiles own(tiles, plan.splits, int(split));
+            return std::vector<Range>{{own.begin, own.end}};
+          }};
 }
 
 Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {

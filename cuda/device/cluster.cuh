@@ -1,7 +1,11 @@
 #pragma once
-// Reduce and gather across a thread-block cluster through distributed shared memory: the collectives that
-// ClusterFusion (Luo et al. 2025, arXiv:2508.18850) builds its fused layers from.
+// Collectives across a thread-block cluster through distributed shared memory: the reduce and gather that ClusterFusion
+// (Luo et al. 2025, arXiv:2508.18850) builds its fused layers from, and an inbox for what one block merges alone.
 #include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "cuda/device/async.cuh"
 
 namespace cf::cuda {
 
@@ -34,5 +38,53 @@ __device__ inline void cluster_gather(const float* mine, float* all, int n, unsi
     all[i] = cluster.map_shared_rank(const_cast<float*>(mine), i / unsigned(n))[i % unsigned(n)];
   cluster.sync();  // no block leaves or overwrites while another reads
 }
+
+/// What blocks of a cluster send to one of them, which alone waits for it. The only barrier of the cluster begins at
+/// the kernel's start and is waited for when there is something to send, long after; then a block that sends may leave,
+/// and so may one that sends nothing, at any time. For one use a launch.
+class ClusterInbox {
+ public:
+  /// All threads of all blocks of the cluster call; `arrived` is in the block's shared memory.
+  __device__ explicit ClusterInbox(std::uint64_t* arrived) : arrived_(arrived) {
+    if (threadIdx.x == 0) {
+      init_barrier(arrived, 1);
+      publish_barriers();
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+
+  /// Before a block's first send, by all of its threads.
+  __device__ void connect() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+  /// Writes v at `to`, an address in this block's shared memory, into the same place of block `rank`'s.
+  __device__ void send(unsigned rank, float* to, float v) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 to, arrived;\n"
+        "mapa.shared::cluster.u32 to, %0, %2;\n"
+        "mapa.shared::cluster.u32 arrived, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [arrived];\n"
+        "}" ::"r"(shared_address(to)),
+        "r"(shared_address(arrived_)), "r"(rank), "f"(v)
+        : "memory");
+  }
+
+  /// Waits until `bytes` in all have been sent to this block; all of its threads call.
+  __device__ void receive(int bytes) {
+    if (threadIdx.x == 0) arrive_expecting(arrived_, bytes);
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(arrived_))
+        : "memory");
+  }
+
+ private:
+  std::uint64_t* arrived_;
+};
 
 }  // namespace cf::cuda
