@@ -29,6 +29,7 @@ enum class Role {
   weight,  // parameters as stored: f16, bf16 or f32 (or f64, for tests)
   table,   // float32 whatever the activations are: cos and sin
   index,   // int32: positions, lengths, token ids
+  gptq,    // parts of a quantised weight, each of its one dtype: packed int32 and float16 scales
 };
 
 /// A tensor's expected shape, as Op::tensors hands it on.

@@ -1,6 +1,7 @@
 #pragma once
 #include <array>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "core/model_config.hpp"
@@ -103,28 +104,36 @@ Status for_each_site(const ModelConfig& m, const LayerWeights& w, const LayerTen
                                                   .epilogue = ops::Epilogue::residual});
 }
 
-/// Calls f(name, tensor) for every weight of a layer, by Hugging Face's name below gpt_neox.layers.N: the one list that
-/// loaders, generators and dumps read.
+/// Calls f(module, params, out, in, has_bias) for every Linear of a layer, by Hugging Face's name below gpt_neox.layers.N,
+/// in the order of the walk.
+template <class W, class F>
+void for_each_linear(const ModelConfig& m, W& w, F&& f) {
+  const std::int64_t h = m.hidden_size, i = m.intermediate_size;
+  f(site::query_key_value.name, w.query_key_value, 3 * h, h, m.attention_bias);
+  f(site::dense.name, w.dense, h, h, m.attention_bias);
+  f(site::dense_h_to_4h.name, w.dense_h_to_4h, i, h, true);
+  f(site::dense_4h_to_h.name, w.dense_4h_to_h, h, i, true);
+}
+
+/// Calls f(name, view, shape) for every weight of a layer, by the same names: the one list that loaders, generators and
+/// dumps read. The name lives as long as the call.
 template <class W, class F>
 void for_each_weight(const ModelConfig& m, W& w, F&& f) {
-  const std::int64_t h = m.hidden_size, i = m.intermediate_size;
   const auto norm = [&](const char* gamma, const char* beta, auto& n) {
-    f(std::string_view(gamma), n.gamma, std::array{h});
-    f(std::string_view(beta), n.beta, std::array{h});
-  };
-  const auto linear = [&](const char* weight, const char* bias, auto& l, std::int64_t out, std::int64_t in,
-                          bool has_bias) {
-    if (auto* dense = std::get_if<DenseWeight>(&l.weight))
-      f(std::string_view(weight), dense->weight, std::array{out, in});
-    if (has_bias) f(std::string_view(bias), l.bias, std::array{out});
+    f(std::string_view(gamma), n.gamma, std::array{m.hidden_size});
+    f(std::string_view(beta), n.beta, std::array{m.hidden_size});
   };
   norm("input_layernorm.weight", "input_layernorm.bias", w.input_layernorm);
   norm("post_attention_layernorm.weight", "post_attention_layernorm.bias", w.post_attention_layernorm);
-  linear("attention.query_key_value.weight", "attention.query_key_value.bias", w.query_key_value, 3 * h, h,
-         m.attention_bias);
-  linear("attention.dense.weight", "attention.dense.bias", w.dense, h, h, m.attention_bias);
-  linear("mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", w.dense_h_to_4h, i, h, true);
-  linear("mlp.dense_4h_to_h.weight", "mlp.dense_4h_to_h.bias", w.dense_4h_to_h, h, i, true);
+  for_each_linear(m, w, [&](std::string_view module, auto& l, std::int64_t out, std::int64_t in, bool has_bias) {
+    const std::string prefix = std::string(module) + ".";
+    if (auto* dense = std::get_if<DenseWeight>(&l.weight)) f(prefix + "weight", dense->weight, std::array{out, in});
+    if (auto* gptq = std::get_if<GptqWeight>(&l.weight))
+      for_each_gptq_tensor(*gptq, out, in, [&](std::string_view part, auto& view, auto shape) {
+        f(prefix + std::string(part), view, shape);
+      });
+    if (has_bias) f(prefix + "bias", l.bias, std::array{out});
+  });
 }
 
 /// The host memory of one layer's step: inputs, cache, every site's output. One dtype for all activations.

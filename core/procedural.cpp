@@ -1,5 +1,6 @@
 #include "core/procedural.hpp"
 
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -36,11 +37,31 @@ constexpr float value(ProceduralKind kind, int n) {
   return 0;
 }
 
+std::uint64_t key_of(std::uint64_t seed, std::string_view name) { return mix(fnv1a64(name) ^ mix(seed)); }
+
+/// A part of a GPTQ weight, which its name says.
+void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_view name) {
+  const std::uint64_t key = key_of(seed, name);
+  if (name.ends_with("scales")) {
+    for (std::int64_t i = 0; i < t.size(); ++i)
+      t.as<f16>()[i] =
+          narrow<f16>(std::ldexp(value(ProceduralKind::gain, bell(key, std::uint64_t(i))), -4 - format.bits));
+    return;
+  }
+  const bool index = name.ends_with("g_idx"), zeros = name.ends_with("qzeros");
+  const std::uint32_t ones = format.bits == 4 ? 0x11111111u : 0x01010101u, below = format.bits == 4 ? 7 : 127;
+  for (std::int64_t i = 0; i < t.size(); ++i) {
+    const auto r = std::uint32_t(mix(key + (std::uint64_t(i) + 1) * kStep));
+    t.as<std::int32_t>()[i] =
+        index ? std::int32_t(i / format.group_size) : std::int32_t(zeros ? ones * below + (r & ones) : r);
+  }
+}
+
 }  // namespace
 
 void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t count, ProceduralKind kind,
                      std::uint64_t seed, std::string_view name) {
-  const std::uint64_t key = mix(fnv1a64(name) ^ mix(seed));
+  const std::uint64_t key = key_of(seed, name);
   dispatch_float(dtype, [&](auto zero) {
     using T = decltype(zero);
     // 2045 values are possible: rounding each once spares the loop the conversion.
@@ -68,14 +89,24 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
   return sum;
 }
 
-OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed) {
+OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed, WeightFormat linears) {
   OwnedLayerWeights owned;
-  for_each_weight(m, owned.weights, [&](std::string_view name, auto& view, auto shape) {
-    Tensor t(m.dtype, Shape(shape.begin(), shape.end()));
-    const bool gain = name.ends_with("layernorm.weight");
-    fill_procedural(t.data(), m.dtype, 0, t.size(), gain ? ProceduralKind::gain : ProceduralKind::weight, seed,
-                    "layers." + std::to_string(layer) + "." + std::string(name));
-    view = {t.data(), shape, m.dtype};
+  if (linears.bits)
+    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, auto...) {
+      l.weight = GptqWeight{.bits = linears.bits, .group_size = linears.group_size};
+    });
+  for_each_weight(m, owned.weights, [&]<class V>(std::string_view name, V& view, auto shape) {
+    const DType dtype = dtype_of_view<V>(m.dtype);
+    Tensor t(dtype, Shape(shape.begin(), shape.end()));
+    const std::string full_name = "layers." + std::to_string(layer) + "." + std::string(name);
+    if (dtype_of_view<V>(DType::f64) == DType::f64) {
+      const bool gain = name.ends_with("layernorm.weight");
+      fill_procedural(t.data(), dtype, 0, t.size(), gain ? ProceduralKind::gain : ProceduralKind::weight, seed,
+                      full_name);
+    } else {
+      fill_gptq(t, linears, seed, full_name);
+    }
+    point(view, t.data(), shape, dtype);
     owned.storage.push_back(std::move(t));
   });
   return owned;

@@ -34,8 +34,14 @@ struct OwnedLayerWeights {
   std::vector<Tensor> storage;
 };
 
-/// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of m.dtype.
-OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed);
+/// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of m.dtype. With a format of 4 or 8
+/// bits every Linear is a GPTQ weight (zero_offset 0), with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above:
+///   qweight  word i is r's low half: codes are uniform
+///   qzeros   each code is the one below or the one above the codes' mean, as r's bit at its place says
+///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018
+///   g_idx    k / group_size
+OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed,
+                                   WeightFormat linears = {});
 
 /// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
 std::uint64_t weights_checksum(const ModelConfig& m, const LayerWeights& w);

@@ -22,6 +22,7 @@ struct View {
     return n;
   }
   static constexpr DType dtype = dtype_of<T>;
+  std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
   explicit constexpr operator bool() const { return data != nullptr; }
   template <class U>
     requires(!std::is_const_v<T> && std::is_same_v<U, const T>)
@@ -71,6 +72,24 @@ template <int Rank>
 using AnyView = View<void, Rank>;
 template <int Rank>
 using ConstAnyView = View<const void, Rank>;
+
+/// The element type of a view that is still to be pointed at memory: its own where it is fixed, else `otherwise`.
+template <class V>
+constexpr DType dtype_of_view(DType otherwise) {
+  if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
+    return otherwise;
+  else
+    return V::dtype;
+}
+
+/// Points a view at elements of that type, which is the view's own where that is fixed.
+template <class V>
+void point(V& view, std::conditional_t<std::is_const_v<typename V::element>, const void, void>* data,
+           std::array<std::int64_t, V::rank> shape, DType dtype) {
+  view.data = static_cast<typename V::element*>(data);
+  view.shape = shape;
+  if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) view.dtype = dtype;
+}
 
 /// The same elements under another shape of the same size.
 template <int To, class V, int From>

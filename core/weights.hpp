@@ -1,5 +1,7 @@
 #pragma once
+#include <array>
 #include <cstdint>
+#include <string_view>
 #include <variant>
 
 #include "core/view.hpp"
@@ -11,18 +13,53 @@ struct DenseWeight {
   ConstAnyView<2> weight{};  // (out, in)  f16, bf16 or f32
 };
 
-/// A matrix quantised by GPTQ, as AutoGPTQ and GPTQModel store it; W[n,k] = scales[g][n] * (q(k,n) - zero(g,n)) with
-/// g = g_idx[k]. The backends that cannot run it say so through Code::unimplemented.
+/// A matrix quantised by GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it:
+///   W[n,k] = scales[g][n] * (q(k,n) - zero(g,n)),  g = g_idx[k],  zero(g,n) = stored(g,n) + zero_offset
+/// A word holds 32 / bits codes, low bits first. The sum of a stored zero and the offset is not wrapped: in format v1 a
+/// stored 15 is 16. With "act order" g_idx is any map of inputs to groups, otherwise g_idx[k] = k / group_size.
 struct GptqWeight {
-  int bits = 4;
-  std::int64_t group_size = 128;
-  View<const std::int32_t, 2> qweight{};  // (in * bits / 32, out)      packed along in, low bits first
+  int bits = 4;                           // 4 or 8
+  std::int64_t group_size = 128;          // the last group may be shorter
+  std::int32_t zero_offset = 0;           // 1 for checkpoint_format "gptq" (v1), 0 for "gptq_v2"
+  View<const std::int32_t, 2> qweight{};  // (in * bits / 32, out)      packed along in
   View<const std::int32_t, 2> qzeros{};   // (groups, out * bits / 32)  packed along out
   View<const f16, 2> scales{};            // (groups, out)
   View<const std::int32_t, 1> g_idx{};    // (in)
+
+  constexpr std::int64_t groups(std::int64_t in) const { return (in + group_size - 1) / group_size; }
+  constexpr std::int64_t codes_per_word() const { return 32 / bits; }
 };
 
+/// Calls f(name, view, shape) for each tensor of a quantised matrix (out, in), by its name in checkpoints.
+template <class W, class F>
+void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
+  const std::int64_t groups = w.groups(in);
+  f(std::string_view("qweight"), w.qweight, std::array{in / w.codes_per_word(), out});
+  f(std::string_view("qzeros"), w.qzeros, std::array{groups, out / w.codes_per_word()});
+  f(std::string_view("scales"), w.scales, std::array{groups, out});
+  f(std::string_view("g_idx"), w.g_idx, std::array{in});
+}
+
 using LinearWeight = std::variant<DenseWeight, GptqWeight>;
+
+/// How many bytes a matrix takes, for what a product must read.
+struct WeightFormat {
+  int bits = 0;  // of a GPTQ code; 0 for a dense weight
+  std::int64_t group_size = 0;
+
+  /// g_idx is not counted: where it is more than k / group_size, a permutation of the inputs stands for it.
+  constexpr double bytes(std::int64_t out, std::int64_t in, DType dense) const {
+    const double elements = double(out) * double(in);
+    if (bits == 0) return elements * double(size_bytes(dense));
+    const double zeros_and_scales = bits / 8.0 + double(size_bytes(DType::f16));
+    return elements * bits / 8 + double((in + group_size - 1) / group_size) * double(out) * zeros_and_scales;
+  }
+};
+
+inline WeightFormat format_of(const LinearWeight& w) {
+  const auto* gptq = std::get_if<GptqWeight>(&w);
+  return gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{};
+}
 
 /// A torch.nn.Linear. An empty bias means that there is none.
 struct LinearParams {

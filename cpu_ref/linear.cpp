@@ -1,4 +1,5 @@
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/dequantise.hpp"
 #include "cpu_ref/gelu.hpp"
 #include "cpu_ref/kernels.hpp"
 #include "cpu_ref/real.hpp"
@@ -54,10 +55,37 @@ void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
   }
 }
 
+/// The same for a quantised matrix, whose rows are dequantised first: the bits are those of the dense float32 matrix.
+void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
+  const auto d = ops::Linear::dims(a);
+  const Finish<float> finish(a, d.out);
+  const float* x = a.x.as<const float>().data;
+  float* y = a.y.as<float>().data;
+#pragma omp parallel
+  {
+    Array<float> w(d.in);
+#pragma omp for schedule(static)
+    for (std::int64_t o = 0; o < d.out; ++o) {
+      float sums[16];
+      dequantise_rows(gptq, o, 1, w.data());
+      kernels().dot_f32(w.data(), x, d.in, d.in, tokens, sums);
+      for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
+    }
+  }
+}
+
+/// Rows of the weight in the arithmetic type, one behind the other.
+template <class Real>
+void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, std::int64_t rows, Real* to) {
+  if (const auto* gptq = std::get_if<GptqWeight>(&weight)) return dequantise_rows(*gptq, first, rows, to);
+  const ConstAnyView<2>& dense = std::get<DenseWeight>(weight).weight;
+  widen_row(dense.data, dense.dtype, first * in, rows * in, to);
+}
+
 /// Any number of tokens: blocks of weight rows are widened and multiplied by Eigen. A block is computed by one thread in
 /// one way, so that the number of threads does not show.
 template <class Real>
-void run_blocks(const ops::Linear::Args& a, const DenseWeight& dense) {
+void run_blocks(const ops::Linear::Args& a) {
   constexpr std::int64_t block = 32;
   const auto d = ops::Linear::dims(a);
   const Finish<Real> finish(a, d.out);
@@ -69,7 +97,7 @@ void run_blocks(const ops::Linear::Args& a, const DenseWeight& dense) {
 #pragma omp for schedule(static)
     for (std::int64_t first = 0; first < d.out; first += block) {
       const std::int64_t rows = std::min(block, d.out - first);
-      widen_row(dense.weight.data, dense.weight.dtype, first * d.in, rows * d.in, w.data());
+      load_rows(a.linear.weight, d.in, first, rows, w.data());
       sums.noalias() = w.topRows(rows) * x.transpose();
       for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t t = 0; t < d.tokens; ++t) y[t * d.out + first + r] = finish(t, first + r, sums(r, t));
@@ -77,40 +105,44 @@ void run_blocks(const ops::Linear::Args& a, const DenseWeight& dense) {
   }
 }
 
-Status only_dense(const ops::Linear::Args& a) {
-  if (std::holds_alternative<DenseWeight>(a.linear.weight)) return {};
-  return Status::error(Code::unimplemented, "linear: cpu_ref has no GPTQ product, expected a dense weight");
+/// Refuses a map of inputs to groups that leaves the groups.
+Status check_groups(const ops::Linear::Args& a) {
+  const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
+  if (!gptq) return {};
+  return check_index(ops::Linear::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
 }
 
 }  // namespace
 
 Status run(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(only_dense(a));
-  const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
+  CF_TRY(check_groups(a));
   return with_real(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
     // Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
     constexpr std::int64_t few_tokens = 8;
     const std::int64_t tokens = a.x.shape[0];
     if constexpr (std::is_same_v<Real, float>) {
-      if (tokens <= few_tokens) switch (dense.weight.dtype) {
+      if (tokens <= few_tokens) {
+        if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight)) return run_dots(a, *gptq, tokens), Status{};
+        const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
+        switch (dense.weight.dtype) {
           case DType::f16: return run_dots<f16>(a, dense, kernels().dot_f16, tokens), Status{};
           case DType::bf16: return run_dots<bf16>(a, dense, kernels().dot_bf16, tokens), Status{};
           case DType::f32: return run_dots<float>(a, dense, kernels().dot_f32, tokens), Status{};
           default: break;
         }
+      }
     }
-    run_blocks<Real>(a, dense);
+    run_blocks<Real>(a);
     return {};
   });
 }
 
 Result<Condition> condition(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(only_dense(a));
+  CF_TRY(check_groups(a));
   const auto d = ops::Linear::dims(a);
-  const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
   // |GELU'| is at most 1.13, so that the error before it is hardly larger after it.
   constexpr double gelu_slope = 1.13;
   Rows<double> x(d.tokens, d.in), largest(d.out, d.tokens), result(d.out, d.tokens);
@@ -120,7 +152,7 @@ Result<Condition> condition(const ops::Linear::Args& a) {
 #pragma omp parallel for
   for (std::int64_t o = 0; o < d.out; ++o) {
     Array<double> w(d.in);
-    widen_row(dense.weight.data, dense.weight.dtype, o * d.in, d.in, w.data());
+    load_rows(a.linear.weight, d.in, o, 1, w.data());
     for (std::int64_t t = 0; t < d.tokens; ++t) {
       double s = 0, most = 0;
       const auto add = [&](double term) { most = std::max(most, std::abs(s += term)); };

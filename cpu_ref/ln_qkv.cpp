@@ -12,6 +12,8 @@ Status for_each_part(const ops::LnQkv::Args& a, F&& f) {
   // Before anything is written.
   CF_TRY(check_index(ops::LnQkv::name, "positions", a.positions, 0, d.table_rows - 1));
   CF_TRY(check_index(ops::LnQkv::name, "kv_len", a.kv_len, d.q_len, d.capacity));
+  if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight))
+    CF_TRY(check_index(ops::LnQkv::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1));
   Tensor z(a.x.dtype, {d.tokens(), d.hidden}), w(a.x.dtype, {d.tokens(), d.heads, 3, d.head_dim});
   return ops::LnQkv::for_each_part(a, z.view<2>(), w.view<4>(), f);
 }

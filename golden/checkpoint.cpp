@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -93,11 +94,76 @@ Result<std::map<std::string, std::string>> read_index(const std::string& directo
   return shard_of;
 }
 
+/// What the directory says of quantisation, in the files' order of precedence; what they disagree about goes to `notes`.
+Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, std::vector<std::string>& notes) {
+  std::optional<GptqConfig> first;
+  std::string first_source;
+  const auto add = [&](std::string_view text, const std::string& source) -> Status {
+    const Result<GptqConfig> c = parse_gptq_config(text, source);
+    if (!c) return c.status();
+    if (first && *first != *c) notes.push_back(source + ": differs from " + first_source + ", which counts");
+    if (!first) {
+      first = *c;
+      first_source = source;
+    }
+    return {};
+  };
+  for (const char* name : {"quantize_config.json", "quant_config.json"}) {
+    const std::string path = join(directory, name);
+    if (!is_file(path)) continue;
+    const Result<MappedFile> file = map_file(path);
+    if (!file) return file.status();
+    CF_TRY(add(file->text(), path));
+  }
+  const std::string path = join(directory, "config.json");
+  const Result<MappedFile> file = map_file(path);
+  if (!file) return file.status();
+  const Result<Json> config = parse_json_object(file->text(), path);
+  if (!config) return config.status();
+  if (const auto it = config->find("quantization_config"); it != config->end() && !it->is_null())
+    CF_TRY(add(it->dump(), path + ": 'quantization_config'"));
+  return first;
+}
+
+/// Gives each Linear that the config says is quantised such a weight, still without tensors.
+void mark_quantised(const ModelConfig& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
+  if (!gptq) return;
+  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, std::int64_t, std::int64_t in, bool) {
+    if (std::find(gptq->modules.begin(), gptq->modules.end(), module) != gptq->modules.end())
+      l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? in : gptq->group_size};
+  });
+}
+
+/// What is wrong with the values of a quantised matrix, as "tensor: what".
+std::string gptq_fault(const GptqWeight& w) {
+  const std::int64_t groups = w.scales.shape[0], out = w.scales.shape[1];
+  for (std::int64_t k = 0; k < w.g_idx.size(); ++k)
+    if (w.g_idx.data[k] < 0 || w.g_idx.data[k] >= groups)
+      return "g_idx': element " + std::to_string(k) + ": expected 0 to " + std::to_string(groups - 1) + ", got " +
+             std::to_string(w.g_idx.data[k]);
+  for (std::int64_t i = 0; i < w.scales.size(); ++i)
+    if (const double s = widen<double>(w.scales.data[i]); !std::isfinite(s))
+      return "scales': element (" + std::to_string(i / out) + ", " + std::to_string(i % out) +
+             "): expected a finite number, got " + (std::isnan(s) ? "NaN" : "infinity");
+  return "";
+}
+
+/// The code that every zero is stored as, if it is one.
+std::optional<std::int32_t> only_zero(const GptqWeight& w) {
+  const std::int32_t first = w.qzeros.data[0] & ((1 << w.bits) - 1);
+  std::uint32_t word = 0;
+  for (int shift = 0; shift < 32; shift += w.bits) word |= std::uint32_t(first) << shift;
+  for (std::int64_t i = 0; i < w.qzeros.size(); ++i)
+    if (std::uint32_t(w.qzeros.data[i]) != word) return std::nullopt;
+  return first;
+}
+
 /// The names that a GPT-NeoX checkpoint may hold, with those below gpt_neox.layers.N given once.
 class KnownNames {
  public:
-  explicit KnownNames(const ModelConfig& m) : layers_(m.num_hidden_layers) {
+  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq) : layers_(m.num_hidden_layers) {
     LayerWeights weights;
+    mark_quantised(m, gptq, weights);
     for_each_weight(m, weights, [&](std::string_view name, auto&, auto) { in_layer_.emplace(name); });
   }
   bool contains(std::string_view name) const {
@@ -138,6 +204,9 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory) {
     const fs::path path(directory);
     c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
   }
+  Result<std::optional<GptqConfig>> gptq = read_gptq_config(directory, c.notes_);
+  if (!gptq) return gptq.status();
+  c.gptq_ = std::move(*gptq);
   if (is_file(join(directory, kSingleFile))) return c;
   if (!is_file(join(directory, kIndexFile))) return no_safetensors(directory);
   auto shard_of = read_index(directory);
@@ -175,16 +244,25 @@ Result<Checkpoint::Found> Checkpoint::find(const std::string& name) {
   return Found{*holder, entry};
 }
 
+bool Checkpoint::has(const std::string& name) {
+  if (sharded_) return shard_of_.contains(name);
+  const Result<const SafetensorsFile*> holder = file(kSingleFile);
+  return holder && (*holder)->find(name);
+}
+
 Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) {
   if (index < 0 || index >= config_.num_hidden_layers)
     return Status::error(Code::invalid_argument, directory_ + ": layer must be 0 to " +
                                                      std::to_string(config_.num_hidden_layers - 1) + ", got " +
                                                      std::to_string(index));
   CheckpointLayer layer;
+  layer.notes = notes_;
+  mark_quantised(config_, gptq_, layer.weights);
+  const std::string prefix = std::string(kLayers) + std::to_string(index) + ".";
   std::string first;  // the tensor whose dtype all others must have
   Status status;
-  const auto load = [&](std::string_view name, auto& view, auto shape) -> Status {
-    const std::string full_name = std::string(kLayers) + std::to_string(index) + "." + std::string(name);
+  const auto load = [&]<class V>(std::string_view name, V& view, auto shape) -> Status {
+    const std::string full_name = prefix + std::string(name);
     const Result<Found> found = find(full_name);
     if (!found) return found.status();
     const SafetensorsFile* holder = found->file;
@@ -195,15 +273,21 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) {
     };
     const Shape expected(shape.begin(), shape.end());
     if (entry->shape != expected) return refuse("shape " + to_string(expected), to_string(entry->shape));
-    const auto dtype = weight_dtype(entry->stored_dtype);
-    if (!dtype) return refuse("dtype F16, BF16 or F32", entry->stored_dtype);
-    if (first.empty()) {
-      first = full_name;
-      layer.dtype = *dtype;
+    auto dtype = weight_dtype(entry->stored_dtype);
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
+      if (!dtype) return refuse("dtype F16, BF16 or F32", entry->stored_dtype);
+      if (first.empty()) {
+        first = full_name;
+        layer.dtype = *dtype;
+      }
+      if (*dtype != layer.dtype)
+        return refuse("dtype " + std::string(to_string(layer.dtype)) + " as " + quote(first) + " has",
+                      std::string(to_string(*dtype)));
+    } else {
+      const std::string_view part = V::dtype == DType::i32 ? "I32" : "F16";
+      if (entry->stored_dtype != part) return refuse("dtype " + std::string(part), entry->stored_dtype);
+      dtype = V::dtype;
     }
-    if (*dtype != layer.dtype)
-      return refuse("dtype " + std::string(to_string(layer.dtype)) + " as " + quote(first) + " has",
-                    std::string(to_string(*dtype)));
 
     const void* data = entry->data;
     if (reinterpret_cast<std::uintptr_t>(data) % size_bytes(*dtype)) {
@@ -212,15 +296,72 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) {
       data = copy.data();
       layer.copies.push_back(std::move(copy));
     }
-    view = {data, shape, *dtype};
+    point(view, data, shape, *dtype);
     if (std::none_of(layer.files.begin(), layer.files.end(),
                      [&](const SafetensorsFile& f) { return f.path() == holder->path(); }))
       layer.files.push_back(*holder);
     return {};
   };
+  // Of a Linear, before its tensors are asked for: sizes that give them no shape, and a tensor of the other kind.
+  const auto check_kind = [&](std::string_view module, const LinearParams& l, std::int64_t out,
+                              std::int64_t in) -> Status {
+    const std::string name = prefix + std::string(module);
+    const auto refuse = [&](const char* part, const std::string& what) {
+      return Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
+    };
+    const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (!gptq && !has(name + ".weight") && has(name + ".qweight"))
+      return refuse(".weight", "expected a dense weight" +
+                                   std::string(gptq_ ? " of a Linear that is not quantised" : "") + ", got qweight");
+    if (!gptq) return {};
+    if (!has(name + ".qweight") && has(name + ".weight"))
+      return refuse(".qweight", "expected a quantised weight, got the dense weight");
+    for (std::int64_t size : {in, out})
+      if (size % gptq->codes_per_word())
+        return refuse(".qweight", "expected sizes that are multiples of the " + std::to_string(gptq->codes_per_word()) +
+                                      " codes in a word, got " + to_string(Shape{out, in}));
+    return {};
+  };
+  // And after: its values, and what its zeros say of the format.
+  const auto check_values = [&](std::string_view module, LinearParams& l) -> Status {
+    auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (!gptq) return {};
+    const std::string name = "tensor '" + prefix + std::string(module) + ".";
+    if (const std::string fault = gptq_fault(*gptq); !fault.empty())
+      return Status::error(Code::invalid_file, directory_ + ": " + name + fault);
+    const std::string said = gptq_->v2 ? "'gptq_v2'" : "'gptq'";
+    const auto note = [&](const std::string& what) { layer.notes.push_back(directory_ + ": " + name + what); };
+    gptq->zero_offset = gptq_->v2 ? 0 : 1;
+    if (gptq_->sym) {
+      const std::int32_t middle = 1 << (gptq->bits - 1);
+      const std::optional<std::int32_t> zero = only_zero(*gptq);
+      if (zero && (*zero == middle || *zero == middle - 1)) {
+        const std::int32_t offset = middle - *zero;
+        if (offset != gptq->zero_offset)
+          note("qzeros': all are " + std::to_string(*zero) + " with sym, which is format " +
+               (offset ? "'gptq'" : "'gptq_v2'") + "; the config says " + said);
+        gptq->zero_offset = offset;
+      } else {
+        note("qzeros': expected all " + std::to_string(middle) + " or all " + std::to_string(middle - 1) +
+             " with sym, got others; read as the config's format " + said);
+      }
+    }
+    bool ordered = true;
+    for (std::int64_t k = 0; k < gptq->g_idx.size(); ++k)
+      ordered = ordered && gptq->g_idx.data[k] == k / gptq->group_size;
+    if (!ordered && !gptq_->desc_act)
+      note("g_idx': expected input / group_size without desc_act, got others; g_idx counts");
+    return {};
+  };
   try {
+    for_each_linear(config_, layer.weights, [&](std::string_view module, auto& l, auto out, auto in, bool) {
+      if (status) status = check_kind(module, l, out, in);
+    });
     for_each_weight(config_, layer.weights, [&](std::string_view name, auto& view, auto shape) {
       if (status) status = load(name, view, shape);
+    });
+    for_each_linear(config_, layer.weights, [&](std::string_view module, auto& l, auto...) {
+      if (status) status = check_values(module, l);
     });
   } catch (const std::bad_alloc&) {
     return Status::error(Code::out_of_memory, directory_ + ": no memory for layer " + std::to_string(index));
@@ -233,7 +374,7 @@ Status Checkpoint::check_names() {
   std::set<std::string> names;
   for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
   if (!sharded_) names.insert(kSingleFile);
-  const KnownNames known(config_);
+  const KnownNames known(config_, gptq_);
   for (const std::string& name : names) {
     const Result<const SafetensorsFile*> shard = file(name);
     if (!shard) return shard.status();

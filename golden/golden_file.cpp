@@ -353,7 +353,7 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     for_each_weight(m.config, owned->weights, [&](std::string_view name, auto& view, auto shape) {
       Tensor t;
       if (status) status = assign(t, impl_->file.read("weights/" + std::string(name)));
-      view = {t.data(), shape, m.dtype};
+      point(view, t.data(), shape, m.dtype);
       owned->storage.push_back(std::move(t));
     });
     if (!status) return status;

@@ -1,105 +1,13 @@
 #include "golden/hf_config.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
-#include <limits>
 #include <string>
-#include <utility>
 
-#include "golden/json.hpp"
+#include "golden/json_fields.hpp"
 #include "golden/mapped_file.hpp"
 
 namespace cf::golden {
-namespace {
-
-// A value as the type that a field has; false where it is of another.
-bool read(const Json& value, bool& out) {
-  if (value.is_boolean()) out = value.get<bool>();
-  return value.is_boolean();
-}
-bool read(const Json& value, std::int64_t& out) {
-  constexpr auto most = std::uint64_t(std::numeric_limits<std::int64_t>::max());
-  if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > most)) return false;
-  out = value.get<std::int64_t>();
-  return true;
-}
-bool read(const Json& value, double& out) {
-  if (value.is_number()) out = value.get<double>();
-  return value.is_number();
-}
-bool read(const Json& value, std::string& out) {
-  if (value.is_string()) out = value.get<std::string>();
-  return value.is_string();
-}
-
-const char* kind(bool) { return "true or false"; }
-const char* kind(std::int64_t) { return "a 64-bit integer"; }
-const char* kind(double) { return "a number"; }
-const char* kind(const std::string&) { return "a string"; }
-
-/// The fields of a config. The first fault stays in status(), and what a faulty field reads as means nothing.
-class Fields {
- public:
-  Fields(const Json& object, std::string source) : object_(object), source_(std::move(source)) {}
-
-  const Status& status() const { return status_; }
-  void refuse(const std::string& name, const std::string& what) {
-    if (status_) status_ = Status::error(Code::invalid_file, source_ + ": " + quote(name) + " " + what);
-  }
-
-  template <class T>
-  T required(const std::string& name) {
-    if (!find(name)) refuse(name, std::string("is missing, expected ") + kind(T{}));
-    return get(name, T{});
-  }
-  template <class T>
-  T get(const std::string& name, T otherwise) {
-    return get_any({name}, std::move(otherwise));
-  }
-  /// A field that has had several names; where a file holds more than one they must agree. "a.b" is b in the object a.
-  template <class T>
-  T get_any(std::initializer_list<std::string> names, T otherwise) {
-    std::string first;
-    T value = std::move(otherwise);
-    for (const std::string& name : names) {
-      const Json* given = find(name);
-      if (!given) continue;
-      T v{};
-      if (!read(*given, v))
-        refuse(name, "is " + shown(*given) + ", expected " + kind(T{}));
-      else if (!first.empty() && v != value)
-        refuse(name, "is " + shown(*given) + ", expected " + shown(value) + " as " + quote(first) + " is");
-      first = name;
-      value = std::move(v);
-    }
-    return value;
-  }
-
- private:
-  const Json* find(const std::string& name) {
-    const Json* at = &object_;
-    for (std::size_t from = 0; from <= name.size();) {
-      const std::size_t dot = std::min(name.find('.', from), name.size());
-      if (!at->is_object()) {
-        refuse(name.substr(0, from - 1), "is " + shown(*at) + ", expected an object");
-        return nullptr;
-      }
-      const auto member = at->find(name.substr(from, dot - from));
-      if (member == at->end()) return nullptr;
-      at = &*member;
-      from = dot + 1;
-    }
-    return at;
-  }
-
-  const Json& object_;
-  std::string source_;
-  Status status_;
-};
-
-}  // namespace
 
 Result<ModelConfig> parse_hf_config(std::string_view text, const std::string& source) {
   Result<Json> document = parse_json_object(text, source);

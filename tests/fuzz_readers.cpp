@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/model_config.hpp"
+#include "golden/gptq_config.hpp"
 #include "golden/hf_config.hpp"
 #include "golden/safetensors.hpp"
 #include "tests/catch.hpp"
@@ -163,6 +164,22 @@ TEST_CASE("fuzz: mutated configs") {
     const auto m = parse_hf_config(text, "f");
     accepted += bool(m);
     const std::string fault = m ? config_fault(*m) : message_fault(m.status(), "f");
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
+  }
+  CHECK(accepted > 500);
+}
+
+TEST_CASE("fuzz: mutated GPTQ configs") {
+  const std::vector<std::string> seeds{
+      R"({"bits":4,"group_size":128,"desc_act":true,"sym":false,"quant_method":"gptq","checkpoint_format":"gptq_v2"})",
+      R"({"bits":8,"group_size":-1,"dynamic":{},"rotation":null,"modules_in_block_to_quantize":[["attention.dense"]]})"};
+  Mutator mutator(17);
+  int accepted = 0;
+  for (int i = 0; i < 15000; ++i) {
+    const std::string text = mutator.mutate(seeds[mutator.below(seeds.size())]);
+    const auto c = parse_gptq_config(text, "f");
+    accepted += bool(c);
+    const std::string fault = c ? gptq_config_fault(*c) : message_fault(c.status(), "f");
     if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
   }
   CHECK(accepted > 500);

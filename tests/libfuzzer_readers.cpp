@@ -1,9 +1,10 @@
-// libFuzzer's entry to both text parsers. The first byte chooses the parser, and a header's buffer size.
+// libFuzzer's entry to the text parsers. The first byte chooses the parser, and a header's buffer size.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
 
+#include "golden/gptq_config.hpp"
 #include "golden/hf_config.hpp"
 #include "golden/safetensors.hpp"
 #include "tests/reader_invariants.hpp"
@@ -18,6 +19,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (data[0] < 128) {
     const auto entries = golden::parse_safetensors_header(text, buffer, data[0] & 127, "f");
     fault = entries ? header_fault(*entries, buffer, data[0] & 127) : message_fault(entries.status(), "f");
+  } else if (data[0] < 160) {
+    const auto c = golden::parse_gptq_config(text, "f");
+    fault = c ? gptq_config_fault(*c) : message_fault(c.status(), "f");
   } else {
     const auto m = golden::parse_hf_config(text, "f");
     fault = m ? config_fault(*m) : message_fault(m.status(), "f");

@@ -2,6 +2,7 @@
 // One call of an op on tensors of its own: inputs filled, outputs poisoned with NaN, every block between guard bytes, the
 // cache beyond kv_len poisoned too. Two problems of the same seed hold the same numbers whatever their dtypes, since all
 // values are exact in `values` (float16 or bfloat16), so that the oracle can be asked the very same question.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -18,6 +19,14 @@ namespace cf::test {
 /// softmax is nearly one-hot. shifted: a mean a hundred times the deviation.
 enum class Fill { normal, heavy_tailed, peaked, shifted };
 
+/// Of quantised Linears, where bits is not 0.
+struct GptqSetup {
+  int bits = 0;
+  std::int64_t group_size = 128;
+  std::int32_t zero_offset = 0;
+  bool desc_act = false;
+};
+
 struct Setup {
   ModelConfig model{};
   Workload load{};
@@ -25,6 +34,7 @@ struct Setup {
   DType weight = DType::f16;
   DType values = DType::f16;
   Fill fill = Fill::normal;
+  GptqSetup gptq{};
   std::uint64_t seed = 1;
 };
 
@@ -40,6 +50,7 @@ class Problem {
   Problem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : setup_(s), dims_(sizes.first), args_(sizes.second), random_(s.seed) {
     if constexpr (std::is_same_v<Op, ops::DecodeLayer>) args_.config = &setup_.model;
+    if (s.gptq.bits) quantise();
     Op::tensors(dims_, args_, [this](Role role, std::string_view name, auto& view, auto shape, bool = false) {
       add(role, std::string(name), view, shape);
     });
@@ -92,20 +103,30 @@ class Problem {
  private:
   static constexpr std::byte guard{0xa5};
 
+  /// Makes every Linear of the op a quantised one.
+  void quantise() {
+    const GptqSetup& q = setup_.gptq;
+    const auto set = [&](LinearParams& l) {
+      l.weight = GptqWeight{.bits = q.bits, .group_size = q.group_size, .zero_offset = q.zero_offset};
+    };
+    if constexpr (requires { args_.linear; }) set(args_.linear);
+    if constexpr (requires { args_.weights; })
+      for_each_linear(setup_.model, args_.weights, [&](std::string_view, LinearParams& l, auto...) { set(l); });
+  }
+
   template <class View, class Extents>
   void add(Role role, std::string name, View& view, const Extents& shape) {
     DType dtype = setup_.activation;
     if (role == Role::weight) dtype = setup_.weight;
     if (role == Role::table) dtype = DType::f32;
-    if (role == Role::index) dtype = DType::i32;
+    if (role == Role::index || role == Role::gptq) dtype = dtype_of_view<View>(DType::i32);
     Block b{role, std::move(name), dtype, Shape(shape.begin(), shape.end()), {}};
     b.memory.assign(std::size_t(element_count(b.shape)) * size_bytes(dtype) + 2 * guard_bytes, guard);
     fill(b);
     blocks_.push_back(std::move(b));
     view.data = static_cast<decltype(view.data)>(blocks_.back().data());  // a moved vector keeps its memory
     for (std::size_t i = 0; i < shape.size(); ++i) view.shape[i] = shape[i];
-    if constexpr (std::is_void_v<typename View::element> || std::is_same_v<typename View::element, const void>)
-      view.dtype = dtype;
+    if constexpr (std::is_void_v<std::remove_const_t<typename View::element>>) view.dtype = dtype;
   }
 
   void fill(Block& b) {
@@ -115,6 +136,7 @@ class Problem {
       for (std::int64_t i = 0; i < n; ++i) out[i] = index(b.name, i);
       return;
     }
+    if (b.role == Role::gptq) return fill_gptq(b);
     const bool cache = b.name == "k_cache" || b.name == "v_cache";
     const bool sine = b.name == "sin";
     for (std::int64_t i = 0; i < n; ++i) {
@@ -125,6 +147,21 @@ class Problem {
         using T = decltype(zero);
         static_cast<T*>(b.data())[i] = narrow<T>(v);
       });
+    }
+  }
+
+  /// Random codes and zeros; scales that give weights as large as dense ones; with desc_act the groups in any order.
+  void fill_gptq(Block& b) {
+    const std::int64_t n = element_count(b.shape);
+    auto* words = static_cast<std::int32_t*>(b.data());
+    if (b.name.ends_with("scales")) {
+      for (std::int64_t i = 0; i < n; ++i)
+        static_cast<f16*>(b.data())[i] = narrow<f16>((1 + 0.2 * normal_(random_)) * std::ldexp(0.2, -setup_.gptq.bits));
+    } else if (b.name.ends_with("g_idx")) {
+      for (std::int64_t i = 0; i < n; ++i) words[i] = std::int32_t(i / setup_.gptq.group_size);
+      if (setup_.gptq.desc_act) std::shuffle(words, words + n, random_);
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) words[i] = std::int32_t(std::uint32_t(random_()));
     }
   }
 

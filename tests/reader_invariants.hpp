@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "golden/gptq_config.hpp"
 #include "golden/hf_config.hpp"
 #include "golden/safetensors.hpp"
 
@@ -39,6 +40,12 @@ inline std::string config_fault(const ModelConfig& m) {
   const auto same = golden::parse_hf_config(golden::to_hf_json(m), "its own text");
   if (!same) return same.status().message();
   return same->rotary_dim == m.rotary_dim && same->rope_theta == m.rope_theta ? "" : "does not read back";
+}
+
+inline std::string gptq_config_fault(const golden::GptqConfig& c) {
+  if (c.bits != 4 && c.bits != 8) return "has " + std::to_string(c.bits) + " bits";
+  if (c.group_size != -1 && c.group_size < 1) return "has group_size " + std::to_string(c.group_size);
+  return "";
 }
 
 /// What a refusal must be: one printable line that begins with the source's name.

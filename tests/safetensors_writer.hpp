@@ -85,9 +85,10 @@ inline std::vector<StoredTensor> layer_tensors(const ModelConfig& m, std::int64_
                                                const LayerWeights& weights = {}) {
   std::vector<StoredTensor> tensors;
   for_each_weight(m, weights, [&](std::string_view name, const auto& view, auto shape) {
-    StoredTensor t{"gpt_neox.layers." + std::to_string(layer) + "." + std::string(name), stored_dtype(m.dtype),
+    const DType dtype = dtype_of_view<std::remove_cvref_t<decltype(view)>>(m.dtype);
+    StoredTensor t{"gpt_neox.layers." + std::to_string(layer) + "." + std::string(name), stored_dtype(dtype),
                    Shape(shape.begin(), shape.end()), 0, view.data};
-    t.bytes = element_count(t.shape) * std::int64_t(size_bytes(m.dtype));
+    t.bytes = element_count(t.shape) * std::int64_t(size_bytes(dtype));
     tensors.push_back(std::move(t));
   });
   return tensors;

@@ -28,6 +28,10 @@ inline std::string describe(const Setup& s) {
          ", q_len " + std::to_string(s.load.q_len) + ", kv_len " + std::to_string(s.load.kv_len) + ", capacity " +
          std::to_string(s.load.cache_capacity()) + ", activation " + std::string(to_string(s.activation)) +
          ", weight " + std::string(to_string(s.weight)) + ", " + fills[int(s.fill)] +
+         (s.gptq.bits
+              ? ", GPTQ of " + std::to_string(s.gptq.bits) + " bits, group " + std::to_string(s.gptq.group_size) +
+                    ", offset " + std::to_string(s.gptq.zero_offset) + (s.gptq.desc_act ? ", desc_act" : "")
+              : "") +
          (s.model.use_parallel_residual ? "" : ", sequential") +
          (s.model.hidden_act == Activation::gelu_erf ? "" : ", tanh");
 }
@@ -56,6 +60,12 @@ inline std::vector<Setup> setups(DType activation) {
   other.hidden_act = Activation::gelu_tanh;
   other.attention_bias = false;
   all.push_back({.model = other, .load = {.batch = 2, .q_len = 1, .kv_len = 12}});
+  // A group of all inputs, a last one that is shorter, and one a word.
+  for (const GptqSetup& gptq :
+       {GptqSetup{4, 32, 0, false}, GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 1, true},
+        GptqSetup{4, 1024, 0, false}, GptqSetup{4, 64, 0, true}, GptqSetup{8, 32, 1, false}, GptqSetup{8, 64, 0, true}})
+    all.push_back({.model = usual, .load = {.batch = 2, .q_len = 1, .kv_len = 6}, .gptq = gptq});
+  all.push_back({.model = usual, .load = {.batch = 3, .q_len = 4, .kv_len = 17}, .gptq = {4, 32, 1, true}});
   std::uint64_t seed = 1;
   for (Setup& s : all) {
     s.activation = activation;

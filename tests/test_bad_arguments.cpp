@@ -32,8 +32,10 @@ void check_refused(Problem<Op>& p, Code code, std::initializer_list<std::string_
 }  // namespace
 
 TEMPLATE_LIST_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::All) {
+  Setup setup = kSetup;
+  setup.gptq = GENERATE(GptqSetup{}, GptqSetup{4, 16, 0, false});
   for (int nth = 0;; ++nth) {
-    Problem<TestType> null(kSetup), shape(kSetup), aligned(kSetup), dtype(kSetup);
+    Problem<TestType> null(setup), shape(setup), aligned(setup), dtype(setup);
     std::string name;
     bool may_be_null = false, more = change_tensor(null, nth, [&](Role, std::string_view n, auto&view, bool optional) {
                                 name = std::string("'").append(n).append("'");
@@ -170,12 +172,6 @@ TEST_CASE("A residual goes with its epilogue and with nothing else", "[bad]") {
   Problem<ops::Linear> missing(kSetup, {{2, 8, 4, false}, {}});
   missing.args().epilogue = ops::Epilogue::residual;
   check_refused(missing, Code::invalid_argument, {"linear: 'residual' is null"});
-}
-
-TEST_CASE("GPTQ weights are said to be unimplemented on the CPU", "[bad]") {
-  Problem<ops::Linear> p(kSetup);
-  p.args().linear.weight = GptqWeight{};
-  check_refused(p, Code::unimplemented, {"linear", "GPTQ", "expected a dense weight"});
 }
 
 TEST_CASE("A layer without a config, or with one of no layer, is refused", "[bad]") {

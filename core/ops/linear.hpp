@@ -14,13 +14,15 @@ enum class Epilogue : std::uint8_t { none, gelu_erf, gelu_tanh, residual };
 ///   residual   f(v) = v + residual[t,o]
 /// GELU: Hendrycks, Gimpel 2016 (arXiv:1606.08415).
 /// Source: torch.nn.Linear; the MLP of transformers' GPTNeoXMLP.
-/// Refuses a residual without its epilogue, and the epilogue without its residual; GPTQ weights where a backend has no
-/// kernel for them (Code::unimplemented).
+/// Refuses a residual without its epilogue, and the epilogue without its residual; GPTQ weights of other than 4 or 8 bits,
+/// whose words do not divide in and out, or without a group_size, and where a backend has no kernel for them
+/// (Code::unimplemented).
 struct Linear {
   static constexpr std::string_view name = "linear";
   struct Dims {
     std::int64_t tokens, in, out;
     bool residual;
+    WeightFormat weight{};
   };
   struct Args {
     using Op = Linear;
@@ -32,7 +34,7 @@ struct Linear {
   };
 
   static Dims dims(const Args& a) {
-    return {a.x.shape[0], a.x.shape[1], a.y.shape[1], a.epilogue == Epilogue::residual};
+    return {a.x.shape[0], a.x.shape[1], a.y.shape[1], a.epilogue == Epilogue::residual, format_of(a.linear.weight)};
   }
   /// The MLP's first product; tests and benchmarks set other sizes and epilogues themselves.
   static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
@@ -46,6 +48,7 @@ struct Linear {
     f(Role::output, "y", a.y, extents(d.tokens, d.out));
   }
   static Status check(const Args& a) {
+    CF_TRY(check_linear(name, a.y.shape[1], a.x.shape[1], a.linear));
     CF_TRY(check_tensors<Linear>(a));
     if (a.residual && a.epilogue != Epilogue::residual)
       return bad_argument(name, "'residual' is given, expected Epilogue::residual with it");
@@ -53,11 +56,27 @@ struct Linear {
   }
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double t = double(d.tokens), in = double(d.in), out = double(d.out);
-    return {(out * in + out) * double(size_bytes(weight)) +
+    return {d.weight.bytes(d.out, d.in, weight) + out * double(size_bytes(weight)) +
                 t * (in + out * (d.residual ? 2 : 1)) * double(size_bytes(activation)),
             2 * t * in * out};
   }
   static Budget budget(const Dims& d, Precision p, Condition c = {}) { return reduction_budget(d.in, p, c); }
+
+  /// What must hold of a quantised weight before its tensors' shapes mean anything, for every op that holds a Linear.
+  static Status check_linear(std::string_view op, std::int64_t out, std::int64_t in, const LinearParams& linear) {
+    const auto* gptq = std::get_if<GptqWeight>(&linear.weight);
+    if (!gptq) return {};
+    if (gptq->bits != 4 && gptq->bits != 8)
+      return bad_argument(op, "GPTQ bits must be 4 or 8, got " + std::to_string(gptq->bits));
+    if (gptq->group_size < 1)
+      return bad_argument(op, "GPTQ group_size must be at least 1, got " + std::to_string(gptq->group_size));
+    for (const auto& [size, value] : {std::pair{"in", in}, {"out", out}})
+      if (value % gptq->codes_per_word())
+        return bad_argument(op, std::string(size) + " must be a multiple of the " +
+                                    std::to_string(gptq->codes_per_word()) + " codes in a word, got " +
+                                    std::to_string(value));
+    return {};
+  }
 
   /// A Linear's tensors, for every op that holds one.
   template <class L, class F>
@@ -65,6 +84,9 @@ struct Linear {
                              std::string_view weight_name = "weight", std::string_view bias_name = "bias") {
     if (auto* dense = std::get_if<DenseWeight>(&linear.weight))
       f(Role::weight, weight_name, dense->weight, extents(out, in));
+    if (auto* gptq = std::get_if<GptqWeight>(&linear.weight))
+      for_each_gptq_tensor(*gptq, out, in,
+                           [&](std::string_view part, auto& view, auto shape) { f(Role::gptq, part, view, shape); });
     f(Role::weight, bias_name, linear.bias, extents(out), true);
   }
 };

@@ -17,6 +17,7 @@ struct LnQkv {
   static constexpr std::string_view name = "ln_qkv";
   struct Dims {
     std::int64_t batch, q_len, hidden, heads, head_dim, rotary_dim, table_rows, capacity;
+    WeightFormat weight{};
     std::int64_t tokens() const { return batch * q_len; }
     std::int64_t out() const { return 3 * heads * head_dim; }
   };
@@ -35,10 +36,15 @@ struct LnQkv {
 
   static Dims dims(const Args& a) {
     const std::int64_t batch = a.kv_len.shape[0];
-    return {batch,          batch > 0 ? a.x.shape[0] / batch : 0,
-            a.x.shape[1],   a.q.shape[1],
-            a.q.shape[2],   2 * a.cos.shape[1],
-            a.cos.shape[0], a.k_cache.shape[2]};
+    return {batch,
+            batch > 0 ? a.x.shape[0] / batch : 0,
+            a.x.shape[1],
+            a.q.shape[1],
+            a.q.shape[2],
+            2 * a.cos.shape[1],
+            a.cos.shape[0],
+            a.k_cache.shape[2],
+            format_of(a.linear.weight)};
   }
   static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
     return {{w.batch, w.q_len, m.hidden_size, m.num_attention_heads, m.head_dim(), m.rotary_dim,
@@ -60,8 +66,9 @@ struct LnQkv {
     f(Role::state, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
   }
   static Status check(const Args& a) {
-    CF_TRY(check_tensors<LnQkv>(a));
     const Dims d = dims(a);
+    CF_TRY(Linear::check_linear(name, d.out(), d.hidden, a.linear));
+    CF_TRY(check_tensors<LnQkv>(a));
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
     if (d.rotary_dim > d.head_dim)
       return bad_argument(name, "rotary_dim must be at most head_dim " + std::to_string(d.head_dim) + ", got " +
@@ -74,8 +81,8 @@ struct LnQkv {
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out()),
                  s = double(size_bytes(activation));
-    return {(out * h + out + 2 * h) * double(size_bytes(weight)) + t * (h + out * 5 / 3) * s +
-                4 * (t * double(d.rotary_dim + 1) + double(d.batch)),
+    return {d.weight.bytes(d.out(), d.hidden, weight) + (out + 2 * h) * double(size_bytes(weight)) +
+                t * (h + out * 5 / 3) * s + 4 * (t * double(d.rotary_dim + 1) + double(d.batch)),
             2 * t * out * h + 8 * t * h + 2 * t * out};
   }
   /// As for a layer: every part passes on the relative error it is given and adds its own, and z and w may be stored.
