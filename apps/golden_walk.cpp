@@ -8,6 +8,7 @@
 #include "apps/common.hpp"
 #include "apps/device_ops.hpp"
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/dequantise.hpp"
 
 namespace cf::apps {
 namespace {
@@ -103,6 +104,8 @@ class Walk {
         if (!o.is_cache) fill_nan(o.data);
       if (const Status s = device_ ? device_->run(args) : cpu_ref::run(args); !s) return named(s);
     }
+    if constexpr (std::is_same_v<Args, ops::Linear::Args>)
+      if (wanted) CF_TRY(add_weight(site, args));
     if (wanted || options_.isolated)
       for (std::size_t i = 0; i < outputs.size(); ++i) {
         const Result<Tensor> golden = file_.tap(std::string(golden::kReference), outputs[i].tap);
@@ -150,18 +153,35 @@ class Walk {
 
   Status add(const Site& site, const SiteOutput& output, const Tensor& golden, double budget) {
     const golden::GoldenMeta& m = file_.meta();
-    const Result<Comparison> error = compare(read_tap(output, m.config, m.load, kv_len_), golden);
+    return add(site, output.tap, read_tap(output, m.config, m.load, kv_len_), golden, budget);
+  }
+
+  /// A quantised weight, which is dequantised without a rounding. It is the CPU that does it: a GPU's products are all
+  /// that is seen of its own.
+  Status add_weight(const Site& site, const ops::Linear::Args& args) {
+    const auto* gptq = std::get_if<GptqWeight>(&args.linear.weight);
+    if (!gptq || device_) return {};
+    const std::string tap = golden::weight_tap(site.name);
+    const Result<Tensor> golden = file_.tap(std::string(golden::kReference), tap);
+    if (!golden) return golden.status();
+    const DType dtype = options_.activation == DType::f64 ? DType::f64 : DType::f32;
+    return add(site, tap, cpu_ref::dequantise(*gptq, dtype), *golden, 0);
+  }
+
+  Status add(const Site& site, const std::string& tap, const Tensor& got, const Tensor& golden, double budget) {
+    const golden::GoldenMeta& m = file_.meta();
+    const Result<Comparison> error = compare(got, golden);
     if (!error) return error.status();
     TapResult r{.site = std::string(site.name),
-                .tap = output.tap,
+                .tap = tap,
                 .dtype = options_.activation,
                 .error = *error,
-                .worst = name_coordinate(golden::tap_dims(m.config, m.load, output.tap), error->worst),
+                .worst = name_coordinate(golden::tap_dims(m.config, m.load, tap), error->worst),
                 .budget = budget,
                 .producer_rel_l2 = {}};
     for (const golden::VariantInfo& v : file_.variants()) {
-      if (v.name == golden::kReference || !std::count(v.taps.begin(), v.taps.end(), output.tap)) continue;
-      const Result<Tensor> theirs = file_.tap(v.name, output.tap);
+      if (v.name == golden::kReference || !std::count(v.taps.begin(), v.taps.end(), tap)) continue;
+      const Result<Tensor> theirs = file_.tap(v.name, tap);
       if (!theirs) return theirs.status();
       const Result<Comparison> c = compare(*theirs, golden);
       if (!c) return c.status();

@@ -107,7 +107,7 @@ Status for_each_site(const ModelConfig& m, const LayerWeights& w, const LayerTen
 /// Calls f(module, params, out, in, has_bias) for every Linear of a layer, by Hugging Face's name below gpt_neox.layers.N,
 /// in the order of the walk.
 template <class W, class F>
-void for_each_linear(const ModelConfig& m, W& w, F&& f) {
+void for_each_linear(const ModelConfig& m, W&& w, F&& f) {
   const std::int64_t h = m.hidden_size, i = m.intermediate_size;
   f(site::query_key_value.name, w.query_key_value, 3 * h, h, m.attention_bias);
   f(site::dense.name, w.dense, h, h, m.attention_bias);

@@ -21,6 +21,7 @@ import numpy as np
 import procedural
 from console import progress
 from golden_file import SCHEMA_VERSION, check_writable, read_sealed, write_golden
+from gptq import LINEARS
 from neox import PRESETS, Refusal, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
 from neox_hf import Checkpoint, attention_implementations, device_name, prefill_step, run_variant, versions
 
@@ -108,7 +109,8 @@ def parse_arguments(argv):
         "--weights",
         choices=["stored", "checkpoint", "procedural"],
         help="where a reader finds the weights: in the file (the default with --model), in the "
-        "checkpoint's directory, or made from the seed (the default with --preset)",
+        "checkpoint's directory (the default where it is a GPTQ one, whose weights no file holds), or made from the "
+        "seed (the default with --preset)",
     )
     parser.add_argument(
         "--dtype",
@@ -143,11 +145,10 @@ def parse_arguments(argv):
     if len(args.kv_len) == 1:
         args.kv_len *= args.batch
     args.cache = args.cache or ("prefill" if args.model else "procedural")
-    args.weights = args.weights or ("stored" if args.model else "procedural")
     return args
 
 
-def check_arguments(args, model):
+def check_arguments(args, model, is_quantised):
     """Refuses what does not go together."""
     if len(args.kv_len) != args.batch:
         raise Refusal(f"--kv-len must name 1 or --batch {args.batch} lengths, got {len(args.kv_len)}")
@@ -159,6 +160,8 @@ def check_arguments(args, model):
         )
     if min(args.kv_len) < args.q_len:
         raise Refusal(f"--kv-len must be at least --q-len {args.q_len}, got {min(args.kv_len)}")
+    if args.weights == "stored" and is_quantised:
+        raise Refusal("--weights must be checkpoint or procedural with a GPTQ checkpoint, got stored")
     if args.preset and args.weights == "checkpoint":
         raise Refusal("--weights checkpoint needs --model, got --preset")
     if args.cache == "prefill" and (args.preset or args.weights == "procedural"):
@@ -169,7 +172,9 @@ def dump(args, command):
     """Writes the golden file that the arguments ask for."""
     checkpoint = Checkpoint(args.model) if args.model else None
     model = checkpoint.model if checkpoint else PRESETS[args.preset]
-    check_arguments(args, model)
+    is_quantised = bool(checkpoint and checkpoint.gptq)
+    args.weights = args.weights or ("procedural" if args.preset else "checkpoint" if is_quantised else "stored")
+    check_arguments(args, model, is_quantised)
     check_writable(args.out)
 
     import torch
@@ -184,15 +189,15 @@ def dump(args, command):
 
     progress("weights")
     dtype = args.dtype or "float16"
+    quantised = []
     if checkpoint and args.weights != "procedural":
-        prefix = f"gpt_neox.layers.{args.layer}."
-        arrays, stored = checkpoint.tensors({prefix + name: shape for name, shape in layer_shapes(model).items()})
-        if args.dtype not in (None, stored):
-            raise Refusal(f"--dtype must be the checkpoint's {stored}, got {args.dtype}")
-        dtype = stored
-        weights = {name.removeprefix(prefix): array for name, array in arrays.items()}
+        stored, weights, stored_dtype = checkpoint.layer(args.layer)
+        if args.dtype not in (None, stored_dtype):
+            raise Refusal(f"--dtype must be the checkpoint's {stored_dtype}, got {args.dtype}")
+        dtype = stored_dtype
+        quantised = [f"{name}.weight" for name in LINEARS if f"{name}.weight" not in stored]
     else:
-        weights = procedural.layer_weights(layer_shapes(model), args.layer, args.seed, dtype)
+        stored = weights = procedural.layer_weights(layer_shapes(model), args.layer, args.seed, dtype)
 
     progress("inputs")
     if args.cache == "prefill":
@@ -206,7 +211,8 @@ def dump(args, command):
     implementations = attention_implementations()
     progress(f"float64 {implementations[-1]}")
     taps, tables = run_variant(model, weights, step, "float64", implementations[-1], device)
-    variants["float64"] = (about("float64", implementations[-1], device), taps, "float64")
+    dequantised = {name: weights[name].astype(np.float64) for name in quantised}
+    variants["float64"] = (about("float64", implementations[-1], device), taps | dequantised, "float64")
     check_rope(model, step, tables["cos"], tables["sin"])
     progress("float64 numpy")
     check_taps("float64", taps, reference_layer(model, weights, step, tables["cos"], tables["sin"]), MAX_ERROR)
@@ -245,7 +251,7 @@ def dump(args, command):
         "q_len": np.int64(args.q_len),
         "cache": step.cache,
         "weights": args.weights,
-        "weights_checksum": np.uint64(procedural.weights_checksum(weights)),
+        "weights_checksum": np.uint64(procedural.weights_checksum(stored)),
     }
     if step.cache == "procedural":
         sums = [procedural.checksum(cache) for cache in (step.k_cache, step.v_cache)]

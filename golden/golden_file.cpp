@@ -217,6 +217,8 @@ void fill_cache(Tensor& cache, const Tensor& old, const GoldenMeta& m) {
 
 }  // namespace
 
+std::string weight_tap(std::string_view module) { return std::string(module) + ".weight"; }
+
 std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::string_view tap) {
   const TapDim token{"token", load.tokens()}, hidden{"hidden", m.hidden_size}, head{"head", m.num_attention_heads},
       d{"d", m.head_dim()};
@@ -231,7 +233,12 @@ std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::st
   if (tap == site::dense_h_to_4h.tap) return {token, {"intermediate", m.intermediate_size}};
   for (const Site& s : {site::input_layernorm, site::dense, site::post_attention_layernorm, site::dense_4h_to_h})
     if (tap == s.tap) return {token, hidden};
-  return {};
+  std::vector<TapDim> weight;
+  for_each_linear(m, LayerWeights{},
+                  [&](std::string_view module, const auto&, std::int64_t out, std::int64_t in, bool) {
+                    if (tap == weight_tap(module)) weight = {{"out", out}, {"in", in}};
+                  });
+  return weight;
 }
 
 struct GoldenFile::Impl {
@@ -379,7 +386,7 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     Result<CheckpointLayer> layer = opened->layer(m.layer);
     if (!layer) return layer.status();
     auto owned = std::make_shared<CheckpointLayer>(std::move(*layer));
-    return GoldenWeights{owned->weights, owned->dtype, owned};
+    return GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
   };
   return guarded(path(), [&]() -> Result<GoldenWeights> {
     const bool from_checkpoint = !checkpoint.empty() || m.weights == "checkpoint";

@@ -39,6 +39,7 @@
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's own arithmetic. Group attributes: dtype, attn_implementation, device.
 //                       Taps are those of tap_dims(), in its shapes; kv_append's are appended_rows().
+//                       Of GPTQ weights also weight_tap()s, exact in float64.
 //                       Names starting "hf." are Hugging Face's module outputs that are no tap of ours.
 //
 // float16 is HDF5's IEEE half; bfloat16 is uint16 with the attribute dtype = "bfloat16" on the dataset. All numbers are
@@ -82,7 +83,10 @@ struct TapDim {
   std::int64_t size;
 };
 
-/// The dimensions of a tap; empty for a name that is no tap of core/layer.hpp.
+/// The tap of a quantised Linear's weight, dequantised: (out, in). `module` is the Linear's site.
+std::string weight_tap(std::string_view module);
+
+/// The dimensions of a tap; empty for a name that is neither a weight_tap() nor a tap of core/layer.hpp.
 std::vector<TapDim> tap_dims(const ModelConfig& config, const Workload& load, std::string_view tap);
 
 /// One group of taps: the arithmetic that made them.
@@ -96,6 +100,7 @@ struct GoldenWeights {
   LayerWeights weights;
   DType dtype = DType::f16;
   std::shared_ptr<void> owner;
+  std::vector<std::string> notes{};  // CheckpointLayer's
 };
 
 /// A golden file opened for reading. Every call refuses with the file and the dataset or attribute named.

@@ -2,7 +2,8 @@
 """Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained.
 
 Their weights are random, but lively: biases and LayerNorm parameters are not all 0 and 1, attention is peaked, and each
-matrix keeps the scale of what it multiplies. Each directory says in provenance.json how it was made.
+matrix keeps the scale of what it multiplies. Each directory says in provenance.json how it was made. GPTQ checkpoints are quantised from one such model that is not
+kept.
 
 Needs torch, transformers and safetensors.
 """
@@ -12,11 +13,17 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 
+import gptq
 from console import progress
 from neox import Model, Refusal
 from neox_hf import default_dtype, versions
+from quantize_gptq import Recipe, quantise_checkpoint
+
+
+COMMAND = "python3 golden/make_checkpoints.py"
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,19 @@ SPECS = [
         ),
     ),
 ]
+
+
+GPTQ_SOURCE = Spec("neox-gptq-source", "float16", shape(64, 2, 2, 128))
+GPTQ_RECIPES = {
+    "neox-gptq-asym": Recipe(group_size=32, sym=False),
+    "neox-gptq-sym": Recipe(group_size=64),
+    "neox-gptq-desc-act": Recipe(group_size=32, sym=False, desc_act=True),
+    "neox-gptq-v2": Recipe(group_size=-1, sym=False, checkpoint_format="gptq_v2"),
+    "neox-gptq-8bit": Recipe(bits=8, group_size=32, desc_act=True, checkpoint_format="gptq_v2"),
+    "neox-gptq-mixed": Recipe(
+        group_size=32, sym=False, round_to_nearest=True, modules=tuple(m for m in gptq.LINEARS if m != "attention.dense")
+    ),
+}
 
 
 def fill(parameters, seed):
@@ -109,7 +129,11 @@ def main(argv):
         os.makedirs(args.out, exist_ok=True)
         for spec in SPECS:
             progress(spec.name)
-            write(spec, args.out, "python3 golden/make_checkpoints.py")
+            write(spec, args.out, COMMAND)
+        with tempfile.TemporaryDirectory() as directory:
+            source = write(GPTQ_SOURCE, directory, COMMAND)
+            for name, recipe in GPTQ_RECIPES.items():
+                quantise_checkpoint(source, os.path.join(args.out, name), recipe, COMMAND, seed=1)
         progress("")
     except (Refusal, OSError, ImportError) as error:
         print(f"make_checkpoints.py: {error}", file=sys.stderr)

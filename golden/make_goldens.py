@@ -4,7 +4,7 @@
     python3 golden/make_goldens.py --out data
 
 Each golden file's command attribute says how to make it alone, from within the output directory. Takes about five
-minutes on 16 cores and writes less than 25 MB. Needs what dump_hf.py and make_checkpoints.py need.
+minutes on 16 cores and writes less than 30 MB. Needs what dump_hf.py and make_checkpoints.py need.
 """
 
 import argparse
@@ -36,6 +36,10 @@ def dumps():
     """All golden files: small checkpoints, and layers of full size without stored weights or caches."""
     for spec in make_checkpoints.SPECS:
         yield from small_dumps(spec)
+    for name in make_checkpoints.GPTQ_RECIPES:
+        base = f"--model checkpoints/{name} --layer 1"
+        yield f"{name}-kv17-b3", f"{base} --kv-len 17,16,8"
+        yield f"{name}-q7-kv23", f"{base} --kv-len 23 --q-len 7"
     for preset in ("pythia-2.8b", "pythia-6.9b"):
         for n in (17, 2048):
             yield f"{preset}-kv{n}", f"--preset {preset} --layer 3 --kv-len {n}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import h5py
 import numpy as np
 
+import gptq
 import procedural
 from neox import Refusal, Step, layer_shapes, parse_config
 
@@ -27,10 +28,11 @@ class Checkpoint:
         except (OSError, UnicodeDecodeError) as error:
             raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         self.model = parse_config(self.config_text, path)
-        self._shard_of = self._index()
+        quantised = gptq.read_config(directory, json.loads(self.config_text))
+        self.gptq = quantised and gptq.Format(quantised, directory)
+        self.shards = self._index()  # tensor name -> file name; None where a single file holds all
 
     def _index(self):
-        """Tensor name -> file name; None where a single file holds all."""
         index = os.path.join(self.directory, "model.safetensors.index.json")
         if os.path.exists(index):
             try:
@@ -50,15 +52,25 @@ class Checkpoint:
             hint = "; for .bin files see --help on how to convert them"
         raise Refusal(f"{self.directory}: no model.safetensors and no model.safetensors.index.json{hint}")
 
+    def layer(self, index):
+        """A layer's tensors as stored, by name below gpt_neox.layers.N and in the order that checksums count in; the same
+        with dense weights in place of quantised ones; the one dtype of what is not quantised."""
+        dense_shapes = layer_shapes(self.model)
+        prefix = f"gpt_neox.layers.{index}."
+        wanted = self.gptq.part_shapes(dense_shapes) if self.gptq else dense_shapes
+        arrays, dtype = self.tensors({prefix + name: shape for name, shape in wanted.items()})
+        stored = {name.removeprefix(prefix): array for name, array in arrays.items()}
+        return stored, self.gptq.dense(stored) if self.gptq else stored, dtype
+
     def tensors(self, names_and_shapes):
-        """The named tensors as stored arrays, and their one dtype."""
+        """The named tensors as stored arrays, and their one dtype; parts of a quantised weight have each their own."""
         from safetensors import SafetensorError, safe_open
 
         arrays, dtype = {}, None
         with contextlib.ExitStack() as stack:
             files = {}
             for name, shape in names_and_shapes.items():
-                file = "model.safetensors" if self._shard_of is None else self._shard_of.get(name)
+                file = "model.safetensors" if self.shards is None else self.shards.get(name)
                 path = os.path.join(self.directory, file or "model.safetensors.index.json")
                 try:
                     if file and path not in files:
@@ -70,23 +82,24 @@ class Checkpoint:
                 except (OSError, SafetensorError) as error:
                     raise Refusal(f"{path}: {error}") from None
                 got = str(tensor.dtype).removeprefix("torch.")
-                if got not in procedural.DTYPES or dtype not in (None, got):
-                    raise Refusal(
-                        f"{path}: tensor {name} must be of dtype {dtype or 'float16, bfloat16 or float32'}, got {got}"
-                    )
+                part = gptq.PARTS.get(name.rpartition(".")[2])
+                if got != part and (part or got not in procedural.DTYPES or dtype not in (None, got)):
+                    expected = part or dtype or "float16, bfloat16 or float32"
+                    raise Refusal(f"{path}: tensor {name} must be of dtype {expected}, got {got}")
                 if tuple(tensor.shape) != shape:
                     raise Refusal(f"{path}: tensor {name} must have shape {shape}, got {tuple(tensor.shape)}")
-                dtype = got
+                dtype = dtype if part else got
                 arrays[name] = to_numpy(tensor)
         return arrays, dtype
 
 
 def to_torch(array, dtype):
-    """A stored array as a tensor of the same bits."""
+    """A stored array as a tensor of the same bits. A wider array beside bfloat16 ones is taken for what it is."""
     import torch
 
-    tensor = torch.from_numpy(np.ascontiguousarray(array).view(np.int16 if dtype == "bfloat16" else array.dtype))
-    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+    is_bfloat16 = dtype == "bfloat16" and array.dtype == np.uint16
+    tensor = torch.from_numpy(np.ascontiguousarray(array).view(np.int16 if is_bfloat16 else array.dtype))
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
 def to_numpy(tensor):
@@ -323,9 +336,9 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
     model = checkpoint.model
     names = {"gpt_neox.embed_in.weight": (model.vocab_size, model.hidden_size)}
     names |= {f"gpt_neox.final_layer_norm.{part}": (model.hidden_size,) for part in ("weight", "bias")}
-    for n in range(layer + 1):
-        names |= {f"gpt_neox.layers.{n}.{name}": shape for name, shape in layer_shapes(model).items()}
     arrays, dtype = checkpoint.tensors(names)
+    for n in range(layer + 1):
+        arrays |= {f"gpt_neox.layers.{n}.{name}": array for name, array in checkpoint.layer(n)[1].items()}
     state = {name.removeprefix("gpt_neox."): array for name, array in arrays.items()}
     hf = build(model, state, dtype, dtype, attention_implementations()[-1], device, layer + 1)
 

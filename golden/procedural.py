@@ -52,8 +52,8 @@ def round_to(values, dtype):
 
 
 def widen(stored, dtype):
-    """A stored array as float64, exactly."""
-    if dtype == "bfloat16":
+    """A stored array as float64, exactly. A wider array beside bfloat16 ones is taken for what it is."""
+    if dtype == "bfloat16" and stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)
 

@@ -20,10 +20,14 @@ struct Fault {
   bool everywhere = true;  // caught in every golden file, or in one at least
   std::function<void(ModelConfig&, LayerWeights&, LayerState&)> before = [](auto&, auto&, auto&) {};
   std::function<void(const Site&, ops::Linear::Args&)> linear = [](auto&, auto&) {};
+  std::function<void(GptqWeight&, Scratch&)> gptq = [](auto&, auto&) {};
   std::function<void(ops::Rope::Args&, Scratch&)> rope = [](auto&, auto&) {};
   std::function<void(ops::Attention::Args&, Scratch&)> attention = [](auto&, auto&) {};
 
-  void apply(const Site& s, ops::Linear::Args& a, Scratch&) const { linear(s, a); }
+  void apply(const Site& s, ops::Linear::Args& a, Scratch& t) const {
+    linear(s, a);
+    if (auto* weight = std::get_if<GptqWeight>(&a.linear.weight)) gptq(*weight, t);
+  }
   void apply(const Site&, ops::Rope::Args& a, Scratch& t) const { rope(a, t); }
   void apply(const Site&, ops::Attention::Args& a, Scratch& t) const { attention(a, t); }
   void apply(const Site&, ops::LayerNorm::Args&, Scratch&) const {}
@@ -47,6 +51,15 @@ inline View<const std::int32_t, 1> shifted(View<const std::int32_t, 1> v, std::i
   for (std::int64_t i = 0; i < v.size(); ++i) t.as<std::int32_t>()[i] = v.data[i] + by;
   scratch.push_back(std::move(t));
   return {scratch.back().as<std::int32_t>(), v.shape};
+}
+
+/// A view of changed elements: element i is f(i) of the old ones.
+template <class T, int Rank, class F>
+View<const T, Rank> changed(View<const T, Rank> v, Fault::Scratch& scratch, F&& f) {
+  Tensor t(v.dtype, {v.size()});
+  for (std::int64_t i = 0; i < v.size(); ++i) t.as<T>()[i] = f(i);
+  scratch.push_back(std::move(t));
+  return {scratch.back().as<T>(), v.shape};
 }
 
 inline void round_to_f16(Tensor& table) {
@@ -109,6 +122,30 @@ inline std::vector<Fault> faults() {
   add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s) {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };
+  // Where nothing is quantised these change nothing; each shows where the format that it is about is used.
+  const auto add_gptq = [&](std::string name, std::function<void(GptqWeight&, Fault::Scratch&)> change) {
+    Fault& fault = add(std::move(name));
+    fault.everywhere = false;
+    fault.gptq = std::move(change);
+  };
+  add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; });
+  add_gptq("GPTQ zeros are one too low", [](GptqWeight& w, Fault::Scratch&) { --w.zero_offset; });
+  add_gptq("GPTQ codes are read high bits first", [](GptqWeight& w, Fault::Scratch& s) {
+    const View<const std::int32_t, 2> words = w.qweight;
+    const int bits = w.bits;
+    w.qweight = changed(words, s, [=](std::int64_t i) {
+      std::uint32_t from = std::uint32_t(words.data[i]), to = 0;
+      for (int shift = 0; shift < 32; shift += bits) to = to << bits | (from >> shift & ((1u << bits) - 1));
+      return std::int32_t(to);
+    });
+  });
+  add_gptq("GPTQ g_idx is ignored", [](GptqWeight& w, Fault::Scratch& s) {
+    w.g_idx = changed(w.g_idx, s, [&](std::int64_t k) { return std::int32_t(k / w.group_size); });
+  });
+  add_gptq("GPTQ scales are the neighbouring group's", [](GptqWeight& w, Fault::Scratch& s) {
+    const View<const f16, 2> scales = w.scales;
+    w.scales = changed(scales, s, [=](std::int64_t i) { return scales.data[(i + scales.shape[1]) % scales.size()]; });
+  });
   return all;
 }
 
@@ -149,7 +186,7 @@ std::vector<std::string> caught(const golden::GoldenFile& file, const golden::Go
   return taps;
 }
 
-/// Small golden files of head_dim 80 whose sequences all have an entry to lose.
+/// Small golden files of head_dim 80, or with quantised weights, whose sequences all have an entry to lose.
 inline std::vector<std::string> gate_files() {
   std::vector<std::string> files;
   for (const std::string& path : golden_files()) {
@@ -157,7 +194,8 @@ inline std::vector<std::string> gate_files() {
     REQUIRE(file);
     const auto& meta = file->meta();
     const std::int32_t shortest = *std::min_element(meta.kv_len.begin(), meta.kv_len.end());
-    if (meta.config.head_dim() == 80 && meta.config.hidden_size < 1000 && shortest > meta.load.q_len)
+    const bool quantised = meta.model.find("gptq") != std::string::npos;
+    if ((meta.config.head_dim() == 80 || quantised) && meta.config.hidden_size < 1000 && shortest > meta.load.q_len)
       files.push_back(path);
   }
   return files;

@@ -259,3 +259,24 @@ TEST_CASE("output that cannot be written is one line, and nothing stays") {
   CHECK(r.err == "cf-golden: standard output: cannot be written\n");
   CHECK(entries(dir.path()) == 1);
 }
+
+TEST_CASE("run shows what a quantised weight means, exactly") {
+  const TempDir dir;
+  for (const char* name : {"neox-gptq-desc-act-kv17-b3", "neox-gptq-v2-q7-kv23"}) {
+    const ProgramRun r =
+        cf_golden("run " CF_DATA_DIR "/golden/" + std::string(name) + ".h5 --json " + (dir / "x.json"));
+    CAPTURE(r.out, r.err);
+    CHECK(r.exit_code == 0);
+    std::size_t weights = 0;
+    const Json json = read_json(dir / "x.json");
+    for (const Json& row : json["rows"])
+      if (row["tap"].get<std::string>().ends_with(".weight")) {
+        CHECK(row["tap"] == row["site"].get<std::string>() + ".weight");
+        CHECK(row["max_abs"] == 0);
+        CHECK(row["budget"] == 0);
+        ++weights;
+      }
+    CHECK(weights == 2 * 4);
+  }
+  CHECK(has(cf_golden("info " CF_DATA_DIR "/golden/neox-gptq-v2-q7-kv23.h5").out, "out=192, in=64"));
+}

@@ -36,11 +36,17 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
       const auto rows = apps::walk_golden(*file, *weights, c.options);
       CAPTURE(rows.status().message());
       REQUIRE(rows);
-      CHECK(rows->size() == 12);
+      // Twelve of the walk, and each quantised weight.
+      std::size_t quantised = 0;
+      for_each_linear(file->meta().config, weights->weights, [&](std::string_view, const LinearParams& l, auto...) {
+        quantised += std::holds_alternative<GptqWeight>(l.weight);
+      });
+      CHECK(rows->size() == 12 + quantised);
       for (const apps::TapResult& r : *rows) {
         CAPTURE(r.tap, r.worst);
         CHECK(r.error.non_finite == 0);
         CHECK(r.error.rel_l2 <= c.budget);
+        if (r.tap.ends_with(".weight")) CHECK(r.error.max_abs == 0);
       }
     }
   }
