@@ -208,6 +208,7 @@ int run(const Options& o, const std::string& command) {
     if (!file) return fail(file.status());
     const Result<golden::GoldenWeights> weights = file->weights(o.model);
     if (!weights) return fail(weights.status());
+    print_notes(weights->notes);
     const Result<std::vector<DType>> dtypes = choose_dtypes(o, *backend, file->meta().dtype);
     if (!dtypes) return fail(dtypes.status());
 

@@ -25,10 +25,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000;
+constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
 
 struct Options {
-  std::string model, preset, dtype, layers, seq_lens, backend = "cpu", json, csv, dump;
+  std::string model, preset, dtype, quant, layers, seq_lens, backend = "cpu", json, csv, dump;
+  std::optional<std::int64_t> group;  // with quant
   std::uint64_t seed = 0;
   std::int64_t batch = 1, threads = omp_get_max_threads();
   BenchOptions bench;
@@ -48,23 +49,38 @@ class Source {
       if (!preset) return preset.status();
       if (!o.dtype.empty())
         preset->dtype = o.dtype == "f16" ? DType::f16 : o.dtype == "bf16" ? DType::bf16 : DType::f32;
-      return Source(o, std::move(*preset));
+      WeightFormat linears;
+      if (!o.quant.empty()) linears = {.bits = 4, .group_size = o.group.value_or(128)};
+      return Source(o, std::move(*preset), linears);
     }
+    if (!o.quant.empty())
+      return Status::error(Code::invalid_argument,
+                           fmt::format("--quant {}: expected with --preset; a checkpoint has its own", o.quant));
     if (!o.dtype.empty())
       return Status::error(Code::invalid_argument,
                            fmt::format("--dtype {}: expected with --preset; a checkpoint has its own", o.dtype));
     const Result<golden::Checkpoint> checkpoint = golden::Checkpoint::open(o.model);
     if (!checkpoint) return checkpoint.status();
-    return Source(o, checkpoint->config());
+    const auto& gptq = checkpoint->gptq();
+    return Source(o, checkpoint->config(), gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
   }
 
   const ModelConfig& config() const { return config_; }
   bool is_checkpoint() const { return !directory_.empty(); }
+  /// What the weights are, for the report.
+  std::string description() const {
+    const std::string format = linears_.bits == 0 ? ""
+                               : linears_.group_size == -1
+                                   ? fmt::format("GPTQ of {} bits, one group", linears_.bits)
+                                   : fmt::format("GPTQ of {} bits, group {}", linears_.bits, linears_.group_size);
+    if (is_checkpoint()) return "checkpoint " + directory_ + (format.empty() ? "" : ", " + format);
+    return fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, seed_);
+  }
   const std::string& directory() const { return directory_; }
 
   Result<golden::GoldenWeights> load(std::int64_t layer) const {
     if (!is_checkpoint()) {
-      auto owned = std::make_shared<OwnedLayerWeights>(procedural_layer(config_, layer, seed_));
+      auto owned = std::make_shared<OwnedLayerWeights>(procedural_layer(config_, layer, seed_, linears_));
       return golden::GoldenWeights{owned->weights, config_.dtype, owned};
     }
     Result<golden::Checkpoint> checkpoint = golden::Checkpoint::open(directory_);
@@ -72,15 +88,17 @@ class Source {
     Result<golden::CheckpointLayer> loaded = checkpoint->layer(layer);
     if (!loaded) return loaded.status();
     auto owned = std::make_shared<golden::CheckpointLayer>(std::move(*loaded));
-    return golden::GoldenWeights{owned->weights, owned->dtype, owned};
+    return golden::GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
   }
 
  private:
-  Source(const Options& o, ModelConfig config) : directory_(o.model), seed_(o.seed), config_(std::move(config)) {}
+  Source(const Options& o, ModelConfig config, WeightFormat linears)
+      : directory_(o.model), seed_(o.seed), config_(std::move(config)), linears_(linears) {}
 
   std::string directory_;
   std::uint64_t seed_;
   ModelConfig config_;
+  WeightFormat linears_;
 };
 
 /// What the options ask for, all of it looked at before any work.
@@ -88,6 +106,7 @@ struct Plan {
   Source source;
   std::vector<std::int64_t> layers, seq_lens;
   std::optional<DeviceDescription> device{};  // with --backend cuda
+  std::vector<std::string> notes{};           // of the checkpoint
 };
 
 /// Refuses a step that this machine's memory cannot hold.
@@ -116,6 +135,10 @@ Status check_backend_options(const Options& o, Backend backend) {
   if (!cuda && !o.device.impls.empty()) return refuse("--impl", "expected with --backend cuda");
   if (!cuda && !o.device.arch_plan.empty()) return refuse("--arch-plan", "expected with --backend cuda");
   if (cuda && !o.dump.empty()) return refuse("--dump", "expected with --backend cpu");
+  if (!o.quant.empty() && !o.dump.empty()) return refuse("--dump", "excludes --quant: golden files hold dense weights");
+  if (o.quant.empty() && o.group) return refuse("--group", "expected with --quant");
+  if (o.group && *o.group != -1 && (*o.group < 1 || *o.group > kMaxGroup))
+    return refuse("--group", fmt::format("expected -1 or 1 to {}, got {}", kMaxGroup, *o.group).c_str());
   if (o.stack && !o.layers.empty()) return refuse("--layer", "excludes --stack, which times all layers");
   if (!o.stack && o.layers.empty())
     return Status::error(Code::invalid_argument, "--layer is required, or --stack for all layers");
@@ -163,10 +186,14 @@ Result<Plan> make_plan(const Options& o) {
   for (const std::string& file : {o.json, o.csv, o.dump})
     if (!file.empty()) CF_TRY(check_writable(file));
   // A fault in the last layer shows before the first is timed.
+  std::vector<std::string> notes;
   if (source->is_checkpoint())
-    for (std::int64_t layer : *layers)
-      if (const auto loaded = source->load(layer); !loaded) return loaded.status();
-  return Plan{std::move(*source), std::move(*layers), std::move(*seq_lens), std::move(device)};
+    for (std::int64_t layer : *layers) {
+      const auto loaded = source->load(layer);
+      if (!loaded) return loaded.status();
+      notes.insert(notes.end(), loaded->notes.begin(), loaded->notes.end());
+    }
+  return Plan{std::move(*source), std::move(*layers), std::move(*seq_lens), std::move(device), std::move(notes)};
 }
 
 std::string cpu_name() {
@@ -235,6 +262,8 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
   };
   o.model.empty() ? add("--preset", o.preset) : add("--model", o.model);
   if (!o.dtype.empty()) add("--dtype", o.dtype);
+  if (!o.quant.empty()) add("--quant", o.quant);
+  if (o.group) add("--group", std::to_string(*o.group));
   add("--seed", std::to_string(o.seed));
   add("--layer", std::to_string(r.layer));
   add("--seq-len", std::to_string(r.load.kv_len));
@@ -313,6 +342,7 @@ int run(const Options& o, const std::string& command) {
   if (!plan) return fail(plan.status());
   const Result<DType> activation = activation_dtype(*plan);
   if (!activation) return fail(activation.status());
+  print_notes(plan->notes);
   const Source& source = plan->source;
   omp_set_num_threads(int(o.threads));
   RunInfo info{.version = CF_VERSION,
@@ -321,8 +351,7 @@ int run(const Options& o, const std::string& command) {
                .cpu = cpu_name(),
                .backend = o.backend,
                .model = source.config().name,
-               .weights = source.is_checkpoint() ? "checkpoint " + source.directory()
-                                                 : fmt::format("procedural weights, seed {}", o.seed),
+               .weights = source.description(),
                .threads = o.threads,
                .seed = o.seed,
                .activation = *activation,
@@ -367,6 +396,8 @@ int run(int argc, const char* const* argv) {
       ->check(CLI::NonNegativeNumber);
   app.add_option("--dtype", o.dtype, "Stored dtype of a preset's weights; f16 when left out")
       ->check(CLI::IsMember({"f16", "bf16", "f32"}));
+  app.add_option("--quant", o.quant, "Quantise a preset's Linears: gptq, of 4 bits")->check(CLI::IsMember({"gptq"}));
+  app.add_option("--group", o.group, "Inputs that share a scale with --quant, -1 for all; 128 when left out");
   app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
   app.add_flag("--stack", o.stack, "All layers back to back (cuda)");
   app.add_option("--seq-len", o.seq_lens,

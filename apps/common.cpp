@@ -20,17 +20,28 @@ bool is_number(const std::string& cell) {
 /// Unlike fmt::print it does not throw where the stream cannot be written.
 void put(std::FILE* out, const std::string& text) { std::fputs(text.c_str(), out); }
 
-}  // namespace
-
-int fail(std::string_view message) {
+/// "<program>: message" as one line on stderr.
+void print_line(std::string_view message) {
   std::string line(message.substr(0, message.find_last_not_of("\n ") + 1));
   std::replace_if(
       line.begin(), line.end(), [](unsigned char c) { return c < ' '; }, ' ');
   put(stderr, fmt::format("{}: {}\n", program_invocation_short_name, line));
+}
+
+}  // namespace
+
+int fail(std::string_view message) {
+  print_line(message);
   return kBadInput;
 }
 
 int fail(const Status& status) { return fail(status.message()); }
+
+void print_notes(const std::vector<std::string>& notes) {
+  if (notes.empty()) return;
+  const std::string more = notes.size() > 1 ? fmt::format(" (and {} more like it)", notes.size() - 1) : "";
+  print_line("note: " + notes.front() + more);
+}
 
 std::string_view commit() { return CF_COMMIT; }
 

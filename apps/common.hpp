@@ -26,6 +26,9 @@ inline constexpr int kOk = 0, kComparisonFailed = 1, kBadInput = 2;
 int fail(std::string_view message);
 int fail(const Status& status);
 
+/// Prints the first note as one line on stderr, and how many more there are; nothing where there is none.
+void print_notes(const std::vector<std::string>& notes);
+
 /// The commit that the program was built from, or "unknown".
 std::string_view commit();
 

@@ -50,10 +50,11 @@ void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_v
   }
   const bool index = name.ends_with("g_idx"), zeros = name.ends_with("qzeros");
   const std::uint32_t ones = format.bits == 4 ? 0x11111111u : 0x01010101u, below = format.bits == 4 ? 7 : 127;
+  const std::int64_t group_size = format.group_size == -1 ? t.size() : format.group_size;
   for (std::int64_t i = 0; i < t.size(); ++i) {
     const auto r = std::uint32_t(mix(key + (std::uint64_t(i) + 1) * kStep));
     t.as<std::int32_t>()[i] =
-        index ? std::int32_t(i / format.group_size) : std::int32_t(zeros ? ones * below + (r & ones) : r);
+        index ? std::int32_t(i / group_size) : std::int32_t(zeros ? ones * below + (r & ones) : r);
   }
 }
 
@@ -92,8 +93,8 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
 OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed, WeightFormat linears) {
   OwnedLayerWeights owned;
   if (linears.bits)
-    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, auto...) {
-      l.weight = GptqWeight{.bits = linears.bits, .group_size = linears.group_size};
+    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, std::int64_t, std::int64_t in, bool) {
+      l.weight = GptqWeight{.bits = linears.bits, .group_size = linears.group_size == -1 ? in : linears.group_size};
     });
   for_each_weight(m, owned.weights, [&]<class V>(std::string_view name, V& view, auto shape) {
     const DType dtype = dtype_of_view<V>(m.dtype);

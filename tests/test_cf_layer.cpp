@@ -514,3 +514,53 @@ TEST_CASE("help and version are no errors") {
   }
   CHECK(version.out.starts_with("cf-layer "));
 }
+
+TEST_CASE("cf-layer --quant gptq: quantised Linears are timed and checked, their bytes those of codes") {
+  const TempDir dir;
+  const std::string json_path = dir / "x.json";
+  const ProgramRun r =
+      cf_layer_ok(tiny + "--quant gptq --group 32 --seed 5 --layer 1 --seq-len 16 --check --json '" + json_path + "'");
+  CHECK(r.out.find("model: pythia-14m, procedural GPTQ of 4 bits, group 32, seed 5\n") != r.out.npos);
+  const Json j = Json::parse(slurp(json_path));
+  CHECK(j["configurations"][0]["check_ok"] == true);
+  const double h = 128, elements = 12 * h * h;
+  const auto bytes = [](const Json& configuration) { return configuration["total"]["bytes"].get<double>(); };
+  cf_layer_ok(tiny + "--seed 5 --layer 1 --seq-len 16 --json '" + json_path + "'");
+  const Json dense = Json::parse(slurp(json_path));
+  // Half a byte a code, and 2.5 bytes a group for its scale and zero, where there were two bytes an element.
+  CHECK(bytes(dense["configurations"][0]) - bytes(j["configurations"][0]) == elements * (2 - 0.5 - 2.5 / 32));
+  CHECK(dense["configurations"][0]["weights_checksum"] != j["configurations"][0]["weights_checksum"]);
+  for (const std::string group : {"", " --group -1", " --group 128"})
+    CHECK(cf_layer(tiny + "--quant gptq" + group + " --layer 0 --seq-len 3 --check").exit_code == 0);
+}
+
+TEST_CASE("cf-layer --model: quantised and mixed checkpoints, and what contradicts itself in one") {
+  const std::string data = CF_DATA_DIR "/checkpoints/";
+  for (const char* name :
+       {"neox-gptq-asym", "neox-gptq-sym", "neox-gptq-desc-act", "neox-gptq-v2", "neox-gptq-8bit", "neox-gptq-mixed"}) {
+    const ProgramRun r =
+        cf_layer_ok("--model '" + data + name + "' --layer 0,1 --seq-len 5 --batch 2 --runs 1 --warmup 0 --check");
+    CHECK(r.out.find(", GPTQ of ") != r.out.npos);
+  }
+  const TempDir dir;
+  std::filesystem::copy(data + "neox-gptq-sym", dir / "lies");
+  std::string config = slurp(dir / "lies/quantize_config.json");
+  config.replace(config.find("\"gptq\""), 6, "\"gptq_v2\"");
+  write_file(dir / "lies/quantize_config.json", config);
+  const ProgramRun r = cf_layer("--model '" + (dir / "lies") + "' --layer 1 --seq-len 5 --runs 1 --warmup 0 --check");
+  CHECK(r.exit_code == 0);
+  CHECK(r.err == "cf-layer: note: " + (dir / "lies/config.json") + ": 'quantization_config': differs from " +
+                     (dir / "lies/quantize_config.json") + ", which counts (and 4 more like it)\n");
+}
+
+TEST_CASE("cf-layer --quant: what does not go together") {
+  const TempDir dir;
+  const std::string end = " --layer 0 --seq-len 2";
+  check_refusal("--preset pythia-14m --group 32" + end, "--group: expected with --quant");
+  check_refusal("--preset pythia-14m --quant gptq --group 0" + end, "--group: expected -1 or 1 to 4194304, got 0");
+  check_refusal("--preset pythia-14m --quant gptq --dump '" + (dir / "x.h5") + "'" + end,
+                "--dump: excludes --quant: golden files hold dense weights");
+  check_refusal("--model " CF_DATA_DIR "/checkpoints/neox-d80 --quant gptq" + end,
+                "--quant gptq: expected with --preset; a checkpoint has its own");
+  check_refusal_of("--preset pythia-14m --quant awq" + end, "--quant: ");
+}
