@@ -40,7 +40,19 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   f(std::string_view("g_idx"), w.g_idx, std::array{in});
 }
 
-using LinearWeight = std::variant<DenseWeight, GptqWeight>;
+/// A GptqWeight repacked for tensor cores by repack_gptq() (core/gptq_tiles.hpp), which describes the layout. All views
+/// are those of 4-byte words. Only the CUDA backend multiplies by it.
+struct GptqTiles {
+  int bits = 4;                 // of the GptqWeight
+  std::int64_t group_size = 0;  // of the GptqWeight
+  std::int64_t columns_per_group = 0;
+  View<const std::int32_t, 3> codes{};   // (ceil(out / 16), ceil(columns / 64), 128)
+  View<const std::int32_t, 3> scales{};  // (ceil(out / 16), groups, 16)  a float16 scale and a 16-bit zero each
+  View<const std::int32_t, 1>
+      order{};  // (columns)  the input of each column, -1 for none; or empty: column k is input k
+};
+
+using LinearWeight = std::variant<DenseWeight, GptqWeight, GptqTiles>;
 
 /// How many bytes a matrix takes, for what a product must read.
 struct WeightFormat {

@@ -105,8 +105,10 @@ void run_blocks(const ops::Linear::Args& a) {
   }
 }
 
-/// Refuses a map of inputs to groups that leaves the groups.
-Status check_groups(const ops::Linear::Args& a) {
+/// Refuses a GPU's tiles, and a map of inputs to groups that leaves the groups.
+Status check_weight(const ops::Linear::Args& a) {
+  if (std::holds_alternative<GptqTiles>(a.linear.weight))
+    return Status::error(Code::unimplemented, "linear: cpu_ref takes GptqWeight, got GptqTiles, which are the GPU's");
   const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
   if (!gptq) return {};
   return check_index(ops::Linear::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
@@ -116,7 +118,7 @@ Status check_groups(const ops::Linear::Args& a) {
 
 Status run(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(check_groups(a));
+  CF_TRY(check_weight(a));
   return with_real(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
     // Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
@@ -141,7 +143,7 @@ Status run(const ops::Linear::Args& a) {
 
 Result<Condition> condition(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
-  CF_TRY(check_groups(a));
+  CF_TRY(check_weight(a));
   const auto d = ops::Linear::dims(a);
   // |GELU'| is at most 1.13, so that the error before it is hardly larger after it.
   constexpr double gelu_slope = 1.13;

@@ -5,6 +5,8 @@
 #include <limits>
 
 #include "catch.hpp"
+#include "core/compare.hpp"
+#include "core/gptq_tiles.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
@@ -148,6 +150,74 @@ TEST_CASE("gptq: the product is that of the dequantised dense matrix, bit by bit
         CHECK(a->l2 == b->l2);
         CHECK(a->max == b->max);
       }
+}
+
+namespace {
+
+/// What the tiles say that W is, (out, in), read by the layout's words.
+Tensor read_tiles(const GptqTiles& t, std::int64_t out, std::int64_t in) {
+  Tensor w(DType::f64, {out, in});
+  const std::int64_t chunks = t.codes.shape[1], groups = t.scales.shape[1];
+  for (std::int64_t r = 0; r < out; ++r)
+    for (std::int64_t column = 0; column < chunks * 64; ++column) {
+      const std::int64_t k = t.order ? t.order.data[column] : column < in ? column : -1;
+      if (k < 0) continue;
+      const std::int64_t lane = r % 8 * 4 + column % 32 / 8, word = column % 64 / 32 * 2 + r % 16 / 8, c = column % 8;
+      const auto* tile = reinterpret_cast<const std::uint32_t*>(t.codes.data) + (r / 16 * chunks + column / 64) * 128;
+      const std::int64_t q = tile[lane * 4 + word] >> (4 * (c / 2 + 4 * (c % 2))) & 15;
+      const std::int64_t group = column / t.columns_per_group, place = r % 8 * 2 + r % 16 / 8;
+      const auto scale = std::uint32_t(t.scales.data[(r / 16 * groups + group) * 16 + place]);
+      w.as<double>()[r * in + k] +=
+          widen<double>(f16{std::uint16_t(scale)}) * (double(q) - widen<double>(f16{std::uint16_t(scale >> 16)}));
+    }
+  return w;
+}
+
+}  // namespace
+
+TEST_CASE("gptq: tiles hold the matrix, every row and every input, in any order of the rows", "[gptq][tiles]") {
+  for (const GptqSetup& format : kFormats)
+    for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{144, 24}, {64, 16}, {24, 40}, {320, 48}}) {
+      CAPTURE(format.bits, format.group_size, format.zero_offset, format.desc_act, in, out);
+      Product p(format, 1, in, out, DType::f64);
+      const Tensor dense = cpu_ref::dequantise(p.weight(), DType::f64);
+      std::vector<std::int32_t> rows(static_cast<std::size_t>(out));
+      for (std::int64_t r = 0; r < out; ++r) rows[std::size_t(r)] = std::int32_t((r * 5 + 3) % out);
+      for (bool shuffled : {false, true}) {
+        const auto packed = repack_gptq(p.weight(), shuffled ? rows : std::vector<std::int32_t>{});
+        REQUIRE(packed.status().message() == "");
+        const GptqTiles& t = packed->tiles;
+        CHECK(t.columns_per_group % 32 == 0);
+        CHECK(t.codes.shape == std::array<std::int64_t, 3>{(out + 15) / 16, t.codes.shape[1], 128});
+        // Codes that are in order need none, and no more room than they had.
+        const bool one_group = in <= format.group_size;
+        const bool plain = format.bits == 4 && (one_group || (!format.desc_act && format.group_size % 32 == 0));
+        CHECK(bool(t.order) == !plain);
+        if (plain && in % 64 == 0 && out % 16 == 0) CHECK(t.codes.size() == p.weight().qweight.size());
+        const Tensor got = read_tiles(t, out, in);
+        std::int64_t wrong = 0;
+        for (std::int64_t r = 0; r < out; ++r)
+          for (std::int64_t k = 0; k < in; ++k)
+            wrong += got.at(r * in + k) != dense.at((shuffled ? rows[std::size_t(r)] : r) * in + k);
+        CHECK(wrong == 0);
+      }
+    }
+}
+
+TEST_CASE("gptq: tiles of groups of unlike sizes, and what cannot be repacked", "[gptq][tiles]") {
+  Product p({4, 32, 0, true}, 1, 96, 16, DType::f64);
+  auto* g_idx = const_cast<std::int32_t*>(p.weight().g_idx.data);
+  for (std::int64_t k = 0; k < 96; ++k) g_idx[k] = k % 7 ? 2 : 0;  // and group 1 has none
+  const auto packed = repack_gptq(p.weight());
+  REQUIRE(packed);
+  CHECK(compare(read_tiles(packed->tiles, 16, 96), cpu_ref::dequantise(p.weight(), DType::f64))->max_abs == 0);
+  g_idx[5] = 3;
+  CHECK(refusal_fault(repack_gptq(p.weight()).status(), Code::invalid_argument, {"'g_idx'[5] must be 0 to 2, got 3"}) ==
+        "");
+  Product eight({8, 32, 0, false}, 1, 32, 8, DType::f64);
+  const_cast<f16*>(eight.weight().scales.data)[3] = narrow<f16>(5000.0);
+  CHECK(refusal_fault(repack_gptq(eight.weight()).status(), Code::invalid_argument,
+                      {"'scales'(0, 3) must be at most 4095 with 8 bits, got 5000"}) == "");
 }
 
 TEST_CASE("gptq: what a product must read is codes, zeros and scales", "[gptq]") {
