@@ -46,10 +46,11 @@ Result<DeviceTimer> make_timer(const DeviceOptions& options) {
 }
 
 /// How many layers make a product's weights cold each time: those of the smallest, attention.dense, twice the L2.
-std::int64_t resident_layers(const DeviceBenchRequest& r, std::size_t l2_bytes) {
+std::int64_t resident_layers(const DeviceBenchRequest& r, const LayerWeights& like, std::size_t l2_bytes) {
   if (r.stack) return r.config.num_hidden_layers;
   if (r.bench.warm) return 1;
-  const double product_bytes = double(r.config.hidden_size * r.config.hidden_size) * double(size_bytes(r.config.dtype));
+  const double product_bytes =
+      format_of(like.dense.weight).bytes(r.config.hidden_size, r.config.hidden_size, r.config.dtype);
   return std::min(r.config.num_hidden_layers, std::int64_t(2 * double(l2_bytes) / product_bytes) + 1);
 }
 
@@ -181,12 +182,14 @@ Status bench_on_device(const DeviceBenchRequest& r, const std::function<void(con
   Result<DeviceTimer> timer = make_timer(r.device);
   if (!timer) return timer.status();
   const std::int64_t capacity = *std::max_element(r.seq_lens.begin(), r.seq_lens.end());
+  const std::int64_t first = r.stack ? 0 : r.layer;
+  const Result<golden::GoldenWeights> like = r.load(first);
+  if (!like) return like.status();
   Result<cuda::Stack> stack =
-      cuda::Stack::create(timer->context(), r.config, resident_layers(r, timer->info().l2_bytes),
-                          {.batch = r.batch, .kv_len = capacity, .capacity = capacity}, r.config.dtype);
+      cuda::Stack::create(timer->context(), r.config, resident_layers(r, like->weights, timer->info().l2_bytes),
+                          {.batch = r.batch, .kv_len = capacity, .capacity = capacity}, r.config.dtype, like->weights);
   if (!stack) return stack.status();
   Bench bench(r, *timer, std::move(*stack));
-  const std::int64_t first = r.stack ? 0 : r.layer;
   CF_TRY(bench.load(first));
   const std::uint64_t checksum = weights_checksum(r.config, bench.first_weights());
 

@@ -42,7 +42,7 @@ std::vector<std::int32_t> columns_of(const GptqWeight& w, std::int64_t columns_p
 
 }  // namespace
 
-Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, std::span<const std::int32_t> rows) {
+Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, RopePairs pairs) {
   const std::int64_t in = w.g_idx.size(), out = w.scales.shape[1], groups = w.scales.shape[0];
   const auto refuse = [](std::string what) { return Status::error(Code::invalid_argument, "GPTQ " + std::move(what)); };
   std::vector<std::int64_t> members(static_cast<std::size_t>(groups));
@@ -77,6 +77,7 @@ Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, std::span<const std::int
   owned.tiles = {.bits = w.bits,
                  .group_size = w.group_size,
                  .columns_per_group = columns_per_group,
+                 .pairs = pairs,
                  .codes = {codes, {tile_rows, chunks, kWords}},
                  .scales = {scales, {tile_rows, stored_groups, kRows}},
                  .order = {}};
@@ -89,7 +90,7 @@ Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, std::span<const std::int
   }
 
   for (std::int64_t r = 0; r < out; ++r) {
-    const std::int64_t n = rows.empty() ? r : rows[std::size_t(r)], g = r % kRows % 8, side = r % kRows / 8;
+    const std::int64_t n = pairs.row(r), g = r % kRows % 8, side = r % kRows / 8;
     for (std::int64_t group = 0; group < groups; ++group) {
       const std::int32_t zero =
           std::int32_t(code(w.qzeros.data + group * w.qzeros.shape[1], 1, n, w.bits)) + w.zero_offset;

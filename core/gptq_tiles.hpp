@@ -1,5 +1,4 @@
 #pragma once
-#include <span>
 #include <vector>
 
 #include "core/status.hpp"
@@ -30,9 +29,8 @@ struct OwnedGptqTiles {
   std::vector<Tensor> storage;
 };
 
-/// Repacks a matrix once, when it is loaded. Where `rows` is given, the tiles' row r is the matrix's row rows[r]. Refuses
-/// a g_idx outside the groups, and scales of 8-bit codes whose sixteenfold no float16 holds. The weight's tensors fit each
-/// other.
-Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, std::span<const std::int32_t> rows = {});
+/// Repacks a matrix once, when it is loaded; the tiles' row r is the matrix's row pairs.row(r). Refuses a g_idx outside the
+/// groups, and scales of 8-bit codes whose sixteenfold no float16 holds. The weight's tensors fit each other.
+Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, RopePairs pairs = {});
 
 }  // namespace cf

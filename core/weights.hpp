@@ -40,12 +40,27 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   f(std::string_view("g_idx"), w.g_idx, std::array{in});
 }
 
+/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours: each part of a head
+/// (q, k or v, head_dim rows) as it is, but for the first rotary_dim rows of q and k, where rows i and rotary_dim / 2 + i
+/// come at 2i and 2i + 1. Without a head_dim every row stays where it is.
+struct RopePairs {
+  std::int64_t head_dim = 0, rotary_dim = 0;
+
+  constexpr std::int64_t row(std::int64_t r) const {
+    if (head_dim == 0) return r;
+    const std::int64_t c = r % head_dim, half = rotary_dim / 2;
+    return r / head_dim % 3 < 2 && c < rotary_dim ? r - c + c / 2 + c % 2 * half : r;
+  }
+  bool operator==(const RopePairs&) const = default;
+};
+
 /// A GptqWeight repacked for tensor cores by repack_gptq() (core/gptq_tiles.hpp), which describes the layout. All views
 /// are those of 4-byte words. Only the CUDA backend multiplies by it.
 struct GptqTiles {
   int bits = 4;                 // of the GptqWeight
   std::int64_t group_size = 0;  // of the GptqWeight
   std::int64_t columns_per_group = 0;
+  RopePairs pairs{};                     // the order of the rows; ln_qkv takes that of its heads, linear none
   View<const std::int32_t, 3> codes{};   // (ceil(out / 16), ceil(columns / 64), 128)
   View<const std::int32_t, 3> scales{};  // (ceil(out / 16), groups, 16)  a float16 scale and a 16-bit zero each
   View<const std::int32_t, 1>
@@ -69,8 +84,9 @@ struct WeightFormat {
 };
 
 inline WeightFormat format_of(const LinearWeight& w) {
-  const auto* gptq = std::get_if<GptqWeight>(&w);
-  return gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{};
+  if (const auto* gptq = std::get_if<GptqWeight>(&w)) return {gptq->bits, gptq->group_size};
+  if (const auto* tiles = std::get_if<GptqTiles>(&w)) return {tiles->bits, tiles->group_size};
+  return {};
 }
 
 /// A torch.nn.Linear. An empty bias means that there is none.

@@ -1,6 +1,7 @@
 #include "cuda/linear.cuh"
 
 #include "cuda/launch.hpp"
+#include "cuda/linear_gptq.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -9,30 +10,11 @@ namespace {
 struct Product {
   const void* x;
   const void* weight;
-  const void* bias;
-  const void* residual;
-  void* y;
   long in, out;
   int tokens;
-  DType activation, bias_dtype, weight_dtype;
-  ops::Epilogue epilogue;
+  DType activation, weight_dtype;
+  LinearOutput output;
 };
-
-/// What is added to an element's sum, as it lies in memory: a conversion would wait for the load.
-struct Addends {
-  std::uint32_t bias, residual;
-};
-
-__device__ Addends addends(const Product& p, int token, long row) {
-  return {p.bias ? load_bits(p.bias, p.bias_dtype, row) : 0,
-          p.residual ? load_bits(p.residual, p.activation, token * p.out + row) : 0};
-}
-
-__device__ void finish(const Product& p, int token, long row, float sum, Addends add) {
-  if (p.bias) sum += from_bits(add.bias, p.bias_dtype);
-  if (p.residual) sum += from_bits(add.residual, p.activation);
-  store_scalar(p.y, p.activation, token * p.out + row, apply(p.epilogue, sum));
-}
 
 template <class T, int Depth, bool TwoTokens>
 __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
@@ -44,8 +26,8 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiled
       static_cast<const T*>(p.weight), int(p.out), int(p.in), p.tokens, [](int r) { return long(r); },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
-      [&](int token, int row) { return addends(p, token, row); },
-      [&](int token, int row, auto sum, Addends add) { finish(p, token, row, sum(row), add); }, smem);
+      [&](int token, int row) { return addends(p.output, token, row); },
+      [&](int token, int row, auto sum, Addends add) { finish(p.output, token, row, sum(row), add); }, smem);
 }
 
 template <class T>
@@ -79,7 +61,7 @@ __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constan
   for (int token = 0; token < kMmaTokens; ++token) {
     if (token >= p.tokens) break;
     const float s = warp_sum(sum[token]);
-    if (lane == 0) finish(p, token, row, s, addends(p, token, row));
+    if (lane == 0) finish(p.output, token, row, s, addends(p.output, token, row));
   }
 }
 
@@ -97,29 +79,26 @@ Status run_tokens(const Product& p, const Context& context) {
 Status run(const ops::Linear::Args& a, Context& context) {
   CF_TRY(check_call(a, context));
   const auto d = ops::Linear::dims(a);
+  if (const auto* tiles = std::get_if<GptqTiles>(&a.linear.weight)) return run_gptq(a, *tiles, context);
   const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
-  if (!dense) return Status::error(Code::unimplemented, "linear: cuda has no GPTQ product, expected a dense weight");
+  if (!dense) return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights as GptqTiles, got GptqWeight");
   CF_TRY(check_multiple_of_8(ops::Linear::name, "in", d.in));
   return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype));
     Product p{.x = a.x.data,
               .weight = dense->weight.data,
-              .bias = a.linear.bias.data,
-              .residual = a.residual.data,
-              .y = a.y.data,
               .in = d.in,
               .out = d.out,
               .tokens = 0,
               .activation = a.x.dtype,
-              .bias_dtype = a.linear.bias.dtype,
               .weight_dtype = dense->weight.dtype,
-              .epilogue = a.epilogue};
+              .output = linear_output(a)};
     for (std::int64_t first = 0; first < d.tokens; first += kMmaTokens) {
       p.tokens = int(std::min<std::int64_t>(kMmaTokens, d.tokens - first));
       p.x = static_cast<const T*>(a.x.data) + first * d.in;
-      p.y = static_cast<T*>(a.y.data) + first * d.out;
-      if (a.residual) p.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      p.output.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
       CF_TRY(run_tokens(p, context));
     }
     return {};

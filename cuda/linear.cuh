@@ -15,13 +15,6 @@ inline constexpr int kCompiledFor = __CUDA_ARCH__ / 10;  // compute capability
 inline constexpr int kCompiledFor = 90;
 #endif
 
-/// threadIdx.x, read anew: held over a tile's product it would cost a register.
-__device__ inline int thread_index() {
-  int i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-
 struct LinearSmem {
   float partial[2][kLinearWarps][kMmaTokens][kTileRows];  // of each warp; two, so that one barrier a tile is enough
 };
@@ -117,6 +110,42 @@ __device__ inline float apply(ops::Epilogue epilogue, float v) {
   if (epilogue == ops::Epilogue::gelu_erf) return gelu_erf(v);
   if (epilogue == ops::Epilogue::gelu_tanh) return gelu_tanh(v);
   return v;
+}
+
+/// What becomes of the sums, of the first token on.
+struct LinearOutput {
+  const void* bias;
+  const void* residual;
+  void* y;
+  long out;
+  DType activation, bias_dtype;
+  ops::Epilogue epilogue;
+};
+
+inline LinearOutput linear_output(const ops::Linear::Args& a) {
+  return {.bias = a.linear.bias.data,
+          .residual = a.residual.data,
+          .y = a.y.data,
+          .out = a.y.shape[1],
+          .activation = a.y.dtype,
+          .bias_dtype = a.linear.bias.dtype,
+          .epilogue = a.epilogue};
+}
+
+/// What is added to an element's sum, as it lies in memory: a conversion would wait for the load.
+struct Addends {
+  std::uint32_t bias, residual;
+};
+
+__device__ inline Addends addends(const LinearOutput& to, int token, long row) {
+  return {to.bias ? load_bits(to.bias, to.bias_dtype, row) : 0,
+          to.residual ? load_bits(to.residual, to.activation, token * to.out + row) : 0};
+}
+
+__device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
+  if (to.bias) sum += from_bits(add.bias, to.bias_dtype);
+  if (to.residual) sum += from_bits(add.residual, to.activation);
+  store_scalar(to.y, to.activation, token * to.out + row, apply(to.epilogue, sum));
 }
 
 }  // namespace cf::cuda

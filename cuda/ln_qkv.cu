@@ -260,7 +260,7 @@ Status run(const ops::LnQkv::Args& a, Context& context) {
   CF_TRY(check_call(a, context));
   const auto d = ops::LnQkv::dims(a);
   const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
-  if (!dense) return Status::error(Code::unimplemented, "ln_qkv: cuda has no GPTQ product, expected a dense weight");
+  if (!dense) return Status::error(Code::unimplemented, "ln_qkv: cuda takes dense weights, got quantised ones");
   CF_TRY(check_multiple_of_8(name, "hidden", d.hidden));
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   return with_activation(name, a.x.dtype, [&](auto zero) -> Status {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/gptq_tiles.hpp"
 #include "cuda/advance.hpp"
 #include "cuda/check.hpp"
 #include "cuda/decode_layer.hpp"
@@ -40,6 +41,14 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
+/// A host's quantised matrix as the op would take it.
+Status check_gptq(const std::string& name, std::int64_t out, std::int64_t in, const LinearParams& linear) {
+  CF_TRY(ops::Linear::check_linear(name, out, in, linear));
+  TensorCheck check(name);
+  ops::Linear::linear_tensors(out, in, linear, check);
+  return check.status();
+}
+
 }  // namespace
 
 std::string_view to_string(Impl impl) {
@@ -64,6 +73,7 @@ struct Stack::State {
   struct Layer {
     LayerWeights weights;
     AnyView<4> k_cache, v_cache;
+    DeviceMemory quantised;  // the tiles
     bool loaded = false;
   };
 
@@ -76,6 +86,8 @@ struct Stack::State {
   Status copy_in(const std::string& name, const AnyView<Rank>& to, const ConstAnyView<Rank>& from) const;
   template <int Rank>
   Status copy_in(const std::string& name, const AnyView<Rank>& to, const Tensor& from) const;
+  /// Repacks a layer's quantised weights and brings them over, into memory of their own.
+  Status load_quantised(std::int64_t layer, const LayerWeights& host);
   LayerTensors tensors(std::int64_t layer) const;
   /// Calls f(weights, tensors) for layers [first, last) in order and names the one that it fails for.
   template <class F>
@@ -153,6 +165,67 @@ Status Stack::State::copy_in(const std::string& name, const AnyView<Rank>& to, c
   return copy_in<Rank>(name, to, from.view<Rank>());
 }
 
+Status Stack::State::load_quantised(std::int64_t layer, const LayerWeights& host) {
+  Layer& to = layers[std::size_t(layer)];
+  std::vector<GptqTiles*> places;  // null where the stack holds a dense weight
+  for_each_linear(config, to.weights, [&](std::string_view, LinearParams& l, auto...) {
+    places.push_back(std::get_if<GptqTiles>(&l.weight));
+  });
+  std::vector<OwnedGptqTiles> packed(places.size());
+  Status status;
+  std::size_t i = 0;
+  for_each_linear(
+      config, host, [&](std::string_view name, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
+        const std::string weight = "'" + layer_prefix(layer) + std::string(name) + ".weight' ";
+        const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+        const bool expected = places[i++];
+        if (!status) return;
+        if (expected != bool(gptq)) {
+          status = refuse(weight +
+                          (expected ? "is dense, expected a GPTQ weight" : "is quantised, expected a dense weight"));
+        } else if (gptq) {
+          status = check_gptq(std::string(kName) + ": " + layer_prefix(layer) + std::string(name), out, in, l);
+          if (!status) return;
+          Result<OwnedGptqTiles> tiles = repack_gptq(*gptq);
+          if (tiles)
+            packed[i - 1] = std::move(*tiles);
+          else
+            status = refuse(weight + tiles.status().message());
+        }
+      });
+  CF_TRY(status);
+
+  const auto lay_out = [&](Arena& arena) {
+    for (std::size_t l = 0; l < places.size(); ++l) {
+      if (!places[l]) continue;
+      const GptqTiles& tiles = packed[l].tiles;
+      GptqTiles& device = *places[l] = tiles;
+      arena.place(device.codes, tiles.codes.shape, DType::i32);
+      arena.place(device.scales, tiles.scales.shape, DType::i32);
+      if (tiles.order) arena.place(device.order, tiles.order.shape, DType::i32);
+    }
+    return arena.bytes();
+  };
+  Arena measure(nullptr);
+  const std::size_t bytes = lay_out(measure);
+  if (bytes == 0) return {};
+  Result<DeviceMemory> block = DeviceMemory::create(context, bytes, layer_prefix(layer) + "quantised weights");
+  if (!block) return block.status();
+  Arena arena(block->data());
+  lay_out(arena);
+  for (std::size_t l = 0; l < places.size(); ++l) {
+    if (!places[l]) continue;
+    const auto bring = [&](const auto& device, const auto& from) {
+      return copy_to_device(context, const_cast<std::int32_t*>(device.data), from.data, std::size_t(from.bytes()));
+    };
+    CF_TRY(bring(places[l]->codes, packed[l].tiles.codes));
+    CF_TRY(bring(places[l]->scales, packed[l].tiles.scales));
+    if (packed[l].tiles.order) CF_TRY(bring(places[l]->order, packed[l].tiles.order));
+  }
+  to.quantised = std::move(*block);
+  return {};
+}
+
 LayerTensors Stack::State::tensors(std::int64_t layer) const {
   LayerTensors t = shared;
   t.hidden = layer == 0 ? hidden : outputs[std::size_t(layer - 1) % 2];
@@ -200,7 +273,7 @@ Stack& Stack::operator=(Stack&&) noexcept = default;
 Stack::~Stack() = default;
 
 Result<Stack> Stack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                            const Workload& load, DType activation) {
+                            const Workload& load, DType activation, const LayerWeights& like) {
   if (Status s = config.validate(); !s) return s;
   const std::int64_t capacity = load.cache_capacity();
   if (layers < 1 || layers > config.num_hidden_layers)
@@ -215,6 +288,16 @@ Result<Stack> Stack::create(const Context& context, const ModelConfig& config, s
 
   auto state = std::make_unique<State>(context, config, Workload{load.batch, load.q_len, capacity, capacity},
                                        activation, layers);
+  for (State::Layer& layer : state->layers) {
+    std::vector<bool> quantised;
+    for_each_linear(config, like, [&](std::string_view, const LinearParams& l, auto...) {
+      quantised.push_back(std::holds_alternative<GptqWeight>(l.weight));
+    });
+    std::size_t i = 0;
+    for_each_linear(config, layer.weights, [&](std::string_view, LinearParams& l, auto...) {
+      if (quantised[i++]) l.weight = GptqTiles{};
+    });
+  }
   Result<DeviceMemory> memory =
       DeviceMemory::create(context, state->lay_out(nullptr), "stack of " + std::to_string(layers) + " layers");
   if (!memory) return memory.status();
@@ -234,9 +317,6 @@ Result<Stack> Stack::create(const Context& context, const ModelConfig& config, s
 Status Stack::load_layer(std::int64_t layer, const LayerWeights& host) {
   State& s = *state_;
   CF_TRY(s.check_layer(layer));
-  for (const LinearParams* l : {&host.query_key_value, &host.dense, &host.dense_h_to_4h, &host.dense_4h_to_h})
-    if (!std::holds_alternative<DenseWeight>(l->weight))
-      return Status::error(Code::unimplemented, layer_prefix(layer) + "the stack holds dense weights, got GPTQ");
   for (const LinearParams* l : {&host.query_key_value, &host.dense})
     if (!s.config.attention_bias && l->bias)
       return s.refuse(layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
@@ -244,14 +324,16 @@ Status Stack::load_layer(std::int64_t layer, const LayerWeights& host) {
   // Both sides are one list.
   State::Layer& to = s.layers[std::size_t(layer)];
   to.loaded = false;
-  std::vector<void*> places;
-  for_each_weight(s.config, to.weights, [&](std::string_view, const auto& view, const auto&) {
-    places.push_back(const_cast<void*>(view.data));  // the stack's own memory, const to its users alone
-  });
+  CF_TRY(s.load_quantised(layer, host));
+  std::vector<const void*> places;
+  for_each_weight(s.config, to.weights,
+                  [&](std::string_view, const auto& view, const auto&) { places.push_back(view.data); });
   std::size_t i = 0;
   Status status;
   for_each_weight(s.config, host, [&]<class V>(std::string_view name, const V& view, const auto& shape) {
-    const AnyView<V::rank> place(places[i++], shape, s.config.dtype);
+    if constexpr (!std::is_void_v<std::remove_const_t<typename V::element>>) return;  // in the tiles already
+    // The stack's own memory, const to its users alone.
+    const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, s.config.dtype);
     if (status) status = s.copy_in<V::rank>(layer_prefix(layer) + std::string(name), place, view);
   });
   to.loaded = bool(status);
@@ -313,6 +395,10 @@ const ModelConfig& Stack::config() const { return state_->config; }
 std::int64_t Stack::layers() const { return std::int64_t(state_->layers.size()); }
 LayerTensors Stack::tensors(std::int64_t layer) const { return state_->tensors(layer); }
 LayerWeights Stack::weights(std::int64_t layer) const { return state_->layers[std::size_t(layer)].weights; }
-std::size_t Stack::device_bytes() const { return state_->memory.bytes(); }
+std::size_t Stack::device_bytes() const {
+  std::size_t bytes = state_->memory.bytes();
+  for (const State::Layer& layer : state_->layers) bytes += layer.quantised.bytes();
+  return bytes;
+}
 
 }  // namespace cf::cuda

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "catch.hpp"
+#include "core/gptq_tiles.hpp"
 #include "cuda/cuda.hpp"
 #include "op_problem.hpp"
 
@@ -50,6 +51,7 @@ class DeviceProblem {
     Op::tensors(host_.dims(), args_, [&](Role, std::string_view, auto& view, auto, bool = false) {
       view.data = reinterpret_cast<decltype(view.data)>(device_[i++].data() + Problem<Op>::guard_bytes);
     });
+    if constexpr (requires { args_.linear; }) repack();
   }
   DeviceProblem(const DeviceProblem&) = delete;
   DeviceProblem& operator=(const DeviceProblem&) = delete;
@@ -76,9 +78,29 @@ class DeviceProblem {
   }
 
  private:
+  /// Puts tiles of device memory in place of a quantised weight, in the order of rows that the op's kernel asks for.
+  void repack() {
+    const auto* gptq = std::get_if<GptqWeight>(&host_.args().linear.weight);
+    if (!gptq) return;
+    RopePairs pairs;
+    if constexpr (std::is_same_v<Op, ops::LnQkv>) pairs = {args_.q.shape[2], 2 * args_.cos.shape[1]};
+    const auto packed = repack_gptq(*gptq, pairs);
+    REQUIRE(packed);
+    GptqTiles tiles = packed->tiles;
+    const auto bring = [&](auto& view) {
+      if (!view) return;
+      tiles_.emplace_back(std::span(reinterpret_cast<const std::byte*>(view.data), std::size_t(view.bytes())));
+      view.data = reinterpret_cast<const std::int32_t*>(tiles_.back().data());
+    };
+    bring(tiles.codes);
+    bring(tiles.scales);
+    bring(tiles.order);
+    args_.linear.weight = tiles;
+  }
+
   Problem<Op> host_;
   typename Op::Args args_;
-  std::vector<DeviceBytes> device_;
+  std::vector<DeviceBytes> device_, tiles_;
 };
 
 }  // namespace cf::test

@@ -175,16 +175,15 @@ Tensor read_tiles(const GptqTiles& t, std::int64_t out, std::int64_t in) {
 
 }  // namespace
 
-TEST_CASE("gptq: tiles hold the matrix, every row and every input, in any order of the rows", "[gptq][tiles]") {
+TEST_CASE("gptq: tiles hold the matrix, every row and every input, pairs of RoPE's rows side by side too",
+          "[gptq][tiles]") {
   for (const GptqSetup& format : kFormats)
     for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{144, 24}, {64, 16}, {24, 40}, {320, 48}}) {
       CAPTURE(format.bits, format.group_size, format.zero_offset, format.desc_act, in, out);
       Product p(format, 1, in, out, DType::f64);
       const Tensor dense = cpu_ref::dequantise(p.weight(), DType::f64);
-      std::vector<std::int32_t> rows(static_cast<std::size_t>(out));
-      for (std::int64_t r = 0; r < out; ++r) rows[std::size_t(r)] = std::int32_t((r * 5 + 3) % out);
-      for (bool shuffled : {false, true}) {
-        const auto packed = repack_gptq(p.weight(), shuffled ? rows : std::vector<std::int32_t>{});
+      for (const RopePairs& pairs : {RopePairs{}, RopePairs{8, 4}}) {
+        const auto packed = repack_gptq(p.weight(), pairs);
         REQUIRE(packed.status().message() == "");
         const GptqTiles& t = packed->tiles;
         CHECK(t.columns_per_group % 32 == 0);
@@ -197,11 +196,19 @@ TEST_CASE("gptq: tiles hold the matrix, every row and every input, in any order 
         const Tensor got = read_tiles(t, out, in);
         std::int64_t wrong = 0;
         for (std::int64_t r = 0; r < out; ++r)
-          for (std::int64_t k = 0; k < in; ++k)
-            wrong += got.at(r * in + k) != dense.at((shuffled ? rows[std::size_t(r)] : r) * in + k);
+          for (std::int64_t k = 0; k < in; ++k) wrong += got.at(r * in + k) != dense.at(pairs.row(r) * in + k);
         CHECK(wrong == 0);
       }
     }
+}
+
+TEST_CASE("gptq: the order of pairs is one of all rows, with a pair's two next to each other", "[gptq][tiles]") {
+  const RopePairs pairs{80, 20};
+  std::vector<bool> seen(480);
+  for (std::int64_t r = 0; r < 480; ++r) seen[std::size_t(pairs.row(r))] = true;
+  CHECK(std::find(seen.begin(), seen.end(), false) == seen.end());
+  for (std::int64_t r : {0, 4, 18, 80, 98, 240, 338}) CHECK(pairs.row(r + 1) == pairs.row(r) + 10);
+  for (std::int64_t r : {20, 79, 100, 160, 161, 179, 239, 400}) CHECK(pairs.row(r) == r);
 }
 
 TEST_CASE("gptq: tiles of groups of unlike sizes, and what cannot be repacked", "[gptq][tiles]") {

@@ -53,11 +53,11 @@ struct Inputs {
   Tensor hidden;
 };
 
-Inputs inputs(const ModelConfig& m, const Workload& load, DType activation) {
+Inputs inputs(const ModelConfig& m, const Workload& load, DType activation, WeightFormat linears = {}) {
   Inputs in;
   const Shape cache{load.batch, m.num_attention_heads, load.cache_capacity(), m.head_dim()};
   for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
-    in.weights.push_back(procedural_layer(m, l, 7));
+    in.weights.push_back(procedural_layer(m, l, 7, linears));
     in.k_caches.push_back(activations(activation, cache, "k" + std::to_string(l)));
     in.v_caches.push_back(activations(activation, cache, "v" + std::to_string(l)));
   }
@@ -67,7 +67,7 @@ Inputs inputs(const ModelConfig& m, const Workload& load, DType activation) {
 
 Stack make_stack(const cuda::Context& c, const ModelConfig& m, const Workload& load, DType activation,
                  const Inputs& in) {
-  Result<Stack> stack = Stack::create(c, m, m.num_hidden_layers, load, activation);
+  Result<Stack> stack = Stack::create(c, m, m.num_hidden_layers, load, activation, in.weights[0].weights);
   require_ok(stack.status());
   for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
     require_ok(stack->load_layer(l, in.weights[std::size_t(l)].weights));
@@ -220,6 +220,59 @@ TEST_CASE("stack: every layer's step is the oracle's within its budget", "[gpu][
     CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
     CHECK(error->within(budget));
   }
+}
+
+TEST_CASE("stack: quantised and mixed layers, as a graph and launch by launch, are the oracle's",
+          "[gpu][stack][gptq]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16);
+  const bool mixed = GENERATE(false, true);
+  const std::int64_t batch = GENERATE(1, 3);
+  const ModelConfig m = small_model(activation);
+  const std::vector<std::int32_t> kv_len(std::size_t(batch), 17);
+  const Workload load{.batch = batch, .q_len = 1, .capacity = 40};
+  Inputs in = inputs(m, load, activation, {4, 128});
+  const Inputs dense = inputs(m, load, activation);
+  if (mixed)
+    for (std::size_t l = 0; l < 3; ++l) in.weights[l].weights.dense = dense.weights[l].weights.dense;
+  cuda::Context c = context();
+  Stack stack = make_stack(c, m, load, activation, in);
+  require_ok(stack.set_kv_len(kv_len));
+  require_ok(stack.step(Impl::unfused));
+  const auto expected = bytes(stack);
+  poison(stack);
+  require_ok(stack.step(Impl::graph));
+  CHECK(bytes(stack) == expected);
+  for (std::int64_t l = 0; l < stack.layers(); ++l) {
+    LayerState oracle(m, load, DType::f64);
+    oracle.hidden = fetch<2>(stack.tensors(l).hidden).converted(DType::f64);
+    oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
+    oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
+    oracle.fill_rope_table(m.rope_theta);
+    oracle.set_kv_len(kv_len);
+    require_ok(stack.step(Impl::graph, l, l + 1));
+    using Layer = ops::DecodeLayer;
+    const Layer::Args args{.config = &m, .weights = in.weights[std::size_t(l)].weights, .t = oracle.tensors()};
+    require_ok(cpu_ref::run(args));
+    const auto condition = cpu_ref::condition(args);
+    REQUIRE(condition);
+    const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, activation}, *condition);
+    const auto error = compare(fetch<2>(stack.tensors(l).output), oracle.output);
+    REQUIRE(error);
+    CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
+    CHECK(error->within(budget));
+  }
+
+  const auto refused = [&](auto change, std::initializer_list<std::string_view> parts) {
+    LayerWeights changed = in.weights[1].weights;
+    change(changed);
+    CHECK(refusal_fault(stack.load_layer(1, changed), Code::invalid_argument, parts) == "");
+  };
+  refused([&](LayerWeights& w) { w.dense_h_to_4h = dense.weights[1].weights.dense_h_to_4h; },
+          {"'layer 1: mlp.dense_h_to_4h.weight' is dense, expected a GPTQ weight"});
+  refused([](LayerWeights& w) { std::get<GptqWeight>(w.dense_4h_to_h.weight).group_size = 64; },
+          {"layer 1: mlp.dense_4h_to_h", "'qzeros' has shape (4, 32), expected (8, 32)"});
+  require_ok(stack.load_layer(1, in.weights[1].weights));
+  require_ok(stack.step(Impl::graph));
 }
 
 TEST_CASE("stack: a thousand steps of a graph are a thousand unfused steps, bit by bit", "[gpu][stack]") {
@@ -422,7 +475,8 @@ TEST_CASE("stack: what cannot be is refused by name", "[gpu][stack][bad]") {
           {"layer 1: input_layernorm.weight", "(255)", "(256)"});
   refused([](LayerWeights& w) { w.dense_4h_to_h.bias.dtype = DType::bf16; }, Code::invalid_argument,
           {"layer 1: mlp.dense_4h_to_h.bias", "bfloat16", "float16"});
-  refused([](LayerWeights& w) { w.dense.weight = GptqWeight{}; }, Code::unimplemented, {"layer 1: ", "GPTQ"});
+  refused([](LayerWeights& w) { w.dense.weight = GptqWeight{}; }, Code::invalid_argument,
+          {"'layer 1: attention.dense.weight' is quantised, expected a dense weight"});
 
   CHECK(refusal_fault(stack->set_hidden(Tensor(DType::f16, {2, 255})), Code::invalid_argument,
                       {"'hidden' has shape (2, 255), expected (2, 256)"}) == "");

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "core/contract.hpp"
 #include "core/weights.hpp"
 
@@ -87,6 +89,12 @@ struct Linear {
     if (auto* gptq = std::get_if<GptqWeight>(&linear.weight))
       for_each_gptq_tensor(*gptq, out, in,
                            [&](std::string_view part, auto& view, auto shape) { f(Role::gptq, part, view, shape); });
+    if (auto* tiles = std::get_if<GptqTiles>(&linear.weight)) {
+      const std::int64_t row_tiles = (out + 15) / 16, chunks = tiles->codes.shape[1], groups = tiles->scales.shape[1];
+      f(Role::gptq, "codes", tiles->codes, extents(row_tiles, std::max(chunks, (in + 63) / 64), 128));
+      f(Role::gptq, "scales", tiles->scales, extents(row_tiles, groups, 16));
+      f(Role::gptq, "order", tiles->order, extents(64 * chunks), true);
+    }
     f(Role::weight, bias_name, linear.bias, extents(out), true);
   }
 };

@@ -10,4 +10,11 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
+/// threadIdx.x, read anew: held over a long loop it would cost a register.
+__device__ inline int thread_index() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
 }  // namespace cf::cuda

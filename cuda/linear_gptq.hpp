@@ -1,0 +1,170 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "core/ops/linear.hpp"
+#include "cuda/arch.hpp"
+#include "cuda/cuda.hpp"
+
+namespace cf::cuda {
+
+#ifdef __CUDACC__
+#define CF_HOST_DEVICE __host__ __device__
+#else
+#define CF_HOST_DEVICE
+#endif
+
+inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512, kGptqMaxChunks = 5;
+/// A block's warps: each of its parts of the columns has several, which take the tiles in turn.
+inline constexpr int kGptqParts = 8, kGptqTurns = 2, kGptqWarps = kGptqParts * kGptqTurns;
+inline constexpr int kGptqThreads = 32 * kGptqWarps;
+
+/// GptqTiles as kernels are given them.
+struct GptqMatrix {
+  const char* codes;
+  const char* scales;
+  const int* order;  // null: column k is input k
+  int in, out, tiles, chunks, groups;
+};
+
+inline GptqMatrix gptq_matrix(const GptqTiles& t, std::int64_t in, std::int64_t out) {
+  return {.codes = reinterpret_cast<const char*>(t.codes.data),
+          .scales = reinterpret_cast<const char*>(t.scales.data),
+          .order = t.order.data,
+          .in = int(in),
+          .out = int(out),
+          .tiles = int(t.codes.shape[0]),
+          .chunks = int(t.codes.shape[1]),
+          .groups = int(t.scales.shape[1])};
+}
+
+/// What a plan depends on.
+struct GptqSizes {
+  int tiles, chunks, halves_a_group;
+};
+
+inline GptqSizes gptq_sizes(const GptqTiles& t) {
+  return {int(t.codes.shape[0]), int(t.codes.shape[1]), int(t.columns_per_group / 32)};
+}
+
+/// How the product of a few tokens with 4-bit tiles is laid out. A block takes `tiles` tiles of 16 outputs; the chunks of
+/// 64 columns are dealt to `split` blocks of a cluster and the parts of each. A warp has the copy engine bring its part of
+/// its next `stages` tiles into its own ring in shared memory.
+struct GptqPlan {
+  int split, tiles, stages, stage_bytes;
+  int chunks, longer;          // of each part; the first `longer` have one more
+  std::uint32_t halves_magic;  // 2^31 over the half chunks of a group, rounded up
+  int kernel_chunks;           // that the kernel is compiled for, at least those of each part
+  int tokens, token_bits;      // at once; counted to this power of two
+  int grid = 0, smem_bytes = 0;
+};
+
+/// A part of the columns: chunks [first, first + count) and the groups that they touch.
+struct GptqSlice {
+  int first, count, first_group, groups;
+};
+
+/// The group that a half chunk belongs to.
+CF_HOST_DEVICE constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
+  return int(std::uint64_t(2 * half_chunk) * p.halves_magic >> 32);
+}
+
+CF_HOST_DEVICE constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
+  GptqSlice s{index * p.chunks + (index < p.longer ? index : p.longer), p.chunks + (index < p.longer), 0, 0};
+  s.first_group = gptq_group(p, 2 * s.first);
+  s.groups = s.count == 0 ? 0 : gptq_group(p, 2 * (s.first + s.count) - 1) - s.first_group + 1;
+  return s;
+}
+
+/// Bytes from one token to the next of a part of x: half a line more than whole ones, so that two tokens' 64 bytes
+/// lie in different banks.
+inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 64;
+
+/// Sums of a part of x: of two half chunks each, for 16 tokens.
+inline constexpr int kGptqSums = kGptqMaxChunks * 2 * 16;
+
+/// A block's shared memory, as one warp sees it.
+struct GptqSmem {
+  char* ring;       // stages of the warp's codes and scales
+  uint4* x;         // the warp's part of every token
+  uint4* zeros;     // what stands for a token that is none
+  float* x_sums;    // [half or whole chunk][token] of the warp's part
+  float* partial;   // [tile][part][token][row] sums
+  float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
+  std::uint64_t* arrived;
+  std::uint64_t* full;  // of each stage
+
+  CF_HOST_DEVICE GptqSmem(const GptqPlan& p, char* smem, int warp) {
+    const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
+    ring = smem + warp * p.stages * p.stage_bytes;
+    smem += kGptqWarps * p.stages * p.stage_bytes + 64;  // zeros lie in other banks than the first token
+    zeros = reinterpret_cast<uint4*>(smem);
+    smem += kGptqTokenBytes;
+    x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
+    smem += kGptqParts * p.tokens * kGptqTokenBytes;
+    x_sums = reinterpret_cast<float*>(smem) + part * kGptqSums;
+    partial = reinterpret_cast<float*>(smem) + kGptqParts * kGptqSums;
+    received = partial + kGptqParts * elements;
+    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * elements);
+    full = arrived + 1 + warp * p.stages;
+  }
+};
+
+/// The bytes of it.
+constexpr int gptq_smem_bytes(const GptqPlan& p) {
+  const int elements = p.tiles * kGptqRows << p.token_bits;
+  return kGptqWarps * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
+         kGptqParts * (p.tokens * kGptqTokenBytes + (kGptqSums + elements) * 4) + (p.split - 1) * elements * 4 + 8;
+}
+
+/// Blocks an SM that registers leave room for: two, where a kernel has one a SM, let a kernel's first tiles arrive while
+/// the one before it works. The shared memory of a Blackwell SM has room for one anyway.
+constexpr int gptq_blocks_per_sm(int compute_capability, bool two_tokens_a_lane, bool half_chunks) {
+  return two_tokens_a_lane || half_chunks || compute_capability >= 120 ? 1 : 2;
+}
+
+/// What a thread keeps for its element, of all threads.
+inline constexpr int kGptqStaticBytes = 16 * kGptqThreads;
+
+inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
+
+/// Up to 16 tokens at once, fewer where shared memory is short, and a block an SM. `grid` is 0 where the matrix has too many
+/// columns.
+constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens) {
+  GptqPlan p{.split = 1,
+             .tiles = 0,
+             .stages = 0,
+             .stage_bytes = 0,
+             .chunks = 0,
+             .longer = 0,
+             .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
+             .kernel_chunks = 0,
+             .tokens = int(std::min<std::int64_t>(tokens, 16)),
+             .token_bits = 0};
+  while (p.split < kGptqMaxSplit && m.chunks > p.split * kGptqParts * kGptqMaxChunks) p.split *= 2;
+  const int parts = p.split * kGptqParts;
+  if (m.chunks > parts * kGptqMaxChunks) return p;
+  p.chunks = m.chunks / parts;
+  p.longer = m.chunks % parts;
+  p.kernel_chunks = m.halves_a_group % 2 == 0 && m.chunks <= 4 * parts ? 4 : 5;
+  int groups = 0;
+  for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
+  p.stage_bytes = (p.kernel_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
+  const int slots = std::max(1, arch.sm_count / p.split);
+  p.tiles = (m.tiles + slots - 1) / slots;
+  p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
+  for (; p.tokens > 0; p.tokens /= 2) {
+    for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
+    for (p.stages = std::min((p.tiles + kGptqTurns - 1) / kGptqTurns, 2); p.stages > 0; --p.stages) {
+      p.smem_bytes = gptq_smem_bytes(p);
+      if (p.smem_bytes + kGptqStaticBytes <= arch.smem_per_block_bytes) return p;
+    }
+  }
+  p.grid = 0;
+  return p;
+}
+
+/// linear with tiles in place of a dense weight, its arguments checked.
+Status run_gptq(const ops::Linear::Args& args, const GptqTiles& tiles, Context& context);
+
+}  // namespace cf::cuda

@@ -1,0 +1,100 @@
+// Products with quantised weights on the GPU, against the oracle on the weights as checkpoints store them.
+#include "device_check.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+Setup setup(DType activation, const GptqSetup& gptq, std::uint64_t seed = 1) {
+  Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .gptq = gptq, .seed = seed};
+  s.weight = s.values = activation;
+  return s;
+}
+
+}  // namespace
+
+TEST_CASE("linear on the GPU: every format of GPTQ weights", "[gpu][gptq]") {
+  const std::vector<GptqSetup> formats{{4, 32, 0, false}, {4, 32, 1, true},  {4, 64, 1, false},
+                                       {4, 64, 0, true},  {4, 96, 1, false}, {4, 128, 1, false},
+                                       {4, 128, 0, true}, {4, 24, 1, false}, {4, 1 << 14, 0, false},
+                                       {8, 32, 1, false}, {8, 128, 0, true}, {8, 1 << 14, 1, false}};
+  for (DType activation : {DType::f16, DType::bf16})
+    for (const GptqSetup& format : formats)
+      for (std::int64_t tokens : {1, 16})
+        for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
+          INFO("in " << in << ", out " << out << ", tokens " << tokens);
+          CHECK(check_on_device<ops::Linear>(setup(activation, format, std::uint64_t(in)),
+                                             {{tokens, in, out, false}, {}}));
+        }
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights with every epilogue, number of tokens and size", "[gpu][gptq]") {
+  using ops::Epilogue;
+  for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual})
+    for (std::int64_t tokens : {1, 2, 3, 8, 9, 16, 17, 40})
+      for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {32, 24}, {2560, 160}, {5120, 48}}) {
+        INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
+        CHECK(
+            check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}, std::uint64_t(tokens)),
+                                         {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}}));
+      }
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][gptq]") {
+  for (std::int64_t in : {2568, 5128, 10240, 20480})
+    CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{3, in, 32, false}, {}}));
+  // One column more is said to be too many.
+  CHECK_FALSE(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{1, 20488, 16, false}, {}}));
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights give the same bits a thousand times", "[gpu][gptq]") {
+  cuda::Context c = context();
+  for (std::int64_t tokens : {1, 9})
+    for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{2560, 512}, {10240, 256}}) {
+      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 128, 1, true}), {{tokens, in, out, false}, {}});
+      const auto first = p.run(c).bytes();
+      for (int i = 1; i < 1000; ++i) REQUIRE(cuda::run(p.args(), c));
+      CHECK(p.fetch().bytes() == first);
+    }
+}
+
+TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {
+  cuda::Context c = context();
+  const auto refused = [&](const Setup& s, auto change, Code code, const char* part) {
+    DeviceProblem<ops::Linear> p(s, {{2, 64, 32, false}, {}});
+    change(p.args());
+    const Status status = cuda::run(p.args(), c);
+    INFO(status.message());
+    REQUIRE_FALSE(status);
+    CHECK(status.code() == code);
+    CHECK(status.message().find(part) != std::string::npos);
+  };
+  using Args = ops::Linear::Args;
+  const auto tiles = [](Args& a) -> GptqTiles& { return std::get<GptqTiles>(a.linear.weight); };
+  const Setup half = setup(DType::f16, {4, 32, 0, true});
+  refused(
+      setup(DType::f32, {4, 32, 0, false}), [](Args&) {}, Code::unimplemented,
+      "takes float16 or bfloat16 activations with GPTQ weights, got float32");
+  refused(
+      half, [](Args& a) { a.linear.weight = GptqWeight{.group_size = 32}; }, Code::invalid_argument,
+      "'qweight' is null");
+  refused(
+      half,
+      [&](Args& a) {
+        tiles(a).pairs = {16, 4};
+      },
+      Code::unimplemented, "rows in their own order");
+  refused(
+      half, [&](Args& a) { tiles(a).codes.data = nullptr; }, Code::invalid_argument, "'codes' is null");
+  refused(
+      half, [&](Args& a) { tiles(a).codes.shape[0] = 1; }, Code::invalid_argument, "'codes' has shape (1, 1, 128)");
+  refused(
+      half, [&](Args& a) { tiles(a).scales.shape[0] = 3; }, Code::invalid_argument, "'scales' has shape (3, 2, 16)");
+  refused(
+      half, [&](Args& a) { tiles(a).order.shape[0] = 32; }, Code::invalid_argument, "'order' has shape (32)");
+  const Tensor host(DType::i32, {2, 1, 128});
+  refused(
+      half, [&](Args& a) { tiles(a).codes.data = host.as<std::int32_t>(); }, Code::invalid_argument,
+      "'codes' points to host memory");
+}
