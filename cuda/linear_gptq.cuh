@@ -40,6 +40,33 @@ struct GptqOperands<bf16> {
   }
 };
 
+/// A block's shared memory, as one warp sees it.
+struct GptqSmem {
+  char* ring;       // stages of the warp's codes and scales
+  uint4* x;         // the warp's part of every token
+  uint4* zeros;     // what stands for a token that is none
+  float* x_sums;    // [half or whole chunk][token] of the warp's part
+  float* partial;   // [tile][part][token][row] sums
+  float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
+  std::uint64_t* arrived;
+  std::uint64_t* full;  // of each stage
+
+  __device__ GptqSmem(const GptqPlan& p, char* smem, int warp) {
+    const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
+    ring = smem + warp * p.stages * p.stage_bytes;
+    smem += kGptqWarps * p.stages * p.stage_bytes + 64;  // zeros lie in other banks than the first token
+    zeros = reinterpret_cast<uint4*>(smem);
+    smem += kGptqTokenBytes;
+    x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
+    smem += kGptqParts * p.tokens * kGptqTokenBytes;
+    x_sums = reinterpret_cast<float*>(smem) + part * kGptqSums;
+    partial = reinterpret_cast<float*>(smem) + kGptqParts * kGptqSums;
+    received = partial + kGptqParts * elements;
+    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * elements);
+    full = arrived + 1 + warp * p.stages;
+  }
+};
+
 /// Eight of a token's activations by column of the tiles.
 template <class T>
 __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {

@@ -8,12 +8,6 @@
 
 namespace cf::cuda {
 
-#ifdef __CUDACC__
-#define CF_HOST_DEVICE __host__ __device__
-#else
-#define CF_HOST_DEVICE
-#endif
-
 inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512, kGptqMaxChunks = 5;
 /// A block's warps: each of its parts of the columns has several, which take the tiles in turn.
 inline constexpr int kGptqParts = 8, kGptqTurns = 2, kGptqWarps = kGptqParts * kGptqTurns;
@@ -65,11 +59,11 @@ struct GptqSlice {
 };
 
 /// The group that a half chunk belongs to.
-CF_HOST_DEVICE constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
+constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
   return int(std::uint64_t(2 * half_chunk) * p.halves_magic >> 32);
 }
 
-CF_HOST_DEVICE constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
+constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   GptqSlice s{index * p.chunks + (index < p.longer ? index : p.longer), p.chunks + (index < p.longer), 0, 0};
   s.first_group = gptq_group(p, 2 * s.first);
   s.groups = s.count == 0 ? 0 : gptq_group(p, 2 * (s.first + s.count) - 1) - s.first_group + 1;
@@ -83,34 +77,7 @@ inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 64;
 /// Sums of a part of x: of two half chunks each, for 16 tokens.
 inline constexpr int kGptqSums = kGptqMaxChunks * 2 * 16;
 
-/// A block's shared memory, as one warp sees it.
-struct GptqSmem {
-  char* ring;       // stages of the warp's codes and scales
-  uint4* x;         // the warp's part of every token
-  uint4* zeros;     // what stands for a token that is none
-  float* x_sums;    // [half or whole chunk][token] of the warp's part
-  float* partial;   // [tile][part][token][row] sums
-  float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
-  std::uint64_t* arrived;
-  std::uint64_t* full;  // of each stage
-
-  CF_HOST_DEVICE GptqSmem(const GptqPlan& p, char* smem, int warp) {
-    const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
-    ring = smem + warp * p.stages * p.stage_bytes;
-    smem += kGptqWarps * p.stages * p.stage_bytes + 64;  // zeros lie in other banks than the first token
-    zeros = reinterpret_cast<uint4*>(smem);
-    smem += kGptqTokenBytes;
-    x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
-    smem += kGptqParts * p.tokens * kGptqTokenBytes;
-    x_sums = reinterpret_cast<float*>(smem) + part * kGptqSums;
-    partial = reinterpret_cast<float*>(smem) + kGptqParts * kGptqSums;
-    received = partial + kGptqParts * elements;
-    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * elements);
-    full = arrived + 1 + warp * p.stages;
-  }
-};
-
-/// The bytes of it.
+/// The bytes of a block's dynamic shared memory.
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
   return kGptqWarps * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +

@@ -10,6 +10,7 @@
 #include "cuda/attention.hpp"
 #include "cuda/layernorm.hpp"
 #include "cuda/linear.hpp"
+#include "cuda/linear_gptq.hpp"
 #include "cuda/ln_qkv.hpp"
 
 using namespace cf;
@@ -119,6 +120,29 @@ Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) 
           .share = [=](std::int64_t block) { return dealt(block, plan.product.grid, tiles); }};
 }
 
+/// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
+Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
+  const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4};
+  const GptqPlan plan = gptq_plan(arch, sizes, w.tokens());
+  if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
+  return {.grid = {plan.grid, 1, 1},
+          .threads = kGptqThreads,
+          .smem_bytes = plan.smem_bytes + kGptqStaticBytes,
+          .cluster_blocks = plan.split,
+          .items = std::int64_t(sizes.tiles) * sizes.chunks,
+          .sharers = std::int64_t(plan.grid) * kGptqWarps,
+          .share = [=](std::int64_t warp) {
+            const int block = int(warp) / kGptqWarps, part = int(warp) % kGptqParts,
+                      turn = int(warp) % kGptqWarps / kGptqParts;
+            const GptqSlice slice = gptq_slice(plan, block % plan.split * kGptqParts + part);
+            std::vector<Range> ranges;
+            for (int t = turn; t < plan.tiles; t += kGptqTurns)
+              if (const std::int64_t tile = block / plan.split * plan.tiles + t; tile < sizes.tiles)
+                ranges.push_back({tile * sizes.chunks + slice.first, tile * sizes.chunks + slice.first + slice.count});
+            return ranges;
+          }};
+}
+
 /// `inputs` tensors are added to give a row.
 template <int inputs>
 Launch layernorm_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
@@ -154,6 +178,10 @@ const Plan plans[] = {
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.intermediate_size, w); }},
     {"dense_4h_to_h",
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.intermediate_size, m.hidden_size, w); }},
+    {"query_key_value of 4 bits",
+     [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
+    {"dense_4h_to_h of 4 bits",
+     [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.intermediate_size, m.hidden_size, w); }},
     {"embed_out", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.vocab_size, w); }},
 };
 
@@ -206,6 +234,33 @@ TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {
           CHECK(first.size() - last.size() <= 1);
           CHECK(l.grid[0] <= arch.sm_count * l.blocks_per_sm);
         }
+}
+
+TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and its ring have room for", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (int halves : {1, 2, 3, 4, 8, 640})
+      for (int chunks : {1, 2, 7, 40, 64, 65, 160, 256, 319, 320})
+        for (std::int64_t tokens : {1, 8, 16}) {
+          const GptqPlan p = gptq_plan(arch, {160, chunks, halves}, tokens);
+          INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability);
+          REQUIRE(p.grid > 0);
+          CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
+          CHECK(p.stages >= 1);
+          for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
+          for (int i = 0; i < p.split * kGptqParts; ++i) {
+            const GptqSlice s = gptq_slice(p, i);
+            CHECK(s.count <= p.kernel_chunks);
+            CHECK(p.kernel_chunks * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
+          }
+        }
+  // A weight of 2.8B's keeps every SM of an H200 busy with one token, and two kernels on each.
+  for (auto [in, out] : {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}}) {
+    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1);
+    CHECK(p.grid >= 120);
+    CHECK(p.grid <= kH200.sm_count);
+    CHECK(2 * (p.smem_bytes + kGptqStaticBytes + 1024) <= kH200.smem_per_sm_bytes);
+  }
+  CHECK(gptq_plan(kH200, {160, 321, 4}, 1).grid == 0);
 }
 
 TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
