@@ -29,51 +29,41 @@ __global__ void __launch_bounds__(kGptqThreads, gptq_blocks_per_sm(kCompiledFor,
 }
 
 template <class T>
-auto kernel_for(const GptqPlan& plan, bool half_chunks, bool two_tokens) {
-  // Groups that end within a chunk are rare enough to do without a kernel of four chunks.
-  if (half_chunks) return two_tokens ? linear_gptq_kernel<T, 5, true, true> : linear_gptq_kernel<T, 5, false, true>;
-  if (plan.kernel_chunks == 4)
-    return two_tokens ? linear_gptq_kernel<T, 4, true, false> : linear_gptq_kernel<T, 4, false, false>;
-  return two_tokens ? linear_gptq_kernel<T, 5, true, false> : linear_gptq_kernel<T, 5, false, false>;
-}
+struct LinearGptqKernels {
+  template <int Chunks, bool TwoTokens, bool HalfChunks>
+  static constexpr auto kernel = linear_gptq_kernel<T, Chunks, TwoTokens, HalfChunks>;
+};
 
 }  // namespace
 
 Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& context) {
   constexpr std::string_view name = ops::Linear::name;
   const auto d = ops::Linear::dims(a);
-  if (a.x.dtype == DType::f32)
-    return Status::error(Code::unimplemented,
-                         "linear: cuda takes float16 or bfloat16 activations with GPTQ weights, got float32");
   if (tiles.pairs != RopePairs{})
     return Status::error(Code::unimplemented, "linear: cuda takes GPTQ tiles of rows in their own order, got pairs");
   const GptqSizes sizes = gptq_sizes(tiles);
-  return with_activation(name, a.x.dtype, [&](auto zero) -> Status {
+  return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    if constexpr (std::is_same_v<T, float>) {
-      return {};
-    } else {
-      GptqProduct p{
-          .matrix = gptq_matrix(tiles, d.in, d.out), .plan = {}, .x = nullptr, .output = linear_output(a), .tokens = 0};
-      for (std::int64_t first = 0; first < d.tokens; first += p.tokens) {
-        p.plan = gptq_plan(context.arch(), sizes, std::min<std::int64_t>(kMmaTokens, d.tokens - first));
-        if (p.plan.grid == 0)
-          return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
-                                                        std::to_string(kGptqMaxColumns) + " columns, got " +
-                                                        std::to_string(64 * sizes.chunks));
-        p.tokens = p.plan.tokens;
-        p.x = static_cast<const T*>(a.x.data) + first * d.in;
-        p.output.y = static_cast<T*>(a.y.data) + first * d.out;
-        if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
-        CF_TRY(launch(name, context,
-                      {.grid = unsigned(p.plan.grid),
-                       .block = kGptqThreads,
-                       .smem_bytes = std::size_t(p.plan.smem_bytes),
-                       .cluster_blocks = p.plan.split},
-                      kernel_for<T>(p.plan, sizes.halves_a_group % 2 != 0, p.tokens > 8), p));
-      }
-      return {};
+    GptqProduct p{
+        .matrix = gptq_matrix(tiles, d.in, d.out), .plan = {}, .x = nullptr, .output = linear_output(a), .tokens = 0};
+    for (std::int64_t first = 0; first < d.tokens; first += p.tokens) {
+      p.plan = gptq_plan(context.arch(), sizes, d.tokens - first);
+      if (p.plan.grid == 0)
+        return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
+                                                      std::to_string(kGptqMaxColumns) + " columns, got " +
+                                                      std::to_string(kGptqColumns * sizes.chunks));
+      p.tokens = p.plan.tokens;
+      p.x = static_cast<const T*>(a.x.data) + first * d.in;
+      p.output.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      CF_TRY(launch(name, context,
+                    {.grid = unsigned(p.plan.grid),
+                     .block = kGptqThreads,
+                     .smem_bytes = std::size_t(p.plan.smem_bytes),
+                     .cluster_blocks = p.plan.split},
+                    gptq_kernel_for<LinearGptqKernels<T>>(p.plan, sizes), p));
     }
+    return {};
   });
 }
 

@@ -80,8 +80,10 @@ inline constexpr int kGptqSums = kGptqMaxChunks * 2 * 16;
 /// The bytes of a block's dynamic shared memory.
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
-  return kGptqWarps * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
-         kGptqParts * (p.tokens * kGptqTokenBytes + (kGptqSums + elements) * 4) + (p.split - 1) * elements * 4 + 8;
+  const int bytes = kGptqWarps * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
+                    kGptqParts * (p.tokens * kGptqTokenBytes + (kGptqSums + elements) * 4) +
+                    (p.split - 1) * elements * 4 + 8;
+  return (bytes + 15) / 16 * 16;
 }
 
 /// Blocks an SM that registers leave room for: two, where a kernel has one a SM, let a kernel's first tiles arrive while
@@ -95,9 +97,10 @@ inline constexpr int kGptqStaticBytes = 16 * kGptqThreads;
 
 inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
 
-/// Up to 16 tokens at once, fewer where shared memory is short, and a block an SM. `grid` is 0 where the matrix has too many
-/// columns.
-constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens) {
+/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part, and a block an
+/// SM. `grid` is 0 where the matrix has too many columns or shared memory no room.
+constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int reserved_bytes = 0,
+                             int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,
              .tiles = 0,
              .stages = 0,
@@ -124,11 +127,34 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
     for (p.stages = std::min((p.tiles + kGptqTurns - 1) / kGptqTurns, 2); p.stages > 0; --p.stages) {
       p.smem_bytes = gptq_smem_bytes(p);
-      if (p.smem_bytes + kGptqStaticBytes <= arch.smem_per_block_bytes) return p;
+      const int reserved = reserved_bytes + p.tokens * reserved_bytes_a_token;
+      if (p.smem_bytes + reserved + kGptqStaticBytes <= arch.smem_per_block_bytes) return p;
     }
   }
   p.grid = 0;
   return p;
+}
+
+/// Calls f with a value of a 16-bit activation's type; anything else is unimplemented.
+template <class F>
+Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
+  if (dtype == DType::f16) return f(f16{});
+  if (dtype == DType::bf16) return f(bf16{});
+  return Status::error(Code::unimplemented, std::string(op) +
+                                                ": cuda takes float16 or bfloat16 activations with GPTQ weights, got " +
+                                                std::string(to_string(dtype)));
+}
+
+/// Kernels::kernel<Chunks, TwoTokens, HalfChunks> for a plan. Groups that end within a chunk are rare enough to do without
+/// kernels of four chunks.
+template <class Kernels>
+auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
+  const bool two_tokens = p.tokens > 8;
+  if (m.halves_a_group % 2)
+    return two_tokens ? Kernels::template kernel<5, true, true> : Kernels::template kernel<5, false, true>;
+  if (p.kernel_chunks == 4)
+    return two_tokens ? Kernels::template kernel<4, true, false> : Kernels::template kernel<4, false, false>;
+  return two_tokens ? Kernels::template kernel<5, true, false> : Kernels::template kernel<5, false, false>;
 }
 
 /// linear with tiles in place of a dense weight, its arguments checked.

@@ -5,6 +5,7 @@
 #include "cuda/device/norm.cuh"
 #include "cuda/launch.hpp"
 #include "cuda/linear.cuh"
+#include "cuda/linear_gptq.cuh"
 
 namespace cf::cuda {
 namespace {
@@ -45,10 +46,10 @@ struct Begun {
 
 /// A block's normalised tokens, and what its epilogues need of each. The norm is layernorm's at eight elements a thread:
 /// its warps' parts of a row are shared out among this block's warps.
-template <class T>
+template <class T, int Warps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps>
 struct Prologue {
   static constexpr int lane_elements = kLane<T>, pieces = kVec / lane_elements;
-  static constexpr int warps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps;  // of the block
+  static constexpr int warps = Warps;                                       // of the block
   static constexpr int parts = int(kMaxLnQkvHidden) / (32 * kVec) / warps;  // of a row, for a warp, at most
 
   /// Of a token: its row in the table, or -1; its entry of the cache, or -1.
@@ -218,6 +219,32 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiled
       smem);
 }
 
+/// The same with four-bit tiles, whose rows are in the order of RoPE's pairs as they lie.
+template <class T, int Chunks, bool TwoTokens, bool HalfChunks>
+__global__ void __launch_bounds__(kGptqThreads, 1)
+    ln_qkv_gptq_kernel(const __grid_constant__ Call c, const __grid_constant__ GptqMatrix m,
+                       const __grid_constant__ GptqPlan plan) {
+  let_successor_start();
+  const Prologue<T, kGptqWarps> prologue(c, ln_qkv_smem + plan.smem_bytes);
+  gptq_block<T, Chunks, TwoTokens, HalfChunks>(
+      m, plan, c.tokens,
+      [&] {
+        prologue.load_weights();
+        wait_for_predecessors();
+        prologue.normalise();
+      },
+      [&](int token, int column) { return load_columns(m, prologue.token(token), column); },
+      [&](int token, int r) { return prologue.begin(token, r); },
+      [&](int token, int r, auto sum, const Begun& begun) { prologue.finish(token, r, sum(r), sum(r ^ 1), begun); },
+      ln_qkv_smem);
+}
+
+template <class T>
+struct LnQkvGptqKernels {
+  template <int Chunks, bool TwoTokens, bool HalfChunks>
+  static constexpr auto kernel = ln_qkv_gptq_kernel<T, Chunks, TwoTokens, HalfChunks>;
+};
+
 template <class T>
 auto kernel_for(int depth, bool two_tokens) {
   if (two_tokens) return ln_qkv_kernel<T, 4, true>;
@@ -253,16 +280,47 @@ __global__ void __launch_bounds__(32 * Prologue<float>::warps, 4) ln_qkv_f32_ker
     }
 }
 
+Status run_gptq(const ops::LnQkv::Args& a, const GptqTiles& tiles, Context& context) {
+  constexpr std::string_view name = ops::LnQkv::name;
+  const auto d = ops::LnQkv::dims(a);
+  if (tiles.pairs != RopePairs{d.head_dim, d.rotary_dim})
+    return Status::error(Code::unimplemented, "ln_qkv: cuda takes GPTQ tiles of rows in the order of its heads' pairs");
+  return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    const DType weight_dtype = a.norm.gamma.dtype;
+    Call c{.args = a, .weight = nullptr, .weight_dtype = weight_dtype, .first = 0, .tokens = 0, .row_bytes = 0};
+    const GptqMatrix matrix = gptq_matrix(tiles, d.hidden, d.out());
+    for (; c.first < d.tokens(); c.first += c.tokens) {
+      const LnQkvGptqPlan plan = ln_qkv_gptq_plan(context.arch(), gptq_sizes(tiles), d.hidden, d.tokens() - c.first,
+                                                  std::int64_t(size_bytes(weight_dtype)));
+      if (plan.product.grid == 0)
+        return Status::error(Code::unimplemented, "ln_qkv: cuda takes hidden up to " + std::to_string(kMaxLnQkvHidden) +
+                                                      " that fits a block's shared memory, got " +
+                                                      std::to_string(d.hidden));
+      c.tokens = plan.product.tokens;
+      c.row_bytes = plan.row_bytes;
+      CF_TRY(launch(name, context,
+                    {.grid = unsigned(plan.product.grid),
+                     .block = kGptqThreads,
+                     .smem_bytes = std::size_t(plan.smem_bytes),
+                     .cluster_blocks = plan.product.split},
+                    gptq_kernel_for<LnQkvGptqKernels<T>>(plan.product, gptq_sizes(tiles)), c, matrix, plan.product));
+    }
+    return {};
+  });
+}
+
 }  // namespace
 
 Status run(const ops::LnQkv::Args& a, Context& context) {
   constexpr std::string_view name = ops::LnQkv::name;
   CF_TRY(check_call(a, context));
   const auto d = ops::LnQkv::dims(a);
-  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
-  if (!dense) return Status::error(Code::unimplemented, "ln_qkv: cuda takes dense weights, got quantised ones");
   CF_TRY(check_multiple_of_8(name, "hidden", d.hidden));
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
+  if (const auto* tiles = std::get_if<GptqTiles>(&a.linear.weight)) return run_gptq(a, *tiles, context);
+  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
+  if (!dense) return Status::error(Code::unimplemented, "ln_qkv: cuda takes GPTQ weights as GptqTiles, got GptqWeight");
   return with_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(name, a.x.dtype, dense->weight.dtype));

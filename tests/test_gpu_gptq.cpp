@@ -59,6 +59,34 @@ TEST_CASE("linear on the GPU: GPTQ weights give the same bits a thousand times",
     }
 }
 
+TEST_CASE("ln_qkv on the GPU: every format of GPTQ weights", "[gpu][gptq][ln_qkv]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (const GptqSetup& format : {GptqSetup{4, 32, 0, false}, GptqSetup{4, 128, 1, true},
+                                    GptqSetup{4, 1 << 14, 0, false}, GptqSetup{8, 64, 1, false}})
+      for (const Workload& load : {Workload{1, 1, 9, 12}, Workload{3, 2, 7, 9}, Workload{17, 1, 5, 5}})
+        for (const ModelConfig& m : {model_of(2, 80, 20, 200), model_of(5, 64, 64, 136)}) {
+          Setup s{.model = m, .load = load, .activation = activation, .gptq = format};
+          s.weight = s.values = activation;
+          CHECK(check_on_device<ops::LnQkv>(s, ops::LnQkv::example(s.model, s.load)));
+        }
+}
+
+TEST_CASE("ln_qkv on the GPU: GPTQ weights of the suite's sizes, the same bits a hundred times",
+          "[gpu][gptq][ln_qkv]") {
+  for (const ModelConfig& m : {model_of(32, 80, 20, 8), model_of(8, 256, 64, 8), model_of(32, 128, 32, 8)}) {
+    Setup s{.model = m,
+            .load = {.batch = 1, .q_len = 1, .kv_len = 3},
+            .activation = DType::f16,
+            .gptq = {4, 128, 1, false}};
+    CHECK(check_on_device<ops::LnQkv>(s, ops::LnQkv::example(s.model, s.load)));
+    cuda::Context c = context();
+    DeviceProblem<ops::LnQkv> p(s);
+    const auto first = p.run(c).bytes();
+    for (int i = 1; i < 100; ++i) REQUIRE(cuda::run(p.args(), c));
+    CHECK(p.fetch().bytes() == first);
+  }
+}
+
 TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {
   cuda::Context c = context();
   const auto refused = [&](const Setup& s, auto change, Code code, const char* part) {
@@ -97,4 +125,8 @@ TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gp
   refused(
       half, [&](Args& a) { tiles(a).codes.data = host.as<std::int32_t>(); }, Code::invalid_argument,
       "'codes' points to host memory");
+  DeviceProblem<ops::LnQkv> p(
+      {.model = model_of(2, 80, 20, 200), .load = {.kv_len = 2}, .activation = DType::f16, .gptq = {4, 32, 0, false}});
+  std::get<GptqTiles>(p.args().linear.weight).pairs = {};
+  CHECK(cuda::run(p.args(), c).message() == "ln_qkv: cuda takes GPTQ tiles of rows in the order of its heads' pairs");
 }
