@@ -47,7 +47,8 @@ class Context {
 /// on them comes out as NaN.
 ///   all        sizes of rows a multiple of 8
 ///   layernorm  hidden up to 32768
-///   linear     16-bit activations with weights of the same dtype, float32 activations with any
+///   linear     16-bit activations with weights of the same dtype, or with GptqTiles; float32 activations with dense
+///              weights of any dtype. A GptqWeight is repacked by repack_gptq() first
 ///   attention  head_dim up to 256
 #define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
 #include "core/ops/ops.def"

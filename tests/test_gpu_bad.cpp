@@ -146,18 +146,10 @@ TEST_CASE("Sizes and dtypes that have no kernel are refused with the reason", "[
   check_unimplemented<ops::DecodeLayer>(mixed, {same});
 }
 
-TEST_CASE("GPTQ weights are said to be unimplemented on the GPU", "[gpu][bad][small]") {
-  cuda::Context c = context();
-  const std::string_view reason = "linear: cuda has no GPTQ product, expected a dense weight";
-  DeviceProblem<ops::Linear> linear(kSetup);
-  check_refused(linear, c, Code::unimplemented, {reason}, [&] { linear.args().linear.weight = GptqWeight{}; });
-  linear.run(c);
-  DeviceProblem<ops::DecodeLayer> layer(kSetup);
-  for (LinearParams LayerWeights::*weight : {&LayerWeights::query_key_value, &LayerWeights::dense,
-                                             &LayerWeights::dense_h_to_4h, &LayerWeights::dense_4h_to_h})
-    check_refused(layer, c, Code::unimplemented, {reason},
-                  [&] { (layer.args().weights.*weight).weight = GptqWeight{}; });
-  layer.run(c);
+TEST_CASE("GPTQ weights that nobody repacked are said to be unimplemented on the GPU", "[gpu][bad][small]") {
+  Setup quantised = kSetup;
+  quantised.gptq = {4, 16, 0, false};
+  check_unimplemented<ops::DecodeLayer>(quantised, {"linear: cuda takes GPTQ weights as GptqTiles, got GptqWeight"});
 }
 
 TEST_CASE("Scalars out of bounds are refused on the GPU", "[gpu][bad][small]") {
