@@ -60,7 +60,8 @@ class Bench {
   Bench(const DeviceBenchRequest& request, DeviceTimer& timer, cuda::Stack stack)
       : r_(request), timer_(timer), stack_(std::move(stack)) {}
 
-  /// Loads `first` and the layers after it, the model's first following its last. Procedural ones are made side by side.
+  /// Loads `first` and the layers after it, the model's first following its last. Procedural ones are made side by
+  /// side.
   Status load(std::int64_t first) {
     const std::size_t window = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
     std::deque<std::future<Result<golden::GoldenWeights>>> ahead;

@@ -122,9 +122,9 @@ class Walk {
 
  private:
   /// The GPU's bound for each output of a site. The contract's budget holds against the oracle given the same inputs.
-  /// Isolated, those are Hugging Face's float64 rounded to the activations' dtype: what that rounding does to the oracle
-  /// itself is measured and added (the triangle inequality). Chained, they carry the errors of the sites before: to first
-  /// order a site passes on the relative error that it is given and adds its own, as in DecodeLayer::budget.
+  /// Isolated, those are Hugging Face's float64 rounded to the activations' dtype: what that rounding does to the
+  /// oracle itself is measured and added (the triangle inequality). Chained, they carry the errors of the sites before:
+  /// to first order a site passes on the relative error that it is given and adds its own, as in DecodeLayer::budget.
   template <class Args>
   Status derive_budgets(const Site& site, const Args& args, std::vector<double>& budgets) {
     const Widened<Args> wide(args);

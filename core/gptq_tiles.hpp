@@ -7,7 +7,8 @@
 
 namespace cf {
 
-// The layout of GptqTiles, which tensor cores' fragments ask for (mma.m16n8k16 with the weights as its 16 x 16 operand):
+// The layout of GptqTiles, which tensor cores' fragments ask for (mma.m16n8k16 with the weights as its 16 x 16
+// operand):
 //
 //   Columns are the inputs sorted by group, every group in columns_per_group columns, a multiple of 32: column c belongs
 //   to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its activation
@@ -29,8 +30,8 @@ struct OwnedGptqTiles {
   std::vector<Tensor> storage;
 };
 
-/// Repacks a matrix once, when it is loaded; the tiles' row r is the matrix's row pairs.row(r). Refuses a g_idx outside the
-/// groups, and scales of 8-bit codes whose sixteenfold no float16 holds. The weight's tensors fit each other.
+/// Repacks a matrix once, when it is loaded; the tiles' row r is the matrix's row pairs.row(r). Refuses a g_idx outside
+/// the groups, and scales of 8-bit codes whose sixteenfold no float16 holds. The weight's tensors fit each other.
 Result<OwnedGptqTiles> repack_gptq(const GptqWeight& w, RopePairs pairs = {});
 
 }  // namespace cf

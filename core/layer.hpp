@@ -104,8 +104,8 @@ Status for_each_site(const ModelConfig& m, const LayerWeights& w, const LayerTen
                                                   .epilogue = ops::Epilogue::residual});
 }
 
-/// Calls f(module, params, out, in, has_bias) for every Linear of a layer, by Hugging Face's name below gpt_neox.layers.N,
-/// in the order of the walk.
+/// Calls f(module, params, out, in, has_bias) for every Linear of a layer, by Hugging Face's name below
+/// gpt_neox.layers.N, in the order of the walk.
 template <class W, class F>
 void for_each_linear(const ModelConfig& m, W&& w, F&& f) {
   const std::int64_t h = m.hidden_size, i = m.intermediate_size;

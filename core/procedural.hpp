@@ -35,7 +35,8 @@ struct OwnedLayerWeights {
 };
 
 /// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of m.dtype. With a format of 4 or 8
-/// bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs), with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above:
+/// bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs), with r = mix(key
+/// + (i + 1) * 0x9e3779b97f4a7c15) as above:
 ///   qweight  word i is r's low half: codes are uniform
 ///   qzeros   each code is the one below or the one above the codes' mean, as r's bit at its place says
 ///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018

@@ -40,9 +40,9 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   f(std::string_view("g_idx"), w.g_idx, std::array{in});
 }
 
-/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours: each part of a head
-/// (q, k or v, head_dim rows) as it is, but for the first rotary_dim rows of q and k, where rows i and rotary_dim / 2 + i
-/// come at 2i and 2i + 1. Without a head_dim every row stays where it is.
+/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours: each part of a
+/// head (q, k or v, head_dim rows) as it is, but for the first rotary_dim rows of q and k, where rows i and rotary_dim
+/// / 2 + i come at 2i and 2i + 1. Without a head_dim every row stays where it is.
 struct RopePairs {
   std::int64_t head_dim = 0, rotary_dim = 0;
 

@@ -5,7 +5,8 @@
 namespace cf::cpu_ref {
 
 /// W of a quantised matrix as GptqWeight defines it, (out, in) in float64 or float32. Both are exact: a scale has 11
-/// significant bits, a difference of two codes at most 9. The weight's tensors fit each other, and every g_idx is a group.
+/// significant bits, a difference of two codes at most 9. The weight's tensors fit each other, and every g_idx is a
+/// group.
 Tensor dequantise(const GptqWeight& w, DType dtype);
 
 /// Rows first .. first + rows - 1 of it, one behind the other.

@@ -82,8 +82,8 @@ void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, 
   widen_row(dense.data, dense.dtype, first * in, rows * in, to);
 }
 
-/// Any number of tokens: blocks of weight rows are widened and multiplied by Eigen. A block is computed by one thread in
-/// one way, so that the number of threads does not show.
+/// Any number of tokens: blocks of weight rows are widened and multiplied by Eigen. A block is computed by one thread
+/// in one way, so that the number of threads does not show.
 template <class Real>
 void run_blocks(const ops::Linear::Args& a) {
   constexpr std::int64_t block = 32;

@@ -12,7 +12,8 @@ namespace cf::cuda {
 class Context {
  public:
   /// Takes the device and checks that this build holds code for it. `stream` may be null, the default stream.
-  /// Code::device_error with one line that says why there is none: no driver, no such device, another compute capability.
+  /// Code::device_error with one line that says why there is none: no driver, no such device, another compute
+  /// capability.
   static Result<Context> create(int device = 0, CUstream_st* stream = nullptr);
 
   int device() const { return device_; }
@@ -21,11 +22,12 @@ class Context {
   /// Makes plans as for another device, to try them on this one.
   void set_plan_arch(const Arch& arch) { arch_ = arch; }
   /// Whether a kernel may start before its predecessor is done (programmatic dependent launch). Every op then waits
-  /// before it touches its activations, but reads its weights ahead: they must not be written by work on the stream that
-  /// is still running.
+  /// before it touches its activations, but reads its weights ahead: they must not be written by work on the stream
+  /// that is still running.
   bool overlap() const { return overlap_; }
   void set_overlap(bool on) { overlap_ = on; }
-  /// Whether calls are checked and nothing is launched, to learn that a sequence of them will run before its first does.
+  /// Whether calls are checked and nothing is launched, to learn that a sequence of them will run before its first
+  /// does.
   bool dry_run() const { return dry_run_; }
   void set_dry_run(bool on) { dry_run_ = on; }
   /// Whether a kernel's blocks go before those of kernels that wait for the same SMs (the greatest stream priority).
@@ -41,10 +43,10 @@ class Context {
   bool urgent_ = false;
 };
 
-/// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not match,
-/// scalars out of bounds; Code::unimplemented with the reason where there is no kernel. Values in device memory (kv_len,
-/// positions, ids) cannot be looked at before a launch: the kernels read nothing out of bounds for them, and what depends
-/// on them comes out as NaN.
+/// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not
+/// match, scalars out of bounds; Code::unimplemented with the reason where there is no kernel. Values in device memory
+/// (kv_len, positions, ids) cannot be looked at before a launch: the kernels read nothing out of bounds for them, and
+/// what depends on them comes out as NaN.
 ///   all        sizes of rows a multiple of 8
 ///   layernorm  hidden up to 32768
 ///   linear     16-bit activations with weights of the same dtype, or with GptqTiles; float32 activations with dense

@@ -7,8 +7,8 @@
 
 namespace cf::cuda {
 
-/// Puts ops onto a stream that is being captured, each behind those alone whose data it needs, so that the others may run
-/// at the same time.
+/// Puts ops onto a stream that is being captured, each behind those alone whose data it needs, so that the others may
+/// run at the same time.
 class DataflowCapture {
  public:
   /// The context's stream is being captured and was empty.
@@ -16,8 +16,8 @@ class DataflowCapture {
 
   const Arch& arch() const { return context_.arch(); }
 
-  /// `early` lets the op's kernel start before those that it waits for are done, as in an overlapping context; `urgent` is
-  /// the context's, too.
+  /// `early` lets the op's kernel start before those that it waits for are done, as in an overlapping context; `urgent`
+  /// is the context's, too.
   template <class Args>
   Status run(const Args& args, bool urgent, bool early) {
     using Op = typename Args::Op;

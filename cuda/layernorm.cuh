@@ -1,5 +1,6 @@
 #pragma once
-// The kernel of the ops around a LayerNorm. Each of them says what of a row it reads and writes; the norm is here, once.
+// The kernel of the ops around a LayerNorm. Each of them says what of a row it reads and writes; the norm is here,
+// once.
 #include <algorithm>
 
 #include "core/weights.hpp"

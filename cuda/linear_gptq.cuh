@@ -80,8 +80,8 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
   return *reinterpret_cast<const uint4*>(gathered);
 }
 
-/// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16; Chunks is at
-/// least that of any warp's part; HalfChunks says that a group may end in the middle of a chunk.
+/// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16; Chunks is
+/// at least that of any warp's part; HalfChunks says that a group may end in the middle of a chunk.
 ///   ready()                  called by all threads after the first weights' loads, before the first use of x
 ///   x(token, column)         16 bytes of a token's activations, by column of the tiles
 ///   begin(token, r)          called early for an element of the product

@@ -41,9 +41,9 @@ inline GptqSizes gptq_sizes(const GptqTiles& t) {
   return {int(t.codes.shape[0]), int(t.codes.shape[1]), int(t.columns_per_group / 32)};
 }
 
-/// How the product of a few tokens with 4-bit tiles is laid out. A block takes `tiles` tiles of 16 outputs; the chunks of
-/// 64 columns are dealt to `split` blocks of a cluster and the parts of each. A warp has the copy engine bring its part of
-/// its next `stages` tiles into its own ring in shared memory.
+/// How the product of a few tokens with 4-bit tiles is laid out. A block takes `tiles` tiles of 16 outputs; the chunks
+/// of 64 columns are dealt to `split` blocks of a cluster and the parts of each. A warp has the copy engine bring its
+/// part of its next `stages` tiles into its own ring in shared memory.
 struct GptqPlan {
   int split, tiles, stages, stage_bytes;
   int chunks, longer;          // of each part; the first `longer` have one more
@@ -86,8 +86,8 @@ constexpr int gptq_smem_bytes(const GptqPlan& p) {
   return (bytes + 15) / 16 * 16;
 }
 
-/// Blocks an SM that registers leave room for: two, where a kernel has one a SM, let a kernel's first tiles arrive while
-/// the one before it works. The shared memory of a Blackwell SM has room for one anyway.
+/// Blocks an SM that registers leave room for: two, where a kernel has one a SM, let a kernel's first tiles arrive
+/// while the one before it works. The shared memory of a Blackwell SM has room for one anyway.
 constexpr int gptq_blocks_per_sm(int compute_capability, bool two_tokens_a_lane, bool half_chunks) {
   return two_tokens_a_lane || half_chunks || compute_capability >= 120 ? 1 : 2;
 }
@@ -97,8 +97,8 @@ inline constexpr int kGptqStaticBytes = 16 * kGptqThreads;
 
 inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
 
-/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part, and a block an
-/// SM. `grid` is 0 where the matrix has too many columns or shared memory no room.
+/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part, and a block
+/// an SM. `grid` is 0 where the matrix has too many columns or shared memory no room.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int reserved_bytes = 0,
                              int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,
@@ -145,8 +145,8 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
                                                 std::string(to_string(dtype)));
 }
 
-/// Kernels::kernel<Chunks, TwoTokens, HalfChunks> for a plan. Groups that end within a chunk are rare enough to do without
-/// kernels of four chunks.
+/// Kernels::kernel<Chunks, TwoTokens, HalfChunks> for a plan. Groups that end within a chunk are rare enough to do
+/// without kernels of four chunks.
 template <class Kernels>
 auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
   const bool two_tokens = p.tokens > 8;

@@ -18,8 +18,8 @@ struct Call {
   int first, tokens, row_bytes;
 };
 
-/// Where an element of the product goes, for the product's rows in their own order: a head's elements that RoPE turns lie
-/// in pairs, first and second half side by side, so that one tile holds both.
+/// Where an element of the product goes, for the product's rows in their own order: a head's elements that RoPE turns
+/// lie in pairs, first and second half side by side, so that one tile holds both.
 struct Place {
   int head, part, column;  // part 0, 1, 2: q, k, v
   int pair;                // of the cosines; -1: not turned
@@ -37,15 +37,15 @@ struct Place {
   __device__ int row(int head_dim) const { return (head * 3 + part) * head_dim + column; }
 };
 
-/// What becomes of an element of the product: its own bias and that of the other of its pair, as they lie in memory, and
-/// the pair's angle.
+/// What becomes of an element of the product: its own bias and that of the other of its pair, as they lie in memory,
+/// and the pair's angle.
 struct Begun {
   std::uint32_t bias, other_bias;
   float cos, sin;
 };
 
-/// A block's normalised tokens, and what its epilogues need of each. The norm is layernorm's at eight elements a thread:
-/// its warps' parts of a row are shared out among this block's warps.
+/// A block's normalised tokens, and what its epilogues need of each. The norm is layernorm's at eight elements a
+/// thread: its warps' parts of a row are shared out among this block's warps.
 template <class T, int Warps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps>
 struct Prologue {
   static constexpr int lane_elements = kLane<T>, pieces = kVec / lane_elements;
@@ -91,8 +91,8 @@ struct Prologue {
     __pipeline_commit();
   }
 
-  /// LayerNorm of the tokens, rounded to T. A position outside the table makes a token's turned elements NaN, a kv_len that
-  /// the cache has no room for appends nothing.
+  /// LayerNorm of the tokens, rounded to T. A position outside the table makes a token's turned elements NaN, a kv_len
+  /// that the cache has no room for appends nothing.
   __device__ void normalise() const {
     const auto& a = c.args;
     const int q_len = int(a.x.shape[0] / a.kv_len.shape[0]), lane = threadIdx.x % 32;
@@ -168,8 +168,8 @@ struct Prologue {
     return b;
   }
 
-  /// Stores one element of q, k or v, and of the cache; `other` is the sum of the other of its pair. Each is rounded to T
-  /// before it is turned, as where linear stores it for rope.
+  /// Stores one element of q, k or v, and of the cache; `other` is the sum of the other of its pair. Each is rounded to
+  /// T before it is turned, as where linear stores it for rope.
   __device__ void finish(int t, int r, float own, float other, const Begun& begun) const {
     const auto& a = c.args;
     const int heads = int(a.q.shape[1]);
@@ -251,7 +251,8 @@ auto kernel_for(int depth, bool two_tokens) {
   return depth == 5 ? ln_qkv_kernel<T, 5, false> : ln_qkv_kernel<T, 4, false>;
 }
 
-/// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored weight.
+/// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored
+/// weight.
 __global__ void __launch_bounds__(32 * Prologue<float>::warps, 4) ln_qkv_f32_kernel(const __grid_constant__ Call c) {
   let_successor_start();
   const Prologue<float> prologue(c, ln_qkv_smem);

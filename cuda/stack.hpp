@@ -25,9 +25,10 @@ std::string_view to_string(Impl);
 std::optional<Impl> impl_from_string(std::string_view name);
 
 /// Layers [0, L) of a model resident on a device, stepped together: weights, every layer's KV cache and one set of
-/// activations in a single allocation, quantised weights aside. A step runs q_len new tokens of each of batch sequences through a range of
-/// layers. Layer 0 reads the hidden state of set_hidden(), which no step changes; every other layer reads the output of
-/// the one before it. What else the sites make lies in buffers that all layers share: they hold the last layer's.
+/// activations in a single allocation, quantised weights aside. A step runs q_len new tokens of each of batch sequences
+/// through a range of layers. Layer 0 reads the hidden state of set_hidden(), which no step changes; every other layer
+/// reads the output of the one before it. What else the sites make lies in buffers that all layers share: they hold the
+/// last layer's.
 ///
 /// Calls put their work onto the context's stream. Those that take host data wait until it has arrived; a step and
 /// advance() wait for nothing and allocate nothing, but for the first graph step of a range. Lengths and positions are
@@ -37,12 +38,13 @@ std::optional<Impl> impl_from_string(std::string_view name);
 /// stream run in the order of the calls.
 class Stack {
  public:
-  /// `load` gives batch, q_len and the cache's capacity; plans are made for a full cache. Weights are of config.dtype, but
-  /// those of the Linears that are GptqWeight in `like`, of which nothing else is looked at: they are so in every layer,
-  /// and lie, repacked as GptqTiles, in memory that load_layer() takes. The RoPE table is the library's own, kv_len starts at q_len. The context is copied: changes to it afterwards do not
-  /// reach the stack. Refuses a config that describes no layer, layers outside 1 .. num_hidden_layers, a q_len beyond the
-  /// capacity, and dtypes that the ops have no kernels for (Code::unimplemented). Code::out_of_memory says how much was
-  /// needed and how much is free; nothing is kept then.
+  /// `load` gives batch, q_len and the cache's capacity; plans are made for a full cache. Weights are of config.dtype,
+  /// but those of the Linears that are GptqWeight in `like`, of which nothing else is looked at: they are so in every
+  /// layer, and lie, repacked as GptqTiles, in memory that load_layer() takes. The RoPE table is the library's own,
+  /// kv_len starts at q_len. The context is copied: changes to it afterwards do not reach the stack. Refuses a config
+  /// that describes no layer, layers outside 1 .. num_hidden_layers, a q_len beyond the capacity, and dtypes that the
+  /// ops have no kernels for (Code::unimplemented). Code::out_of_memory says how much was needed and how much is free;
+  /// nothing is kept then.
   static Result<Stack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
                               const Workload& load, DType activation, const LayerWeights& like = {});
   Stack(Stack&&) noexcept;

@@ -94,7 +94,8 @@ Result<std::map<std::string, std::string>> read_index(const std::string& directo
   return shard_of;
 }
 
-/// What the directory says of quantisation, in the files' order of precedence; what they disagree about goes to `notes`.
+/// What the directory says of quantisation, in the files' order of precedence; what they disagree about goes to
+/// `notes`.
 Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, std::vector<std::string>& notes) {
   std::optional<GptqConfig> first;
   std::string first_source;

@@ -115,14 +115,14 @@ class GoldenFile {
   const GoldenMeta& meta() const;
   const std::vector<VariantInfo>& variants() const;
 
-  /// An input as stored, or made and verified where the cache is procedural; a tap of a variant as stored. A missing one
-  /// is refused by name.
+  /// An input as stored, or made and verified where the cache is procedural; a tap of a variant as stored. A missing
+  /// one is refused by name.
   Result<Tensor> input(const std::string& name) const;
   Result<Tensor> tap(const std::string& variant, const std::string& tap) const;
 
-  /// Fills a state made for meta().config and meta().load: hidden, lengths, positions, the old cache entries, and a RoPE
-  /// table that holds the file's cos and sin at the tokens' positions. Cache entries and table rows that no one may read
-  /// are NaN.
+  /// Fills a state made for meta().config and meta().load: hidden, lengths, positions, the old cache entries, and a
+  /// RoPE table that holds the file's cos and sin at the tokens' positions. Cache entries and table rows that no one
+  /// may read are NaN.
   Status load(LayerState& state) const;
 
   /// The layer's weights, checked against weights_checksum. Where `checkpoint` is not empty they come from that

@@ -1,5 +1,6 @@
 #pragma once
-// Work on device memory between the runs of an op, on the op's stream, so that a thousand runs need no copy to the host.
+// Work on device memory between the runs of an op, on the op's stream, so that a thousand runs need no copy to the
+// host.
 #include <cstddef>
 #include <cstdint>
 
@@ -14,8 +15,8 @@ struct BytePair {
   std::size_t bytes;
 };
 
-/// data = other for each of `count` pairs, which lie on the device. The kernel allows its successor to start at once and
-/// then takes its time: one that reads or writes `data` without waiting for its predecessor is found out.
+/// data = other for each of `count` pairs, which lie on the device. The kernel allows its successor to start at once
+/// and then takes its time: one that reads or writes `data` without waiting for its predecessor is found out.
 void restore_late(const BytePair* pairs, int count, CUstream_st* stream);
 
 /// Adds to *different the number of bytes of data that are not other's, then makes all of them 0xff: NaN in every

@@ -201,7 +201,8 @@ inline std::vector<std::string> gate_files() {
   return files;
 }
 
-/// Runs the gate: each fault is caught at one tap at least of every file that shows it, and none where there is no fault.
+/// Runs the gate: each fault is caught at one tap at least of every file that shows it, and none where there is no
+/// fault.
 template <class Run>
 void check_gate(Run&& run) {
   const std::vector<std::string> files = gate_files();

@@ -1,7 +1,7 @@
 #pragma once
-// One call of an op on tensors of its own: inputs filled, outputs poisoned with NaN, every block between guard bytes, the
-// cache beyond kv_len poisoned too. Two problems of the same seed hold the same numbers whatever their dtypes, since all
-// values are exact in `values` (float16 or bfloat16), so that the oracle can be asked the very same question.
+// One call of an op on tensors of its own: inputs filled, outputs poisoned with NaN, every block between guard bytes,
+// the cache beyond kv_len poisoned too. Two problems of the same seed hold the same numbers whatever their dtypes,
+// since all values are exact in `values` (float16 or bfloat16), so that the oracle can be asked the very same question.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

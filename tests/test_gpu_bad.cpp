@@ -1,6 +1,6 @@
-// What the CUDA backend refuses: each tensor of every op in turn null, on the host, misaligned, misshapen or of a foreign
-// dtype, and what has no kernel. A refused call launches nothing and leaves the context usable. Indices in device memory
-// cannot be refused: they read and write nothing out of bounds and make NaN.
+// What the CUDA backend refuses: each tensor of every op in turn null, on the host, misaligned, misshapen or of a
+// foreign dtype, and what has no kernel. A refused call launches nothing and leaves the context usable. Indices in
+// device memory cannot be refused: they read and write nothing out of bounds and make NaN.
 #include <algorithm>
 #include <cstdio>
 
@@ -17,8 +17,8 @@ const Setup kSetup{.model = model_of(2, 16, 8, 24),
                    .load = {.batch = 2, .q_len = 1, .kv_len = 5, .capacity = 6},
                    .activation = DType::f16};
 
-/// Makes a fault in a problem's arguments and runs them: refused by one line that holds every part, with no byte written
-/// and no error left behind. The arguments are then what they were.
+/// Makes a fault in a problem's arguments and runs them: refused by one line that holds every part, with no byte
+/// written and no error left behind. The arguments are then what they were.
 template <class Op, class F>
 void check_refused(DeviceProblem<Op>& p, cuda::Context& c, Code code, std::initializer_list<std::string_view> parts,
                    F&& fault) {

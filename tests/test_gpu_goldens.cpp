@@ -20,10 +20,10 @@ struct Sums {
 
 }  // namespace
 
-// Every tap is stored in 16 bits. That last rounding moves an element by at most u of itself, hence the error by at most
-// u in either norm, and which way is the luck of each walk's sums: where the walks were equally far before it, ours may
-// end up to u above theirs. Nothing else is allowed for. Luck evens out over many taps, so that of all together the error
-// may not be larger at all.
+// Every tap is stored in 16 bits. That last rounding moves an element by at most u of itself, hence the error by at
+// most u in either norm, and which way is the luck of each walk's sums: where the walks were equally far before it,
+// ours may end up to u above theirs. Nothing else is allowed for. Luck evens out over many taps, so that of all
+// together the error may not be larger at all.
 TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", "[gpu][golden]") {
   std::map<std::string, Sums> by_variant;
   for (const std::string& path : test::golden_files()) {

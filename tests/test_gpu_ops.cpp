@@ -1,4 +1,5 @@
-// The CUDA ops against the double oracle within the derived budget, guards and poison intact, the same bits on every run.
+// The CUDA ops against the double oracle within the derived budget, guards and poison intact, the same bits on every
+// run.
 #include "device_check.hpp"
 
 using namespace cf;

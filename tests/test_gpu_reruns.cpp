@@ -9,8 +9,8 @@ using namespace cf::test;
 
 namespace {
 
-/// Copies of all blocks of a problem but its weights and tables, which a kernel may read before its predecessor is done,
-/// and the pairs of blocks and copies.
+/// Copies of all blocks of a problem but its weights and tables, which a kernel may read before its predecessor is
+/// done, and the pairs of blocks and copies.
 class Copies {
  public:
   template <class Op>
@@ -39,8 +39,8 @@ class Copies {
   DeviceBytes pairs_;
 };
 
-/// The bytes in which any of 10 * `replays` runs differs from `expected`. They are replays of a graph: launches from the
-/// host are too far apart for kernels to overlap.
+/// The bytes in which any of 10 * `replays` runs differs from `expected`. They are replays of a graph: launches from
+/// the host are too far apart for kernels to overlap.
 template <class Op>
 std::uint64_t differences(DeviceProblem<Op>& p, const Copies& before, const Copies& expected, cuda::Context& context,
                           int replays) {

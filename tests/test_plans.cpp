@@ -1,5 +1,5 @@
-// Launch plans without a GPU: for every Pythia model, up to 16 sequences and every length of the cache, what a plan asks
-// for is what the device has, and its blocks divide the work without gap or overlap.
+// Launch plans without a GPU: for every Pythia model, up to 16 sequences and every length of the cache, what a plan
+// asks for is what the device has, and its blocks divide the work without gap or overlap.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -23,7 +23,8 @@ struct Range {
   std::int64_t begin, end;
 };
 
-/// What a plan makes of a call. `share` tells, for each of the blocks that divide `items` among them, which are its own.
+/// What a plan makes of a call. `share` tells, for each of the blocks that divide `items` among them, which are its
+/// own.
 struct Launch {
   std::int64_t grid[3] = {1, 1, 1};
   int threads = 0;

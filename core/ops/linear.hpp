@@ -14,10 +14,9 @@ enum class Epilogue : std::uint8_t { none, gelu_erf, gelu_tanh, residual };
 ///   gelu_erf   f(v) = v/2 (1 + erf(v / sqrt 2))
 ///   gelu_tanh  f(v) = v/2 (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3)))
 ///   residual   f(v) = v + residual[t,o]
-/// GELU: Hendrycks, Gimpel 2016 (arXiv:1606.08415).
-/// Source: torch.nn.Linear; the MLP of transformers' GPTNeoXMLP.
-/// Refuses a residual without its epilogue, and the epilogue without its residual; GPTQ weights of other than 4 or 8 bits,
-/// whose words do not divide in and out, or without a group_size, and where a backend has no kernel for them
+/// GELU: Hendrycks, Gimpel 2016 (arXiv:1606.08415). Source: torch.nn.Linear; the MLP of transformers' GPTNeoXMLP.
+/// Refuses a residual without its epilogue, and the epilogue without its residual; GPTQ weights of other than 4 or 8
+/// bits, whose words do not divide in and out, or without a group_size, and where a backend has no kernel for them
 /// (Code::unimplemented).
 struct Linear {
   static constexpr std::string_view name = "linear";

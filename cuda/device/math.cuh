@@ -10,9 +10,9 @@
 
 namespace cf::cuda {
 
-/// Mean and sum of squared deviations of `count` values. The states of a row's parts merge to the row's:
-/// mean = sum of count_i mean_i / n, m2 = sum of m2_i + count_i (mean_i - mean)^2. Chan, Golub, LeVeque 1979, Welford 1962
-/// for any number of parts: no E[x^2] - E[x]^2, which cancels.
+/// Mean and sum of squared deviations of `count` values. The states of a row's parts merge to the row's: mean = sum of
+/// count_i mean_i / n, m2 = sum of m2_i + count_i (mean_i - mean)^2. Chan, Golub, LeVeque 1979, Welford 1962 for any
+/// number of parts: no E[x^2] - E[x]^2, which cancels.
 struct Welford {
   float count = 0, mean = 0, m2 = 0;
 
@@ -29,8 +29,8 @@ CF_HD inline float gelu_tanh(float x) {
   return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-/// A pair of a head's elements, turned by an angle (RoPE's half rotation). Which product is rounded is said here, so that
-/// every kernel gives the same bits.
+/// A pair of a head's elements, turned by an angle (RoPE's half rotation). Which product is rounded is said here, so
+/// that every kernel gives the same bits.
 CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
   const float turned = fmaf(a, cos, -(b * sin));
   b = fmaf(b, cos, a * sin);

@@ -7,8 +7,8 @@
 
 namespace cf::cuda {
 
-/// The state of a warp's part of a row, the same in each lane: each(f) calls f(p) for a lane's pieces x[p] that are part
-/// of it. Two passes over the registers, after which x[p] holds the deviations from the warp's mean.
+/// The state of a warp's part of a row, the same in each lane: each(f) calls f(p) for a lane's pieces x[p] that are
+/// part of it. Two passes over the registers, after which x[p] holds the deviations from the warp's mean.
 template <class Each, int Pieces, int N>
 __device__ Welford centre_warp(Each each, float (&x)[Pieces][N]) {
   int count = 0;
@@ -40,7 +40,8 @@ struct RowMoments {
   float mean, rstd;
 };
 
-/// A row's, from the states of its `warps` warps, at most MaxWarps. All lanes of the calling warp call and get the same.
+/// A row's, from the states of its `warps` warps, at most MaxWarps. All lanes of the calling warp call and get the
+/// same.
 template <int MaxWarps>
 __device__ RowMoments merge_warps(const Welford* states, int warps, float inverse_hidden, float eps) {
   const int of = int(threadIdx.x) % MaxWarps;
