@@ -85,11 +85,6 @@ std::string report_json(const Options& o, const std::string& command, const Plan
             {"version", CF_VERSION},
             {"commit", commit()},
             {"command", command},
-            {"gpu", gpu.name},
-            {"cuda_driver", gpu.driver},
-            {"cuda_runtime", gpu.runtime},
-            {"memory_clock_mhz", gpu.memory_clock_mhz},
-            {"sm_clock_mhz", gpu.sm_clock_mhz},
             {"op", o.op},
             {"model", plan.model.name},
             {"dtype", to_string(plan.bench.dtype)},
@@ -100,6 +95,7 @@ std::string report_json(const Options& o, const std::string& command, const Plan
             {"read_median_gb_per_s", spread(rates.read_bytes_per_s).median * 1e-9},
             {"copy_best_gb_per_s", Rates::best(rates.copy_bytes_per_s) * 1e-9},
             {"copy_median_gb_per_s", spread(rates.copy_bytes_per_s).median * 1e-9}};
+  add_device(j, gpu);
   j["results"] = Json::array();
   for (const Row& r : rows) {
     const Timing& t = r.timing();

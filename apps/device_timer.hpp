@@ -24,6 +24,16 @@ struct DeviceInfo {
   std::size_t memory_bytes = 0, l2_bytes = 0;
 };
 
+/// Says in a report, a JSON object, which GPU it is of.
+template <class Json>
+void add_device(Json& report, const DeviceInfo& d) {
+  report["gpu"] = d.name;
+  report["cuda_driver"] = d.driver;
+  report["cuda_runtime"] = d.runtime;
+  report["memory_clock_mhz"] = d.memory_clock_mhz;
+  report["sm_clock_mhz"] = d.sm_clock_mhz;
+}
+
 /// A device with a stream of its own whose work is timed. Not shared between threads.
 class DeviceTimer {
  public:

@@ -31,11 +31,7 @@ Json run_fields(const RunInfo& r) {
             {"warmup", r.bench.warmup},
             {"cold", !r.bench.warm}};
   if (r.device) {
-    j["gpu"] = r.device->name;
-    j["cuda_driver"] = r.device->driver;
-    j["cuda_runtime"] = r.device->runtime;
-    j["memory_clock_mhz"] = r.device->memory_clock_mhz;
-    j["sm_clock_mhz"] = r.device->sm_clock_mhz;
+    add_device(j, *r.device);
     j["l2_bytes"] = r.device->l2_bytes;
     j["launch_plan"] = r.launch_plan;
   }

@@ -18,6 +18,7 @@ struct Fault {
   using Scratch = std::vector<Tensor>;
   std::string name;
   bool everywhere = true;  // caught in every golden file, or in one at least
+  bool quantised = false;  // a fault of GPTQ weights: where nothing is quantised it changes nothing
   std::function<void(ModelConfig&, LayerWeights&, LayerState&)> before = [](auto&, auto&, auto&) {};
   std::function<void(const Site&, ops::Linear::Args&)> linear = [](auto&, auto&) {};
   std::function<void(GptqWeight&, Scratch&)> gptq = [](auto&, auto&) {};
@@ -122,10 +123,11 @@ inline std::vector<Fault> faults() {
   add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s) {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };
-  // Where nothing is quantised these change nothing; each shows where the format that it is about is used.
+  // Each shows where the format that it is about is used.
   const auto add_gptq = [&](std::string name, std::function<void(GptqWeight&, Fault::Scratch&)> change) {
     Fault& fault = add(std::move(name));
     fault.everywhere = false;
+    fault.quantised = true;
     fault.gptq = std::move(change);
   };
   add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; });
@@ -186,26 +188,30 @@ std::vector<std::string> caught(const golden::GoldenFile& file, const golden::Go
   return taps;
 }
 
-/// Small golden files of head_dim 80, or with quantised weights, whose sequences all have an entry to lose.
-inline std::vector<std::string> gate_files() {
+/// Small golden files of head_dim 80 whose sequences all have an entry to lose, and with `quantised` those that hold GPTQ
+/// weights.
+inline std::vector<std::string> gate_files(bool quantised) {
   std::vector<std::string> files;
   for (const std::string& path : golden_files()) {
     const auto file = golden::GoldenFile::open(path);
     REQUIRE(file);
     const auto& meta = file->meta();
     const std::int32_t shortest = *std::min_element(meta.kv_len.begin(), meta.kv_len.end());
-    const bool quantised = meta.model.find("gptq") != std::string::npos;
-    if ((meta.config.head_dim() == 80 || quantised) && meta.config.hidden_size < 1000 && shortest > meta.load.q_len)
-      files.push_back(path);
+    if (meta.config.hidden_size >= 1000 || shortest <= meta.load.q_len) continue;
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    if (quantised_linears(weights->weights) > 0 ? quantised : meta.config.head_dim() == 80) files.push_back(path);
   }
   return files;
 }
 
 /// Runs the gate: each fault is caught at one tap at least of every file that shows it, and none where there is no
-/// fault.
+/// fault. `quantised` tells whether `run` takes GPTQ weights: without, neither their files nor their faults are looked at.
 template <class Run>
-void check_gate(Run&& run) {
-  const std::vector<std::string> files = gate_files();
+void check_gate(bool quantised, Run&& run) {
+  std::vector<Fault> all = faults();
+  if (!quantised) std::erase_if(all, [](const Fault& fault) { return fault.quantised; });
+  const std::vector<std::string> files = gate_files(quantised);
   REQUIRE(files.size() >= 4);
   std::map<std::string, std::size_t> files_caught;
   for (const std::string& path : files) {
@@ -215,14 +221,14 @@ void check_gate(Run&& run) {
     INFO(path << " " << weights.status().message());
     REQUIRE(weights);
     CHECK(caught(*file, *weights, {.name = "no fault"}, run).empty());
-    for (const Fault& fault : faults()) {
+    for (const Fault& fault : all) {
       INFO("fault: " << fault.name);
       const bool is_caught = !caught(*file, *weights, fault, run).empty();
       if (fault.everywhere) CHECK(is_caught);
       files_caught[fault.name] += is_caught;
     }
   }
-  for (const Fault& fault : faults()) {
+  for (const Fault& fault : all) {
     INFO("fault: " << fault.name);
     CHECK(files_caught[fault.name] > 0);
   }

@@ -37,11 +37,7 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
       CAPTURE(rows.status().message());
       REQUIRE(rows);
       // Twelve of the walk, and each quantised weight.
-      std::size_t quantised = 0;
-      for_each_linear(file->meta().config, weights->weights, [&](std::string_view, const LinearParams& l, auto...) {
-        quantised += std::holds_alternative<GptqWeight>(l.weight);
-      });
-      CHECK(rows->size() == 12 + quantised);
+      CHECK(rows->size() == 12 + test::quantised_linears(weights->weights));
       for (const apps::TapResult& r : *rows) {
         CAPTURE(r.tap, r.worst);
         CHECK(r.error.non_finite == 0);

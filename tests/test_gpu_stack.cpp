@@ -129,6 +129,33 @@ std::size_t free_bytes() {
   return free;
 }
 
+/// Steps a stack of `in` layer by layer and holds each against the oracle, within the layer's budget.
+void check_layers(Stack& stack, const Inputs& in, const Workload& load, DType activation,
+                  const std::vector<std::int32_t>& kv_len, Impl impl) {
+  const ModelConfig& m = stack.config();
+  for (std::int64_t l = 0; l < stack.layers(); ++l) {
+    // The device's own input: what a layer is given is exact, so that each is held against its own budget.
+    LayerState oracle(m, load, DType::f64);
+    oracle.hidden = fetch<2>(stack.tensors(l).hidden).converted(DType::f64);
+    oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
+    oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
+    oracle.fill_rope_table(m.rope_theta);
+    oracle.set_kv_len(kv_len);
+    require_ok(stack.step(impl, l, l + 1));
+
+    using Layer = ops::DecodeLayer;
+    const Layer::Args args{.config = &m, .weights = in.weights[std::size_t(l)].weights, .t = oracle.tensors()};
+    require_ok(cpu_ref::run(args));
+    const auto condition = cpu_ref::condition(args);
+    REQUIRE(condition);
+    const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, activation}, *condition);
+    const auto error = compare(fetch<2>(stack.tensors(l).output), oracle.output);
+    REQUIRE(error);
+    CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
+    CHECK(error->within(budget));
+  }
+}
+
 }  // namespace
 
 TEST_CASE("stack: one graph gives the unfused step's bits at every position", "[gpu][stack]") {
@@ -199,27 +226,7 @@ TEST_CASE("stack: every layer's step is the oracle's within its budget", "[gpu][
   cuda::Context c = context();
   Stack stack = make_stack(c, m, load, activation, in);
   require_ok(stack.set_kv_len(kv_len));
-  for (std::int64_t l = 0; l < stack.layers(); ++l) {
-    // The device's own input: what a layer is given is exact, so that each is held against its own budget.
-    LayerState oracle(m, load, DType::f64);
-    oracle.hidden = fetch<2>(stack.tensors(l).hidden).converted(DType::f64);
-    oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
-    oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
-    oracle.fill_rope_table(m.rope_theta);
-    oracle.set_kv_len(kv_len);
-    require_ok(stack.step(impl, l, l + 1));
-
-    using Layer = ops::DecodeLayer;
-    const Layer::Args args{.config = &m, .weights = in.weights[std::size_t(l)].weights, .t = oracle.tensors()};
-    require_ok(cpu_ref::run(args));
-    const auto condition = cpu_ref::condition(args);
-    REQUIRE(condition);
-    const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, activation}, *condition);
-    const auto error = compare(fetch<2>(stack.tensors(l).output), oracle.output);
-    REQUIRE(error);
-    CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
-    CHECK(error->within(budget));
-  }
+  check_layers(stack, in, load, activation, kv_len, impl);
 }
 
 TEST_CASE("stack: quantised and mixed layers, as a graph and launch by launch, are the oracle's",
@@ -242,25 +249,7 @@ TEST_CASE("stack: quantised and mixed layers, as a graph and launch by launch, a
   poison(stack);
   require_ok(stack.step(Impl::graph));
   CHECK(bytes(stack) == expected);
-  for (std::int64_t l = 0; l < stack.layers(); ++l) {
-    LayerState oracle(m, load, DType::f64);
-    oracle.hidden = fetch<2>(stack.tensors(l).hidden).converted(DType::f64);
-    oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
-    oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
-    oracle.fill_rope_table(m.rope_theta);
-    oracle.set_kv_len(kv_len);
-    require_ok(stack.step(Impl::graph, l, l + 1));
-    using Layer = ops::DecodeLayer;
-    const Layer::Args args{.config = &m, .weights = in.weights[std::size_t(l)].weights, .t = oracle.tensors()};
-    require_ok(cpu_ref::run(args));
-    const auto condition = cpu_ref::condition(args);
-    REQUIRE(condition);
-    const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, activation}, *condition);
-    const auto error = compare(fetch<2>(stack.tensors(l).output), oracle.output);
-    REQUIRE(error);
-    CAPTURE(l, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max);
-    CHECK(error->within(budget));
-  }
+  check_layers(stack, in, load, activation, kv_len, Impl::graph);
 
   const auto refused = [&](auto change, std::initializer_list<std::string_view> parts) {
     LayerWeights changed = in.weights[1].weights;
