@@ -7,9 +7,8 @@
 namespace cf::cuda {
 namespace {
 
-/// Whether ln_qkv takes the place of the four sites that it is made of: for few tokens it is faster (on an H200, a
-/// layer of Pythia-2.8B takes 48 us with it and 52 without for one token, 60 and 64 for four, 73 and 65 for eight). It
-/// must hold the tokens, and layernorm must lay a row out as it does.
+/// Whether ln_qkv takes the place of the four sites that it is made of: on an H200 it is faster up to four tokens, and
+/// slower from eight on. It must hold the tokens, and layernorm must lay a row out as it does.
 bool takes_ln_qkv(const Arch& arch, const ModelConfig& m, const LayerWeights& w, const LayerTensors& t) {
   constexpr std::int64_t most_tokens = 4;
   const std::int64_t tokens = t.hidden.shape[0], h = m.hidden_size;
@@ -42,8 +41,7 @@ ops::LnQkv::Args ln_qkv_args(const ModelConfig& m, const LayerWeights& w, const 
 }
 
 /// Whether a site's kernel may start early. It holds its part of the SMs while it waits, which costs more than it gains
-/// where the other branch can use them: beside attention and attention.dense runs the MLP's first product (on an H200,
-/// a layer of Pythia-6.9B takes 112 us so and 153 with all early).
+/// where the other branch can use them: beside attention and attention.dense runs the MLP's first product.
 bool starts_early(const Site& s) { return s.name != site::context.name && s.name != site::dense.name; }
 
 /// Whether a site is of the longer branch, which goes through the attention, or ends it. The MLP's first product fills

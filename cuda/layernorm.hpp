@@ -20,9 +20,8 @@ constexpr int max_layernorm_threads(int elements) { return elements == 8 ? 1024 
 constexpr int min_layernorm_blocks(int elements) { return elements == 16 ? 2 : 0; }
 
 /// Few rows: eight elements a thread, the shortest way from a row's first load to its last store. More rows than the SMs
-/// take at once that way: 16, which leaves fewer instructions an element (4096 rows of 2560 float16 take 13.4 us on an
-/// H200, with eight 18.7), unless x is the sum of `inputs` > 1 tensors, whose loads are enough to wait for (26.8 us, with
-/// 16 27.9). Longer rows than blocks of either hold: 64.
+/// take at once that way: 16, which leaves fewer instructions an element, unless x is the sum of `inputs` > 1 tensors,
+/// whose loads are enough to wait for. Longer rows than blocks of either hold: 64.
 constexpr LayerNormPlan layernorm_plan(const Arch& arch, std::int64_t tokens, std::int64_t hidden, int inputs) {
   constexpr auto threads = [](std::int64_t n, int elements) {
     return int((n + elements - 1) / elements + 31) / 32 * 32;
