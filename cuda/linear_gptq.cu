@@ -17,11 +17,11 @@ struct GptqProduct {
 extern __shared__ __align__(128) char gptq_smem[];
 
 template <class T, int Chunks, bool TwoTokens, bool HalfChunks>
-__global__ void __launch_bounds__(kGptqThreads, gptq_blocks_per_sm(kCompiledFor, TwoTokens, HalfChunks))
+__global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_gptq_kernel(const __grid_constant__ GptqProduct p) {
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
-  gptq_block<T, Chunks, TwoTokens, HalfChunks>(
+  gptq_block<T, kLinearGptqTurns, Chunks, TwoTokens, HalfChunks>(
       p.matrix, p.plan, p.tokens, [] { wait_for_predecessors(); },
       [&](int token, int column) { return load_columns(p.matrix, x + long(token) * p.matrix.in, column); },
       [&](int token, int row) { return addends(p.output, token, row); },
@@ -47,7 +47,7 @@ Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& con
     GptqProduct p{
         .matrix = gptq_matrix(tiles, d.in, d.out), .plan = {}, .x = nullptr, .output = linear_output(a), .tokens = 0};
     for (std::int64_t first = 0; first < d.tokens; first += p.tokens) {
-      p.plan = gptq_plan(context.arch(), sizes, d.tokens - first);
+      p.plan = gptq_plan(context.arch(), sizes, d.tokens - first, kLinearGptqTurns, kLinearGptqBlocksPerSm);
       if (p.plan.grid == 0)
         return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
                                                       std::to_string(kGptqMaxColumns) + " columns, got " +
@@ -58,7 +58,7 @@ Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& con
       if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
       CF_TRY(launch(name, context,
                     {.grid = unsigned(p.plan.grid),
-                     .block = kGptqThreads,
+                     .block = gptq_threads(kLinearGptqTurns),
                      .smem_bytes = std::size_t(p.plan.smem_bytes),
                      .cluster_blocks = p.plan.split},
                     gptq_kernel_for<LinearGptqKernels<T>>(p.plan, sizes), p));

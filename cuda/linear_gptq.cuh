@@ -54,7 +54,7 @@ struct GptqSmem {
   __device__ GptqSmem(const GptqPlan& p, char* smem, int warp) {
     const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
     ring = smem + warp * p.stages * p.stage_bytes;
-    smem += kGptqWarps * p.stages * p.stage_bytes + 64;  // zeros lie in other banks than the first token
+    smem += kGptqParts * p.turns * p.stages * p.stage_bytes + 64;  // zeros lie in other banks than the first token
     zeros = reinterpret_cast<uint4*>(smem);
     smem += kGptqTokenBytes;
     x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
@@ -80,17 +80,20 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
   return *reinterpret_cast<const uint4*>(gathered);
 }
 
-/// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16; Chunks is
-/// at least that of any warp's part; HalfChunks says that a group may end in the middle of a chunk.
+/// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16; Turns is
+/// the plan's; Chunks is at least that of any warp's part; HalfChunks says that a group may end in the middle of a
+/// chunk.
 ///   ready()                  called by all threads after the first weights' loads, before the first use of x
 ///   x(token, column)         16 bytes of a token's activations, by column of the tiles
 ///   begin(token, r)          called early for an element of the product
 ///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned; sum(r) is its sum, and
 ///                            sum(r ^ 1) its neighbour's
-template <class T, int Chunks, bool TwoTokens, bool HalfChunks, class Ready, class X, class Begin, class Finish>
+template <class T, int Turns, int Chunks, bool TwoTokens, bool HalfChunks, class Ready, class X, class Begin,
+          class Finish>
 __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Ready ready, X x, Begin begin,
                            Finish finish, char* smem) {
   using Operands = GptqOperands<T>;
+  constexpr int threads = gptq_threads(Turns);
   constexpr int octets = TwoTokens ? 2 : 1;
   constexpr int row_words = kGptqRows * 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -120,7 +123,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     publish_barriers();
 #pragma unroll 1
     for (int i = 0; i < plan.stages; ++i)
-      if (const int tile = turn + i * kGptqTurns; tile < tiles) request(tile, i);
+      if (const int tile = turn + i * Turns; tile < tiles) request(tile, i);
   }
   ClusterInbox inbox(at.arrived);
   if (threadIdx.x < kGptqTokenBytes / 16) at.zeros[threadIdx.x] = uint4{};
@@ -133,14 +136,14 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   const auto exists = [&](int e) { return e < tiles * tile_elements && token_of(e) < tokens && row_of(e) < m.out; };
   // Kept by each thread for itself: over the product they would cost registers.
   using Begun = decltype(begin(0, 0));
-  __shared__ Begun begun_of[kGptqThreads];
+  __shared__ Begun begun_of[threads];
   Begun begun{};
   if (const int e = threadIdx.x; exists(e)) begun = begin(token_of(e), row_of(e));
 
   // The warp's part of x, and its sums over each part of a chunk, which the zeros are multiplied with.
   constexpr int vectors = kGptqTokenBytes / 16, sums_a_chunk = HalfChunks ? 2 : 1;
 #pragma unroll 1
-  for (int token = turn; token < tokens; token += kGptqTurns) {
+  for (int token = turn; token < tokens; token += Turns) {
     constexpr int steps = (Chunks * 8 + 31) / 32;
     uint4 v[steps];
 #pragma unroll
@@ -170,7 +173,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
 
   int stage = 0, phase = 0;
 #pragma unroll 1
-  for (int tile = turn; tile < tiles; tile += kGptqTurns) {
+  for (int tile = turn; tile < tiles; tile += Turns) {
     float sum[octets][4] = {};
     if (slice.count > 0) {
       wait_barrier(at.full + stage, phase);
@@ -212,7 +215,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
         }
       }
       __syncwarp();
-      if (const int next = tile + plan.stages * kGptqTurns; lane == 0 && next < tiles) request(next, stage);
+      if (const int next = tile + plan.stages * Turns; lane == 0 && next < tiles) request(next, stage);
       if (++stage == plan.stages) {
         stage = 0;
         phase ^= 1;
@@ -241,14 +244,14 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   };
   if (rank > 0) {
     inbox.connect();
-    for (int e = threadIdx.x; e < count; e += kGptqThreads)
+    for (int e = threadIdx.x; e < count; e += threads)
       inbox.send(0, at.received + (rank - 1) * elements + e, block_sum(e));
     return;
   }
   if (plan.split > 1) inbox.receive((plan.split - 1) * count * int(sizeof(float)));
   begun = begun_of[threadIdx.x];
 #pragma unroll 1
-  for (int e = threadIdx.x; e < count; e += kGptqThreads) {
+  for (int e = threadIdx.x; e < count; e += threads) {
     const auto sum_of = [&](int r) {
       const int of = e / kGptqRows * kGptqRows + r % kGptqRows;
       float sum = block_sum(of);
@@ -256,7 +259,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
       return sum;
     };
     if (exists(e)) finish(token_of(e), row_of(e), sum_of, begun);
-    if (const int next = e + kGptqThreads; exists(next)) begun = begin(token_of(next), row_of(next));
+    if (const int next = e + threads; exists(next)) begun = begin(token_of(next), row_of(next));
   }
 }
 

@@ -9,9 +9,14 @@
 namespace cf::cuda {
 
 inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512, kGptqMaxChunks = 5;
-/// A block's warps: each of its parts of the columns has several, which take the tiles in turn.
-inline constexpr int kGptqParts = 8, kGptqTurns = 2, kGptqWarps = kGptqParts * kGptqTurns;
-inline constexpr int kGptqThreads = 32 * kGptqWarps;
+/// A block's warps: its parts of the columns have `turns` each, which take the tiles in turn.
+inline constexpr int kGptqParts = 8;
+constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
+/// Linear's blocks have a turn, and an SM two of them: the four linears of a Pythia-2.8B layer take 21 us on an H200, and
+/// 32 with blocks of two turns that leave a successor's first tiles room to arrive, but compilers half the registers.
+inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
+/// ln_qkv's blocks have two, and an SM one: its tokens are normalised once an SM.
+inline constexpr int kLnQkvGptqTurns = 2;
 
 /// GptqTiles as kernels are given them.
 struct GptqMatrix {
@@ -49,6 +54,7 @@ struct GptqPlan {
   int chunks, longer;          // of each part; the first `longer` have one more
   std::uint32_t halves_magic;  // 2^31 over the half chunks of a group, rounded up
   int kernel_chunks;           // that the kernel is compiled for, at least those of each part
+  int turns;                   // of a block's warps
   int tokens, token_bits;      // at once; counted to this power of two
   int grid = 0, smem_bytes = 0;
 };
@@ -80,27 +86,21 @@ inline constexpr int kGptqSums = kGptqMaxChunks * 2 * 16;
 /// The bytes of a block's dynamic shared memory.
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
-  const int bytes = kGptqWarps * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
+  const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
                     kGptqParts * (p.tokens * kGptqTokenBytes + (kGptqSums + elements) * 4) +
                     (p.split - 1) * elements * 4 + 8;
   return (bytes + 15) / 16 * 16;
 }
 
-/// Blocks an SM that registers leave room for: two, where a kernel has one a SM, let a kernel's first tiles arrive
-/// while the one before it works. The shared memory of a Blackwell SM has room for one anyway.
-constexpr int gptq_blocks_per_sm(int compute_capability, bool two_tokens_a_lane, bool half_chunks) {
-  return two_tokens_a_lane || half_chunks || compute_capability >= 120 ? 1 : 2;
-}
-
 /// What a thread keeps for its element, of all threads.
-inline constexpr int kGptqStaticBytes = 16 * kGptqThreads;
+constexpr int gptq_static_bytes(int turns) { return 16 * gptq_threads(turns); }
 
 inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
 
-/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part, and a block
-/// an SM. `grid` is 0 where the matrix has too many columns or shared memory no room.
-constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int reserved_bytes = 0,
-                             int reserved_bytes_a_token = 0) {
+/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part. `grid` is 0
+/// where the matrix has too many columns or shared memory no room.
+constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
+                             int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,
              .tiles = 0,
              .stages = 0,
@@ -109,6 +109,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .longer = 0,
              .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
              .kernel_chunks = 0,
+             .turns = turns,
              .tokens = int(std::min<std::int64_t>(tokens, 16)),
              .token_bits = 0};
   while (p.split < kGptqMaxSplit && m.chunks > p.split * kGptqParts * kGptqMaxChunks) p.split *= 2;
@@ -120,15 +121,15 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   int groups = 0;
   for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
   p.stage_bytes = (p.kernel_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
-  const int slots = std::max(1, arch.sm_count / p.split);
+  const int slots = std::max(1, blocks_per_sm * arch.sm_count / p.split);
   p.tiles = (m.tiles + slots - 1) / slots;
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
-    for (p.stages = std::min((p.tiles + kGptqTurns - 1) / kGptqTurns, 2); p.stages > 0; --p.stages) {
+    for (p.stages = std::min((p.tiles + turns - 1) / turns, 2); p.stages > 0; --p.stages) {
       p.smem_bytes = gptq_smem_bytes(p);
       const int reserved = reserved_bytes + p.tokens * reserved_bytes_a_token;
-      if (p.smem_bytes + reserved + kGptqStaticBytes <= arch.smem_per_block_bytes) return p;
+      if (p.smem_bytes + reserved + gptq_static_bytes(turns) <= arch.smem_per_block_bytes) return p;
     }
   }
   p.grid = 0;

@@ -221,12 +221,12 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiled
 
 /// The same with four-bit tiles, whose rows are in the order of RoPE's pairs as they lie.
 template <class T, int Chunks, bool TwoTokens, bool HalfChunks>
-__global__ void __launch_bounds__(kGptqThreads, 1)
+__global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
     ln_qkv_gptq_kernel(const __grid_constant__ Call c, const __grid_constant__ GptqMatrix m,
                        const __grid_constant__ GptqPlan plan) {
   let_successor_start();
-  const Prologue<T, kGptqWarps> prologue(c, ln_qkv_smem + plan.smem_bytes);
-  gptq_block<T, Chunks, TwoTokens, HalfChunks>(
+  const Prologue<T, kGptqParts * kLnQkvGptqTurns> prologue(c, ln_qkv_smem + plan.smem_bytes);
+  gptq_block<T, kLnQkvGptqTurns, Chunks, TwoTokens, HalfChunks>(
       m, plan, c.tokens,
       [&] {
         prologue.load_weights();
@@ -302,7 +302,7 @@ Status run_gptq(const ops::LnQkv::Args& a, const GptqTiles& tiles, Context& cont
       c.row_bytes = plan.row_bytes;
       CF_TRY(launch(name, context,
                     {.grid = unsigned(plan.product.grid),
-                     .block = kGptqThreads,
+                     .block = gptq_threads(kLnQkvGptqTurns),
                      .smem_bytes = std::size_t(plan.smem_bytes),
                      .cluster_blocks = plan.product.split},
                     gptq_kernel_for<LnQkvGptqKernels<T>>(plan.product, gptq_sizes(tiles)), c, matrix, plan.product));

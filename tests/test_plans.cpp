@@ -122,22 +122,23 @@ Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) 
 }
 
 /// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
-Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
+Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w,
+                          int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm) {
   const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4};
-  const GptqPlan plan = gptq_plan(arch, sizes, w.tokens());
+  const GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
   return {.grid = {plan.grid, 1, 1},
-          .threads = kGptqThreads,
-          .smem_bytes = plan.smem_bytes + kGptqStaticBytes,
+          .threads = gptq_threads(turns),
+          .smem_bytes = plan.smem_bytes + gptq_static_bytes(turns),
           .cluster_blocks = plan.split,
           .items = std::int64_t(sizes.tiles) * sizes.chunks,
-          .sharers = std::int64_t(plan.grid) * kGptqWarps,
+          .sharers = std::int64_t(plan.grid) * kGptqParts * turns,
           .share = [=](std::int64_t warp) {
-            const int block = int(warp) / kGptqWarps, part = int(warp) % kGptqParts,
-                      turn = int(warp) % kGptqWarps / kGptqParts;
+            const int block = int(warp) / (kGptqParts * turns), part = int(warp) % kGptqParts,
+                      turn = int(warp) % (kGptqParts * turns) / kGptqParts;
             const GptqSlice slice = gptq_slice(plan, block % plan.split * kGptqParts + part);
             std::vector<Range> ranges;
-            for (int t = turn; t < plan.tiles; t += kGptqTurns)
+            for (int t = turn; t < plan.tiles; t += turns)
               if (const std::int64_t tile = block / plan.split * plan.tiles + t; tile < sizes.tiles)
                 ranges.push_back({tile * sizes.chunks + slice.first, tile * sizes.chunks + slice.first + slice.count});
             return ranges;
@@ -179,6 +180,10 @@ const Plan plans[] = {
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.intermediate_size, w); }},
     {"dense_4h_to_h",
      [](const Arch& a, Model m, Load w) { return linear_launch(a, m.intermediate_size, m.hidden_size, w); }},
+    {"ln_qkv of 4 bits",
+     [](const Arch& a, Model m, Load w) {
+       return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w, kLnQkvGptqTurns, 1);
+     }},
     {"query_key_value of 4 bits",
      [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
     {"dense_4h_to_h of 4 bits",
@@ -242,7 +247,7 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     for (int halves : {1, 2, 3, 4, 8, 640})
       for (int chunks : {1, 2, 7, 40, 64, 65, 160, 256, 319, 320})
         for (std::int64_t tokens : {1, 8, 16}) {
-          const GptqPlan p = gptq_plan(arch, {160, chunks, halves}, tokens);
+          const GptqPlan p = gptq_plan(arch, {160, chunks, halves}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
           INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability);
           REQUIRE(p.grid > 0);
           CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
@@ -254,14 +259,15 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
             CHECK(p.kernel_chunks * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
           }
         }
-  // A weight of 2.8B's keeps every SM of an H200 busy with one token, and two kernels on each.
+  // A weight of 2.8B's keeps every SM of an H200 busy with one token.
   for (auto [in, out] : {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}}) {
-    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1);
-    CHECK(p.grid >= 120);
-    CHECK(p.grid <= kH200.sm_count);
-    CHECK(2 * (p.smem_bytes + kGptqStaticBytes + 1024) <= kH200.smem_per_sm_bytes);
+    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    CHECK(p.grid >= 200);
+    CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
+    CHECK(kLinearGptqBlocksPerSm * (p.smem_bytes + gptq_static_bytes(kLinearGptqTurns) + 1024) <=
+          kH200.smem_per_sm_bytes);
   }
-  CHECK(gptq_plan(kH200, {160, 321, 4}, 1).grid == 0);
+  CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }
 
 TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
