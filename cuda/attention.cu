@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });
   const int first = warp * warp_keys / 8;  // of each run
   for (int tile = own.begin, s = 0, phase = 0; tile < own.end; ++tile) {
-    wait_barrier(full + s, phase);
     const int visible = keys - tile * tile_keys;
+    if (visible < tile_keys) __syncthreads();  // for its zeros, which lanes other than those that arrive have written
+    wait_barrier(full + s, phase);
     if (first < visible) rows.attend(ring + s * stage, first, c.scale, [=](int, int) { return visible; });
     if (tile + stages < own.end) {
       __syncthreads();  // all have read

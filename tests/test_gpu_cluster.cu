@@ -151,7 +151,7 @@ TEST_CASE("cluster gather: every block gets every rank's bits in order", "[gpu][
 }
 
 TEST_CASE("cluster inbox: one block gets what the first ranks sent, whoever leaves before", "[gpu][cluster]") {
-  for (int size : {1, 2, 4, 8})
+  for (int size : {2, 4, 8})
     for (int n : {1, 82, 256, 1000})
       for (int used = 1; used <= size; ++used)
         for (int to : {0, size - 1}) {

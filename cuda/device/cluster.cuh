@@ -41,7 +41,7 @@ __device__ inline void cluster_gather(const float* mine, float* all, int n, unsi
 
 /// What blocks of a cluster send to one of them, which alone waits for it. The only barrier of the cluster begins at
 /// the kernel's start and is waited for when there is something to send, long after; then a block that sends may leave,
-/// and so may one that sends nothing, at any time. For one use a launch.
+/// and so may one that sends nothing, at any time. For one use a launch, of clusters of two blocks at least.
 class ClusterInbox {
  public:
   /// All threads of all blocks of the cluster call; `arrived` is in the block's shared memory.
