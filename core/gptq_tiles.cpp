@@ -19,7 +19,7 @@ std::uint32_t code(const std::int32_t* words, std::int64_t stride, std::int64_t 
 }
 
 /// Where column c of a word's eight lies.
-constexpr int shift_of(std::int64_t c) { return int(4 * (c / 2 + 4 * (c % 2))); }
+constexpr int shift_of(std::int64_t c) { return int(4 * (c / 4 + 2 * (c / 2 % 2) + 4 * (c % 2))); }
 
 /// Eight codes of four bits, low bits first, in the tiles' order.
 constexpr std::uint32_t shuffled(std::uint32_t word) {

@@ -18,8 +18,9 @@ namespace cf {
 //
 //   codes   tile (i, j) holds rows 16i .. 16i + 15 and columns 64j .. 64j + 63 in 512 bytes, of which lane l of a warp has
 //           bytes 16l .. 16l + 15. With g = l / 4 and t = l % 4 these are four words: row g, columns 8t .. 8t + 7; row
-//           g + 8, the same columns; row g, columns 32 + 8t .. ; row g + 8, those. Column c of a word's eight lies in bits
-//           4 (c / 2 + 4 (c % 2)) and up: its pairs of columns lie 16 bits apart, where a pair of 16-bit numbers goes.
+//           g + 8, the same columns; row g, columns 32 + 8t .. ; row g + 8, those. Of a word's eight columns 0, 4, 2, 6, 1,
+//           5, 3, 7 come in this order, low bits first: pairs of columns lie 16 bits apart, where a pair of 16-bit numbers
+//           goes, and one mask finds the first two pairs.
 //   scales  (i, group, r): row 16i + r / 2 + 8 (r % 2)'s float16 scale in the low half of a word, its zero as a float16
 //           in the high half.
 //   Rows that the matrix does not have are zero.

@@ -16,22 +16,23 @@ struct GptqProduct {
 
 extern __shared__ __align__(128) char gptq_smem[];
 
-template <class T, int Chunks, bool TwoTokens, bool HalfChunks>
+template <class T, GptqTokens Tokens, bool HalfChunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_gptq_kernel(const __grid_constant__ GptqProduct p) {
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
-  gptq_block<T, kLinearGptqTurns, Chunks, TwoTokens, HalfChunks>(
+  gptq_block<T, kLinearGptqTurns, Tokens, HalfChunks>(
       p.matrix, p.plan, p.tokens, [] { wait_for_predecessors(); },
       [&](int token, int column) { return load_columns(p.matrix, x + long(token) * p.matrix.in, column); },
-      [&](int token, int row) { return addends(p.output, token, row); },
-      [&](int token, int row, auto sum, Addends add) { finish(p.output, token, row, sum(row), add); }, gptq_smem);
+      [&](int token, int r) { return addends(p.output, token, r); },
+      [&](int token, int r, auto sum, Addends add) { finish(p.output, token, r, sum(r), add); },
+      gptq_smem);
 }
 
 template <class T>
 struct LinearGptqKernels {
-  template <int Chunks, bool TwoTokens, bool HalfChunks>
-  static constexpr auto kernel = linear_gptq_kernel<T, Chunks, TwoTokens, HalfChunks>;
+  template <GptqTokens Tokens, bool HalfChunks>
+  static constexpr auto kernel = linear_gptq_kernel<T, Tokens, HalfChunks>;
 };
 
 }  // namespace
@@ -44,8 +45,11 @@ Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& con
   const GptqSizes sizes = gptq_sizes(tiles);
   return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    GptqProduct p{
-        .matrix = gptq_matrix(tiles, d.in, d.out), .plan = {}, .x = nullptr, .output = linear_output(a), .tokens = 0};
+    GptqProduct p{.matrix = gptq_matrix(tiles, d.in, d.out),
+                  .plan = {},
+                  .x = nullptr,
+                  .output = linear_output(a),
+                  .tokens = 0};
     for (std::int64_t first = 0; first < d.tokens; first += p.tokens) {
       p.plan = gptq_plan(context.arch(), sizes, d.tokens - first, kLinearGptqTurns, kLinearGptqBlocksPerSm);
       if (p.plan.grid == 0)
@@ -59,9 +63,9 @@ Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& con
       CF_TRY(launch(name, context,
                     {.grid = unsigned(p.plan.grid),
                      .block = gptq_threads(kLinearGptqTurns),
-                     .smem_bytes = std::size_t(p.plan.smem_bytes),
+                     .smem_bytes = std::size_t(linear_gptq_smem_bytes(context.arch(), p.plan)),
                      .cluster_blocks = p.plan.split},
-                    gptq_kernel_for<LinearGptqKernels<T>>(p.plan, sizes), p));
+                    gptq_kernel_for<LinearGptqKernels<T>>(p.plan, sizes, d.tokens), p));
     }
     return {};
   });

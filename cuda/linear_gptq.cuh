@@ -16,10 +16,14 @@ template <class T>
 struct GptqOperands;
 template <>
 struct GptqOperands<f16> {
-  static constexpr float unit = 0x1p24f, high = 1.f / 16, offset = 0;
-  static constexpr std::uint32_t ones = 0x3c003c00;
+  static constexpr float unit = 0x1p24f;  // that products are to be multiplied with
+  static constexpr bool one_sum = false;  // for low and high codes
+  static constexpr std::uint32_t ones = 0x00010001;
 
-  /// Eight codes: low[0], high[0], low[1], high[1] are the pairs of columns (0, 1), (2, 3), (4, 5), (6, 7).
+  __device__ static float whole(float low, float high) { return low + high * (1.f / 16); }
+  __device__ static float zero(float stored) { return stored; }
+
+  /// Eight codes: low[0], low[1], high[0], high[1] are the pairs of columns (0, 1), (2, 3), (4, 5), (6, 7).
   __device__ static void split(std::uint32_t word, std::uint32_t (&low)[2], std::uint32_t (&high)[2]) {
     low[0] = word & 0x000f000f;
     high[0] = word & 0x00f000f0;
@@ -29,8 +33,12 @@ struct GptqOperands<f16> {
 };
 template <>
 struct GptqOperands<bf16> {
-  static constexpr float unit = 1, high = 1, offset = 128;
+  static constexpr float unit = 1;
+  static constexpr bool one_sum = true;
   static constexpr std::uint32_t ones = 0x3f803f80;
+
+  __device__ static float whole(float low, float) { return low; }
+  __device__ static float zero(float stored) { return stored + 128; }
 
   __device__ static void split(std::uint32_t word, std::uint32_t (&low)[2], std::uint32_t (&high)[2]) {
     low[0] = (word & 0x000f000f) | 0x43004300;
@@ -45,7 +53,6 @@ struct GptqSmem {
   char* ring;       // stages of the warp's codes and scales
   uint4* x;         // the warp's part of every token
   uint4* zeros;     // what stands for a token that is none
-  float* x_sums;    // [half or whole chunk][token] of the warp's part
   float* partial;   // [tile][part][token][row] sums
   float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
   std::uint64_t* arrived;
@@ -59,8 +66,7 @@ struct GptqSmem {
     smem += kGptqTokenBytes;
     x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
     smem += kGptqParts * p.tokens * kGptqTokenBytes;
-    x_sums = reinterpret_cast<float*>(smem) + part * kGptqSums;
-    partial = reinterpret_cast<float*>(smem) + kGptqParts * kGptqSums;
+    partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;
     arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * elements);
     full = arrived + 1 + warp * p.stages;
@@ -80,21 +86,20 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
   return *reinterpret_cast<const uint4*>(gathered);
 }
 
-/// A block's share of y = W x for up to 16 tokens, or 8 where TwoTokens is false. T is float16 or bfloat16; Turns is
-/// the plan's; Chunks is at least that of any warp's part; HalfChunks says that a group may end in the middle of a
-/// chunk.
+/// A block's share of y = W x. T is float16 or bfloat16; Turns is the plan's; HalfChunks says that a group may end in the
+/// middle of a chunk.
 ///   ready()                  called by all threads after the first weights' loads, before the first use of x
 ///   x(token, column)         16 bytes of a token's activations, by column of the tiles
 ///   begin(token, r)          called early for an element of the product
 ///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned; sum(r) is its sum, and
 ///                            sum(r ^ 1) its neighbour's
-template <class T, int Turns, int Chunks, bool TwoTokens, bool HalfChunks, class Ready, class X, class Begin,
-          class Finish>
+template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, class Ready, class X, class Begin, class Finish>
 __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Ready ready, X x, Begin begin,
                            Finish finish, char* smem) {
   using Operands = GptqOperands<T>;
   constexpr int threads = gptq_threads(Turns);
-  constexpr int octets = TwoTokens ? 2 : 1;
+  constexpr bool one_token = Tokens == GptqTokens::one;
+  constexpr int octets = Tokens == GptqTokens::sixteen ? 2 : 1;
   constexpr int row_words = kGptqRows * 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int part = warp % kGptqParts, turn = warp / kGptqParts;
@@ -103,19 +108,16 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   const int tiles = min(plan.tiles, m.tiles - first_tile);
   const GptqSlice slice = gptq_slice(plan, rank * kGptqParts + part);
   const GptqSmem at(plan, smem, warp);
+  const int code_bytes = slice.count * kGptqTileBytes, scale_bytes = slice.groups * row_words;
+  const std::uint32_t reciprocal = (0xffffu + slice.count) / max(slice.count, 1);  // 2^16 over the count, rounded up
 
-  // What it needs is made anew each time, which is seldom: held over the product it would cost registers.
   const auto request = [&](int tile, int stage) {
-    const int of_warp = thread_index() / 32;
-    const GptqSlice own = gptq_slice(plan, rank * kGptqParts + of_warp % kGptqParts);
-    const GptqSmem to(plan, smem, of_warp);
-    const int code_bytes = own.count * kGptqTileBytes, scale_bytes = own.groups * row_words;
     const long of = first_tile + tile;
-    char* const codes = to.ring + stage * plan.stage_bytes;
-    arrive_expecting(to.full + stage, code_bytes + scale_bytes);
-    copy_bulk(codes, m.codes + (of * m.chunks + own.first) * kGptqTileBytes, code_bytes, to.full + stage);
-    copy_bulk(codes + Chunks * kGptqTileBytes, m.scales + (of * m.groups + own.first_group) * row_words, scale_bytes,
-              to.full + stage);
+    char* const to = at.ring + stage * plan.stage_bytes;
+    arrive_expecting(at.full + stage, code_bytes + scale_bytes);
+    copy_bulk(to, m.codes + (of * m.chunks + slice.first) * kGptqTileBytes, code_bytes, at.full + stage);
+    copy_bulk(to + code_bytes, m.scales + (of * m.groups + slice.first_group) * row_words, scale_bytes,
+              at.full + stage);
   };
   if (lane == 0 && slice.count > 0) {
 #pragma unroll 1
@@ -127,6 +129,21 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   }
   ClusterInbox inbox(at.arrived);
   if (threadIdx.x < kGptqTokenBytes / 16) at.zeros[threadIdx.x] = uint4{};
+
+  // Where a lane finds its activations, from the zeros on. One token leaves seven of a product's eight columns free: each
+  // takes a group of the slice, whose sum meets its scale after the last chunk, and zeros for the other groups' chunks.
+  constexpr int vectors = kGptqTokenBytes / 16;
+  const int x_at = int(at.x - at.zeros);
+  int own[one_token ? kGptqMaxChunks : octets];
+  if constexpr (one_token) {
+    const int from = (slice.first_group + g) * plan.halves_a_group / 2 - slice.first;
+    const int to = min(from + plan.halves_a_group / 2, slice.count);
+#pragma unroll
+    for (int c = 0; c < kGptqMaxChunks; ++c) own[c] = (from <= c && c < to ? x_at + c * 8 : 0) + t;
+  } else {
+#pragma unroll
+    for (int o = 0; o < octets; ++o) own[o] = (g + 8 * o < tokens ? x_at + (g + 8 * o) * vectors : 0) + t;
+  }
   ready();
 
   // Element e of the block: a row, then a token, then a tile.
@@ -134,42 +151,56 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   const auto row_of = [&](int e) { return (first_tile + (e >> (4 + plan.token_bits))) * kGptqRows + e % kGptqRows; };
   const auto token_of = [&](int e) { return e / kGptqRows & ((1 << plan.token_bits) - 1); };
   const auto exists = [&](int e) { return e < tiles * tile_elements && token_of(e) < tokens && row_of(e) < m.out; };
-  // Kept by each thread for itself: over the product they would cost registers.
-  using Begun = decltype(begin(0, 0));
-  __shared__ Begun begun_of[threads];
-  Begun begun{};
+  decltype(begin(0, 0)) begun{};
   if (const int e = threadIdx.x; exists(e)) begun = begin(token_of(e), row_of(e));
 
-  // The warp's part of x, and its sums over each part of a chunk, which the zeros are multiplied with.
-  constexpr int vectors = kGptqTokenBytes / 16, sums_a_chunk = HalfChunks ? 2 : 1;
+  // The warp's part of x, several vectors at once.
+  constexpr int at_once = one_token ? 2 : 8 / octets;
+  const int of_token = slice.count * 8, all = (tokens - turn + Turns - 1) / Turns * of_token;
 #pragma unroll 1
-  for (int token = turn; token < tokens; token += Turns) {
-    constexpr int steps = (Chunks * 8 + 31) / 32;
-    uint4 v[steps];
+  for (int first = lane; first < all; first += 32 * at_once) {
+    const auto for_each_vector = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      v[i] = uint4{};
-      if (32 * i + lane < slice.count * 8) v[i] = x(token, slice.first * kGptqColumns + (32 * i + lane) * 8);
-    }
-#pragma unroll
-    for (int i = 0; i < steps; ++i) {
-      float f[kVec], sum = 0;
-      unpack(v[i], f, T{});
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) sum += f[e];
-#pragma unroll
-      for (int offset = 1; offset < 8 / sums_a_chunk; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (32 * i + lane >= Chunks * 8) break;
-      at.x[token * vectors + 32 * i + lane] = v[i];
-      if (lane % (8 / sums_a_chunk) == 0)
-        at.x_sums[(32 * i + lane) / (8 / sums_a_chunk) * (8 * octets) + token] = sum * (1 / Operands::unit);
-    }
+      for (int i = 0; i < at_once; ++i) {
+        const int v = first + 32 * i, of = one_token ? 0 : int(std::uint32_t(v) / 8 * reciprocal >> 16);
+        if (v < all) f(i, turn + of * Turns, v - of * of_token);
+      }
+    };
+    uint4 loaded[at_once];
+    for_each_vector([&](int i, int token, int v) { loaded[i] = x(token, slice.first * kGptqColumns + v * kVec); });
+    for_each_vector([&](int i, int token, int v) { at.x[token * vectors + v] = loaded[i]; });
   }
-  begun_of[threadIdx.x] = begun;
   __syncthreads();
-  const uint4* own[octets];
+
+  /// Products of codes and activations, and of ones and activations, which zeros are multiplied with.
+  struct Sums {
+    float low[4], high[4];
+  };
+  const auto multiply = [&](const uint4& codes, int half, const uint4& v, Sums& to) {
+    std::uint32_t low[2], high[2], low8[2], high8[2];  // of row g and of row g + 8
+    Operands::split(half ? codes.z : codes.x, low, high);
+    Operands::split(half ? codes.w : codes.y, low8, high8);
+    mma(to.low, low[0], low8[0], low[1], low8[1], v.x, v.y, T{});
+    mma(Operands::one_sum ? to.low : to.high, high[0], high8[0], high[1], high8[1], v.z, v.w, T{});
+  };
+  const auto add_up = [](const uint4& v, Sums& to) {
+    constexpr std::uint32_t ones = Operands::ones;
+    mma(to.low, ones, ones, ones, ones, v.x, v.y, T{});
+    mma(to.high, ones, ones, ones, ones, v.z, v.w, T{});
+  };
+  /// The scaled sum: element d is of row g + d / 2 * 8.
+  const auto scaled = [&](const uint2& words, int d, const Sums& of, const Sums& x_of) {
+    const float2 row = unpack(d < 2 ? words.x : words.y, f16{});  // scale, zero
+    return row.x *
+           (Operands::whole(of.low[d], of.high[d]) - Operands::zero(row.y) * (x_of.low[d % 2] + x_of.high[d % 2]));
+  };
+  Sums column_x{};
+  if constexpr (one_token) {
 #pragma unroll
-  for (int o = 0; o < octets; ++o) own[o] = (g + 8 * o < tokens ? at.x + (g + 8 * o) * vectors : at.zeros) + t;
+    for (int c = 0; c < kGptqMaxChunks; ++c)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) add_up(at.zeros[own[c] + half * 4], column_x);
+  }
 
   int stage = 0, phase = 0;
 #pragma unroll 1
@@ -178,38 +209,50 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     if (slice.count > 0) {
       wait_barrier(at.full + stage, phase);
       const char* const codes_at = at.ring + stage * plan.stage_bytes + lane * 16;
-      const char* const scales_at =
-          at.ring + stage * plan.stage_bytes + Chunks * kGptqTileBytes + g * 8 - slice.first_group * row_words;
-      // No branch: chunks that a shorter slice does not have meet activations of zero, and overlap in flight.
+      const char* const scales_at = at.ring + stage * plan.stage_bytes + code_bytes + g * 8;
+      const auto codes_of = [&](int c) { return *reinterpret_cast<const uint4*>(codes_at + c * kGptqTileBytes); };
+      const auto scales_of = [&](int group) {  // of the slice
+        return *reinterpret_cast<const uint2*>(scales_at + group * row_words);
+      };
+      if constexpr (one_token) {
+        // Without a branch: chunks that a shorter slice does not have meet zeros.
+        Sums sums{};
 #pragma unroll
-      for (int c = 0; c < Chunks; ++c) {
-        const uint4 codes = *reinterpret_cast<const uint4*>(codes_at + c * kGptqTileBytes);
-        float low_sum[octets][4] = {}, high_sum[octets][4] = {};
+        for (int c = 0; c < kGptqMaxChunks; ++c) {
+          const uint4 codes = codes_of(c);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          std::uint32_t low[2], high[2], low8[2], high8[2];  // of row g and of row g + 8
-          Operands::split(half ? codes.z : codes.x, low, high);
-          Operands::split(half ? codes.w : codes.y, low8, high8);
+          for (int half = 0; half < 2; ++half) multiply(codes, half, at.zeros[own[c] + half * 4], sums);
+        }
 #pragma unroll
-          for (int o = 0; o < octets; ++o) {
-            const uint4 v = own[o][(2 * c + half) * 4];
-            mma(low_sum[o], low[0], low8[0], low[1], low8[1], v.x, v.z, T{});
-            mma(Operands::high == 1 ? low_sum[o] : high_sum[o], high[0], high8[0], high[1], high8[1], v.y, v.w, T{});
-          }
-          if (!HalfChunks && half == 0) continue;
-          const int i = HalfChunks ? 2 * c + half : c;
-          const int group =
-              gptq_group(plan, 2 * min(slice.first + c, slice.first + slice.count - 1) + (HalfChunks ? half : 0));
-          const uint2 words = *reinterpret_cast<const uint2*>(scales_at + group * row_words);
+        for (int i = 0; i < 2; ++i) {
+          const uint2 words = scales_of(min(2 * t + i, slice.groups - 1));
 #pragma unroll
-          for (int o = 0; o < octets; ++o) {
-            const float2 total = *reinterpret_cast<const float2*>(at.x_sums + i * (8 * octets) + 8 * o + 2 * t);
+          for (int d = i; d < 4; d += 2) sum[0][d / 2 * 2] += scaled(words, d, sums, column_x);
+        }
+        sum[0][0] = warp_sum<4>(sum[0][0]);
+        sum[0][2] = warp_sum<4>(sum[0][2]);
+      } else {
+        constexpr int chunks_at_once = 2 / octets;
+#pragma unroll chunks_at_once
+        for (int c = 0; c < slice.count; ++c) {
+          const uint4 codes = codes_of(c);
+          Sums sums[octets] = {}, x_sums[octets] = {};
 #pragma unroll
-            for (int d = 0; d < 4; ++d) {
-              const float2 row = unpack(d < 2 ? words.x : words.y, f16{});  // scale, zero
-              const float coded = Operands::high == 1 ? low_sum[o][d] : low_sum[o][d] + high_sum[o][d] * Operands::high;
-              sum[o][d] += row.x * (coded - (row.y + Operands::offset) * (d % 2 ? total.y : total.x));
-              if (HalfChunks) low_sum[o][d] = high_sum[o][d] = 0;
+          for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int o = 0; o < octets; ++o) {
+              const uint4 v = at.zeros[own[o] + (2 * c + half) * 4];
+              multiply(codes, half, v, sums[o]);
+              add_up(v, x_sums[o]);
+            }
+            if (!HalfChunks && half == 0) continue;
+            const uint2 words =
+                scales_of(gptq_group(plan, 2 * (slice.first + c) + (HalfChunks ? half : 0)) - slice.first_group);
+#pragma unroll
+            for (int o = 0; o < octets; ++o) {
+#pragma unroll
+              for (int d = 0; d < 4; ++d) sum[o][d] += scaled(words, d, sums[o], x_sums[o]);
+              if (HalfChunks) sums[o] = x_sums[o] = {};
             }
           }
         }
@@ -249,7 +292,6 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     return;
   }
   if (plan.split > 1) inbox.receive((plan.split - 1) * count * int(sizeof(float)));
-  begun = begun_of[threadIdx.x];
 #pragma unroll 1
   for (int e = threadIdx.x; e < count; e += threads) {
     const auto sum_of = [&](int r) {

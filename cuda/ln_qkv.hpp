@@ -12,8 +12,7 @@ namespace cf::cuda {
 /// shared memory.
 struct LnQkvPlan {
   LinearPlan product;
-  int tokens;     // at once
-  int row_bytes;  // from one token to the next in shared memory
+  int tokens;  // at once
   int smem_bytes = 0;
 };
 
@@ -26,8 +25,8 @@ constexpr int ln_qkv_row_bytes(std::int64_t hidden, std::int64_t element_bytes) 
 }
 
 /// A token, its place in the table and the cache and its norm's states.
-constexpr int ln_qkv_token_bytes(std::int64_t hidden, int row_bytes) {
-  return row_bytes + 8 + int((hidden + 255) / 256) * 12;
+constexpr int ln_qkv_token_bytes(std::int64_t hidden, std::int64_t element_bytes) {
+  return ln_qkv_row_bytes(hidden, element_bytes) + 8 + int((hidden + 255) / 256) * 12;
 }
 
 /// As many tokens at once as fit, up to 16; 0 where not even one does. The norm's weights lie beside them, and each
@@ -35,8 +34,8 @@ constexpr int ln_qkv_token_bytes(std::int64_t hidden, int row_bytes) {
 constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int64_t out, std::int64_t tokens,
                                 std::int64_t element_bytes, std::int64_t weight_bytes) {
   constexpr int static_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;  // LinearSmem
-  const int row_bytes = ln_qkv_row_bytes(hidden, element_bytes), a_token = ln_qkv_token_bytes(hidden, row_bytes);
-  LnQkvPlan p{.product = {}, .tokens = int(std::min<std::int64_t>(tokens, kMmaTokens)), .row_bytes = row_bytes};
+  const int a_token = ln_qkv_token_bytes(hidden, element_bytes);
+  LnQkvPlan p{.product = {}, .tokens = int(std::min<std::int64_t>(tokens, kMmaTokens))};
   if (hidden > kMaxLnQkvHidden) p.tokens = 0;
   for (; p.tokens > 0; --p.tokens) {
     p.product = linear_plan(arch, hidden, out, p.tokens);
@@ -49,16 +48,14 @@ constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int6
 /// The same with four-bit tiles.
 struct LnQkvGptqPlan {
   GptqPlan product;  // its smem_bytes are where the tokens begin
-  int row_bytes, smem_bytes;
+  int smem_bytes;
 };
 
 constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& sizes, std::int64_t hidden,
                                          std::int64_t tokens, std::int64_t weight_bytes) {
-  const int row_bytes = ln_qkv_row_bytes(hidden, 2), a_token = ln_qkv_token_bytes(hidden, row_bytes);
+  const int a_token = ln_qkv_token_bytes(hidden, 2);
   const int norm_bytes = int(2 * hidden * weight_bytes);
-  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, norm_bytes, a_token),
-                  .row_bytes = row_bytes,
-                  .smem_bytes = 0};
+  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, norm_bytes, a_token), .smem_bytes = 0};
   if (hidden > kMaxLnQkvHidden) p.product.grid = 0;
   p.smem_bytes = p.product.smem_bytes + norm_bytes + p.product.tokens * a_token;
   return p;

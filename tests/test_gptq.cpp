@@ -164,7 +164,8 @@ Tensor read_tiles(const GptqTiles& t, std::int64_t out, std::int64_t in) {
       if (k < 0) continue;
       const std::int64_t lane = r % 8 * 4 + column % 32 / 8, word = column % 64 / 32 * 2 + r % 16 / 8, c = column % 8;
       const auto* tile = reinterpret_cast<const std::uint32_t*>(t.codes.data) + (r / 16 * chunks + column / 64) * 128;
-      const std::int64_t q = tile[lane * 4 + word] >> (4 * (c / 2 + 4 * (c % 2))) & 15;
+      constexpr int place_of[] = {0, 4, 2, 6, 1, 5, 3, 7};
+      const std::int64_t q = tile[lane * 4 + word] >> (4 * place_of[c]) & 15;
       const std::int64_t group = column / t.columns_per_group, place = r % 8 * 2 + r % 16 / 8;
       const auto scale = std::uint32_t(t.scales.data[(r / 16 * groups + group) * 16 + place]);
       w.as<double>()[r * in + k] +=

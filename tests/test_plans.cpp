@@ -129,7 +129,7 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
   return {.grid = {plan.grid, 1, 1},
           .threads = gptq_threads(turns),
-          .smem_bytes = plan.smem_bytes + gptq_static_bytes(turns),
+          .smem_bytes = plan.smem_bytes,
           .cluster_blocks = plan.split,
           .items = std::int64_t(sizes.tiles) * sizes.chunks,
           .sharers = std::int64_t(plan.grid) * kGptqParts * turns,
@@ -255,8 +255,8 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
           for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
           for (int i = 0; i < p.split * kGptqParts; ++i) {
             const GptqSlice s = gptq_slice(p, i);
-            CHECK(s.count <= p.kernel_chunks);
-            CHECK(p.kernel_chunks * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
+            CHECK(s.count <= kGptqMaxChunks);
+            CHECK(kGptqMaxChunks * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
           }
         }
   // A weight of 2.8B's keeps every SM of an H200 busy with one token.
@@ -264,8 +264,9 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
     CHECK(p.grid >= 200);
     CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
-    CHECK(kLinearGptqBlocksPerSm * (p.smem_bytes + gptq_static_bytes(kLinearGptqTurns) + 1024) <=
-          kH200.smem_per_sm_bytes);
+    const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;
+    CHECK(kLinearGptqBlocksPerSm * smem_bytes <= kH200.smem_per_sm_bytes);
+    CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
   }
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }

@@ -1,0 +1,297 @@
+#pragma once
+// LayerNorm at the head of a fused product: the normalised tokens in a block's shared memory, the kernels of every op
+// with such a head, and their launches.
+#include <cuda_pipeline_primitives.h>
+
+#include "core/weights.hpp"
+#include "cuda/device/norm.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/launch.hpp"
+#include "cuda/linear.cuh"
+#include "cuda/linear_gptq.cuh"
+#include "cuda/ln_qkv.hpp"
+
+namespace cf::cuda {
+
+/// The norm of a launch's tokens: [first, first + count).
+struct TokenNorm {
+  const void *x, *gamma, *beta;  // x: (tokens, hidden)
+  DType weight_dtype;
+  int hidden, first, count, row_bytes;
+  float eps;
+
+  TokenNorm(const void* tokens, DType activation, const NormParams& norm, double epsilon)
+      : x(tokens),
+        gamma(norm.gamma.data),
+        beta(norm.beta.data),
+        weight_dtype(norm.gamma.dtype),
+        hidden(int(norm.gamma.shape[0])),
+        first(0),
+        count(0),
+        row_bytes(ln_qkv_row_bytes(hidden, std::int64_t(size_bytes(activation)))),
+        eps(float(epsilon)) {}
+};
+
+/// A block's normalised tokens. The norm is layernorm's at eight elements a thread: its warps' parts of a row are shared
+/// out among this block's warps.
+template <class T, int Warps>
+struct NormalisedTokens {
+  static constexpr int lane_elements = kLane<T>, pieces = kVec / lane_elements;
+  static constexpr int warps = Warps;                                       // of the block
+  static constexpr int parts = int(kMaxLnQkvHidden) / (32 * kVec) / warps;  // of a row, for a warp, at most
+
+  const TokenNorm& norm;
+  int row_warps;
+  char *x, *gamma, *beta;  // x: [count], row_bytes apart; gamma, beta: [hidden], as stored
+  Welford* states;         // [count][row_warps]
+
+  __device__ NormalisedTokens(const TokenNorm& n, char* smem)
+      : norm(n), row_warps((n.hidden + 32 * kVec - 1) / (32 * kVec)) {
+    const int weight_bytes = n.hidden * int(size_bytes(n.weight_dtype));
+    x = smem;
+    gamma = x + n.count * n.row_bytes;
+    beta = gamma + weight_bytes;
+    states = reinterpret_cast<Welford*>(beta + weight_bytes);
+  }
+
+  __device__ T* token(int t) const { return reinterpret_cast<T*>(x + t * norm.row_bytes); }
+  /// Shared memory behind all of it.
+  __device__ void* end() const { return states + norm.count * row_warps; }
+
+  /// What no kernel before this one writes. Nothing waits for it before normalise() does.
+  __device__ void load_weights() const {
+    const int weight_bytes = norm.hidden * int(size_bytes(norm.weight_dtype));
+    for (int i = 16 * int(threadIdx.x); i < weight_bytes; i += 16 * int(blockDim.x)) {
+      __pipeline_memcpy_async(gamma + i, static_cast<const char*>(norm.gamma) + i, 16);
+      __pipeline_memcpy_async(beta + i, static_cast<const char*>(norm.beta) + i, 16);
+    }
+    __pipeline_commit();
+  }
+
+  /// LayerNorm of the tokens, rounded to T.
+  __device__ void normalise() const {
+    const int hidden = norm.hidden, lane = threadIdx.x % 32;
+    const T* from = static_cast<const T*>(norm.x) + long(norm.first) * hidden;
+    const auto for_each_part = [&](auto f) {
+#pragma unroll
+      for (int n = 0; n < parts; ++n)
+        if (const int w = n * warps + threadIdx.x / 32; w < row_warps)
+          f(n, w, [&](auto g) {
+#pragma unroll
+            for (int p = 0; p < pieces; ++p)
+              if (const int i = ((p * row_warps + w) * 32 + lane) * lane_elements; i < hidden) g(p, i);
+          });
+    };
+    float v[pieces][lane_elements];
+    for (int t = 0; t < norm.count; ++t) {
+      uint4 loaded[parts][pieces];
+      for_each_part([&](int n, int, auto for_each_piece) {
+        for_each_piece([&](int p, int i) { loaded[n][p] = load_raw(from + long(t) * hidden + i); });
+      });
+      for_each_part([&](int n, int w, auto for_each_piece) {
+        for_each_piece([&](int p, int i) {
+          *reinterpret_cast<uint4*>(token(t) + i) = loaded[n][p];
+          unpack(loaded[n][p], v[p], T{});
+        });
+        const Welford of_warp = centre_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, v);
+        if (lane == 0) states[t * row_warps + w] = of_warp;
+      });
+    }
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    with_weight(norm.weight_dtype, [&](auto type) {
+      for (int t = 0; t < norm.count; ++t) {
+        const Welford* of_token = states + t * row_warps;
+        const RowMoments moments = merge_warps<32>(of_token, row_warps, 1 / float(hidden), norm.eps);
+        for_each_part([&](int, int w, auto for_each_piece) {
+          const float warp_mean = of_token[w].mean;
+          const NormalisedWarp normalised(warp_mean, moments);
+          for_each_piece([&](int p, int i) {
+            using Weight = StoredWeight<lane_elements>;
+            Weight of_gamma, of_beta;
+            of_gamma.load(reinterpret_cast<const decltype(type)*>(gamma) + i);
+            of_beta.load(reinterpret_cast<const decltype(type)*>(beta) + i);
+            float g[lane_elements], b[lane_elements];
+            of_gamma.unpack(g, type);
+            of_beta.unpack(b, type);
+            unpack(load_raw(token(t) + i), v[p], T{});
+#pragma unroll
+            for (int e = 0; e < lane_elements; ++e) v[p][e] = normalised(v[p][e] - warp_mean, g[e], b[e]);
+            store_vec(token(t) + i, v[p]);
+          });
+        });
+      }
+    });
+    __syncthreads();
+  }
+};
+
+/// A call, the norm of this launch's tokens, and the weight where it is dense.
+template <class Args>
+struct LnQkvCall {
+  Args args;
+  TokenNorm norm;
+  const void* weight;
+};
+
+// The kernels, of any Op<T, Warps> that is NormalisedTokens<T, Warps> with places for the product's elements:
+//   rows(), row(r)                        the rows of the weight, and the one behind the tiles' r-th
+//   normalise()                           NormalisedTokens's, with what the places need of each token
+//   begin(t, r)                           called early for an element
+//   finish(t, r, own, other, begun)       stores it: its sum, and that of row r ^ 1
+// Op<...>::Call is its LnQkvCall.
+
+template <class T>
+inline constexpr int kLnQkvWarps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps;
+
+extern __shared__ __align__(128) char ln_qkv_smem[];
+
+template <template <class, int> class Op, class T, int Depth, bool TwoTokens>
+__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
+    ln_qkv_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c) {
+  __shared__ LinearSmem smem;
+  let_successor_start();
+  const Op<T, kLinearWarps> op(c, ln_qkv_smem);
+  linear_block<T, Depth, TwoTokens, true>(
+      static_cast<const T*>(c.weight), op.rows(), c.norm.hidden, c.norm.count, [&](int r) { return op.row(r); },
+      [&] {
+        op.load_weights();
+        wait_for_predecessors();
+        op.normalise();
+      },
+      [&](int token, int column) { return *reinterpret_cast<const uint4*>(op.token(token) + column); },
+      [&](int token, int r) { return op.begin(token, r); },
+      [&](int token, int r, auto sum, const auto& begun) { op.finish(token, r, sum(r), sum(r ^ 1), begun); }, smem);
+}
+
+/// The same with four-bit tiles, whose rows are in the op's order as they lie.
+template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks>
+__global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
+    ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c,
+                       const __grid_constant__ GptqMatrix m, const __grid_constant__ GptqPlan plan) {
+  let_successor_start();
+  const Op<T, kGptqParts * kLnQkvGptqTurns> op(c, ln_qkv_smem + plan.smem_bytes);
+  gptq_block<T, kLnQkvGptqTurns, Tokens, HalfChunks>(
+      m, plan, c.norm.count,
+      [&] {
+        op.load_weights();
+        wait_for_predecessors();
+        op.normalise();
+      },
+      [&](int token, int column) { return load_columns(m, op.token(token), column); },
+      [&](int token, int r) { return op.begin(token, r); },
+      [&](int token, int r, auto sum, const auto& begun) { op.finish(token, r, sum(r), sum(r ^ 1), begun); },
+      ln_qkv_smem);
+}
+
+/// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored
+/// weight.
+template <template <class, int> class Op>
+__global__ void __launch_bounds__(32 * kLnQkvWarps<float>, 4)
+    ln_qkv_f32_kernel(const __grid_constant__ typename Op<float, kLnQkvWarps<float>>::Call c) {
+  let_successor_start();
+  const Op<float, kLnQkvWarps<float>> op(c, ln_qkv_smem);
+  op.load_weights();
+  wait_for_predecessors();
+  op.normalise();
+  const int hidden = c.norm.hidden, rows = op.rows();
+  const int lane = threadIdx.x % 32, pair = threadIdx.x / 32 * 2;
+  for (int r = int(blockIdx.x) * kTileRows + pair; r < rows; r += int(gridDim.x) * kTileRows)
+    for (int t = 0; t < c.norm.count; ++t) {
+      const auto sum_of = [&](int of) {
+        const long row = op.row(of);
+        float sum = 0;
+        for (int column = lane * kVec; column < hidden; column += 32 * kVec) {
+          float w[kVec], x[kVec];
+          load_vec(c.weight, c.norm.weight_dtype, row * hidden + column, w);
+          load_vec(op.token(t) + column, x);
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) sum += w[e] * x[e];
+        }
+        return warp_sum(sum);
+      };
+      const float first = sum_of(r), second = sum_of(r + 1);
+      if (lane == 0) op.finish(t, r, first, second, op.begin(t, r));
+      if (lane == 1) op.finish(t, r + 1, second, first, op.begin(t, r + 1));
+    }
+}
+
+template <template <class, int> class Op, class T>
+struct LnQkvKernels {
+  template <GptqTokens Tokens, bool HalfChunks>
+  static constexpr auto kernel = ln_qkv_gptq_kernel<Op, T, Tokens, HalfChunks>;
+
+  static auto dense(const LnQkvPlan& p) {
+    if constexpr (std::is_same_v<T, float>) {
+      return ln_qkv_f32_kernel<Op>;
+    } else {
+      if (p.tokens > 8) return ln_qkv_kernel<Op, T, 4, true>;
+      return p.product.depth == 5 ? ln_qkv_kernel<Op, T, 5, false> : ln_qkv_kernel<Op, T, 4, false>;
+    }
+  }
+};
+
+/// The launch of a plan with four-bit tiles.
+inline LaunchShape launch_shape(const LnQkvGptqPlan& p) {
+  return {.grid = unsigned(p.product.grid),
+          .block = gptq_threads(kLnQkvGptqTurns),
+          .smem_bytes = std::size_t(p.smem_bytes),
+          .cluster_blocks = p.product.split};
+}
+
+/// The refusal of a hidden that no plan holds.
+inline Status too_wide(std::string_view op, std::int64_t hidden) {
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden up to " +
+                                                std::to_string(kMaxLnQkvHidden) +
+                                                " that fits a block's shared memory, got " + std::to_string(hidden));
+}
+
+/// Runs a call that has been checked. Tiles must have their rows in the order of `pairs`.
+template <template <class, int> class Op, class Args>
+Status run_ln_qkv(const Args& a, const RopePairs& pairs, Context& context) {
+  constexpr std::string_view name = Args::Op::name;
+  const auto d = Args::Op::dims(a);
+  CF_TRY(check_multiple_of_8(name, "hidden", d.hidden));
+  CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
+  const std::int64_t weight_bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));
+  LnQkvCall<Args> c{.args = a, .norm = TokenNorm(a.x.data, a.x.dtype, a.norm, a.eps), .weight = nullptr};
+  if (const auto* tiles = std::get_if<GptqTiles>(&a.linear.weight)) {
+    if (tiles->pairs != pairs)
+      return Status::error(Code::unimplemented,
+                           std::string(name) + ": cuda takes GPTQ tiles of rows in " +
+                               (pairs == RopePairs{} ? "their own order" : "the order of its heads' pairs"));
+    return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
+      const GptqSizes sizes = gptq_sizes(*tiles);
+      const GptqMatrix matrix = gptq_matrix(*tiles, d.hidden, d.out());
+      for (; c.norm.first < d.tokens(); c.norm.first += c.norm.count) {
+        const LnQkvGptqPlan plan =
+            ln_qkv_gptq_plan(context.arch(), sizes, d.hidden, d.tokens() - c.norm.first, weight_bytes);
+        if (plan.product.grid == 0) return too_wide(name, d.hidden);
+        c.norm.count = plan.product.tokens;
+        const auto kernel = gptq_kernel_for<LnQkvKernels<Op, decltype(zero)>>(plan.product, sizes, d.tokens());
+        CF_TRY(launch(name, context, launch_shape(plan), kernel, c, matrix, plan.product));
+      }
+      return {};
+    });
+  }
+  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
+  if (!dense)
+    return Status::error(Code::unimplemented,
+                         std::string(name) + ": cuda takes GPTQ weights as GptqTiles, got GptqWeight");
+  return with_activation(name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(name, a.x.dtype, dense->weight.dtype));
+    const LnQkvPlan plan = ln_qkv_plan(context.arch(), d.hidden, d.out(), d.tokens(), sizeof(T), weight_bytes);
+    if (plan.tokens == 0) return too_wide(name, d.hidden);
+    c.weight = dense->weight.data;
+    const LaunchShape shape{
+        .grid = unsigned(plan.product.grid), .block = 32 * kLnQkvWarps<T>, .smem_bytes = std::size_t(plan.smem_bytes)};
+    for (; c.norm.first < d.tokens(); c.norm.first += plan.tokens) {
+      c.norm.count = int(std::min<std::int64_t>(plan.tokens, d.tokens() - c.norm.first));
+      CF_TRY(launch(name, context, shape, LnQkvKernels<Op, T>::dense(plan), c));
+    }
+    return {};
+  });
+}
+
+}  // namespace cf::cuda
