@@ -46,10 +46,11 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
 struct RopePairs {
   std::int64_t head_dim = 0, rotary_dim = 0;
 
-  constexpr std::int64_t row(std::int64_t r) const {
+  template <class Int>
+  constexpr Int row(Int r) const {
     if (head_dim == 0) return r;
-    const std::int64_t c = r % head_dim, half = rotary_dim / 2;
-    return r / head_dim % 3 < 2 && c < rotary_dim ? r - c + c / 2 + c % 2 * half : r;
+    const Int c = r % Int(head_dim), half = Int(rotary_dim / 2);
+    return r / Int(head_dim) % 3 < 2 && c < 2 * half ? r - c + c / 2 + c % 2 * half : r;
   }
   bool operator==(const RopePairs&) const = default;
 };
@@ -60,7 +61,7 @@ struct GptqTiles {
   int bits = 4;                 // of the GptqWeight
   std::int64_t group_size = 0;  // of the GptqWeight
   std::int64_t columns_per_group = 0;
-  RopePairs pairs{};                     // the order of the rows; ln_qkv takes that of its heads, linear none
+  RopePairs pairs{};                     // the order of the rows; ln_qkv takes that of its heads, linear any
   View<const std::int32_t, 3> codes{};   // (ceil(out / 16), ceil(columns / 64), 128)
   View<const std::int32_t, 3> scales{};  // (ceil(out / 16), groups, 16)  a float16 scale and a 16-bit zero each
   View<const std::int32_t, 1>

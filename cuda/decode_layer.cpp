@@ -8,14 +8,17 @@ namespace cf::cuda {
 namespace {
 
 /// Whether ln_qkv takes the place of the four sites that it is made of: on an H200 it is faster up to four tokens, and
-/// slower from eight on. It must hold the tokens, and layernorm must lay a row out as it does.
+/// with a dense weight slower from eight on. It must hold the tokens, and layernorm must lay a row out as it does.
 bool takes_ln_qkv(const Arch& arch, const ModelConfig& m, const LayerWeights& w, const LayerTensors& t) {
   constexpr std::int64_t most_tokens = 4;
-  const std::int64_t tokens = t.hidden.shape[0], h = m.hidden_size;
-  if (tokens > most_tokens || !std::holds_alternative<DenseWeight>(w.query_key_value.weight)) return false;
-  const LnQkvPlan plan =
-      ln_qkv_plan(arch, h, 3 * h, tokens, std::int64_t(size_bytes(t.hidden.dtype)), std::int64_t(size_bytes(m.dtype)));
-  return plan.tokens == tokens && layernorm_plan(arch, tokens, h, 1).elements == 8;
+  const std::int64_t tokens = t.hidden.shape[0], h = m.hidden_size,
+                     weight_bytes = std::int64_t(size_bytes(w.input_layernorm.gamma.dtype));
+  if (tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
+  if (const auto* tiles = std::get_if<GptqTiles>(&w.query_key_value.weight)) {
+    const GptqPlan plan = ln_qkv_gptq_plan(arch, gptq_sizes(*tiles), h, tokens, weight_bytes).product;
+    return tiles->pairs == RopePairs{m.head_dim(), m.rotary_dim} && plan.grid > 0 && plan.tokens == tokens;
+  }
+  return ln_qkv_plan(arch, h, 3 * h, tokens, std::int64_t(size_bytes(t.hidden.dtype)), weight_bytes).tokens == tokens;
 }
 
 bool is_part_of_ln_qkv(const Site& s) {

@@ -9,6 +9,7 @@ namespace {
 struct GptqProduct {
   GptqMatrix matrix;
   GptqPlan plan;
+  RopePairs pairs;
   const void* x;
   LinearOutput output;
   int tokens;
@@ -24,8 +25,8 @@ __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlo
   gptq_block<T, kLinearGptqTurns, Tokens, HalfChunks>(
       p.matrix, p.plan, p.tokens, [] { wait_for_predecessors(); },
       [&](int token, int column) { return load_columns(p.matrix, x + long(token) * p.matrix.in, column); },
-      [&](int token, int r) { return addends(p.output, token, r); },
-      [&](int token, int r, auto sum, Addends add) { finish(p.output, token, r, sum(r), add); },
+      [&](int token, int r) { return addends(p.output, token, p.pairs.row(r)); },
+      [&](int token, int r, auto sum, Addends add) { finish(p.output, token, p.pairs.row(r), sum(r), add); },
       gptq_smem);
 }
 
@@ -40,13 +41,12 @@ struct LinearGptqKernels {
 Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& context) {
   constexpr std::string_view name = ops::Linear::name;
   const auto d = ops::Linear::dims(a);
-  if (tiles.pairs != RopePairs{})
-    return Status::error(Code::unimplemented, "linear: cuda takes GPTQ tiles of rows in their own order, got pairs");
   const GptqSizes sizes = gptq_sizes(tiles);
   return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     GptqProduct p{.matrix = gptq_matrix(tiles, d.in, d.out),
                   .plan = {},
+                  .pairs = tiles.pairs,
                   .x = nullptr,
                   .output = linear_output(a),
                   .tokens = 0};

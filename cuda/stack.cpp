@@ -186,7 +186,9 @@ Status Stack::State::load_quantised(std::int64_t layer, const LayerWeights& host
         } else if (gptq) {
           status = check_gptq(std::string(kName) + ": " + layer_prefix(layer) + std::string(name), out, in, l);
           if (!status) return;
-          Result<OwnedGptqTiles> tiles = repack_gptq(*gptq);
+          const bool is_qkv = name == site::query_key_value.name;
+          Result<OwnedGptqTiles> tiles =
+              repack_gptq(*gptq, is_qkv ? RopePairs{config.head_dim(), config.rotary_dim} : RopePairs{});
           if (tiles)
             packed[i - 1] = std::move(*tiles);
           else

@@ -108,12 +108,6 @@ TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gp
       half, [](Args& a) { a.linear.weight = GptqWeight{.group_size = 32}; }, Code::invalid_argument,
       "'qweight' is null");
   refused(
-      half,
-      [&](Args& a) {
-        tiles(a).pairs = {16, 4};
-      },
-      Code::unimplemented, "rows in their own order");
-  refused(
       half, [&](Args& a) { tiles(a).codes.data = nullptr; }, Code::invalid_argument, "'codes' is null");
   refused(
       half, [&](Args& a) { tiles(a).codes.shape[0] = 1; }, Code::invalid_argument, "'codes' has shape (1, 1, 128)");

@@ -21,30 +21,41 @@ std::vector<std::byte> apart(DeviceProblem<ops::LnQkv>& p, DType activation, cud
   return p.fetch().bytes();
 }
 
-}  // namespace
-
-TEST_CASE("ln_qkv on the GPU gives the bits of layernorm, linear, rope and kv_append", "[gpu][ln_qkv]") {
+/// Over rows in one warp's part or less, in whole ones, in a last one that is not whole, and the longest.
+void check_bits(DType activation, const GptqSetup& gptq) {
   struct Sizes {
     std::int64_t hidden, heads, head_dim, rotary_dim;
   };
   cuda::Context c = context();
-  for (DType activation : {DType::f16, DType::bf16, DType::f32})
-    // A row in one warp's part or less, in whole ones, in a last one that is not whole, and the longest.
-    for (const Sizes& n : {Sizes{8, 1, 8, 2}, Sizes{160, 2, 80, 20}, Sizes{256, 4, 64, 64}, Sizes{520, 5, 104, 26},
-                           Sizes{2560, 1, 80, 20}, Sizes{4104, 1, 64, 16}, Sizes{8192, 1, 32, 8}})
-      for (const Workload& load : {Workload{1, 1, 30, 31}, Workload{1, 3, 30, 31}, Workload{4, 1, 31, 31},
-                                   Workload{9, 1, 30, 31}, Workload{6, 3, 30, 31}}) {
-        Setup s{.model = model_of(n.heads, n.head_dim, n.rotary_dim, 8), .load = load, .activation = activation};
-        s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
-        INFO(describe(s) << ", hidden " << n.hidden);
-        auto sizes = ops::LnQkv::example(s.model, s.load);
-        sizes.first.hidden = n.hidden;
-        DeviceProblem<ops::LnQkv> fused(s, sizes), parts(s, sizes);
-        if (load.batch == 4) fused.args().linear.bias.data = parts.args().linear.bias.data = nullptr;
-        const auto expected = apart(parts, activation, c);
-        const bool same = fused.run(c).bytes() == expected;
-        CHECK(same);
-      }
+  for (const Sizes& n : {Sizes{8, 1, 8, 2}, Sizes{160, 2, 80, 20}, Sizes{256, 4, 64, 64}, Sizes{520, 5, 104, 26},
+                         Sizes{2560, 1, 80, 20}, Sizes{4104, 1, 64, 16}, Sizes{8192, 1, 32, 8}})
+    for (const Workload& load : {Workload{1, 1, 30, 31}, Workload{1, 3, 30, 31}, Workload{4, 1, 31, 31},
+                                 Workload{9, 1, 30, 31}, Workload{6, 3, 30, 31}}) {
+      Setup s{.model = model_of(n.heads, n.head_dim, n.rotary_dim, 8),
+              .load = load,
+              .activation = activation,
+              .gptq = gptq};
+      s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+      INFO(describe(s) << ", hidden " << n.hidden);
+      auto sizes = ops::LnQkv::example(s.model, s.load);
+      sizes.first.hidden = n.hidden;
+      DeviceProblem<ops::LnQkv> fused(s, sizes), parts(s, sizes);
+      if (load.batch == 4) fused.args().linear.bias.data = parts.args().linear.bias.data = nullptr;
+      const auto expected = apart(parts, activation, c);
+      const bool same = fused.run(c).bytes() == expected;
+      CHECK(same);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("ln_qkv on the GPU gives the bits of layernorm, linear, rope and kv_append", "[gpu][ln_qkv]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32}) check_bits(activation, {});
+}
+
+TEST_CASE("ln_qkv on the GPU gives the bits of its parts with GPTQ weights too", "[gpu][ln_qkv][gptq]") {
+  check_bits(DType::f16, {4, 128, 1, false});
+  check_bits(DType::bf16, {4, 32, 0, true});
 }
 
 TEST_CASE("ln_qkv on the GPU refuses a hidden that no block holds", "[gpu][ln_qkv][bad]") {
