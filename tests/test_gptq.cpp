@@ -228,6 +228,65 @@ TEST_CASE("gptq: tiles of groups of unlike sizes, and what cannot be repacked", 
                       {"'scales'(0, 3) must be at most 4095 with 8 bits, got 5000"}) == "");
 }
 
+TEST_CASE("gptq: ln_qkv_heads is its formula, element by element, with fewer kv heads than heads", "[gptq]") {
+  const std::int64_t batch = 2, q_len = 3, hidden = 64, heads = 4, head_dim = 8;
+  for (std::int64_t kv_heads : {1, 2, 4}) {
+    Problem<ops::LnQkvHeads> p({.model = model_of(1, 2, 2, 2), .activation = DType::f64, .gptq = {4, 32, 1, true}},
+                               {{batch, q_len, hidden, heads, kv_heads, head_dim}, {}});
+    const ops::LnQkvHeads::Args& a = p.args();
+    REQUIRE(cpu_ref::run(a));
+    const Tensor w = cpu_ref::dequantise(std::get<GptqWeight>(a.linear.weight), DType::f64);
+    const auto at = [](const auto& view, std::int64_t i) { return load_element(view.data, view.dtype, i); };
+    double largest = 0;
+    std::int64_t part_row = 0;
+    for (const AnyView<4>& out : {a.q, a.k, a.v}) {
+      for (std::int64_t b = 0; b < batch; ++b)
+        for (std::int64_t s = 0; s < q_len; ++s) {
+          const std::int64_t x = (b * q_len + s) * hidden;
+          double mean = 0, variance = 0;
+          for (std::int64_t k = 0; k < hidden; ++k) mean += at(a.x, x + k) / double(hidden);
+          for (std::int64_t k = 0; k < hidden; ++k) variance += std::pow(at(a.x, x + k) - mean, 2) / double(hidden);
+          for (std::int64_t h = 0; h < out.shape[1]; ++h)
+            for (std::int64_t d = 0; d < head_dim; ++d) {
+              const std::int64_t row = part_row + h * head_dim + d;
+              double sum = at(a.linear.bias, row);
+              for (std::int64_t k = 0; k < hidden; ++k) {
+                const double z = (at(a.x, x + k) - mean) / std::sqrt(variance + a.eps);
+                sum += w.at(row * hidden + k) * (z * at(a.norm.gamma, k) + at(a.norm.beta, k));
+              }
+              const double got = at(out, ((b * out.shape[1] + h) * q_len + s) * head_dim + d);
+              largest = std::max(largest, std::abs(got - sum));
+            }
+        }
+      part_row += out.shape[1] * head_dim;
+    }
+    CHECK(largest < 1e-12);
+  }
+}
+
+TEST_CASE("gptq: what ln_qkv_heads does not take is refused", "[gptq][bad]") {
+  const auto refused = [](auto change, std::initializer_list<std::string_view> parts) {
+    Problem<ops::LnQkvHeads> p({.model = model_of(1, 2, 2, 2), .activation = DType::f32, .gptq = {4, 32, 0, false}},
+                               {{1, 2, 64, 4, 2, 8}, {}});
+    change(p.args());
+    const auto before = p.bytes();
+    CHECK(refusal_fault(cpu_ref::run(p.args()), Code::invalid_argument, parts) == "");
+    CHECK(p.bytes() == before);
+  };
+  using Args = ops::LnQkvHeads::Args;
+  const auto weight = [](Args& a) -> GptqWeight& { return std::get<GptqWeight>(a.linear.weight); };
+  refused([](Args& a) { a.eps = 0; }, {"ln_qkv_heads: eps must be positive, got 0"});
+  refused([](Args& a) { a.q.shape[1] = 2; }, {"'qweight' has shape (8, 64), expected (8, 48)"});
+  refused([&](Args& a) { weight(a).bits = 2; }, {"ln_qkv_heads: GPTQ bits must be 4 or 8, got 2"});
+  refused([&](Args& a) { weight(a).group_size = 16; }, {"'qzeros' has shape (2, 8), expected (4, 8)"});
+  refused([](Args& a) { a.v.shape[1] = 4; }, {"'v' has shape (1, 4, 2, 8), expected (1, 2, 2, 8)"});
+  refused([&](Args& a) { const_cast<std::int32_t*>(weight(a).g_idx.data)[3] = 2; },
+          {"ln_qkv_heads: 'g_idx'[3] must be 0 to 1, got 2"});
+  Problem<ops::LnQkvHeads> p({.model = model_of(1, 2, 2, 2), .activation = DType::f32}, {{1, 2, 64, 3, 2, 8}, {}});
+  CHECK(refusal_fault(cpu_ref::run(p.args()), Code::invalid_argument,
+                      {"ln_qkv_heads: heads must be a multiple of kv_heads 2, got 3"}) == "");
+}
+
 TEST_CASE("gptq: what a product must read is codes, zeros and scales", "[gptq]") {
   Product p({4, 128, 0, false}, 1, 256, 64, DType::f32), q({4, 128, 0, false}, 1, 256, 64, DType::f32);
   q.args().linear.weight = DenseWeight{};

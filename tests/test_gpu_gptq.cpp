@@ -1,5 +1,6 @@
 // Products with quantised weights on the GPU, against the oracle on the weights as checkpoints store them.
 #include "device_check.hpp"
+#include "refusal.hpp"
 
 using namespace cf;
 using namespace cf::test;
@@ -84,6 +85,63 @@ TEST_CASE("ln_qkv on the GPU: GPTQ weights of the suite's sizes, the same bits a
     const auto first = p.run(c).bytes();
     for (int i = 1; i < 100; ++i) REQUIRE(cuda::run(p.args(), c));
     CHECK(p.fetch().bytes() == first);
+  }
+}
+
+TEST_CASE("ln_qkv_heads on the GPU: dense weights, every format of GPTQ weights, heads and kv heads",
+          "[gpu][gptq][ln_qkv]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (const GptqSetup& format : {GptqSetup{}, GptqSetup{4, 32, 0, false}, GptqSetup{4, 128, 1, true},
+                                    GptqSetup{4, 1 << 14, 0, false}, GptqSetup{8, 64, 1, false}})
+      for (const auto& [batch, q_len] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {2, 3}, {17, 1}})
+        for (const auto& [heads, kv_heads, head_dim] :
+             {std::array<std::int64_t, 3>{2, 2, 80}, {8, 2, 64}, {5, 1, 24}}) {
+          INFO("batch " << batch << ", q_len " << q_len << ", heads " << heads << ", kv_heads " << kv_heads);
+          CHECK(check_on_device<ops::LnQkvHeads>(setup(activation, format, std::uint64_t(batch)),
+                                                 {{batch, q_len, 320, heads, kv_heads, head_dim}, {}}));
+        }
+}
+
+TEST_CASE("ln_qkv_heads on the GPU: what it cannot do it says", "[gpu][gptq][bad]") {
+  cuda::Context c = context();
+  const auto refused = [&](const Setup& s, auto change, std::string_view message) {
+    DeviceProblem<ops::LnQkvHeads> p(s, {{1, 2, 64, 4, 2, 8}, {}});
+    change(p.args());
+    CHECK(refusal_fault(cuda::run(p.args(), c), Code::unimplemented, {message}) == "");
+  };
+  using Args = ops::LnQkvHeads::Args;
+  refused(
+      setup(DType::f32, {4, 32, 0, false}), [](Args&) {},
+      "ln_qkv_heads: cuda takes float16 or bfloat16 activations with GPTQ weights, got float32");
+  refused(
+      setup(DType::f16, {4, 32, 0, false}),
+      [](Args& a) {
+        std::get<GptqTiles>(a.linear.weight).pairs = {8, 4};
+      },
+      "ln_qkv_heads: cuda takes GPTQ tiles of rows in their own order");
+}
+
+// Of every kernel's accesses the fewest, for a tool that follows each of them: a cluster's blocks, rings that come round,
+// one token and several.
+TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu][gptq][small]") {
+  cuda::Context c = context();
+  cuda::Arch one_sm = cuda::kH200;
+  one_sm.sm_count = 1;
+  c.set_plan_arch(one_sm);
+  for (std::int64_t tokens : {1, 9})
+    for (const auto& [in, out, group] : {std::array<std::int64_t, 3>{2568, 16, 128}, {64, 80, 32}}) {
+      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, group, 1, false}), {{tokens, in, out, false}, {}});
+      const Problem<ops::Linear>& got = p.run(c);
+      CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+    }
+  for (std::int64_t tokens : {1, 2}) {
+    Setup s = setup(DType::f16, {4, 128, 0, true});
+    s.model = model_of(1, 32, 8, 8);
+    s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
+    DeviceProblem<ops::LnQkv> p(s);
+    DeviceProblem<ops::LnQkvHeads> heads(s);
+    CHECK(p.run(c).broken_guard() == "");
+    CHECK(heads.run(c).broken_guard() == "");
   }
 }
 

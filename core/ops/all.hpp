@@ -10,6 +10,7 @@
 #include "core/ops/layernorm_residual.hpp"
 #include "core/ops/linear.hpp"
 #include "core/ops/ln_qkv.hpp"
+#include "core/ops/ln_qkv_heads.hpp"
 #include "core/ops/residual_layernorm.hpp"
 #include "core/ops/rope.hpp"
 

@@ -1,0 +1,83 @@
+#pragma once
+#include "core/ops/layernorm.hpp"
+#include "core/ops/linear.hpp"
+
+namespace cf::ops {
+
+/// LayerNorm and the QKV product of grouped-query attention, stored by head; neither RoPE nor a cache.
+///   z = LayerNorm(x; norm)                                                (batch, q_len, hidden)
+///   q[b,h,s,d] = sum_k z[b,s,k] * W[h * head_dim + d, k] + bias           h < heads
+///   k[b,h,s,d] = the same with row (heads + h) * head_dim + d of W        h < kv_heads
+///   v[b,h,s,d] = the same with row (heads + kv_heads + h) * head_dim + d
+/// W is the query, key and value projections one below the other; z is not an output.
+/// Source: Ainslie et al. 2023 (arXiv:2305.13245); transformers' q_proj, k_proj and v_proj, as in LlamaAttention.
+/// Refuses what LayerNorm and Linear refuse, and heads that kv_heads do not divide.
+struct LnQkvHeads {
+  static constexpr std::string_view name = "ln_qkv_heads";
+  struct Dims {
+    std::int64_t batch, q_len, hidden, heads, kv_heads, head_dim;
+    WeightFormat weight{};
+    std::int64_t tokens() const { return batch * q_len; }
+    std::int64_t out() const { return (heads + 2 * kv_heads) * head_dim; }
+  };
+  struct Args {
+    using Op = LnQkvHeads;
+    ConstAnyView<3> x{};    // (batch, q_len, hidden)
+    NormParams norm{};      // gamma, beta: (hidden)
+    LinearParams linear{};  // weight ((heads + 2 * kv_heads) * head_dim, hidden), bias or empty
+    AnyView<4> q{};         // (batch, heads, q_len, head_dim)
+    AnyView<4> k{}, v{};    // (batch, kv_heads, q_len, head_dim)
+    double eps = 1e-5;
+  };
+
+  static Dims dims(const Args& a) {
+    return {
+        a.x.shape[0], a.x.shape[1], a.x.shape[2], a.q.shape[1], a.k.shape[1], a.q.shape[3], format_of(a.linear.weight)};
+  }
+  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
+    return {{w.batch, w.q_len, m.hidden_size, m.num_attention_heads, m.num_attention_heads, m.head_dim()},
+            {.eps = m.layer_norm_eps}};
+  }
+  template <class A, class F>
+  static void tensors(const Dims& d, A& a, F&& f) {
+    f(Role::input, "x", a.x, extents(d.batch, d.q_len, d.hidden));
+    LayerNorm::norm_tensors({d.tokens(), d.hidden}, a.norm, f);
+    Linear::linear_tensors(d.out(), d.hidden, a.linear, f);
+    f(Role::output, "q", a.q, extents(d.batch, d.heads, d.q_len, d.head_dim));
+    f(Role::output, "k", a.k, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
+    f(Role::output, "v", a.v, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
+  }
+  static Status check(const Args& a) {
+    const Dims d = dims(a);
+    CF_TRY(Linear::check_linear(name, d.out(), d.hidden, a.linear));
+    CF_TRY(check_tensors<LnQkvHeads>(a));
+    if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
+    if (d.kv_heads < 1 || d.heads % d.kv_heads)
+      return bad_argument(name, "heads must be a multiple of kv_heads " + std::to_string(d.kv_heads) + ", got " +
+                                    std::to_string(d.heads));
+    return {};
+  }
+  static Cost cost(const Dims& d, DType activation, DType weight) {
+    const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out());
+    return {d.weight.bytes(d.out(), d.hidden, weight) + (out + 2 * h) * double(size_bytes(weight)) +
+                t * (h + out) * double(size_bytes(activation)),
+            2 * t * out * h + 8 * t * h};
+  }
+  /// As for ln_qkv: `condition` is the sum over the parts of their conditions times sqrt(terms), and z may be stored.
+  static Budget budget(const Dims&, Precision p, Condition c = {}) {
+    const double store = unit_roundoff(p.output);
+    return reduction_budget(1, p, c) += {store, store};
+  }
+
+  /// The op up to the order of its outputs: calls f with the Args of LayerNorm and Linear in turn, z and w in the
+  /// tensors given, and stops at the first Status that is not ok.
+  template <class F>
+  static Status for_each_part(const Args& a, const AnyView<2>& z, const AnyView<2>& w, F&& f) {
+    const Dims d = dims(a);
+    const ConstAnyView<2> x = reshape<2>(a.x, {d.tokens(), d.hidden});
+    CF_TRY(f(LayerNorm::Args{.x = x, .norm = a.norm, .y = z, .eps = a.eps}));
+    return f(Linear::Args{.x = z, .linear = a.linear, .y = w});
+  }
+};
+
+}  // namespace cf::ops

@@ -1,0 +1,45 @@
+#include "cuda/ln_qkv.cuh"
+
+namespace cf::cuda {
+namespace {
+
+/// A block's normalised tokens, and where an element of the product goes: rows are heads of q, then of k, then of v.
+template <class T, int Warps>
+struct ByHead : NormalisedTokens<T, Warps> {
+  using Call = LnQkvCall<ops::LnQkvHeads::Args>;
+
+  const Call& c;
+
+  __device__ ByHead(const Call& call, char* smem) : NormalisedTokens<T, Warps>(call.norm, smem), c(call) {}
+
+  __device__ long row(int r) const { return r; }
+  __device__ int rows() const { return int(c.args.q.shape[1] + 2 * c.args.k.shape[1]) * int(c.args.q.shape[3]); }
+
+  /// Its bias, as it lies in memory.
+  __device__ std::uint32_t begin(int, int r) const {
+    const auto& bias = c.args.linear.bias;
+    return bias ? load_bits(bias.data, bias.dtype, r) : 0;
+  }
+
+  __device__ void finish(int t, int r, float sum, float, std::uint32_t bits) const {
+    const auto& a = c.args;
+    if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
+    const int head_dim = int(a.q.shape[3]), heads = int(a.q.shape[1]), kv_heads = int(a.k.shape[1]);
+    const int block = r / head_dim;
+    const bool is_q = block < heads, is_k = !is_q && block < heads + kv_heads;
+    const int head = is_q ? block : is_k ? block - heads : block - heads - kv_heads;
+    const long token = c.norm.first + t, q_len = a.x.shape[1], sequence = token / q_len;
+    void* const to = is_q ? a.q.data : is_k ? a.k.data : a.v.data;
+    const long of_head = (sequence * (is_q ? heads : kv_heads) + head) * q_len + token % q_len;
+    static_cast<T*>(to)[of_head * head_dim + r % head_dim] = from_float<T>(sum);
+  }
+};
+
+}  // namespace
+
+Status run(const ops::LnQkvHeads::Args& a, Context& context) {
+  CF_TRY(check_call(a, context));
+  return run_ln_qkv<ByHead>(a, {}, context);
+}
+
+}  // namespace cf::cuda
