@@ -50,27 +50,31 @@ template <class Op>
 bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
   INFO(Op::name << ": " << describe(s));
   std::array<cuda::Context, 2> all = contexts();
+  Problem<Op> untouched(s, sizes);
   {
     cuda::Context checking = all[0];
     checking.set_dry_run(true);
-    DeviceProblem<Op> asked(s, sizes);
+    DeviceProblem<Op> asked(untouched);
     if (const Status status = cuda::run(asked.args(), checking); status.code() == Code::unimplemented) {
       CHECK(status.message().find("cuda takes") != std::string::npos);
       return false;
     }
   }
-  Setup exact = s;
-  exact.activation = DType::f64;
-  Problem<Op> reference(exact, sizes), untouched(s, sizes);
+  Problem<Op> reference(untouched, DType::f64);
   REQUIRE(cpu_ref::run(reference.args()));
   const auto condition = cpu_ref::condition(reference.args());
   REQUIRE(condition);
   const Budget budget = Op::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
 
+  std::vector<std::byte> checked;
   for (cuda::Context& c : all) {
     INFO("planned for " << to_string(c.arch()));
-    DeviceProblem<Op> device(s, sizes), again(s, sizes);
+    DeviceProblem<Op> device(untouched), again(untouched);
     Problem<Op>& got = device.run(c);
+    const std::vector<std::byte> bytes = got.bytes();
+    CHECK(again.run(c).bytes() == bytes);
+    if (bytes == checked) continue;  // other plans, but the same bits
+    checked = bytes;
     for (std::size_t i = 0; i < got.blocks().size(); ++i) {
       auto& block = got.blocks()[i];
       if (block.role == Role::state) check_state(untouched, got, reference, i, budget);
@@ -81,7 +85,6 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
                       << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
       CHECK(result->within(budget));
     }
-    CHECK(again.run(c).bytes() == got.bytes());
   }
   return true;
 }

@@ -46,13 +46,9 @@ class DeviceProblem {
   explicit DeviceProblem(const Setup& s) : DeviceProblem(s, Op::example(s.model, s.load)) {}
   DeviceProblem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : host_(s, sizes), args_(host_.args()) {
-    for (auto& b : host_.blocks()) device_.emplace_back(b.memory);
-    std::size_t i = 0;
-    Op::tensors(host_.dims(), args_, [&](Role, std::string_view, auto& view, auto, bool = false) {
-      view.data = reinterpret_cast<decltype(view.data)>(device_[i++].data() + Problem<Op>::guard_bytes);
-    });
-    if constexpr (requires { args_.linear; }) repack();
+    bring();
   }
+  explicit DeviceProblem(const Problem<Op>& host) : host_(host), args_(host_.args()) { bring(); }
   DeviceProblem(const DeviceProblem&) = delete;
   DeviceProblem& operator=(const DeviceProblem&) = delete;
 
@@ -78,6 +74,14 @@ class DeviceProblem {
   }
 
  private:
+  void bring() {
+    for (auto& b : host_.blocks()) device_.emplace_back(b.memory);
+    std::size_t i = 0;
+    Op::tensors(host_.dims(), args_, [&](Role, std::string_view, auto& view, auto, bool = false) {
+      view.data = reinterpret_cast<decltype(view.data)>(device_[i++].data() + Problem<Op>::guard_bytes);
+    });
+    if constexpr (requires { args_.linear; }) repack();
+  }
   /// Puts tiles of device memory in place of a quantised weight, in the order of rows that the op's kernel asks for.
   void repack() {
     const auto* gptq = std::get_if<GptqWeight>(&host_.args().linear.weight);

@@ -45,6 +45,8 @@ inline std::int32_t kv_len_of(const Workload& w, std::int64_t sequence) {
 
 template <class Op>
 class Problem {
+  static constexpr std::byte guard{0xa5};
+
  public:
   explicit Problem(const Setup& s) : Problem(s, Op::example(s.model, s.load)) {}
   Problem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
@@ -55,7 +57,18 @@ class Problem {
       add(role, std::string(name), view, shape);
     });
   }
-  Problem(const Problem&) = delete;
+  Problem(const Problem& other) : Problem(other, other.setup_.activation) {}
+  /// The same numbers, with activations of another dtype.
+  Problem(const Problem& other, DType activation)
+      : setup_(other.setup_), dims_(other.dims_), args_(other.args_), blocks_(other.blocks_) {
+    setup_.activation = activation;
+    if constexpr (std::is_same_v<Op, ops::DecodeLayer>) args_.config = &setup_.model;
+    auto block = blocks_.begin();
+    Op::tensors(dims_, args_, [&](Role role, std::string_view, auto& view, auto, bool = false) {
+      if (role == Role::input || role == Role::output || role == Role::state) block->convert_to(activation);
+      bind(view, *block++);
+    });
+  }
   Problem& operator=(const Problem&) = delete;
 
   struct Block {
@@ -67,6 +80,15 @@ class Problem {
     void* data() { return memory.data() + guard_bytes; }
     std::size_t bytes() const { return memory.size() - 2 * guard_bytes; }
     bool written() const { return role == Role::output || role == Role::state; }
+    /// Memory for the elements, between its guards.
+    void allocate() { memory.assign(std::size_t(element_count(shape)) * size_bytes(dtype) + 2 * guard_bytes, guard); }
+    void convert_to(DType to) {
+      if (to == dtype) return;
+      Block from = std::move(*this);
+      *this = {from.role, from.name, to, from.shape, {}};
+      allocate();
+      convert(from.data(), from.dtype, data(), to, element_count(shape));
+    }
   };
   static constexpr std::size_t guard_bytes = 64;
 
@@ -83,6 +105,9 @@ class Problem {
   /// All bytes of all blocks, to compare two runs by.
   std::vector<std::byte> bytes() const {
     std::vector<std::byte> all;
+    std::size_t size = 0;
+    for (const Block& b : blocks_) size += b.memory.size();
+    all.reserve(size);
     for (const Block& b : blocks_) all.insert(all.end(), b.memory.begin(), b.memory.end());
     return all;
   }
@@ -101,8 +126,6 @@ class Problem {
   }
 
  private:
-  static constexpr std::byte guard{0xa5};
-
   /// Makes every Linear of the op a quantised one.
   void quantise() {
     const GptqSetup& q = setup_.gptq;
@@ -121,12 +144,16 @@ class Problem {
     if (role == Role::table) dtype = DType::f32;
     if (role == Role::index || role == Role::gptq) dtype = dtype_of_view<View>(DType::i32);
     Block b{role, std::move(name), dtype, Shape(shape.begin(), shape.end()), {}};
-    b.memory.assign(std::size_t(element_count(b.shape)) * size_bytes(dtype) + 2 * guard_bytes, guard);
+    b.allocate();
     fill(b);
     blocks_.push_back(std::move(b));
-    view.data = static_cast<decltype(view.data)>(blocks_.back().data());  // a moved vector keeps its memory
-    for (std::size_t i = 0; i < shape.size(); ++i) view.shape[i] = shape[i];
-    if constexpr (std::is_void_v<std::remove_const_t<typename View::element>>) view.dtype = dtype;
+    bind(view, blocks_.back());  // a moved vector keeps its memory
+  }
+  template <class View>
+  static void bind(View& view, Block& b) {
+    view.data = static_cast<decltype(view.data)>(b.data());
+    std::copy(b.shape.begin(), b.shape.end(), view.shape.begin());
+    if constexpr (std::is_void_v<std::remove_const_t<typename View::element>>) view.dtype = b.dtype;
   }
 
   void fill(Block& b) {
@@ -137,17 +164,23 @@ class Problem {
       return;
     }
     if (b.role == Role::gptq) return fill_gptq(b);
-    const bool cache = b.name == "k_cache" || b.name == "v_cache";
-    const bool sine = b.name == "sin";
-    for (std::int64_t i = 0; i < n; ++i) {
-      double v = value(b, i);
-      if (b.role == Role::table) v = sine ? std::sin(angle(b, i)) : std::cos(angle(b, i));
-      if (b.role == Role::output || (cache && beyond(b, i))) v = std::numeric_limits<double>::quiet_NaN();
-      dispatch_float(b.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        static_cast<T*>(b.data())[i] = narrow<T>(v);
-      });
-    }
+    const bool cache = b.name == "k_cache" || b.name == "v_cache", sine = b.name == "sin";
+    const Values like = values_of(b);
+    dispatch_float(b.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      T* const out = static_cast<T*>(b.data());
+      const T poison = narrow<T>(std::numeric_limits<double>::quiet_NaN());
+      if (b.role == Role::output) {
+        std::fill_n(out, n, poison);
+      } else if (b.role == Role::table) {
+        for (std::int64_t i = 0; i < n; ++i) out[i] = narrow<T>(sine ? std::sin(angle(b, i)) : std::cos(angle(b, i)));
+      } else {
+        for (std::int64_t i = 0; i < n; ++i) {
+          const T v = narrow<T>(value(like, i));
+          out[i] = cache && beyond(b, i) ? poison : v;
+        }
+      }
+    });
   }
 
   /// Random codes and zeros; scales that give weights as large as dense ones; with desc_act the groups in any order.
@@ -184,18 +217,21 @@ class Problem {
     }
     return std::int32_t(random_() % std::uint64_t(setup_.model.vocab_size));  // ids
   }
-  double value(const Block& b, std::int64_t i) {
-    double v = normal_(random_);
-    if (b.role == Role::weight) {
-      const bool gain = b.name.starts_with("gamma") || b.name.ends_with("layernorm.weight");
-      v = gain ? 1 + 0.1 * v : 0.05 * v;
-    } else if (setup_.fill == Fill::heavy_tailed && i % 97 == 5) {
-      v *= 1000;
-    } else if (setup_.fill == Fill::shifted) {
-      v += 100;
-    } else if (setup_.fill == Fill::peaked && (b.name == "q" || b.name == "k_cache")) {
-      v *= 30;
-    }
+  /// What a block's values are: mean + deviation * normal, every 97th `outlier` times that.
+  struct Values {
+    double mean, deviation, outlier;
+  };
+  Values values_of(const Block& b) const {
+    const bool gain = b.name.starts_with("gamma") || b.name.ends_with("layernorm.weight");
+    if (b.role == Role::weight) return gain ? Values{1, 0.1, 1} : Values{0, 0.05, 1};
+    if (setup_.fill == Fill::heavy_tailed) return {0, 1, 1000};
+    if (setup_.fill == Fill::shifted) return {100, 1, 1};
+    if (setup_.fill == Fill::peaked && (b.name == "q" || b.name == "k_cache")) return {0, 30, 1};
+    return {0, 1, 1};
+  }
+  double value(const Values& like, std::int64_t i) {
+    double v = like.mean + like.deviation * normal_(random_);
+    if (i % 97 == 5) v *= like.outlier;
     return setup_.values == DType::bf16 ? widen<double>(narrow<bf16>(v)) : widen<double>(narrow<f16>(v));
   }
 

@@ -18,51 +18,70 @@ Setup setup(DType activation, Fill fill = Fill::normal) {
   return s;
 }
 
-/// A float32 result lies within 1e-6 of the reference, relative to its largest element; a 16-bit one is some number within
-/// that, rounded once: the rounded reference or its neighbour, but where the reference is so near zero that its dtype
-/// tells float32's errors apart.
-void check_one_rounding(const std::string& name, const Tensor& got, const Tensor& reference) {
+/// How many of n results are not what they should be, and the first of them. A float32 result lies within 1e-6 of the
+/// reference, relative to its largest element; a 16-bit one is some number within that, rounded once: the rounded
+/// reference or its neighbour, but where the reference is so near zero that its dtype tells float32's errors apart.
+struct Outside {
+  std::int64_t count = 0, first = 0;
+};
+
+template <class T>
+Outside outside(const T* got, const double* reference, std::int64_t n) {
   double largest = 0;
-  for (std::int64_t i = 0; i < reference.size(); ++i) largest = std::max(largest, std::abs(reference.at(i)));
+  for (std::int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(reference[i]));
   const double bound = 1e-6 * largest;
-  std::int64_t outside = 0, first = 0;
-  dispatch_float(got.dtype(), [&](auto zero) {
-    using T = decltype(zero);
-    const auto rounded = [](double x) { return sizeof(T) == 2 ? widen<double>(narrow<T>(x)) : x; };
-    for (std::int64_t i = 0; i < got.size(); ++i) {
-      const double x = got.at(i), r = reference.at(i);
-      if (rounded(r - bound) <= x && x <= rounded(r + bound)) continue;
-      if (outside++ == 0) first = i;
-    }
-  });
-  INFO(name << ": " << outside << " elements, the first [" << first << "]: got " << got.at(first) << ", expected "
-            << reference.at(first) << ", the largest " << largest);
-  CHECK(outside == 0);
+  const auto rounded = [](double x) { return sizeof(T) == 2 ? widen<double>(narrow<T>(x)) : x; };
+  Outside o;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double x = widen<double>(got[i]), r = reference[i];
+    if (rounded(r - bound) <= x && x <= rounded(r + bound)) continue;
+    if (o.count++ == 0) o.first = i;
+  }
+  return o;
 }
 
-/// The op on the GPU against the oracle on the same numbers, output by output. residual_layernorm's y is held against the
-/// norm of the h that was stored, which is what it is the norm of.
+/// The op on the GPU against the oracle on the same numbers, output by output, a few rows at a time.
+/// residual_layernorm's y is held against the norm of the h that was stored, which is what it is the norm of.
 template <class Op>
 void check_rounding(const Setup& s, std::int64_t tokens, std::int64_t hidden) {
   INFO(Op::name << ", " << to_string(s.activation) << ", " << tokens << " tokens of " << hidden);
-  const std::pair<typename Op::Dims, typename Op::Args> sizes{{tokens, hidden}, {}};
+  const std::int64_t rows = std::min<std::int64_t>(tokens, 256), elements = rows * hidden;
+  REQUIRE(tokens % rows == 0);
+  cuda::Context c = context();
+  DeviceProblem<Op> device(s, {{tokens, hidden}, {}});
+  Problem<Op>& got = device.run(c);
   Setup exact = s;
   exact.activation = DType::f64;
-  Problem<Op> reference(exact, sizes);
-  REQUIRE(cpu_ref::run(reference.args()));
-  cuda::Context c = context();
-  DeviceProblem<Op> device(s, sizes);
-  Problem<Op>& got = device.run(c);
-  Tensor stored;
-  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
-    auto& block = got.blocks()[i];
-    if (block.role != Role::output) continue;
-    if (block.name == "h") stored = got.tensor(block).converted(DType::f64);
-    if constexpr (std::is_same_v<Op, ops::ResidualLayerNorm>)
-      if (block.name == "y")
-        REQUIRE(cpu_ref::run(ops::LayerNorm::Args{
-            .x = stored.view<2>(), .norm = reference.args().norm, .y = reference.args().y, .eps = 1e-5}));
-    check_one_rounding(block.name, got.tensor(block), reference.tensor(reference.blocks()[i]));
+  Problem<Op> reference(exact, {{rows, hidden}, {}});
+  auto& args = reference.args();
+  for (std::int64_t first = 0; first < tokens; first += rows) {
+    const auto for_each_block = [&](auto&& f) {
+      for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+        auto &from = got.blocks()[i], &to = reference.blocks()[i];
+        const std::int64_t offset =
+            from.role == Role::weight ? 0 : first * hidden * std::int64_t(size_bytes(from.dtype));
+        f(from, static_cast<const std::byte*>(from.data()) + offset, to);
+      }
+    };
+    for_each_block([&](auto& from, const void* here, auto& to) {
+      if (from.role != Role::output) convert(here, from.dtype, to.data(), to.dtype, element_count(to.shape));
+    });
+    REQUIRE(cpu_ref::run(args));
+    for_each_block([&](auto& from, const void* here, auto& to) {
+      if (from.role != Role::output) return;
+      const auto* expected = static_cast<const double*>(to.data());
+      Outside o;
+      dispatch_float(from.dtype,
+                     [&](auto zero) { o = outside(static_cast<const decltype(zero)*>(here), expected, elements); });
+      INFO(from.name << ": " << o.count << " elements, the first [" << first * hidden + o.first << "]: got "
+                     << load_element(here, from.dtype, o.first) << ", expected " << expected[o.first]);
+      CHECK(o.count == 0);
+      if constexpr (std::is_same_v<Op, ops::ResidualLayerNorm>)
+        if (from.name == "h") {
+          convert(here, from.dtype, to.data(), to.dtype, elements);
+          REQUIRE(cpu_ref::run(ops::LayerNorm::Args{.x = args.h, .norm = args.norm, .y = args.y, .eps = args.eps}));
+        }
+    });
   }
 }
 
