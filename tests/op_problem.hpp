@@ -46,6 +46,8 @@ inline std::int32_t kv_len_of(const Workload& w, std::int64_t sequence) {
 template <class Op>
 class Problem {
   static constexpr std::byte guard{0xa5};
+  // Longer blocks repeat their numbers: a prime number, so that no row begins where another does.
+  static constexpr std::int64_t kMostDrawn = 131071;
 
  public:
   explicit Problem(const Setup& s) : Problem(s, Op::example(s.model, s.load)) {}
@@ -175,10 +177,11 @@ class Problem {
       } else if (b.role == Role::table) {
         for (std::int64_t i = 0; i < n; ++i) out[i] = narrow<T>(sine ? std::sin(angle(b, i)) : std::cos(angle(b, i)));
       } else {
-        for (std::int64_t i = 0; i < n; ++i) {
-          const T v = narrow<T>(value(like, i));
-          out[i] = cache && beyond(b, i) ? poison : v;
-        }
+        const std::int64_t drawn = std::min(n, kMostDrawn);
+        for (std::int64_t i = 0; i < drawn; ++i) out[i] = narrow<T>(value(like, i));
+        for (std::int64_t i = drawn; i < n; ++i) out[i] = out[i - drawn];
+        for (std::int64_t i = 0; cache && i < n; ++i)
+          if (beyond(b, i)) out[i] = poison;
       }
     });
   }

@@ -43,11 +43,10 @@ Outside outside(const T* got, const double* reference, std::int64_t n) {
 /// The op on the GPU against the oracle on the same numbers, output by output, a few rows at a time.
 /// residual_layernorm's y is held against the norm of the h that was stored, which is what it is the norm of.
 template <class Op>
-void check_rounding(const Setup& s, std::int64_t tokens, std::int64_t hidden) {
+void check_rounding(const Setup& s, std::int64_t tokens, std::int64_t hidden, cuda::Context& c) {
   INFO(Op::name << ", " << to_string(s.activation) << ", " << tokens << " tokens of " << hidden);
   const std::int64_t rows = std::min<std::int64_t>(tokens, 256), elements = rows * hidden;
   REQUIRE(tokens % rows == 0);
-  cuda::Context c = context();
   DeviceProblem<Op> device(s, {{tokens, hidden}, {}});
   Problem<Op>& got = device.run(c);
   Setup exact = s;
@@ -94,14 +93,16 @@ void upload(const Tensor& t, ConstAnyView<2> to) {
 }  // namespace
 
 TEMPLATE_LIST_TEST_CASE("Norms on the GPU are one rounding away from the oracle", "[gpu][norms]", Norms) {
+  cuda::Context c = context();
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (std::int64_t hidden : {8, 264, 2560, 5120, 8192, 8200, 32768})
-      for (std::int64_t tokens : {1, 3, 20}) check_rounding<TestType>(setup(activation), tokens, hidden);
+      for (std::int64_t tokens : {1, 3, 20}) check_rounding<TestType>(setup(activation), tokens, hidden, c);
 }
 
 TEMPLATE_LIST_TEST_CASE("Norms on the GPU are one rounding away from the oracle for 4096 tokens", "[gpu][norms]",
                         Norms) {
-  for (DType activation : {DType::f16, DType::f32}) check_rounding<TestType>(setup(activation), 4096, 2560);
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::f32}) check_rounding<TestType>(setup(activation), 4096, 2560, c);
 }
 
 TEMPLATE_LIST_TEST_CASE("Norms on the GPU: any length and number of rows", "[gpu][norms]", Norms) {
