@@ -13,6 +13,7 @@ Prints a markdown table. Needs torch and transformers, and the programs built wi
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
@@ -34,7 +36,8 @@ import neox
 
 NAME = os.path.basename(__file__)
 STACK_PEERS = ("torch_ops", "torch_graph", "hf_eager", "hf_compile")
-OP_PEERS = ("linear", "attention", "layernorm_residual")
+NORM_PEERS = ("layernorm_residual", "residual_layernorm")
+OP_PEERS = ("linear", "attention", *NORM_PEERS)
 COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs")
 NORM_TOKENS = (1, 4096)
 
@@ -378,37 +381,67 @@ def sdpa(model, batch, kv_len):
     return lambda: [F.scaled_dot_product_attention(q, k, v) for k, v in caches], count
 
 
-def norm_and_add(model, tokens):
-    """A callable that runs layer_norm and an addition over many sets, and their number."""
+def norm_and_add(op, model, tokens):
+    """A callable that runs an op of NORM_PEERS as torch's layer_norm and additions over many sets, and their number."""
     import torch
     import torch.nn.functional as F
 
     shape, kind = (tokens, model.hidden_size), {"device": "cuda", "dtype": torch.float16}
-    count = sets_beyond_l2(3 * 2 * tokens * model.hidden_size)
-    sets = [(torch.randn(shape, **kind), torch.randn(shape, **kind)) for _ in range(count)]
     gamma, beta = (torch.randn(shape[1:], **kind) for _ in range(2))
-    return lambda: [F.layer_norm(x, shape[1:], gamma, beta) + residual for x, residual in sets], count
+    norm = lambda x: F.layer_norm(x, shape[1:], gamma, beta)
+
+    def layernorm_residual(x, residual):
+        return norm(x) + residual
+
+    def residual_layernorm(x, a, b):
+        h = x + a + b
+        return h, norm(h)
+
+    step, inputs, tensors = {
+        "layernorm_residual": (layernorm_residual, 2, 3),
+        "residual_layernorm": (residual_layernorm, 3, 5),
+    }[op]
+    count = sets_beyond_l2(tensors * 2 * tokens * model.hidden_size)
+    sets = [[torch.randn(shape, **kind) for _ in range(inputs)] for _ in range(count)]
+    return lambda: [step(*one) for one in sets], count
 
 
 class Bench:
-    """Collects rows; a peer that fails leaves its reason in its row."""
+    """Collects rows; a peer that fails leaves its reason in its row. The file is written anew after each of them, headed
+    by `about`, so that what was measured is there whatever ends the run."""
 
-    def __init__(self, args):
-        self.args, self.timer = args, Timer(args.runs, args.warmup)
+    def __init__(self, args, about):
+        self.args, self.about, self.timer = args, about, Timer(args.runs, args.warmup)
         self.results = {what: [] for what in ("stack", *OP_PEERS)}
         self.programs = []
+        self.end_s = time.monotonic() + args.time_limit_s
+
+    def seconds(self):
+        """How long the next measurement may take; raises TimeoutError when the run's time is over."""
+        left = int(self.end_s - time.monotonic())
+        if left < 1:
+            raise TimeoutError(f"not begun: the run's {self.args.time_limit_s} s are over")
+        return min(left, self.args.peer_timeout_s)
+
+    def write(self):
+        if not self.args.json:
+            return
+        commit = self.programs[0]["commit"] if self.programs else "unknown"
+        found = {"results": self.results, "ratios": ratios(self.results), "programs": self.programs}
+        golden_file.write_text(self.args.json, json.dumps(self.about | {"commit": commit} | found, indent=1) + "\n")
 
     def measure(self, what, shape, system, measured):
         """Adds a row: `measured` returns its fields."""
         row = dict(zip(("preset", "batch", "kv_len"), shape)) | {"system": system}
         console.progress(f"{what}: {system}, {shape[0]}, batch {shape[1]}, kv_len {shape[2]}")
         try:
-            with time_limit(self.args.peer_timeout_s):
+            with time_limit(self.seconds()):
                 row |= measured()
         except Exception as error:  # whatever a peer fails of, the others are to be measured
             row["error"] = one_line(error)
         self.results[what].append(row)
         self.free()
+        self.write()
 
     def free(self):
         import torch
@@ -422,7 +455,7 @@ class Bench:
         """Adds the rows of a program of this repository, or the reason why there are none."""
         console.progress(shlex.join(command))
         try:
-            report = run_program(command, self.args.peer_timeout_s)
+            report = run_program(command, self.seconds())
             self.results[what] += rows(report, preset)
             self.programs.append(report)
         except Exception as error:
@@ -430,6 +463,7 @@ class Bench:
             row = {"preset": preset, "batch": 0, "kv_len": 0, "system": system, "error": one_line(error)}
             self.results[what].append(row)
         console.progress("")
+        self.write()
 
     def run_programs(self, preset):
         args = self.args
@@ -443,8 +477,7 @@ class Bench:
         shapes = {
             "linear": ["--batch", batches, "--layers", layers],
             "attention": ["--batch", batches, "--kv-len", kv_lens],
-            "layernorm_residual": ["--tokens", ",".join(map(str, NORM_TOKENS))],
-        }
+        } | {op: ["--tokens", ",".join(map(str, NORM_TOKENS))] for op in NORM_PEERS}
         for op in OP_PEERS:
             if op in args.peers:
                 self.program(op, preset, [args.cf_op, op, "--preset", preset, *shapes[op], *counts], op_rows)
@@ -455,20 +488,20 @@ class Bench:
             return
         hf = build_model(preset)
         layers = len(hf.layers)
-        for batch in self.args.batch:
-            if "linear" in self.args.peers:
+        if "linear" in self.args.peers:
+            for batch in self.args.batch:
                 series = lambda: self.timer.graph(four_products(hf, batch))
                 self.measure("linear", (preset, batch, 1), "cuBLAS in a graph", lambda: spread(series(), layers))
-            for kv_len in self.args.kv_len:
+        # The peer that compiles for minutes comes last.
+        for peer, batch, kv_len in itertools.product(peers, self.args.batch, self.args.kv_len):
+
+            def measured():
                 step = Step(hf, batch, kv_len)
-                for peer in peers:
+                check_same(hf, step)
+                series, said = time_stack(peer, hf, step, self.timer, self.args.compile_modes)
+                return spread(series, layers) | said
 
-                    def measured():
-                        check_same(hf, step)
-                        series, said = time_stack(peer, hf, step, self.timer, self.args.compile_modes)
-                        return spread(series, layers) | said
-
-                    self.measure("stack", (preset, batch, kv_len), peer, measured)
+            self.measure("stack", (preset, batch, kv_len), peer, measured)
 
     def run_ops(self, preset):
         model = neox.PRESETS[preset]
@@ -482,10 +515,10 @@ class Bench:
                 for kv_len in self.args.kv_len:
                     measured = lambda: over_sets(sdpa(model, batch, kv_len))
                     self.measure("attention", (preset, batch, kv_len), "torch sdpa in a graph", measured)
-        if "layernorm_residual" in self.args.peers:
-            for tokens in NORM_TOKENS:
-                measured = lambda: over_sets(norm_and_add(model, tokens))
-                self.measure("layernorm_residual", (preset, tokens, 1), "torch layer_norm + add in a graph", measured)
+        for op in NORM_PEERS:
+            for tokens in NORM_TOKENS if op in self.args.peers else ():
+                measured = lambda: over_sets(norm_and_add(op, model, tokens))
+                self.measure(op, (preset, tokens, 1), "torch layer_norm + add in a graph", measured)
 
 
 def parse_arguments(argv):
@@ -516,7 +549,11 @@ def parse_arguments(argv):
         "--peer-timeout-s", type=count, default=600, metavar="N",
         help="seconds that one measurement may take (default 600)",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--time-limit-s", type=count, default=7200, metavar="N",
+        help="seconds after which nothing more is measured; what is left out says so (default 7200)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write everything there, anew after each measurement")
     args = parser.parse_args(argv)
     for option, known in (
         ("preset", tuple(neox.PRESETS)),
@@ -556,12 +593,6 @@ def main(argv):
         print(f"{NAME}: {error}; torch and transformers are needed", file=sys.stderr)
         return 2
 
-    bench = Bench(args)
-    for preset in args.preset:
-        bench.run_programs(preset)
-        bench.run_ops(preset)
-        bench.run_stacks(preset)
-        bench.free()
     about = {
         "what": "decode on one GPU, times a layer, weights cold: this library beside others in one run",
         "command": shlex.join([NAME, *argv]),
@@ -570,13 +601,14 @@ def main(argv):
         "dtype": "float16",
         "runs": args.runs,
         "warmup": args.warmup,
-        "results": bench.results,
-        "ratios": ratios(bench.results),
-        "programs": bench.programs,
     }
+    bench = Bench(args, about)
+    for preset in args.preset:
+        bench.run_programs(preset)
+        bench.run_ops(preset)
+        bench.run_stacks(preset)
+        bench.free()
     print_table(bench.results)
-    if args.json:
-        golden_file.write_text(args.json, json.dumps(about, indent=1) + "\n")
     return 0
 
 

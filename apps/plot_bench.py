@@ -4,6 +4,7 @@ and each site's share of that limit. Reads what bench_peers.py or cf-layer --bac
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Needs matplotlib.
+With --tables it prints what bench_peers.py recorded as Markdown tables instead, and needs nothing.
 """
 
 import argparse
@@ -17,18 +18,23 @@ sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
 import bench_peers
 import dump_hf
 import golden_file
+import neox
 from neox import Refusal
 
 NAME = os.path.basename(__file__)
 
 
-def read_report(path):
-    """The rows of stacks, cf-layer's reports and the GPU's name of a recorded file."""
+def read_json(path):
     try:
         with open(path, encoding="utf-8") as file:
-            report = json.load(file)
+            return json.load(file)
     except (OSError, ValueError) as error:
         raise Refusal(f"{path}: {getattr(error, 'strerror', None) or 'expected JSON'}") from None
+
+
+def read_report(path):
+    """The rows of stacks, cf-layer's reports and the GPU's name of a recorded file."""
+    report = read_json(path)
     programs = report.get("programs", [report]) if isinstance(report, dict) else []
     layers = [p for p in programs if p.get("program") == "cf-layer" and "gpu" in p]
     if not layers:
@@ -100,11 +106,59 @@ def draw_sites(plt, found, gpu, path):
     save(figure, path)
 
 
+def of_floor(row):
+    """The floor of one of our rows in percent of its time: bytes at the rate that limits them."""
+    floor_us = row["floor_us"] if "floor_us" in row else row["bytes"] / row["read_best_gb_per_s"] * 1e-3
+    return 100 * floor_us / row["median_us"]
+
+
+def cell(row, what, ratio):
+    """A row's time, of a stack all layers' in milliseconds, and its share of the floor or how many times ours it is."""
+    if row is None:
+        return ""
+    if "median_us" not in row:
+        return "-"
+    layers = neox.PRESETS[row["preset"]].num_hidden_layers
+    time = f"{row['median_us'] * layers * 1e-3:.3f}" if what == "stack" else f"{row['median_us']:.2f}"
+    if row["system"].startswith("cf-"):
+        return f"{time} ({of_floor(row):.0f} %)"
+    return time + (f" ({ratio:.2f}x)" if ratio else "")
+
+
+def tables(path):
+    """The lines of a table for each thing that a file of bench_peers.py has times of."""
+    report = read_json(path)
+    if not (isinstance(report, dict) and "results" in report):
+        raise Refusal(f"{path}: expected a file of bench_peers.py")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [f"{report['gpu']}, {versions}, commit {report['commit']}: `{report['command']}`"]
+    for what, rows in report["results"].items():
+        rows = [row for row in rows if row["batch"]]
+        if not rows:
+            continue
+        systems = list(dict.fromkeys(row["system"] for row in rows))
+        ratio = {(*bench_peers.work(r), r["peer"]): r["ratio"] for r in report["ratios"][what]}
+        by_work = {}
+        for row in rows:
+            by_work.setdefault(bench_peers.work(row), {})[row["system"]] = row
+        unit, count = "ms" if what == "stack" else "us", "tokens" if what in bench_peers.NORM_PEERS else "batch"
+        lines += ["", f"| {what} [{unit}] | {count} | kv_len | " + " | ".join(systems) + " |"]
+        lines.append("|---|---:|---:|" + "---:|" * len(systems))
+        for key, found in sorted(by_work.items()):
+            cells = [cell(found.get(system), what, ratio.get((*key, system))) for system in systems]
+            lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
+    return lines
+
+
 def main(argv):
     parser = dump_hf.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", action="store_true", help="print Markdown tables; draw nothing")
     parser.add_argument("json", nargs="+", metavar="FILE", help="what bench_peers.py or cf-layer wrote")
     try:
         args = parser.parse_args(argv)
+        if args.tables:
+            print("\n\n".join("\n".join(tables(path)) for path in args.json))
+            return 0
         reports = [read_report(path) for path in args.json]
         import matplotlib
     except Refusal as refusal:

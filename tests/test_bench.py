@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Tests of the GPU benchmarks' scripts, as far as neither a GPU nor torch is needed."""
 
+import argparse
 import contextlib
 import importlib.util
 import io
 import json
 import os
 import stat
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -102,6 +104,25 @@ class Rows(Files):
                 while True:
                     pass
 
+    def test_what_was_measured_is_kept_and_what_comes_too_late_is_not_begun(self):
+        path = os.path.join(self.directory, "r.json")
+        arguments = argparse.Namespace(runs=1, warmup=0, time_limit_s=60, peer_timeout_s=30, json=path)
+        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"commit\": \"abc\"}' >\"$2\"\n"
+        program = self.write("cf-op", script, True)
+        bench = bench_peers.Bench(arguments, {"gpu": "a GPU"})
+        rows = lambda report, preset: [peer("cf-op", 128, median_us=10.0)]
+        bench.program("attention", "pythia-2.8b", [program], rows)
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)
+        self.assertEqual((kept["gpu"], kept["commit"]), ("a GPU", "abc"))
+        self.assertEqual(kept["results"]["attention"], rows(None, None))
+        bench.end_s -= 60
+        bench.program("attention", "pythia-2.8b", [program], rows)
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)["results"]["attention"]
+        self.assertEqual(kept[0], rows(None, None)[0])
+        self.assertEqual(kept[1]["error"], "TimeoutError: not begun: the run's 60 s are over")
+
     def test_an_error_is_one_line(self):
         self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
         self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
@@ -125,12 +146,43 @@ class Refusals(Files):
         self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
         self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
 
+    def test_bench_gpu(self):
+        done = subprocess.run([os.path.join(APPS, os.pardir, "scripts", "bench_gpu")], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertEqual(done.stderr, "usage: scripts/bench_gpu OUT_DIR [BUILD_DIR]\n")
+
     def test_plot_bench(self):
         self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
         self.check(plot_bench, "expected JSON", self.write("a.json", "{"))
         cpu = json.dumps(LAYER | {"gpu": None} | {"program": "cf-op"})
         for text in ("[]", "{}", cpu):
             self.check(plot_bench, "expected a file of bench_peers.py or of cf-layer", self.write("a.json", text))
+        layer = self.write("layer.json", json.dumps(LAYER))
+        self.check(plot_bench, "layer.json: expected a file of bench_peers.py", "--tables", layer)
+
+
+class Tables(Files):
+    def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
+        stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
+        linear = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("cuBLAS in a graph", 1, median_us=52.0)]
+        results = {"stack": stack, "linear": linear, "attention": []}
+        report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py"}
+        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.splitlines(), [
+            "a GPU, torch 2, commit abc: `bench_peers.py`",
+            "",
+            "| stack [ms] | batch | kv_len | cf-layer graph | torch_graph | hf_compile |",
+            "|---|---:|---:|---:|---:|---:|",
+            "| pythia-2.8b | 1 | 128 | 1.600 (79 %) | 3.520 (2.20x) | - |",
+            "| pythia-2.8b | 1 | 2048 | 1.920 (66 %) |  |  |",
+            "",
+            "| linear [us] | batch | kv_len | cf-op | cuBLAS in a graph |",
+            "|---|---:|---:|---:|---:|",
+            "| pythia-2.8b | 1 | 1 | 40.00 (85 %) | 52.00 (1.30x) |",
+        ])  # fmt: skip
 
 
 class Pictures(Files):
