@@ -16,7 +16,8 @@ inline cuda::Context context(cudaStream_t stream = nullptr) {
 
 /// Contexts on this device: with its own plans, and with those of an RTX 5090.
 inline std::array<cuda::Context, 2> contexts(cudaStream_t stream = nullptr) {
-  std::array<cuda::Context, 2> all{context(stream), context(stream)};
+  const cuda::Context own = context(stream);
+  std::array<cuda::Context, 2> all{own, own};
   all[1].set_plan_arch(cuda::kRtx5090);
   return all;
 }
@@ -51,11 +52,11 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
   INFO(Op::name << ": " << describe(s));
   std::array<cuda::Context, 2> all = contexts();
   Problem<Op> untouched(s, sizes);
+  DeviceProblem<Op> device(untouched), again(untouched);
   {
     cuda::Context checking = all[0];
     checking.set_dry_run(true);
-    DeviceProblem<Op> asked(untouched);
-    if (const Status status = cuda::run(asked.args(), checking); status.code() == Code::unimplemented) {
+    if (const Status status = cuda::run(device.args(), checking); status.code() == Code::unimplemented) {
       CHECK(status.message().find("cuda takes") != std::string::npos);
       return false;
     }
@@ -69,7 +70,7 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
   std::vector<std::byte> checked;
   for (cuda::Context& c : all) {
     INFO("planned for " << to_string(c.arch()));
-    DeviceProblem<Op> device(untouched), again(untouched);
+    for (DeviceProblem<Op>* p : {&device, &again}) p->restore(untouched);
     Problem<Op>& got = device.run(c);
     const std::vector<std::byte> bytes = got.bytes();
     CHECK(again.run(c).bytes() == bytes);

@@ -33,6 +33,9 @@ class DeviceBytes {
 
   std::byte* data() const { return data_; }
   std::size_t size() const { return bytes_; }
+  void bring(std::span<const std::byte> from) {
+    require_cuda(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyDefault));
+  }
   void fetch(void* to) const { require_cuda(cudaMemcpy(to, data_, bytes_, cudaMemcpyDefault)); }
 
  private:
@@ -58,6 +61,11 @@ class DeviceProblem {
   /// The device memory behind each of blocks(), guards included.
   const std::vector<DeviceBytes>& memory() const { return device_; }
 
+  /// Puts a host's blocks in place of what a run left.
+  void restore(Problem<Op>& host) {
+    for (std::size_t i = 0; i < device_.size(); ++i) device_[i].bring(host.blocks()[i].memory);
+    require_cuda(cudaDeviceSynchronize());
+  }
   /// Runs the op to its end and brings every block back; the guards must be whole.
   Problem<Op>& run(cuda::Context& context) {
     const Status s = cuda::run(args_, context);
