@@ -33,6 +33,10 @@ class Context {
   /// Whether a kernel's blocks go before those of kernels that wait for the same SMs (the greatest stream priority).
   bool urgent() const { return urgent_; }
   void set_urgent(bool on) { urgent_ = on; }
+  /// Whether kernels run side by side: each then asks for the same division of an SM's memory into L1 and shared, since
+  /// an SM that divides it otherwise has to empty before a kernel's first block can join others there.
+  bool side_by_side() const { return side_by_side_; }
+  void set_side_by_side(bool on) { side_by_side_ = on; }
 
  private:
   int device_ = 0;
@@ -41,6 +45,7 @@ class Context {
   bool overlap_ = false;
   bool dry_run_ = false;
   bool urgent_ = false;
+  bool side_by_side_ = false;
 };
 
 /// Every op, checked before anything is launched: null, misaligned or host pointers, shapes and dtypes that do not

@@ -16,6 +16,9 @@ class DataflowCapture {
 
   const Arch& arch() const { return context_.arch(); }
 
+  /// Whether the ops that follow run side by side, as in a context that says so.
+  void set_side_by_side(bool on) { context_.set_side_by_side(on); }
+
   /// `early` lets the op's kernel start before those that it waits for are done, as in an overlapping context; `urgent`
   /// is the context's, too.
   template <class Args>

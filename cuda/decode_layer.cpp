@@ -70,6 +70,7 @@ Status run(const ops::DecodeLayer::Args& a, Context& context) {
 
 Status capture_layer(const ModelConfig& m, const LayerWeights& w, const LayerTensors& t, DataflowCapture& graph) {
   const bool few = takes_ln_qkv(graph.arch(), m, w, t);
+  graph.set_side_by_side(few);
   const auto add = [&](const Site& site, const auto& args) {
     return graph.run(args, few && is_urgent(site), starts_early(site));
   };
