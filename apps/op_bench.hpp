@@ -29,7 +29,9 @@ struct OpTiming {
 std::vector<std::string_view> op_names();
 
 /// Times an op at the model's shapes: its own example, or for "linear" the layer's four products, each alone, and then
-/// one after the other as the site "layer". A set of procedural tensors a layer; the graph goes through all of them.
+/// together as the site "layer", in a graph with the edges of a layer's graph: each starts early and waits for the
+/// products alone that come before it in the layer. A set of procedural tensors a layer; the graph goes through all of
+/// them.
 Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, std::string_view op, const ModelConfig& model,
                                       const Workload& load, const OpBenchOptions& options);
 

@@ -1,5 +1,6 @@
 #pragma once
-// Graphs whose edges are the data's. Private to cuda.
+// Graphs whose edges are the data's. Private to cuda and the programs' benchmarks.
+#include <span>
 #include <vector>
 
 #include "cuda/check.hpp"
@@ -29,9 +30,15 @@ class DataflowCapture {
       if (role == Role::input) reads.push_back(view.data);
       if (role == Role::output || role == Role::state) writes.push_back(view.data);
     });
+    return run(reads, writes, urgent, early, [&](Context& context) { return cuda::run(args, context); });
+  }
+  /// The same for what `launch` puts onto its context's stream, which reads and writes what is named by address.
+  template <class Launch>
+  Status run(std::span<const void* const> reads, std::span<const void* const> writes, bool urgent, bool early,
+             Launch&& launch) {
     CF_TRY(begin(flow_.add(reads, writes), early));
     context_.set_urgent(urgent);
-    CF_TRY(cuda::run(args, context_));
+    CF_TRY(launch(context_));
     return end();
   }
 
