@@ -63,7 +63,7 @@ class Bench {
   /// Loads `first` and the layers after it, the model's first following its last. Procedural ones are made side by
   /// side.
   Status load(std::int64_t first) {
-    const std::size_t window = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 8);
+    const std::size_t window = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 16);
     std::deque<std::future<Result<golden::GoldenWeights>>> ahead;
     Progress progress("loading layers", stack_.layers());
     for (std::int64_t next = 0, slot = 0; slot < stack_.layers(); ++slot) {
