@@ -1,5 +1,6 @@
 #include "cuda/decode_layer.hpp"
 
+#include "cuda/attention.hpp"
 #include "cuda/check.hpp"
 #include "cuda/layernorm.hpp"
 #include "cuda/ln_qkv.hpp"
@@ -47,6 +48,12 @@ ops::LnQkv::Args ln_qkv_args(const ModelConfig& m, const LayerWeights& w, const 
 /// where the other branch can use them: beside attention and attention.dense runs the MLP's first product.
 bool starts_early(const Site& s) { return s.name != site::context.name && s.name != site::dense.name; }
 
+/// Whether attention's blocks come in clusters, which find their SMs sooner where all kernels divide an SM's L1 alike.
+/// Where each comes alone, as with four tokens of 32 heads, it is slower with the shared memory that this leaves.
+bool attends_in_clusters(const Arch& arch, const LayerTensors& t) {
+  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
+}
+
 /// Whether a site is of the longer branch, which goes through the attention, or ends it. The MLP's first product fills
 /// what that leaves of the SMs. With many tokens it is as long.
 bool is_urgent(const Site& s) { return s.name != site::dense_h_to_4h.name; }
@@ -70,7 +77,7 @@ Status run(const ops::DecodeLayer::Args& a, Context& context) {
 
 Status capture_layer(const ModelConfig& m, const LayerWeights& w, const LayerTensors& t, DataflowCapture& graph) {
   const bool few = takes_ln_qkv(graph.arch(), m, w, t);
-  graph.set_side_by_side(few);
+  graph.set_side_by_side(few && attends_in_clusters(graph.arch(), t));
   const auto add = [&](const Site& site, const auto& args) {
     return graph.run(args, few && is_urgent(site), starts_early(site));
   };
