@@ -407,8 +407,8 @@ def norm_and_add(op, model, tokens):
 
 
 class Bench:
-    """Collects rows; a peer that fails leaves its reason in its row. The file is written anew after each of them, headed
-    by `about`, so that what was measured is there whatever ends the run."""
+    """Collects rows; a peer that fails leaves its reason in its row. The file, headed by `about`, is written anew after
+    each of them, so that what was measured is there whatever ends the run."""
 
     def __init__(self, args, about):
         self.args, self.about, self.timer = args, about, Timer(args.runs, args.warmup)
