@@ -1,0 +1,280 @@
+#include "cuda/decode_stack.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "cuda/check.hpp"
+#include "cuda/fused/call.hpp"
+#include "cuda/fused/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Columns of hidden at most, of which a thread of the norms holds twice eight.
+constexpr std::int64_t kMaxDecodeHidden = 2 * 8 * kProductThreads;
+/// Stages of the ring: two more than may be in flight, and those are two at least.
+constexpr int kMinStages = 4, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
+constexpr int kCacheKeys = 16, kBytesInFlight = 40 << 10;
+
+/// Log2 of the rows of a tile: those that make a stage, or one where a row is more than that.
+int tile_shift(const DecodeStackPlan& p) { return p.hidden_slices == 1 ? 2 : p.hidden_slices == 2 ? 1 : 0; }
+
+constexpr std::string_view kName = "decode_stack";
+
+/// The sites that blocks wait for, by Dependency.
+constexpr Site kAwaited[kDependencies] = {site::query_key_value, site::context, site::dense, site::dense_h_to_4h,
+                                          site::dense_4h_to_h};
+
+Status refuse(std::string what) { return Status::error(Code::unimplemented, "decode_stack: cuda takes " + what); }
+
+DecodeDims decode_dims(const ModelConfig& m, std::int64_t batch, std::int64_t capacity, std::int64_t table_rows) {
+  return {.hidden = int(m.hidden_size),
+          .heads = int(m.num_attention_heads),
+          .head_dim = int(m.head_dim()),
+          .half_rotary = int(m.rotary_dim / 2),
+          .intermediate = int(m.intermediate_size),
+          .batch = int(batch),
+          .capacity = int(capacity),
+          .table_rows = int(table_rows)};
+}
+
+}  // namespace
+
+Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch) {
+  if (Status s = m.validate(); !s) return s;
+  if (m.dtype != DType::f16 && m.dtype != DType::bf16)
+    return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
+  if (batch < 1 || batch > kMaxDecodeBatch)
+    return refuse("1 to " + std::to_string(kMaxDecodeBatch) + " sequences, got " + std::to_string(batch));
+  for (const auto& [name, size] : {std::pair<const char*, std::int64_t>{"hidden", m.hidden_size},
+                                   {"head_dim", m.head_dim()},
+                                   {"intermediate", m.intermediate_size}})
+    if (size % 8) return refuse(std::string(name) + " a multiple of 8, got " + std::to_string(size));
+  if (m.head_dim() > 256) return refuse("head_dim up to 256, got " + std::to_string(m.head_dim()));
+  if (m.hidden_size > kMaxDecodeHidden)
+    return refuse("hidden up to " + std::to_string(kMaxDecodeHidden) + ", got " + std::to_string(m.hidden_size));
+
+  const int hidden = int(m.hidden_size), intermediate = int(m.intermediate_size);
+  const DecodeDims d = decode_dims(m, batch, 1, 1);
+  DecodeStackPlan p{};
+  p.grid = arch.sm_count;
+  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1, 32));
+  p.cache_stages = 2;
+  p.cache_prefetch = 4;
+  // As many slices as leave none with more columns than `most`; 0 where there is no such number.
+  const auto slices = [](int columns, int most, int least, int limit) {
+    int n = least;
+    while (n <= limit && (columns > n * most || columns % (8 * n))) n *= 2;
+    return n <= limit ? n : 0;
+  };
+  // Whether a ring fits beside `resident` slices of mlp.act.
+  const auto fits = [&](int resident) {
+    p.act_resident = resident;
+    p.stages = 0;
+    p.stages = std::min((arch.smem_per_block_bytes - decode_layout(d, p).bytes - kMaxBarrierBytes) / p.stage_bytes,
+                        kMaxStages);
+    return p.stages >= kMinStages;
+  };
+  const auto lay_out = [&](int most_columns, bool narrow, int cache_keys) {
+    const int limit = narrow ? kProductWarps : 64;
+    p.narrow_columns = narrow ? most_columns : 0;
+    p.cache_keys = cache_keys;
+    p.hidden_slices = slices(hidden, most_columns, 1, limit);
+    p.act_slices = p.hidden_slices ? slices(intermediate, most_columns, p.hidden_slices, limit) : 0;
+    if (p.act_slices == 0) return false;
+    p.stage_bytes =
+        (kStageSlices * std::max(hidden / p.hidden_slices, intermediate / p.act_slices) * 2 + 127) / 128 * 128;
+    const LayerDeals deals(hidden, intermediate, tile_shift(p), p.grid);
+    const auto rows = [&](const Share& s) { return (s.each + 1) << deals.tile_shift; };
+    p.sums =
+        std::max({rows(deals.qkv) * p.hidden_slices, rows(deals.up) * p.hidden_slices, rows(deals.out) * p.act_slices});
+    if (narrow)
+      return hidden == p.hidden_slices * most_columns && intermediate == p.act_slices * most_columns &&
+             fits(p.act_slices);
+    for (int resident = p.act_slices; resident > 0; --resident)
+      if (fits(resident)) return true;
+    return false;
+  };
+  // Activations in registers where there are few, then fewer keys at once, then smaller slices.
+  const int many_keys = m.head_dim() <= 128 ? kCacheKeys * kHelperWarps : kCacheKeys;
+  bool found = false;
+  const auto look = [&](int most_columns, bool narrow) {
+    for (int keys : {many_keys, kCacheKeys}) found = found || lay_out(most_columns, narrow, keys);
+  };
+  if (batch <= 2)
+    for (int columns : kNarrowColumns) look(columns, true);
+  for (int most = kMaxSliceColumns; most >= 256; most /= 2) look(most, false);
+  if (!found)
+    return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
+                  std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
+                  " with " + std::to_string(batch) + " sequences");
+  // 40 KB in flight an SM: more only adds to what a wait for another block takes. Of Pythia-2.8B at kv_len 128 an H200 takes
+  // 46.6 us a layer with 40 KB, 47.8 with 60 and 49.2 with 80.
+  p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
+  p.smem_bytes = decode_layout(d, p).bytes;
+  return p;
+}
+
+std::string to_string(const DecodeStackPlan& p) {
+  const auto n = [](int i) { return std::to_string(i); };
+  return n(p.grid) + " blocks, rows in " + n(p.hidden_slices) + " and " + n(p.act_slices) + " slices, ring of " +
+         n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) +
+         " in flight, activations in " +
+         (p.narrow_columns ? "registers" : "shared memory, " + n(p.act_resident) + " slices at once") + ", " +
+         n(p.attention_splits) + " splits of a head's keys, ring of " + n(p.cache_stages) + " stages of " +
+         n(p.cache_keys) + " keys, " + n(p.smem_bytes) + " B of shared memory";
+}
+
+struct DecodeStack::State {
+  struct Unpin {
+    void operator()(unsigned* p) const { (void)cudaFreeHost(p); }
+  };
+  State(const DecodeCall& c, const LayerTensors& t, DType d) : call(c), tensors(t), dtype(d) {}
+
+  DecodeCall call;
+  LayerTensors tensors;  // for their taps
+  DType dtype;
+  DeviceMemory scratch;
+  std::unique_ptr<unsigned, Unpin> report;
+};
+
+DecodeStack::DecodeStack(std::unique_ptr<State> state) : state_(std::move(state)) {}
+DecodeStack::DecodeStack(DecodeStack&&) noexcept = default;
+DecodeStack& DecodeStack::operator=(DecodeStack&&) noexcept = default;
+DecodeStack::~DecodeStack() = default;
+
+Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
+                                        const Layers& where) {
+  const LayerTensors& t = where.tensors;
+  const std::int64_t batch = t.kv_len.shape[0];
+  if (t.positions.shape[0] != batch)
+    return refuse("one new token a sequence, got " + std::to_string(t.positions.shape[0]) + " for " +
+                  std::to_string(batch));
+  if (Status s = check_weight_dtype(kName, t.output.dtype, config.dtype); !s) return s;
+  const Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch);
+  if (!plan) return plan.status();
+
+  const DecodeDims dims = decode_dims(config, batch, t.k_cache.shape[2], t.cos.shape[0]);
+  const auto bytes = [](const void* p) { return static_cast<const char*>(p); };
+  const auto weight = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight.data); };
+  const auto bias = [&](const LinearParams& l) { return bytes(l.bias.data); };
+  const LayerWeights& w = where.first;
+  auto state = std::make_unique<State>(
+      DecodeCall{
+          .plan = *plan,
+          .layout = decode_layout(dims, *plan),
+          .dims = dims,
+          .deals = LayerDeals(dims.hidden, dims.intermediate, tile_shift(*plan), plan->grid),
+          .scale = float(config.attention_scale()),
+          .eps = float(config.layer_norm_eps),
+          .parallel_residual = config.use_parallel_residual,
+          .gelu_tanh = config.hidden_act == Activation::gelu_tanh,
+          .first_layer = {.gamma = {bytes(w.input_layernorm.gamma.data), bytes(w.post_attention_layernorm.gamma.data)},
+                          .beta = {bytes(w.input_layernorm.beta.data), bytes(w.post_attention_layernorm.beta.data)},
+                          .weight = {weight(w.query_key_value), weight(w.dense_h_to_4h), weight(w.dense),
+                                     weight(w.dense_4h_to_h)},
+                          .bias = {bias(w.query_key_value), bias(w.dense_h_to_4h), bias(w.dense),
+                                   bias(w.dense_4h_to_h)},
+                          .k_cache = static_cast<char*>(t.k_cache.data),
+                          .v_cache = static_cast<char*>(t.v_cache.data)},
+          .layer_stride = where.stride_bytes,
+          .layers = int(layers),
+          .first = 0,
+          .last = 0,
+          .input = nullptr,
+          .output = nullptr,
+          .hidden = {},
+          .attn_residual = nullptr,
+          .qkv = t.qkv.data,
+          .context = t.context.data,
+          .act = t.mlp_act.data,
+          .splits = nullptr,
+          .arrivals = nullptr,
+          .done = nullptr,
+          .flags = nullptr,
+          .report = nullptr,
+          .positions = t.positions.data,
+          .kv_len = t.kv_len.data,
+          .cos = t.cos.data,
+          .sin = t.sin.data,
+          .wait_limit_ns = DecodeStack::kWaitLimitMs * 1'000'000ull,
+          .taps = {},
+          .delay_seed = 0,
+          .withheld = 0},
+      t, config.dtype);
+  DecodeCall& c = state->call;
+
+  const auto lay_out = [&](std::byte* block) {
+    std::size_t at = 0;
+    const auto place = [&](auto*& p, std::int64_t count) {
+      p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(block + at);
+      at += (std::size_t(count) * sizeof(*p) + 255) / 256 * 256;
+    };
+    for (Tagged*& hidden : c.hidden) place(hidden, batch * config.hidden_size);
+    place(c.attn_residual, batch * config.hidden_size);
+    const std::int64_t heads = batch * config.num_attention_heads;
+    place(c.splits, heads * plan->attention_splits * (config.head_dim() + 2));
+    place(c.arrivals, heads);
+    place(c.done, layers * kDependencies);
+    place(c.flags, 1);
+    return at;
+  };
+  Result<DeviceMemory> scratch = DeviceMemory::create(context, lay_out(nullptr), "decode_stack's scratch");
+  if (!scratch) return scratch.status();
+  state->scratch = std::move(*scratch);
+  lay_out(state->scratch.data());
+  if (Status s = from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
+                           "cudaMemsetAsync");
+      !s)
+    return s;
+  void* report = nullptr;
+  if (Status s = from_cuda(cudaHostAlloc(&report, sizeof(unsigned), cudaHostAllocMapped), "cudaHostAlloc"); !s)
+    return s;
+  state->report.reset(static_cast<unsigned*>(report));
+  *state->report = 0;
+  c.report = state->report.get();  // one address for both
+  return DecodeStack(std::move(state));
+}
+
+Status DecodeStack::set_probe(const Probe& probe) {
+  DecodeCall& c = state_->call;
+  int withheld = 0;
+  if (probe.withheld_layer >= 0) {
+    const Site* const site = std::find_if(std::begin(kAwaited), std::end(kAwaited),
+                                          [&](const Site& s) { return s.name == probe.withheld_site; });
+    if (site == std::end(kAwaited))
+      return bad_argument(kName, "no block waits for site '" + std::string(probe.withheld_site) + "'");
+    withheld = int(probe.withheld_layer) * kDependencies + int(site - kAwaited) + 1;
+  }
+  const LayerTensors& t = state_->tensors;
+  c.taps = {};
+  if (probe.taps) c.taps = {t.attn_in.data, t.q.data, t.k.data, t.v.data, t.attn_residual.data, t.mlp_in.data};
+  c.delay_seed = probe.delay_seed;
+  c.withheld = withheld;
+  c.wait_limit_ns = std::uint64_t(probe.wait_limit_ms) * 1'000'000;
+  return {};
+}
+
+const DecodeStackPlan& DecodeStack::plan() const { return state_->call.plan; }
+
+Status DecodeStack::enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                            const AnyView<2>& output) {
+  volatile unsigned* const report = state_->report.get();
+  if (const unsigned missed = *report) {
+    *report = 0;
+    return Status::error(Code::device_error,
+                         std::string(kName) + ": layer " + std::to_string((missed - 1) / kDependencies) + ": " +
+                             std::string(kAwaited[(missed - 1) % kDependencies].name) + " was not complete within " +
+                             std::to_string(state_->call.wait_limit_ns / 1'000'000) + " ms, expected all " +
+                             std::to_string(plan().grid) + " blocks to run at once");
+  }
+  DecodeCall call = state_->call;
+  call.first = int(first);
+  call.last = int(last);
+  call.input = input.data;
+  call.output = output.data;
+  return launch_decode_stack(call, state_->dtype, stream);
+}
+
+}  // namespace cf::cuda

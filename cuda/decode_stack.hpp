@@ -1,0 +1,95 @@
+#pragma once
+// Private to cuda.
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "core/layer.hpp"
+#include "core/model_config.hpp"
+#include "core/status.hpp"
+#include "cuda/arch.hpp"
+#include "cuda/cuda.hpp"
+#include "cuda/memory.hpp"
+
+namespace cf::cuda {
+
+/// How decode_stack's one kernel is laid out. Plans are values; every plan computes the same, but for the order in which
+/// the keys of a head are summed.
+struct DecodeStackPlan {
+  int grid;              // blocks, one an SM, all resident at once
+  int narrow_columns;    // of a slice, where activations are in registers in part; 0: they stay in shared memory
+  int hidden_slices;     // that a row of hidden columns is cut into, a power of two
+  int act_slices;        // that a row of intermediate columns is cut into, no fewer
+  int act_resident;      // slices of mlp.act that lie in shared memory at once
+  int stages;            // of the ring: four slices each
+  int stages_in_flight;  // asked for and not there yet, at most
+  int stage_bytes;
+  int attention_splits;  // of a head's keys
+  int cache_stages;      // of the ring of keys and values
+  int cache_keys;        // that one of them holds, a multiple of sixteen
+  int cache_prefetch;    // stages ahead of the ring that keys are brought into the L2
+  int sums;              // a block's rows' slices, at most, over the products
+  int smem_bytes;
+};
+/// Slices of a stage, one for each of half of the products' warps; columns of a slice, at most.
+inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
+/// Columns of slices that there are kernels for whose activations are in registers in part: up to two sequences.
+inline constexpr int kNarrowColumns[] = {2560, 2048};
+
+/// A block's warps: some take products of the weights, some attend and fetch what other blocks have made, one streams the
+/// weights. Three warps a scheduler leave each thread 168 registers.
+inline constexpr int kProductWarps = 8, kHelperWarps = 3;
+inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
+inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
+inline constexpr int kMaxDecodeBatch = 8;
+/// A pure function of the device's limits and the model. Code::unimplemented, with the reason, for what the kernel does
+/// not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond 256,
+/// hidden beyond 4096, more than 8 sequences, a shared memory that a ring of four stages does not fit.
+Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& config, std::int64_t batch);
+
+std::string to_string(const DecodeStackPlan&);
+
+/// Steps layers of a resident stack with one persistent kernel. One new token a sequence; 16-bit weights of the activations'
+/// dtype. Between the layers of a launch, and from one launch to the next that continues it, the residual stream is
+/// float32. Not shared between threads.
+class DecodeStack {
+ public:
+  /// Where a stack keeps its layers: those of layer 0, and how far on each next layer lies.
+  struct Layers {
+    LayerWeights first;
+    LayerTensors tensors;
+    std::int64_t stride_bytes;
+  };
+  /// Plans, and takes its scratch memory. Refuses what plan_decode_stack() refuses.
+  static Result<DecodeStack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
+                                    const Layers& where);
+  DecodeStack(DecodeStack&&) noexcept;
+  DecodeStack& operator=(DecodeStack&&) noexcept;
+  ~DecodeStack();
+
+  /// What tests ask for.
+  struct Probe {
+    bool taps = false;                    // write every site's output of a launch's last layer to the stack's tensors
+    unsigned delay_seed = 0;              // blocks dawdle at random; 0 for not
+    std::int64_t withheld_layer = -1;     // no block says that it has done this layer's
+    std::string_view withheld_site = {};  // site, by its name
+    std::int64_t wait_limit_ms = kWaitLimitMs;
+  };
+  static constexpr std::int64_t kWaitLimitMs = 2000;  // longer than a block waits for another that runs
+  /// Refuses a site that no block waits for.
+  Status set_probe(const Probe& probe);
+
+  const DecodeStackPlan& plan() const;
+  /// Launches layers [first, last) in one kernel: from `input`, or where that is empty from where the launch before left
+  /// off, to `output`. Code::device_error, once, when an earlier launch was given up: a block waited longer than it may for
+  /// what the message names. Nothing is launched then.
+  Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                 const AnyView<2>& output);
+
+ private:
+  struct State;
+  explicit DecodeStack(std::unique_ptr<State>);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cf::cuda

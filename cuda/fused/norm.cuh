@@ -1,0 +1,125 @@
+#pragma once
+// The layer's two LayerNorms, which every block makes for itself.
+#include "cuda/device/warp.cuh"
+#include "cuda/fused/block.cuh"
+
+namespace cf::cuda {
+
+/// Elements of a row that a thread of the products' holds: twice eight.
+inline constexpr int kNormPieces = 2;
+
+/// A row's part in a thread's registers, as float32.
+struct RowPart {
+  float x[kNormPieces][kVec];
+};
+
+template <class F>
+__device__ void for_each_norm_piece(const Block& block, F f) {
+  const int thread = block.thread();
+#pragma unroll
+  for (int p = 0; p < kNormPieces; ++p)
+    if (const int column = (p * kProductThreads + thread) * kVec; column < block.c.dims.hidden) f(p, column);
+}
+
+/// gamma and beta of a norm as stored: asked for before there is anything to normalise.
+template <class T>
+struct NormWeights {
+  uint4 gamma[kNormPieces], beta[kNormPieces];
+
+  __device__ void load(const Block& block, const char* g, const char* b) {
+    for_each_norm_piece(block, [&](int p, int column) {
+      gamma[p] = load_streaming(reinterpret_cast<const T*>(g) + column);
+      beta[p] = load_streaming(reinterpret_cast<const T*>(b) + column);
+    });
+  }
+};
+
+struct Moments {
+  float mean, rstd;
+};
+
+/// Mean and reciprocal deviation of a row that lies in the products' registers: two passes over a thread's own elements,
+/// then Welford's merge over lanes and warps, in one order. `side` alternates between rows: one barrier each.
+__device__ inline Moments moments(const Block& block, const RowPart& row, int side) {
+  const int thread = block.thread(), vectors = block.c.dims.hidden / kVec;
+  Welford state, warp;
+  float sum = 0;
+  for_each_norm_piece(block, [&](int p, int) {
+    state.count += kVec;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
+  });
+  state.mean = state.count > 0 ? sum / state.count : 0;
+  for_each_norm_piece(block, [&](int p, int) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) state.m2 += (row.x[p][e] - state.mean) * (row.x[p][e] - state.mean);
+  });
+#pragma unroll
+  for (int p = 0; p < kNormPieces; ++p)
+    warp.count += float(kVec * min(max(vectors - (p * kProductThreads + thread / 32 * 32), 0), 32));
+  warp.mean = warp.count > 0 ? warp_sum(sum) / warp.count : 0;
+  warp.m2 = warp_sum(state.m2_about(warp.mean));
+  Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kProductWarps;
+  if (thread % 32 == 0) states[thread / 32] = warp;
+  block.sync();
+  const Welford other = states[thread % kProductWarps];
+  const float n = float(block.c.dims.hidden), mean = warp_sum<kProductWarps>(other.sum()) / n;
+  return {mean, rsqrtf(warp_sum<kProductWarps>(other.m2_about(mean)) / n + block.c.eps)};
+}
+
+template <class T>
+__device__ void normalise(const Block& block, const RowPart& row, const Moments& m, const NormWeights<T>& weights,
+                          char* to, T* tap) {
+  for_each_norm_piece(block, [&](int p, int column) {
+    float y[kVec], gamma[kVec], beta[kVec];
+    unpack(weights.gamma[p], gamma, T{});
+    unpack(weights.beta[p], beta, T{});
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
+    store_vec(reinterpret_cast<T*>(to) + column, y);
+    if (tap && blockIdx.x == 0) store_vec(tap + column, y);
+  });
+}
+
+/// A row of the hidden state that other blocks are making: waits for each element's tag, unless all of it is there.
+__device__ inline void await_row(const Block& block, const Tagged* from, bool there, unsigned tag, int layer,
+                                 RowPart& row) {
+  // While nothing is there, one lane of each warp looks at its first elements.
+  if (block.thread() % 32 == 0 && !there)
+    block.spin(layer, Dependency::hidden, [&] {
+      Tagged two[2];
+      load_tagged(from + min(block.thread() * kVec, block.c.dims.hidden - kVec), two);
+      return two[0].tag == tag && two[1].tag == tag;
+    });
+  __syncwarp();
+  for_each_norm_piece(block, [&](int p, int column) {
+    const auto load = [&](int e) {
+      Tagged two[2];
+      load_tagged(from + column + e, two);
+      row.x[p][e] = two[0].value;
+      row.x[p][e + 1] = two[1].value;
+      return there || (two[0].tag == tag && two[1].tag == tag);
+    };
+    bool missing[kVec];
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) missing[e] = !load(e);
+      // Only what was missing is asked for again.
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2)
+      if (missing[e]) block.spin(layer, Dependency::hidden, [&] { return load(e); });
+  });
+}
+/// A row of a residual from other blocks' hands, or of a launch's input.
+__device__ inline void load_row(const Block& block, const float* from, RowPart& row) {
+  for_each_norm_piece(block, [&](int p, int column) {
+    const float4* const at = reinterpret_cast<const float4*>(from + column);
+    *reinterpret_cast<float4*>(row.x[p]) = load_shared_work(at);
+    *reinterpret_cast<float4*>(row.x[p] + 4) = load_shared_work(at + 1);
+  });
+}
+template <class T>
+__device__ void load_row(const Block& block, const T* from, RowPart& row) {
+  for_each_norm_piece(block, [&](int p, int column) { load_vec(from + column, row.x[p]); });
+}
+
+}  // namespace cf::cuda

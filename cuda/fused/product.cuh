@@ -1,0 +1,224 @@
+#pragma once
+// Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
+#include "cuda/device/warp.cuh"
+#include "cuda/fused/block.cuh"
+#include "cuda/fused/ring.cuh"
+
+namespace cf::cuda {
+
+/// One of the layer's four products. A row is cut into slices; four slices are a stage, and each of four warps takes one.
+/// Up to two tokens, the slices come as they lie in memory, a stage in one copy, and a warp has to do with one slice of all
+/// rows, whose tokens' activations it keeps in registers in part: slices then have one of kNarrowColumns. With more
+/// tokens, or other slices, activations lie in shared memory, a few slices at a time: the first slice of all rows comes
+/// first, then the second.
+struct Product {
+  const char* weight;  // (rows, columns)
+  int columns, slices, slice_columns, resident;
+  Deal deal;
+
+  __device__ Product(const DecodeCall& c, Weight of, int layer)
+      : weight(c.first_layer.weight[int(of)] + layer * c.layer_stride),
+        columns(of == Weight::down ? c.dims.intermediate : c.dims.hidden),
+        slices(of == Weight::down ? c.plan.act_slices : c.plan.hidden_slices),
+        slice_columns(columns / slices),
+        resident(of == Weight::down ? c.plan.act_resident : slices),
+        deal(c.deals.deal(of, layer, int(blockIdx.x))) {}
+
+  /// Stages of one slice of all rows, where slices come one after the other.
+  __device__ int slice_stages() const { return (deal.count + kStageSlices - 1) / kStageSlices; }
+  /// A tile is a number of stages: rows have as many slices of hidden, or more.
+  template <bool Wide>
+  __device__ int stages() const {
+    return Wide ? slices * slice_stages() : deal.count * slices / kStageSlices;
+  }
+};
+
+/// Streams the product's weights; false when nobody empties the ring any more.
+template <bool Wide>
+__device__ bool stream_product(RingWriter& ring, const Product& p) {
+  const int lane = int(threadIdx.x) % 32, slice_bytes = p.slice_columns * 2;
+  if constexpr (Wide) {
+#pragma unroll 1
+    for (int slice = 0; slice < p.slices; ++slice)
+#pragma unroll 1
+      for (int i = 0; i < p.deal.count; i += kStageSlices) {
+        const int rows = min(kStageSlices, p.deal.count - i);
+        char* const stage = ring.next(rows * slice_bytes);
+        if (!stage) return false;
+        if (lane < rows)
+          ring.copy(stage + lane * slice_bytes,
+                    p.weight + (long(p.deal.row(i + lane)) * p.columns + slice * p.slice_columns) * 2, slice_bytes);
+      }
+  } else {
+    const int bytes = kStageSlices * slice_bytes, tile_bytes = (p.columns * 2) << p.deal.tile_shift;
+#pragma unroll 1
+    for (int i = 0; i < p.deal.count; i += 1 << p.deal.tile_shift) {
+      const char* const tile = p.weight + long(p.deal.row(i)) * p.columns * 2;
+#pragma unroll 1
+      for (int at = 0; at < tile_bytes; at += bytes) {
+        char* const stage = ring.next(bytes);
+        if (!stage) return false;
+        if (lane == 0) ring.copy(stage, tile + at, bytes);
+      }
+    }
+  }
+  return true;
+}
+
+/// The sums of each of the block's rows' slices and tokens: eight that add up to it, or with many tokens one.
+template <bool Wide>
+struct Sums {
+  float* data;
+  int batch, slices;
+  static constexpr int kWidth = Wide ? 1 : 8;
+
+  __device__ float* at(int i, int slice, int token) const {
+    return data + ((i * slices + slice) * batch + token) * kWidth;
+  }
+  __device__ float total(int i, int token) const {
+    float sum = 0;
+#pragma unroll 1
+    for (int s = 0; s < slices; ++s) {
+      const float* const x = at(i, s, token);
+      if constexpr (Wide)
+        sum += *x;
+      else
+        sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    }
+    return sum;
+  }
+};
+
+/// A warp's product of one slice with two tokens. A chunk is 256 columns, 32 pieces of eight. The tensor core's eight columns
+/// are eight pieces of the weights, its rows the same pieces of the activations, of one token and then of the other: of
+/// what it makes, the two diagonals are wanted. So each chunk is read as it lies, 512 bytes at once.
+template <class T>
+struct SliceProduct {
+  static constexpr int kChunkBytes = 512;
+  struct Tokens {
+    uint4 first, second;  // pieces 0 to 15 and 16 to 31 of a chunk, as the tensor core's left operand
+  };
+  float sum[4][4] = {};
+
+  /// Where lane `lane` loads from the chunk of weights and of activations at 0.
+  static __device__ std::uint32_t weight_lane(int lane) { return lane * 16; }
+  static __device__ std::uint32_t token_lane(int lane, int pair, int batch, int row_bytes) {
+    return min(2 * pair + lane / 8 % 2, batch - 1) * row_bytes + (lane / 16 * 8 + lane % 8) * 16;
+  }
+  /// What there is of a chunk of `pieces` < 32 pieces: the rest counts as zero, whatever it is.
+  static __device__ uint4 keep(uint4 w, int lane, int pieces) {
+    const int g = lane / 4;
+    if (g >= pieces) w.x = 0;
+    if (g + 8 >= pieces) w.y = 0;
+    if (g + 16 >= pieces) w.z = 0;
+    if (g + 24 >= pieces) w.w = 0;
+    return w;
+  }
+  static __device__ Tokens load_tokens(std::uint32_t x, int lane, int pieces) {
+    Tokens t{load_matrices(x), load_matrices(x + kChunkBytes / 2)};
+    const int g = lane / 4;
+    if (g >= pieces) t.first.x = t.first.y = 0;
+    if (g + 8 >= pieces) t.first.z = t.first.w = 0;
+    if (g + 16 >= pieces) t.second.x = t.second.y = 0;
+    if (g + 24 >= pieces) t.second.z = t.second.w = 0;
+    return t;
+  }
+  __device__ void add(const uint4& w, const Tokens& t, int side) {
+    mma(sum[2 * side], t.first.x, t.first.y, t.first.z, t.first.w, w.x, w.y, T{});
+    mma(sum[2 * side + 1], t.second.x, t.second.y, t.second.z, t.second.w, w.z, w.w, T{});
+  }
+  /// The diagonals: element [g][g], g = lane / 4, lies with lane 4 g + g / 2. Of the pair's first token or its second.
+  __device__ float diagonal(int lane, int token) const {
+    const auto pick = [&](const float(&s)[4]) { return lane / 4 % 2 ? s[2 * token + 1] : s[2 * token]; };
+    return (pick(sum[0]) + pick(sum[1])) + (pick(sum[2]) + pick(sum[3]));
+  }
+  static __device__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
+};
+
+/// Takes the product's stages from the ring, of which the warp has every second; its sums come to lie in `sums`. `begun`
+/// counts the ring's stages before. x_at(slice) is called before the first slice that has not been resident so far and
+/// returns where that lies in shared memory, 0 to stop. Columns are those of a slice, or 0 for the way of many tokens.
+template <class T, int Columns, class XAt>
+__device__ bool consume_product(RingReader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun,
+                                int x_row, XAt x_at) {
+  constexpr bool Wide = Columns == 0;
+  using Slice = SliceProduct<T>;
+  const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+  const int first = (warp / kStageSlices + begun) % 2, stages = p.stages<Wide>();
+  const std::uint32_t w_lane = unit * p.slice_columns * 2 + Slice::weight_lane(lane);
+  std::uint32_t x = x_at(0);
+  if (x == 0) return false;
+  if constexpr (Wide) {
+    const int pieces = p.slice_columns / kVec, chunks = (pieces + 31) / 32;
+    int resident = 0;
+#pragma unroll 1
+    for (int s = first; s < stages; s += 2) {
+      const int slice = s / p.slice_stages();
+      for (; slice >= resident + p.resident; resident += p.resident) {
+        x = x_at(resident + p.resident);
+        if (x == 0) return false;
+      }
+      const int i = (s - slice * p.slice_stages()) * kStageSlices + unit;
+      const std::uint32_t w_at = ring.wait() + w_lane;
+#pragma unroll 1
+      for (int pair = 0; 2 * pair < sums.batch && i < p.deal.count; ++pair) {
+        const std::uint32_t x_slice =
+            x + (slice - resident) * p.slice_columns * 2 + Slice::token_lane(lane, pair, sums.batch, x_row);
+        Slice product;
+        const auto add = [&](int k, int side) {
+          product.add(Slice::keep(load_matrices(w_at + k * Slice::kChunkBytes), lane, pieces - k * 32),
+                      Slice::load_tokens(x_slice + k * Slice::kChunkBytes, lane, pieces - k * 32), side);
+        };
+#pragma unroll 1
+        for (int k = 0; k + 1 < chunks; k += 2) {
+          add(k, 0);
+          add(k + 1, 1);
+        }
+        if (chunks % 2) add(chunks - 1, 0);
+#pragma unroll
+        for (int token = 0; token < 2; ++token) {
+          const float sum = warp_sum(Slice::on_diagonal(lane) ? product.diagonal(lane, token) : 0);
+          if (lane == 0 && 2 * pair + token < sums.batch) *sums.at(i, slice, 2 * pair + token) = sum;
+        }
+      }
+      ring.release(lane == 0);
+    }
+    // All warps ask for all that is resident in turn, whether they have stages of it or not.
+    for (; resident + p.resident < p.slices; resident += p.resident)
+      if (x_at(resident + p.resident) == 0) return false;
+  } else {
+    const int slice = (first * kStageSlices + unit) % p.slices;
+    const std::uint32_t x_slice = x + slice * p.slice_columns * 2 + Slice::token_lane(lane, 0, sums.batch, x_row);
+    // As many chunks' activations as there are registers for, the others from shared memory each time.
+    constexpr int chunks_a_slice = Columns * 2 / Slice::kChunkBytes, held = 2;
+    static_assert(Columns * 2 % Slice::kChunkBytes == 0);
+    const auto load = [&](int k) {
+      const std::uint32_t at = x_slice + k * Slice::kChunkBytes;
+      return typename Slice::Tokens{load_matrices(at), load_matrices(at + Slice::kChunkBytes / 2)};
+    };
+    // Slices of all rows are numbered through, four a stage.
+    float* to = sums.at(0, first * kStageSlices + unit, 0) + lane / 4;
+    typename Slice::Tokens tokens[held];
+#pragma unroll
+    for (int k = 0; k < held; ++k) tokens[k] = load(k);
+#pragma unroll 1
+    for (int s = first; s < stages; s += 2) {
+      const std::uint32_t w_at = ring.wait() + w_lane;
+      Slice product;
+#pragma unroll
+      for (int k = 0; k < held; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), tokens[k], k % 2);
+#pragma unroll
+      for (int k = held; k < chunks_a_slice; ++k)
+        product.add(load_matrices(w_at + k * Slice::kChunkBytes), load(k), k % 2);
+      if (Slice::on_diagonal(lane)) {
+        *to = product.diagonal(lane, 0);
+        if (sums.batch == 2) to[Sums<Wide>::kWidth] = product.diagonal(lane, 1);
+      }
+      to += 2 * kStageSlices * sums.batch * Sums<Wide>::kWidth;
+      ring.release(lane == 0);
+    }
+  }
+  return true;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,148 @@
+// The plans of the persistent kernel: pure functions, held for an H200 and an RTX 5090 on any machine.
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "catch.hpp"
+#include "cuda/decode_stack.hpp"
+#include "cuda/fused/call.hpp"
+#include "refusal.hpp"
+#include "setups.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+using cf::test::model_of;
+using cf::test::refusal_fault;
+
+namespace {
+
+DecodeDims dims_of(const ModelConfig& m, std::int64_t batch) {
+  return {.hidden = int(m.hidden_size),
+          .heads = int(m.num_attention_heads),
+          .head_dim = int(m.head_dim()),
+          .half_rotary = int(m.rotary_dim / 2),
+          .intermediate = int(m.intermediate_size),
+          .batch = int(batch),
+          .capacity = 2048,
+          .table_rows = 2048};
+}
+
+/// What must hold of a plan that is no refusal; the first fault, or nothing.
+std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const DecodeStackPlan& p) {
+  const DecodeLayout l = decode_layout(dims_of(m, batch), p);
+  if (p.grid != arch.sm_count) return "grid";
+  if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
+  if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
+  if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
+  const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
+  if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
+  if (p.stage_bytes < kStageSlices * 2 * std::max(hidden / p.hidden_slices, act / p.act_slices)) return "stage";
+  if (std::max(hidden / p.hidden_slices, act / p.act_slices) > kMaxSliceColumns) return "slice columns";
+  if (p.act_resident < 1 || p.act_resident > p.act_slices) return "resident slices";
+  if (p.narrow_columns &&
+      (batch > 2 || hidden / p.hidden_slices != p.narrow_columns || act / p.act_slices != p.narrow_columns ||
+       p.act_resident < p.act_slices || p.act_slices > kProductWarps))
+    return "narrow";
+  if (p.cache_stages < 2 || p.cache_keys < 16 || p.cache_keys % 16) return "the ring of keys";
+  if (p.attention_splits < 1 || batch * m.num_attention_heads * p.attention_splits >
+                                    std::max<std::int64_t>(p.grid, batch * m.num_attention_heads))
+    return "splits";
+  for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.moments, l.attn_x,
+                    l.mlp_x, l.sums, l.cache, l.ring})
+    if (begin % 128) return "alignment";
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("decode_stack: presets have plans for an H200 and for an RTX 5090") {
+  for (const ModelConfig& m : pythia_presets())
+    for (std::int64_t batch = 1; batch <= 8; ++batch)
+      for (const Arch& arch : {kH200, kRtx5090}) {
+        CAPTURE(m.name, batch, arch.sm_count);
+        const auto plan = plan_decode_stack(arch, m, batch);
+        if (m.hidden_size > 4096) {
+          CHECK(refusal_fault(plan.status(), Code::unimplemented, {"hidden up to 4096, got 5120"}) == "");
+          continue;
+        }
+        // Beyond this the tokens leave no room for a ring.
+        if (!plan && batch * m.hidden_size > (arch.sm_count == kH200.sm_count ? 32768 : 8192)) {
+          CHECK(refusal_fault(plan.status(), Code::unimplemented, {"B of shared memory"}) == "");
+          continue;
+        }
+        REQUIRE(plan);
+        CAPTURE(to_string(*plan));
+        CHECK(fault(arch, m, batch, *plan) == "");
+      }
+}
+
+TEST_CASE("decode_stack: odd models have plans") {
+  for (const ModelConfig& m : {model_of(1, 8, 2, 8), model_of(3, 80, 20, 200), model_of(4, 32, 8, 96),
+                               model_of(1, 256, 256, 72), model_of(2, 256, 64, 4096)})
+    for (std::int64_t batch : {1, 3, 8}) {
+      CAPTURE(m.name, batch);
+      const auto plan = plan_decode_stack(kH200, m, batch);
+      REQUIRE(plan);
+      CHECK(fault(kH200, m, batch, *plan) == "");
+    }
+}
+
+TEST_CASE("decode_stack: the plan of Pythia-2.8B prints what it is") {
+  const auto m = find_preset("pythia-2.8b");
+  REQUIRE(m);
+  const auto plan = plan_decode_stack(kH200, *m, 1);
+  REQUIRE(plan);
+  const std::string text = to_string(*plan);
+  for (const char* part : {"132 blocks", "ring of", "in flight", "splits", "B of shared memory"}) {
+    CAPTURE(text, part);
+    CHECK(text.find(part) != std::string::npos);
+  }
+}
+
+TEST_CASE("decode_stack: rows are dealt once each, and as evenly as can be") {
+  struct Sizes {
+    int hidden, intermediate, tile_shift, grid;
+  };
+  for (const Sizes& s :
+       {Sizes{2560, 10240, 2, 132}, {2560, 10240, 2, 170}, {240, 200, 1, 132}, {8, 8, 0, 132}, {5120, 20480, 1, 1}}) {
+    CAPTURE(s.hidden, s.intermediate, s.tile_shift, s.grid);
+    const LayerDeals deals(s.hidden, s.intermediate, s.tile_shift, s.grid);
+    std::vector<long> read(std::size_t(s.grid));
+    constexpr int layers = 40;
+    for (int layer = 0; layer < layers; ++layer)
+      for (const auto& [of, rows, columns] : {std::tuple<Weight, int, int>{Weight::qkv, 3 * s.hidden, s.hidden},
+                                              {Weight::up, s.intermediate, s.hidden},
+                                              {Weight::dense, s.hidden, s.hidden},
+                                              {Weight::down, s.hidden, s.intermediate}}) {
+        std::vector<int> dealt(std::size_t(rows), 0);
+        for (int block = 0; block < s.grid; ++block) {
+          const Deal d = deals.deal(of, layer, block);
+          for (int i = 0; i < d.count; ++i) ++dealt.at(std::size_t(d.row(i)));
+          read[std::size_t(block)] += long(d.count) * columns;
+        }
+        CHECK(std::all_of(dealt.begin(), dealt.end(), [](int n) { return n == 1; }));
+      }
+    // A tile or two more than another, over all layers.
+    const auto [least, most] = std::minmax_element(read.begin(), read.end());
+    CHECK(*most - *least <= (4l << s.tile_shift) * (s.hidden + s.intermediate));
+  }
+}
+
+TEST_CASE("decode_stack: what the kernel does not take is refused by name") {
+  const ModelConfig good = model_of(4, 64, 16, 512);
+  const auto refused = [&](auto change, std::int64_t batch, std::initializer_list<std::string_view> parts,
+                           Code code = Code::unimplemented) {
+    ModelConfig m = good;
+    change(m);
+    return refusal_fault(plan_decode_stack(kH200, m, batch).status(), code, parts);
+  };
+  CHECK(refused([](ModelConfig& m) { m.dtype = DType::f32; }, 1, {"float16 or bfloat16", "got float32"}) == "");
+  CHECK(refused([](ModelConfig&) {}, 0, {"1 to 8 sequences, got 0"}) == "");
+  CHECK(refused([](ModelConfig&) {}, 9, {"1 to 8 sequences, got 9"}) == "");
+  CHECK(refused([](ModelConfig& m) { m.intermediate_size = 500; }, 1, {"intermediate a multiple of 8, got 500"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(4, 60, 16, 512); }, 1, {"head_dim a multiple of 8, got 60"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(1, 264, 16, 512); }, 1, {"head_dim up to 256, got 264"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(33, 128, 32, 512); }, 1, {"hidden up to 4096, got 4224"}) == "");
+  CHECK(refused([](ModelConfig& m) { m.rotary_dim = 3; }, 1, {"rotary_dim"}, Code::invalid_argument) == "");
+}
