@@ -25,8 +25,9 @@ Result<std::vector<Impl>> parse_impls(const std::string& text) {
     from = comma + 1;
     const auto impl = cuda::impl_from_string(name);
     if (!impl)
-      return Status::error(Code::invalid_argument,
-                           "--impl '" + text + "': expected a list of unfused and graph, got '" + name + "'");
+      return Status::error(
+          Code::invalid_argument,
+          "--impl '" + text + "': expected a list of unfused, graph, fused and stack, got '" + name + "'");
     impls.push_back(*impl);
   }
   return impls;

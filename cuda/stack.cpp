@@ -12,6 +12,7 @@
 #include "cuda/advance.hpp"
 #include "cuda/check.hpp"
 #include "cuda/decode_layer.hpp"
+#include "cuda/decode_stack.hpp"
 #include "cuda/graph.hpp"
 #include "cuda/memory.hpp"
 
@@ -55,12 +56,14 @@ std::string_view to_string(Impl impl) {
   switch (impl) {
     case Impl::unfused: return "unfused";
     case Impl::graph: return "graph";
+    case Impl::fused: return "fused";
+    case Impl::stack: return "stack";
   }
   return "?";
 }
 
 std::optional<Impl> impl_from_string(std::string_view name) {
-  for (Impl impl : {Impl::unfused, Impl::graph})
+  for (Impl impl : {Impl::unfused, Impl::graph, Impl::fused, Impl::stack})
     if (to_string(impl) == name) return impl;
   return std::nullopt;
 }
@@ -93,6 +96,8 @@ struct Stack::State {
   template <class F>
   Status for_each_layer(std::int64_t first, std::int64_t last, F&& f) const;
   Result<CUgraphExec_st*> graph(std::int64_t first, std::int64_t last);
+  /// The persistent kernel, `layers_a_launch` at a time.
+  Status enqueue_fused(std::int64_t first, std::int64_t last, std::int64_t layers_a_launch);
 
   Context context;
   ModelConfig config;
@@ -107,6 +112,7 @@ struct Stack::State {
   DeviceMemory memory;
   Stream capture_stream;  // the context's may be the default one, where none can
   std::map<std::pair<std::int64_t, std::int64_t>, GraphExec> graphs;
+  Result<DecodeStack> fused = Status::error(Code::unimplemented, "");  // or why there is none
 };
 
 std::size_t Stack::State::lay_out(std::byte* block) {
@@ -269,6 +275,16 @@ Result<CUgraphExec_st*> Stack::State::graph(std::int64_t first, std::int64_t las
   return exec.get();
 }
 
+Status Stack::State::enqueue_fused(std::int64_t first, std::int64_t last, std::int64_t layers_a_launch) {
+  if (!fused) return fused.status();
+  for (std::int64_t layer = first; layer < last; layer += layers_a_launch) {
+    const std::int64_t end = std::min(layer + layers_a_launch, last);
+    const ConstAnyView<2> input = layer == first ? tensors(layer).hidden : ConstAnyView<2>();
+    CF_TRY(fused->enqueue(context.stream(), layer, end, input, tensors(end - 1).output));
+  }
+  return {};
+}
+
 Stack::Stack(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Stack::Stack(Stack&&) noexcept = default;
 Stack& Stack::operator=(Stack&&) noexcept = default;
@@ -305,6 +321,13 @@ Result<Stack> Stack::create(const Context& context, const ModelConfig& config, s
   if (!memory) return memory.status();
   state->memory = std::move(*memory);
   state->lay_out(state->memory.data());
+
+  const auto place = [&](std::size_t layer) {
+    return static_cast<const std::byte*>(state->layers[layer].k_cache.data);
+  };
+  state->fused = DecodeStack::create(
+      context, config, layers,
+      {state->layers[0].weights, state->tensors(0), layers > 1 ? std::int64_t(place(1) - place(0)) : 0});
 
   Tensor cos(DType::f32, {state->cos.shape[0], state->cos.shape[1]}), sin = cos.clone();
   ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, config.rope_theta);
@@ -384,6 +407,8 @@ Status Stack::step(Impl impl, std::int64_t first, std::int64_t last) {
   for (std::int64_t layer = first; layer < last; ++layer)
     if (!s.layers[std::size_t(layer)].loaded)
       return s.refuse("layer " + std::to_string(layer) + " has no weights, expected load_layer() first");
+  if (impl == Impl::fused) return s.enqueue_fused(first, last, 1);
+  if (impl == Impl::stack) return s.enqueue_fused(first, last, last - first);
   if (impl == Impl::unfused)
     return s.for_each_layer(first, last, [&](const LayerWeights& weights, const LayerTensors& tensors) {
       return enqueue_layer(s.config, weights, tensors, s.context);

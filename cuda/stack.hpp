@@ -13,12 +13,15 @@
 
 namespace cf::cuda {
 
-/// How a step is put onto the stream; the results are the same bits.
+/// How a step is put onto the stream. unfused and graph give the same bits; so do fused and stack, which keep the residual
+/// stream in float32 from layer to layer and of the sites' outputs write qkv, context, mlp_act and the last layer's output.
 ///   unfused  every kernel launched by the host, one after the other, its arguments checked each time
 ///   graph    a CUDA graph, captured when a range of layers is first stepped and replayed from then on, in which an op
 ///            waits for those alone whose data it needs: with a parallel residual the attention and the MLP's first
 ///            product run side by side. Of few tokens ln_qkv makes q, k and v, and attn_in and qkv stay as they are
-enum class Impl { unfused, graph };
+///   fused    one persistent kernel a layer
+///   stack    one persistent kernel for all layers
+enum class Impl { unfused, graph, fused, stack };
 
 std::string_view to_string(Impl);
 /// The inverse of to_string; empty for a name that is none of ours.
@@ -66,7 +69,9 @@ class Stack {
   Status advance();
 
   /// Runs all layers, or layers [first, last). Refuses a range that is empty or beyond the stack and layers that
-  /// load_layer() has not filled.
+  /// load_layer() has not filled. fused and stack take one new token a sequence, up to 8 sequences, and 16-bit weights
+  /// (Code::unimplemented otherwise); Code::device_error, at the next such step, when the device could not run all blocks
+  /// of a kernel at once.
   Status step(Impl impl);
   Status step(Impl impl, std::int64_t first, std::int64_t last);
 
