@@ -28,10 +28,11 @@ std::string_view to_string(Impl);
 std::optional<Impl> impl_from_string(std::string_view name);
 
 /// Layers [0, L) of a model resident on a device, stepped together: weights, every layer's KV cache and one set of
-/// activations in a single allocation, quantised weights aside. A step runs q_len new tokens of each of batch sequences
-/// through a range of layers. Layer 0 reads the hidden state of set_hidden(), which no step changes; every other layer
-/// reads the output of the one before it. What else the sites make lies in buffers that all layers share: they hold the
-/// last layer's.
+/// Layers [0, L) of a model resident on a device, stepped together: weights, every layer's KV cache and one set of
+/// activations in a single allocation, quantised weights and the persistent kernel's scratch, less than 4 MB, aside. A
+/// step runs q_len new tokens of each of batch sequences through a range of layers. Layer 0 reads the hidden state of
+/// set_hidden(), which no step changes; every other layer reads the output of the one before it. What else the sites make
+/// lies in buffers that all layers share: they hold the last layer's.
 ///
 /// Calls put their work onto the context's stream. Those that take host data wait until it has arrived; a step and
 /// advance() wait for nothing and allocate nothing, but for the first graph step of a range. Lengths and positions are
