@@ -155,11 +155,13 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
   const Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch);
   if (!plan) return plan.status();
 
+  const LayerWeights& w = where.first;
+  for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
+    if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
   const DecodeDims dims = decode_dims(config, batch, t.k_cache.shape[2], t.cos.shape[0]);
   const auto bytes = [](const void* p) { return static_cast<const char*>(p); };
   const auto weight = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight.data); };
   const auto bias = [&](const LinearParams& l) { return bytes(l.bias.data); };
-  const LayerWeights& w = where.first;
   auto state = std::make_unique<State>(
       DecodeCall{
           .plan = *plan,

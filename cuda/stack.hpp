@@ -28,7 +28,6 @@ std::string_view to_string(Impl);
 std::optional<Impl> impl_from_string(std::string_view name);
 
 /// Layers [0, L) of a model resident on a device, stepped together: weights, every layer's KV cache and one set of
-/// Layers [0, L) of a model resident on a device, stepped together: weights, every layer's KV cache and one set of
 /// activations in a single allocation, quantised weights and the persistent kernel's scratch, less than 4 MB, aside. A
 /// step runs q_len new tokens of each of batch sequences through a range of layers. Layer 0 reads the hidden state of
 /// set_hidden(), which no step changes; every other layer reads the output of the one before it. What else the sites make
