@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kMaxDecodeHidden = 2 * 8 * kProductThreads;
 /// Stages of the ring: two more than may be in flight, and those are two at least.
 constexpr int kMinStages = 4, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
-constexpr int kCacheKeys = 16, kBytesInFlight = 40 << 10;
+constexpr int kTileKeys = 16, kBytesInFlight = 40 << 10, kMaxGatheredBytes = 8 << 10;
 
 /// Log2 of the rows of a tile: those that make a stage, or one where a row is more than that.
 int tile_shift(const DecodeStackPlan& p) { return p.hidden_slices == 1 ? 2 : p.hidden_slices == 2 ? 1 : 0; }
@@ -51,7 +51,8 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
                                    {"head_dim", m.head_dim()},
                                    {"intermediate", m.intermediate_size}})
     if (size % 8) return refuse(std::string(name) + " a multiple of 8, got " + std::to_string(size));
-  if (m.head_dim() > 256) return refuse("head_dim up to 256, got " + std::to_string(m.head_dim()));
+  if (m.head_dim() > kMaxDecodeHeadDim)
+    return refuse("head_dim up to " + std::to_string(kMaxDecodeHeadDim) + ", got " + std::to_string(m.head_dim()));
   if (m.hidden_size > kMaxDecodeHidden)
     return refuse("hidden up to " + std::to_string(kMaxDecodeHidden) + ", got " + std::to_string(m.hidden_size));
 
@@ -59,9 +60,8 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const DecodeDims d = decode_dims(m, batch, 1, 1);
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
-  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1, 32));
-  p.cache_stages = 2;
-  p.cache_prefetch = 4;
+  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
+                                                    std::min(32, kMaxGatheredBytes / (part_floats(d.head_dim) * 4))));
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.
   const auto slices = [](int columns, int most, int least, int limit) {
     int n = least;
@@ -76,17 +76,19 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
                         kMaxStages);
     return p.stages >= kMinStages;
   };
-  const auto lay_out = [&](int most_columns, bool narrow, int cache_keys) {
+  const auto lay_out = [&](int most_columns, bool narrow) {
     const int limit = narrow ? kProductWarps : 64;
     p.narrow_columns = narrow ? most_columns : 0;
-    p.cache_keys = cache_keys;
     p.hidden_slices = slices(hidden, most_columns, 1, limit);
     p.act_slices = p.hidden_slices ? slices(intermediate, most_columns, p.hidden_slices, limit) : 0;
     if (p.act_slices == 0) return false;
     p.stage_bytes =
-        (kStageSlices * std::max(hidden / p.hidden_slices, intermediate / p.act_slices) * 2 + 127) / 128 * 128;
+        std::max((kStageSlices * std::max(hidden / p.hidden_slices, intermediate / p.act_slices) * 2 + 127) / 128 * 128,
+                 kTileKeys * d.head_dim * 4);
+    p.stage_keys = p.stage_bytes / (kTileKeys * d.head_dim * 4) * kTileKeys;
     const LayerDeals deals(hidden, intermediate, tile_shift(p), p.grid);
     const auto rows = [&](const Share& s) { return (s.each + 1) << deals.tile_shift; };
+    p.out_rows = rows(deals.out);
     p.sums =
         std::max({rows(deals.qkv) * p.hidden_slices, rows(deals.up) * p.hidden_slices, rows(deals.out) * p.act_slices});
     if (narrow)
@@ -96,15 +98,11 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
       if (fits(resident)) return true;
     return false;
   };
-  // Activations in registers where there are few, then fewer keys at once, then smaller slices.
-  const int many_keys = m.head_dim() <= 128 ? kCacheKeys * kHelperWarps : kCacheKeys;
+  // Activations in registers where there are few, then smaller slices.
   bool found = false;
-  const auto look = [&](int most_columns, bool narrow) {
-    for (int keys : {many_keys, kCacheKeys}) found = found || lay_out(most_columns, narrow, keys);
-  };
   if (batch <= 2)
-    for (int columns : kNarrowColumns) look(columns, true);
-  for (int most = kMaxSliceColumns; most >= 256; most /= 2) look(most, false);
+    for (int columns : kNarrowColumns) found = found || lay_out(columns, true);
+  for (int most = kMaxSliceColumns; most >= 256; most /= 2) found = found || lay_out(most, false);
   if (!found)
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
@@ -122,8 +120,8 @@ std::string to_string(const DecodeStackPlan& p) {
          n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) +
          " in flight, activations in " +
          (p.narrow_columns ? "registers" : "shared memory, " + n(p.act_resident) + " slices at once") + ", " +
-         n(p.attention_splits) + " splits of a head's keys, ring of " + n(p.cache_stages) + " stages of " +
-         n(p.cache_keys) + " keys, " + n(p.smem_bytes) + " B of shared memory";
+         n(p.attention_splits) + " splits of a head's keys, " + n(p.stage_keys) + " keys a stage, " + n(p.smem_bytes) +
+         " B of shared memory";
 }
 
 struct DecodeStack::State {
@@ -172,6 +170,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .eps = float(config.layer_norm_eps),
           .parallel_residual = config.use_parallel_residual,
           .gelu_tanh = config.hidden_act == Activation::gelu_tanh,
+          .phases = config.use_parallel_residual ? kParallelPhases : kSequentialPhases,
           .first_layer = {.gamma = {bytes(w.input_layernorm.gamma.data), bytes(w.post_attention_layernorm.gamma.data)},
                           .beta = {bytes(w.input_layernorm.beta.data), bytes(w.post_attention_layernorm.beta.data)},
                           .weight = {weight(w.query_key_value), weight(w.dense_h_to_4h), weight(w.dense),
@@ -188,12 +187,10 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .output = nullptr,
           .hidden = {},
           .attn_residual = nullptr,
-          .qkv = t.qkv.data,
-          .context = t.context.data,
-          .act = t.mlp_act.data,
-          .splits = nullptr,
-          .arrivals = nullptr,
-          .done = nullptr,
+          .qkv = nullptr,
+          .context = nullptr,
+          .act = nullptr,
+          .parts = nullptr,
           .flags = nullptr,
           .report = nullptr,
           .positions = t.positions.data,
@@ -215,10 +212,10 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
     };
     for (Tagged*& hidden : c.hidden) place(hidden, batch * config.hidden_size);
     place(c.attn_residual, batch * config.hidden_size);
-    const std::int64_t heads = batch * config.num_attention_heads;
-    place(c.splits, heads * plan->attention_splits * (config.head_dim() + 2));
-    place(c.arrivals, heads);
-    place(c.done, layers * kDependencies);
+    place(c.qkv, batch * 3 * config.hidden_size);
+    place(c.context, batch * config.hidden_size);
+    place(c.act, batch * config.intermediate_size);
+    place(c.parts, batch * config.num_attention_heads * plan->attention_splits * part_floats(dims.head_dim));
     place(c.flags, 1);
     return at;
   };
@@ -251,7 +248,9 @@ Status DecodeStack::set_probe(const Probe& probe) {
   }
   const LayerTensors& t = state_->tensors;
   c.taps = {};
-  if (probe.taps) c.taps = {t.attn_in.data, t.q.data, t.k.data, t.v.data, t.attn_residual.data, t.mlp_in.data};
+  if (probe.taps)
+    c.taps = {t.attn_in.data, t.qkv.data,           t.q.data,      t.k.data,      t.v.data,
+              t.context.data, t.attn_residual.data, t.mlp_in.data, t.mlp_act.data};
   c.delay_seed = probe.delay_seed;
   c.withheld = withheld;
   c.wait_limit_ns = std::uint64_t(probe.wait_limit_ms) * 1'000'000;

@@ -9,12 +9,7 @@
 namespace cf::cuda {
 namespace {
 
-/// The order of a layer's products, of its weights in the ring. In a parallel residual the MLP's first product needs no
-/// attention, and streams while the helpers attend.
-__device__ Weight product_at(const DecodeCall& c, int step) {
-  return Weight(c.parallel_residual || step % 3 == 0 ? step : 3 - step);
-}
-constexpr int kProducts = 4;
+__device__ Phase phase_at(const DecodeCall& c, int step) { return Phase(c.phases >> (4 * step) & 0xf); }
 
 /// What a row's sum becomes part of, the bias as it lies in memory.
 struct Addends {
@@ -22,7 +17,7 @@ struct Addends {
   float residual;
 };
 
-/// The warps that take the products, and with them the layer's main line: norms, weights, residual.
+/// The warps that go through the layer: norms, products, attention.
 template <class T, int Columns>
 class Products {
   static constexpr bool Wide = Columns == 0;
@@ -35,21 +30,21 @@ class Products {
   __device__ bool run(int layer) {
     l = layer;
 #pragma unroll 1
-    for (int step = 0; step < kProducts; ++step) {
-      const Weight of = product_at(c, step);
-      if (!prepare(of)) return false;
-      if (!project(of)) return false;
+    for (int step = 0; step < kPhases; ++step) {
+      const Phase phase = phase_at(c, step);
+      block.maybe_dawdle(l * kPhases + step);
+      if (phase == Phase::attention ? !attend() : !prepare(phase) || !project(phase)) return false;
     }
     return true;
   }
 
  private:
-  /// Makes or awaits what the product's tokens are, but for mlp.act, which comes in parts.
-  __device__ bool prepare(Weight of) {
-    switch (of) {
-      case Weight::qkv: return norms(0, c.parallel_residual ? 2 : 1);
-      case Weight::up: return c.parallel_residual || norms(1, 2);
-      case Weight::dense: return block.hear(Signal::context_here);
+  /// Makes or awaits what the product's tokens are, but for mlp.act, which comes in pieces.
+  __device__ bool prepare(Phase phase) {
+    switch (phase) {
+      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
+      case Phase::up_first: return c.parallel_residual || norms(1, 2);
+      case Phase::dense: return block.hear(Signal::context_here);
       default: return true;
     }
   }
@@ -62,20 +57,15 @@ class Products {
     for (int i = 0; i < 2; ++i)
       if (first <= i && i < end)
         weights[i].load(block, c.first_layer.gamma[i] + l * c.layer_stride, c.first_layer.beta[i] + l * c.layer_stride);
-    if (first == 1) {
-      block.publish(l, Dependency::attn_residual);
-      if (!block.await(l, Dependency::attn_residual, c.plan.grid)) return false;
-    }
 #pragma unroll 1
     for (int token = 0; token < c.dims.batch; ++token) {
       const long at = long(token) * c.dims.hidden;
       RowPart row;
-      if (first == 1)
-        load_row(block, c.attn_residual + at, row);
-      else if (from_input())
+      if (first == 0 && from_input())
         load_row(block, static_cast<const T*>(c.input) + at, row);
       else
-        await_row(block, c.hidden[l % 2] + at, l == c.first, tag(), l - 1, row);
+        await_row(block, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
+                  first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       const Moments m = moments(block, row, token % 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -91,191 +81,217 @@ class Products {
   }
 
   /// The product, and what becomes of its rows.
-  __device__ bool project(Weight of) {
-    const Product product(c, of, l);
+  __device__ bool project(Phase phase) {
+    const Product product(c, phase, l);
     // A token's rows are finished by the same share of the threads, a power of two.
     const int token_threads = kProductThreads >> (32 - __clz(c.dims.batch - 1));
     const int token = block.thread() / token_threads, lane = block.thread() % token_threads;
-    const bool mine = token < c.dims.batch && lane < product.deal.count;
+    const bool mine = token < c.dims.batch && lane < product.count;
     // What the first row's sum is added to is on its way while the product runs.
     Addends addends{};
-    if (mine) addends = begin(of, token, product.deal.row(lane));
+    if (mine) addends = begin(phase, token, lane, product.row(lane));
     const Sums<Wide> sums{block.at<float>(c.layout.sums), c.dims.batch, product.slices};
-    const int x = of == Weight::up || of == Weight::down ? c.layout.mlp_x : c.layout.attn_x;
+    const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || phase == Phase::down;
     if (!consume_product<T, Columns>(reader, product, sums, begun,
-                                     of == Weight::down ? c.layout.act_row : c.layout.hidden_row,
+                                     phase == Phase::down ? c.layout.act_row : c.layout.hidden_row,
                                      [&](int slice) -> std::uint32_t {
-                                       if (of == Weight::down) {
+                                       if (phase == Phase::down) {
                                          if (slice > 0) block.tell(Signal::act_used);
                                          if (!block.hear(Signal::act_here)) return 0;
                                        }
-                                       return shared_address(block.at<char>(x));
+                                       return shared_address(block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x));
                                      }))
       return false;
     begun += product.template stages<Wide>();
     block.sync();
 #pragma unroll 1
-    for (int i = lane; token < c.dims.batch && i < product.deal.count; i += token_threads) {
-      const int row = product.deal.row(i);
-      if (i > lane) addends = begin(of, token, row);
-      finish(of, token, row, sums.total(i, token) + to_float(T{addends.bias}) + addends.residual);
+    for (int i = lane; token < c.dims.batch && i < product.count; i += token_threads) {
+      const int row = product.row(i);
+      if (i > lane) addends = begin(phase, token, i, row);
+      finish(phase, token, i, row, sums.total(i, token) + to_float(T{addends.bias}) + addends.residual);
     }
-    if (of == Weight::qkv) block.tell(Signal::qkv_done);
-    if (of == Weight::up) block.tell(Signal::act_done);
+    if (phase == Phase::qkv) block.tell(Signal::qkv_done);
+    if (phase == Phase::up_rest) block.tell(Signal::up_done);
     block.sync();
     return true;
   }
 
-  /// dense adds to the layer's input, down to what dense has made: a block's own row.
-  __device__ Addends begin(Weight of, int token, int row) const {
-    const char* const bias = c.first_layer.bias[int(of)];
+  /// dense adds to the layer's input, down to what dense has made of the block's own i-th row.
+  __device__ Addends begin(Phase phase, int token, int i, int row) const {
+    const char* const bias = c.first_layer.bias[int(Product::weight_of(phase))];
     const long at = long(token) * c.dims.hidden + row;
     Addends a{};
     if (bias) a.bias = reinterpret_cast<const std::uint16_t*>(bias + l * c.layer_stride)[row];
-    if (of == Weight::down) a.residual = c.attn_residual[at];
-    if (of == Weight::dense)
-      a.residual =
-          from_input() ? to_float(static_cast<const T*>(c.input)[at]) : load_shared_work(&c.hidden[l % 2][at].value);
+    if (phase == Phase::down) a.residual = *residual(token, i);
+    if (phase == Phase::dense)
+      a.residual = from_input() ? to_float(static_cast<const T*>(c.input)[at]) : __ldcg(&c.hidden[l % 2][at].value);
     return a;
   }
-  __device__ void finish(Weight of, int token, int row, float v) const {
+  __device__ void finish(Phase phase, int token, int i, int row, float v) const {
     const long at = long(token) * c.dims.hidden + row;
-    switch (of) {
-      case Weight::qkv: static_cast<T*>(c.qkv)[long(token) * 3 * c.dims.hidden + row] = from_float<T>(v); break;
-      case Weight::up:
-        static_cast<T*>(c.act)[long(token) * c.dims.intermediate + row] =
-            from_float<T>(c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
-        break;
-      case Weight::dense:
-        c.attn_residual[at] = v;
+    const auto pass_on = [&](Dependency d, TaggedElement* to, void* tap, int columns, float value) {
+      const T element = from_float<T>(value);
+      store_tagged(to + long(token) * columns + row, element, block.tag(l, d));
+      if (tap) static_cast<T*>(tap)[long(token) * columns + row] = element;
+    };
+    switch (phase) {
+      case Phase::qkv: pass_on(Dependency::qkv, c.qkv, c.taps.qkv, 3 * c.dims.hidden, v); break;
+      case Phase::dense:
+        *residual(token, i) = v;
+        if (!c.parallel_residual) store_tagged(c.attn_residual + at, v, block.tag(l, Dependency::attn_residual));
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         break;
-      case Weight::down:
-        store_tagged(c.hidden[(l + 1) % 2] + at, v, block.withholds(l, Dependency::hidden) ? 0 : tag() + 1);
+      case Phase::down:
+        store_tagged(c.hidden[(l + 1) % 2] + at, v, block.tag(l, Dependency::hidden));
         if (l + 1 == c.last) static_cast<T*>(c.output)[at] = from_float<T>(v);
+        break;
+      default:
+        pass_on(Dependency::mlp_act, c.act, c.taps.act, c.dims.intermediate, c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
     }
   }
+  __device__ float* residual(int token, int i) const {
+    return block.at<float>(c.layout.residual) + token * c.plan.out_rows + i;
+  }
   __device__ bool from_input() const { return l == c.first && c.input; }
-  /// Of the hidden state that the layer reads; the next layer's is one more.
-  __device__ unsigned tag() const { return block.first_tag() + unsigned(l); }
+
+  /// RoPE, the append and attention for the block's parts; the warps' shares of each go to the helpers.
+  __device__ bool attend() {
+    const int head_dim = c.dims.head_dim, width = (head_dim + 15) / 16 * 16;
+    const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const T* const fresh = block.at<T>(c.layout.fresh);
+    constexpr int tile_keys = AttentionTile<T>::kKeys;
+#pragma unroll 1
+    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid) {
+      const AttentionPart part(c, item);
+      if (!prepare_head<T>(block, part, l)) return false;
+      AttentionTile<T> tile;
+      // The newest key is a stage of its own, but for the ring.
+      const int stages = part.stages(c);
+#pragma unroll 1
+      for (int s = (warp / kStageSlices + begun) % 2; s < stages + part.has_newest(); s += 2) {
+        const bool cached = s < stages;
+        const int keys = cached ? min(c.plan.stage_keys, part.old - part.begin - s * c.plan.stage_keys) : 1;
+        const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : fresh + head_dim;
+#pragma unroll 1
+        for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
+          tile.take(fresh, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first), head_dim,
+                    c.scale);
+        if (cached) reader.release(lane == 0);
+      }
+      begun += stages;
+      if (parts_made++ > 0 && !block.hear(Signal::part_taken)) return false;
+      tile.put(block.at<float>(c.layout.values) + warp * width, block.at<SoftmaxState>(c.layout.states) + warp,
+               head_dim);
+      block.tell(Signal::part_done);
+    }
+    return true;
+  }
 
   Block block;
   const DecodeCall& c;
   RingReader reader;
   int begun = 0;  // stages of the ring
+  int parts_made = 0;
   int l = 0;
 };
 
-/// The warps that attend, and fetch for the products what all blocks have made, while those stream on.
+/// The warps that merge parts of heads, and fetch for the products what all blocks have made, while those go on.
 template <class T>
 class Helpers {
  public:
-  __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call), cache(call) {}
+  __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call) {}
 
   /// One layer; false when a wait took too long.
-  __device__ bool run(int index) {
-    l = index;
-    if (!block.hear(Signal::qkv_done)) return false;
-    block.publish(l, Dependency::qkv);
-    if (!block.await(l, Dependency::qkv, c.plan.grid)) return false;
+  __device__ bool run(int layer) {
+    l = layer;
+    block.maybe_dawdle(-1 - l);
+#pragma unroll 1
     for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
-      attend(AttentionPart(c, item, block.at<int>(c.layout.lengths)));
-    // q, k and v are done, and with them the products' use of attn_x.
-    if (!block.await(l, Dependency::context, c.dims.batch * c.dims.heads)) return false;
-    fetch_tokens(block, static_cast<const T*>(c.context), c.dims.hidden, c.dims.hidden, block.at<char>(c.layout.attn_x),
-                 c.layout.hidden_row);
+      if (!merge(AttentionPart(c, item))) return false;
+    if (!block.hear(Signal::qkv_done)) return false;
+    if (!fetch_tokens(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
+                      block.at<char>(c.layout.attn_x), c.layout.hidden_row))
+      return false;
     block.tell(Signal::context_here);
 
-    if (!block.hear(Signal::act_done)) return false;
-    block.publish(l, Dependency::mlp_act);
-    if (!block.await(l, Dependency::mlp_act, c.plan.grid)) return false;
+    if (!block.hear(Signal::up_done)) return false;
     const int columns = c.dims.intermediate / c.plan.act_slices * c.plan.act_resident;
+#pragma unroll 1
     for (int from = 0; from < c.dims.intermediate; from += columns) {
       if (from > 0 && !block.hear(Signal::act_used)) return false;
-      fetch_tokens(block, static_cast<const T*>(c.act) + from, c.dims.intermediate,
-                   min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row);
+      if (!fetch_tokens(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
+                        min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
+        return false;
       block.tell(Signal::act_here);
     }
     return true;
   }
-  __device__ void drain() { cache.drain(); }
 
  private:
-  /// RoPE, the append and attention for one part of a head's keys; the context where it is the last part to be done.
-  __device__ void attend(const AttentionPart& part) {
-    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, part_floats = head_dim + 2;
-    const int warp = block.thread() / 32;
-    const T* const fresh = block.at<T>(c.layout.fresh);
-    const long offset = l * c.layer_stride;
-    prepare_head<T>(block, part, c.first_layer.k_cache + offset, c.first_layer.v_cache + offset);
-    block.sync();
-    AttentionTile<T> tile;
-    constexpr int at_once = AttentionTile<T>::kKeys;
-    for (int key = part.begin, keys; key < part.end; key += keys) {
-      const bool cached = key < part.old;
-      keys = cached ? min(c.plan.cache_keys, part.old - key) : 1;
-      const T* const k = cached ? reinterpret_cast<const T*>(cache.wait()) : fresh + head_dim;
-      for (int first = warp * at_once; first < keys; first += kHelperWarps * at_once)
-        tile.take(fresh, k + first * head_dim, k + (keys + first) * head_dim, min(at_once, keys - first), head_dim,
-                  c.scale);
-      if (cached) cache.release();
-    }
-    float* const values = block.at<float>(c.layout.values);
-    SoftmaxState* const states = block.at<SoftmaxState>(c.layout.states);
-    const int width = (head_dim + 15) / 16 * 16;
-    tile.put(values + warp * width, states + warp, head_dim);
-    block.sync();
-
+  /// Merges the warps' shares of a part; the first part's block gathers the others' and makes the head's context.
+  __device__ bool merge(const AttentionPart& part) {
+    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = part_floats(head_dim);
     const long head = part.whole_head(c);
-    T* const context = static_cast<T*>(c.context) + head * head_dim;
-    float* const parts = c.splits + head * splits * part_floats;
+    const unsigned tag = block.tag(l, Dependency::context);
+    Tagged* const parts = c.parts + head * splits * floats;
+    float* const gathered = block.at<float>(c.layout.gathered);
     const auto finish = [&](int d, float sum, const SoftmaxState& whole) {
-      context[d] = from_float<T>(sum / whole.sum);
+      const T element = from_float<T>(sum / whole.sum);
+      store_tagged(c.context + head * head_dim + d, element, tag);
+      if (c.taps.context) static_cast<T*>(c.taps.context)[head * head_dim + d] = element;
     };
     const auto keep = [&](int d, float sum, const SoftmaxState& whole) {
-      float* const mine = parts + part.split * part_floats;
-      mine[2 + d] = sum;
-      if (d == 0) mine[0] = whole.max, mine[1] = whole.sum;
+      const auto put = [&](int i, float v) {
+        if (part.split == 0)
+          gathered[i] = v;
+        else
+          store_tagged(parts + part.split * floats + i, v, tag);
+      };
+      put(2 + d, sum);
+      if (d == 0) put(0, whole.max), put(1, whole.sum);
     };
+    if (!block.hear(Signal::part_done)) return false;
+    const float* const values = block.at<float>(c.layout.values);
+    const SoftmaxState* const states = block.at<SoftmaxState>(c.layout.states);
+    const int width = (head_dim + 15) / 16 * 16;
     const auto of_warp = [&](int i) { return states[i]; };
     const auto of_warp_value = [&](int i, int d) { return values[i * width + d]; };
-    if (splits == 1) {
-      merge_parts(block, kHelperWarps, of_warp, of_warp_value, finish);
-    } else {
-      merge_parts(block, kHelperWarps, of_warp, of_warp_value, keep);
-      if (!last_split(head)) return;
-      merge_parts(
-          block, splits,
-          [&](int i) {
-            return SoftmaxState{load_shared_work(parts + i * part_floats),
-                                load_shared_work(parts + i * part_floats + 1)};
-          },
-          [&](int i, int d) { return load_shared_work(parts + i * part_floats + 2 + d); }, finish);
-    }
-    block.publish(l, Dependency::context);
-  }
+    if (splits == 1)
+      merge_parts(block, kProductWarps, of_warp, of_warp_value, finish);
+    else
+      merge_parts(block, kProductWarps, of_warp, of_warp_value, keep);
+    block.tell(Signal::part_taken);
+    if (splits == 1 || part.split > 0) return true;
 
-  /// Whether all of a head's other splits are there.
-  __device__ bool last_split(long head) {
+#pragma unroll 1
+    for (int i = floats + 2 * block.thread(); i < splits * floats; i += 2 * kHelperThreads)
+      block.spin(l, Dependency::context, [&] {
+        Tagged two[2];
+        load_tagged(parts + i, two);
+        gathered[i] = two[0].value;
+        gathered[i + 1] = two[1].value;
+        return two[0].tag == block.tag(l) && two[1].tag == block.tag(l);
+      });
     block.sync();
-    if (block.thread() == 0)
-      block.notice() =
-          fetch_add(c.arrivals + head, 1) % unsigned(c.plan.attention_splits) == unsigned(c.plan.attention_splits) - 1;
-    block.sync();
-    return block.notice();
+    if (block.stopped()) return false;
+    merge_parts(
+        block, splits,
+        [&](int i) {
+          return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
+        },
+        [&](int i, int d) { return gathered[i * floats + 2 + d]; }, finish);
+    block.sync();  // before the next part's shares come here
+    return true;
   }
 
   Block block;
   const DecodeCall& c;
-  CacheRing cache;
   int l = 0;
 };
 
 /// The last block to leave makes everything ready for the next launch.
 __device__ void leave(const DecodeCall& c) {
   if (fetch_add(&c.flags->left, 1) != unsigned(c.plan.grid) - 1) return;
-  for (int i = 0; i < (c.last - c.first) * kDependencies; ++i) c.done[i] = 0;
-  for (int i = 0; i < c.dims.batch * c.dims.heads; ++i) c.arrivals[i] = 0;
   c.flags->left = c.flags->stopped = 0;
   ++c.flags->launches;
 }
@@ -287,9 +303,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
   const int half = c.dims.half_rotary;
   if (threadIdx.x == 0) {
     ring.init();
-    for (int s = 0; s < c.plan.cache_stages; ++s) init_barrier(ring.full(2 * c.plan.stages + s), 1);
     for (int s = 0; s < kSignals; ++s)
-      init_barrier(block.signal_barrier(Signal(s)), Signal(s) < Signal::context_here ? kProductWarps : kHelperWarps);
+      init_barrier(block.signal_barrier(Signal(s)), Signal(s) < Signal::part_taken ? kProductWarps : kHelperWarps);
     publish_barriers();
     block.stopped() = 0;
     block.abandoned() = 0;
@@ -313,13 +328,17 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     Helpers<T> helpers(c);
     for (int layer = c.first; layer < c.last && helpers.run(layer); ++layer) {
     }
-    helpers.drain();
   } else {
     RingWriter writer(ring, c.plan.stages_in_flight, block.abandoned());
     bool go = true;
 #pragma unroll 1
-    for (int step = c.first * kProducts; go && step < c.last * kProducts; ++step)
-      go = stream_product<Columns == 0>(writer, Product(c, product_at(c, step % kProducts), step / kProducts));
+    for (int layer = c.first; layer < c.last; ++layer)
+#pragma unroll 1
+      for (int step = 0; go && step < kPhases; ++step) {
+        const Phase phase = phase_at(c, step);
+        go = phase == Phase::attention ? stream_keys(writer, c, layer)
+                                       : stream_product<Columns == 0>(writer, Product(c, phase, layer));
+      }
     writer.drain();
   }
   __syncthreads();

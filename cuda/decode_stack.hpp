@@ -25,9 +25,8 @@ struct DecodeStackPlan {
   int stages_in_flight;  // asked for and not there yet, at most
   int stage_bytes;
   int attention_splits;  // of a head's keys
-  int cache_stages;      // of the ring of keys and values
-  int cache_keys;        // that one of them holds, a multiple of sixteen
-  int cache_prefetch;    // stages ahead of the ring that keys are brought into the L2
+  int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
+  int out_rows;          // a block's rows of hidden, at most
   int sums;              // a block's rows' slices, at most, over the products
   int smem_bytes;
 };
@@ -36,12 +35,12 @@ inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 /// Columns of slices that there are kernels for whose activations are in registers in part: up to two sequences.
 inline constexpr int kNarrowColumns[] = {2560, 2048};
 
-/// A block's warps: some take products of the weights, some attend and fetch what other blocks have made, one streams the
-/// weights. Three warps a scheduler leave each thread 168 registers.
+/// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one
+/// streams the weights, keys and values. Three warps a scheduler leave each thread 168 registers.
 inline constexpr int kProductWarps = 8, kHelperWarps = 3;
 inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
 inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
-inline constexpr int kMaxDecodeBatch = 8;
+inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
 /// A pure function of the device's limits and the model. Code::unimplemented, with the reason, for what the kernel does
 /// not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond 256,
 /// hidden beyond 4096, more than 8 sequences, a shared memory that a ring of four stages does not fit.

@@ -44,12 +44,13 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
       (batch > 2 || hidden / p.hidden_slices != p.narrow_columns || act / p.act_slices != p.narrow_columns ||
        p.act_resident < p.act_slices || p.act_slices > kProductWarps))
     return "narrow";
-  if (p.cache_stages < 2 || p.cache_keys < 16 || p.cache_keys % 16) return "the ring of keys";
+  if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
+    return "keys of a stage";
   if (p.attention_splits < 1 || batch * m.num_attention_heads * p.attention_splits >
                                     std::max<std::int64_t>(p.grid, batch * m.num_attention_heads))
     return "splits";
-  for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.moments, l.attn_x,
-                    l.mlp_x, l.sums, l.cache, l.ring})
+  for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.gathered, l.moments,
+                    l.attn_x, l.mlp_x, l.residual, l.sums, l.ring})
     if (begin % 128) return "alignment";
   return "";
 }

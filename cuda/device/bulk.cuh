@@ -21,39 +21,39 @@ __device__ inline bool try_wait_barrier(std::uint64_t* barrier, std::uint32_t pa
   return done != 0;
 }
 
-/// Brings bytes into the L2, under copy_bulk()'s conditions.
-__device__ inline void prefetch_bulk(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
-/// Copies 16 bytes from device to shared memory, past the L1. The thread has them after wait_for_copies().
-__device__ inline void copy_async(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-/// Adds to a counter that other blocks read with load_acquire(): what this thread and, before a block's barrier, its
-/// block have written is visible to whoever sees the sum.
-__device__ inline void add_release(unsigned* counter, unsigned n) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
-}
 __device__ inline unsigned load_acquire(const unsigned* counter) {
   unsigned value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-/// The same with both, and the value before.
+/// Adds, with both, and gives the value before.
 __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
   unsigned value;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(value) : "l"(counter), "r"(n) : "memory");
   return value;
 }
 
-/// Eight bytes in one access, in no order with others.
+/// Four or eight bytes in one access, in no order with others.
+__device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t bits) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
 __device__ inline void store_relaxed(std::uint64_t* to, std::uint64_t bits) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
 }
-/// Twice eight bytes, in no order with each other either.
+__device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
+  std::uint32_t bits;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+  return bits;
+}
+/// Four times four bytes, in no order with each other either; twice eight.
+__device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
+  uint4 bits;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(from)
+               : "memory");
+  return bits;
+}
 __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
   ulonglong2 bits;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");

@@ -1,111 +1,59 @@
 #pragma once
-// Decode attention in parts, by a block's helpers: a block takes some of a head's keys, on tensor cores, and the last of a
-// head's blocks merges what they made.
+// Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its helpers merge what
+// they made, and the helpers of a head's first part what all its parts' blocks made.
 #include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 #include "cuda/fused/ring.cuh"
 
 namespace cf::cuda {
 
-/// One split of one head's keys. Old keys come from the cache; the newest is this launch's own.
+/// One split of one head's keys. Old keys come from the cache, through the ring; the newest is this launch's own.
 struct AttentionPart {
   int sequence, head, split;
   int kv_len;      // 0 where the cache has no room for it
   int begin, end;  // keys
   int old;         // those below come from the cache
 
-  __device__ AttentionPart(const DecodeCall& c, int item, const int* lengths) {
+  __device__ AttentionPart(const DecodeCall& c, int item) {
     split = item % c.plan.attention_splits;
     head = item / c.plan.attention_splits % c.dims.heads;
     sequence = item / c.plan.attention_splits / c.dims.heads;
-    const int length = lengths[sequence];
+    const int length = reinterpret_cast<const int*>(decode_smem + c.layout.lengths)[sequence];
     kv_len = length < 1 || length > c.dims.capacity ? 0 : length;
     const int keys = (kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits;
     begin = min(split * keys, kv_len);
     end = min(begin + keys, kv_len);
     old = begin < end && end == kv_len ? end - 1 : end;
   }
+  /// Parts of all heads and sequences: blocks take every grid-th.
   static __device__ int count(const DecodeCall& c) { return c.dims.batch * c.dims.heads * c.plan.attention_splits; }
   __device__ bool has_newest() const { return old < end; }
   __device__ long whole_head(const DecodeCall& c) const { return long(sequence) * c.dims.heads + head; }
   /// In the cache (batch, heads, capacity, head_dim).
   __device__ long row(const DecodeCall& c, int key) const { return whole_head(c) * c.dims.capacity + key; }
+  /// Of the ring, each with keys and then their values.
+  __device__ int stages(const DecodeCall& c) const { return (old - begin + c.plan.stage_keys - 1) / c.plan.stage_keys; }
 };
 
-/// The helpers' own ring: the old keys and values of the block's parts, layer by layer, asked for as soon as there is room.
-/// All helpers call; one thread copies.
-class CacheRing {
- public:
-  __device__ explicit CacheRing(const DecodeCall& c) : c_(c), layer_(c.first - 1), item_(AttentionPart::count(c)) {
+/// Streams the old keys and values of the block's parts; false when nobody empties the ring any more.
+__device__ inline bool stream_keys(RingWriter& ring, const DecodeCall& c, int layer) {
 #pragma unroll 1
-    for (int s = 0; s < c_.plan.cache_stages; ++s) ask();
-  }
-  /// Keys of the next stage, their values behind them.
-  __device__ const char* wait() const {
-    wait_barrier(barrier(place_.stage), int(place_.parity));
-    return stage(place_.stage);
-  }
-  /// All helpers are done with the stage.
-  __device__ void release() {
-    named_barrier(Block::kHelperBarrier, kHelperThreads);
-    place_.advance(c_.plan.cache_stages);
-    --asked_;
-    ask();
-  }
-  /// Shared memory must not be given back while copies are on their way.
-  __device__ void drain() {
-    for (; asked_ > 0; --asked_) {
-      wait();
-      place_.advance(c_.plan.cache_stages);
-    }
-  }
-
- private:
-  __device__ std::uint64_t* barrier(int s) const {
-    return reinterpret_cast<std::uint64_t*>(decode_smem + c_.layout.barriers) + 2 * c_.plan.stages + s;
-  }
-  __device__ char* stage(int s) const {
-    return decode_smem + c_.layout.cache + s * c_.plan.cache_keys * c_.dims.head_dim * 4;
-  }
-  /// Asks for the next keys of the walk over layers, parts and keys, if there are any.
-  __device__ void ask() {
-    while (left_ <= 0) {
-      item_ += c_.plan.grid;
-      if (item_ >= AttentionPart::count(c_)) {
-        if (layer_ + 1 >= c_.last || int(blockIdx.x) >= AttentionPart::count(c_)) return;
-        ++layer_;
-        item_ = int(blockIdx.x);
-      }
-      const AttentionPart part(c_, item_, reinterpret_cast<const int*>(decode_smem + c_.layout.lengths));
-      left_ = part.old - part.begin;
-      from_ = part.row(c_, part.begin) * c_.dims.head_dim * 2 + layer_ * c_.layer_stride;
-    }
-    const int keys = min(c_.plan.cache_keys, left_), bytes = keys * c_.dims.head_dim * 2;
-    if (threadIdx.x == kProductThreads) {
-      arrive_expecting(barrier(ahead_.stage), 2 * bytes);
-      char* const to = stage(ahead_.stage);
-      copy_bulk(to, c_.first_layer.k_cache + from_, bytes, barrier(ahead_.stage));
-      copy_bulk(to + bytes, c_.first_layer.v_cache + from_, bytes, barrier(ahead_.stage));
-      // The ring is short: keys further on come as far as the L2.
-      const int further = c_.plan.cache_prefetch * c_.plan.cache_keys;
-      if (const int later = min(c_.plan.cache_keys, left_ - further); further > 0 && later > 0) {
-        const long offset = from_ + long(further) * c_.dims.head_dim * 2;
-        prefetch_bulk(c_.first_layer.k_cache + offset, later * c_.dims.head_dim * 2);
-        prefetch_bulk(c_.first_layer.v_cache + offset, later * c_.dims.head_dim * 2);
+  for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid) {
+    const AttentionPart part(c, item);
+#pragma unroll 1
+    for (int key = part.begin; key < part.old; key += c.plan.stage_keys) {
+      const int bytes = min(c.plan.stage_keys, part.old - key) * c.dims.head_dim * 2;
+      const long from = part.row(c, key) * c.dims.head_dim * 2 + layer * c.layer_stride;
+      char* const stage = ring.next(2 * bytes);
+      if (!stage) return false;
+      if (threadIdx.x % 32 == 0) {
+        ring.copy(stage, c.first_layer.k_cache + from, bytes);
+        ring.copy(stage + bytes, c.first_layer.v_cache + from, bytes);
       }
     }
-    ahead_.advance(c_.plan.cache_stages);
-    left_ -= keys;
-    from_ += bytes;
-    ++asked_;
   }
-
-  const DecodeCall& c_;
-  RingPlace place_, ahead_;
-  int asked_ = 0;
-  int layer_, item_, left_ = 0;  // what is asked for next, and keys that are left of it
-  long from_ = 0;                // bytes from the first layer's cache
-};
+  return true;
+}
 
 /// A warp's softmax-weighted sum in progress. Scores and sums are made of whole 16 x 16 blocks of keys and elements; all
 /// eight groups of four lanes hold the same weights, four keys a lane.
@@ -190,48 +138,59 @@ struct AttentionTile {
   }
 };
 
-/// q, k and v of a head's new token: rotated, rounded to T, in the block's shared memory; the part that has the newest key
-/// appends k and v to the cache. A position outside the table makes what is turned NaN.
+/// q, k and v of a head's new token: awaited, rotated, rounded to T, in the block's shared memory; the part that has the
+/// newest key appends k and v to the cache. A position outside the table makes what is turned NaN. False when that took
+/// too long.
 template <class T>
-__device__ void prepare_head(const Block& block, const AttentionPart& part, char* k_cache, char* v_cache) {
+__device__ bool prepare_head(const Block& block, const AttentionPart& part, int layer) {
   const DecodeCall& c = block.c;
-  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary;
-  const float* const angles = block.at<float>(c.layout.angles) + part.sequence * 2 * half;
-  const T* const qkv = static_cast<const T*>(c.qkv) + part.whole_head(c) * 3 * head_dim;
-  T* const fresh = block.at<T>(c.layout.fresh);
-  const auto element = [&](int i) { return to_float(T{load_shared_work(&qkv[i].bits)}); };
+  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, thread = block.thread();
+  const unsigned tag = block.tag(layer);
+  const TaggedElement* const qkv = c.qkv + part.whole_head(c) * 3 * head_dim;
   const auto turned = [&](int i) { return i < 2 * head_dim && i % head_dim < 2 * half; };
-  constexpr int at_once = 3;  // elements a thread, whose loads are in flight together
-#pragma unroll 1
-  for (int begin = block.thread(); begin < 3 * head_dim; begin += at_once * kHelperThreads) {
-    float value[at_once] = {}, other[at_once] = {};
+  constexpr int at_once = 3;  // elements a thread, all of them
+  static_assert(at_once * kProductThreads >= 3 * kMaxDecodeHeadDim);
+  TaggedElement element[at_once] = {}, other[at_once] = {};
+  const auto load = [&](int u) {
+    const int i = thread + u * kProductThreads;
+    if (i >= 3 * head_dim) return true;
+    element[u] = load_relaxed(qkv + i);
+    other[u] = turned(i) ? load_relaxed(qkv + (i % head_dim < half ? i + half : i - half)) : element[u];
+    return has_tag(element[u], tag) && has_tag(other[u], tag);
+  };
+  bool missing[at_once];
 #pragma unroll
-    for (int u = 0; u < at_once; ++u)
-      if (const int i = begin + u * kHelperThreads; i < 3 * head_dim) {
-        value[u] = element(i);
-        if (turned(i)) other[u] = element(i % head_dim < half ? i + half : i - half);
-      }
+  for (int u = 0; u < at_once; ++u) missing[u] = !load(u);
 #pragma unroll
-    for (int u = 0; u < at_once; ++u) {
-      const int i = begin + u * kHelperThreads, of = i / head_dim, d = i % head_dim;
-      if (of > 2) break;
-      if (turned(i)) {
-        const float cos = angles[d % half], sin = angles[half + d % half];
-        if (d < half)
-          rotate(value[u], other[u], cos, sin);
-        else
-          rotate(other[u], value[u], cos, sin);
-      }
-      const T stored = from_float<T>(value[u]);
-      fresh[i] = stored;
-      if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && part.split == 0)
-        tap[part.whole_head(c) * head_dim + d] = stored;
-      if (of > 0 && part.has_newest()) {
-        T* const cache = reinterpret_cast<T*>(of == 1 ? k_cache : v_cache);
-        cache[part.row(c, part.kv_len - 1) * head_dim + d] = stored;
-      }
+  for (int u = 0; u < at_once; ++u)
+    if (missing[u]) block.spin(layer, Dependency::qkv, [&] { return load(u); });
+  block.sync();  // the part before is done with what lies there
+
+  const float* const angles = block.at<float>(c.layout.angles) + part.sequence * 2 * half;
+  T* const fresh = block.at<T>(c.layout.fresh);
+#pragma unroll
+  for (int u = 0; u < at_once; ++u) {
+    const int i = thread + u * kProductThreads, of = i / head_dim, d = i % head_dim;
+    if (of > 2) break;
+    float value = to_float(T{std::uint16_t(element[u])}), partner = to_float(T{std::uint16_t(other[u])});
+    if (turned(i)) {
+      const float cos = angles[d % half], sin = angles[half + d % half];
+      if (d < half)
+        rotate(value, partner, cos, sin);
+      else
+        rotate(partner, value, cos, sin);
+    }
+    const T stored = from_float<T>(value);
+    fresh[i] = stored;
+    if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && part.split == 0)
+      tap[part.whole_head(c) * head_dim + d] = stored;
+    if (of > 0 && part.has_newest()) {
+      char* const cache = (of == 1 ? c.first_layer.k_cache : c.first_layer.v_cache) + layer * c.layer_stride;
+      reinterpret_cast<T*>(cache)[part.row(c, part.kv_len - 1) * head_dim + d] = stored;
     }
   }
+  block.sync();
+  return !block.stopped();
 }
 
 /// Up to 32 partial softmax-weighted sums, merged in one order by each warp. state(i) and value(i, d) bring the i-th.

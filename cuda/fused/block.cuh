@@ -39,12 +39,17 @@ struct Block {
   __device__ volatile int& stopped() const { return at<int>(c.layout.notice)[0]; }
   /// Says that the products' warps have left.
   __device__ volatile int& abandoned() const { return at<int>(c.layout.notice)[1]; }
-  __device__ volatile int& notice() const { return at<int>(c.layout.notice)[2]; }
   /// Of this launch, which no other launch uses: one for each layer, and one more.
-  __device__ unsigned& first_tag() const { return at<unsigned>(c.layout.notice)[3]; }
+  __device__ unsigned& first_tag() const { return at<unsigned>(c.layout.notice)[2]; }
+  /// What a layer reads and makes is stored with; the hidden state that it makes with the next layer's.
+  __device__ unsigned tag(int layer) const { return first_tag() + unsigned(layer); }
+  /// The tag to store with: one that nobody waits for where a test withholds the dependency.
+  __device__ unsigned tag(int layer, Dependency d) const {
+    return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == code(layer, d) ? 0x8000u : 0u);
+  }
 
   __device__ std::uint64_t* signal_barrier(Signal s) const {
-    return at<std::uint64_t>(c.layout.barriers) + 2 * c.plan.stages + c.plan.cache_stages + int(s);
+    return at<std::uint64_t>(c.layout.barriers) + 2 * c.plan.stages + int(s);
   }
   /// Each warp of one kind tells, each of the other hears, in turn.
   __device__ void tell(Signal s) const {
@@ -61,25 +66,9 @@ struct Block {
   }
 
   __device__ int code(int layer, Dependency d) const { return layer * kDependencies + int(d) + 1; }
-  __device__ unsigned* counter(int layer, Dependency d) const {
-    return c.done + (layer - c.first) * kDependencies + int(d);
-  }
-  /// Tells all blocks that this one's part of a dependency is written.
-  __device__ void publish(int layer, Dependency d) const {
-    sync();
-    if (thread() != 0) return;
-    if (c.delay_seed) dawdle(c.delay_seed + unsigned(code(layer, d)));
-    if (!withholds(layer, d)) add_release(counter(layer, d), 1);
-  }
-  __device__ bool withholds(int layer, Dependency d) const { return c.withheld == code(layer, d); }
-  /// Waits for all `parts` of a dependency; false when that took too long, here or in another block: the block must leave.
-  __device__ bool await(int layer, Dependency d, int parts) const {
-    if (thread() == 0) {
-      const unsigned* done = counter(layer, d);
-      spin(layer, d, [&] { return load_acquire(done) >= unsigned(parts); });
-    }
-    sync();
-    return stopped() == 0;
+  /// For tests: one thread holds the others up at their next barrier.
+  __device__ void maybe_dawdle(int step) const {
+    if (c.delay_seed && thread() == 0) dawdle(c.delay_seed + unsigned(step));
   }
   /// Until ready() or for too long, which stops the block.
   template <class Ready>
@@ -124,21 +113,55 @@ __device__ inline void load_tagged(const Tagged* from, Tagged (&two)[2]) {
   two[1] = {__uint_as_float(unsigned(bits.y)), unsigned(bits.y >> 32)};
 }
 
-/// What other blocks have written during this launch: not from the L1, which may hold what was there before.
-template <class U>
-__device__ U load_shared_work(const U* p) {
-  return __ldcg(p);
+template <class T>
+__device__ void store_tagged(TaggedElement* to, T value, unsigned tag) {
+  store_relaxed(to, std::uint32_t(value.bits) | tag << 16);
+}
+__device__ inline bool has_tag(TaggedElement e, unsigned tag) { return e >> 16 == (tag & 0xffff); }
+__device__ inline bool have_tag(const uint4& e, unsigned tag) {
+  const unsigned t = tag << 16;
+  return (((e.x ^ t) | (e.y ^ t)) | ((e.z ^ t) | (e.w ^ t))) < 0x10000;
 }
 
-/// Brings `columns` of each token's activations, `from_row` elements apart, into shared memory.
-template <class T>
-__device__ void fetch_tokens(const Block& block, const T* from, int from_row, int columns, char* to, int to_row) {
+/// Waits for `columns` elements of each token, `from_row` apart, and brings them into shared memory, without their tags.
+/// Columns are a multiple of eight. False when that took too long.
+__device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from,
+                                    int from_row, int columns, char* to, int to_row) {
+  constexpr int at_once = 3;  // pieces of eight elements whose loads are in flight together
+  const unsigned tag = block.tag(layer);
+  const int thread = block.thread();
 #pragma unroll 1
-  for (int token = 0; token < block.c.dims.batch; ++token)
-#pragma unroll 4
-    for (int i = block.thread() * kVec; i < columns; i += kHelperThreads * kVec)
-      copy_async(shared_address(to + token * to_row + i * 2), from + long(token) * from_row + i);
-  wait_for_copies();
+  for (int token = 0; token < block.c.dims.batch; ++token) {
+    const TaggedElement* const row = from + long(token) * from_row;
+    char* const to_token = to + token * to_row;
+    // While nothing is there, one lane of each warp looks at its first element.
+    if (thread % 32 == 0)
+      block.spin(layer, d, [&] { return has_tag(load_relaxed(row + min(thread * kVec, columns - kVec)), tag); });
+    __syncwarp();
+#pragma unroll 1
+    for (int begin = thread * kVec; begin < columns; begin += at_once * kHelperThreads * kVec) {
+      uint4 low[at_once] = {}, high[at_once] = {};
+      const auto load = [&](int u) {
+        const int i = begin + u * kHelperThreads * kVec;
+        if (i >= columns) return true;
+        low[u] = load_relaxed_quad(row + i);
+        high[u] = load_relaxed_quad(row + i + 4);
+        return have_tag(low[u], tag) && have_tag(high[u], tag);
+      };
+      bool missing[at_once];
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) missing[u] = !load(u);
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) {
+        if (missing[u]) block.spin(layer, d, [&] { return load(u); });
+        const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+        if (const int i = begin + u * kHelperThreads * kVec; i < columns)
+          *reinterpret_cast<uint4*>(to_token + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
+                                                         pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
+      }
+    }
+  }
+  return !block.stopped();
 }
 
 }  // namespace cf::cuda

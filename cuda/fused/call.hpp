@@ -8,20 +8,31 @@
 
 namespace cf::cuda {
 
-/// A value with a tag, in one access: who reads the tag has the value that was stored with it.
+/// What blocks make for each other goes through device memory with a tag, which no other layer and launch has, in one
+/// access: who reads the tag has the value that was stored with it, and needs no flag, fence or counter.
 struct alignas(8) Tagged {
   float value;
   unsigned tag;
 };
+/// The same of a 16-bit element: its bits below, the lower half of the tag above. Every layer writes all of what it
+/// passes on, so that an old tag is no older than a launch.
+using TaggedElement = std::uint32_t;
 
 /// What a block of the kernel waits for in the work of the others: everything of one kind in one layer.
 enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
 inline constexpr int kDependencies = 5;
 
-/// What a block's warps tell each other. The products' warps tell: q, k and v are done, mlp.act is done, a part of mlp.act in
-/// shared memory is used up. The helpers tell: the context, a part of mlp.act is in shared memory.
-enum class Signal : int { qkv_done, act_done, act_used, context_here, act_here };
-inline constexpr int kSignals = 5;
+/// What a block's warps tell each other. The products' warps tell: they need attn_x no more, they need mlp_x no more, a
+/// piece of mlp.act is used up, the warps' shares of a part of a head are there. The helpers tell: these are taken, the
+/// context is in shared memory, a piece of mlp.act is.
+enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here };
+inline constexpr int kSignals = 7;
+
+/// What a layer does one after the other, and the ring brings one after the other. In a parallel residual the MLP's first
+/// product needs no attention: half of it hides what q, k and v take from block to block, the rest what the context does.
+enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
+inline constexpr int kPhases = 6;
+inline constexpr unsigned kParallelPhases = 0x543210, kSequentialPhases = 0x531420;  // four bits each, the first lowest
 
 /// The blocks' common memory. Between launches all zero but for the count: the last block to leave cleans up.
 struct DecodeFlags {
@@ -35,9 +46,13 @@ struct DecodeDims {
   int hidden, heads, head_dim, half_rotary, intermediate, batch, capacity, table_rows;
 };
 
+/// Floats of a part of a head: its maximum, the sum of its weights, its weighted values.
+CF_HD constexpr int part_floats(int head_dim) { return head_dim + 2; }
+
 /// Where what lies in a block's shared memory, in bytes.
 struct DecodeLayout {
-  int barriers, notice, lengths, angles, fresh, values, states, moments, attn_x, mlp_x, sums, cache, ring, bytes;
+  int barriers, notice, lengths, angles, fresh, values, states, gathered, moments, attn_x, mlp_x, residual, sums, ring,
+      bytes;
   int hidden_row, act_row;  // from one token to the next, of hidden and of the resident slices of mlp.act
 };
 
@@ -51,18 +66,19 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   };
   l.hidden_row = (d.hidden * 2 + 127) / 128 * 128;
   l.act_row = (d.intermediate / p.act_slices * p.act_resident * 2 + 127) / 128 * 128;
-  l.barriers = place((2 * p.stages + p.cache_stages + kSignals) * 8);
+  l.barriers = place((2 * p.stages + kSignals) * 8);
   l.notice = place(16);
   l.lengths = place(d.batch * 4);
   l.angles = place(d.batch * 2 * d.half_rotary * 4);  // cos, then sin, of each sequence's new position
   l.fresh = place(3 * d.head_dim * 2);                // q, k and v of a head's new token
-  l.values = place(kHelperWarps * (d.head_dim + 15) / 16 * 16 * 4);
-  l.states = place(kHelperWarps * 8);
+  l.values = place(kProductWarps * ((d.head_dim + 15) / 16 * 16) * 4);
+  l.states = place(kProductWarps * 8);
+  l.gathered = place(p.attention_splits > 1 ? p.attention_splits * part_floats(d.head_dim) * 4 : 0);
   l.moments = place(2 * kProductWarps * 12);
   l.attn_x = place(d.batch * l.hidden_row);
   l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));
+  l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place(p.sums * d.batch * (p.narrow_columns ? 8 : 1) * 4);
-  l.cache = place(p.cache_stages * p.cache_keys * d.head_dim * 4);
   l.ring = place(p.stages * p.stage_bytes);
   l.bytes = at + 512;  // what is loaded of a slice's last columns may lie beyond them
   return l;
@@ -77,7 +93,7 @@ struct LayerPointers {
 
 /// Where the last layer's sites go that leave no trace otherwise, as LayerTensors has them; null for nowhere.
 struct DecodeTaps {
-  void *attn_in, *q, *k, *v, *attn_residual, *mlp_in;
+  void *attn_in, *qkv, *q, *k, *v, *context, *attn_residual, *mlp_in, *act;
 };
 
 struct DecodeCall {
@@ -87,18 +103,17 @@ struct DecodeCall {
   LayerDeals deals;
   float scale, eps;
   bool parallel_residual, gelu_tanh;
+  unsigned phases;
   LayerPointers first_layer;
   long layer_stride;
-  int layers;                 // of the stack
-  int first, last;            // layers of the launch
-  const void* input;          // (batch, hidden), or null: hidden[first % 2] is there already
-  void* output;               // (batch, hidden)
-  Tagged* hidden[2];          // (batch, hidden): layer l reads hidden[l % 2]
-  float* attn_residual;       // (batch, hidden)
-  void *qkv, *context, *act;  // as LayerTensors has them
-  float* splits;              // (batch * heads * attention_splits, head_dim + 2)
-  unsigned* arrivals;         // (batch * heads): splits that are done
-  unsigned* done;             // (layers, kDependencies): parts that are done
+  int layers;                          // of the stack
+  int first, last;                     // layers of the launch
+  const void* input;                   // (batch, hidden), or null: hidden[first % 2] is there already
+  void* output;                        // (batch, hidden)
+  Tagged* hidden[2];                   // (batch, hidden): layer l reads hidden[l % 2]
+  Tagged* attn_residual;               // (batch, hidden), for a sequential residual's second norm
+  TaggedElement *qkv, *context, *act;  // as LayerTensors has them
+  Tagged* parts;                       // (batch, heads, attention_splits, part_floats)
   DecodeFlags* flags;
   unsigned* report;  // in host memory: the dependency that was not met, 0 for none
   const std::int32_t *positions, *kv_len;

@@ -81,42 +81,39 @@ __device__ void normalise(const Block& block, const RowPart& row, const Moments&
   });
 }
 
-/// A row of the hidden state that other blocks are making: waits for each element's tag, unless all of it is there.
-__device__ inline void await_row(const Block& block, const Tagged* from, bool there, unsigned tag, int layer,
+/// A row of a residual that other blocks are making: waits for each element's tag, unless all of it is there. `d` is what
+/// a wait is reported as.
+__device__ inline void await_row(const Block& block, const Tagged* from, bool there, int layer, Dependency d,
                                  RowPart& row) {
+  const unsigned tag = block.tag(layer);
+  const int made_in = d == Dependency::hidden ? layer - 1 : layer;
   // While nothing is there, one lane of each warp looks at its first elements.
   if (block.thread() % 32 == 0 && !there)
-    block.spin(layer, Dependency::hidden, [&] {
+    block.spin(made_in, d, [&] {
       Tagged two[2];
       load_tagged(from + min(block.thread() * kVec, block.c.dims.hidden - kVec), two);
       return two[0].tag == tag && two[1].tag == tag;
     });
   __syncwarp();
-  for_each_norm_piece(block, [&](int p, int column) {
-    const auto load = [&](int e) {
+  const auto load = [&](int p, int column) {
+    bool here = true;
+#pragma unroll
+    for (int e = 0; e < kVec; e += 2) {
       Tagged two[2];
       load_tagged(from + column + e, two);
       row.x[p][e] = two[0].value;
       row.x[p][e + 1] = two[1].value;
-      return there || (two[0].tag == tag && two[1].tag == tag);
-    };
-    bool missing[kVec];
-#pragma unroll
-    for (int e = 0; e < kVec; e += 2) missing[e] = !load(e);
-      // Only what was missing is asked for again.
-#pragma unroll
-    for (int e = 0; e < kVec; e += 2)
-      if (missing[e]) block.spin(layer, Dependency::hidden, [&] { return load(e); });
-  });
-}
-/// A row of a residual from other blocks' hands, or of a launch's input.
-__device__ inline void load_row(const Block& block, const float* from, RowPart& row) {
+      here = here && two[0].tag == tag && two[1].tag == tag;
+    }
+    return here || there;
+  };
+  bool missing[kNormPieces] = {};
+  for_each_norm_piece(block, [&](int p, int column) { missing[p] = !load(p, column); });
   for_each_norm_piece(block, [&](int p, int column) {
-    const float4* const at = reinterpret_cast<const float4*>(from + column);
-    *reinterpret_cast<float4*>(row.x[p]) = load_shared_work(at);
-    *reinterpret_cast<float4*>(row.x[p] + 4) = load_shared_work(at + 1);
+    if (missing[p]) block.spin(made_in, d, [&] { return load(p, column); });
   });
 }
+/// A row of a launch's input.
 template <class T>
 __device__ void load_row(const Block& block, const T* from, RowPart& row) {
   for_each_norm_piece(block, [&](int p, int column) { load_vec(from + column, row.x[p]); });

@@ -14,22 +14,38 @@ namespace cf::cuda {
 struct Product {
   const char* weight;  // (rows, columns)
   int columns, slices, slice_columns, resident;
+  int first, count;  // of the block's rows
   Deal deal;
 
-  __device__ Product(const DecodeCall& c, Weight of, int layer)
-      : weight(c.first_layer.weight[int(of)] + layer * c.layer_stride),
-        columns(of == Weight::down ? c.dims.intermediate : c.dims.hidden),
-        slices(of == Weight::down ? c.plan.act_slices : c.plan.hidden_slices),
+  __device__ Product(const DecodeCall& c, Phase phase, int layer)
+      : weight(c.first_layer.weight[int(weight_of(phase))] + layer * c.layer_stride),
+        columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
+        slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
         slice_columns(columns / slices),
-        resident(of == Weight::down ? c.plan.act_resident : slices),
-        deal(c.deals.deal(of, layer, int(blockIdx.x))) {}
+        resident(phase == Phase::down ? c.plan.act_resident : slices),
+        first(0),
+        deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
+    const int half = (deal.count >> (deal.tile_shift + 1)) << deal.tile_shift;  // whole tiles
+    count = phase == Phase::up_first ? half : deal.count;
+    if (phase == Phase::up_rest) first = half, count -= half;
+  }
+  static __device__ Weight weight_of(Phase phase) {
+    switch (phase) {
+      case Phase::qkv: return Weight::qkv;
+      case Phase::dense: return Weight::dense;
+      case Phase::down: return Weight::down;
+      default: return Weight::up;
+    }
+  }
 
+  /// Of the matrix.
+  __device__ int row(int i) const { return deal.row(first + i); }
   /// Stages of one slice of all rows, where slices come one after the other.
-  __device__ int slice_stages() const { return (deal.count + kStageSlices - 1) / kStageSlices; }
+  __device__ int slice_stages() const { return (count + kStageSlices - 1) / kStageSlices; }
   /// A tile is a number of stages: rows have as many slices of hidden, or more.
   template <bool Wide>
   __device__ int stages() const {
-    return Wide ? slices * slice_stages() : deal.count * slices / kStageSlices;
+    return Wide ? slices * slice_stages() : count * slices / kStageSlices;
   }
 };
 
@@ -41,19 +57,19 @@ __device__ bool stream_product(RingWriter& ring, const Product& p) {
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice)
 #pragma unroll 1
-      for (int i = 0; i < p.deal.count; i += kStageSlices) {
-        const int rows = min(kStageSlices, p.deal.count - i);
+      for (int i = 0; i < p.count; i += kStageSlices) {
+        const int rows = min(kStageSlices, p.count - i);
         char* const stage = ring.next(rows * slice_bytes);
         if (!stage) return false;
         if (lane < rows)
           ring.copy(stage + lane * slice_bytes,
-                    p.weight + (long(p.deal.row(i + lane)) * p.columns + slice * p.slice_columns) * 2, slice_bytes);
+                    p.weight + (long(p.row(i + lane)) * p.columns + slice * p.slice_columns) * 2, slice_bytes);
       }
   } else {
     const int bytes = kStageSlices * slice_bytes, tile_bytes = (p.columns * 2) << p.deal.tile_shift;
 #pragma unroll 1
-    for (int i = 0; i < p.deal.count; i += 1 << p.deal.tile_shift) {
-      const char* const tile = p.weight + long(p.deal.row(i)) * p.columns * 2;
+    for (int i = 0; i < p.count; i += 1 << p.deal.tile_shift) {
+      const char* const tile = p.weight + long(p.row(i)) * p.columns * 2;
 #pragma unroll 1
       for (int at = 0; at < tile_bytes; at += bytes) {
         char* const stage = ring.next(bytes);
@@ -159,9 +175,9 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
         if (x == 0) return false;
       }
       const int i = (s - slice * p.slice_stages()) * kStageSlices + unit;
-      const std::uint32_t w_at = ring.wait() + w_lane;
+      const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
 #pragma unroll 1
-      for (int pair = 0; 2 * pair < sums.batch && i < p.deal.count; ++pair) {
+      for (int pair = 0; 2 * pair < sums.batch && i < p.count; ++pair) {
         const std::uint32_t x_slice =
             x + (slice - resident) * p.slice_columns * 2 + Slice::token_lane(lane, pair, sums.batch, x_row);
         Slice product;
@@ -203,7 +219,7 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
     for (int k = 0; k < held; ++k) tokens[k] = load(k);
 #pragma unroll 1
     for (int s = first; s < stages; s += 2) {
-      const std::uint32_t w_at = ring.wait() + w_lane;
+      const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
       Slice product;
 #pragma unroll
       for (int k = 0; k < held; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), tokens[k], k % 2);

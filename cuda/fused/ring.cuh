@@ -82,10 +82,10 @@ class RingReader {
  public:
   __device__ RingReader(const Ring& ring, int half) : ring_(ring) { place_.advance(ring.count(), half); }
 
-  __device__ std::uint32_t wait() const {
+  __device__ const char* wait() const {
     while (!try_wait_barrier(ring_.full(place_.stage), place_.parity)) {
     }
-    return shared_address(ring_.stage(place_.stage));
+    return ring_.stage(place_.stage);
   }
   __device__ void release(bool leader) {
     __syncwarp();
