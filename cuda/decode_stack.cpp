@@ -89,8 +89,10 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     const LayerDeals deals(hidden, intermediate, tile_shift(p), p.grid);
     const auto rows = [&](const Share& s) { return (s.each + 1) << deals.tile_shift; };
     p.out_rows = rows(deals.out);
-    p.sums =
-        std::max({rows(deals.qkv) * p.hidden_slices, rows(deals.up) * p.hidden_slices, rows(deals.out) * p.act_slices});
+    const int most_rows = std::max(rows(deals.qkv), rows(deals.up)), out_sums = p.out_rows * p.act_slices;
+    const bool own = narrow && p.hidden_slices == 1;  // but for the rows of down
+    p.own_rows = own ? (std::max(most_rows, p.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
+    p.sums = own && p.act_slices == 1 ? 0 : std::max(own ? 0 : most_rows * p.hidden_slices, out_sums);
     if (narrow)
       return hidden == p.hidden_slices * most_columns && intermediate == p.act_slices * most_columns &&
              fits(p.act_slices);
@@ -100,7 +102,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   };
   // Activations in registers where there are few, then smaller slices.
   bool found = false;
-  if (batch <= 2)
+  if (batch == 1)
     for (int columns : kNarrowColumns) found = found || lay_out(columns, true);
   for (int most = kMaxSliceColumns; most >= 256; most /= 2) found = found || lay_out(most, false);
   if (!found)

@@ -80,17 +80,23 @@ class Products {
     return !block.stopped();
   }
 
-  /// The product, and what becomes of its rows.
+  /// The product, and what becomes of its rows. A warp that has whole rows finishes them itself; where rows are cut into
+  /// slices, all warps wait for each other first.
   __device__ bool project(Phase phase) {
     const Product product(c, phase, l);
-    // A token's rows are finished by the same share of the threads, a power of two.
-    const int token_threads = kProductThreads >> (32 - __clz(c.dims.batch - 1));
-    const int token = block.thread() / token_threads, lane = block.thread() % token_threads;
-    const bool mine = token < c.dims.batch && lane < product.count;
-    // What the first row's sum is added to is on its way while the product runs.
+    const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const Sums<Wide> sums(block, product, warp);
+    const bool own = sums.warps_own(product);
+    // A worker's elements are rows and their tokens; a warp's own rows are one a stage.
+    const int first = own ? (warp / kStageSlices + begun) % 2 * kStageSlices + unit : 0;
+    const int step = own ? 2 * kStageSlices : 1, worker = own ? lane : thread;
+    const int elements = max(product.count - first + step - 1, 0) / step * c.dims.batch;
+    const auto place_of = [&](int element) { return Wide ? element / c.dims.batch : element; };
+    const auto token_of = [&](int element) { return Wide ? element % c.dims.batch : 0; };
+    const auto row_of = [&](int element) { return first + place_of(element) * step; };
+    // What the first sum is added to is on its way while the product runs.
     Addends addends{};
-    if (mine) addends = begin(phase, token, lane, product.row(lane));
-    const Sums<Wide> sums{block.at<float>(c.layout.sums), c.dims.batch, product.slices};
+    if (worker < elements) addends = begin(phase, product, token_of(worker), row_of(worker));
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || phase == Phase::down;
     if (!consume_product<T, Columns>(reader, product, sums, begun,
                                      phase == Phase::down ? c.layout.act_row : c.layout.hidden_row,
@@ -103,32 +109,40 @@ class Products {
                                      }))
       return false;
     begun += product.template stages<Wide>();
-    block.sync();
-#pragma unroll 1
-    for (int i = lane; token < c.dims.batch && i < product.count; i += token_threads) {
-      const int row = product.row(i);
-      if (i > lane) addends = begin(phase, token, i, row);
-      finish(phase, token, i, row, sums.total(i, token) + to_float(T{addends.bias}) + addends.residual);
-    }
     if (phase == Phase::qkv) block.tell(Signal::qkv_done);
     if (phase == Phase::up_rest) block.tell(Signal::up_done);
-    block.sync();
+    if (own)
+      __syncwarp();
+    else
+      block.sync();
+#pragma unroll 1
+    for (int i = worker; i < elements; i += own ? 32 : kProductThreads) {
+      const int token = token_of(i), mine = row_of(i);
+      if (i > worker) addends = begin(phase, product, token, mine);
+      finish(phase, token, mine, product.row(mine),
+             sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual);
+    }
+    if (own)
+      __syncwarp();
+    else
+      block.sync();
     return true;
   }
 
-  /// dense adds to the layer's input, down to what dense has made of the block's own i-th row.
-  __device__ Addends begin(Phase phase, int token, int i, int row) const {
+  /// dense adds to the layer's input, down to what dense has made of the block's own row.
+  __device__ Addends begin(Phase phase, const Product& product, int token, int mine) const {
+    const int row = product.row(mine);
     const char* const bias = c.first_layer.bias[int(Product::weight_of(phase))];
     const long at = long(token) * c.dims.hidden + row;
     Addends a{};
     if (bias) a.bias = reinterpret_cast<const std::uint16_t*>(bias + l * c.layer_stride)[row];
-    if (phase == Phase::down) a.residual = *residual(token, i);
     if (phase == Phase::dense)
       a.residual = from_input() ? to_float(static_cast<const T*>(c.input)[at]) : __ldcg(&c.hidden[l % 2][at].value);
     return a;
   }
-  __device__ void finish(Phase phase, int token, int i, int row, float v) const {
+  __device__ void finish(Phase phase, int token, int mine, int row, float v) const {
     const long at = long(token) * c.dims.hidden + row;
+    float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + mine;
     const auto pass_on = [&](Dependency d, TaggedElement* to, void* tap, int columns, float value) {
       const T element = from_float<T>(value);
       store_tagged(to + long(token) * columns + row, element, block.tag(l, d));
@@ -137,11 +151,12 @@ class Products {
     switch (phase) {
       case Phase::qkv: pass_on(Dependency::qkv, c.qkv, c.taps.qkv, 3 * c.dims.hidden, v); break;
       case Phase::dense:
-        *residual(token, i) = v;
+        *residual = v;
         if (!c.parallel_residual) store_tagged(c.attn_residual + at, v, block.tag(l, Dependency::attn_residual));
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         break;
       case Phase::down:
+        v += *residual;
         store_tagged(c.hidden[(l + 1) % 2] + at, v, block.tag(l, Dependency::hidden));
         if (l + 1 == c.last) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
@@ -149,26 +164,24 @@ class Products {
         pass_on(Dependency::mlp_act, c.act, c.taps.act, c.dims.intermediate, c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
     }
   }
-  __device__ float* residual(int token, int i) const {
-    return block.at<float>(c.layout.residual) + token * c.plan.out_rows + i;
-  }
   __device__ bool from_input() const { return l == c.first && c.input; }
 
-  /// RoPE, the append and attention for the block's parts; the warps' shares of each go to the helpers.
+  /// RoPE, the append and attention for the block's parts; the warps' shares of each go to the attendant.
+  template <int Blocks>
   __device__ bool attend() {
     const int head_dim = c.dims.head_dim, width = (head_dim + 15) / 16 * 16;
     const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const T* const fresh = block.at<T>(c.layout.fresh);
-    constexpr int tile_keys = AttentionTile<T>::kKeys;
+    constexpr int tile_keys = AttentionTile<T, Blocks>::kKeys;
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid) {
       const AttentionPart part(c, item);
       if (!prepare_head<T>(block, part, l)) return false;
-      AttentionTile<T> tile;
+      AttentionTile<T, Blocks> tile;
       // The newest key is a stage of its own, but for the ring.
-      const int stages = part.stages(c);
+      const int first_stage = (warp / kStageSlices + begun) % 2, stages = part.stages(c);
 #pragma unroll 1
-      for (int s = (warp / kStageSlices + begun) % 2; s < stages + part.has_newest(); s += 2) {
+      for (int s = first_stage; s < stages + part.has_newest(); s += 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, part.old - part.begin - s * c.plan.stage_keys) : 1;
         const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : fresh + head_dim;
@@ -180,11 +193,16 @@ class Products {
       }
       begun += stages;
       if (parts_made++ > 0 && !block.hear(Signal::part_taken)) return false;
-      tile.put(block.at<float>(c.layout.values) + warp * width, block.at<SoftmaxState>(c.layout.states) + warp,
+      // The same keys lie in the same place whatever the ring has brought before.
+      const int share = first_stage * kStageSlices + unit;
+      tile.put(block.at<float>(c.layout.values) + share * width, block.at<SoftmaxState>(c.layout.states) + share,
                head_dim);
       block.tell(Signal::part_done);
     }
     return true;
+  }
+  __device__ bool attend() {
+    return c.dims.head_dim <= 80 ? attend<5>() : c.dims.head_dim <= 128 ? attend<8>() : attend<16>();
   }
 
   Block block;
@@ -195,35 +213,25 @@ class Products {
   int l = 0;
 };
 
-/// The warps that merge parts of heads, and fetch for the products what all blocks have made, while those go on.
+/// The warp that merges what the products' warps made of parts of heads, and fetches the context.
 template <class T>
-class Helpers {
+class Attendant {
  public:
-  __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call) {}
+  __device__ explicit Attendant(const DecodeCall& call) : block(Block::attendant(call)), c(call) {}
 
   /// One layer; false when a wait took too long.
   __device__ bool run(int layer) {
     l = layer;
-    block.maybe_dawdle(-1 - l);
+    block.maybe_dawdle(-1 - 2 * l);
 #pragma unroll 1
-    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
+    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid) {
       if (!merge(AttentionPart(c, item))) return false;
+    }
     if (!block.hear(Signal::qkv_done)) return false;
     if (!fetch_tokens(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
                       block.at<char>(c.layout.attn_x), c.layout.hidden_row))
       return false;
     block.tell(Signal::context_here);
-
-    if (!block.hear(Signal::up_done)) return false;
-    const int columns = c.dims.intermediate / c.plan.act_slices * c.plan.act_resident;
-#pragma unroll 1
-    for (int from = 0; from < c.dims.intermediate; from += columns) {
-      if (from > 0 && !block.hear(Signal::act_used)) return false;
-      if (!fetch_tokens(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
-                        min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
-        return false;
-      block.tell(Signal::act_here);
-    }
     return true;
   }
 
@@ -264,7 +272,7 @@ class Helpers {
     if (splits == 1 || part.split > 0) return true;
 
 #pragma unroll 1
-    for (int i = floats + 2 * block.thread(); i < splits * floats; i += 2 * kHelperThreads)
+    for (int i = floats + 2 * block.thread(); i < splits * floats; i += 2 * block.threads)
       block.spin(l, Dependency::context, [&] {
         Tagged two[2];
         load_tagged(parts + i, two);
@@ -272,7 +280,7 @@ class Helpers {
         gathered[i + 1] = two[1].value;
         return two[0].tag == block.tag(l) && two[1].tag == block.tag(l);
       });
-    block.sync();
+    __syncwarp();
     if (block.stopped()) return false;
     merge_parts(
         block, splits,
@@ -280,7 +288,7 @@ class Helpers {
           return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
         },
         [&](int i, int d) { return gathered[i * floats + 2 + d]; }, finish);
-    block.sync();  // before the next part's shares come here
+    __syncwarp();  // before the next part's shares come here
     return true;
   }
 
@@ -288,6 +296,23 @@ class Helpers {
   const DecodeCall& c;
   int l = 0;
 };
+
+/// Fetches mlp.act for the products' warps: all of it or a piece at a time. False when a wait took too long.
+__device__ bool fetch_act(Block& block, int layer) {
+  const DecodeCall& c = block.c;
+  block.maybe_dawdle(-2 - 2 * layer);
+  if (!block.hear(Signal::up_done)) return false;
+  const int columns = c.dims.intermediate / c.plan.act_slices * c.plan.act_resident;
+#pragma unroll 1
+  for (int from = 0; from < c.dims.intermediate; from += columns) {
+    if (from > 0 && !block.hear(Signal::act_used)) return false;
+    if (!fetch_tokens(block, layer, Dependency::mlp_act, c.act + from, c.dims.intermediate,
+                      min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
+      return false;
+    block.tell(Signal::act_here);
+  }
+  return true;
+}
 
 /// The last block to leave makes everything ready for the next launch.
 __device__ void leave(const DecodeCall& c) {
@@ -303,8 +328,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
   const int half = c.dims.half_rotary;
   if (threadIdx.x == 0) {
     ring.init();
-    for (int s = 0; s < kSignals; ++s)
-      init_barrier(block.signal_barrier(Signal(s)), Signal(s) < Signal::part_taken ? kProductWarps : kHelperWarps);
+    for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), tellers(Signal(s)));
     publish_barriers();
     block.stopped() = 0;
     block.abandoned() = 0;
@@ -324,9 +348,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     for (int layer = c.first; layer < c.last && products.run(layer); ++layer) {
     }
     if (threadIdx.x == 0) block.abandoned() = 1;
-  } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    Helpers<T> helpers(c);
-    for (int layer = c.first; layer < c.last && helpers.run(layer); ++layer) {
+  } else if (threadIdx.x < kProductThreads + 32) {
+    Attendant<T> attendant(c);
+    for (int layer = c.first; layer < c.last && attendant.run(layer); ++layer) {
+    }
+  } else if (threadIdx.x < kProductThreads + 32 + kFetchThreads) {
+    Block fetchers = Block::fetchers(c);
+    for (int layer = c.first; layer < c.last && fetch_act(fetchers, layer); ++layer) {
     }
   } else {
     RingWriter writer(ring, c.plan.stages_in_flight, block.abandoned());

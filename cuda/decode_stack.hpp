@@ -17,7 +17,7 @@ namespace cf::cuda {
 /// the keys of a head are summed.
 struct DecodeStackPlan {
   int grid;              // blocks, one an SM, all resident at once
-  int narrow_columns;    // of a slice, where activations are in registers in part; 0: they stay in shared memory
+  int narrow_columns;    // of a slice, where activations are in registers; 0: they stay in shared memory
   int hidden_slices;     // that a row of hidden columns is cut into, a power of two
   int act_slices;        // that a row of intermediate columns is cut into, no fewer
   int act_resident;      // slices of mlp.act that lie in shared memory at once
@@ -27,19 +27,21 @@ struct DecodeStackPlan {
   int attention_splits;  // of a head's keys
   int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
   int out_rows;          // a block's rows of hidden, at most
-  int sums;              // a block's rows' slices, at most, over the products
+  int own_rows;          // that a warp has, at most, where rows are not cut
+  int sums;              // a block's rows' slices, at most, over the other products
   int smem_bytes;
 };
 /// Slices of a stage, one for each of half of the products' warps; columns of a slice, at most.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Columns of slices that there are kernels for whose activations are in registers in part: up to two sequences.
+/// Columns of slices that there are kernels for whose activations are in registers: for one sequence.
 inline constexpr int kNarrowColumns[] = {2560, 2048};
 
-/// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one
-/// streams the weights, keys and values. Three warps a scheduler leave each thread 168 registers.
-inline constexpr int kProductWarps = 8, kHelperWarps = 3;
-inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
-inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
+/// A block's warps: some take products of the weights and attend, one prepares heads for them, merges what they made and
+/// fetches the context, two fetch mlp.act, one streams the weights, keys and values. Three warps a scheduler leave each thread
+/// 168 registers.
+inline constexpr int kProductWarps = 8, kFetchWarps = 2;
+inline constexpr int kProductThreads = 32 * kProductWarps, kFetchThreads = 32 * kFetchWarps;
+inline constexpr int kDecodeThreads = kProductThreads + 32 + kFetchThreads + 32;
 inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
 /// A pure function of the device's limits and the model. Code::unimplemented, with the reason, for what the kernel does
 /// not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond 256,

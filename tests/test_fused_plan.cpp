@@ -41,7 +41,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (std::max(hidden / p.hidden_slices, act / p.act_slices) > kMaxSliceColumns) return "slice columns";
   if (p.act_resident < 1 || p.act_resident > p.act_slices) return "resident slices";
   if (p.narrow_columns &&
-      (batch > 2 || hidden / p.hidden_slices != p.narrow_columns || act / p.act_slices != p.narrow_columns ||
+      (batch > 1 || hidden / p.hidden_slices != p.narrow_columns || act / p.act_slices != p.narrow_columns ||
        p.act_resident < p.act_slices || p.act_slices > kProductWarps))
     return "narrow";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)

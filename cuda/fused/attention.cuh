@@ -1,6 +1,6 @@
 #pragma once
-// Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its helpers merge what
-// they made, and the helpers of a head's first part what all its parts' blocks made.
+// Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its attendant merges
+// what they made, and that of a head's first part what all its parts' blocks made.
 #include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 #include "cuda/fused/ring.cuh"
@@ -55,13 +55,14 @@ __device__ inline bool stream_keys(RingWriter& ring, const DecodeCall& c, int la
   return true;
 }
 
-/// A warp's softmax-weighted sum in progress. Scores and sums are made of whole 16 x 16 blocks of keys and elements; all
+/// A warp's softmax-weighted sum in progress. Scores and sums are made of whole 16 x 16 blocks of keys and elements, as many
+/// as the largest head_dim that the kernel is for, which leave out what lies beyond head_dim; all
 /// eight groups of four lanes hold the same weights, four keys a lane.
-template <class T>
+template <class T, int Blocks>
 struct AttentionTile {
-  static constexpr int kKeys = 16, kBlocks = 256 / 16;
-  float sum[kBlocks][4] = {};  // [0] + [1]: element 16 i + lane / 4, [2] + [3]: eight further
-  SoftmaxState state;          // its sum over the lane's own keys
+  static constexpr int kKeys = 16;
+  float sum[Blocks][4] = {};  // [0] + [1]: element 16 i + lane / 4, [2] + [3]: eight further
+  SoftmaxState state;         // its sum over the lane's own keys
 
   /// Takes 1 to 16 keys and their values. All in shared memory.
   __device__ void take(const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
@@ -70,12 +71,13 @@ struct AttentionTile {
     const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
     const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
     float score[2][4] = {};
-#pragma unroll 4
-    for (int i = 0; i < (head_dim + 15) / 16; ++i) {
-      const bool half = i * 16 + 8 >= head_dim;
-      uint4 m = load_matrices(shared_address(key) + 2 * (half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
+#pragma unroll
+    for (int i = 0; i < Blocks; ++i) {
+      const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
+      uint4 m = load_matrices(shared_address(key) + 2 * (none ? 0 : half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
+      if (none) m.x = m.z = 0;
       if (half) m.y = m.w = 0;
-      const std::uint32_t q_low = pairs[i * 8], q_high = half ? 0 : pairs[i * 8 + 4];
+      const std::uint32_t q_low = none ? 0 : pairs[i * 8], q_high = half ? 0 : pairs[i * 8 + 4];
       mma(score[0], q_low, q_low, q_high, q_high, m.x, m.y, T{});
       mma(score[1], q_low, q_low, q_high, q_high, m.z, m.w, T{});
     }
@@ -106,18 +108,18 @@ struct AttentionTile {
     }
     if (f.mine != 1)  // the same for the whole warp
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i)
+      for (int i = 0; i < Blocks; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[i][e] *= f.mine;
     const auto there = [&](int first) { return (first < keys ? 0xffffu : 0) | (first + 1 < keys ? 0xffff0000u : 0); };
     const std::uint32_t low = there(2 * t), high = there(2 * t + 8);
     const T* const value = v + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      if (i * 16 >= head_dim) continue;
-      const bool half = i * 16 + 8 >= head_dim;
-      const uint4 m =
-          load_matrices_transposed(shared_address(value) + 2 * (half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
+    for (int i = 0; i < Blocks; ++i) {
+      const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
+      const uint4 m = load_matrices_transposed(shared_address(value) + 2 * (none                   ? 0
+                                                                            : half && lane / 8 % 2 ? i * 16 - 8
+                                                                                                   : i * 16));
       mma(sum[i], m.x & low, m.y & low, m.z & high, m.w & high, weight[0], weight[1], T{});
     }
   }
@@ -130,7 +132,7 @@ struct AttentionTile {
     if (lane == 0) *states = state;
     if (lane % 4) return;
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
+    for (int i = 0; i < Blocks; ++i)
       if (i * 16 < head_dim) {
         values[i * 16 + lane / 4] = sum[i][0] + sum[i][1];
         if (i * 16 + 8 < head_dim) values[i * 16 + 8 + lane / 4] = sum[i][2] + sum[i][3];
@@ -205,7 +207,7 @@ __device__ void merge_parts(const Block& block, int parts, State state, Value va
   const float factor = mine.max == -INFINITY ? 0.f : expf(mine.max - whole.max);
   whole.sum = warp_sum(mine.sum * factor);
 #pragma unroll 1
-  for (int d = thread; d - lane < block.c.dims.head_dim; d += kHelperThreads) {
+  for (int d = thread; d - lane < block.c.dims.head_dim; d += block.threads) {
     const bool there = d < block.c.dims.head_dim;
     float sum = 0;
 #pragma unroll 4

@@ -24,9 +24,12 @@ struct Block {
   int first_thread, threads, barrier;
   unsigned heard = 0;  // a bit a signal: the parity of the phase to wait for
 
-  static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
+  static constexpr int kProductBarrier = 1, kAttendantBarrier = 2, kFetchBarrier = 3;
   static __device__ Block products(const DecodeCall& c) { return {c, 0, kProductThreads, kProductBarrier}; }
-  static __device__ Block helpers(const DecodeCall& c) { return {c, kProductThreads, kHelperThreads, kHelperBarrier}; }
+  static __device__ Block attendant(const DecodeCall& c) { return {c, kProductThreads, 32, kAttendantBarrier}; }
+  static __device__ Block fetchers(const DecodeCall& c) {
+    return {c, kProductThreads + 32, kFetchThreads, kFetchBarrier};
+  }
 
   __device__ int thread() const { return fresh_thread() - first_thread; }
   template <class U>
@@ -77,7 +80,9 @@ struct Block {
     for (unsigned spins = 1; !ready(); ++spins) {
       if (spins % 256) continue;
       if (start == 0) start = time_ns();
-      if (waited_too_long(c.flags, c.report, start + c.wait_limit_ns, code(layer, d))) {
+      // What is made later is given up later: the report names what was missing first.
+      const std::uint64_t limit_ns = c.wait_limit_ns + unsigned(d) * c.wait_limit_ns / 4;
+      if (waited_too_long(c.flags, c.report, start + limit_ns, code(layer, d))) {
         stopped() = 1;
         return;
       }
@@ -127,9 +132,9 @@ __device__ inline bool have_tag(const uint4& e, unsigned tag) {
 /// Columns are a multiple of eight. False when that took too long.
 __device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from,
                                     int from_row, int columns, char* to, int to_row) {
-  constexpr int at_once = 3;  // pieces of eight elements whose loads are in flight together
+  constexpr int at_once = 10;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
-  const int thread = block.thread();
+  const int thread = block.thread(), step = block.threads * kVec;
 #pragma unroll 1
   for (int token = 0; token < block.c.dims.batch; ++token) {
     const TaggedElement* const row = from + long(token) * from_row;
@@ -139,10 +144,10 @@ __device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d,
       block.spin(layer, d, [&] { return has_tag(load_relaxed(row + min(thread * kVec, columns - kVec)), tag); });
     __syncwarp();
 #pragma unroll 1
-    for (int begin = thread * kVec; begin < columns; begin += at_once * kHelperThreads * kVec) {
+    for (int begin = thread * kVec; begin < columns; begin += at_once * step) {
       uint4 low[at_once] = {}, high[at_once] = {};
       const auto load = [&](int u) {
-        const int i = begin + u * kHelperThreads * kVec;
+        const int i = begin + u * step;
         if (i >= columns) return true;
         low[u] = load_relaxed_quad(row + i);
         high[u] = load_relaxed_quad(row + i + 4);
@@ -155,7 +160,7 @@ __device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d,
       for (int u = 0; u < at_once; ++u) {
         if (missing[u]) block.spin(layer, d, [&] { return load(u); });
         const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
-        if (const int i = begin + u * kHelperThreads * kVec; i < columns)
+        if (const int i = begin + u * step; i < columns)
           *reinterpret_cast<uint4*>(to_token + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
                                                          pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
       }

@@ -22,11 +22,14 @@ using TaggedElement = std::uint32_t;
 enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
 inline constexpr int kDependencies = 5;
 
-/// What a block's warps tell each other. The products' warps tell: they need attn_x no more, they need mlp_x no more, a
-/// piece of mlp.act is used up, the warps' shares of a part of a head are there. The helpers tell: these are taken, the
-/// context is in shared memory, a piece of mlp.act is.
+/// What a block's warps tell each other. The products' warps tell: attn_x is free, mlp_x is, a piece of mlp.act is used up,
+/// the warps' shares of a part of a head are there. The attendant tells: those are taken, the context is there.
+/// The fetchers tell: a piece of mlp.act is there.
 enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here };
 inline constexpr int kSignals = 7;
+CF_HD constexpr int tellers(Signal s) {
+  return s < Signal::part_taken ? kProductWarps : s < Signal::act_here ? 1 : kFetchWarps;
+}
 
 /// What a layer does one after the other, and the ring brings one after the other. In a parallel residual the MLP's first
 /// product needs no attention: half of it hides what q, k and v take from block to block, the rest what the context does.
@@ -78,7 +81,7 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   l.attn_x = place(d.batch * l.hidden_row);
   l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));
   l.residual = place(p.out_rows * d.batch * 4);
-  l.sums = place(p.sums * d.batch * (p.narrow_columns ? 8 : 1) * 4);
+  l.sums = place((kProductWarps * p.own_rows + p.sums) * d.batch * (p.narrow_columns ? 8 : 1) * 4);
   l.ring = place(p.stages * p.stage_bytes);
   l.bytes = at + 512;  // what is loaded of a slice's last columns may lie beyond them
   return l;

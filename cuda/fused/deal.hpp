@@ -35,7 +35,7 @@ struct LayerDeals {
         up(share(intermediate >> shift, blocks)),
         out(share(hidden >> shift, blocks)) {}
   CF_HD constexpr Deal deal(Weight of, int layer, int block) const {
-    const int served = int(long(layer) * (qkv.rest + up.rest + out.rest) % grid);
+    const int served = layer * (qkv.rest + up.rest + out.rest) % grid;
     const Share& mine = of == Weight::qkv ? qkv : of == Weight::up ? up : out;
     int first = block - served - (of == Weight::qkv ? 0 : of == Weight::up ? qkv.rest : qkv.rest + up.rest);
     while (first < 0) first += grid;

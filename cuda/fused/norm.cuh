@@ -10,7 +10,7 @@ inline constexpr int kNormPieces = 2;
 
 /// A row's part in a thread's registers, as float32.
 struct RowPart {
-  float x[kNormPieces][kVec];
+  float x[kNormPieces][kVec] = {};
 };
 
 template <class F>
@@ -24,7 +24,7 @@ __device__ void for_each_norm_piece(const Block& block, F f) {
 /// gamma and beta of a norm as stored: asked for before there is anything to normalise.
 template <class T>
 struct NormWeights {
-  uint4 gamma[kNormPieces], beta[kNormPieces];
+  uint4 gamma[kNormPieces] = {}, beta[kNormPieces] = {};
 
   __device__ void load(const Block& block, const char* g, const char* b) {
     for_each_norm_piece(block, [&](int p, int column) {

@@ -7,8 +7,8 @@
 namespace cf::cuda {
 
 /// One of the layer's four products. A row is cut into slices; four slices are a stage, and each of four warps takes one.
-/// Up to two tokens, the slices come as they lie in memory, a stage in one copy, and a warp has to do with one slice of all
-/// rows, whose tokens' activations it keeps in registers in part: slices then have one of kNarrowColumns. With more
+/// For one token the slices come as they lie in memory, a stage in one copy, and a warp has to do with one slice of all
+/// rows, whose activations it keeps in registers: slices then have one of kNarrowColumns. With more
 /// tokens, or other slices, activations lie in shared memory, a few slices at a time: the first slice of all rows comes
 /// first, then the second.
 struct Product {
@@ -81,13 +81,22 @@ __device__ bool stream_product(RingWriter& ring, const Product& p) {
   return true;
 }
 
-/// The sums of each of the block's rows' slices and tokens: eight that add up to it, or with many tokens one.
+/// The sums of a product's rows' slices and tokens: eight that add up to it, or with many tokens one.
 template <bool Wide>
 struct Sums {
   float* data;
   int batch, slices;
   static constexpr int kWidth = Wide ? 1 : 8;
 
+  /// Where no row is cut a warp keeps its own rows' sums, numbered by itself, apart from the other warps'; else `i` counts
+  /// the product's rows, whose sums lie behind those.
+  __device__ Sums(const Block& block, const Product& p, int warp)
+      : data(block.at<float>(block.c.layout.sums)), batch(block.c.dims.batch), slices(p.slices) {
+    const int own = own_rows(block.c) * kWidth;
+    data += warps_own(p) ? warp * own : kProductWarps * own;
+  }
+  static __device__ bool warps_own(const Product& p) { return !Wide && p.slices == 1; }
+  static __device__ int own_rows(const DecodeCall& c) { return Wide ? 0 : c.plan.own_rows; }
   __device__ float* at(int i, int slice, int token) const {
     return data + ((i * slices + slice) * batch + token) * kWidth;
   }
@@ -102,6 +111,29 @@ struct Sums {
         sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
     }
     return sum;
+  }
+};
+
+/// A warp's product of one slice with one token. A chunk is 256 columns, 32 pieces of eight. The tensor core's eight columns
+/// are eight pieces of the weights, its rows sixteen of the activations': with pieces 0 to 7 and 16 to 23 of the weights the
+/// diagonal of its upper half is wanted, with the others that of its lower half. So each chunk is read as it lies, 512 bytes
+/// at once, and a chunk of activations takes four registers.
+template <class T>
+struct RowProduct {
+  float upper[2][4] = {}, lower[2][4] = {};
+
+  /// Where lane `lane` loads from the chunk of weights and of activations at 0.
+  static __device__ std::uint32_t weight_lane(int lane) { return (lane % 8 + lane / 16 * 8 + lane / 8 % 2 * 16) * 16; }
+  static __device__ std::uint32_t token_lane(int lane) { return lane * 16; }
+  __device__ void add(const uint4& w, const uint4& x, int side) {
+    mma(upper[side], x.x, x.y, x.z, x.w, w.x, w.y, T{});
+    mma(lower[side], x.x, x.y, x.z, x.w, w.z, w.w, T{});
+  }
+  /// The diagonals: element [g][g], g = lane / 4, lies with lane 4 g + g / 2.
+  __device__ float diagonal(int lane) const {
+    const int odd = lane / 4 % 2;
+    return ((odd ? upper[0][1] : upper[0][0]) + (odd ? upper[1][1] : upper[1][0])) +
+           ((odd ? lower[0][3] : lower[0][2]) + (odd ? lower[1][3] : lower[1][2]));
   }
 };
 
@@ -161,7 +193,8 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
   using Slice = SliceProduct<T>;
   const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
   const int first = (warp / kStageSlices + begun) % 2, stages = p.stages<Wide>();
-  const std::uint32_t w_lane = unit * p.slice_columns * 2 + Slice::weight_lane(lane);
+  const std::uint32_t w_lane =
+      unit * p.slice_columns * 2 + (Wide ? Slice::weight_lane(lane) : RowProduct<T>::weight_lane(lane));
   std::uint32_t x = x_at(0);
   if (x == 0) return false;
   if constexpr (Wide) {
@@ -204,33 +237,24 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
       if (x_at(resident + p.resident) == 0) return false;
   } else {
     const int slice = (first * kStageSlices + unit) % p.slices;
-    const std::uint32_t x_slice = x + slice * p.slice_columns * 2 + Slice::token_lane(lane, 0, sums.batch, x_row);
-    // As many chunks' activations as there are registers for, the others from shared memory each time.
-    constexpr int chunks_a_slice = Columns * 2 / Slice::kChunkBytes, held = 2;
+    x += slice * Columns * 2 + RowProduct<T>::token_lane(lane);
+    constexpr int chunks = Columns * 2 / Slice::kChunkBytes;
     static_assert(Columns * 2 % Slice::kChunkBytes == 0);
-    const auto load = [&](int k) {
-      const std::uint32_t at = x_slice + k * Slice::kChunkBytes;
-      return typename Slice::Tokens{load_matrices(at), load_matrices(at + Slice::kChunkBytes / 2)};
-    };
-    // Slices of all rows are numbered through, four a stage.
-    float* to = sums.at(0, first * kStageSlices + unit, 0) + lane / 4;
-    typename Slice::Tokens tokens[held];
+    uint4 token[chunks];
 #pragma unroll
-    for (int k = 0; k < held; ++k) tokens[k] = load(k);
+    for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x + k * Slice::kChunkBytes);
+    // Slices of all rows are numbered through, four a stage.
+    const bool own = sums.warps_own(p);
+    float* to = (own ? sums.at(0, 0, 0) : sums.at(0, first * kStageSlices + unit, 0)) + lane / 4;
+    const int step = (own ? 1 : 2 * kStageSlices) * sums.kWidth;
 #pragma unroll 1
     for (int s = first; s < stages; s += 2) {
       const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
-      Slice product;
+      RowProduct<T> product;
 #pragma unroll
-      for (int k = 0; k < held; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), tokens[k], k % 2);
-#pragma unroll
-      for (int k = held; k < chunks_a_slice; ++k)
-        product.add(load_matrices(w_at + k * Slice::kChunkBytes), load(k), k % 2);
-      if (Slice::on_diagonal(lane)) {
-        *to = product.diagonal(lane, 0);
-        if (sums.batch == 2) to[Sums<Wide>::kWidth] = product.diagonal(lane, 1);
-      }
-      to += 2 * kStageSlices * sums.batch * Sums<Wide>::kWidth;
+      for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), token[k], k % 2);
+      if (Slice::on_diagonal(lane)) *to = product.diagonal(lane);
+      to += step;
       ring.release(lane == 0);
     }
   }
