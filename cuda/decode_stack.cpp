@@ -60,6 +60,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const DecodeDims d = decode_dims(m, batch, 1, 1);
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
+  p.up_eighths = 4;
   p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
                                                     std::min(32, kMaxGatheredBytes / (part_floats(d.head_dim) * 4))));
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.
@@ -82,9 +83,10 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     p.hidden_slices = slices(hidden, most_columns, 1, limit);
     p.act_slices = p.hidden_slices ? slices(intermediate, most_columns, p.hidden_slices, limit) : 0;
     if (p.act_slices == 0) return false;
-    p.stage_bytes =
-        std::max((kStageSlices * std::max(hidden / p.hidden_slices, intermediate / p.act_slices) * 2 + 127) / 128 * 128,
-                 kTileKeys * d.head_dim * 4);
+    p.hidden_columns = hidden / p.hidden_slices;
+    p.act_columns = intermediate / p.act_slices;
+    p.stage_bytes = std::max((kStageSlices * std::max(p.hidden_columns, p.act_columns) * 2 + 127) / 128 * 128,
+                             kTileKeys * d.head_dim * 4);
     p.stage_keys = p.stage_bytes / (kTileKeys * d.head_dim * 4) * kTileKeys;
     const LayerDeals deals(hidden, intermediate, tile_shift(p), p.grid);
     const auto rows = [&](const Share& s) { return (s.each + 1) << deals.tile_shift; };

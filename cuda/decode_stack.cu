@@ -271,15 +271,22 @@ class Attendant {
     block.tell(Signal::part_taken);
     if (splits == 1 || part.split > 0) return true;
 
+    constexpr int at_once = 8;  // pairs whose loads are in flight together
 #pragma unroll 1
-    for (int i = floats + 2 * block.thread(); i < splits * floats; i += 2 * block.threads)
-      block.spin(l, Dependency::context, [&] {
-        Tagged two[2];
-        load_tagged(parts + i, two);
-        gathered[i] = two[0].value;
-        gathered[i + 1] = two[1].value;
-        return two[0].tag == block.tag(l) && two[1].tag == block.tag(l);
-      });
+    for (int begin = floats + 2 * block.thread(); begin < splits * floats; begin += 2 * at_once * block.threads) {
+      Tagged two[at_once][2] = {};
+      const auto at = [&](int u) { return begin + 2 * u * block.threads; };
+      const auto load = [&](int u) {
+        if (at(u) < splits * floats) load_tagged(parts + at(u), two[u]);
+      };
+      const auto here = [&](int u) {
+        return at(u) >= splits * floats || (two[u][0].tag == block.tag(l) && two[u][1].tag == block.tag(l));
+      };
+      if (!await_pieces<at_once>(block, l, Dependency::context, load, here)) return false;
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (at(u) < splits * floats) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
+    }
     __syncwarp();
     if (block.stopped()) return false;
     merge_parts(
@@ -302,7 +309,7 @@ __device__ bool fetch_act(Block& block, int layer) {
   const DecodeCall& c = block.c;
   block.maybe_dawdle(-2 - 2 * layer);
   if (!block.hear(Signal::up_done)) return false;
-  const int columns = c.dims.intermediate / c.plan.act_slices * c.plan.act_resident;
+  const int columns = c.plan.act_columns * c.plan.act_resident;
 #pragma unroll 1
   for (int from = 0; from < c.dims.intermediate; from += columns) {
     if (from > 0 && !block.hear(Signal::act_used)) return false;

@@ -16,14 +16,17 @@ namespace cf::cuda {
 /// How decode_stack's one kernel is laid out. Plans are values; every plan computes the same, but for the order in which
 /// the keys of a head are summed.
 struct DecodeStackPlan {
-  int grid;              // blocks, one an SM, all resident at once
-  int narrow_columns;    // of a slice, where activations are in registers; 0: they stay in shared memory
-  int hidden_slices;     // that a row of hidden columns is cut into, a power of two
-  int act_slices;        // that a row of intermediate columns is cut into, no fewer
+  int grid;            // blocks, one an SM, all resident at once
+  int narrow_columns;  // of a slice, where activations are in registers; 0: they stay in shared memory
+  int hidden_slices;   // that a row of hidden columns is cut into, a power of two
+  int act_slices;      // that a row of intermediate columns is cut into, no fewer
+  int hidden_columns;  // of a slice
+  int act_columns;
   int act_resident;      // slices of mlp.act that lie in shared memory at once
   int stages;            // of the ring: four slices each
   int stages_in_flight;  // asked for and not there yet, at most
   int stage_bytes;
+  int up_eighths;        // of mlp's first product, before attention in a parallel residual
   int attention_splits;  // of a head's keys
   int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
   int out_rows;          // a block's rows of hidden, at most

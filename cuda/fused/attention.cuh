@@ -146,51 +146,53 @@ struct AttentionTile {
 template <class T>
 __device__ bool prepare_head(const Block& block, const AttentionPart& part, int layer) {
   const DecodeCall& c = block.c;
-  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, thread = block.thread();
+  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
+  static_assert(kProductThreads >= kMaxDecodeHeadDim);
   const unsigned tag = block.tag(layer);
+  // A thread has one element each of q, k and v, and the ones that the first two turn with.
+  const bool mine = d < head_dim, turned = mine && d < 2 * half;
   const TaggedElement* const qkv = c.qkv + part.whole_head(c) * 3 * head_dim;
-  const auto turned = [&](int i) { return i < 2 * head_dim && i % head_dim < 2 * half; };
-  constexpr int at_once = 3;  // elements a thread, all of them
-  static_assert(at_once * kProductThreads >= 3 * kMaxDecodeHeadDim);
-  TaggedElement element[at_once] = {}, other[at_once] = {};
-  const auto load = [&](int u) {
-    const int i = thread + u * kProductThreads;
-    if (i >= 3 * head_dim) return true;
-    element[u] = load_relaxed(qkv + i);
-    other[u] = turned(i) ? load_relaxed(qkv + (i % head_dim < half ? i + half : i - half)) : element[u];
-    return has_tag(element[u], tag) && has_tag(other[u], tag);
-  };
-  bool missing[at_once];
+  const int other = d < half ? d + half : d - half;
+  TaggedElement element[3] = {}, partner[2] = {};
+  block.spin(layer, Dependency::qkv, [&] {
+    bool here = true;
 #pragma unroll
-  for (int u = 0; u < at_once; ++u) missing[u] = !load(u);
+    for (int of = 0; of < 3; ++of) {
+      if (mine) element[of] = load_relaxed(qkv + of * head_dim + d);
+      if (of < 2 && turned) partner[of] = load_relaxed(qkv + of * head_dim + other);
+    }
 #pragma unroll
-  for (int u = 0; u < at_once; ++u)
-    if (missing[u]) block.spin(layer, Dependency::qkv, [&] { return load(u); });
+    for (int of = 0; of < 3; ++of) {
+      if (mine) here = here && has_tag(element[of], tag);
+      if (of < 2 && turned) here = here && has_tag(partner[of], tag);
+    }
+    return here;
+  });
   block.sync();  // the part before is done with what lies there
 
-  const float* const angles = block.at<float>(c.layout.angles) + part.sequence * 2 * half;
   T* const fresh = block.at<T>(c.layout.fresh);
+  const float* const angles = block.at<float>(c.layout.angles) + part.sequence * 2 * half + (d < half ? d : d - half);
+  const long at = part.whole_head(c) * head_dim + d, row = part.row(c, part.kv_len - 1) * head_dim + d;
+  if (mine)
 #pragma unroll
-  for (int u = 0; u < at_once; ++u) {
-    const int i = thread + u * kProductThreads, of = i / head_dim, d = i % head_dim;
-    if (of > 2) break;
-    float value = to_float(T{std::uint16_t(element[u])}), partner = to_float(T{std::uint16_t(other[u])});
-    if (turned(i)) {
-      const float cos = angles[d % half], sin = angles[half + d % half];
-      if (d < half)
-        rotate(value, partner, cos, sin);
-      else
-        rotate(partner, value, cos, sin);
+    for (int of = 0; of < 3; ++of) {
+      T stored{std::uint16_t(element[of])};
+      if (of < 2 && turned) {
+        float value = to_float(stored), with = to_float(T{std::uint16_t(partner[of])});
+        if (d < half)
+          rotate(value, with, angles[0], angles[half]);
+        else
+          rotate(with, value, angles[0], angles[half]);
+        stored = from_float<T>(value);
+      }
+      fresh[of * head_dim + d] = stored;
+      if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && part.split == 0)
+        tap[at] = stored;
+      if (of > 0 && part.has_newest()) {
+        char* const cache = (of == 1 ? c.first_layer.k_cache : c.first_layer.v_cache) + layer * c.layer_stride;
+        reinterpret_cast<T*>(cache)[row] = stored;
+      }
     }
-    const T stored = from_float<T>(value);
-    fresh[i] = stored;
-    if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && part.split == 0)
-      tap[part.whole_head(c) * head_dim + d] = stored;
-    if (of > 0 && part.has_newest()) {
-      char* const cache = (of == 1 ? c.first_layer.k_cache : c.first_layer.v_cache) + layer * c.layer_stride;
-      reinterpret_cast<T*>(cache)[part.row(c, part.kv_len - 1) * head_dim + d] = stored;
-    }
-  }
   block.sync();
   return !block.stopped();
 }

@@ -128,42 +128,55 @@ __device__ inline bool have_tag(const uint4& e, unsigned tag) {
   return (((e.x ^ t) | (e.y ^ t)) | ((e.z ^ t) | (e.w ^ t))) < 0x10000;
 }
 
+/// Loads pieces 0 to AtOnce - 1 until load(u) and then here(u) say that they are there or none of this thread's: those that
+/// are missing again and again, all of them at once. False when that took too long.
+template <int AtOnce, class Load, class Here>
+__device__ bool await_pieces(const Block& block, int layer, Dependency d, Load load, Here here) {
+  unsigned missing = (1u << AtOnce) - 1;
+  block.spin(layer, d, [&] {
+#pragma unroll
+    for (int u = 0; u < AtOnce; ++u)
+      if (missing >> u & 1) load(u);
+#pragma unroll
+    for (int u = 0; u < AtOnce; ++u)
+      if (missing >> u & 1 && here(u)) missing &= ~(1u << u);
+    return missing == 0;
+  });
+  return missing == 0;
+}
+
 /// Waits for `columns` elements of each token, `from_row` apart, and brings them into shared memory, without their tags.
 /// Columns are a multiple of eight. False when that took too long.
 __device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from,
                                     int from_row, int columns, char* to, int to_row) {
   constexpr int at_once = 10;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
-  const int thread = block.thread(), step = block.threads * kVec;
+  const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
 #pragma unroll 1
   for (int token = 0; token < block.c.dims.batch; ++token) {
     const TaggedElement* const row = from + long(token) * from_row;
     char* const to_token = to + token * to_row;
-    // While nothing is there, one lane of each warp looks at its first element.
-    if (thread % 32 == 0)
-      block.spin(layer, d, [&] { return has_tag(load_relaxed(row + min(thread * kVec, columns - kVec)), tag); });
+    // While little is there, each lane looks at one element, all over the row.
+    block.spin(layer, d, [&] { return has_tag(load_relaxed(row + sample), tag); });
     __syncwarp();
 #pragma unroll 1
     for (int begin = thread * kVec; begin < columns; begin += at_once * step) {
       uint4 low[at_once] = {}, high[at_once] = {};
       const auto load = [&](int u) {
-        const int i = begin + u * step;
-        if (i >= columns) return true;
-        low[u] = load_relaxed_quad(row + i);
-        high[u] = load_relaxed_quad(row + i + 4);
-        return have_tag(low[u], tag) && have_tag(high[u], tag);
+        if (begin + u * step >= columns) return;
+        low[u] = load_relaxed_quad(row + begin + u * step);
+        high[u] = load_relaxed_quad(row + begin + u * step + 4);
       };
-      bool missing[at_once];
+      const auto here = [&](int u) {
+        return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
+      };
+      if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
+      const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
 #pragma unroll
-      for (int u = 0; u < at_once; ++u) missing[u] = !load(u);
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) {
-        if (missing[u]) block.spin(layer, d, [&] { return load(u); });
-        const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+      for (int u = 0; u < at_once; ++u)
         if (const int i = begin + u * step; i < columns)
           *reinterpret_cast<uint4*>(to_token + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
                                                          pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
-      }
     }
   }
   return !block.stopped();

@@ -68,7 +68,7 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
     return begin;
   };
   l.hidden_row = (d.hidden * 2 + 127) / 128 * 128;
-  l.act_row = (d.intermediate / p.act_slices * p.act_resident * 2 + 127) / 128 * 128;
+  l.act_row = (p.act_columns * p.act_resident * 2 + 127) / 128 * 128;
   l.barriers = place((2 * p.stages + kSignals) * 8);
   l.notice = place(16);
   l.lengths = place(d.batch * 4);

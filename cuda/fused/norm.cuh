@@ -87,31 +87,32 @@ __device__ inline void await_row(const Block& block, const Tagged* from, bool th
                                  RowPart& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // While nothing is there, one lane of each warp looks at its first elements.
-  if (block.thread() % 32 == 0 && !there)
+  // While little is there, each thread looks at its first elements.
+  if (!there)
     block.spin(made_in, d, [&] {
       Tagged two[2];
       load_tagged(from + min(block.thread() * kVec, block.c.dims.hidden - kVec), two);
       return two[0].tag == tag && two[1].tag == tag;
     });
-  __syncwarp();
-  const auto load = [&](int p, int column) {
-    bool here = true;
+  Tagged x[kNormPieces][kVec] = {};
+  const int thread = block.thread();
+  const auto column = [&](int p) { return (p * kProductThreads + thread) * kVec; };
+  const auto load = [&](int p) {
+    if (column(p) >= block.c.dims.hidden) return;
 #pragma unroll
-    for (int e = 0; e < kVec; e += 2) {
-      Tagged two[2];
-      load_tagged(from + column + e, two);
-      row.x[p][e] = two[0].value;
-      row.x[p][e + 1] = two[1].value;
-      here = here && two[0].tag == tag && two[1].tag == tag;
-    }
-    return here || there;
+    for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
   };
-  bool missing[kNormPieces] = {};
-  for_each_norm_piece(block, [&](int p, int column) { missing[p] = !load(p, column); });
-  for_each_norm_piece(block, [&](int p, int column) {
-    if (missing[p]) block.spin(made_in, d, [&] { return load(p, column); });
-  });
+  const auto here = [&](int p) {
+    bool all = true;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
+    return there || column(p) >= block.c.dims.hidden || all;
+  };
+  await_pieces<kNormPieces>(block, made_in, d, load, here);
+#pragma unroll
+  for (int p = 0; p < kNormPieces; ++p)
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) row.x[p][e] = x[p][e].value;
 }
 /// A row of a launch's input.
 template <class T>

@@ -21,11 +21,11 @@ struct Product {
       : weight(c.first_layer.weight[int(weight_of(phase))] + layer * c.layer_stride),
         columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
         slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
-        slice_columns(columns / slices),
+        slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
         resident(phase == Phase::down ? c.plan.act_resident : slices),
         first(0),
         deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
-    const int half = (deal.count >> (deal.tile_shift + 1)) << deal.tile_shift;  // whole tiles
+    const int half = (deal.count >> deal.tile_shift) * c.plan.up_eighths / 8 << deal.tile_shift;  // whole tiles
     count = phase == Phase::up_first ? half : deal.count;
     if (phase == Phase::up_rest) first = half, count -= half;
   }
@@ -236,7 +236,7 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
     for (; resident + p.resident < p.slices; resident += p.resident)
       if (x_at(resident + p.resident) == 0) return false;
   } else {
-    const int slice = (first * kStageSlices + unit) % p.slices;
+    const int slice = (first * kStageSlices + unit) & (p.slices - 1);
     x += slice * Columns * 2 + RowProduct<T>::token_lane(lane);
     constexpr int chunks = Columns * 2 / Slice::kChunkBytes;
     static_assert(Columns * 2 % Slice::kChunkBytes == 0);
