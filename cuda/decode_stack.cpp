@@ -17,9 +17,6 @@ constexpr std::int64_t kMaxDecodeHidden = 2 * 8 * kProductThreads;
 constexpr int kMinStages = 4, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kTileKeys = 16, kBytesInFlight = 40 << 10, kMaxGatheredBytes = 8 << 10;
 
-/// Log2 of the rows of a tile: those that make a stage, or one where a row is more than that.
-int tile_shift(const DecodeStackPlan& p) { return p.hidden_slices == 1 ? 2 : p.hidden_slices == 2 ? 1 : 0; }
-
 constexpr std::string_view kName = "decode_stack";
 
 /// The sites that blocks wait for, by Dependency.
@@ -88,8 +85,8 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     p.stage_bytes = std::max((kStageSlices * std::max(p.hidden_columns, p.act_columns) * 2 + 127) / 128 * 128,
                              kTileKeys * d.head_dim * 4);
     p.stage_keys = p.stage_bytes / (kTileKeys * d.head_dim * 4) * kTileKeys;
-    const LayerDeals deals(hidden, intermediate, tile_shift(p), p.grid);
-    const auto rows = [&](const Share& s) { return (s.each + 1) << deals.tile_shift; };
+    const LayerDeals deals(hidden, intermediate, p.grid);
+    const auto rows = [&](const Share& s) { return s.each + (s.rest > 0); };
     p.out_rows = rows(deals.out);
     const int most_rows = std::max(rows(deals.qkv), rows(deals.up)), out_sums = p.out_rows * p.act_slices;
     const bool own = narrow && p.hidden_slices == 1;  // but for the rows of down
@@ -169,7 +166,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .plan = *plan,
           .layout = decode_layout(dims, *plan),
           .dims = dims,
-          .deals = LayerDeals(dims.hidden, dims.intermediate, tile_shift(*plan), plan->grid),
+          .deals = LayerDeals(dims.hidden, dims.intermediate, plan->grid),
           .scale = float(config.attention_scale()),
           .eps = float(config.layer_norm_eps),
           .parallel_residual = config.use_parallel_residual,

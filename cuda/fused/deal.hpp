@@ -3,46 +3,38 @@
 
 namespace cf::cuda {
 
-/// A block's share of a matrix's rows: every grid-th tile of 2^tile_shift rows that lie one behind the other.
+/// A block's share of a matrix's rows, one behind the other.
 struct Deal {
-  int first, grid, tile_shift, count;  // first counts tiles, count rows
+  int first, count;
 
-  CF_HD constexpr int row(int i) const {
-    return ((first + (i >> tile_shift) * grid) << tile_shift) + (i & ((1 << tile_shift) - 1));
-  }
+  CF_HD constexpr int row(int i) const { return first + i; }
 };
 
-/// How many tiles every block gets, and how many blocks get one more.
+/// How many rows every block gets, and how many blocks get one more.
 struct Share {
   int each, rest;
 };
-CF_HD constexpr Share share(int tiles, int grid) { return {tiles / grid, tiles % grid}; }
+CF_HD constexpr Share share(int rows, int grid) { return {rows / grid, rows % grid}; }
 
 /// The products of a layer, by the weights' names. A block owns the same rows of dense and down, whose sum is one row of the
 /// output.
 enum class Weight : int { qkv, up, dense, down };
 
-/// A layer's deals, in the order qkv, up, dense and down. Each starts with the block after the last one that got a tile more,
-/// and a layer's where the one before ended: over many layers all blocks read as much.
+/// A layer's deals, in the order qkv, up, dense and down. In each the block after the last one that got a row more is
+/// served first, and in a layer's first the one after the layer before: no block waits long for another, which has more to
+/// read, and over many layers all read as much.
 struct LayerDeals {
-  int grid, tile_shift;
+  int grid;
   Share qkv, up, out;
 
-  CF_HD constexpr LayerDeals(int hidden, int intermediate, int shift, int blocks)
-      : grid(blocks),
-        tile_shift(shift),
-        qkv(share(3 * hidden >> shift, blocks)),
-        up(share(intermediate >> shift, blocks)),
-        out(share(hidden >> shift, blocks)) {}
+  CF_HD constexpr LayerDeals(int hidden, int intermediate, int blocks)
+      : grid(blocks), qkv(share(3 * hidden, blocks)), up(share(intermediate, blocks)), out(share(hidden, blocks)) {}
   CF_HD constexpr Deal deal(Weight of, int layer, int block) const {
     const int served = layer * (qkv.rest + up.rest + out.rest) % grid;
     const Share& mine = of == Weight::qkv ? qkv : of == Weight::up ? up : out;
-    int first = block - served - (of == Weight::qkv ? 0 : of == Weight::up ? qkv.rest : qkv.rest + up.rest);
-    while (first < 0) first += grid;
-    return {.first = first,
-            .grid = grid,
-            .tile_shift = tile_shift,
-            .count = (mine.each + (first < mine.rest)) << tile_shift};
+    int turn = block - served - (of == Weight::qkv ? 0 : of == Weight::up ? qkv.rest : qkv.rest + up.rest);
+    while (turn < 0) turn += grid;
+    return {.first = turn * mine.each + (turn < mine.rest ? turn : mine.rest), .count = mine.each + (turn < mine.rest)};
   }
 };
 

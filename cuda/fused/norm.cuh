@@ -87,13 +87,14 @@ __device__ inline void await_row(const Block& block, const Tagged* from, bool th
                                  RowPart& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // While little is there, each thread looks at its first elements.
-  if (!there)
+  // While nothing is there, one lane of each warp looks at its first elements.
+  if (!there && block.thread() % 32 == 0)
     block.spin(made_in, d, [&] {
       Tagged two[2];
       load_tagged(from + min(block.thread() * kVec, block.c.dims.hidden - kVec), two);
       return two[0].tag == tag && two[1].tag == tag;
     });
+  __syncwarp();
   Tagged x[kNormPieces][kVec] = {};
   const int thread = block.thread();
   const auto column = [&](int p) { return (p * kProductThreads + thread) * kVec; };

@@ -25,7 +25,7 @@ struct Product {
         resident(phase == Phase::down ? c.plan.act_resident : slices),
         first(0),
         deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
-    const int half = (deal.count >> deal.tile_shift) * c.plan.up_eighths / 8 << deal.tile_shift;  // whole tiles
+    const int half = deal.count * c.plan.up_eighths / 8 / kStageSlices * kStageSlices;  // whole stages
     count = phase == Phase::up_first ? half : deal.count;
     if (phase == Phase::up_rest) first = half, count -= half;
   }
@@ -42,10 +42,9 @@ struct Product {
   __device__ int row(int i) const { return deal.row(first + i); }
   /// Stages of one slice of all rows, where slices come one after the other.
   __device__ int slice_stages() const { return (count + kStageSlices - 1) / kStageSlices; }
-  /// A tile is a number of stages: rows have as many slices of hidden, or more.
   template <bool Wide>
   __device__ int stages() const {
-    return Wide ? slices * slice_stages() : count * slices / kStageSlices;
+    return Wide ? slices * slice_stages() : (count * slices + kStageSlices - 1) / kStageSlices;
   }
 };
 
@@ -66,16 +65,14 @@ __device__ bool stream_product(RingWriter& ring, const Product& p) {
                     p.weight + (long(p.row(i + lane)) * p.columns + slice * p.slice_columns) * 2, slice_bytes);
       }
   } else {
-    const int bytes = kStageSlices * slice_bytes, tile_bytes = (p.columns * 2) << p.deal.tile_shift;
+    const char* const rows = p.weight + long(p.row(0)) * p.columns * 2;
+    const int all = p.count * p.columns * 2;
 #pragma unroll 1
-    for (int i = 0; i < p.count; i += 1 << p.deal.tile_shift) {
-      const char* const tile = p.weight + long(p.row(i)) * p.columns * 2;
-#pragma unroll 1
-      for (int at = 0; at < tile_bytes; at += bytes) {
-        char* const stage = ring.next(bytes);
-        if (!stage) return false;
-        if (lane == 0) ring.copy(stage, tile + at, bytes);
-      }
+    for (int at = 0; at < all; at += kStageSlices * slice_bytes) {
+      const int bytes = min(kStageSlices * slice_bytes, all - at);
+      char* const stage = ring.next(bytes);
+      if (!stage) return false;
+      if (lane == 0) ring.copy(stage, rows + at, bytes);
     }
   }
   return true;
@@ -250,10 +247,12 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
 #pragma unroll 1
     for (int s = first; s < stages; s += 2) {
       const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
-      RowProduct<T> product;
+      if (s * kStageSlices + unit < p.count * p.slices) {
+        RowProduct<T> product;
 #pragma unroll
-      for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), token[k], k % 2);
-      if (Slice::on_diagonal(lane)) *to = product.diagonal(lane);
+        for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), token[k], k % 2);
+        if (Slice::on_diagonal(lane)) *to = product.diagonal(lane);
+      }
       to += step;
       ring.release(lane == 0);
     }
