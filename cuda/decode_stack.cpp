@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kMaxDecodeHidden = 2 * 8 * kProductThreads;
 /// Stages of the ring: two more than may be in flight, and those are two at least.
 constexpr int kMinStages = 4, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
-constexpr int kTileKeys = 16, kBytesInFlight = 40 << 10, kMaxGatheredBytes = 8 << 10;
+constexpr int kTileKeys = 16, kBytesInFlight = 60 << 10, kMaxGatheredBytes = 8 << 10;
 
 constexpr std::string_view kName = "decode_stack";
 
@@ -57,7 +57,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const DecodeDims d = decode_dims(m, batch, 1, 1);
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
-  p.up_eighths = 4;
+  p.up_eighths = 3;
   p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
                                                     std::min(32, kMaxGatheredBytes / (part_floats(d.head_dim) * 4))));
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.

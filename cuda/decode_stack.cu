@@ -166,7 +166,7 @@ class Products {
   }
   __device__ bool from_input() const { return l == c.first && c.input; }
 
-  /// RoPE, the append and attention for the block's parts; the warps' shares of each go to the attendant.
+  /// RoPE, the append and attention for the block's parts; the warps' shares of each go to the helpers.
   template <int Blocks>
   __device__ bool attend() {
     const int head_dim = c.dims.head_dim, width = (head_dim + 15) / 16 * 16;
@@ -213,25 +213,35 @@ class Products {
   int l = 0;
 };
 
-/// The warp that merges what the products' warps made of parts of heads, and fetches the context.
+/// The warps that merge parts of heads, and fetch for the products what all blocks have made, while those go on.
 template <class T>
-class Attendant {
+class Helpers {
  public:
-  __device__ explicit Attendant(const DecodeCall& call) : block(Block::attendant(call)), c(call) {}
+  __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call) {}
 
   /// One layer; false when a wait took too long.
   __device__ bool run(int layer) {
     l = layer;
-    block.maybe_dawdle(-1 - 2 * l);
+    block.maybe_dawdle(-1 - l);
 #pragma unroll 1
-    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid) {
+    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
       if (!merge(AttentionPart(c, item))) return false;
-    }
     if (!block.hear(Signal::qkv_done)) return false;
     if (!fetch_tokens(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
                       block.at<char>(c.layout.attn_x), c.layout.hidden_row))
       return false;
     block.tell(Signal::context_here);
+
+    if (!block.hear(Signal::up_done)) return false;
+    const int columns = c.plan.act_columns * c.plan.act_resident;
+#pragma unroll 1
+    for (int from = 0; from < c.dims.intermediate; from += columns) {
+      if (from > 0 && !block.hear(Signal::act_used)) return false;
+      if (!fetch_tokens(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
+                        min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
+        return false;
+      block.tell(Signal::act_here);
+    }
     return true;
   }
 
@@ -282,12 +292,12 @@ class Attendant {
       const auto here = [&](int u) {
         return at(u) >= splits * floats || (two[u][0].tag == block.tag(l) && two[u][1].tag == block.tag(l));
       };
-      if (!await_pieces<at_once>(block, l, Dependency::context, load, here)) return false;
+      if (!await_pieces<at_once>(block, l, Dependency::context, load, here)) break;  // to where the others wait
 #pragma unroll
       for (int u = 0; u < at_once; ++u)
         if (at(u) < splits * floats) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
     }
-    __syncwarp();
+    block.sync();
     if (block.stopped()) return false;
     merge_parts(
         block, splits,
@@ -295,7 +305,7 @@ class Attendant {
           return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
         },
         [&](int i, int d) { return gathered[i * floats + 2 + d]; }, finish);
-    __syncwarp();  // before the next part's shares come here
+    block.sync();  // before the next part's shares come here
     return true;
   }
 
@@ -303,23 +313,6 @@ class Attendant {
   const DecodeCall& c;
   int l = 0;
 };
-
-/// Fetches mlp.act for the products' warps: all of it or a piece at a time. False when a wait took too long.
-__device__ bool fetch_act(Block& block, int layer) {
-  const DecodeCall& c = block.c;
-  block.maybe_dawdle(-2 - 2 * layer);
-  if (!block.hear(Signal::up_done)) return false;
-  const int columns = c.plan.act_columns * c.plan.act_resident;
-#pragma unroll 1
-  for (int from = 0; from < c.dims.intermediate; from += columns) {
-    if (from > 0 && !block.hear(Signal::act_used)) return false;
-    if (!fetch_tokens(block, layer, Dependency::mlp_act, c.act + from, c.dims.intermediate,
-                      min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
-      return false;
-    block.tell(Signal::act_here);
-  }
-  return true;
-}
 
 /// The last block to leave makes everything ready for the next launch.
 __device__ void leave(const DecodeCall& c) {
@@ -355,13 +348,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     for (int layer = c.first; layer < c.last && products.run(layer); ++layer) {
     }
     if (threadIdx.x == 0) block.abandoned() = 1;
-  } else if (threadIdx.x < kProductThreads + 32) {
-    Attendant<T> attendant(c);
-    for (int layer = c.first; layer < c.last && attendant.run(layer); ++layer) {
-    }
-  } else if (threadIdx.x < kProductThreads + 32 + kFetchThreads) {
-    Block fetchers = Block::fetchers(c);
-    for (int layer = c.first; layer < c.last && fetch_act(fetchers, layer); ++layer) {
+  } else if (threadIdx.x < kProductThreads + kHelperThreads) {
+    Helpers<T> helpers(c);
+    for (int layer = c.first; layer < c.last && helpers.run(layer); ++layer) {
     }
   } else {
     RingWriter writer(ring, c.plan.stages_in_flight, block.abandoned());

@@ -39,12 +39,11 @@ inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 /// Columns of slices that there are kernels for whose activations are in registers: for one sequence.
 inline constexpr int kNarrowColumns[] = {2560, 2048};
 
-/// A block's warps: some take products of the weights and attend, one prepares heads for them, merges what they made and
-/// fetches the context, two fetch mlp.act, one streams the weights, keys and values. Three warps a scheduler leave each thread
-/// 168 registers.
-inline constexpr int kProductWarps = 8, kFetchWarps = 2;
-inline constexpr int kProductThreads = 32 * kProductWarps, kFetchThreads = 32 * kFetchWarps;
-inline constexpr int kDecodeThreads = kProductThreads + 32 + kFetchThreads + 32;
+/// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one
+/// streams the weights, keys and values. Three warps a scheduler leave each thread 168 registers.
+inline constexpr int kProductWarps = 8, kHelperWarps = 3;
+inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
+inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
 inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
 /// A pure function of the device's limits and the model. Code::unimplemented, with the reason, for what the kernel does
 /// not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond 256,

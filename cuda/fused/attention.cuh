@@ -1,6 +1,6 @@
 #pragma once
-// Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its attendant merges
-// what they made, and that of a head's first part what all its parts' blocks made.
+// Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its helpers merge
+// what they made, and those of a head's first part what all its parts' blocks made.
 #include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 #include "cuda/fused/ring.cuh"
@@ -209,7 +209,7 @@ __device__ void merge_parts(const Block& block, int parts, State state, Value va
   const float factor = mine.max == -INFINITY ? 0.f : expf(mine.max - whole.max);
   whole.sum = warp_sum(mine.sum * factor);
 #pragma unroll 1
-  for (int d = thread; d - lane < block.c.dims.head_dim; d += block.threads) {
+  for (int d = thread; d - lane < block.c.dims.head_dim; d += kHelperThreads) {
     const bool there = d < block.c.dims.head_dim;
     float sum = 0;
 #pragma unroll 4

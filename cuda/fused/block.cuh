@@ -24,12 +24,9 @@ struct Block {
   int first_thread, threads, barrier;
   unsigned heard = 0;  // a bit a signal: the parity of the phase to wait for
 
-  static constexpr int kProductBarrier = 1, kAttendantBarrier = 2, kFetchBarrier = 3;
+  static constexpr int kProductBarrier = 1, kHelperBarrier = 2, kHalfBarrier = 3;
   static __device__ Block products(const DecodeCall& c) { return {c, 0, kProductThreads, kProductBarrier}; }
-  static __device__ Block attendant(const DecodeCall& c) { return {c, kProductThreads, 32, kAttendantBarrier}; }
-  static __device__ Block fetchers(const DecodeCall& c) {
-    return {c, kProductThreads + 32, kFetchThreads, kFetchBarrier};
-  }
+  static __device__ Block helpers(const DecodeCall& c) { return {c, kProductThreads, kHelperThreads, kHelperBarrier}; }
 
   __device__ int thread() const { return fresh_thread() - first_thread; }
   template <class U>
@@ -59,11 +56,15 @@ struct Block {
     __syncwarp();
     if (thread() % 32 == 0) arrive(signal_barrier(s));
   }
-  /// False when the block must leave.
+  /// False when the block must leave; what was told before that is heard by all.
   __device__ bool hear(Signal s) {
     const unsigned bit = 1u << int(s);
-    while (!try_wait_barrier(signal_barrier(s), (heard & bit) != 0))
-      if (stopped()) return false;
+    const bool parity = (heard & bit) != 0;
+    while (!try_wait_barrier(signal_barrier(s), parity))
+      if (stopped()) {
+        if (try_wait_barrier(signal_barrier(s), parity)) break;
+        return false;
+      }
     heard ^= bit;
     return true;
   }
@@ -149,7 +150,7 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
 /// Columns are a multiple of eight. False when that took too long.
 __device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from,
                                     int from_row, int columns, char* to, int to_row) {
-  constexpr int at_once = 10;  // pieces of eight elements whose loads are in flight together
+  constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
   const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
 #pragma unroll 1

@@ -23,13 +23,11 @@ enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
 inline constexpr int kDependencies = 5;
 
 /// What a block's warps tell each other. The products' warps tell: attn_x is free, mlp_x is, a piece of mlp.act is used up,
-/// the warps' shares of a part of a head are there. The attendant tells: those are taken, the context is there.
-/// The fetchers tell: a piece of mlp.act is there.
+/// the warps' shares of a part of a head are there. The helpers tell: those are taken, the context is there, a piece of
+/// mlp.act is.
 enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here };
 inline constexpr int kSignals = 7;
-CF_HD constexpr int tellers(Signal s) {
-  return s < Signal::part_taken ? kProductWarps : s < Signal::act_here ? 1 : kFetchWarps;
-}
+CF_HD constexpr int tellers(Signal s) { return s < Signal::part_taken ? kProductWarps : kHelperWarps; }
 
 /// What a layer does one after the other, and the ring brings one after the other. In a parallel residual the MLP's first
 /// product needs no attention: half of it hides what q, k and v take from block to block, the rest what the context does.
