@@ -11,10 +11,10 @@
 namespace cf::cuda {
 namespace {
 
-/// Columns of hidden at most, of which a thread of the norms holds twice eight.
-constexpr std::int64_t kMaxDecodeHidden = 2 * 8 * kProductThreads;
-/// Stages of the ring: two more than may be in flight, and those are two at least.
-constexpr int kMinStages = 4, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
+/// Columns of hidden at most, of which a thread of the norms holds three times eight.
+constexpr std::int64_t kMaxDecodeHidden = 3 * 8 * kProductThreads;
+/// Stages of the ring: two more than may be in flight.
+constexpr int kMinStages = 3, kMaxStages = 16, kMaxBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kTileKeys = 16, kBytesInFlight = 60 << 10, kMaxGatheredBytes = 8 << 10;
 
 constexpr std::string_view kName = "decode_stack";
@@ -108,8 +108,9 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
                   " with " + std::to_string(batch) + " sequences");
-  // 40 KB in flight an SM: more only adds to what a wait for another block takes. Of Pythia-2.8B at kv_len 128 an H200 takes
-  // 46.6 us a layer with 40 KB, 47.8 with 60 and 49.2 with 80.
+  // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the wait
+  // takes. Of Pythia-2.8B at kv_len 128 an H200 takes 43.2 us a layer with 40 KB, 41.9 with 60, 43.3 with 80; at 2048 48.2,
+  // 46.3 and 47.0.
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   p.smem_bytes = decode_layout(d, p).bytes;
   return p;

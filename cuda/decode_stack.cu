@@ -53,10 +53,9 @@ class Products {
   /// both are of the layer's input and share its mean and deviation; in a sequential one the second is of attn_residual.
   __device__ bool norms(int first, int end) {
     NormWeights<T> weights[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (first <= i && i < end)
-        weights[i].load(block, c.first_layer.gamma[i] + l * c.layer_stride, c.first_layer.beta[i] + l * c.layer_stride);
+    const auto of_norm = [&](const char* const(&all)[2], int i) { return all[i] + l * c.layer_stride; };
+    if (first == 0) weights[0].load(block, of_norm(c.first_layer.gamma, 0), of_norm(c.first_layer.beta, 0));
+    if (end == 2) prefetch_norm<T>(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
 #pragma unroll 1
     for (int token = 0; token < c.dims.batch; ++token) {
       const long at = long(token) * c.dims.hidden;
@@ -66,6 +65,9 @@ class Products {
       else
         await_row(block, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
+      // Registers have no room for these while they await the row.
+      if (end == 2 && token == 0)
+        weights[1].load(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
       const Moments m = moments(block, row, token % 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -76,8 +78,7 @@ class Products {
                     tap ? tap + at : nullptr);
         }
     }
-    block.sync();
-    return !block.stopped();
+    return block.sync_and_go_on();
   }
 
   /// The product, and what becomes of its rows. A warp that has whole rows finishes them itself; where rows are cut into
@@ -297,8 +298,7 @@ class Helpers {
       for (int u = 0; u < at_once; ++u)
         if (at(u) < splits * floats) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
     }
-    block.sync();
-    if (block.stopped()) return false;
+    if (!block.sync_and_go_on()) return false;
     merge_parts(
         block, splits,
         [&](int i) {
@@ -374,6 +374,7 @@ auto kernel_for(const DecodeStackPlan& plan) {
   switch (plan.narrow_columns) {
     case kNarrowColumns[0]: return decode_stack_kernel<T, kNarrowColumns[0]>;
     case kNarrowColumns[1]: return decode_stack_kernel<T, kNarrowColumns[1]>;
+    case kNarrowColumns[2]: return decode_stack_kernel<T, kNarrowColumns[2]>;
     default: return decode_stack_kernel<T, 0>;
   }
 }

@@ -37,7 +37,7 @@ struct DecodeStackPlan {
 /// Slices of a stage, one for each of half of the products' warps; columns of a slice, at most.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 /// Columns of slices that there are kernels for whose activations are in registers: for one sequence.
-inline constexpr int kNarrowColumns[] = {2560, 2048};
+inline constexpr int kNarrowColumns[] = {2560, 2048, 1024};
 
 /// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one
 /// streams the weights, keys and values. Three warps a scheduler leave each thread 168 registers.
@@ -47,7 +47,7 @@ inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
 inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
 /// A pure function of the device's limits and the model. Code::unimplemented, with the reason, for what the kernel does
 /// not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond 256,
-/// hidden beyond 4096, more than 8 sequences, a shared memory that a ring of four stages does not fit.
+/// hidden beyond 6144, more than 8 sequences, a shared memory that a ring of three stages does not fit.
 Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& config, std::int64_t batch);
 
 std::string to_string(const DecodeStackPlan&);

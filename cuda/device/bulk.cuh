@@ -33,6 +33,9 @@ __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
   return value;
 }
 
+/// Brings the line of an address into the L2.
+__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 /// Four or eight bytes in one access, in no order with others.
 __device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t bits) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
@@ -63,6 +66,22 @@ __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
 /// A barrier among some of a block's warps. 0 is __syncthreads().
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// The same; true in all of them where `yes` is in none.
+__device__ inline bool named_barrier_none(int id, int threads, bool yes) {
+  std::uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "barrier.cta.red.or.aligned.pred any, %2, %3, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(std::uint32_t(yes)), "r"(id), "r"(threads)
+      : "memory");
+  return any == 0;
 }
 
 __device__ inline std::uint64_t time_ns() {

@@ -71,7 +71,7 @@ struct AttentionTile {
     const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
     const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
     float score[2][4] = {};
-#pragma unroll
+#pragma unroll(Blocks > 8 ? 4 : Blocks)  // registers hold no more
     for (int i = 0; i < Blocks; ++i) {
       const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
       uint4 m = load_matrices(shared_address(key) + 2 * (none ? 0 : half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
@@ -193,8 +193,7 @@ __device__ bool prepare_head(const Block& block, const AttentionPart& part, int 
         reinterpret_cast<T*>(cache)[row] = stored;
       }
     }
-  block.sync();
-  return !block.stopped();
+  return block.sync_and_go_on();
 }
 
 /// Up to 32 partial softmax-weighted sums, merged in one order by each warp. state(i) and value(i, d) bring the i-th.

@@ -34,6 +34,8 @@ struct Block {
     return reinterpret_cast<U*>(decode_smem + offset);
   }
   __device__ void sync() const { named_barrier(barrier, threads); }
+  /// The same; true where no thread has seen that the block must leave: all go on, or none.
+  __device__ bool sync_and_go_on() const { return named_barrier_none(barrier, threads, stopped() != 0); }
 
   /// Says that a wait took too long: everybody leaves.
   __device__ volatile int& stopped() const { return at<int>(c.layout.notice)[0]; }

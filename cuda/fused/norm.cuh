@@ -5,8 +5,8 @@
 
 namespace cf::cuda {
 
-/// Elements of a row that a thread of the products' holds: twice eight.
-inline constexpr int kNormPieces = 2;
+/// Elements of a row that a thread of the products' holds: three times eight.
+inline constexpr int kNormPieces = 3;
 
 /// A row's part in a thread's registers, as float32.
 struct RowPart {
@@ -33,6 +33,15 @@ struct NormWeights {
     });
   }
 };
+
+/// Brings them as far as the L2.
+template <class T>
+__device__ void prefetch_norm(const Block& block, const char* g, const char* b) {
+  for_each_norm_piece(block, [&](int, int column) {
+    prefetch_line(reinterpret_cast<const T*>(g) + column);
+    prefetch_line(reinterpret_cast<const T*>(b) + column);
+  });
+}
 
 struct Moments {
   float mean, rstd;
@@ -95,25 +104,31 @@ __device__ inline void await_row(const Block& block, const Tagged* from, bool th
       return two[0].tag == tag && two[1].tag == tag;
     });
   __syncwarp();
-  Tagged x[kNormPieces][kVec] = {};
+  constexpr int at_once = 2;  // pieces whose loads are in flight together
   const int thread = block.thread();
-  const auto column = [&](int p) { return (p * kProductThreads + thread) * kVec; };
-  const auto load = [&](int p) {
-    if (column(p) >= block.c.dims.hidden) return;
 #pragma unroll
-    for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
-  };
-  const auto here = [&](int p) {
-    bool all = true;
+  for (int begin = 0; begin < kNormPieces; begin += at_once) {
+    Tagged x[at_once][kVec] = {};
+    const auto column = [&](int p) { return ((begin + p) * kProductThreads + thread) * kVec; };
+    const auto mine = [&](int p) { return begin + p < kNormPieces && column(p) < block.c.dims.hidden; };
+    const auto load = [&](int p) {
+      if (!mine(p)) return;
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
-    return there || column(p) >= block.c.dims.hidden || all;
-  };
-  await_pieces<kNormPieces>(block, made_in, d, load, here);
+      for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
+    };
+    const auto here = [&](int p) {
+      bool all = true;
 #pragma unroll
-  for (int p = 0; p < kNormPieces; ++p)
+      for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
+      return there || !mine(p) || all;
+    };
+    await_pieces<at_once>(block, made_in, d, load, here);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) row.x[p][e] = x[p][e].value;
+    for (int p = 0; p < at_once; ++p)
+      if (begin + p < kNormPieces)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
+  }
 }
 /// A row of a launch's input.
 template <class T>
