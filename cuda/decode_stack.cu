@@ -52,22 +52,31 @@ class Products {
   /// LayerNorms [first, end) of one row: input_layernorm for qkv and post_attention_layernorm for up. In a parallel residual
   /// both are of the layer's input and share its mean and deviation; in a sequential one the second is of attn_residual.
   __device__ bool norms(int first, int end) {
-    NormWeights<T> weights[2];
+    return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
+  }
+  template <int Pieces>
+  __device__ bool norms(int first, int end) {
+    NormWeights<T, Pieces> weights[2];
     const auto of_norm = [&](const char* const(&all)[2], int i) { return all[i] + l * c.layer_stride; };
     if (first == 0) weights[0].load(block, of_norm(c.first_layer.gamma, 0), of_norm(c.first_layer.beta, 0));
-    if (end == 2) prefetch_norm<T>(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
+    // Registers have no room for three pieces of both while they await the row.
+    constexpr bool late = Pieces > 2;
+    const auto load_second = [&] {
+      weights[1].load(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
+    };
+    if (end == 2 && !late) load_second();
+    if (end == 2 && late)
+      prefetch_norm<T, Pieces>(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
 #pragma unroll 1
     for (int token = 0; token < c.dims.batch; ++token) {
       const long at = long(token) * c.dims.hidden;
-      RowPart row;
+      RowPart<Pieces> row;
       if (first == 0 && from_input())
         load_row(block, static_cast<const T*>(c.input) + at, row);
       else
         await_row(block, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
-      // Registers have no room for these while they await the row.
-      if (end == 2 && token == 0)
-        weights[1].load(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
+      if (end == 2 && late && token == 0) load_second();
       const Moments m = moments(block, row, token % 2);
 #pragma unroll
       for (int i = 0; i < 2; ++i)

@@ -5,29 +5,30 @@
 
 namespace cf::cuda {
 
-/// Elements of a row that a thread of the products' holds: three times eight.
-inline constexpr int kNormPieces = 3;
+/// Eights of a row's elements that a thread of the products' holds, at most; two for most models.
+inline constexpr int kMaxNormPieces = 3;
 
 /// A row's part in a thread's registers, as float32.
+template <int Pieces>
 struct RowPart {
-  float x[kNormPieces][kVec] = {};
+  float x[Pieces][kVec] = {};
 };
 
-template <class F>
+template <int Pieces, class F>
 __device__ void for_each_norm_piece(const Block& block, F f) {
   const int thread = block.thread();
 #pragma unroll
-  for (int p = 0; p < kNormPieces; ++p)
+  for (int p = 0; p < Pieces; ++p)
     if (const int column = (p * kProductThreads + thread) * kVec; column < block.c.dims.hidden) f(p, column);
 }
 
 /// gamma and beta of a norm as stored: asked for before there is anything to normalise.
-template <class T>
+template <class T, int Pieces>
 struct NormWeights {
-  uint4 gamma[kNormPieces] = {}, beta[kNormPieces] = {};
+  uint4 gamma[Pieces] = {}, beta[Pieces] = {};
 
   __device__ void load(const Block& block, const char* g, const char* b) {
-    for_each_norm_piece(block, [&](int p, int column) {
+    for_each_norm_piece<Pieces>(block, [&](int p, int column) {
       gamma[p] = load_streaming(reinterpret_cast<const T*>(g) + column);
       beta[p] = load_streaming(reinterpret_cast<const T*>(b) + column);
     });
@@ -35,9 +36,9 @@ struct NormWeights {
 };
 
 /// Brings them as far as the L2.
-template <class T>
+template <class T, int Pieces>
 __device__ void prefetch_norm(const Block& block, const char* g, const char* b) {
-  for_each_norm_piece(block, [&](int, int column) {
+  for_each_norm_piece<Pieces>(block, [&](int, int column) {
     prefetch_line(reinterpret_cast<const T*>(g) + column);
     prefetch_line(reinterpret_cast<const T*>(b) + column);
   });
@@ -49,22 +50,23 @@ struct Moments {
 
 /// Mean and reciprocal deviation of a row that lies in the products' registers: two passes over a thread's own elements,
 /// then Welford's merge over lanes and warps, in one order. `side` alternates between rows: one barrier each.
-__device__ inline Moments moments(const Block& block, const RowPart& row, int side) {
+template <int Pieces>
+__device__ Moments moments(const Block& block, const RowPart<Pieces>& row, int side) {
   const int thread = block.thread(), vectors = block.c.dims.hidden / kVec;
   Welford state, warp;
   float sum = 0;
-  for_each_norm_piece(block, [&](int p, int) {
+  for_each_norm_piece<Pieces>(block, [&](int p, int) {
     state.count += kVec;
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
   });
   state.mean = state.count > 0 ? sum / state.count : 0;
-  for_each_norm_piece(block, [&](int p, int) {
+  for_each_norm_piece<Pieces>(block, [&](int p, int) {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) state.m2 += (row.x[p][e] - state.mean) * (row.x[p][e] - state.mean);
   });
 #pragma unroll
-  for (int p = 0; p < kNormPieces; ++p)
+  for (int p = 0; p < Pieces; ++p)
     warp.count += float(kVec * min(max(vectors - (p * kProductThreads + thread / 32 * 32), 0), 32));
   warp.mean = warp.count > 0 ? warp_sum(sum) / warp.count : 0;
   warp.m2 = warp_sum(state.m2_about(warp.mean));
@@ -76,10 +78,10 @@ __device__ inline Moments moments(const Block& block, const RowPart& row, int si
   return {mean, rsqrtf(warp_sum<kProductWarps>(other.m2_about(mean)) / n + block.c.eps)};
 }
 
-template <class T>
-__device__ void normalise(const Block& block, const RowPart& row, const Moments& m, const NormWeights<T>& weights,
-                          char* to, T* tap) {
-  for_each_norm_piece(block, [&](int p, int column) {
+template <class T, int Pieces>
+__device__ void normalise(const Block& block, const RowPart<Pieces>& row, const Moments& m,
+                          const NormWeights<T, Pieces>& weights, char* to, T* tap) {
+  for_each_norm_piece<Pieces>(block, [&](int p, int column) {
     float y[kVec], gamma[kVec], beta[kVec];
     unpack(weights.gamma[p], gamma, T{});
     unpack(weights.beta[p], beta, T{});
@@ -92,8 +94,9 @@ __device__ void normalise(const Block& block, const RowPart& row, const Moments&
 
 /// A row of a residual that other blocks are making: waits for each element's tag, unless all of it is there. `d` is what
 /// a wait is reported as.
-__device__ inline void await_row(const Block& block, const Tagged* from, bool there, int layer, Dependency d,
-                                 RowPart& row) {
+template <int Pieces>
+__device__ void await_row(const Block& block, const Tagged* from, bool there, int layer, Dependency d,
+                          RowPart<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
   // While nothing is there, one lane of each warp looks at its first elements.
@@ -107,10 +110,10 @@ __device__ inline void await_row(const Block& block, const Tagged* from, bool th
   constexpr int at_once = 2;  // pieces whose loads are in flight together
   const int thread = block.thread();
 #pragma unroll
-  for (int begin = 0; begin < kNormPieces; begin += at_once) {
+  for (int begin = 0; begin < Pieces; begin += at_once) {
     Tagged x[at_once][kVec] = {};
     const auto column = [&](int p) { return ((begin + p) * kProductThreads + thread) * kVec; };
-    const auto mine = [&](int p) { return begin + p < kNormPieces && column(p) < block.c.dims.hidden; };
+    const auto mine = [&](int p) { return begin + p < Pieces && column(p) < block.c.dims.hidden; };
     const auto load = [&](int p) {
       if (!mine(p)) return;
 #pragma unroll
@@ -125,15 +128,15 @@ __device__ inline void await_row(const Block& block, const Tagged* from, bool th
     await_pieces<at_once>(block, made_in, d, load, here);
 #pragma unroll
     for (int p = 0; p < at_once; ++p)
-      if (begin + p < kNormPieces)
+      if (begin + p < Pieces)
 #pragma unroll
         for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
   }
 }
 /// A row of a launch's input.
-template <class T>
-__device__ void load_row(const Block& block, const T* from, RowPart& row) {
-  for_each_norm_piece(block, [&](int p, int column) { load_vec(from + column, row.x[p]); });
+template <class T, int Pieces>
+__device__ void load_row(const Block& block, const T* from, RowPart<Pieces>& row) {
+  for_each_norm_piece<Pieces>(block, [&](int p, int column) { load_vec(from + column, row.x[p]); });
 }
 
 }  // namespace cf::cuda
