@@ -470,8 +470,9 @@ class Bench:
         batches, kv_lens = (",".join(map(str, values)) for values in (args.batch, args.kv_len))
         counts = ["--runs", str(args.runs), "--warmup", str(args.warmup)]
         if set(args.peers) & set(STACK_PEERS):
-            stack = ["--backend", "cuda", "--preset", preset, "--impl", args.impl, "--stack", "--seq-len", kv_lens]
-            for batch in args.batch:
+            # One program each: one that refuses a batch is recorded, and the others go on.
+            for impl, batch in itertools.product(args.impl.split(","), args.batch):
+                stack = ["--backend", "cuda", "--preset", preset, "--impl", impl, "--stack", "--seq-len", kv_lens]
                 self.program("stack", preset, [args.cf_layer, *stack, "--batch", str(batch), *counts], layer_rows)
         layers = str(neox.PRESETS[preset].num_hidden_layers)
         shapes = {
@@ -540,7 +541,7 @@ def parse_arguments(argv):
         help=f"torch.compile's modes, some of {','.join(COMPILE_MODES)}; the second compiles for minutes "
         "(default: the first)",
     )  # fmt: skip
-    parser.add_argument("--impl", default="graph", help="cf-layer's --impl (default graph)")
+    parser.add_argument("--impl", default="graph,stack", help="cf-layer's --impl (default graph,stack)")
     parser.add_argument("--cf-layer", default=os.path.join(build, "cf-layer"), metavar="FILE", help="the program")
     parser.add_argument("--cf-op", default=os.path.join(build, "cf-op"), metavar="FILE", help="the program")
     parser.add_argument("--runs", type=count, default=30, help="timed steps (default 30)")
