@@ -4,7 +4,7 @@ and each site's share of that limit. Reads what bench_peers.py or cf-layer --bac
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Needs matplotlib.
-With --tables it prints what bench_peers.py recorded as Markdown tables instead, and needs nothing.
+With --tables it prints what was recorded as Markdown tables instead, and needs no matplotlib.
 """
 
 import argparse
@@ -125,11 +125,27 @@ def cell(row, what, ratio):
     return time + (f" ({ratio:.2f}x)" if ratio else "")
 
 
+def stack_table(report):
+    """The lines of a table of cf-layer's ways to run a stack: all layers in milliseconds, and the share of the read."""
+    rows = bench_peers.layer_rows(report, report["model"])
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    lines = [f"{report['gpu']}, commit {report['commit']}: `{report['command']}`", ""]
+    lines.append(f"| {report['model']} [ms] | batch | kv_len | " + " | ".join(systems) + " |")
+    lines.append("|---|---:|---:|" + "---:|" * len(systems))
+    for key in sorted({bench_peers.work(row) for row in rows}):
+        found = {row["system"]: row for row in rows if bench_peers.work(row) == key}
+        cells = [cell(found.get(system), "stack", None) for system in systems]
+        lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
+    return lines
+
+
 def tables(path):
-    """The lines of a table for each thing that a file of bench_peers.py has times of."""
+    """The lines of a table for each thing that a file of bench_peers.py has times of, or cf-layer's stacks."""
     report = read_json(path)
+    if isinstance(report, dict) and report.get("program") == "cf-layer" and "gpu" in report:
+        return stack_table(report)
     if not (isinstance(report, dict) and "results" in report):
-        raise Refusal(f"{path}: expected a file of bench_peers.py")
+        raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [f"{report['gpu']}, {versions}, commit {report['commit']}: `{report['command']}`"]
     for what, rows in report["results"].items():

@@ -157,11 +157,22 @@ class Refusals(Files):
         cpu = json.dumps(LAYER | {"gpu": None} | {"program": "cf-op"})
         for text in ("[]", "{}", cpu):
             self.check(plot_bench, "expected a file of bench_peers.py or of cf-layer", self.write("a.json", text))
-        layer = self.write("layer.json", json.dumps(LAYER))
-        self.check(plot_bench, "layer.json: expected a file of bench_peers.py", "--tables", layer)
+        other = self.write("other.json", json.dumps(LAYER | {"program": "cf-op"}))
+        self.check(plot_bench, "other.json: expected a file of bench_peers.py", "--tables", other)
 
 
 class Tables(Files):
+    def test_ways_to_run_a_stack_stand_beside_each_other(self):
+        report = LAYER | {"commit": "abc", "command": "cf-layer"}
+        code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
+        self.assertEqual((code, error), (0, ""))
+        lines = out.splitlines()
+        self.assertEqual(lines[0], "a GPU, commit abc: `cf-layer`")
+        impl = LAYER["configurations"][0]["impl"]
+        self.assertEqual(lines[2], f"| pythia-2.8b [ms] | batch | kv_len | cf-layer {impl} |")
+        self.assertEqual(len(lines), 6)
+        self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
+
     def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
         stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
         stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
