@@ -32,6 +32,7 @@ class Products {
 #pragma unroll 1
     for (int step = 0; step < kPhases; ++step) {
       const Phase phase = phase_at(c, step);
+      make_anew(l);
       block.maybe_dawdle(l * kPhases + step);
       if (phase == Phase::attention ? !attend() : !prepare(phase) || !project(phase)) return false;
     }

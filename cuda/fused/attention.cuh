@@ -126,7 +126,7 @@ struct AttentionTile {
 
   /// The warp's sums, and their state in every lane.
   __device__ void put(float* values, SoftmaxState* states, int head_dim) {
-    const int thread = int(threadIdx.x), lane = thread % 32;
+    const int lane = fresh_thread() % 32;
     state.sum += __shfl_xor_sync(~0u, state.sum, 1);
     state.sum += __shfl_xor_sync(~0u, state.sum, 2);
     if (lane == 0) *states = state;

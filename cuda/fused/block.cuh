@@ -18,6 +18,9 @@ __device__ inline int fresh_thread() {
   return t;
 }
 
+/// The same for a variable: what follows from it before is not kept for after.
+__device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
+
 /// The block, as one kind of its warps sees it.
 struct Block {
   const DecodeCall& c;
