@@ -22,7 +22,6 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 import numpy as np
 
 import console
-import dump_hf
 import golden_file
 import neox
 import neox_hf
@@ -86,8 +85,8 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
 
 
 def main(argv):
-    parser = dump_hf.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count = dump_hf.integer(1, 1 << 20)
+    parser = console.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = console.integer(1, 1 << 20)
     parser.add_argument("--preset", default="pythia-2.8b", metavar="NAME", help="default: pythia-2.8b")
     parser.add_argument("--dtype", default="float16,bfloat16,float32", metavar="D[,D...]", help="default: all three")
     parser.add_argument("--kv-len", type=count, default=128, help="entries after the append (default 128)")

@@ -524,8 +524,8 @@ class Bench:
 
 def parse_arguments(argv):
     build = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
-    count = dump_hf.integer(1, 1 << 20)
-    parser = dump_hf.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = console.integer(1, 1 << 20)
+    parser = console.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="pythia-2.8b,pythia-6.9b", metavar="NAME[,NAME...]", help="default: both")
     parser.add_argument("--batch", type=dump_hf.lengths, default=[1, 4, 16], metavar="N[,N...]", help="default 1,4,16")
     parser.add_argument(

@@ -16,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
 
 import bench_peers
-import dump_hf
+import console
 import golden_file
 import neox
 from neox import Refusal
@@ -167,7 +167,7 @@ def tables(path):
 
 
 def main(argv):
-    parser = dump_hf.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", action="store_true", help="print Markdown tables; draw nothing")
     parser.add_argument("json", nargs="+", metavar="FILE", help="what bench_peers.py or cf-layer wrote")
     try:

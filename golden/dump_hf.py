@@ -19,7 +19,7 @@ import tempfile
 import numpy as np
 
 import procedural
-from console import progress
+from console import Parser, integer, progress
 from golden_file import SCHEMA_VERSION, check_writable, read_sealed, write_golden
 from gptq import LINEARS
 from neox import PRESETS, Refusal, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
@@ -55,24 +55,6 @@ def lengths(text):
     if not values or min(values) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer or a comma list of them, got {text!r}")
     return values
-
-
-def integer(low, high):
-    def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected an integer from {low} to {high}, got {text!r}")
-        return value
-
-    return parse
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Refusal(message)
 
 
 def parse_arguments(argv):

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 import gptq
-from console import progress
-from dump_hf import Parser, integer
+from console import Parser, integer, progress
 from golden_file import current_umask
 from neox import Refusal, layer_shapes
 from neox_hf import Checkpoint, build, to_numpy, to_torch, versions

@@ -27,7 +27,7 @@ struct Block {
   int first_thread, threads, barrier;
   unsigned heard = 0;  // a bit a signal: the parity of the phase to wait for
 
-  static constexpr int kProductBarrier = 1, kHelperBarrier = 2, kHalfBarrier = 3;
+  static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
   static __device__ Block products(const DecodeCall& c) { return {c, 0, kProductThreads, kProductBarrier}; }
   static __device__ Block helpers(const DecodeCall& c) { return {c, kProductThreads, kHelperThreads, kHelperBarrier}; }
 
