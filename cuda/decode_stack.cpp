@@ -25,17 +25,6 @@ constexpr Site kAwaited[kDependencies] = {site::query_key_value, site::context, 
 
 Status refuse(std::string what) { return Status::error(Code::unimplemented, "decode_stack: cuda takes " + what); }
 
-DecodeDims decode_dims(const ModelConfig& m, std::int64_t batch, std::int64_t capacity, std::int64_t table_rows) {
-  return {.hidden = int(m.hidden_size),
-          .heads = int(m.num_attention_heads),
-          .head_dim = int(m.head_dim()),
-          .half_rotary = int(m.rotary_dim / 2),
-          .intermediate = int(m.intermediate_size),
-          .batch = int(batch),
-          .capacity = int(capacity),
-          .table_rows = int(table_rows)};
-}
-
 }  // namespace
 
 Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch) {
@@ -59,7 +48,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   p.grid = arch.sm_count;
   p.up_eighths = 3;
   p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
-                                                    std::min(32, kMaxGatheredBytes / (part_floats(d.head_dim) * 4))));
+                                                    std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4))));
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.
   const auto slices = [](int columns, int most, int least, int limit) {
     int n = least;
@@ -217,7 +206,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
     place(c.qkv, batch * 3 * config.hidden_size);
     place(c.context, batch * config.hidden_size);
     place(c.act, batch * config.intermediate_size);
-    place(c.parts, batch * config.num_attention_heads * plan->attention_splits * part_floats(dims.head_dim));
+    place(c.parts, batch * config.num_attention_heads * plan->attention_splits * floats_a_part(dims.head_dim));
     place(c.flags, 1);
     return at;
   };

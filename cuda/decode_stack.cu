@@ -259,7 +259,7 @@ class Helpers {
  private:
   /// Merges the warps' shares of a part; the first part's block gathers the others' and makes the head's context.
   __device__ bool merge(const AttentionPart& part) {
-    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = part_floats(head_dim);
+    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = floats_a_part(head_dim);
     const long head = part.whole_head(c);
     const unsigned tag = block.tag(l, Dependency::context);
     Tagged* const parts = c.parts + head * splits * floats;
@@ -286,9 +286,9 @@ class Helpers {
     const auto of_warp = [&](int i) { return states[i]; };
     const auto of_warp_value = [&](int i, int d) { return values[i * width + d]; };
     if (splits == 1)
-      merge_parts(block, kProductWarps, of_warp, of_warp_value, finish);
+      merge_in_order(block, kProductWarps, of_warp, of_warp_value, finish);
     else
-      merge_parts(block, kProductWarps, of_warp, of_warp_value, keep);
+      merge_in_order(block, kProductWarps, of_warp, of_warp_value, keep);
     block.tell(Signal::part_taken);
     if (splits == 1 || part.split > 0) return true;
 
@@ -309,7 +309,7 @@ class Helpers {
         if (at(u) < splits * floats) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
     }
     if (!block.sync_and_go_on()) return false;
-    merge_parts(
+    merge_in_order(
         block, splits,
         [&](int i) {
           return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};

@@ -26,7 +26,7 @@ struct DecodeStackPlan {
   int stages;            // of the ring: four slices each
   int stages_in_flight;  // asked for and not there yet, at most
   int stage_bytes;
-  int up_eighths;        // of mlp's first product, before attention in a parallel residual
+  int up_eighths;        // of a block's rows of the MLP's first product that come before attention
   int attention_splits;  // of a head's keys
   int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
   int out_rows;          // a block's rows of hidden, at most
@@ -52,8 +52,10 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& c
 
 std::string to_string(const DecodeStackPlan&);
 
-/// Steps layers of a resident stack with one persistent kernel. One new token a sequence; 16-bit weights of the activations'
-/// dtype. Between the layers of a launch, and from one launch to the next that continues it, the residual stream is
+/// Steps layers of a resident stack, each the layer of core/layer.hpp (Hugging Face's GPTNeoXLayer), with one persistent
+/// kernel: ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for a whole stack. One new token a sequence; dense
+/// 16-bit weights of the activations' dtype. KV caches get the new keys and values; of the sites only the output is
+/// kept. Between the layers of a launch, and from one launch to the next that continues it, the residual stream is
 /// float32. Not shared between threads.
 class DecodeStack {
  public:
@@ -63,7 +65,8 @@ class DecodeStack {
     LayerTensors tensors;
     std::int64_t stride_bytes;
   };
-  /// Plans, and takes its scratch memory. Refuses what plan_decode_stack() refuses.
+  /// Plans, and takes its scratch memory. Refuses what plan_decode_stack() refuses, several new tokens a sequence,
+  /// activations of another dtype than the weights', and quantised weights; Code::out_of_memory where there is no room.
   static Result<DecodeStack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
                                     const Layers& where);
   DecodeStack(DecodeStack&&) noexcept;

@@ -14,7 +14,7 @@
 namespace cf::cuda {
 
 /// How a step is put onto the stream. unfused and graph give the same bits; so do fused and stack, which keep the residual
-/// stream in float32 from layer to layer and of the sites' outputs write qkv, context, mlp_act and the last layer's output.
+/// stream in float32 from layer to layer and of the sites' outputs write a launch's last layer's output and no other.
 ///   unfused  every kernel launched by the host, one after the other, its arguments checked each time
 ///   graph    a CUDA graph, captured when a range of layers is first stepped and replayed from then on, in which an op
 ///            waits for those alone whose data it needs: with a parallel residual the attention and the MLP's first
@@ -69,8 +69,8 @@ class Stack {
   Status advance();
 
   /// Runs all layers, or layers [first, last). Refuses a range that is empty or beyond the stack and layers that
-  /// load_layer() has not filled. fused and stack take one new token a sequence, up to 8 sequences, and 16-bit weights
-  /// (Code::unimplemented otherwise); Code::device_error, at the next such step, when the device could not run all blocks
+  /// load_layer() has not filled. fused and stack take one new token a sequence, up to 8 sequences, and dense 16-bit
+  /// weights of the activations' dtype (Code::unimplemented otherwise); Code::device_error, at the next such step, when the device could not run all blocks
   /// of a kernel at once.
   Status step(Impl impl);
   Status step(Impl impl, std::int64_t first, std::int64_t last);

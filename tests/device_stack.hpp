@@ -6,15 +6,9 @@
 
 #include "core/procedural.hpp"
 #include "cuda/stack.hpp"
-#include "device_problem.hpp"
+#include "device_check.hpp"
 
 namespace cf::test {
-
-inline cuda::Context stack_context(cudaStream_t stream = nullptr) {
-  const auto c = cuda::Context::create(0, stream);
-  REQUIRE(c);
-  return *c;
-}
 
 inline void require_ok(const Status& s) {
   INFO(s.message());

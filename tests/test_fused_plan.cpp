@@ -17,20 +17,9 @@ using cf::test::refusal_fault;
 
 namespace {
 
-DecodeDims dims_of(const ModelConfig& m, std::int64_t batch) {
-  return {.hidden = int(m.hidden_size),
-          .heads = int(m.num_attention_heads),
-          .head_dim = int(m.head_dim()),
-          .half_rotary = int(m.rotary_dim / 2),
-          .intermediate = int(m.intermediate_size),
-          .batch = int(batch),
-          .capacity = 2048,
-          .table_rows = 2048};
-}
-
 /// What must hold of a plan that is no refusal; the first fault, or nothing.
 std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const DecodeStackPlan& p) {
-  const DecodeLayout l = decode_layout(dims_of(m, batch), p);
+  const DecodeLayout l = decode_layout(decode_dims(m, batch, 2048, 2048), p);
   if (p.grid != arch.sm_count) return "grid";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";

@@ -119,7 +119,7 @@ TEST_CASE("fused: every tap of a layer is the oracle's within its budget", "[gpu
       CAPTURE(m.name, batch, kv_len, parallel, to_string(dtype));
       const Workload load{.batch = batch, .capacity = 131};
       const Model model(m, load);
-      cuda::Context c = stack_context();
+      cuda::Context c = context();
       Stack stack = model.stack(c);
       require_ok(stack.set_kv_len(lengths(load, kv_len)));
       DecodeStack kernel = kernel_of(c, stack);
@@ -165,7 +165,7 @@ namespace {
 /// One layer's step by both, at each kv_len: each is within the budget of what both should be.
 void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens) {
   const Model model(m, load);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = model.stack(c);
   const Layer::Dims dims = Layer::example(m, {.batch = load.batch, .kv_len = load.capacity}).first;
   const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
@@ -209,7 +209,7 @@ TEST_CASE("fused: a launch a layer and one launch give the same bits", "[gpu][fu
   const std::int64_t batch = GENERATE(1, 2, 4, 8);
   const Workload load{.batch = batch, .capacity = 40};
   const Model model(small_model(dtype), load);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = model.stack(c);
   for (int kv_len : {1, 33, 40}) {
     model.reset(stack);
@@ -230,7 +230,7 @@ TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle an
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 2, .capacity = 130};
   const Model model(m, load);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 129)));
   DecodeStack kernel = kernel_of(c, stack);
@@ -257,7 +257,7 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
   {
-    cuda::Context c = stack_context(stream);
+    cuda::Context c = context(stream);
     Stack stack = model.stack(c);
     require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
     require_ok(stack.step(Impl::stack));
@@ -277,7 +277,7 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 1, .capacity = 20};
   const Model model(m, load);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
   DecodeStack kernel = kernel_of(c, stack);
@@ -315,14 +315,14 @@ TEST_CASE("fused: stacks with threads and streams of their own do not meet", "[g
     }
     return cudaStreamSynchronize(c.stream()) == cudaSuccess;
   };
-  cuda::Context alone = stack_context();
+  cuda::Context alone = context();
   Stack reference = model.stack(alone);
   REQUIRE(decode(alone, reference));
   const auto expected = results(reference);
   cudaStream_t streams[2] = {};
   for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
   {
-    cuda::Context contexts[2] = {stack_context(streams[0]), stack_context(streams[1])};
+    cuda::Context contexts[2] = {context(streams[0]), context(streams[1])};
     Stack stacks[2] = {model.stack(contexts[0]), model.stack(contexts[1])};
     bool ok[2] = {};
     std::thread threads[2];
@@ -342,7 +342,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   {
-    cuda::Context c = stack_context(stream);
+    cuda::Context c = context(stream);
     Stack captured = model.stack(c), plain = model.stack(c);
     replay_beside(stream, 20, captured, Impl::stack, plain, Impl::stack);
     CHECK(same_bits(results(captured), results(plain)));
@@ -357,7 +357,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
 }
 
 TEST_CASE("fused: what the kernel does not take is refused by name, and the stack goes on", "[gpu][fused][bad]") {
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   const auto refused = [&](DType dtype, const Workload& load, std::initializer_list<std::string_view> parts) {
     const Model model(small_model(dtype), load);
     Stack stack = model.stack(c);

@@ -138,7 +138,7 @@ TEST_CASE("stack: one graph gives the unfused step's bits at every position", "[
   ModelConfig m = small_model(activation);
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 3 + more, .q_len = 1, .capacity = 40};
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   c.set_overlap(overlap);
   Stack stack = make_stack(c, m, load, activation, inputs(m, load, activation));
   for (auto kv_len : std::vector<std::vector<std::int32_t>>{{1, 1, 1}, {2, 40, 17}, {33, 3, 32}, {40, 40, 40}}) {
@@ -168,7 +168,7 @@ TEST_CASE("stack: the branches of a large layer's graph do not disturb each othe
   const Workload load{.batch = 1, .q_len = 1, .kv_len = 129, .capacity = 129};
   const OwnedLayerWeights weights = procedural_layer(m, 0, 7);
   const Tensor cache = activations(dtype, {1, 32, 129, 80}, "cache");
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Result<Stack> stack = Stack::create(c, m, m.num_hidden_layers, load, dtype);
   require_ok(stack.status());
   for (std::int64_t l = 0; l < stack->layers(); ++l) {
@@ -196,7 +196,7 @@ TEST_CASE("stack: every layer's step is the oracle's within its budget", "[gpu][
   const std::vector<std::int32_t> kv_len{33, 17};
   const Workload load{.batch = 2, .q_len = q_len, .capacity = 40};
   const Inputs in = inputs(m, load, activation);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = make_stack(c, m, load, activation, in);
   require_ok(stack.set_kv_len(kv_len));
   check_layers(stack, in, load, activation, kv_len, impl);
@@ -214,7 +214,7 @@ TEST_CASE("stack: quantised and mixed layers, as a graph and launch by launch, a
   const Inputs dense = inputs(m, load, activation);
   if (mixed)
     for (std::size_t l = 0; l < 3; ++l) in.weights[l].weights.dense = dense.weights[l].weights.dense;
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack stack = make_stack(c, m, load, activation, in);
   require_ok(stack.set_kv_len(kv_len));
   require_ok(stack.step(Impl::unfused));
@@ -241,7 +241,7 @@ TEST_CASE("stack: a thousand steps of a graph are a thousand unfused steps, bit 
   const ModelConfig m = small_model(DType::f16, 2);
   const Workload load{.batch = 2, .q_len = 1, .capacity = 1000};
   const Inputs in = inputs(m, load, DType::f16);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack unfused = make_stack(c, m, load, DType::f16, in), graph = make_stack(c, m, load, DType::f16, in);
   for (int i = 0; i < 1000; ++i) {
     require_ok(unfused.step(Impl::unfused));
@@ -273,7 +273,7 @@ TEST_CASE("stack: steps and advance() can be captured into a graph of the caller
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   {
-    cuda::Context c = stack_context(stream);
+    cuda::Context c = context(stream);
     Stack captured = make_stack(c, m, load, DType::f16, in), plain = make_stack(c, m, load, DType::f16, in);
     replay_beside(stream, 20, captured, Impl::unfused, plain, Impl::graph);
     CHECK(bytes(captured) == bytes(plain));
@@ -290,7 +290,7 @@ TEST_CASE("stack: two side by side, each on its stream, do not meet", "[gpu][sta
   cudaStream_t streams[2] = {};
   for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
   {
-    cuda::Context first_context = stack_context(streams[0]), second_context = stack_context(streams[1]);
+    cuda::Context first_context = context(streams[0]), second_context = context(streams[1]);
     const auto alone = [&](const Inputs& i) {
       Stack s = make_stack(first_context, m, load, DType::f16, i);
       for (int n = 0; n < 64; ++n) {
@@ -320,7 +320,7 @@ TEST_CASE("stack: moved, it steps on with its graphs, and memory follows its own
   const ModelConfig m = small_model(DType::f16);
   const Workload load{.batch = 1, .q_len = 1, .capacity = 8};
   const Inputs in = inputs(m, load, DType::f16);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   Stack first = make_stack(c, m, load, DType::f16, in);
   require_ok(first.step(Impl::graph));
   const auto expected = bytes(first);
@@ -349,7 +349,7 @@ TEST_CASE("stack: a model takes its weights, its cache and at most 64 MB, and gi
   const OwnedLayerWeights weights = procedural_layer(m, 0, 1);
   const double expected_bytes =
       double(m.num_hidden_layers) * (double(m.layer_parameters()) * 2 + 2 * double(load.capacity * m.hidden_size) * 2);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   require_cuda(cudaDeviceSynchronize());
   const auto step_and_measure = [&] {
     const std::size_t before = free_bytes();
@@ -374,7 +374,7 @@ TEST_CASE("stack: a model takes its weights, its cache and at most 64 MB, and gi
 TEST_CASE("stack: one that does not fit is refused in one line, and nothing is kept", "[gpu][stack]") {
   const auto preset = find_preset("pythia-12b");
   REQUIRE(preset);
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   const std::size_t before = free_bytes();
   const auto refused =
       Stack::create(c, *preset, preset->num_hidden_layers, {.batch = 4096, .capacity = 2048}, DType::f16);
@@ -390,7 +390,7 @@ TEST_CASE("stack: one that does not fit is refused in one line, and nothing is k
 }
 
 TEST_CASE("stack: what cannot be is refused by name", "[gpu][stack][bad]") {
-  cuda::Context c = stack_context();
+  cuda::Context c = context();
   const ModelConfig m = small_model(DType::f16);
   const Workload load{.batch = 2, .q_len = 1, .capacity = 8};
   const auto create = [&](const ModelConfig& config, std::int64_t layers, const Workload& w, DType activation) {

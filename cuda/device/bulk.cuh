@@ -1,6 +1,6 @@
 #pragma once
-// PTX, one line a wrapper, for kernels whose blocks work together: barriers that a warp may leave, copies that no register
-// waits for, flags in device memory.
+// PTX, one line a wrapper, for kernels whose blocks work together: barriers that a warp may leave, accesses to device
+// memory that other blocks see whole, counters that order others.
 #include <cstdint>
 
 #include "cuda/device/async.cuh"
@@ -21,12 +21,14 @@ __device__ inline bool try_wait_barrier(std::uint64_t* barrier, std::uint32_t pa
   return done != 0;
 }
 
+/// A counter; what was written before an addition to it that the value holds is visible to the thread.
 __device__ inline unsigned load_acquire(const unsigned* counter) {
   unsigned value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-/// Adds, with both, and gives the value before.
+/// Adds to a counter and gives the value before; orders as load_acquire(), and what the thread wrote before for those who
+/// read the sum.
 __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
   unsigned value;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(value) : "l"(counter), "r"(n) : "memory");

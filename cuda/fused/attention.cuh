@@ -198,7 +198,7 @@ __device__ bool prepare_head(const Block& block, const AttentionPart& part, int 
 
 /// Up to 32 partial softmax-weighted sums, merged in one order by each warp. state(i) and value(i, d) bring the i-th.
 template <class State, class Value, class Store>
-__device__ void merge_parts(const Block& block, int parts, State state, Value value, Store store) {
+__device__ void merge_in_order(const Block& block, int parts, State state, Value value, Store store) {
   const int thread = block.thread(), lane = thread % 32;
   SoftmaxState mine;
   if (lane < parts) mine = state(lane);

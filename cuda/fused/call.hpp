@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/layer.hpp"
+#include "core/model_config.hpp"
 #include "cuda/decode_stack.hpp"
 #include "cuda/fused/deal.hpp"
 
@@ -30,7 +31,7 @@ inline constexpr int kSignals = 7;
 CF_HD constexpr int tellers(Signal s) { return s < Signal::part_taken ? kProductWarps : kHelperWarps; }
 
 /// What a layer does one after the other, and the ring brings one after the other. In a parallel residual the MLP's first
-/// product needs no attention: half of it hides what q, k and v take from block to block, the rest what the context does.
+/// product needs no attention: a part of it hides what q, k and v take from block to block, the rest what the context does.
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
 inline constexpr int kPhases = 6;
 inline constexpr unsigned kParallelPhases = 0x543210, kSequentialPhases = 0x531420;  // four bits each, the first lowest
@@ -47,8 +48,20 @@ struct DecodeDims {
   int hidden, heads, head_dim, half_rotary, intermediate, batch, capacity, table_rows;
 };
 
+inline DecodeDims decode_dims(const ModelConfig& m, std::int64_t batch, std::int64_t capacity,
+                              std::int64_t table_rows) {
+  return {.hidden = int(m.hidden_size),
+          .heads = int(m.num_attention_heads),
+          .head_dim = int(m.head_dim()),
+          .half_rotary = int(m.rotary_dim / 2),
+          .intermediate = int(m.intermediate_size),
+          .batch = int(batch),
+          .capacity = int(capacity),
+          .table_rows = int(table_rows)};
+}
+
 /// Floats of a part of a head: its maximum, the sum of its weights, its weighted values.
-CF_HD constexpr int part_floats(int head_dim) { return head_dim + 2; }
+CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 
 /// Where what lies in a block's shared memory, in bytes.
 struct DecodeLayout {
@@ -74,7 +87,7 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   l.fresh = place(3 * d.head_dim * 2);                // q, k and v of a head's new token
   l.values = place(kProductWarps * ((d.head_dim + 15) / 16 * 16) * 4);
   l.states = place(kProductWarps * 8);
-  l.gathered = place(p.attention_splits > 1 ? p.attention_splits * part_floats(d.head_dim) * 4 : 0);
+  l.gathered = place(p.attention_splits > 1 ? p.attention_splits * floats_a_part(d.head_dim) * 4 : 0);
   l.moments = place(2 * kProductWarps * 12);
   l.attn_x = place(d.batch * l.hidden_row);
   l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));
@@ -114,7 +127,7 @@ struct DecodeCall {
   Tagged* hidden[2];                   // (batch, hidden): layer l reads hidden[l % 2]
   Tagged* attn_residual;               // (batch, hidden), for a sequential residual's second norm
   TaggedElement *qkv, *context, *act;  // as LayerTensors has them
-  Tagged* parts;                       // (batch, heads, attention_splits, part_floats)
+  Tagged* parts;                       // (batch, heads, attention_splits, floats_a_part)
   DecodeFlags* flags;
   unsigned* report;  // in host memory: the dependency that was not met, 0 for none
   const std::int32_t *positions, *kv_len;
