@@ -95,7 +95,7 @@ class Products {
   /// slices, all warps wait for each other first.
   __device__ bool project(Phase phase) {
     const Product product(c, phase, l);
-    const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const Sums<Wide> sums(block, product, warp);
     const bool own = sums.warps_own(product);
     // A worker's elements are rows and their tokens; a warp's own rows are one a stage.
@@ -181,7 +181,7 @@ class Products {
   template <int Blocks>
   __device__ bool attend() {
     const int head_dim = c.dims.head_dim, width = (head_dim + 15) / 16 * 16;
-    const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const T* const fresh = block.at<T>(c.layout.fresh);
     constexpr int tile_keys = AttentionTile<T, Blocks>::kKeys;
 #pragma unroll 1

@@ -70,8 +70,8 @@ class Stack {
 
   /// Runs all layers, or layers [first, last). Refuses a range that is empty or beyond the stack and layers that
   /// load_layer() has not filled. fused and stack take one new token a sequence, up to 8 sequences, and dense 16-bit
-  /// weights of the activations' dtype (Code::unimplemented otherwise); Code::device_error, at the next such step, when the device could not run all blocks
-  /// of a kernel at once.
+  /// weights of the activations' dtype (Code::unimplemented otherwise); Code::device_error, at the next such step, when
+  /// the device could not run all blocks of a kernel at once.
   Status step(Impl impl);
   Status step(Impl impl, std::int64_t first, std::int64_t last);
 

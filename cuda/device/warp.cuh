@@ -16,5 +16,7 @@ __device__ inline int thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
+/// The same for a variable: what follows from it before is not held for after.
+__device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
 }  // namespace cf::cuda

@@ -1,7 +1,6 @@
 #pragma once
 // Decode attention in parts: a block's products' warps take some of a head's keys, on tensor cores, its helpers merge
 // what they made, and those of a head's first part what all its parts' blocks made.
-#include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 #include "cuda/fused/ring.cuh"
 
@@ -126,7 +125,7 @@ struct AttentionTile {
 
   /// The warp's sums, and their state in every lane.
   __device__ void put(float* values, SoftmaxState* states, int head_dim) {
-    const int lane = fresh_thread() % 32;
+    const int lane = thread_index() % 32;
     state.sum += __shfl_xor_sync(~0u, state.sum, 1);
     state.sum += __shfl_xor_sync(~0u, state.sum, 2);
     if (lane == 0) *states = state;

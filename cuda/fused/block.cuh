@@ -4,22 +4,13 @@
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/math.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/fused/call.hpp"
 
 namespace cf::cuda {
 
 /// The block's shared memory, as DecodeLayout has it.
 extern __shared__ __align__(128) char decode_smem[];
-
-/// threadIdx.x, read anew: what follows from it is then not held in registers from one product to the next.
-__device__ inline int fresh_thread() {
-  int t;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-  return t;
-}
-
-/// The same for a variable: what follows from it before is not kept for after.
-__device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
 /// The block, as one kind of its warps sees it.
 struct Block {
@@ -31,7 +22,7 @@ struct Block {
   static __device__ Block products(const DecodeCall& c) { return {c, 0, kProductThreads, kProductBarrier}; }
   static __device__ Block helpers(const DecodeCall& c) { return {c, kProductThreads, kHelperThreads, kHelperBarrier}; }
 
-  __device__ int thread() const { return fresh_thread() - first_thread; }
+  __device__ int thread() const { return thread_index() - first_thread; }
   template <class U>
   __device__ U* at(int offset) const {
     return reinterpret_cast<U*>(decode_smem + offset);

@@ -1,6 +1,5 @@
 #pragma once
 // The layer's two LayerNorms, which every block makes for itself.
-#include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 
 namespace cf::cuda {

@@ -1,6 +1,5 @@
 #pragma once
 // Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
-#include "cuda/device/warp.cuh"
 #include "cuda/fused/block.cuh"
 #include "cuda/fused/ring.cuh"
 
@@ -188,7 +187,7 @@ __device__ bool consume_product(RingReader& ring, const Product& p, const Sums<C
                                 int x_row, XAt x_at) {
   constexpr bool Wide = Columns == 0;
   using Slice = SliceProduct<T>;
-  const int thread = fresh_thread(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
   const int first = (warp / kStageSlices + begun) % 2, stages = p.stages<Wide>();
   const std::uint32_t w_lane =
       unit * p.slice_columns * 2 + (Wide ? Slice::weight_lane(lane) : RowProduct<T>::weight_lane(lane));
