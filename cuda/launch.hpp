@@ -15,9 +15,9 @@ struct LaunchShape {
 };
 
 /// Shared memory's percentage of an SM's L1 where kernels run side by side: on an H200 132 KB, which hold attention's
-/// block beside a product's three, while the rest is room enough for the products' loads to land in. Pythia-2.8B at kv
-/// 128, with a cache of 2048: 1.45 ms at 58 and 65, 1.46 at 44, 1.53 at 72, 2.05 at 100, and 1.59 with divisions of the
-/// driver's own.
+/// block beside a product's three, while the rest is room enough for the products' loads to land in. Of 44, 58,
+/// 65, 72 and 100, Pythia-2.8B with a cache of 2048 is fastest with 58 and 65, and with 100 slower than with divisions of
+/// the driver's own.
 inline constexpr int kSideBySideSharedPercent = 58;
 
 /// Launches on the context's stream, unless the context is in a dry run. In an overlapping context the kernel may start

@@ -12,8 +12,8 @@ inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512, kG
 /// A block's warps: its parts of the columns have `turns` each, which take the tiles in turn.
 inline constexpr int kGptqParts = 8;
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
-/// Linear's blocks have a turn, and an SM two of them: the four linears of a Pythia-2.8B layer take 21 us on an H200, and
-/// 29 with blocks of two turns that leave a successor's first tiles room to arrive, but compilers half the registers.
+/// Linear's blocks have a turn, and an SM two of them: on an H200 the four linears of a Pythia-2.8B layer are faster so
+/// than with blocks of two turns that leave a successor's first tiles room to arrive, but compilers half the registers.
 inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
 /// ln_qkv's blocks have two, and an SM one: its tokens are normalised once an SM.
 inline constexpr int kLnQkvGptqTurns = 2;
@@ -91,7 +91,7 @@ constexpr int gptq_smem_bytes(const GptqPlan& p) {
 inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
 
 /// Linear's dynamic shared memory: as much as leaves an SM room for its blocks and no other. Where a successor's find room
-/// beside them SMs are shared out unevenly: the four linears take 24.9 us in place of 20.4.
+/// beside them SMs are shared out unevenly, and the four linears of a layer take longer.
 constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
