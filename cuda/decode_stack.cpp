@@ -55,51 +55,62 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     while (n <= limit && (columns > n * most || columns % (8 * n))) n *= 2;
     return n <= limit ? n : 0;
   };
-  // Whether a ring fits beside `resident` slices of mlp.act.
-  const auto fits = [&](int resident) {
-    p.act_resident = resident;
-    p.stages = 0;
-    p.stages = std::min((arch.smem_per_block_bytes - decode_layout(d, p).bytes - kMaxBarrierBytes) / p.stage_bytes,
-                        kMaxStages);
-    return p.stages >= kMinStages;
-  };
-  const auto lay_out = [&](int most_columns, bool narrow) {
-    const int limit = narrow ? kProductWarps : 64;
-    p.narrow_columns = narrow ? most_columns : 0;
+  const LayerDeals deals(hidden, intermediate, p.grid);
+  const auto rows = [](const Share& s) { return s.each + (s.rest > 0); };
+  p.out_rows = rows(deals.out);
+  const auto cut = [&](int most_columns, int limit) {
     p.hidden_slices = slices(hidden, most_columns, 1, limit);
     p.act_slices = p.hidden_slices ? slices(intermediate, most_columns, p.hidden_slices, limit) : 0;
     if (p.act_slices == 0) return false;
     p.hidden_columns = hidden / p.hidden_slices;
     p.act_columns = intermediate / p.act_slices;
-    p.stage_bytes = std::max((kStageSlices * std::max(p.hidden_columns, p.act_columns) * 2 + 127) / 128 * 128,
-                             kTileKeys * d.head_dim * 4);
-    p.stage_keys = p.stage_bytes / (kTileKeys * d.head_dim * 4) * kTileKeys;
-    const LayerDeals deals(hidden, intermediate, p.grid);
-    const auto rows = [&](const Share& s) { return s.each + (s.rest > 0); };
-    p.out_rows = rows(deals.out);
+    return true;
+  };
+  // Whether a ring of such stages fits, which hold some keys in any case.
+  const auto fits = [&](int stage_bytes) {
+    const int tile_bytes = kTileKeys * d.head_dim * 4;
+    p.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
+    p.stage_keys = p.stage_bytes / tile_bytes * kTileKeys;
+    p.stages = 0;
+    p.stages = std::min((arch.smem_per_block_bytes - decode_layout(d, p).bytes - kMaxBarrierBytes) / p.stage_bytes,
+                        kMaxStages);
+    return p.stages >= kMinStages;
+  };
+  const auto narrow = [&](int columns) {
+    if (!cut(columns, kProductWarps) || p.hidden_columns != columns || p.act_columns != columns) return false;
+    p.narrow_columns = columns;
     const int most_rows = std::max(rows(deals.qkv), rows(deals.up)), out_sums = p.out_rows * p.act_slices;
-    const bool own = narrow && p.hidden_slices == 1;  // but for the rows of down
+    const bool own = p.hidden_slices == 1;  // but for the rows of down
     p.own_rows = own ? (std::max(most_rows, p.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
     p.sums = own && p.act_slices == 1 ? 0 : std::max(own ? 0 : most_rows * p.hidden_slices, out_sums);
-    if (narrow)
-      return hidden == p.hidden_slices * most_columns && intermediate == p.act_slices * most_columns &&
-             fits(p.act_slices);
-    for (int resident = p.act_slices; resident > 0; --resident)
-      if (fits(resident)) return true;
+    return fits(kStageSlices * columns * 2);
+  };
+  const auto wide = [&](int tile_rows) {
+    if (!cut(kMaxSliceColumns, 64)) return false;
+    p.narrow_columns = 0;
+    p.tile_rows = tile_rows;
+    const int up = rows(deals.up), up_first = first_rows(p, up);
+    p.own_rows = 0;
+    p.sums = kProductWarps * std::max({rows(deals.qkv), up_first, up - first_rows(p, up - 1), p.out_rows});
+    return fits(tile_rows * std::max(pitch_bytes(tiling(p.hidden_columns)), pitch_bytes(tiling(p.act_columns))));
+  };
+  const auto found = [&] {
+    if (batch == 1)
+      for (int columns : kNarrowColumns)
+        if (narrow(columns)) return true;
+    for (int tile_rows = kTileRows; tile_rows >= 2; tile_rows /= 2)
+      if (wide(tile_rows)) return true;
     return false;
   };
-  // Activations in registers where there are few, then smaller slices.
-  bool found = false;
-  if (batch == 1)
-    for (int columns : kNarrowColumns) found = found || lay_out(columns, true);
-  for (int most = kMaxSliceColumns; most >= 256; most /= 2) found = found || lay_out(most, false);
-  if (!found)
+  // What gathers the parts of a head takes room too.
+  while (!found() && p.attention_splits > 1) p.attention_splits /= 2;
+  if (p.stages < kMinStages)
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
                   " with " + std::to_string(batch) + " sequences");
   // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the
   // wait takes. Of 20, 40, 60, 80 and 100 KB an H200 is fastest with 60 for Pythia-2.8B, at kv_len 128 and at 2048.
-  p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
+  p.stages_in_flight = std::clamp((kBytesInFlight + p.stage_bytes - 1) / p.stage_bytes, 1, p.stages - 2);
   p.smem_bytes = decode_layout(d, p).bytes;
   return p;
 }
@@ -107,11 +118,9 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
 std::string to_string(const DecodeStackPlan& p) {
   const auto n = [](int i) { return std::to_string(i); };
   return n(p.grid) + " blocks, rows in " + n(p.hidden_slices) + " and " + n(p.act_slices) + " slices, ring of " +
-         n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) +
-         " in flight, activations in " +
-         (p.narrow_columns ? "registers" : "shared memory, " + n(p.act_resident) + " slices at once") + ", " +
-         n(p.attention_splits) + " splits of a head's keys, " + n(p.stage_keys) + " keys a stage, " + n(p.smem_bytes) +
-         " B of shared memory";
+         n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) + " in flight, " +
+         (p.narrow_columns ? "rows one by one" : "rows in tiles of " + n(p.tile_rows)) + ", " + n(p.attention_splits) +
+         " splits of a head's keys, " + n(p.stage_keys) + " keys a stage, " + n(p.smem_bytes) + " B of shared memory";
 }
 
 struct DecodeStack::State {

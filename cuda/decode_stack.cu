@@ -53,39 +53,62 @@ class Products {
   /// LayerNorms [first, end) of one row: input_layernorm for qkv and post_attention_layernorm for up. In a parallel residual
   /// both are of the layer's input and share its mean and deviation; in a sequential one the second is of attn_residual.
   __device__ bool norms(int first, int end) {
-    return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
+    if constexpr (Wide)
+      return norms<kMaxNormPieces>(first, end);
+    else
+      return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
   }
   template <int Pieces>
   __device__ bool norms(int first, int end) {
-    NormWeights<T, Pieces> weights[2];
+    const int batch = Wide ? c.dims.batch : 1;
+    const RowWarps row_of{Wide ? RowWarps::beside(c.dims.hidden, batch) : RowWarps{1}};
     const auto of_norm = [&](const char* const(&all)[2], int i) { return all[i] + l * c.layer_stride; };
-    if (first == 0) weights[0].load(block, of_norm(c.first_layer.gamma, 0), of_norm(c.first_layer.beta, 0));
-    // Registers have no room for three pieces of both while they await the row.
-    constexpr bool late = Pieces > 2;
-    const auto load_second = [&] {
-      weights[1].load(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
+    const auto load = [&](NormWeights<T, Pieces>& weights, int i) {
+      weights.load(row_of, c.dims.hidden, of_norm(c.first_layer.gamma, i), of_norm(c.first_layer.beta, i));
     };
-    if (end == 2 && !late) load_second();
-    if (end == 2 && late)
-      prefetch_norm<T, Pieces>(block, of_norm(c.first_layer.gamma, 1), of_norm(c.first_layer.beta, 1));
+    // Registers have no room for more than two pieces of both while they await the row, nor for five of both beside it.
+    constexpr bool late = Pieces > 2, in_turn = Wide;
+    NormWeights<T, in_turn ? 1 : Pieces> early[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (first <= i && i < end) {
+        if (i == 0 ? in_turn : late)
+          prefetch_norm<T, Pieces>(row_of, c.dims.hidden, of_norm(c.first_layer.gamma, i),
+                                   of_norm(c.first_layer.beta, i));
+        else if constexpr (!in_turn)
+          load(early[i], i);
+      }
 #pragma unroll 1
-    for (int token = 0; token < c.dims.batch; ++token) {
+    for (int begin = 0; begin < batch; begin += row_of.tokens) {
+      const int token = begin + row_of.token();
+      const bool there = token < batch;
       const long at = long(token) * c.dims.hidden;
       RowPart<Pieces> row;
-      if (first == 0 && from_input())
-        load_row(block, static_cast<const T*>(c.input) + at, row);
-      else
-        await_row(block, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
+      if (!there) {
+      } else if (first == 0 && from_input()) {
+        load_row(row_of, c.dims.hidden, static_cast<const T*>(c.input) + at, row);
+      } else {
+        await_row(block, row_of, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
-      if (end == 2 && late && token == 0) load_second();
-      const Moments m = moments(block, row, token % 2);
+      }
+      if constexpr (late && !in_turn)
+        if (end == 2) load(early[1], 1);
+      const Moments m = moments(block, row_of, row, (begin & row_of.tokens) != 0);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        if (first <= i && i < end) {
+        if (there && first <= i && i < end) {
           T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
-          normalise(block, row, m, weights[i],
-                    block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row,
-                    tap ? tap + at : nullptr);
+          char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
+          const auto make = [&](const NormWeights<T, Pieces>& weights) {
+            normalise(row_of, c.dims.hidden, row, m, weights, to, tap ? tap + at : nullptr);
+          };
+          if constexpr (in_turn) {
+            NormWeights<T, Pieces> weights;
+            load(weights, i);
+            make(weights);
+          } else {
+            make(early[i]);
+          }
         }
     }
     return block.sync_and_go_on();
@@ -109,15 +132,18 @@ class Products {
     Addends addends{};
     if (worker < elements) addends = begin(phase, product, token_of(worker), row_of(worker));
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || phase == Phase::down;
-    if (!consume_product<T, Columns>(reader, product, sums, begun,
-                                     phase == Phase::down ? c.layout.act_row : c.layout.hidden_row,
-                                     [&](int slice) -> std::uint32_t {
-                                       if (phase == Phase::down) {
-                                         if (slice > 0) block.tell(Signal::act_used);
-                                         if (!block.hear(Signal::act_here)) return 0;
-                                       }
-                                       return shared_address(block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x));
-                                     }))
+    const bool is_down = phase == Phase::down;
+    // One token's mlp.act comes whole, that of several slice by slice.
+    const auto x_at = [&](int slice) -> std::uint32_t {
+      if (is_down && !block.hear(Signal::act_here)) return 0;
+      return shared_address(block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x)) +
+             (is_down ? 0 : slice * product.slice_columns * 2);
+    };
+    const auto x_taken = [&](int slice) {
+      if (is_down && slice + 1 < product.slices) block.tell(Signal::act_used);
+    };
+    if (!consume_product<T, Columns>(reader, product, sums, begun, is_down ? c.layout.act_row : c.layout.hidden_row,
+                                     x_at, x_taken))
       return false;
     begun += product.template stages<Wide>();
     if (phase == Phase::qkv) block.tell(Signal::qkv_done);
@@ -203,7 +229,7 @@ class Products {
         if (cached) reader.release(lane == 0);
       }
       begun += stages;
-      if (parts_made++ > 0 && !block.hear(Signal::part_taken)) return false;
+      if (!block.hear(Signal::part_taken)) return false;
       // The same keys lie in the same place whatever the ring has brought before.
       const int share = first_stage * kStageSlices + unit;
       tile.put(block.at<float>(c.layout.values) + share * width, block.at<SoftmaxState>(c.layout.states) + share,
@@ -220,12 +246,11 @@ class Products {
   const DecodeCall& c;
   RingReader reader;
   int begun = 0;  // stages of the ring
-  int parts_made = 0;
   int l = 0;
 };
 
 /// The warps that merge parts of heads, and fetch for the products what all blocks have made, while those go on.
-template <class T>
+template <class T, bool Wide>
 class Helpers {
  public:
   __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call) {}
@@ -238,18 +263,19 @@ class Helpers {
     for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
       if (!merge(AttentionPart(c, item))) return false;
     if (!block.hear(Signal::qkv_done)) return false;
-    if (!fetch_tokens(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
-                      block.at<char>(c.layout.attn_x), c.layout.hidden_row))
+    if (!fetch_tokens<Wide>(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
+                            block.at<char>(c.layout.attn_x), c.layout.hidden_row))
       return false;
     block.tell(Signal::context_here);
 
     if (!block.hear(Signal::up_done)) return false;
-    const int columns = c.plan.act_columns * c.plan.act_resident;
+    const int columns = act_columns_at_once(c.dims, c.plan);
 #pragma unroll 1
     for (int from = 0; from < c.dims.intermediate; from += columns) {
       if (from > 0 && !block.hear(Signal::act_used)) return false;
-      if (!fetch_tokens(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
-                        min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x), c.layout.act_row))
+      if (!fetch_tokens<Wide>(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
+                              min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x),
+                              c.layout.act_row))
         return false;
       block.tell(Signal::act_here);
     }
@@ -359,7 +385,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     }
     if (threadIdx.x == 0) block.abandoned() = 1;
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    Helpers<T> helpers(c);
+    Helpers<T, Columns == 0> helpers(c);
     for (int layer = c.first; layer < c.last && helpers.run(layer); ++layer) {
     }
   } else {

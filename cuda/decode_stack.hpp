@@ -17,13 +17,13 @@ namespace cf::cuda {
 /// the keys of a head are summed.
 struct DecodeStackPlan {
   int grid;            // blocks, one an SM, all resident at once
-  int narrow_columns;  // of a slice, where activations are in registers; 0: they stay in shared memory
+  int narrow_columns;  // of a slice, where one token's activations stay in registers for a whole product; else 0
   int hidden_slices;   // that a row of hidden columns is cut into, a power of two
   int act_slices;      // that a row of intermediate columns is cut into, no fewer
   int hidden_columns;  // of a slice
   int act_columns;
-  int act_resident;      // slices of mlp.act that lie in shared memory at once
-  int stages;            // of the ring: four slices each
+  int tile_rows;         // of a stage, where rows come in tiles; else 0
+  int stages;            // of the ring
   int stages_in_flight;  // asked for and not there yet, at most
   int stage_bytes;
   int up_eighths;        // of a block's rows of the MLP's first product that come before attention
@@ -31,12 +31,12 @@ struct DecodeStackPlan {
   int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
   int out_rows;          // a block's rows of hidden, at most
   int own_rows;          // that a warp has, at most, where rows are not cut
-  int sums;              // a block's rows' slices, at most, over the other products
+  int sums;              // a block's rows' slices, or in tiles the warps' shares of its rows, over the other products
   int smem_bytes;
 };
-/// Slices of a stage, one for each of half of the products' warps; columns of a slice, at most.
+/// Parts of a stage, one for each of half of the products' warps; columns of a slice, at most.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Columns of slices that there are kernels for whose activations are in registers: for one sequence.
+/// Columns of slices that there are kernels for whose stages are four slices: for one sequence.
 inline constexpr int kNarrowColumns[] = {2560, 2048, 1024};
 
 /// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one

@@ -19,7 +19,10 @@ struct Block {
   unsigned heard = 0;  // a bit a signal: the parity of the phase to wait for
 
   static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
-  static __device__ Block products(const DecodeCall& c) { return {c, 0, kProductThreads, kProductBarrier}; }
+  /// Before the first part of a head there is none to be taken: a barrier's phase before its first counts as complete.
+  static __device__ Block products(const DecodeCall& c) {
+    return {c, 0, kProductThreads, kProductBarrier, 1u << int(Signal::part_taken)};
+  }
   static __device__ Block helpers(const DecodeCall& c) { return {c, kProductThreads, kHelperThreads, kHelperBarrier}; }
 
   __device__ int thread() const { return thread_index() - first_thread; }
@@ -144,37 +147,42 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
 
 /// Waits for `columns` elements of each token, `from_row` apart, and brings them into shared memory, without their tags.
 /// Columns are a multiple of eight. False when that took too long.
-__device__ inline bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from,
-                                    int from_row, int columns, char* to, int to_row) {
-  constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
+template <bool Wide>
+__device__ bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from, int from_row,
+                             int columns, char* to, int to_row) {
+  constexpr int at_once = Wide ? 9 : 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
-  const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
+  const int tokens = Wide ? block.c.dims.batch : 1, lane = block.thread() % 32;
+  // While little is there, each lane looks at one element, all over the tokens.
+  block.spin(layer, d,
+             [&] { return has_tag(load_relaxed(from + long(lane % tokens) * from_row + columns / 32 * lane), tag); });
+  __syncwarp();
+  // Pieces are counted through all tokens. A row's number is that of its piece over the pieces of a row: by a reciprocal,
+  // exact for as many as shared memory holds.
+  const int row_pieces = columns / kVec, pieces = tokens * row_pieces;
+  const unsigned reciprocal = (1u << 22) / row_pieces + 1;
+  const auto token_of = [&](int piece) { return Wide ? int(piece * reciprocal >> 22) : 0; };
 #pragma unroll 1
-  for (int token = 0; token < block.c.dims.batch; ++token) {
-    const TaggedElement* const row = from + long(token) * from_row;
-    char* const to_token = to + token * to_row;
-    // While little is there, each lane looks at one element, all over the row.
-    block.spin(layer, d, [&] { return has_tag(load_relaxed(row + sample), tag); });
-    __syncwarp();
-#pragma unroll 1
-    for (int begin = thread * kVec; begin < columns; begin += at_once * step) {
-      uint4 low[at_once] = {}, high[at_once] = {};
-      const auto load = [&](int u) {
-        if (begin + u * step >= columns) return;
-        low[u] = load_relaxed_quad(row + begin + u * step);
-        high[u] = load_relaxed_quad(row + begin + u * step + 4);
-      };
-      const auto here = [&](int u) {
-        return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
-      };
-      if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
-      const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+  for (int begin = block.thread(); begin < pieces; begin += at_once * block.threads) {
+    uint4 low[at_once] = {}, high[at_once] = {};
+    const auto piece = [&](int u) { return begin + u * block.threads; };
+    const auto load = [&](int u) {
+      if (piece(u) >= pieces) return;
+      const int token = token_of(piece(u));
+      const TaggedElement* const at = from + long(token) * from_row + (piece(u) - token * row_pieces) * kVec;
+      low[u] = load_relaxed_quad(at);
+      high[u] = load_relaxed_quad(at + 4);
+    };
+    const auto here = [&](int u) { return piece(u) >= pieces || (have_tag(low[u], tag) && have_tag(high[u], tag)); };
+    if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
+    const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
 #pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        if (const int i = begin + u * step; i < columns)
-          *reinterpret_cast<uint4*>(to_token + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
-                                                         pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
-    }
+    for (int u = 0; u < at_once; ++u)
+      if (piece(u) < pieces) {
+        const int token = token_of(piece(u));
+        *reinterpret_cast<uint4*>(to + token * to_row + (piece(u) - token * row_pieces) * 16) = {
+            pair(low[u].x, low[u].y), pair(low[u].z, low[u].w), pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
+      }
   }
   return !block.stopped();
 }

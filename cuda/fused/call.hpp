@@ -60,6 +60,30 @@ inline DecodeDims decode_dims(const ModelConfig& m, std::int64_t batch, std::int
           .table_rows = int(table_rows)};
 }
 
+/// How a slice of a matrix's columns is shared out where tokens are the columns of the tensor core's right operand, its left
+/// one sixteen rows of weights: a stage has one group of the columns of a tile of rows, and each of four warps some steps
+/// of sixteen columns of it. Each half of the products' warps has every second group.
+struct Tiling {
+  int steps;       // of the slice
+  int groups;      // two, or four
+  int warp_steps;  // that a warp has of a group, at most
+};
+inline constexpr int kTileRows = 16, kStepColumns = 16, kMaxWarpSteps = 10;
+CF_HD constexpr Tiling tiling(int slice_columns) {
+  Tiling t{};
+  t.steps = (slice_columns + kStepColumns - 1) / kStepColumns;
+  t.groups = t.steps > 2 * kStageSlices * kMaxWarpSteps ? 4 : 2;
+  t.warp_steps = (t.steps + t.groups * kStageSlices - 1) / (t.groups * kStageSlices);
+  return t;
+}
+/// From one row of a stage to the next: eight rows' sixteen bytes lie in different banks.
+CF_HD constexpr int pitch_bytes(const Tiling& t) { return kStageSlices * t.warp_steps * kStepColumns * 2 + 16; }
+
+/// Of the rows of the MLP's first product so many come before attention: whole stages of single rows.
+CF_HD constexpr int first_rows(const DecodeStackPlan& p, int rows) {
+  return rows * p.up_eighths / 8 / kStageSlices * kStageSlices;
+}
+
 /// Floats of a part of a head: its maximum, the sum of its weights, its weighted values.
 CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 
@@ -67,8 +91,13 @@ CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 struct DecodeLayout {
   int barriers, notice, lengths, angles, fresh, values, states, gathered, moments, attn_x, mlp_x, residual, sums, ring,
       bytes;
-  int hidden_row, act_row;  // from one token to the next, of hidden and of the resident slices of mlp.act
+  int hidden_row, act_row;  // from one token to the next, of hidden and of what there is of mlp.act at once
 };
+
+/// Of one token mlp.act lies in shared memory whole, of several slice by slice.
+CF_HD constexpr int act_columns_at_once(const DecodeDims& d, const DecodeStackPlan& p) {
+  return p.narrow_columns ? d.intermediate : p.act_columns;
+}
 
 CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStackPlan& p) {
   DecodeLayout l{};
@@ -78,8 +107,9 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
     at += (bytes + 127) / 128 * 128;
     return begin;
   };
-  l.hidden_row = (d.hidden * 2 + 127) / 128 * 128;
-  l.act_row = (p.act_columns * p.act_resident * 2 + 127) / 128 * 128;
+  const int skew = p.narrow_columns ? 0 : 16;  // the same columns of several tokens lie in different banks
+  l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
+  l.act_row = (act_columns_at_once(d, p) * 2 + 127) / 128 * 128 + skew;
   l.barriers = place((2 * p.stages + kSignals) * 8);
   l.notice = place(16);
   l.lengths = place(d.batch * 4);

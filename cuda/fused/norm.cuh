@@ -7,6 +7,23 @@ namespace cf::cuda {
 /// Eights of a row's elements that a thread of the products' holds, at most; two for most models.
 inline constexpr int kMaxNormPieces = 3;
 
+/// How the products' warps share out rows: so many at once, a power of two, each to as many warps.
+struct RowWarps {
+  int tokens;
+
+  /// As many rows at once as registers hold, and as there are.
+  static __device__ RowWarps beside(int hidden, int batch) {
+    int tokens = 1;
+    while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kMaxNormPieces * kVec * kProductThreads)
+      tokens *= 2;
+    return {tokens};
+  }
+  /// Of each row; which of them the thread at hand is, and of which row.
+  __device__ int threads() const { return kProductThreads / tokens; }
+  __device__ int thread() const { return thread_index() & (threads() - 1); }
+  __device__ int token() const { return thread_index() / threads(); }
+};
+
 /// A row's part in a thread's registers, as float32.
 template <int Pieces>
 struct RowPart {
@@ -14,11 +31,10 @@ struct RowPart {
 };
 
 template <int Pieces, class F>
-__device__ void for_each_norm_piece(const Block& block, F f) {
-  const int thread = block.thread();
+__device__ void for_each_norm_piece(const RowWarps& of, int hidden, F f) {
 #pragma unroll
   for (int p = 0; p < Pieces; ++p)
-    if (const int column = (p * kProductThreads + thread) * kVec; column < block.c.dims.hidden) f(p, column);
+    if (const int column = (p * of.threads() + of.thread()) * kVec; column < hidden) f(p, column);
 }
 
 /// gamma and beta of a norm as stored: asked for before there is anything to normalise.
@@ -26,8 +42,8 @@ template <class T, int Pieces>
 struct NormWeights {
   uint4 gamma[Pieces] = {}, beta[Pieces] = {};
 
-  __device__ void load(const Block& block, const char* g, const char* b) {
-    for_each_norm_piece<Pieces>(block, [&](int p, int column) {
+  __device__ void load(const RowWarps& of, int hidden, const char* g, const char* b) {
+    for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
       gamma[p] = load_streaming(reinterpret_cast<const T*>(g) + column);
       beta[p] = load_streaming(reinterpret_cast<const T*>(b) + column);
     });
@@ -36,8 +52,8 @@ struct NormWeights {
 
 /// Brings them as far as the L2.
 template <class T, int Pieces>
-__device__ void prefetch_norm(const Block& block, const char* g, const char* b) {
-  for_each_norm_piece<Pieces>(block, [&](int, int column) {
+__device__ void prefetch_norm(const RowWarps& of, int hidden, const char* g, const char* b) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int, int column) {
     prefetch_line(reinterpret_cast<const T*>(g) + column);
     prefetch_line(reinterpret_cast<const T*>(b) + column);
   });
@@ -48,39 +64,43 @@ struct Moments {
 };
 
 /// Mean and reciprocal deviation of a row that lies in the products' registers: two passes over a thread's own elements,
-/// then Welford's merge over lanes and warps, in one order. `side` alternates between rows: one barrier each.
+/// then Welford's merge over lanes and warps, in one order. All of the products' warps call; `side` alternates: one barrier
+/// a call.
 template <int Pieces>
-__device__ Moments moments(const Block& block, const RowPart<Pieces>& row, int side) {
-  const int thread = block.thread(), vectors = block.c.dims.hidden / kVec;
+__device__ Moments moments(const Block& block, const RowWarps& of, const RowPart<Pieces>& row, int side) {
+  const int hidden = block.c.dims.hidden, vectors = hidden / kVec;
   Welford state, warp;
   float sum = 0;
-  for_each_norm_piece<Pieces>(block, [&](int p, int) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
     state.count += kVec;
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
   });
   state.mean = state.count > 0 ? sum / state.count : 0;
-  for_each_norm_piece<Pieces>(block, [&](int p, int) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) state.m2 += (row.x[p][e] - state.mean) * (row.x[p][e] - state.mean);
   });
 #pragma unroll
   for (int p = 0; p < Pieces; ++p)
-    warp.count += float(kVec * min(max(vectors - (p * kProductThreads + thread / 32 * 32), 0), 32));
+    warp.count += float(kVec * min(max(vectors - (p * of.threads() + of.thread() / 32 * 32), 0), 32));
   warp.mean = warp.count > 0 ? warp_sum(sum) / warp.count : 0;
   warp.m2 = warp_sum(state.m2_about(warp.mean));
   Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kProductWarps;
-  if (thread % 32 == 0) states[thread / 32] = warp;
+  if (of.thread() % 32 == 0) states[thread_index() / 32] = warp;
   block.sync();
-  const Welford other = states[thread % kProductWarps];
-  const float n = float(block.c.dims.hidden), mean = warp_sum<kProductWarps>(other.sum()) / n;
+  // Lanes beyond the row's warps stand for none.
+  const int warps = of.threads() / 32, lane = of.thread() % kProductWarps;
+  Welford other;
+  if (lane < warps) other = states[of.token() * warps + lane];
+  const float n = float(hidden), mean = warp_sum<kProductWarps>(other.sum()) / n;
   return {mean, rsqrtf(warp_sum<kProductWarps>(other.m2_about(mean)) / n + block.c.eps)};
 }
 
 template <class T, int Pieces>
-__device__ void normalise(const Block& block, const RowPart<Pieces>& row, const Moments& m,
+__device__ void normalise(const RowWarps& of, int hidden, const RowPart<Pieces>& row, const Moments& m,
                           const NormWeights<T, Pieces>& weights, char* to, T* tap) {
-  for_each_norm_piece<Pieces>(block, [&](int p, int column) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
     float y[kVec], gamma[kVec], beta[kVec];
     unpack(weights.gamma[p], gamma, T{});
     unpack(weights.beta[p], beta, T{});
@@ -94,48 +114,47 @@ __device__ void normalise(const Block& block, const RowPart<Pieces>& row, const 
 /// A row of a residual that other blocks are making: waits for each element's tag, unless all of it is there. `d` is what
 /// a wait is reported as.
 template <int Pieces>
-__device__ void await_row(const Block& block, const Tagged* from, bool there, int layer, Dependency d,
-                          RowPart<Pieces>& row) {
+__device__ void await_row(const Block& block, const RowWarps& of, const Tagged* from, bool there, int layer,
+                          Dependency d, RowPart<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
   // While nothing is there, one lane of each warp looks at its first elements.
-  if (!there && block.thread() % 32 == 0)
+  if (!there && of.thread() % 32 == 0)
     block.spin(made_in, d, [&] {
       Tagged two[2];
-      load_tagged(from + min(block.thread() * kVec, block.c.dims.hidden - kVec), two);
+      load_tagged(from + min(of.thread() * kVec, block.c.dims.hidden - kVec), two);
       return two[0].tag == tag && two[1].tag == tag;
     });
   __syncwarp();
   constexpr int at_once = 2;  // pieces whose loads are in flight together
-  const int thread = block.thread();
 #pragma unroll
   for (int begin = 0; begin < Pieces; begin += at_once) {
-    Tagged x[at_once][kVec] = {};
-    const auto column = [&](int p) { return ((begin + p) * kProductThreads + thread) * kVec; };
+    unsigned tags[at_once][kVec] = {};
+    const auto column = [&](int p) { return ((begin + p) * of.threads() + of.thread()) * kVec; };
     const auto mine = [&](int p) { return begin + p < Pieces && column(p) < block.c.dims.hidden; };
     const auto load = [&](int p) {
       if (!mine(p)) return;
 #pragma unroll
-      for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
+      for (int e = 0; e < kVec; e += 2) {
+        Tagged two[2];
+        load_tagged(from + column(p) + e, two);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row.x[begin + p][e + i] = two[i].value, tags[p][e + i] = two[i].tag;
+      }
     };
     const auto here = [&](int p) {
       bool all = true;
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
+      for (unsigned t : tags[p]) all = all && t == tag;
       return there || !mine(p) || all;
     };
     await_pieces<at_once>(block, made_in, d, load, here);
-#pragma unroll
-    for (int p = 0; p < at_once; ++p)
-      if (begin + p < Pieces)
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
   }
 }
 /// A row of a launch's input.
 template <class T, int Pieces>
-__device__ void load_row(const Block& block, const T* from, RowPart<Pieces>& row) {
-  for_each_norm_piece<Pieces>(block, [&](int p, int column) { load_vec(from + column, row.x[p]); });
+__device__ void load_row(const RowWarps& of, int hidden, const T* from, RowPart<Pieces>& row) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) { load_vec(from + column, row.x[p]); });
 }
 
 }  // namespace cf::cuda

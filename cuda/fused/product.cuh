@@ -5,14 +5,14 @@
 
 namespace cf::cuda {
 
-/// One of the layer's four products. A row is cut into slices; four slices are a stage, and each of four warps takes one.
-/// For one token the slices come as they lie in memory, a stage in one copy, and a warp has to do with one slice of all
-/// rows, whose activations it keeps in registers: slices then have one of kNarrowColumns. With more
-/// tokens, or other slices, activations lie in shared memory, a few slices at a time: the first slice of all rows comes
-/// first, then the second.
+/// One of the layer's four products. A row is cut into slices. For one token four slices are a stage, as they lie in memory,
+/// in one copy, and each of four warps takes one: a warp has to do with one slice of all rows, whose activations it keeps
+/// in registers. Slices then have one of kNarrowColumns. With more tokens, or other slices, the first slice of all rows
+/// comes first, then the second, each in tiles of rows as tiling() cuts them, and a warp keeps its columns of the slice of
+/// all tokens in registers.
 struct Product {
   const char* weight;  // (rows, columns)
-  int columns, slices, slice_columns, resident;
+  int columns, slices, slice_columns, tile_limit;
   int first, count;  // of the block's rows
   Deal deal;
 
@@ -21,10 +21,10 @@ struct Product {
         columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
         slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
         slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
-        resident(phase == Phase::down ? c.plan.act_resident : slices),
+        tile_limit(c.plan.tile_rows),
         first(0),
         deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
-    const int half = deal.count * c.plan.up_eighths / 8 / kStageSlices * kStageSlices;  // whole stages
+    const int half = first_rows(c.plan, deal.count);
     count = phase == Phase::up_first ? half : deal.count;
     if (phase == Phase::up_rest) first = half, count -= half;
   }
@@ -39,11 +39,12 @@ struct Product {
 
   /// Of the matrix.
   __device__ int row(int i) const { return deal.row(first + i); }
-  /// Stages of one slice of all rows, where slices come one after the other.
-  __device__ int slice_stages() const { return (count + kStageSlices - 1) / kStageSlices; }
+  /// Tiles of all rows, as even as can be, and the rows of each but the last.
+  __device__ int tiles() const { return (count + tile_limit - 1) / tile_limit; }
+  __device__ int tile_rows() const { return count > 0 ? (count + tiles() - 1) / tiles() : 0; }
   template <bool Wide>
   __device__ int stages() const {
-    return Wide ? slices * slice_stages() : (count * slices + kStageSlices - 1) / kStageSlices;
+    return Wide ? slices * tiles() * tiling(slice_columns).groups : (count * slices + kStageSlices - 1) / kStageSlices;
   }
 };
 
@@ -52,17 +53,24 @@ template <bool Wide>
 __device__ bool stream_product(RingWriter& ring, const Product& p) {
   const int lane = int(threadIdx.x) % 32, slice_bytes = p.slice_columns * 2;
   if constexpr (Wide) {
+    const Tiling t = tiling(p.slice_columns);
+    const int pitch = pitch_bytes(t), group_bytes = pitch - 16, tile_rows = p.tile_rows();
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice)
 #pragma unroll 1
-      for (int i = 0; i < p.count; i += kStageSlices) {
-        const int rows = min(kStageSlices, p.count - i);
-        char* const stage = ring.next(rows * slice_bytes);
-        if (!stage) return false;
-        if (lane < rows)
-          ring.copy(stage + lane * slice_bytes,
-                    p.weight + (long(p.row(i + lane)) * p.columns + slice * p.slice_columns) * 2, slice_bytes);
-      }
+      for (int i = 0; i < p.count; i += tile_rows)
+#pragma unroll 1
+        for (int group = 0; group < t.groups; ++group) {
+          const int rows = min(tile_rows, p.count - i);
+          const int bytes = max(min(group_bytes, slice_bytes - group * group_bytes), 0);
+          char* const stage = ring.next(rows * bytes);
+          if (!stage) return false;
+          if (lane < rows && bytes > 0)
+            ring.copy(
+                stage + lane * pitch,
+                p.weight + (long(p.row(i + lane)) * p.columns + slice * p.slice_columns) * 2 + group * group_bytes,
+                bytes);
+        }
   } else {
     const char* const rows = p.weight + long(p.row(0)) * p.columns * 2;
     const int all = p.count * p.columns * 2;
@@ -77,35 +85,34 @@ __device__ bool stream_product(RingWriter& ring, const Product& p) {
   return true;
 }
 
-/// The sums of a product's rows' slices and tokens: eight that add up to it, or with many tokens one.
+/// What a product's sums are made of, eight for each: of one token those of each slice of a row, of tiles the eight shares
+/// of the products' warps.
 template <bool Wide>
 struct Sums {
   float* data;
-  int batch, slices;
-  static constexpr int kWidth = Wide ? 1 : 8;
+  int batch, slices, rows;
 
   /// Where no row is cut a warp keeps its own rows' sums, numbered by itself, apart from the other warps'; else `i` counts
   /// the product's rows, whose sums lie behind those.
   __device__ Sums(const Block& block, const Product& p, int warp)
-      : data(block.at<float>(block.c.layout.sums)), batch(block.c.dims.batch), slices(p.slices) {
-    const int own = own_rows(block.c) * kWidth;
+      : data(block.at<float>(block.c.layout.sums)),
+        batch(Wide ? block.c.dims.batch : 1),
+        slices(p.slices),
+        rows(p.count) {
+    const int own = Wide ? 0 : block.c.plan.own_rows * 8;
     data += warps_own(p) ? warp * own : kProductWarps * own;
   }
   static __device__ bool warps_own(const Product& p) { return !Wide && p.slices == 1; }
-  static __device__ int own_rows(const DecodeCall& c) { return Wide ? 0 : c.plan.own_rows; }
-  __device__ float* at(int i, int slice, int token) const {
-    return data + ((i * slices + slice) * batch + token) * kWidth;
-  }
+  /// Eight of a slice.
+  __device__ float* of_slice(int i, int slice) const { return data + (i * slices + slice) * 8; }
+  /// One of a row's token.
+  __device__ float* share(int which, int i, int token) const { return data + (which * rows + i) * batch + token; }
   __device__ float total(int i, int token) const {
+    const auto all = [](auto x) { return ((x(0) + x(1)) + (x(2) + x(3))) + ((x(4) + x(5)) + (x(6) + x(7))); };
+    if constexpr (Wide) return all([&](int e) { return *share(e, i, token); });
     float sum = 0;
 #pragma unroll 1
-    for (int s = 0; s < slices; ++s) {
-      const float* const x = at(i, s, token);
-      if constexpr (Wide)
-        sum += *x;
-      else
-        sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-    }
+    for (int s = 0; s < slices; ++s) sum += all([x = of_slice(i, s)](int e) { return x[e]; });
     return sum;
   }
 };
@@ -116,6 +123,7 @@ struct Sums {
 /// at once, and a chunk of activations takes four registers.
 template <class T>
 struct RowProduct {
+  static constexpr int kChunkBytes = 512;
   float upper[2][4] = {}, lower[2][4] = {};
 
   /// Where lane `lane` loads from the chunk of weights and of activations at 0.
@@ -131,126 +139,132 @@ struct RowProduct {
     return ((odd ? upper[0][1] : upper[0][0]) + (odd ? upper[1][1] : upper[1][0])) +
            ((odd ? lower[0][3] : lower[0][2]) + (odd ? lower[1][3] : lower[1][2]));
   }
-};
-
-/// A warp's product of one slice with two tokens. A chunk is 256 columns, 32 pieces of eight. The tensor core's eight columns
-/// are eight pieces of the weights, its rows the same pieces of the activations, of one token and then of the other: of
-/// what it makes, the two diagonals are wanted. So each chunk is read as it lies, 512 bytes at once.
-template <class T>
-struct SliceProduct {
-  static constexpr int kChunkBytes = 512;
-  struct Tokens {
-    uint4 first, second;  // pieces 0 to 15 and 16 to 31 of a chunk, as the tensor core's left operand
-  };
-  float sum[4][4] = {};
-
-  /// Where lane `lane` loads from the chunk of weights and of activations at 0.
-  static __device__ std::uint32_t weight_lane(int lane) { return lane * 16; }
-  static __device__ std::uint32_t token_lane(int lane, int pair, int batch, int row_bytes) {
-    return min(2 * pair + lane / 8 % 2, batch - 1) * row_bytes + (lane / 16 * 8 + lane % 8) * 16;
-  }
-  /// What there is of a chunk of `pieces` < 32 pieces: the rest counts as zero, whatever it is.
-  static __device__ uint4 keep(uint4 w, int lane, int pieces) {
-    const int g = lane / 4;
-    if (g >= pieces) w.x = 0;
-    if (g + 8 >= pieces) w.y = 0;
-    if (g + 16 >= pieces) w.z = 0;
-    if (g + 24 >= pieces) w.w = 0;
-    return w;
-  }
-  static __device__ Tokens load_tokens(std::uint32_t x, int lane, int pieces) {
-    Tokens t{load_matrices(x), load_matrices(x + kChunkBytes / 2)};
-    const int g = lane / 4;
-    if (g >= pieces) t.first.x = t.first.y = 0;
-    if (g + 8 >= pieces) t.first.z = t.first.w = 0;
-    if (g + 16 >= pieces) t.second.x = t.second.y = 0;
-    if (g + 24 >= pieces) t.second.z = t.second.w = 0;
-    return t;
-  }
-  __device__ void add(const uint4& w, const Tokens& t, int side) {
-    mma(sum[2 * side], t.first.x, t.first.y, t.first.z, t.first.w, w.x, w.y, T{});
-    mma(sum[2 * side + 1], t.second.x, t.second.y, t.second.z, t.second.w, w.z, w.w, T{});
-  }
-  /// The diagonals: element [g][g], g = lane / 4, lies with lane 4 g + g / 2. Of the pair's first token or its second.
-  __device__ float diagonal(int lane, int token) const {
-    const auto pick = [&](const float(&s)[4]) { return lane / 4 % 2 ? s[2 * token + 1] : s[2 * token]; };
-    return (pick(sum[0]) + pick(sum[1])) + (pick(sum[2]) + pick(sum[3]));
-  }
   static __device__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
 };
 
-/// Takes the product's stages from the ring, of which the warp has every second; its sums come to lie in `sums`. `begun`
-/// counts the ring's stages before. x_at(slice) is called before the first slice that has not been resident so far and
-/// returns where that lies in shared memory, 0 to stop. Columns are those of a slice, or 0 for the way of many tokens.
-template <class T, int Columns, class XAt>
-__device__ bool consume_product(RingReader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun,
-                                int x_row, XAt x_at) {
-  constexpr bool Wide = Columns == 0;
-  using Slice = SliceProduct<T>;
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
-  const int first = (warp / kStageSlices + begun) % 2, stages = p.stages<Wide>();
-  const std::uint32_t w_lane =
-      unit * p.slice_columns * 2 + (Wide ? Slice::weight_lane(lane) : RowProduct<T>::weight_lane(lane));
-  std::uint32_t x = x_at(0);
-  if (x == 0) return false;
-  if constexpr (Wide) {
-    const int pieces = p.slice_columns / kVec, chunks = (pieces + 31) / 32;
-    int resident = 0;
-#pragma unroll 1
-    for (int s = first; s < stages; s += 2) {
-      const int slice = s / p.slice_stages();
-      for (; slice >= resident + p.resident; resident += p.resident) {
-        x = x_at(resident + p.resident);
-        if (x == 0) return false;
-      }
-      const int i = (s - slice * p.slice_stages()) * kStageSlices + unit;
-      const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
-#pragma unroll 1
-      for (int pair = 0; 2 * pair < sums.batch && i < p.count; ++pair) {
-        const std::uint32_t x_slice =
-            x + (slice - resident) * p.slice_columns * 2 + Slice::token_lane(lane, pair, sums.batch, x_row);
-        Slice product;
-        const auto add = [&](int k, int side) {
-          product.add(Slice::keep(load_matrices(w_at + k * Slice::kChunkBytes), lane, pieces - k * 32),
-                      Slice::load_tokens(x_slice + k * Slice::kChunkBytes, lane, pieces - k * 32), side);
-        };
-#pragma unroll 1
-        for (int k = 0; k + 1 < chunks; k += 2) {
-          add(k, 0);
-          add(k + 1, 1);
-        }
-        if (chunks % 2) add(chunks - 1, 0);
+/// A warp's columns of a slice of up to eight tokens in registers, as the tensor core's right operand: lane / 4 is the token.
+struct TileTokens {
+  uint2 step[2][kMaxWarpSteps];  // of the warp's first group of columns and of its second
+  int steps[2];                  // that there are
+  int half[2];                   // the one that has eight columns only
+
+  /// The slice lies at `x` in shared memory, each token's `x_row` bytes after the one before.
+  __device__ TileTokens(std::uint32_t x, int x_row, int tokens, const Product& p, const Tiling& t, int first_group,
+                        int unit) {
+    const int lane = thread_index() % 32;
+    x += min(lane % 8, tokens - 1) * x_row + lane / 8 * 16;
 #pragma unroll
-        for (int token = 0; token < 2; ++token) {
-          const float sum = warp_sum(Slice::on_diagonal(lane) ? product.diagonal(lane, token) : 0);
-          if (lane == 0 && 2 * pair + token < sums.batch) *sums.at(i, slice, 2 * pair + token) = sum;
+    for (int g = 0; g < 2; ++g) {
+      const int group = first_group + 2 * g, begin = (group * kStageSlices + unit) * t.warp_steps;
+      steps[g] = group < t.groups ? max(min(t.steps - begin, t.warp_steps), 0) : 0;
+      half[g] = p.slice_columns % kStepColumns ? t.steps - 1 - begin : -1;
+#pragma unroll
+      for (int i = 0; i < kMaxWarpSteps; i += 2) {
+        uint4 two{};
+        if (i < steps[g]) two = load_matrices(x + (begin + i) * kStepColumns * 2);
+        step[g][i] = {two.x, i == half[g] ? 0 : two.y};
+        step[g][i + 1] = {two.z, i + 1 == half[g] ? 0 : two.w};
+      }
+    }
+  }
+};
+
+/// A warp's product of its columns of a tile of sixteen rows with the tokens.
+template <class T>
+struct TileProduct {
+  float sum[2][4] = {};  // of row lane / 4 and eight further, tokens 2 (lane % 4) and the next
+
+  /// Where lane `lane` loads from the warp's columns of a stage; rows beyond the tile's are the last one's.
+  static __device__ std::uint32_t lane_offset(int lane, int rows, int pitch) {
+    return min(lane % 16, rows - 1) * pitch + lane / 16 * 16;
+  }
+  /// Adds group g's part, g known at compile time.
+  __device__ void add(std::uint32_t w, const TileTokens& tokens, int g) {
+    constexpr int at_once = kMaxWarpSteps / 2;
+#pragma unroll
+    for (int begin = 0; begin < kMaxWarpSteps; begin += at_once) {
+      uint4 a[at_once];
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (begin + u < tokens.steps[g]) a[u] = load_matrices(w + (begin + u) * kStepColumns * 2);
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (const int i = begin + u; i < tokens.steps[g]) {
+          if (i == tokens.half[g]) a[u].z = a[u].w = 0;
+          mma(sum[i % 2], a[u].x, a[u].y, a[u].z, a[u].w, tokens.step[g][i].x, tokens.step[g][i].y, T{});
+        }
+    }
+  }
+  __device__ float of(int row_half, int next_token) const {
+    return sum[0][2 * row_half + next_token] + sum[1][2 * row_half + next_token];
+  }
+};
+
+/// Takes the product's stages from the ring, of which the warp has every second; its sums come to lie in `sums`. `begun`
+/// counts the ring's stages before. x_at(slice) says where a slice lies in shared memory when it does, 0 to stop; x_taken()
+/// that it may go. Columns are those of a slice, or 0 for rows in tiles.
+template <class T, int Columns, class XAt, class XTaken>
+__device__ bool consume_product(RingReader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun,
+                                int x_row, XAt x_at, XTaken x_taken) {
+  constexpr bool Wide = Columns == 0;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+  const int first = (warp / kStageSlices + begun) % 2;
+  if constexpr (Wide) {
+    const Tiling t = tiling(p.slice_columns);
+    const int pitch = pitch_bytes(t), tile_rows = p.tile_rows();
+    // The same columns' sums lie in the same place whatever the ring has brought before.
+    const int share = first * kStageSlices + unit;
+#pragma unroll 1
+    for (int slice = 0; slice < p.slices; ++slice) {
+      const std::uint32_t x = x_at(slice);
+      if (x == 0) return false;
+      const TileTokens tokens(x, x_row, sums.batch, p, t, first, unit);
+      x_taken(slice);
+#pragma unroll 1
+      for (int begin = 0; begin < p.count; begin += tile_rows) {
+        const int rows = min(tile_rows, p.count - begin);
+        const std::uint32_t w = unit * t.warp_steps * kStepColumns * 2 + TileProduct<T>::lane_offset(lane, rows, pitch);
+        TileProduct<T> product;
+#pragma unroll
+        for (int g = 0; g < 2; ++g)
+          if (first + 2 * g < t.groups) {
+            product.add(shared_address(ring.wait()) + w, tokens, g);
+            ring.release(lane == 0);
+          }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = lane / 4 + e / 2 * 8, token = lane % 4 * 2 + e % 2;
+          if (row >= rows || token >= sums.batch) continue;
+          float* const to = sums.share(share, begin + row, token);
+          *to = product.of(e / 2, e % 2) + (slice > 0 ? *to : 0);
         }
       }
-      ring.release(lane == 0);
     }
-    // All warps ask for all that is resident in turn, whether they have stages of it or not.
-    for (; resident + p.resident < p.slices; resident += p.resident)
-      if (x_at(resident + p.resident) == 0) return false;
   } else {
+    using Row = RowProduct<T>;
+    const int stages = p.stages<Wide>();
+    const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
+    std::uint32_t x = x_at(0);
+    if (x == 0) return false;
     const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-    x += slice * Columns * 2 + RowProduct<T>::token_lane(lane);
-    constexpr int chunks = Columns * 2 / Slice::kChunkBytes;
-    static_assert(Columns * 2 % Slice::kChunkBytes == 0);
+    x += slice * Columns * 2 + Row::token_lane(lane);
+    constexpr int chunks = Columns * 2 / Row::kChunkBytes;
+    static_assert(Columns * 2 % Row::kChunkBytes == 0);
     uint4 token[chunks];
 #pragma unroll
-    for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x + k * Slice::kChunkBytes);
+    for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x + k * Row::kChunkBytes);
     // Slices of all rows are numbered through, four a stage.
     const bool own = sums.warps_own(p);
-    float* to = (own ? sums.at(0, 0, 0) : sums.at(0, first * kStageSlices + unit, 0)) + lane / 4;
-    const int step = (own ? 1 : 2 * kStageSlices) * sums.kWidth;
+    float* to = (own ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
+    const int step = (own ? 1 : 2 * kStageSlices) * 8;
 #pragma unroll 1
     for (int s = first; s < stages; s += 2) {
       const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
       if (s * kStageSlices + unit < p.count * p.slices) {
-        RowProduct<T> product;
+        Row product;
 #pragma unroll
-        for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Slice::kChunkBytes), token[k], k % 2);
-        if (Slice::on_diagonal(lane)) *to = product.diagonal(lane);
+        for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Row::kChunkBytes), token[k], k % 2);
+        if (Row::on_diagonal(lane)) *to = product.diagonal(lane);
       }
       to += step;
       ring.release(lane == 0);
