@@ -405,8 +405,9 @@ int run(int argc, const char* const* argv) {
       ->required();
   app.add_option("--batch", o.batch, "Sequences, one new token each")->capture_default_str();
   app.add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
-  app.add_option("--impl", o.device.impls,
-                 "How a step is launched: a list of unfused, graph, fused and stack (cuda); graph when left out");
+  app.add_option(
+      "--impl", o.device.impls,
+      "How a step is launched: a list of unfused, graph, split, fused and stack (cuda); graph when left out");
   app.add_option("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
   app.add_option("--runs", o.bench.runs, "Timed runs")->capture_default_str();
   app.add_option("--warmup", o.bench.warmup, "Runs before the timed ones")->capture_default_str();

@@ -27,7 +27,7 @@ Result<std::vector<Impl>> parse_impls(const std::string& text) {
     if (!impl)
       return Status::error(
           Code::invalid_argument,
-          "--impl '" + text + "': expected a list of unfused, graph, fused and stack, got '" + name + "'");
+          "--impl '" + text + "': expected a list of unfused, graph, split, fused and stack, got '" + name + "'");
     impls.push_back(*impl);
   }
   return impls;

@@ -120,6 +120,16 @@ struct DecodeStack::State {
   };
   State(const DecodeCall& c, const LayerTensors& t, DType d) : call(c), tensors(t), dtype(d) {}
 
+  DecodeCall call_of(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                     const AnyView<2>& output) const {
+    DecodeCall c = call;
+    c.first = int(first);
+    c.last = int(last);
+    c.input = input.data;
+    c.output = output.data;
+    return c;
+  }
+
   DecodeCall call;
   LayerTensors tensors;  // for their taps
   DType dtype;
@@ -161,6 +171,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .parallel_residual = config.use_parallel_residual,
           .gelu_tanh = config.hidden_act == Activation::gelu_tanh,
           .phases = config.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+          .continues = false,
           .first_layer = {.gamma = {bytes(w.input_layernorm.gamma.data), bytes(w.post_attention_layernorm.gamma.data)},
                           .beta = {bytes(w.input_layernorm.beta.data), bytes(w.post_attention_layernorm.beta.data)},
                           .weight = {weight(w.query_key_value), weight(w.dense_h_to_4h), weight(w.dense),
@@ -249,23 +260,35 @@ Status DecodeStack::set_probe(const Probe& probe) {
 
 const DecodeStackPlan& DecodeStack::plan() const { return state_->call.plan; }
 
+/// What an earlier launch has left: ok, or what it was given up for.
+Status DecodeStack::take_report() {
+  volatile unsigned* const report = state_->report.get();
+  const unsigned missed = *report;
+  if (missed == 0) return {};
+  *report = 0;
+  return Status::error(Code::device_error,
+                       std::string(kName) + ": layer " + std::to_string((missed - 1) / kDependencies) + ": " +
+                           std::string(kAwaited[(missed - 1) % kDependencies].name) + " was not complete within " +
+                           std::to_string(state_->call.wait_limit_ns / 1'000'000) + " ms, expected all " +
+                           std::to_string(plan().grid) + " blocks to run at once");
+}
+
 Status DecodeStack::enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                             const AnyView<2>& output) {
-  volatile unsigned* const report = state_->report.get();
-  if (const unsigned missed = *report) {
-    *report = 0;
-    return Status::error(Code::device_error,
-                         std::string(kName) + ": layer " + std::to_string((missed - 1) / kDependencies) + ": " +
-                             std::string(kAwaited[(missed - 1) % kDependencies].name) + " was not complete within " +
-                             std::to_string(state_->call.wait_limit_ns / 1'000'000) + " ms, expected all " +
-                             std::to_string(plan().grid) + " blocks to run at once");
+  CF_TRY(take_report());
+  return launch_decode_stack(state_->call_of(first, last, input, output), state_->dtype, true, stream);
+}
+
+Status DecodeStack::enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input,
+                                  const AnyView<2>& output) {
+  CF_TRY(take_report());
+  DecodeCall call = state_->call_of(layer, layer + 1, input, output);
+  for (const bool second : {false, true}) {
+    call.phases = (call.parallel_residual ? kParallelHalves : kSequentialHalves)[second];
+    call.continues = second;
+    CF_TRY(launch_decode_stack(call, state_->dtype, false, stream));
   }
-  DecodeCall call = state_->call;
-  call.first = int(first);
-  call.last = int(last);
-  call.input = input.data;
-  call.output = output.data;
-  return launch_decode_stack(call, state_->dtype, stream);
+  return {};
 }
 
 }  // namespace cf::cuda

@@ -91,10 +91,18 @@ class DecodeStack {
   /// what the message names. Nothing is launched then.
   Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                  const AnyView<2>& output);
+  /// Launches one layer in two regular kernels, with the same bits: what all blocks need of the first is there when the
+  /// second begins. With a parallel residual, norms, q, k and v and the MLP's first product, of which no block waits for
+  /// another; then attention, the MLP's second product and dense. With a sequential one, all up to dense, then the MLP.
+  /// Within a kernel blocks still wait for each other between attention and dense, as for q, k and v and between the
+  /// MLP's products with a sequential residual, and nobody sees to it that all are resident at once: beside another such
+  /// kernel on the same SMs a wait may take too long, which is the error of enqueue().
+  Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
 
  private:
   struct State;
   explicit DecodeStack(std::unique_ptr<State>);
+  Status take_report();
   std::unique_ptr<State> state_;
 };
 

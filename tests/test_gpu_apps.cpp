@@ -193,7 +193,7 @@ TEST_CASE("cf-layer on the GPU: refusals", "[gpu][cf-layer][bad]") {
   check_refusal(preset, "--layer is required, or --stack for all layers");
   check_refusal(preset + "--layer 0 --stack", "--layer: excludes --stack");
   check_refusal(preset + "--layer 0 --impl graph,fast",
-                "--impl 'graph,fast': expected a list of unfused, graph, fused and stack, got 'fast'");
+                "--impl 'graph,fast': expected a list of unfused, graph, split, fused and stack, got 'fast'");
   check_refusal(preset + "--layer 0 --arch-plan sm_80", "--arch-plan sm_80: expected sm_90 or sm_120");
   check_refusal(preset + "--layer 0 --dump x.h5", "--dump: expected with --backend cpu");
 }

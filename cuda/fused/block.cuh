@@ -97,8 +97,9 @@ struct Block {
                                                       int what) {
     if (load_acquire(&flags->stopped)) return true;
     if (time_ns() <= until_ns) return false;
-    if (fetch_add(&flags->stopped, 1) == 0) {
-      *report = unsigned(what);
+    // A launch after that may lack what this one has not made: what was reported first stays.
+    if (volatile unsigned* const first = report; fetch_add(&flags->stopped, 1) == 0 && *first == 0) {
+      *first = unsigned(what);
       __threadfence_system();
     }
     return true;

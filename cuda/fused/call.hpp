@@ -34,7 +34,20 @@ CF_HD constexpr int tellers(Signal s) { return s < Signal::part_taken ? kProduct
 /// product needs no attention: a part of it hides what q, k and v take from block to block, the rest what the context does.
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
 inline constexpr int kPhases = 6;
-inline constexpr unsigned kParallelPhases = 0x543210, kSequentialPhases = 0x531420;  // four bits each, the first lowest
+/// The phases of a launch.
+struct PhaseOrder {
+  unsigned phases;  // four bits each, the first lowest
+  int count;
+
+  CF_HD constexpr Phase at(int step) const { return Phase(phases >> (4 * step) & 0xf); }
+  CF_HD constexpr Phase last() const { return at(count - 1); }
+};
+/// Of a layer.
+inline constexpr PhaseOrder kParallelPhases{0x543210, 6}, kSequentialPhases{0x531420, 6};
+/// The same layers in two launches. A parallel residual's first takes what needs the layer's input alone; in its second
+/// down comes before dense and hides what the context takes from block to block.
+inline constexpr PhaseOrder kParallelHalves[2] = {{0x310, 3}, {0x452, 3}},
+                            kSequentialHalves[2] = {{0x420, 3}, {0x531, 3}};
 
 /// The blocks' common memory. Between launches all zero but for the count: the last block to leave cleans up.
 struct DecodeFlags {
@@ -117,7 +130,8 @@ struct DecodeCall {
   LayerDeals deals;
   float scale, eps;
   bool parallel_residual, gelu_tanh;
-  unsigned phases;
+  PhaseOrder phases;
+  bool continues;  // the layer that the launch before began, by the tags of that launch
   LayerPointers first_layer;
   long layer_stride;
   int layers;                          // of the stack

@@ -5,7 +5,8 @@
 
 namespace cf::cuda {
 
-/// Launches the persistent kernel, all of whose blocks must be resident at once; an error where they cannot be.
-Status launch_decode_stack(const DecodeCall& call, DType dtype, CUstream_st* stream);
+/// Launches the persistent kernel. A cooperative launch has all of its blocks resident at once, or is an error where they
+/// cannot be; of any other, blocks that wait may hold the SMs of those that they wait for, until the bound on every wait.
+Status launch_decode_stack(const DecodeCall& call, DType dtype, bool cooperative, CUstream_st* stream);
 
 }  // namespace cf::cuda
