@@ -7,6 +7,7 @@
 #include "cuda/check.hpp"
 #include "cuda/fused/call.hpp"
 #include "cuda/fused/launch.hpp"
+#include "cuda/stack.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -23,11 +24,22 @@ constexpr std::string_view kName = "decode_stack";
 constexpr Site kAwaited[kDependencies] = {site::query_key_value, site::context, site::dense, site::dense_h_to_4h,
                                           site::dense_4h_to_h};
 
+/// Puts a choice in the place of the plan's own.
+Status choose(std::string_view name, const std::optional<int>& choice, int lowest, int highest, int& own) {
+  if (!choice) return {};
+  if (*choice < lowest || *choice > highest)
+    return bad_argument(kName, std::string(name) + " must be " + std::to_string(lowest) + " to " +
+                                   std::to_string(highest) + ", got " + std::to_string(*choice));
+  own = *choice;
+  return {};
+}
+
 Status refuse(std::string what) { return Status::error(Code::unimplemented, "decode_stack: cuda takes " + what); }
 
 }  // namespace
 
-Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch) {
+Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch,
+                                          const DecodeChoices& choices) {
   if (Status s = m.validate(); !s) return s;
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
     return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
@@ -46,9 +58,22 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const DecodeDims d = decode_dims(m, batch, 1, 1);
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
+  CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
   p.up_eighths = 3;
-  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
-                                                    std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4))));
+  CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
+  const int most_splits = std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4));
+  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1, most_splits));
+  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
+  p.cluster_merge = choices.cluster_merge;
+  if (p.cluster_merge) {
+    if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
+      return bad_argument(kName, "cluster_merge takes 2 to " + std::to_string(arch.max_cluster_blocks) +
+                                     " splits of a head's keys, got " + std::to_string(p.attention_splits));
+    if (!choices.blocks) p.grid -= p.grid % p.attention_splits;
+    if (p.grid == 0 || p.grid % p.attention_splits)
+      return bad_argument(kName, "cluster_merge takes blocks in clusters of " + std::to_string(p.attention_splits) +
+                                     ", got " + std::to_string(p.grid));
+  }
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.
   const auto slices = [](int columns, int most, int least, int limit) {
     int n = least;
@@ -97,9 +122,11 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
                   " with " + std::to_string(batch) + " sequences");
+  CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the
   // wait takes. Of 20, 40, 60, 80 and 100 KB an H200 is fastest with 60 for Pythia-2.8B, at kv_len 128 and at 2048.
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
+  CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.smem_bytes = decode_layout(d, p).bytes;
   return p;
 }
@@ -110,8 +137,9 @@ std::string to_string(const DecodeStackPlan& p) {
          n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) +
          " in flight, activations in " +
          (p.narrow_columns ? "registers" : "shared memory, " + n(p.act_resident) + " slices at once") + ", " +
-         n(p.attention_splits) + " splits of a head's keys, " + n(p.stage_keys) + " keys a stage, " + n(p.smem_bytes) +
-         " B of shared memory";
+         n(p.attention_splits) + " splits of a head's keys" + (p.cluster_merge ? ", a cluster each" : "") + ", " +
+         n(p.up_eighths) + " eighths of the MLP's first product before attention, " + n(p.stage_keys) +
+         " keys a stage, " + n(p.smem_bytes) + " B of shared memory";
 }
 
 struct DecodeStack::State {
@@ -143,15 +171,23 @@ DecodeStack& DecodeStack::operator=(DecodeStack&&) noexcept = default;
 DecodeStack::~DecodeStack() = default;
 
 Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                                        const Layers& where) {
+                                        const Layers& where, const DecodeChoices& choices) {
   const LayerTensors& t = where.tensors;
   const std::int64_t batch = t.kv_len.shape[0];
   if (t.positions.shape[0] != batch)
     return refuse("one new token a sequence, got " + std::to_string(t.positions.shape[0]) + " for " +
                   std::to_string(batch));
   if (Status s = check_weight_dtype(kName, t.output.dtype, config.dtype); !s) return s;
-  const Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch);
+  Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch, choices);
   if (!plan) return plan.status();
+  if (plan->cluster_merge && !choices.blocks) {
+    const Result<int> blocks = resident_cluster_blocks(*plan, config.dtype);
+    if (!blocks) return blocks.status();
+    DecodeChoices resident = choices;
+    resident.blocks = std::min(plan->grid, *blocks);
+    plan = plan_decode_stack(context.arch(), config, batch, resident);
+    if (!plan) return plan.status();
+  }
 
   const LayerWeights& w = where.first;
   for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
@@ -235,6 +271,12 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
   *state->report = 0;
   c.report = state->report.get();  // one address for both
   return DecodeStack(std::move(state));
+}
+
+Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& stack, const DecodeChoices& choices) {
+  const auto place = [&](std::int64_t l) { return static_cast<const std::byte*>(stack.tensors(l).k_cache.data); };
+  return create(context, stack.config(), stack.layers(),
+                {stack.weights(0), stack.tensors(0), stack.layers() > 1 ? place(1) - place(0) : 0}, choices);
 }
 
 Status DecodeStack::set_probe(const Probe& probe) {

@@ -1,3 +1,4 @@
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "cuda/fused/attention.cuh"
@@ -283,15 +284,22 @@ class Helpers {
   __device__ bool merge() {
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
-      if (!merge(AttentionPart(c, item))) return false;
+      if (!merge(AttentionPart(c, item), item)) return false;
     return true;
   }
+  /// Where a head's parts come together: in device memory, or in the first one's block's shared memory, whose blocks are a
+  /// cluster, in the order of the parts.
+  __device__ Tagged* parts_of(const AttentionPart& part, int item, int floats) const {
+    if (!c.plan.cluster_merge) return c.parts + part.whole_head(c) * floats;
+    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * floats;
+    return part.split == 0 ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, 0);
+  }
   /// Merges the warps' shares of a part; the first part's block gathers the others' and makes the head's context.
-  __device__ bool merge(const AttentionPart& part) {
+  __device__ bool merge(const AttentionPart& part, int item) {
     const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = floats_a_part(head_dim);
     const long head = part.whole_head(c);
     const unsigned tag = block.tag(l, Dependency::context);
-    Tagged* const parts = c.parts + head * splits * floats;
+    Tagged* const parts = parts_of(part, item, splits * floats);
     float* const gathered = block.at<float>(c.layout.gathered);
     const auto finish = [&](int d, float sum, const SoftmaxState& whole) {
       const T element = from_float<T>(sum / whole.sum);
@@ -303,7 +311,7 @@ class Helpers {
         if (part.split == 0)
           gathered[i] = v;
         else
-          store_tagged(parts + part.split * floats + i, v, tag);
+          store_tagged_anywhere(parts + part.split * floats + i, v, tag);
       };
       put(2 + d, sum);
       if (d == 0) put(0, whole.max), put(1, whole.sum);
@@ -327,7 +335,7 @@ class Helpers {
       Tagged two[at_once][2] = {};
       const auto at = [&](int u) { return begin + 2 * u * block.threads; };
       const auto load = [&](int u) {
-        if (at(u) < splits * floats) load_tagged(parts + at(u), two[u]);
+        if (at(u) < splits * floats) load_tagged_anywhere(parts + at(u), two[u]);
       };
       const auto here = [&](int u) {
         return at(u) >= splits * floats || (two[u][0].tag == block.tag(l) && two[u][1].tag == block.tag(l));
@@ -380,7 +388,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
         position >= 0 && position < c.dims.table_rows ? table[long(position) * half + at % half] : NAN;
   }
   if (int(threadIdx.x) < c.dims.batch) block.at<int>(c.layout.lengths)[threadIdx.x] = c.kv_len[threadIdx.x];
+  for (int i = int(threadIdx.x); i < c.layout.inbox_bytes / 4; i += kDecodeThreads)
+    block.at<unsigned>(c.layout.inbox)[i] = 0;  // no tag
   __syncthreads();
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();  // before another block sends
 
   if (threadIdx.x < kProductThreads) {
     Products<T, Columns> products(c);
@@ -405,6 +416,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     writer.drain();
   }
   __syncthreads();
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();  // what is sent arrives while there is a block
   if (threadIdx.x == 0) leave(c);
 }
 
@@ -418,23 +430,41 @@ auto kernel_for(const DecodeStackPlan& plan) {
   }
 }
 
+/// Calls f(config, kernel) for a launch of the plan's kernel.
+template <class F>
+Status with_launch(const DecodeStackPlan& plan, DType dtype, bool cooperative, CUstream_st* stream, F f) {
+  const auto kernel = dtype == DType::f16 ? kernel_for<f16>(plan) : kernel_for<bf16>(plan);
+  CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
+                   "decode_stack"));
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = cooperative;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(plan.attention_splits), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(plan.grid);
+  config.blockDim = kDecodeThreads;
+  config.dynamicSmemBytes = std::size_t(plan.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = plan.cluster_merge ? 2 : 1;
+  return from_cuda(f(config, kernel), "decode_stack");
+}
+
 }  // namespace
 
 Status launch_decode_stack(const DecodeCall& call, DType dtype, bool cooperative, CUstream_st* stream) {
-  const auto kernel = dtype == DType::f16 ? kernel_for<f16>(call.plan) : kernel_for<bf16>(call.plan);
-  CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, call.plan.smem_bytes),
-                   "decode_stack"));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = cooperative;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(call.plan.grid);
-  config.blockDim = kDecodeThreads;
-  config.dynamicSmemBytes = std::size_t(call.plan.smem_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return from_cuda(cudaLaunchKernelEx(&config, kernel, call), "decode_stack");
+  return with_launch(call.plan, dtype, cooperative, stream,
+                     [&](const auto& config, auto kernel) { return cudaLaunchKernelEx(&config, kernel, call); });
+}
+
+Result<int> resident_cluster_blocks(const DecodeStackPlan& plan, DType dtype) {
+  int clusters = 0;
+  const Status s = with_launch(plan, dtype, false, nullptr, [&](const auto& config, auto kernel) {
+    return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  });
+  if (!s) return s;
+  return clusters * plan.attention_splits;
 }
 
 }  // namespace cf::cuda

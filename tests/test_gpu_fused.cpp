@@ -4,11 +4,13 @@
 
 #include <cstring>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cuda/decode_stack.hpp"
+#include "cuda/decode_variants.hpp"
 #include "device_stack.hpp"
 #include "occupy.hpp"
 #include "refusal.hpp"
@@ -83,10 +85,8 @@ std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len) {
 }
 
 /// The kernel on a stack's memory, with what only tests may ask of it.
-DecodeStack kernel_of(const cuda::Context& c, const Stack& s) {
-  const auto place = [&](std::int64_t l) { return static_cast<const std::byte*>(s.tensors(l).k_cache.data); };
-  Result<DecodeStack> d = DecodeStack::create(c, s.config(), s.layers(),
-                                              {s.weights(0), s.tensors(0), s.layers() > 1 ? place(1) - place(0) : 0});
+DecodeStack kernel_of(const cuda::Context& c, const Stack& s, const cuda::DecodeChoices& choices = {}) {
+  Result<DecodeStack> d = DecodeStack::create(c, s, choices);
   require_ok(d.status());
   return std::move(*d);
 }
@@ -274,6 +274,84 @@ TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdl
     if (i % 10 == 0) REQUIRE(same_bits(fetch<2>(stack.tensors(2).output), expected[0]));
   }
   CHECK(same_bits(results(stack), expected));
+}
+
+namespace {
+
+/// Every variant of the plan that the device makes: the plan's own bits, or within twice a layer's budget of its output.
+void check_variants(const ModelConfig& m, std::int64_t batch) {
+  const Workload load{.batch = batch, .capacity = 300};
+  const Model model(m, load);
+  cuda::Context c = context();
+  Stack stack = model.stack(c);
+  require_ok(stack.set_kv_len(lengths(load, 300)));
+  DecodeStack own = kernel_of(c, stack);
+  require_ok(run(own, c, stack));
+  const auto expected = results(stack);
+  const Budget one =
+      Layer::budget(Layer::example(m, {.batch = batch, .kv_len = load.capacity}).first, {DType::f32, m.dtype});
+  for (const cuda::DecodeVariant& v : cuda::decode_variants(c.arch(), own.plan())) {
+    model.reset(stack);
+    DecodeStack kernel = kernel_of(c, stack, v.choices);
+    CAPTURE(m.name, batch, v.part, v.name, to_string(kernel.plan()));
+    require_ok(run(kernel, c, stack));
+    if (v.same_bits) {
+      CHECK(same_bits(results(stack), expected));
+      model.reset(stack);
+      require_ok(run_split(kernel, c, stack));
+      CHECK(same_bits(results(stack), expected));
+    } else {
+      const auto error = compare(results(stack)[0], expected[0]);
+      REQUIRE(error);
+      CAPTURE(error->rel_l2, one.rel_l2, error->rel_max, one.rel_max);
+      CHECK(error->within({2 * one.rel_l2, 2 * one.rel_max}));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fused: plans that choose otherwise compute the same", "[gpu][fused][variants]") {
+  for (bool parallel : {true, false})
+    for (ModelConfig m : {model_of(32, 80, 20, 10240), small_model(DType::bf16, 1)}) {
+      m.use_parallel_residual = parallel;
+      check_variants(m, 1);
+    }
+  check_variants(small_model(DType::f16, 1), 3);
+}
+
+TEST_CASE("fused: a head's parts meet in a cluster's shared memory, many layers and runs long",
+          "[gpu][fused][variants]") {
+  // One part a block, and several.
+  for (const auto& [heads, batch, splits] :
+       {std::tuple<std::int64_t, std::int64_t, int>{8, 1, 8}, {32, 1, 4}, {32, 2, 4}, {5, 4, 2}}) {
+    ModelConfig m = model_of(heads, 64, 16, 512);
+    m.num_hidden_layers = 4;
+    const Workload load{.batch = batch, .capacity = 130};
+    const Model model(m, load);
+    cuda::Context c = context();
+    Stack stack = model.stack(c);
+    require_ok(stack.set_kv_len(lengths(load, 129)));
+    DecodeStack own = kernel_of(c, stack, {.attention_splits = splits});
+    DecodeStack kernel = kernel_of(c, stack, {.attention_splits = splits, .cluster_merge = true});
+    CAPTURE(heads, batch, splits, to_string(kernel.plan()));
+    CHECK(kernel.plan().grid % splits == 0);
+    require_ok(run(own, c, stack));
+    const auto expected = results(stack);
+    for (unsigned i = 1; i <= 100; ++i) {
+      require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+      require_ok(run(kernel, c, stack));
+      if (i % 10 == 0) REQUIRE(same_bits(results(stack), expected));
+    }
+    // Blocks that have given up leave together, and the next launch is sound.
+    require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = "attention.context", .wait_limit_ms = 20}));
+    require_ok(run(kernel, c, stack));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.set_probe({}));
+    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: attention.context"}) == "");
+    require_ok(run(kernel, c, stack));
+    CHECK(same_bits(results(stack), expected));
+  }
 }
 
 TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle and other work on the GPU",

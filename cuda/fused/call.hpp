@@ -78,8 +78,9 @@ CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 
 /// Where what lies in a block's shared memory, in bytes.
 struct DecodeLayout {
-  int barriers, notice, lengths, angles, fresh, values, states, gathered, moments, attn_x, mlp_x, residual, sums, ring,
-      bytes;
+  int barriers, notice, lengths, angles, fresh, values, states, gathered, inbox, moments, attn_x, mlp_x, residual, sums,
+      ring, bytes;
+  int inbox_bytes;
   int hidden_row, act_row;  // from one token to the next, of hidden and of the resident slices of mlp.act
 };
 
@@ -101,6 +102,10 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   l.values = place(kProductWarps * ((d.head_dim + 15) / 16 * 16) * 4);
   l.states = place(kProductWarps * 8);
   l.gathered = place(p.attention_splits > 1 ? p.attention_splits * floats_a_part(d.head_dim) * 4 : 0);
+  // What the other blocks of a cluster send: apart for each part that the block has in a layer.
+  const int parts = (d.batch * d.heads * p.attention_splits + p.grid - 1) / p.grid;
+  l.inbox_bytes = p.cluster_merge ? parts * p.attention_splits * floats_a_part(d.head_dim) * int(sizeof(Tagged)) : 0;
+  l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * 12);
   l.attn_x = place(d.batch * l.hidden_row);
   l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));

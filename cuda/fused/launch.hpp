@@ -9,4 +9,7 @@ namespace cf::cuda {
 /// cannot be; of any other, blocks that wait may hold the SMs of those that they wait for, until the bound on every wait.
 Status launch_decode_stack(const DecodeCall& call, DType dtype, bool cooperative, CUstream_st* stream);
 
+/// Blocks that the device holds at once in the plan's clusters: those lie within a part of the GPU each.
+Result<int> resident_cluster_blocks(const DecodeStackPlan& plan, DType dtype);
+
 }  // namespace cf::cuda
