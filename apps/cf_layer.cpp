@@ -34,7 +34,7 @@ struct Options {
   std::int64_t batch = 1, threads = omp_get_max_threads();
   BenchOptions bench;
   DeviceOptions device;
-  bool check = false, stack = false;
+  bool check = false, stack = false, ablate = false;
 };
 
 /// Where layers come from. One at a time is in memory: a checkpoint is opened anew for each and unmapped with it.
@@ -132,6 +132,7 @@ Status check_backend_options(const Options& o, Backend backend) {
     return Status::error(Code::invalid_argument, fmt::format("{}: {}", option, why));
   };
   if (!cuda && o.stack) return refuse("--stack", "expected with --backend cuda");
+  if (o.ablate && !o.stack) return refuse("--ablate", "expected with --stack");
   if (!cuda && !o.device.impls.empty()) return refuse("--impl", "expected with --backend cuda");
   if (!cuda && !o.device.arch_plan.empty()) return refuse("--arch-plan", "expected with --backend cuda");
   if (cuda && !o.dump.empty()) return refuse("--dump", "expected with --backend cpu");
@@ -310,7 +311,8 @@ Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
 
 /// The same on a GPU, each layer among as many others as keep it cold.
 Status measure_on_device(const Options& o, const Plan& plan, const RunInfo& info,
-                         const std::function<void(LayerReport)>& report) {
+                         const std::function<void(LayerReport)>& report,
+                         const std::function<void(AblationReport)>& ablation) {
   DeviceBenchRequest request{.config = plan.source.config(),
                              .load = [&](std::int64_t layer) { return plan.source.load(layer); },
                              .stack = o.stack,
@@ -319,11 +321,12 @@ Status measure_on_device(const Options& o, const Plan& plan, const RunInfo& info
                              .seed = o.seed,
                              .bench = o.bench,
                              .check = o.check,
+                             .ablate = o.ablate,
                              .device = o.device};
   request.config.dtype = info.activation;
   for (std::int64_t layer : plan.layers) {
     request.layer = layer;
-    CF_TRY(bench_on_device(request, report));
+    CF_TRY(bench_on_device(request, report, ablation));
   }
   return {};
 }
@@ -365,6 +368,7 @@ int run(const Options& o, const std::string& command) {
   print_header(stdout, info);
 
   std::vector<LayerReport> reports;
+  std::vector<AblationReport> ablations;
   bool ok = true;
   const auto add = [&](LayerReport report) {
     print_report(stdout, info, report);
@@ -375,11 +379,19 @@ int run(const Options& o, const std::string& command) {
     std::fflush(stdout);
     reports.push_back(std::move(report));
   };
-  if (const Status s = plan->device ? measure_on_device(o, *plan, info, add) : measure_on_cpu(o, *plan, info, add); !s)
+  const auto add_ablation = [&](AblationReport report) {
+    print_ablation(stdout, report);
+    ok = ok && report.ok();
+    std::fflush(stdout);
+    ablations.push_back(std::move(report));
+  };
+  if (const Status s =
+          plan->device ? measure_on_device(o, *plan, info, add, add_ablation) : measure_on_cpu(o, *plan, info, add);
+      !s)
     return fail(s);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
   if (!o.json.empty())
-    if (const Status s = write_file_atomically(o.json, report_json(info, reports)); !s) return fail(s);
+    if (const Status s = write_file_atomically(o.json, report_json(info, reports, ablations)); !s) return fail(s);
   if (!o.csv.empty())
     if (const Status s = write_file_atomically(o.csv, report_csv(info, reports)); !s) return fail(s);
   return ok ? kOk : kComparisonFailed;
@@ -400,13 +412,15 @@ int run(int argc, const char* const* argv) {
   app.add_option("--group", o.group, "Inputs that share a scale with --quant, -1 for all; 128 when left out");
   app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
   app.add_flag("--stack", o.stack, "All layers back to back (cuda)");
+  app.add_flag("--ablate", o.ablate, "Also with parts of the persistent kernel's design another way (cuda, --stack)");
   app.add_option("--seq-len", o.seq_lens,
                  "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048")
       ->required();
   app.add_option("--batch", o.batch, "Sequences, one new token each")->capture_default_str();
   app.add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
-  app.add_option("--impl", o.device.impls,
-                 "How a step is launched: a list of unfused, graph, fused and stack (cuda); graph when left out");
+  app.add_option(
+      "--impl", o.device.impls,
+      "How a step is launched: a list of unfused, graph, split, fused and stack (cuda); graph when left out");
   app.add_option("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
   app.add_option("--runs", o.bench.runs, "Timed runs")->capture_default_str();
   app.add_option("--warmup", o.bench.warmup, "Runs before the timed ones")->capture_default_str();

@@ -1,6 +1,7 @@
 #include "apps/device_bench.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <future>
 #include <thread>
@@ -8,6 +9,7 @@
 #include "apps/common.hpp"
 #include "apps/layer_bench.hpp"
 #include "core/procedural.hpp"
+#include "cuda/decode_variants.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stack.hpp"
 
@@ -27,7 +29,7 @@ Result<std::vector<Impl>> parse_impls(const std::string& text) {
     if (!impl)
       return Status::error(
           Code::invalid_argument,
-          "--impl '" + text + "': expected a list of unfused, graph, fused and stack, got '" + name + "'");
+          "--impl '" + text + "': expected a list of unfused, graph, split, fused and stack, got '" + name + "'");
     impls.push_back(*impl);
   }
   return impls;
@@ -132,18 +134,100 @@ class Bench {
   /// The first layer's step against the oracle on the same inputs.
   Result<LayerCheck> check(Impl impl) {
     if (Status s = stack_.step(impl, 0, 1); !s) return s;
-    const ConstAnyView<2> made = stack_.tensors(0).output;
-    Tensor output(made.dtype, Shape(made.shape.begin(), made.shape.end()));
-    if (Status s = cuda::copy_to_host(timer_.context(), output.data(), made.data, std::size_t(output.size_bytes())); !s)
-      return s;
+    const Result<Tensor> output = fetch_output(0);
+    if (!output) return output.status();
     LayerState oracle(r_.config, load_, DType::f64);
     fill_inputs(r_.config, load_, r_.seed, r_.config.dtype, oracle);
-    return check_layer(r_.config, first_weights(), output, {DType::f32, r_.config.dtype}, oracle);
+    return check_layer(r_.config, first_weights(), *output, {DType::f32, r_.config.dtype}, oracle);
+  }
+
+  /// The persistent kernel's parts and launches. Variants are timed one after the other, and all of them again: what the
+  /// GPU's clocks do in the meantime, they do to all.
+  Result<AblationReport> ablate(const LayerTiming& timing) {
+    Result<std::vector<Candidate>> candidates = make_candidates();
+    if (!candidates) return candidates.status();
+    AblationReport result{.load = load_,
+                          .resident_layers = layers(),
+                          .layer_bytes = timing.total.bytes,
+                          .read_best_bytes_per_s = timing.best_read(),
+                          .variants = {}};
+    std::optional<Tensor> expected;
+    for (Candidate& c : *candidates) {
+      if (!c.step) continue;
+      if (Status s = c.step(); !s) return s;
+      Result<Tensor> output = fetch_output(layers() - 1);
+      if (!output) return output.status();
+      if (!expected) expected.emplace(output->clone());
+      const Result<Comparison> error = compare(*output, *expected);
+      if (!error) return error.status();
+      c.report.rel_l2 = error->rel_l2;
+      c.report.same_bits = std::memcmp(output->data(), expected->data(), std::size_t(expected->size_bytes())) == 0;
+      c.report.ok = c.report.same_bits || !c.same_bits;
+    }
+    constexpr std::int64_t rounds = 4;
+    BenchOptions part = r_.bench;
+    part.runs = (r_.bench.runs + rounds - 1) / rounds;
+    for (std::int64_t round = 0; round < rounds; ++round)
+      for (Candidate& c : *candidates) {
+        if (!c.step) continue;
+        const auto series = timer_.time_us(part, c.step);
+        if (!series) return series.status();
+        c.series.insert(c.series.end(), series->begin(), series->end());
+      }
+    for (Candidate& c : *candidates) {
+      if (c.step) c.report.time_us = spread(a_layer(std::move(c.series)));
+      result.variants.push_back(std::move(c.report));
+    }
+    return result;
   }
 
   std::int64_t layers() const { return stack_.layers(); }
 
  private:
+  /// A variant of the persistent kernel that is to be timed; one that is refused has no step.
+  struct Candidate {
+    VariantReport report;
+    bool same_bits = true;  // asked for
+    std::function<Status()> step = {};
+    std::vector<double> series = {};
+  };
+  Result<std::vector<Candidate>> make_candidates() {
+    using cuda::DecodeStack;
+    const Result<DecodeStack> own = DecodeStack::create(timer_.context(), stack_);
+    if (!own) return own.status();
+    std::vector<Candidate> all;
+    const auto add = [&](std::string part, std::string name) -> Candidate& {
+      Candidate& c = all.emplace_back();
+      c.report.part = std::move(part);
+      c.report.name = std::move(name);
+      return c;
+    };
+    for (const cuda::DecodeVariant& v : cuda::decode_variants(timer_.context().arch(), own->plan())) {
+      Candidate& c = add(v.part, v.name);
+      c.same_bits = v.same_bits;
+      Result<DecodeStack> made = DecodeStack::create(timer_.context(), stack_, v.choices);
+      c.report.plan = made ? to_string(made->plan()) : made.status().message();
+      if (!made) continue;
+      c.step = [this, kernel = std::make_shared<DecodeStack>(std::move(*made))] {
+        return kernel->enqueue(timer_.context().stream(), 0, layers(), stack_.tensors(0).hidden,
+                               stack_.tensors(layers() - 1).output);
+      };
+    }
+    for (const auto& [impl, name] : {std::pair{Impl::fused, "one a layer"}, {Impl::split, "two a layer"}}) {
+      Candidate& c = add("launches", name);
+      c.report.plan = to_string(own->plan());
+      c.step = [this, impl = impl] { return stack_.step(impl); };
+    }
+    return all;
+  }
+
+  Result<Tensor> fetch_output(std::int64_t layer) {
+    const ConstAnyView<2> made = stack_.tensors(layer).output;
+    Tensor output(made.dtype, Shape(made.shape.begin(), made.shape.end()));
+    if (Status s = cuda::copy_to_host(timer_.context(), output.data(), made.data, std::size_t(output.size_bytes())); !s)
+      return s;
+    return output;
+  }
   /// A layer's tensors for its cost: the stack's plan for a full cache, the traffic is that of the valid entries.
   LayerTensors counted(std::int64_t layer) const {
     LayerTensors t = stack_.tensors(layer);
@@ -178,7 +262,8 @@ Result<DeviceDescription> describe_device(const DeviceOptions& options) {
   return DeviceDescription{timer->info(), to_string(timer->context().arch())};
 }
 
-Status bench_on_device(const DeviceBenchRequest& r, const std::function<void(const LayerReport&)>& report) {
+Status bench_on_device(const DeviceBenchRequest& r, const std::function<void(const LayerReport&)>& report,
+                       const std::function<void(const AblationReport&)>& ablation) {
   const Result<std::vector<Impl>> impls = parse_impls(r.device.impls);
   if (!impls) return impls.status();
   Result<DeviceTimer> timer = make_timer(r.device);
@@ -215,6 +300,11 @@ Status bench_on_device(const DeviceBenchRequest& r, const std::function<void(con
         done.check = std::move(*check);
       }
       report(done);
+    }
+    if (r.ablate) {
+      const Result<AblationReport> ablated = bench.ablate(timing);
+      if (!ablated) return ablated.status();
+      ablation(*ablated);
     }
   }
   return {};

@@ -39,12 +39,15 @@ struct DeviceBenchRequest {
   std::uint64_t seed = 0;
   BenchOptions bench;
   bool check = false;
+  bool ablate = false;  // with `stack`: the persistent kernel's parts, too
   DeviceOptions device;
 };
 
 /// Calls `report` for every seq_len and every impl in it. So many layers are resident that one product's weights are long
 /// out of the L2 when they are read again (bench.warm: the one layer alone). A site's time is that of a graph which holds
-/// it for every resident layer, a layer's that of a step through all of them, each divided by their number.
-Status bench_on_device(const DeviceBenchRequest& request, const std::function<void(const LayerReport&)>& report);
+/// it for every resident layer, a layer's that of a step through all of them, each divided by their number. With
+/// request.ablate `ablation` is called for every seq_len, after `report`.
+Status bench_on_device(const DeviceBenchRequest& request, const std::function<void(const LayerReport&)>& report,
+                       const std::function<void(const AblationReport&)>& ablation);
 
 }  // namespace cf::apps

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "apps/common.hpp"
@@ -152,7 +153,29 @@ void print_report(std::FILE* out, const RunInfo& run, const LayerReport& r) {
                c.error.worst_got, c.error.worst_reference, c.error.non_finite);
 }
 
-std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports) {
+bool AblationReport::ok() const {
+  return std::all_of(variants.begin(), variants.end(), [](const VariantReport& v) { return v.ok; });
+}
+
+void print_ablation(std::FILE* out, const AblationReport& r) {
+  fmt::print(out, "\n## parts of the persistent kernel, stack of {} layers, seq_len {}, batch {}\n\n",
+             r.resident_layers, r.load.kv_len, r.load.batch);
+  fmt::print(out, "- plan: {}\n", r.variants.front().plan);
+  fmt::print(out, "- streaming read: best {:.2f} GB/s\n\n", r.read_best_bytes_per_s * 1e-9);
+  Table table({"part", "variant", "us a layer", "noise %", "to the plan's", "% of read", "output"});
+  for (const VariantReport& v : r.variants)
+    table.add({v.part, v.name, v.time_us ? fmt::format("{:.2f}", v.time_us->median) : "-",
+               v.time_us ? fmt::format("{:.1f}", v.time_us->noise_percent()) : "-",
+               v.time_us ? fmt::format("{:.3f}", r.ratio(v)) : "-",
+               v.time_us ? fmt::format("{:.1f}", r.percent_of_read(v)) : "-",
+               !v.time_us    ? v.plan
+               : v.same_bits ? "the same bits"
+                             : fmt::format("relative L2 {:.1e}{}", v.rel_l2, v.ok ? "" : ", FAIL")});
+  table.print(out);
+}
+
+std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports,
+                        const std::vector<AblationReport>& ablations) {
   Json j = run_fields(run);
   j["configurations"] = Json::array();
   for (const LayerReport& r : reports) {
@@ -162,6 +185,30 @@ std::string report_json(const RunInfo& run, const std::vector<LayerReport>& repo
     c["total"] = timing_fields(r.timing, r.timing.total);
     if (r.timing.stack) c["stack"] = timing_fields(r.timing, *r.timing.stack);
     j["configurations"].push_back(std::move(c));
+  }
+  for (const AblationReport& r : ablations) {
+    Json a = {{"seq_len", r.load.kv_len},
+              {"batch", r.load.batch},
+              {"resident_layers", r.resident_layers},
+              {"capacity", r.load.cache_capacity()},
+              {"layer_bytes", std::int64_t(r.layer_bytes)},
+              {"read_best_gb_per_s", r.read_best_bytes_per_s * 1e-9},
+              {"variants", Json::array()}};
+    for (const VariantReport& v : r.variants) {
+      Json row = {{"part", v.part}, {"variant", v.name}, {"plan", v.plan}};
+      if (v.time_us)
+        row.update({{"median_us", v.time_us->median},
+                    {"p10_us", v.time_us->p10},
+                    {"p99_us", v.time_us->p99},
+                    {"noise_percent", v.time_us->noise_percent()},
+                    {"ratio", r.ratio(v)},
+                    {"percent_of_read", r.percent_of_read(v)},
+                    {"same_bits", v.same_bits},
+                    {"rel_l2", v.rel_l2},
+                    {"ok", v.ok}});
+      a["variants"].push_back(std::move(row));
+    }
+    j["ablations"].push_back(std::move(a));
   }
   return text(j, 2) + "\n";
 }

@@ -40,14 +40,43 @@ struct LayerReport {
   std::optional<DeviceRun> device;
 };
 
+/// The persistent kernel with one part of its design, or its launches, another way; a layer's time in a stack.
+struct VariantReport {
+  std::string part, name;
+  std::string plan;               // or why there is none
+  std::optional<Spread> time_us;  // none where there is no plan
+  bool same_bits = false;         // of the stack's output as with the plan's own choice
+  double rel_l2 = 0;              // against that
+  bool ok = true;                 // the same bits where they must be
+};
+
+/// All of them beside each other, measured in turn; the first is the plan's own choice.
+struct AblationReport {
+  Workload load;
+  std::int64_t resident_layers = 0;
+  double layer_bytes = 0, read_best_bytes_per_s = 0;
+  std::vector<VariantReport> variants;
+
+  double ratio(const VariantReport& v) const { return v.time_us->median / variants.front().time_us->median; }
+  double percent_of_read(const VariantReport& v) const {
+    return 1e8 * layer_bytes / v.time_us->median / read_best_bytes_per_s;
+  }
+  bool ok() const;
+};
+
 /// The lines above all tables.
 void print_header(std::FILE* out, const RunInfo& run);
 
 /// A configuration's heading, its table and the check's verdict.
 void print_report(std::FILE* out, const RunInfo& run, const LayerReport& report);
 
-/// The run as one object, its configurations as a list of objects in it, their sites and total in those.
-std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports);
+/// A heading and a row a variant.
+void print_ablation(std::FILE* out, const AblationReport& report);
+
+/// The run as one object, its configurations as a list of objects in it, their sites and total in those; with ablations
+/// a list of these, their variants in them.
+std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports,
+                        const std::vector<AblationReport>& ablations = {});
 
 /// A row a site and a total, with the same fields as the JSON, run and configuration repeated in every row.
 std::string report_csv(const RunInfo& run, const std::vector<LayerReport>& reports);

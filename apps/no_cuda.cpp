@@ -29,6 +29,9 @@ Result<DeviceOps> DeviceOps::create(int) { return missing(); }
 #undef CF_OP
 
 Result<DeviceDescription> describe_device(const DeviceOptions&) { return missing(); }
-Status bench_on_device(const DeviceBenchRequest&, const std::function<void(const LayerReport&)>&) { return missing(); }
+Status bench_on_device(const DeviceBenchRequest&, const std::function<void(const LayerReport&)>&,
+                       const std::function<void(const AblationReport&)>&) {
+  return missing();
+}
 
 }  // namespace cf::apps

@@ -7,6 +7,7 @@
 #include "cuda/check.hpp"
 #include "cuda/fused/call.hpp"
 #include "cuda/fused/launch.hpp"
+#include "cuda/stack.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -23,11 +24,22 @@ constexpr std::string_view kName = "decode_stack";
 constexpr Site kAwaited[kDependencies] = {site::query_key_value, site::context, site::dense, site::dense_h_to_4h,
                                           site::dense_4h_to_h};
 
+/// Puts a choice in the place of the plan's own.
+Status choose(std::string_view name, const std::optional<int>& choice, int lowest, int highest, int& own) {
+  if (!choice) return {};
+  if (*choice < lowest || *choice > highest)
+    return bad_argument(kName, std::string(name) + " must be " + std::to_string(lowest) + " to " +
+                                   std::to_string(highest) + ", got " + std::to_string(*choice));
+  own = *choice;
+  return {};
+}
+
 Status refuse(std::string what) { return Status::error(Code::unimplemented, "decode_stack: cuda takes " + what); }
 
 }  // namespace
 
-Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch) {
+Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m, std::int64_t batch,
+                                          const DecodeChoices& choices) {
   if (Status s = m.validate(); !s) return s;
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
     return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
@@ -46,9 +58,22 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const DecodeDims d = decode_dims(m, batch, 1, 1);
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
+  CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
   p.up_eighths = 3;
-  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1,
-                                                    std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4))));
+  CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
+  const int most_splits = std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4));
+  p.attention_splits = int(std::clamp<std::int64_t>(p.grid / (batch * m.num_attention_heads), 1, most_splits));
+  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
+  p.cluster_merge = choices.cluster_merge;
+  if (p.cluster_merge) {
+    if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
+      return bad_argument(kName, "cluster_merge takes 2 to " + std::to_string(arch.max_cluster_blocks) +
+                                     " splits of a head's keys, got " + std::to_string(p.attention_splits));
+    if (!choices.blocks) p.grid -= p.grid % p.attention_splits;
+    if (p.grid == 0 || p.grid % p.attention_splits)
+      return bad_argument(kName, "cluster_merge takes blocks in clusters of " + std::to_string(p.attention_splits) +
+                                     ", got " + std::to_string(p.grid));
+  }
   // As many slices as leave none with more columns than `most`; 0 where there is no such number.
   const auto slices = [](int columns, int most, int least, int limit) {
     int n = least;
@@ -103,14 +128,17 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     return false;
   };
   // What gathers the parts of a head takes room too.
-  while (!found() && p.attention_splits > 1) p.attention_splits /= 2;
+  while (!found() && !choices.attention_splits && p.attention_splits > (p.cluster_merge ? 2 : 1))
+    p.attention_splits /= 2;
   if (p.stages < kMinStages)
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
                   " with " + std::to_string(batch) + " sequences");
+  CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the
   // wait takes. Of 20, 40, 60, 80 and 100 KB an H200 is fastest with 60 for Pythia-2.8B, at kv_len 128 and at 2048.
   p.stages_in_flight = std::clamp((kBytesInFlight + p.stage_bytes - 1) / p.stage_bytes, 1, p.stages - 2);
+  CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.smem_bytes = decode_layout(d, p).bytes;
   return p;
 }
@@ -120,7 +148,9 @@ std::string to_string(const DecodeStackPlan& p) {
   return n(p.grid) + " blocks, rows in " + n(p.hidden_slices) + " and " + n(p.act_slices) + " slices, ring of " +
          n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) + " in flight, " +
          (p.narrow_columns ? "rows one by one" : "rows in tiles of " + n(p.tile_rows)) + ", " + n(p.attention_splits) +
-         " splits of a head's keys, " + n(p.stage_keys) + " keys a stage, " + n(p.smem_bytes) + " B of shared memory";
+         " splits of a head's keys" + (p.cluster_merge ? ", a cluster each" : "") + ", " + n(p.up_eighths) +
+         " eighths of the MLP's first product before attention, " + n(p.stage_keys) + " keys a stage, " +
+         n(p.smem_bytes) + " B of shared memory";
 }
 
 struct DecodeStack::State {
@@ -128,6 +158,16 @@ struct DecodeStack::State {
     void operator()(unsigned* p) const { (void)cudaFreeHost(p); }
   };
   State(const DecodeCall& c, const LayerTensors& t, DType d) : call(c), tensors(t), dtype(d) {}
+
+  DecodeCall call_of(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                     const AnyView<2>& output) const {
+    DecodeCall c = call;
+    c.first = int(first);
+    c.last = int(last);
+    c.input = input.data;
+    c.output = output.data;
+    return c;
+  }
 
   DecodeCall call;
   LayerTensors tensors;  // for their taps
@@ -142,15 +182,23 @@ DecodeStack& DecodeStack::operator=(DecodeStack&&) noexcept = default;
 DecodeStack::~DecodeStack() = default;
 
 Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                                        const Layers& where) {
+                                        const Layers& where, const DecodeChoices& choices) {
   const LayerTensors& t = where.tensors;
   const std::int64_t batch = t.kv_len.shape[0];
   if (t.positions.shape[0] != batch)
     return refuse("one new token a sequence, got " + std::to_string(t.positions.shape[0]) + " for " +
                   std::to_string(batch));
   if (Status s = check_weight_dtype(kName, t.output.dtype, config.dtype); !s) return s;
-  const Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch);
+  Result<DecodeStackPlan> plan = plan_decode_stack(context.arch(), config, batch, choices);
   if (!plan) return plan.status();
+  if (plan->cluster_merge && !choices.blocks) {
+    const Result<int> blocks = resident_cluster_blocks(*plan, config.dtype);
+    if (!blocks) return blocks.status();
+    DecodeChoices resident = choices;
+    resident.blocks = std::min(plan->grid, *blocks);
+    plan = plan_decode_stack(context.arch(), config, batch, resident);
+    if (!plan) return plan.status();
+  }
 
   const LayerWeights& w = where.first;
   for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
@@ -170,6 +218,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .parallel_residual = config.use_parallel_residual,
           .gelu_tanh = config.hidden_act == Activation::gelu_tanh,
           .phases = config.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+          .continues = false,
           .first_layer = {.gamma = {bytes(w.input_layernorm.gamma.data), bytes(w.post_attention_layernorm.gamma.data)},
                           .beta = {bytes(w.input_layernorm.beta.data), bytes(w.post_attention_layernorm.beta.data)},
                           .weight = {weight(w.query_key_value), weight(w.dense_h_to_4h), weight(w.dense),
@@ -235,6 +284,12 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
   return DecodeStack(std::move(state));
 }
 
+Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& stack, const DecodeChoices& choices) {
+  const auto place = [&](std::int64_t l) { return static_cast<const std::byte*>(stack.tensors(l).k_cache.data); };
+  return create(context, stack.config(), stack.layers(),
+                {stack.weights(0), stack.tensors(0), stack.layers() > 1 ? place(1) - place(0) : 0}, choices);
+}
+
 Status DecodeStack::set_probe(const Probe& probe) {
   DecodeCall& c = state_->call;
   int withheld = 0;
@@ -258,23 +313,35 @@ Status DecodeStack::set_probe(const Probe& probe) {
 
 const DecodeStackPlan& DecodeStack::plan() const { return state_->call.plan; }
 
+/// What an earlier launch has left: ok, or what it was given up for.
+Status DecodeStack::take_report() {
+  volatile unsigned* const report = state_->report.get();
+  const unsigned missed = *report;
+  if (missed == 0) return {};
+  *report = 0;
+  return Status::error(Code::device_error,
+                       std::string(kName) + ": layer " + std::to_string((missed - 1) / kDependencies) + ": " +
+                           std::string(kAwaited[(missed - 1) % kDependencies].name) + " was not complete within " +
+                           std::to_string(state_->call.wait_limit_ns / 1'000'000) + " ms, expected all " +
+                           std::to_string(plan().grid) + " blocks to run at once");
+}
+
 Status DecodeStack::enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                             const AnyView<2>& output) {
-  volatile unsigned* const report = state_->report.get();
-  if (const unsigned missed = *report) {
-    *report = 0;
-    return Status::error(Code::device_error,
-                         std::string(kName) + ": layer " + std::to_string((missed - 1) / kDependencies) + ": " +
-                             std::string(kAwaited[(missed - 1) % kDependencies].name) + " was not complete within " +
-                             std::to_string(state_->call.wait_limit_ns / 1'000'000) + " ms, expected all " +
-                             std::to_string(plan().grid) + " blocks to run at once");
+  CF_TRY(take_report());
+  return launch_decode_stack(state_->call_of(first, last, input, output), state_->dtype, true, stream);
+}
+
+Status DecodeStack::enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input,
+                                  const AnyView<2>& output) {
+  CF_TRY(take_report());
+  DecodeCall call = state_->call_of(layer, layer + 1, input, output);
+  for (const bool second : {false, true}) {
+    call.phases = (call.parallel_residual ? kParallelHalves : kSequentialHalves)[second];
+    call.continues = second;
+    CF_TRY(launch_decode_stack(call, state_->dtype, false, stream));
   }
-  DecodeCall call = state_->call;
-  call.first = int(first);
-  call.last = int(last);
-  call.input = input.data;
-  call.output = output.data;
-  return launch_decode_stack(call, state_->dtype, stream);
+  return {};
 }
 
 }  // namespace cf::cuda

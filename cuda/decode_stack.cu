@@ -1,3 +1,4 @@
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "cuda/fused/attention.cuh"
@@ -8,8 +9,6 @@
 
 namespace cf::cuda {
 namespace {
-
-__device__ Phase phase_at(const DecodeCall& c, int step) { return Phase(c.phases >> (4 * step) & 0xf); }
 
 /// What a row's sum becomes part of, the bias as it lies in memory.
 struct Addends {
@@ -30,8 +29,8 @@ class Products {
   __device__ bool run(int layer) {
     l = layer;
 #pragma unroll 1
-    for (int step = 0; step < kPhases; ++step) {
-      const Phase phase = phase_at(c, step);
+    for (int step = 0; step < c.phases.count; ++step) {
+      const Phase phase = c.phases.at(step);
       make_anew(l);
       block.maybe_dawdle(l * kPhases + step);
       if (phase == Phase::attention ? !attend() : !prepare(phase) || !project(phase)) return false;
@@ -42,6 +41,8 @@ class Products {
  private:
   /// Makes or awaits what the product's tokens are, but for mlp.act, which comes in pieces.
   __device__ bool prepare(Phase phase) {
+    // Where neither is cut, a row of dense and the same row of down may be two warps'.
+    if (phase == c.phases.last() && c.plan.act_slices == 1) block.sync();
     switch (phase) {
       case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
       case Phase::up_first: return c.parallel_residual || norms(1, 2);
@@ -166,7 +167,8 @@ class Products {
     return true;
   }
 
-  /// dense adds to the layer's input, down to what dense has made of the block's own row.
+  /// dense adds to the layer's input, in a sequential residual down to what that has made, as the block itself has stored
+  /// it.
   __device__ Addends begin(Phase phase, const Product& product, int token, int mine) const {
     const int row = product.row(mine);
     const char* const bias = c.first_layer.bias[int(Product::weight_of(phase))];
@@ -175,6 +177,7 @@ class Products {
     if (bias) a.bias = reinterpret_cast<const std::uint16_t*>(bias + l * c.layer_stride)[row];
     if (phase == Phase::dense)
       a.residual = from_input() ? to_float(static_cast<const T*>(c.input)[at]) : __ldcg(&c.hidden[l % 2][at].value);
+    if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(&c.attn_residual[at].value);
     return a;
   }
   __device__ void finish(Phase phase, int token, int mine, int row, float v) const {
@@ -188,12 +191,19 @@ class Products {
     switch (phase) {
       case Phase::qkv: pass_on(Dependency::qkv, c.qkv, c.taps.qkv, 3 * c.dims.hidden, v); break;
       case Phase::dense:
-        *residual = v;
-        if (!c.parallel_residual) store_tagged(c.attn_residual + at, v, block.tag(l, Dependency::attn_residual));
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
-        break;
+        if (!c.parallel_residual) {
+          store_tagged(c.attn_residual + at, v, block.tag(l, Dependency::attn_residual));
+          break;
+        }
+        [[fallthrough]];
       case Phase::down:
-        v += *residual;
+        // A parallel residual's output is the sum of both, in either order.
+        if (phase != c.phases.last()) {
+          *residual = v;
+          break;
+        }
+        if (c.parallel_residual) v += *residual;
         store_tagged(c.hidden[(l + 1) % 2] + at, v, block.tag(l, Dependency::hidden));
         if (l + 1 == c.last) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
@@ -255,20 +265,36 @@ class Helpers {
  public:
   __device__ explicit Helpers(const DecodeCall& call) : block(Block::helpers(call)), c(call) {}
 
-  /// One layer; false when a wait took too long.
+  /// One layer, in the order of the launch's phases; false when a wait took too long.
   __device__ bool run(int layer) {
     l = layer;
     block.maybe_dawdle(-1 - l);
+    bool up = false;  // whose input lies where mlp.act is to be
 #pragma unroll 1
-    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
-      if (!merge(AttentionPart(c, item))) return false;
-    if (!block.hear(Signal::qkv_done)) return false;
+    for (int step = 0; step < c.phases.count; ++step) {
+      bool go = true;
+      switch (c.phases.at(step)) {
+        case Phase::qkv: go = block.hear(Signal::qkv_done); break;
+        case Phase::attention: go = merge(); break;
+        case Phase::up_rest: up = true; break;  // over when down is near: the context comes before
+        case Phase::dense: go = fetch_context(); break;
+        case Phase::down: go = (!up || block.hear(Signal::up_done)) && fetch_act(); break;
+        default: break;
+      }
+      if (!go) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ bool fetch_context() {
     if (!fetch_tokens<Wide>(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
                             block.at<char>(c.layout.attn_x), c.layout.hidden_row))
       return false;
     block.tell(Signal::context_here);
-
-    if (!block.hear(Signal::up_done)) return false;
+    return true;
+  }
+  __device__ bool fetch_act() {
     const int columns = act_columns_at_once(c.dims, c.plan);
 #pragma unroll 1
     for (int from = 0; from < c.dims.intermediate; from += columns) {
@@ -281,14 +307,25 @@ class Helpers {
     }
     return true;
   }
-
- private:
+  __device__ bool merge() {
+#pragma unroll 1
+    for (int item = int(blockIdx.x); item < AttentionPart::count(c); item += c.plan.grid)
+      if (!merge(AttentionPart(c, item), item)) return false;
+    return true;
+  }
+  /// Where a head's parts come together: in device memory, or in the first one's block's shared memory, whose blocks are a
+  /// cluster, in the order of the parts.
+  __device__ Tagged* parts_of(const AttentionPart& part, int item, int floats) const {
+    if (!c.plan.cluster_merge) return c.parts + part.whole_head(c) * floats;
+    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * floats;
+    return part.split == 0 ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, 0);
+  }
   /// Merges the warps' shares of a part; the first part's block gathers the others' and makes the head's context.
-  __device__ bool merge(const AttentionPart& part) {
+  __device__ bool merge(const AttentionPart& part, int item) {
     const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = floats_a_part(head_dim);
     const long head = part.whole_head(c);
     const unsigned tag = block.tag(l, Dependency::context);
-    Tagged* const parts = c.parts + head * splits * floats;
+    Tagged* const parts = parts_of(part, item, splits * floats);
     float* const gathered = block.at<float>(c.layout.gathered);
     const auto finish = [&](int d, float sum, const SoftmaxState& whole) {
       const T element = from_float<T>(sum / whole.sum);
@@ -300,7 +337,7 @@ class Helpers {
         if (part.split == 0)
           gathered[i] = v;
         else
-          store_tagged(parts + part.split * floats + i, v, tag);
+          store_tagged_anywhere(parts + part.split * floats + i, v, tag);
       };
       put(2 + d, sum);
       if (d == 0) put(0, whole.max), put(1, whole.sum);
@@ -324,7 +361,7 @@ class Helpers {
       Tagged two[at_once][2] = {};
       const auto at = [&](int u) { return begin + 2 * u * block.threads; };
       const auto load = [&](int u) {
-        if (at(u) < splits * floats) load_tagged(parts + at(u), two[u]);
+        if (at(u) < splits * floats) load_tagged_anywhere(parts + at(u), two[u]);
       };
       const auto here = [&](int u) {
         return at(u) >= splits * floats || (two[u][0].tag == block.tag(l) && two[u][1].tag == block.tag(l));
@@ -368,7 +405,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
     publish_barriers();
     block.stopped() = 0;
     block.abandoned() = 0;
-    block.first_tag() = c.flags->launches * unsigned(c.layers + 1) + 1;
+    block.first_tag() = (c.flags->launches - c.continues) * unsigned(c.layers + 1) + 1;
   }
   for (int i = int(threadIdx.x); i < c.dims.batch * 2 * half; i += kDecodeThreads) {
     const int sequence = i / (2 * half), at = i % (2 * half), position = c.positions[sequence];
@@ -377,7 +414,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
         position >= 0 && position < c.dims.table_rows ? table[long(position) * half + at % half] : NAN;
   }
   if (int(threadIdx.x) < c.dims.batch) block.at<int>(c.layout.lengths)[threadIdx.x] = c.kv_len[threadIdx.x];
+  for (int i = int(threadIdx.x); i < c.layout.inbox_bytes / 4; i += kDecodeThreads)
+    block.at<unsigned>(c.layout.inbox)[i] = 0;  // no tag
   __syncthreads();
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();  // before another block sends
 
   if (threadIdx.x < kProductThreads) {
     Products<T, Columns> products(c);
@@ -394,14 +434,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
 #pragma unroll 1
     for (int layer = c.first; layer < c.last; ++layer)
 #pragma unroll 1
-      for (int step = 0; go && step < kPhases; ++step) {
-        const Phase phase = phase_at(c, step);
+      for (int step = 0; go && step < c.phases.count; ++step) {
+        const Phase phase = c.phases.at(step);
         go = phase == Phase::attention ? stream_keys(writer, c, layer)
                                        : stream_product<Columns == 0>(writer, Product(c, phase, layer));
       }
     writer.drain();
   }
   __syncthreads();
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();  // what is sent arrives while there is a block
   if (threadIdx.x == 0) leave(c);
 }
 
@@ -415,23 +456,41 @@ auto kernel_for(const DecodeStackPlan& plan) {
   }
 }
 
+/// Calls f(config, kernel) for a launch of the plan's kernel.
+template <class F>
+Status with_launch(const DecodeStackPlan& plan, DType dtype, bool cooperative, CUstream_st* stream, F f) {
+  const auto kernel = dtype == DType::f16 ? kernel_for<f16>(plan) : kernel_for<bf16>(plan);
+  CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
+                   "decode_stack"));
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = cooperative;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(plan.attention_splits), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(plan.grid);
+  config.blockDim = kDecodeThreads;
+  config.dynamicSmemBytes = std::size_t(plan.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = plan.cluster_merge ? 2 : 1;
+  return from_cuda(f(config, kernel), "decode_stack");
+}
+
 }  // namespace
 
-Status launch_decode_stack(const DecodeCall& call, DType dtype, CUstream_st* stream) {
-  const auto kernel = dtype == DType::f16 ? kernel_for<f16>(call.plan) : kernel_for<bf16>(call.plan);
-  CF_TRY(from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, call.plan.smem_bytes),
-                   "decode_stack"));
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(call.plan.grid);
-  config.blockDim = kDecodeThreads;
-  config.dynamicSmemBytes = std::size_t(call.plan.smem_bytes);
-  config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  return from_cuda(cudaLaunchKernelEx(&config, kernel, call), "decode_stack");
+Status launch_decode_stack(const DecodeCall& call, DType dtype, bool cooperative, CUstream_st* stream) {
+  return with_launch(call.plan, dtype, cooperative, stream,
+                     [&](const auto& config, auto kernel) { return cudaLaunchKernelEx(&config, kernel, call); });
+}
+
+Result<int> resident_cluster_blocks(const DecodeStackPlan& plan, DType dtype) {
+  int clusters = 0;
+  const Status s = with_launch(plan, dtype, false, nullptr, [&](const auto& config, auto kernel) {
+    return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  });
+  if (!s) return s;
+  return clusters * plan.attention_splits;
 }
 
 }  // namespace cf::cuda

@@ -56,6 +56,7 @@ std::string_view to_string(Impl impl) {
   switch (impl) {
     case Impl::unfused: return "unfused";
     case Impl::graph: return "graph";
+    case Impl::split: return "split";
     case Impl::fused: return "fused";
     case Impl::stack: return "stack";
   }
@@ -63,7 +64,7 @@ std::string_view to_string(Impl impl) {
 }
 
 std::optional<Impl> impl_from_string(std::string_view name) {
-  for (Impl impl : {Impl::unfused, Impl::graph, Impl::fused, Impl::stack})
+  for (Impl impl : kImpls)
     if (to_string(impl) == name) return impl;
   return std::nullopt;
 }
@@ -96,8 +97,8 @@ struct Stack::State {
   template <class F>
   Status for_each_layer(std::int64_t first, std::int64_t last, F&& f) const;
   Result<CUgraphExec_st*> graph(std::int64_t first, std::int64_t last);
-  /// The persistent kernel, `layers_a_launch` at a time.
-  Status enqueue_fused(std::int64_t first, std::int64_t last, std::int64_t layers_a_launch);
+  /// The persistent kernel, in as many launches as the implementation has.
+  Status enqueue_fused(Impl impl, std::int64_t first, std::int64_t last);
 
   Context context;
   ModelConfig config;
@@ -275,12 +276,15 @@ Result<CUgraphExec_st*> Stack::State::graph(std::int64_t first, std::int64_t las
   return exec.get();
 }
 
-Status Stack::State::enqueue_fused(std::int64_t first, std::int64_t last, std::int64_t layers_a_launch) {
+Status Stack::State::enqueue_fused(Impl impl, std::int64_t first, std::int64_t last) {
   if (!fused) return fused.status();
-  for (std::int64_t layer = first; layer < last; layer += layers_a_launch) {
-    const std::int64_t end = std::min(layer + layers_a_launch, last);
+  const std::int64_t layers_at_once = impl == Impl::stack ? last - first : 1;
+  for (std::int64_t layer = first; layer < last; layer += layers_at_once) {
+    const std::int64_t end = layer + layers_at_once;
     const ConstAnyView<2> input = layer == first ? tensors(layer).hidden : ConstAnyView<2>();
-    CF_TRY(fused->enqueue(context.stream(), layer, end, input, tensors(end - 1).output));
+    const AnyView<2> output = tensors(end - 1).output;
+    CF_TRY(impl == Impl::split ? fused->enqueue_split(context.stream(), layer, input, output)
+                               : fused->enqueue(context.stream(), layer, end, input, output));
   }
   return {};
 }
@@ -407,8 +411,7 @@ Status Stack::step(Impl impl, std::int64_t first, std::int64_t last) {
   for (std::int64_t layer = first; layer < last; ++layer)
     if (!s.layers[std::size_t(layer)].loaded)
       return s.refuse("layer " + std::to_string(layer) + " has no weights, expected load_layer() first");
-  if (impl == Impl::fused) return s.enqueue_fused(first, last, 1);
-  if (impl == Impl::stack) return s.enqueue_fused(first, last, last - first);
+  if (impl == Impl::split || impl == Impl::fused || impl == Impl::stack) return s.enqueue_fused(impl, first, last);
   if (impl == Impl::unfused)
     return s.for_each_layer(first, last, [&](const LayerWeights& weights, const LayerTensors& tensors) {
       return enqueue_layer(s.config, weights, tensors, s.context);

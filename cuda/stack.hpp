@@ -13,15 +13,19 @@
 
 namespace cf::cuda {
 
-/// How a step is put onto the stream. unfused and graph give the same bits; so do fused and stack, which keep the residual
-/// stream in float32 from layer to layer and of the sites' outputs write a launch's last layer's output and no other.
+/// How a step is put onto the stream. unfused and graph give the same bits; so do split, fused and stack, which keep the
+/// residual stream in float32 from layer to layer and of the sites' outputs write a launch's last layer's output and no
+/// other.
 ///   unfused  every kernel launched by the host, one after the other, its arguments checked each time
 ///   graph    a CUDA graph, captured when a range of layers is first stepped and replayed from then on, in which an op
 ///            waits for those alone whose data it needs: with a parallel residual the attention and the MLP's first
 ///            product run side by side. Of few tokens ln_qkv makes q, k and v, and attn_in and qkv stay as they are
+///   split    the persistent kernel twice a layer, regular launches without a wait for the whole grid: what needs the
+///            layer's input alone, then the rest; with a sequential residual attention, then the MLP
 ///   fused    one persistent kernel a layer
 ///   stack    one persistent kernel for all layers
-enum class Impl { unfused, graph, fused, stack };
+enum class Impl { unfused, graph, split, fused, stack };
+inline constexpr Impl kImpls[] = {Impl::unfused, Impl::graph, Impl::split, Impl::fused, Impl::stack};
 
 std::string_view to_string(Impl);
 /// The inverse of to_string; empty for a name that is none of ours.
@@ -69,7 +73,7 @@ class Stack {
   Status advance();
 
   /// Runs all layers, or layers [first, last). Refuses a range that is empty or beyond the stack and layers that
-  /// load_layer() has not filled. fused and stack take one new token a sequence, up to 8 sequences, and dense 16-bit
+  /// load_layer() has not filled. split, fused and stack take one new token a sequence, up to 8 sequences, and dense 16-bit
   /// weights of the activations' dtype (Code::unimplemented otherwise); Code::device_error, at the next such step, when
   /// the device could not run all blocks of a kernel at once.
   Status step(Impl impl);

@@ -506,9 +506,9 @@ TEST_CASE("a full disk is one line and exit code 2") {
 
 TEST_CASE("help and version are no errors") {
   const ProgramRun help = cf_layer_ok("--help"), version = cf_layer_ok("--version");
-  for (const char* option : {"--model", "--preset", "--seed", "--layer", "--seq-len", "--batch", "--backend", "--impl",
-                             "--stack", "--arch-plan", "--dtype", "--runs", "--warmup", "--threads", "--warm",
-                             "--check", "--json", "--csv", "--dump"}) {
+  for (const char* option : {"--model",   "--preset", "--seed",   "--layer",     "--seq-len", "--batch", "--backend",
+                             "--impl",    "--stack",  "--ablate", "--arch-plan", "--dtype",   "--runs",  "--warmup",
+                             "--threads", "--warm",   "--check",  "--json",      "--csv",     "--dump"}) {
     CAPTURE(option);
     CHECK(help.out.find(option) != help.out.npos);
   }

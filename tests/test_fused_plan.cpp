@@ -1,11 +1,13 @@
 // The plans of the persistent kernel: pure functions, held for an H200 and an RTX 5090 on any machine.
 #include <algorithm>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "catch.hpp"
 #include "cuda/decode_stack.hpp"
+#include "cuda/decode_variants.hpp"
 #include "cuda/fused/call.hpp"
 #include "refusal.hpp"
 #include "setups.hpp"
@@ -20,7 +22,8 @@ namespace {
 /// What must hold of a plan that is no refusal; the first fault, or nothing.
 std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const DecodeStackPlan& p) {
   const DecodeLayout l = decode_layout(decode_dims(m, batch, 2048, 2048), p);
-  if (p.grid != arch.sm_count) return "grid";
+  if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
+  if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
@@ -40,11 +43,9 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
     return "narrow";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
     return "keys of a stage";
-  if (p.attention_splits < 1 || batch * m.num_attention_heads * p.attention_splits >
-                                    std::max<std::int64_t>(p.grid, batch * m.num_attention_heads))
-    return "splits";
-  for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.gathered, l.moments,
-                    l.attn_x, l.mlp_x, l.residual, l.sums, l.ring})
+  if (p.attention_splits < 1) return "splits";
+  for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.gathered, l.inbox,
+                    l.moments, l.attn_x, l.mlp_x, l.residual, l.sums, l.ring})
     if (begin % 128) return "alignment";
   return "";
 }
@@ -65,7 +66,55 @@ TEST_CASE("decode_stack: presets have plans for an H200 and for an RTX 5090") {
         REQUIRE(plan);
         CAPTURE(to_string(*plan));
         CHECK(fault(arch, m, batch, *plan) == "");
+        CHECK(plan->grid == arch.sm_count);
+        CHECK(batch * m.num_attention_heads * plan->attention_splits <=
+              std::max<std::int64_t>(plan->grid, batch * m.num_attention_heads));
       }
+}
+
+TEST_CASE("decode_stack: every variant of a preset's plan is a plan, and another one") {
+  for (const ModelConfig& m : pythia_presets())
+    for (const Arch& arch : {kH200, kRtx5090}) {
+      const auto own = plan_decode_stack(arch, m, 1);
+      REQUIRE(own);
+      const std::vector<DecodeVariant> variants = decode_variants(arch, *own);
+      std::set<std::string> plans;
+      for (const DecodeVariant& v : variants) {
+        CAPTURE(m.name, arch.sm_count, v.part, v.name);
+        const auto plan = plan_decode_stack(arch, m, 1, v.choices);
+        INFO(plan.status().message());
+        REQUIRE(plan);
+        CHECK(fault(arch, m, 1, *plan) == "");
+        CHECK(plans.insert(to_string(*plan)).second);
+        CHECK(v.same_bits == (plan->attention_splits == own->attention_splits));
+        CHECK(plan->narrow_columns == own->narrow_columns);
+      }
+      CHECK(plans.contains(to_string(*own)));
+    }
+}
+
+TEST_CASE("decode_stack: choices that cannot be are refused by name") {
+  const auto m = find_preset("pythia-2.8b");
+  REQUIRE(m);
+  const auto own = plan_decode_stack(kH200, *m, 1);
+  REQUIRE(own);
+  const auto refused = [&](const DecodeChoices& choices, std::initializer_list<std::string_view> parts) {
+    return refusal_fault(plan_decode_stack(kH200, *m, 1, choices).status(), Code::invalid_argument, parts);
+  };
+  const std::string most = std::to_string(own->stages);
+  CHECK(refused({.blocks = 133}, {"blocks must be 1 to 132, got 133"}) == "");
+  CHECK(refused({.blocks = 0}, {"blocks must be 1 to 132, got 0"}) == "");
+  CHECK(refused({.stages = 2}, {"stages must be 3 to " + most + ", got 2"}) == "");
+  CHECK(refused({.stages = own->stages + 1}, {"stages must be 3 to " + most}) == "");
+  CHECK(refused({.stages = 5, .stages_in_flight = 4}, {"stages_in_flight must be 1 to 3, got 4"}) == "");
+  CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
+  CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
+  CHECK(refused({.attention_splits = 1, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 1"}) == "");
+  CHECK(refused({.attention_splits = 9, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 9"}) == "");
+  CHECK(refused({.blocks = 130, .cluster_merge = true}, {"in clusters of 4, got 130"}) == "");
+  const auto clusters = plan_decode_stack(kH200, *m, 1, {.attention_splits = 8, .cluster_merge = true});
+  REQUIRE(clusters);
+  CHECK(clusters->grid == 128);
 }
 
 TEST_CASE("decode_stack: odd models have plans") {

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -176,6 +177,32 @@ TEST_CASE("cf-layer on the GPU: the whole stack, cold, is no faster than memory"
   CHECK(c["stack"]["percent_of_read"] < 105);
 }
 
+TEST_CASE("cf-layer on the GPU: the persistent kernel's parts another way", "[gpu][cf-layer]") {
+  const Json j =
+      cf_layer_json("--preset pythia-160m --stack --impl split,stack --ablate --seq-len 40 --check --runs 5");
+  REQUIRE(j["configurations"].size() == 2);
+  REQUIRE(j["ablations"].size() == 1);
+  const Json& a = j["ablations"][0];
+  CAPTURE(a.dump());
+  CHECK(a["seq_len"] == 40);
+  CHECK(a["resident_layers"] == 12);
+  CHECK(a["variants"][0]["variant"] == "the plan's own choice");
+  CHECK(a["variants"][0]["ratio"] == 1);
+  std::set<std::string> parts;
+  for (const Json& v : a["variants"]) {
+    parts.insert(v["part"].get<std::string>());
+    CHECK(v["plan"].get<std::string>().find(" blocks, ") != std::string::npos);
+    CHECK(v["median_us"] > 0);
+    CHECK(v["ratio"] > 0);
+    CHECK(v["ok"] == true);
+  }
+  for (const char* part :
+       {"bytes in flight", "ring", "dependencies", "attention splits", "attention merge", "launches"}) {
+    CAPTURE(part);
+    CHECK(parts.contains(part));
+  }
+}
+
 TEST_CASE("cf-layer on the GPU: other dtypes and another GPU's plans", "[gpu][cf-layer]") {
   const std::string tiny = "--preset pythia-14m --layer 1 --seq-len 33 --check --runs 3 ";
   CHECK(cf_layer_json(tiny + "--dtype bf16")["activation_dtype"] == "bfloat16");
@@ -193,7 +220,8 @@ TEST_CASE("cf-layer on the GPU: refusals", "[gpu][cf-layer][bad]") {
   check_refusal(preset, "--layer is required, or --stack for all layers");
   check_refusal(preset + "--layer 0 --stack", "--layer: excludes --stack");
   check_refusal(preset + "--layer 0 --impl graph,fast",
-                "--impl 'graph,fast': expected a list of unfused, graph, fused and stack, got 'fast'");
+                "--impl 'graph,fast': expected a list of unfused, graph, split, fused and stack, got 'fast'");
   check_refusal(preset + "--layer 0 --arch-plan sm_80", "--arch-plan sm_80: expected sm_90 or sm_120");
+  check_refusal(preset + "--layer 0 --ablate", "--ablate: expected with --stack");
   check_refusal(preset + "--layer 0 --dump x.h5", "--dump: expected with --backend cpu");
 }

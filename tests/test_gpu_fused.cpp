@@ -4,11 +4,13 @@
 
 #include <cstring>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cuda/decode_stack.hpp"
+#include "cuda/decode_variants.hpp"
 #include "device_stack.hpp"
 #include "occupy.hpp"
 #include "refusal.hpp"
@@ -83,15 +85,18 @@ std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len) {
 }
 
 /// The kernel on a stack's memory, with what only tests may ask of it.
-DecodeStack kernel_of(const cuda::Context& c, const Stack& s) {
-  const auto place = [&](std::int64_t l) { return static_cast<const std::byte*>(s.tensors(l).k_cache.data); };
-  Result<DecodeStack> d = DecodeStack::create(c, s.config(), s.layers(),
-                                              {s.weights(0), s.tensors(0), s.layers() > 1 ? place(1) - place(0) : 0});
+DecodeStack kernel_of(const cuda::Context& c, const Stack& s, const cuda::DecodeChoices& choices = {}) {
+  Result<DecodeStack> d = DecodeStack::create(c, s, choices);
   require_ok(d.status());
   return std::move(*d);
 }
 Status run(DecodeStack& d, const cuda::Context& c, const Stack& s) {
   return d.enqueue(c.stream(), 0, s.layers(), s.tensors(0).hidden, s.tensors(s.layers() - 1).output);
+}
+Status run_split(DecodeStack& d, const cuda::Context& c, const Stack& s) {
+  for (std::int64_t l = 0; l < s.layers(); ++l)
+    CF_TRY(d.enqueue_split(c.stream(), l, l == 0 ? s.tensors(0).hidden : ConstAnyView<2>(), s.tensors(l).output));
+  return {};
 }
 
 ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
@@ -204,20 +209,147 @@ TEST_CASE("fused: agrees with unfused whichever way it takes products", "[gpu][f
         }
 }
 
-TEST_CASE("fused: a launch a layer and one launch give the same bits", "[gpu][fused]") {
-  const DType dtype = GENERATE(DType::f16, DType::bf16);
-  const std::int64_t batch = GENERATE(1, 2, 4, 8);
+namespace {
+
+/// All layers in one launch, one launch a layer and two: the same output and caches.
+void check_launches(const ModelConfig& m, std::int64_t batch) {
   const Workload load{.batch = batch, .capacity = 40};
-  const Model model(small_model(dtype), load);
+  const Model model(m, load);
   cuda::Context c = context();
   Stack stack = model.stack(c);
   for (int kv_len : {1, 33, 40}) {
-    model.reset(stack);
+    CAPTURE(m.name, to_string(m.dtype), m.use_parallel_residual, batch, kv_len);
     require_ok(stack.set_kv_len(lengths(load, kv_len)));
+    model.reset(stack);
     require_ok(stack.step(Impl::stack));
     const auto expected = results(stack);
+    for (Impl impl : {Impl::fused, Impl::split}) {
+      CAPTURE(to_string(impl));
+      model.reset(stack);
+      require_ok(stack.step(impl));
+      CHECK(same_bits(results(stack), expected));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fused: one launch, one a layer and two a layer give the same bits", "[gpu][fused][launches][small]") {
+  const bool parallel = GENERATE(true, false);
+  for (DType dtype : {DType::f16, DType::bf16}) {
+    ModelConfig m = small_model(dtype);
+    m.use_parallel_residual = parallel;
+    for (std::int64_t batch : {1, 2, 4, 8}) check_launches(m, batch);
+  }
+}
+
+TEST_CASE("fused: so they do whichever rows are cut", "[gpu][fused][launches]") {
+  const bool parallel = GENERATE(true, false);
+  // None, only those of down, all; and where activations lie in shared memory.
+  for (ModelConfig m : {model_of(16, 64, 16, 1024), model_of(32, 80, 20, 10240), model_of(32, 128, 32, 4096),
+                        model_of(4, 64, 16, 4096)}) {
+    m.num_hidden_layers = 2;
+    m.use_parallel_residual = parallel;
+    check_launches(m, 1);
+  }
+}
+
+TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdle", "[gpu][fused][launches]") {
+  const bool parallel = GENERATE(true, false);
+  ModelConfig m = model_of(32, 80, 20, 2560);
+  m.num_hidden_layers = 3;
+  m.use_parallel_residual = parallel;
+  const Workload load{.batch = 1, .capacity = 130};
+  const Model model(m, load);
+  cuda::Context c = context();
+  Stack stack = model.stack(c);
+  require_ok(stack.set_kv_len(lengths(load, 129)));
+  DecodeStack kernel = kernel_of(c, stack);
+  require_ok(run(kernel, c, stack));
+  const auto expected = results(stack);
+  for (unsigned i = 1; i <= 100; ++i) {
+    require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+    require_cuda(cudaMemset(stack.tensors(2).output.data, 0xff, std::size_t(stack.tensors(2).output.bytes())));
+    require_ok(run_split(kernel, c, stack));
+    if (i % 10 == 0) REQUIRE(same_bits(fetch<2>(stack.tensors(2).output), expected[0]));
+  }
+  CHECK(same_bits(results(stack), expected));
+}
+
+namespace {
+
+/// Every variant of the plan that the device makes: the plan's own bits, or within twice a layer's budget of its output.
+void check_variants(const ModelConfig& m, std::int64_t batch) {
+  const Workload load{.batch = batch, .capacity = 300};
+  const Model model(m, load);
+  cuda::Context c = context();
+  Stack stack = model.stack(c);
+  require_ok(stack.set_kv_len(lengths(load, 300)));
+  DecodeStack own = kernel_of(c, stack);
+  require_ok(run(own, c, stack));
+  const auto expected = results(stack);
+  const Budget one =
+      Layer::budget(Layer::example(m, {.batch = batch, .kv_len = load.capacity}).first, {DType::f32, m.dtype});
+  for (const cuda::DecodeVariant& v : cuda::decode_variants(c.arch(), own.plan())) {
     model.reset(stack);
-    require_ok(stack.step(Impl::fused));
+    DecodeStack kernel = kernel_of(c, stack, v.choices);
+    CAPTURE(m.name, batch, v.part, v.name, to_string(kernel.plan()));
+    require_ok(run(kernel, c, stack));
+    if (v.same_bits) {
+      CHECK(same_bits(results(stack), expected));
+      model.reset(stack);
+      require_ok(run_split(kernel, c, stack));
+      CHECK(same_bits(results(stack), expected));
+    } else {
+      const auto error = compare(results(stack)[0], expected[0]);
+      REQUIRE(error);
+      CAPTURE(error->rel_l2, one.rel_l2, error->rel_max, one.rel_max);
+      CHECK(error->within({2 * one.rel_l2, 2 * one.rel_max}));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("fused: plans that choose otherwise compute the same", "[gpu][fused][variants]") {
+  for (bool parallel : {true, false})
+    for (ModelConfig m : {model_of(32, 80, 20, 10240), small_model(DType::bf16, 1)}) {
+      m.use_parallel_residual = parallel;
+      check_variants(m, 1);
+    }
+  check_variants(small_model(DType::f16, 1), 3);
+}
+
+TEST_CASE("fused: a head's parts meet in a cluster's shared memory, many layers and runs long",
+          "[gpu][fused][variants]") {
+  // One part a block, and several.
+  for (const auto& [heads, batch, splits] :
+       {std::tuple<std::int64_t, std::int64_t, int>{8, 1, 8}, {32, 1, 4}, {32, 2, 4}, {5, 4, 2}}) {
+    ModelConfig m = model_of(heads, 64, 16, 512);
+    m.num_hidden_layers = 4;
+    const Workload load{.batch = batch, .capacity = 130};
+    const Model model(m, load);
+    cuda::Context c = context();
+    Stack stack = model.stack(c);
+    require_ok(stack.set_kv_len(lengths(load, 129)));
+    DecodeStack own = kernel_of(c, stack, {.attention_splits = splits});
+    DecodeStack kernel = kernel_of(c, stack, {.attention_splits = splits, .cluster_merge = true});
+    CAPTURE(heads, batch, splits, to_string(kernel.plan()));
+    CHECK(kernel.plan().grid % splits == 0);
+    require_ok(run(own, c, stack));
+    const auto expected = results(stack);
+    for (unsigned i = 1; i <= 100; ++i) {
+      require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+      require_ok(run(kernel, c, stack));
+      if (i % 10 == 0) REQUIRE(same_bits(results(stack), expected));
+    }
+    // Blocks that have given up leave together, and the next launch is sound.
+    require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = "attention.context", .wait_limit_ms = 20}));
+    require_ok(run(kernel, c, stack));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.set_probe({}));
+    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: attention.context"}) == "");
+    require_ok(run(kernel, c, stack));
     CHECK(same_bits(results(stack), expected));
   }
 }
@@ -300,6 +432,18 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
     require_cuda(cudaDeviceSynchronize());
     CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 0: attention.dense"}) == "");
   }
+  // Of two launches a layer the second lacks what the first has not made; what was missing first is named.
+  for (const char* site : {"attention.query_key_value", "attention.context", "mlp.dense_h_to_4h", "attention.dense"}) {
+    if (parallel && site == std::string("attention.dense")) continue;  // nobody waits for it
+    CAPTURE(site);
+    require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = site, .wait_limit_ms = 20}));
+    require_ok(run_split(kernel, c, stack));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.set_probe({}));
+    CHECK(refusal_fault(run_split(kernel, c, stack), Code::device_error, {"layer 1: ", site, "all 132 blocks"}) == "");
+    require_ok(run_split(kernel, c, stack));
+    CHECK(same_bits(results(stack), expected));
+  }
   CHECK(refusal_fault(kernel.set_probe({.withheld_layer = 0, .withheld_site = "input_layernorm"}),
                       Code::invalid_argument, {"'input_layernorm'"}) == "");
 }
@@ -337,6 +481,7 @@ TEST_CASE("fused: stacks with threads and streams of their own do not meet", "[g
 }
 
 TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fused]") {
+  const Impl impl = GENERATE(Impl::stack, Impl::split);
   const Workload load{.batch = 1, .capacity = 20};
   const Model model(small_model(DType::f16), load);
   cudaStream_t stream = nullptr;
@@ -344,7 +489,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
   {
     cuda::Context c = context(stream);
     Stack captured = model.stack(c), plain = model.stack(c);
-    replay_beside(stream, 20, captured, Impl::stack, plain, Impl::stack);
+    replay_beside(stream, 20, captured, impl, plain, Impl::stack);
     CHECK(same_bits(results(captured), results(plain)));
     // The cache is full: the next step leaves it alone, and has nothing to attend to.
     const auto full = results(plain);
@@ -361,7 +506,7 @@ TEST_CASE("fused: what the kernel does not take is refused by name, and the stac
   const auto refused = [&](DType dtype, const Workload& load, std::initializer_list<std::string_view> parts) {
     const Model model(small_model(dtype), load);
     Stack stack = model.stack(c);
-    for (Impl impl : {Impl::fused, Impl::stack})
+    for (Impl impl : {Impl::split, Impl::fused, Impl::stack})
       CHECK(refusal_fault(stack.step(impl), Code::unimplemented, parts) == "");
     require_ok(stack.step(Impl::unfused));
   };

@@ -64,6 +64,15 @@ __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");
   return bits;
 }
+/// The same at any address, such as one in the shared memory of another block of the cluster.
+__device__ inline void store_relaxed_anywhere(std::uint64_t* to, std::uint64_t bits) {
+  asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
+}
+__device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
+  ulonglong2 bits;
+  asm volatile("ld.relaxed.gpu.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");
+  return bits;
+}
 
 /// A barrier among some of a block's warps. 0 is __syncthreads().
 __device__ inline void named_barrier(int id, int threads) {

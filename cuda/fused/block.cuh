@@ -100,22 +100,34 @@ struct Block {
                                                       int what) {
     if (load_acquire(&flags->stopped)) return true;
     if (time_ns() <= until_ns) return false;
-    if (fetch_add(&flags->stopped, 1) == 0) {
-      *report = unsigned(what);
+    // A launch after that may lack what this one has not made: what was reported first stays.
+    if (volatile unsigned* const first = report; fetch_add(&flags->stopped, 1) == 0 && *first == 0) {
+      *first = unsigned(what);
       __threadfence_system();
     }
     return true;
   }
 };
 
+__device__ inline std::uint64_t bits_of(float value, unsigned tag) {
+  return std::uint64_t(tag) << 32 | __float_as_uint(value);
+}
+__device__ inline Tagged tagged(std::uint64_t bits) { return {__uint_as_float(unsigned(bits)), unsigned(bits >> 32)}; }
 __device__ inline void store_tagged(Tagged* to, float value, unsigned tag) {
-  store_relaxed(reinterpret_cast<std::uint64_t*>(to), std::uint64_t(tag) << 32 | __float_as_uint(value));
+  store_relaxed(reinterpret_cast<std::uint64_t*>(to), bits_of(value, tag));
 }
 /// Two neighbours, the first of which lies at a multiple of 16 bytes.
 __device__ inline void load_tagged(const Tagged* from, Tagged (&two)[2]) {
   const ulonglong2 bits = load_relaxed(reinterpret_cast<const std::uint64_t*>(from));
-  two[0] = {__uint_as_float(unsigned(bits.x)), unsigned(bits.x >> 32)};
-  two[1] = {__uint_as_float(unsigned(bits.y)), unsigned(bits.y >> 32)};
+  two[0] = tagged(bits.x), two[1] = tagged(bits.y);
+}
+/// The same in device memory or in the cluster's shared memory.
+__device__ inline void store_tagged_anywhere(Tagged* to, float value, unsigned tag) {
+  store_relaxed_anywhere(reinterpret_cast<std::uint64_t*>(to), bits_of(value, tag));
+}
+__device__ inline void load_tagged_anywhere(const Tagged* from, Tagged (&two)[2]) {
+  const ulonglong2 bits = load_relaxed_anywhere(reinterpret_cast<const std::uint64_t*>(from));
+  two[0] = tagged(bits.x), two[1] = tagged(bits.y);
 }
 
 template <class T>

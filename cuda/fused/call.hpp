@@ -34,7 +34,20 @@ CF_HD constexpr int tellers(Signal s) { return s < Signal::part_taken ? kProduct
 /// product needs no attention: a part of it hides what q, k and v take from block to block, the rest what the context does.
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
 inline constexpr int kPhases = 6;
-inline constexpr unsigned kParallelPhases = 0x543210, kSequentialPhases = 0x531420;  // four bits each, the first lowest
+/// The phases of a launch.
+struct PhaseOrder {
+  unsigned phases;  // four bits each, the first lowest
+  int count;
+
+  CF_HD constexpr Phase at(int step) const { return Phase(phases >> (4 * step) & 0xf); }
+  CF_HD constexpr Phase last() const { return at(count - 1); }
+};
+/// Of a layer.
+inline constexpr PhaseOrder kParallelPhases{0x543210, 6}, kSequentialPhases{0x531420, 6};
+/// The same layers in two launches. A parallel residual's first takes what needs the layer's input alone; in its second
+/// down comes before dense and hides what the context takes from block to block.
+inline constexpr PhaseOrder kParallelHalves[2] = {{0x310, 3}, {0x452, 3}},
+                            kSequentialHalves[2] = {{0x420, 3}, {0x531, 3}};
 
 /// The blocks' common memory. Between launches all zero but for the count: the last block to leave cleans up.
 struct DecodeFlags {
@@ -89,8 +102,9 @@ CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 
 /// Where what lies in a block's shared memory, in bytes.
 struct DecodeLayout {
-  int barriers, notice, lengths, angles, fresh, values, states, gathered, moments, attn_x, mlp_x, residual, sums, ring,
-      bytes;
+  int barriers, notice, lengths, angles, fresh, values, states, gathered, inbox, moments, attn_x, mlp_x, residual, sums,
+      ring, bytes;
+  int inbox_bytes;
   int hidden_row, act_row;  // from one token to the next, of hidden and of what there is of mlp.act at once
 };
 
@@ -118,6 +132,10 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   l.values = place(kProductWarps * ((d.head_dim + 15) / 16 * 16) * 4);
   l.states = place(kProductWarps * 8);
   l.gathered = place(p.attention_splits > 1 ? p.attention_splits * floats_a_part(d.head_dim) * 4 : 0);
+  // What the other blocks of a cluster send: apart for each part that the block has in a layer.
+  const int parts = (d.batch * d.heads * p.attention_splits + p.grid - 1) / p.grid;
+  l.inbox_bytes = p.cluster_merge ? parts * p.attention_splits * floats_a_part(d.head_dim) * int(sizeof(Tagged)) : 0;
+  l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * 12);
   l.attn_x = place(d.batch * l.hidden_row);
   l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));
@@ -147,7 +165,8 @@ struct DecodeCall {
   LayerDeals deals;
   float scale, eps;
   bool parallel_residual, gelu_tanh;
-  unsigned phases;
+  PhaseOrder phases;
+  bool continues;  // the layer that the launch before began, by the tags of that launch
   LayerPointers first_layer;
   long layer_stride;
   int layers;                          // of the stack
