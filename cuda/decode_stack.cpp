@@ -104,27 +104,28 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   const auto narrow = [&](int columns) {
     if (!cut(columns, kProductWarps) || p.hidden_columns != columns || p.act_columns != columns) return false;
     p.narrow_columns = columns;
+    p.shared_norms = false;
     const int most_rows = std::max(rows(deals.qkv), rows(deals.up)), out_sums = p.out_rows * p.act_slices;
     const bool own = p.hidden_slices == 1;  // but for the rows of down
     p.own_rows = own ? (std::max(most_rows, p.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
     p.sums = own && p.act_slices == 1 ? 0 : std::max(own ? 0 : most_rows * p.hidden_slices, out_sums);
     return fits(kStageSlices * columns * 2);
   };
-  const auto wide = [&](int tile_rows) {
-    if (!cut(kMaxSliceColumns, 64)) return false;
+  const auto wide = [&](int most_columns) {
+    if (!cut(most_columns, 64)) return false;
     p.narrow_columns = 0;
-    p.tile_rows = tile_rows;
     const int up = rows(deals.up), up_first = first_rows(p, up);
     p.own_rows = 0;
     p.sums = kProductWarps * std::max({rows(deals.qkv), up_first, up - first_rows(p, up - 1), p.out_rows});
-    return fits(tile_rows * std::max(pitch_bytes(tiling(p.hidden_columns)), pitch_bytes(tiling(p.act_columns))));
+    return fits(kStageSlices * std::max(p.hidden_columns, p.act_columns) * 2);
   };
   const auto found = [&] {
     if (batch == 1)
       for (int columns : kNarrowColumns)
         if (narrow(columns)) return true;
-    for (int tile_rows = kTileRows; tile_rows >= 2; tile_rows /= 2)
-      if (wide(tile_rows)) return true;
+    for (bool shared_norms : {true, false})
+      for (int most = kMaxSliceColumns; most >= 256; most /= 2)
+        if (p.shared_norms = shared_norms; wide(most)) return true;
     return false;
   };
   // What gathers the parts of a head takes room too.
@@ -147,7 +148,7 @@ std::string to_string(const DecodeStackPlan& p) {
   const auto n = [](int i) { return std::to_string(i); };
   return n(p.grid) + " blocks, rows in " + n(p.hidden_slices) + " and " + n(p.act_slices) + " slices, ring of " +
          n(p.stages) + " stages of " + n(p.stage_bytes) + " B, " + n(p.stages_in_flight) + " in flight, " +
-         (p.narrow_columns ? "rows one by one" : "rows in tiles of " + n(p.tile_rows)) + ", " + n(p.attention_splits) +
+         (p.narrow_columns ? "rows one by one" : "rows in tiles") + ", " + n(p.attention_splits) +
          " splits of a head's keys" + (p.cluster_merge ? ", a cluster each" : "") + ", " + n(p.up_eighths) +
          " eighths of the MLP's first product before attention, " + n(p.stage_keys) + " keys a stage, " +
          n(p.smem_bytes) + " B of shared memory";
@@ -218,6 +219,7 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .parallel_residual = config.use_parallel_residual,
           .gelu_tanh = config.hidden_act == Activation::gelu_tanh,
           .phases = config.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+          .alternates = plan->narrow_columns == 0,
           .continues = false,
           .first_layer = {.gamma = {bytes(w.input_layernorm.gamma.data), bytes(w.post_attention_layernorm.gamma.data)},
                           .beta = {bytes(w.input_layernorm.beta.data), bytes(w.post_attention_layernorm.beta.data)},
@@ -339,6 +341,8 @@ Status DecodeStack::enqueue_split(CUstream_st* stream, std::int64_t layer, const
   for (const bool second : {false, true}) {
     call.phases = (call.parallel_residual ? kParallelHalves : kSequentialHalves)[second];
     call.continues = second;
+    // The context comes while mlp.act is there, unless dense was in the launch before.
+    call.alternates = call.plan.narrow_columns == 0 && !call.phases.has(Phase::dense);
     CF_TRY(launch_decode_stack(call, state_->dtype, false, stream));
   }
   return {};

@@ -10,6 +10,11 @@
 namespace cf::cuda {
 namespace {
 
+/// Where a slice of mlp.act lies.
+__device__ int act_place(const DecodeCall& c, int slice) {
+  return c.alternates && slice % 2 ? c.layout.attn_x : c.layout.mlp_x;
+}
+
 /// What a row's sum becomes part of, the bias as it lies in memory.
 struct Addends {
   std::uint16_t bias;
@@ -23,7 +28,7 @@ class Products {
 
  public:
   __device__ explicit Products(const DecodeCall& call)
-      : block(Block::products(call)), c(call), reader(Ring{call}, int(threadIdx.x) / (kProductThreads / 2)) {}
+      : block(Block::products(call)), c(call), reader(Ring{call}, Wide ? 0 : thread_index() / (kProductThreads / 2)) {}
 
   /// One layer; false when a wait took too long.
   __device__ bool run(int layer) {
@@ -55,61 +60,69 @@ class Products {
   /// both are of the layer's input and share its mean and deviation; in a sequential one the second is of attn_residual.
   __device__ bool norms(int first, int end) {
     if constexpr (Wide)
-      return norms<kMaxNormPieces>(first, end);
+      return norms<kWideNormPieces>(first, end);
     else
       return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
   }
   template <int Pieces>
   __device__ bool norms(int first, int end) {
-    const int batch = Wide ? c.dims.batch : 1;
-    const RowWarps row_of{Wide ? RowWarps::beside(c.dims.hidden, batch) : RowWarps{1}};
-    const auto of_norm = [&](const char* const(&all)[2], int i) { return all[i] + l * c.layer_stride; };
-    const auto load = [&](NormWeights<T, Pieces>& weights, int i) {
-      weights.load(row_of, c.dims.hidden, of_norm(c.first_layer.gamma, i), of_norm(c.first_layer.beta, i));
+    const int hidden = c.dims.hidden, batch = Wide ? c.dims.batch : 1;
+    const RowWarps rows = Wide ? RowWarps::beside(hidden, batch) : RowWarps{1};
+    const auto gamma = [&](int i) { return c.first_layer.gamma[i] + l * c.layer_stride; };
+    const auto beta = [&](int i) { return c.first_layer.beta[i] + l * c.layer_stride; };
+    // Beside several rows registers have no room for weights, and beside three pieces of one for those of one norm only
+    // while they await the row.
+    constexpr bool late = Pieces > 2;
+    NormWeights<T, Wide ? 1 : Pieces> weights[2];
+    T* const shared = block.at<T>(c.layout.norm_weights);
+    const auto load = [&](int i) {
+      if constexpr (!Wide) weights[i].load(rows, hidden, gamma(i), beta(i));
     };
-    // Registers have no room for more than two pieces of both while they await the row, nor for five of both beside it.
-    constexpr bool late = Pieces > 2, in_turn = Wide;
-    NormWeights<T, in_turn ? 1 : Pieces> early[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (first <= i && i < end) {
-        if (i == 0 ? in_turn : late)
-          prefetch_norm<T, Pieces>(row_of, c.dims.hidden, of_norm(c.first_layer.gamma, i),
-                                   of_norm(c.first_layer.beta, i));
-        else if constexpr (!in_turn)
-          load(early[i], i);
+    const bool brought = Wide && c.plan.shared_norms;
+    if constexpr (Wide) {
+      if (brought && thread_index() == 0) {
+        std::uint64_t* const here = block.signal_barrier(Signal::norm_here);
+        arrive_expecting(here, (end - first) * 2 * hidden * 2);
+        for (int i = first; i < end; ++i) {
+          copy_bulk(shared + 2 * i * hidden, gamma(i), hidden * 2, here);
+          copy_bulk(shared + (2 * i + 1) * hidden, beta(i), hidden * 2, here);
+        }
       }
+    } else {
+      if (first == 0) load(0);
+      if (end == 2 && !late) load(1);
+      if (end == 2 && late) prefetch_norm<T, Pieces>(rows, hidden, gamma(1), beta(1));
+    }
 #pragma unroll 1
-    for (int begin = 0; begin < batch; begin += row_of.tokens) {
-      const int token = begin + row_of.token();
+    for (int begin = 0; begin < batch; begin += rows.tokens) {
+      const int token = begin + rows.token();
       const bool there = token < batch;
-      const long at = long(token) * c.dims.hidden;
+      const long at = long(token) * hidden;
       RowPart<Pieces> row;
       if (!there) {
       } else if (first == 0 && from_input()) {
-        load_row(row_of, c.dims.hidden, static_cast<const T*>(c.input) + at, row);
+        load_row(rows, hidden, static_cast<const T*>(c.input) + at, row);
       } else {
-        await_row(block, row_of, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
+        await_row(block, rows, (first == 0 ? c.hidden[l % 2] : c.attn_residual) + at, first == 0 && l == c.first, l,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       }
-      if constexpr (late && !in_turn)
-        if (end == 2) load(early[1], 1);
-      const Moments m = moments(block, row_of, row, (begin & row_of.tokens) != 0);
+      if (end == 2 && late) load(1);
+      const Moments m = moments(block, rows, row, (begin & rows.tokens) != 0);
+      if (brought && begin == 0) block.await(Signal::norm_here);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         if (there && first <= i && i < end) {
           T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
           char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
-          const auto make = [&](const NormWeights<T, Pieces>& weights) {
-            normalise(row_of, c.dims.hidden, row, m, weights, to, tap ? tap + at : nullptr);
+          const auto make = [&](const auto& of_norm) {
+            normalise(rows, hidden, row, m, of_norm, to, tap ? tap + at : nullptr);
           };
-          if constexpr (in_turn) {
-            NormWeights<T, Pieces> weights;
-            load(weights, i);
-            make(weights);
-          } else {
-            make(early[i]);
-          }
+          if constexpr (Wide)
+            make(brought
+                     ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
+                     : StoredNormWeights<T>{reinterpret_cast<const T*>(gamma(i)), reinterpret_cast<const T*>(beta(i))});
+          else
+            make(weights[i]);
         }
     }
     return block.sync_and_go_on();
@@ -135,13 +148,15 @@ class Products {
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || phase == Phase::down;
     const bool is_down = phase == Phase::down;
     // One token's mlp.act comes whole, that of several slice by slice.
-    const auto x_at = [&](int slice) -> std::uint32_t {
-      if (is_down && !block.hear(Signal::act_here)) return 0;
-      return shared_address(block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x)) +
-             (is_down ? 0 : slice * product.slice_columns * 2);
+    const auto x_at = [&](int slice) -> const char* {
+      if (is_down && !block.hear(Signal::act_here)) return nullptr;
+      if (is_down) return block.at<char>(act_place(c, slice));
+      return block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x) + slice * product.slice_columns * 2;
     };
     const auto x_taken = [&](int slice) {
-      if (is_down && slice + 1 < product.slices) block.tell(Signal::act_used);
+      // As often as the helpers hear it.
+      if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.alternates < product.slices))
+        block.tell(Signal::act_used);
     };
     if (!consume_product<T, Columns>(reader, product, sums, begun, is_down ? c.layout.act_row : c.layout.hidden_row,
                                      x_at, x_taken))
@@ -225,17 +240,18 @@ class Products {
       const AttentionPart part(c, item);
       if (!prepare_head<T>(block, part, l)) return false;
       AttentionTile<T, Blocks> tile;
-      // The newest key is a stage of its own, but for the ring.
-      const int first_stage = (warp / kStageSlices + begun) % 2, stages = part.stages(c);
+      // The newest key is a stage of its own, but for the ring. Of the warps each half has every second stage.
+      const int half = warp / kStageSlices, first_stage = Wide ? half : (half + begun) % 2, stages = part.stages(c);
 #pragma unroll 1
-      for (int s = first_stage; s < stages + part.has_newest(); s += 2) {
+      for (int s = Wide ? 0 : first_stage; s < stages + part.has_newest(); s += Wide ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, part.old - part.begin - s * c.plan.stage_keys) : 1;
         const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : fresh + head_dim;
+        if (!Wide || s % 2 == half)
 #pragma unroll 1
-        for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
-          tile.take(fresh, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first), head_dim,
-                    c.scale);
+          for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
+            tile.take(fresh, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first),
+                      head_dim, c.scale);
         if (cached) reader.release(lane == 0);
       }
       begun += stages;
@@ -254,7 +270,7 @@ class Products {
 
   Block block;
   const DecodeCall& c;
-  RingReader reader;
+  RingReader<Wide ? 1 : 2> reader;
   int begun = 0;  // stages of the ring
   int l = 0;
 };
@@ -288,7 +304,7 @@ class Helpers {
 
  private:
   __device__ bool fetch_context() {
-    if (!fetch_tokens<Wide>(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden,
+    if (!fetch_tokens<Wide>(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden, false,
                             block.at<char>(c.layout.attn_x), c.layout.hidden_row))
       return false;
     block.tell(Signal::context_here);
@@ -297,10 +313,11 @@ class Helpers {
   __device__ bool fetch_act() {
     const int columns = act_columns_at_once(c.dims, c.plan);
 #pragma unroll 1
-    for (int from = 0; from < c.dims.intermediate; from += columns) {
-      if (from > 0 && !block.hear(Signal::act_used)) return false;
+    for (int from = 0, slice = 0; from < c.dims.intermediate; from += columns, ++slice) {
+      // Each place is free when the slice before in it is used up; that of the context when the first slice is.
+      if (slice > 0 && !(c.alternates && slice == 2) && !block.hear(Signal::act_used)) return false;
       if (!fetch_tokens<Wide>(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
-                              min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x),
+                              min(columns, c.dims.intermediate - from), slice > 0, block.at<char>(act_place(c, slice)),
                               c.layout.act_row))
         return false;
       block.tell(Signal::act_here);
@@ -400,7 +417,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1) decode_stack_kernel(const _
   const Block block = Block::products(c);
   const int half = c.dims.half_rotary;
   if (threadIdx.x == 0) {
-    ring.init();
+    ring.init(Columns == 0 ? kProductWarps : kProductWarps / 2);
     for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), tellers(Signal(s)));
     publish_barriers();
     block.stopped() = 0;

@@ -25,7 +25,7 @@ struct DecodeStackPlan {
   int act_slices;      // that a row of intermediate columns is cut into, no fewer
   int hidden_columns;  // of a slice
   int act_columns;
-  int tile_rows;         // of a stage, where rows come in tiles; else 0
+  bool shared_norms;     // several tokens' norms find gamma and beta in shared memory
   int stages;            // of the ring
   int stages_in_flight;  // asked for and not there yet, at most
   int stage_bytes;
@@ -36,12 +36,12 @@ struct DecodeStackPlan {
   int stage_keys;     // keys and values that a stage holds, a multiple of sixteen
   int out_rows;       // a block's rows of hidden, at most
   int own_rows;       // that a warp has, at most, where rows are not cut
-  int sums;           // a block's rows' slices, or in tiles the warps' shares of its rows, over the other products
+  int sums;  // a block's rows' slices, or of several tokens the warps' shares of its rows, over the other products
   int smem_bytes;
 };
 /// Parts of a stage, one for each of half of the products' warps; columns of a slice, at most.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Columns of slices that there are kernels for whose stages are four slices: for one sequence.
+/// Columns of slices that there are kernels for: for one sequence.
 inline constexpr int kNarrowColumns[] = {2560, 2048, 1024};
 
 /// A block's warps: some take products of the weights and attend, some merge and fetch what other blocks have made, one

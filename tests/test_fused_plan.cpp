@@ -29,14 +29,10 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
   const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
   if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
-  for (const std::int64_t columns : {hidden / p.hidden_slices, act / p.act_slices}) {
-    const Tiling t = tiling(int(columns));
-    if (t.warp_steps > kMaxWarpSteps || t.groups > 4 || t.groups % 2 ||
-        t.groups * kStageSlices * t.warp_steps * kStepColumns < columns)
-      return "tiling";
-    if (p.stage_bytes < (p.narrow_columns ? kStageSlices * 2 * columns : p.tile_rows * pitch_bytes(t))) return "stage";
-  }
-  if (p.narrow_columns ? p.tile_rows != 0 : p.tile_rows < 1 || p.tile_rows > kTileRows) return "tiles";
+  if (p.stage_bytes < kStageSlices * 2 * std::max(hidden / p.hidden_slices, act / p.act_slices)) return "stage";
+  for (const std::int64_t columns : {hidden / p.hidden_slices, act / p.act_slices})
+    if (warp_lines(int(columns)) > kMaxLines || kProductWarps * warp_lines(int(columns)) * kLineColumns < columns)
+      return "lines";
   if (std::max(hidden / p.hidden_slices, act / p.act_slices) > kMaxSliceColumns) return "slice columns";
   if (p.narrow_columns && (batch > 1 || hidden / p.hidden_slices != p.narrow_columns ||
                            act / p.act_slices != p.narrow_columns || p.act_slices > kProductWarps))

@@ -68,6 +68,14 @@ struct Block {
     return true;
   }
 
+  /// The same for what comes in any case.
+  __device__ void await(Signal s) {
+    const unsigned bit = 1u << int(s);
+    while (!try_wait_barrier(signal_barrier(s), (heard & bit) != 0)) {
+    }
+    heard ^= bit;
+  }
+
   __device__ int code(int layer, Dependency d) const { return layer * kDependencies + int(d) + 1; }
   /// For tests: one thread holds the others up at their next barrier.
   __device__ void maybe_dawdle(int step) const {
@@ -158,17 +166,19 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
 }
 
 /// Waits for `columns` elements of each token, `from_row` apart, and brings them into shared memory, without their tags.
-/// Columns are a multiple of eight. False when that took too long.
+/// Columns are a multiple of eight. `likely` says that they are there already. False when that took too long.
 template <bool Wide>
 __device__ bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from, int from_row,
-                             int columns, char* to, int to_row) {
-  constexpr int at_once = Wide ? 9 : 7;  // pieces of eight elements whose loads are in flight together
+                             int columns, bool likely, char* to, int to_row) {
+  constexpr int at_once = Wide ? 8 : 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
   const int tokens = Wide ? block.c.dims.batch : 1, lane = block.thread() % 32;
   // While little is there, each lane looks at one element, all over the tokens.
-  block.spin(layer, d,
-             [&] { return has_tag(load_relaxed(from + long(lane % tokens) * from_row + columns / 32 * lane), tag); });
-  __syncwarp();
+  if (!likely) {
+    const TaggedElement* const sample = from + long(lane % tokens) * from_row + columns / 32 * lane;
+    block.spin(layer, d, [&] { return has_tag(load_relaxed(sample), tag); });
+    __syncwarp();
+  }
   // Pieces are counted through all tokens. A row's number is that of its piece over the pieces of a row: by a reciprocal,
   // exact for as many as shared memory holds.
   const int row_pieces = columns / kVec, pieces = tokens * row_pieces;

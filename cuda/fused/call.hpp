@@ -25,10 +25,12 @@ inline constexpr int kDependencies = 5;
 
 /// What a block's warps tell each other. The products' warps tell: attn_x is free, mlp_x is, a piece of mlp.act is used up,
 /// the warps' shares of a part of a head are there. The helpers tell: those are taken, the context is there, a piece of
-/// mlp.act is.
-enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here };
-inline constexpr int kSignals = 7;
-CF_HD constexpr int tellers(Signal s) { return s < Signal::part_taken ? kProductWarps : kHelperWarps; }
+/// mlp.act is. A copy tells that the norms' weights are there.
+enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here, norm_here };
+inline constexpr int kSignals = 8;
+CF_HD constexpr int tellers(Signal s) {
+  return s < Signal::part_taken ? kProductWarps : s < Signal::norm_here ? kHelperWarps : 1;
+}
 
 /// What a layer does one after the other, and the ring brings one after the other. In a parallel residual the MLP's first
 /// product needs no attention: a part of it hides what q, k and v take from block to block, the rest what the context does.
@@ -41,6 +43,11 @@ struct PhaseOrder {
 
   CF_HD constexpr Phase at(int step) const { return Phase(phases >> (4 * step) & 0xf); }
   CF_HD constexpr Phase last() const { return at(count - 1); }
+  CF_HD constexpr bool has(Phase p) const {
+    for (int step = 0; step < count; ++step)
+      if (at(step) == p) return true;
+    return false;
+  }
 };
 /// Of a layer.
 inline constexpr PhaseOrder kParallelPhases{0x543210, 6}, kSequentialPhases{0x531420, 6};
@@ -73,24 +80,12 @@ inline DecodeDims decode_dims(const ModelConfig& m, std::int64_t batch, std::int
           .table_rows = int(table_rows)};
 }
 
-/// How a slice of a matrix's columns is shared out where tokens are the columns of the tensor core's right operand, its left
-/// one sixteen rows of weights: a stage has one group of the columns of a tile of rows, and each of four warps some steps
-/// of sixteen columns of it. Each half of the products' warps has every second group.
-struct Tiling {
-  int steps;       // of the slice
-  int groups;      // two, or four
-  int warp_steps;  // that a warp has of a group, at most
-};
-inline constexpr int kTileRows = 16, kStepColumns = 16, kMaxWarpSteps = 10;
-CF_HD constexpr Tiling tiling(int slice_columns) {
-  Tiling t{};
-  t.steps = (slice_columns + kStepColumns - 1) / kStepColumns;
-  t.groups = t.steps > 2 * kStageSlices * kMaxWarpSteps ? 4 : 2;
-  t.warp_steps = (t.steps + t.groups * kStageSlices - 1) / (t.groups * kStageSlices);
-  return t;
+/// Where tokens are several, each of the products' warps has so many lines of a slice's columns, at most.
+inline constexpr int kLineColumns = 64, kMaxLines = kMaxSliceColumns / kLineColumns / kProductWarps;
+CF_HD constexpr int warp_lines(int slice_columns) {
+  constexpr int columns = kProductWarps * kLineColumns;
+  return (slice_columns + columns - 1) / columns;
 }
-/// From one row of a stage to the next: eight rows' sixteen bytes lie in different banks.
-CF_HD constexpr int pitch_bytes(const Tiling& t) { return kStageSlices * t.warp_steps * kStepColumns * 2 + 16; }
 
 /// Of the rows of the MLP's first product so many come before attention: whole stages of single rows.
 CF_HD constexpr int first_rows(const DecodeStackPlan& p, int rows) {
@@ -102,8 +97,8 @@ CF_HD constexpr int floats_a_part(int head_dim) { return head_dim + 2; }
 
 /// Where what lies in a block's shared memory, in bytes.
 struct DecodeLayout {
-  int barriers, notice, lengths, angles, fresh, values, states, gathered, inbox, moments, attn_x, mlp_x, residual, sums,
-      ring, bytes;
+  int barriers, notice, lengths, angles, fresh, values, states, gathered, inbox, moments, norm_weights, attn_x, mlp_x,
+      residual, sums, ring, bytes;
   int inbox_bytes;
   int hidden_row, act_row;  // from one token to the next, of hidden and of what there is of mlp.act at once
 };
@@ -121,7 +116,7 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
     at += (bytes + 127) / 128 * 128;
     return begin;
   };
-  const int skew = p.narrow_columns ? 0 : 16;  // the same columns of several tokens lie in different banks
+  const int skew = p.narrow_columns ? 0 : 64;  // the same columns of two tokens lie in different banks
   l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
   l.act_row = (act_columns_at_once(d, p) * 2 + 127) / 128 * 128 + skew;
   l.barriers = place((2 * p.stages + kSignals) * 8);
@@ -137,8 +132,10 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   l.inbox_bytes = p.cluster_merge ? parts * p.attention_splits * floats_a_part(d.head_dim) * int(sizeof(Tagged)) : 0;
   l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * 12);
-  l.attn_x = place(d.batch * l.hidden_row);
-  l.mlp_x = place(d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row));
+  l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);  // gamma and beta of both norms
+  const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
+  l.attn_x = place(p.narrow_columns ? d.batch * l.hidden_row : token_bytes);
+  l.mlp_x = place(token_bytes);
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.own_rows + p.sums) * d.batch * (p.narrow_columns ? 8 : 1) * 4);
   l.ring = place(p.stages * p.stage_bytes);
@@ -166,7 +163,8 @@ struct DecodeCall {
   float scale, eps;
   bool parallel_residual, gelu_tanh;
   PhaseOrder phases;
-  bool continues;  // the layer that the launch before began, by the tags of that launch
+  bool alternates;  // slices of mlp.act lie where the context was too: every second one of several tokens'
+  bool continues;   // the layer that the launch before began, by the tags of that launch
   LayerPointers first_layer;
   long layer_stride;
   int layers;                          // of the stack

@@ -4,8 +4,9 @@
 
 namespace cf::cuda {
 
-/// Eights of a row's elements that a thread of the products' holds, at most; two for most models.
-inline constexpr int kMaxNormPieces = 3;
+/// Eights of a row's elements that a thread of the products' holds, at most; two for most models. Where the warps have
+/// several rows at once, and no weights, five.
+inline constexpr int kMaxNormPieces = 3, kWideNormPieces = 5;
 
 /// How the products' warps share out rows: so many at once, a power of two, each to as many warps.
 struct RowWarps {
@@ -14,7 +15,7 @@ struct RowWarps {
   /// As many rows at once as registers hold, and as there are.
   static __device__ RowWarps beside(int hidden, int batch) {
     int tokens = 1;
-    while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kMaxNormPieces * kVec * kProductThreads)
+    while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kWideNormPieces * kVec * kProductThreads)
       tokens *= 2;
     return {tokens};
   }
@@ -37,17 +38,29 @@ __device__ void for_each_norm_piece(const RowWarps& of, int hidden, F f) {
     if (const int column = (p * of.threads() + of.thread()) * kVec; column < hidden) f(p, column);
 }
 
-/// gamma and beta of a norm as stored: asked for before there is anything to normalise.
+/// Eight elements of gamma and of beta, as stored.
+struct NormWeightPiece {
+  uint4 gamma, beta;
+};
+/// A norm's weights in registers: asked for before there is anything to normalise.
 template <class T, int Pieces>
 struct NormWeights {
-  uint4 gamma[Pieces] = {}, beta[Pieces] = {};
+  NormWeightPiece piece[Pieces] = {};
 
   __device__ void load(const RowWarps& of, int hidden, const char* g, const char* b) {
     for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
-      gamma[p] = load_streaming(reinterpret_cast<const T*>(g) + column);
-      beta[p] = load_streaming(reinterpret_cast<const T*>(b) + column);
+      piece[p] = {load_streaming(reinterpret_cast<const T*>(g) + column),
+                  load_streaming(reinterpret_cast<const T*>(b) + column)};
     });
   }
+  __device__ NormWeightPiece at(int p, int) const { return piece[p]; }
+};
+/// The same where they lie, in shared memory or not.
+template <class T>
+struct StoredNormWeights {
+  const T *gamma, *beta;
+
+  __device__ NormWeightPiece at(int, int column) const { return {load_raw(gamma + column), load_raw(beta + column)}; }
 };
 
 /// Brings them as far as the L2.
@@ -97,13 +110,14 @@ __device__ Moments moments(const Block& block, const RowWarps& of, const RowPart
   return {mean, rsqrtf(warp_sum<kProductWarps>(other.m2_about(mean)) / n + block.c.eps)};
 }
 
-template <class T, int Pieces>
+template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPart<Pieces>& row, const Moments& m,
-                          const NormWeights<T, Pieces>& weights, char* to, T* tap) {
+                          const Weights& weights, char* to, T* tap) {
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
     float y[kVec], gamma[kVec], beta[kVec];
-    unpack(weights.gamma[p], gamma, T{});
-    unpack(weights.beta[p], beta, T{});
+    const NormWeightPiece piece = weights.at(p, column);
+    unpack(piece.gamma, gamma, T{});
+    unpack(piece.beta, beta, T{});
 #pragma unroll
     for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
     store_vec(reinterpret_cast<T*>(to) + column, y);
@@ -126,7 +140,7 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
       return two[0].tag == tag && two[1].tag == tag;
     });
   __syncwarp();
-  constexpr int at_once = 2;  // pieces whose loads are in flight together
+  constexpr int at_once = Pieces > kMaxNormPieces ? Pieces : 2;  // pieces whose loads are in flight together
 #pragma unroll
   for (int begin = 0; begin < Pieces; begin += at_once) {
     unsigned tags[at_once][kVec] = {};

@@ -5,14 +5,14 @@
 
 namespace cf::cuda {
 
-/// One of the layer's four products. A row is cut into slices. For one token four slices are a stage, as they lie in memory,
-/// in one copy, and each of four warps takes one: a warp has to do with one slice of all rows, whose activations it keeps
-/// in registers. Slices then have one of kNarrowColumns. With more tokens, or other slices, the first slice of all rows
-/// comes first, then the second, each in tiles of rows as tiling() cuts them, and a warp keeps its columns of the slice of
-/// all tokens in registers.
+/// One of the layer's four products. A row is cut into slices, and four slices are a stage. For one token they come as they
+/// lie in memory, in one copy, and each of four warps takes one: a warp has to do with one slice of all rows, whose
+/// activations it keeps in registers. Slices then have one of kNarrowColumns. With more tokens, or other slices, the first
+/// slice of all rows comes first, then the second; two stages are a tile of eight rows, and each of eight warps takes some
+/// of its columns, which it keeps of all tokens in registers.
 struct Product {
   const char* weight;  // (rows, columns)
-  int columns, slices, slice_columns, tile_limit;
+  int columns, slices, slice_columns;
   int first, count;  // of the block's rows
   Deal deal;
 
@@ -21,7 +21,6 @@ struct Product {
         columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
         slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
         slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
-        tile_limit(c.plan.tile_rows),
         first(0),
         deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
     const int half = first_rows(c.plan, deal.count);
@@ -39,12 +38,10 @@ struct Product {
 
   /// Of the matrix.
   __device__ int row(int i) const { return deal.row(first + i); }
-  /// Tiles of all rows, as even as can be, and the rows of each but the last.
-  __device__ int tiles() const { return (count + tile_limit - 1) / tile_limit; }
-  __device__ int tile_rows() const { return count > 0 ? (count + tiles() - 1) / tiles() : 0; }
   template <bool Wide>
   __device__ int stages() const {
-    return Wide ? slices * tiles() * tiling(slice_columns).groups : (count * slices + kStageSlices - 1) / kStageSlices;
+    return Wide ? slices * ((count + kStageSlices - 1) / kStageSlices)
+                : (count * slices + kStageSlices - 1) / kStageSlices;
   }
 };
 
@@ -53,24 +50,20 @@ template <bool Wide>
 __device__ bool stream_product(RingWriter& ring, const Product& p) {
   const int lane = int(threadIdx.x) % 32, slice_bytes = p.slice_columns * 2;
   if constexpr (Wide) {
-    const Tiling t = tiling(p.slice_columns);
-    const int pitch = pitch_bytes(t), group_bytes = pitch - 16, tile_rows = p.tile_rows();
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice)
 #pragma unroll 1
-      for (int i = 0; i < p.count; i += tile_rows)
-#pragma unroll 1
-        for (int group = 0; group < t.groups; ++group) {
-          const int rows = min(tile_rows, p.count - i);
-          const int bytes = max(min(group_bytes, slice_bytes - group * group_bytes), 0);
-          char* const stage = ring.next(rows * bytes);
-          if (!stage) return false;
-          if (lane < rows && bytes > 0)
-            ring.copy(
-                stage + lane * pitch,
-                p.weight + (long(p.row(i + lane)) * p.columns + slice * p.slice_columns) * 2 + group * group_bytes,
-                bytes);
+      for (int i = 0; i < p.count; i += kStageSlices) {
+        const int rows = min(kStageSlices, p.count - i);
+        char* const stage = ring.next(rows * slice_bytes);
+        if (!stage) return false;
+        const char* const from = p.weight + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
+        if (p.slices == 1) {
+          if (lane == 0) ring.copy(stage, from, rows * slice_bytes);
+        } else if (lane < rows) {
+          ring.copy(stage + lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
         }
+      }
   } else {
     const char* const rows = p.weight + long(p.row(0)) * p.columns * 2;
     const int all = p.count * p.columns * 2;
@@ -142,112 +135,112 @@ struct RowProduct {
   static __device__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
 };
 
-/// A warp's columns of a slice of up to eight tokens in registers, as the tensor core's right operand: lane / 4 is the token.
+/// A warp's product of its columns of a slice with up to eight tokens and a tile of eight rows. A line of 64 columns is two
+/// halves of four pieces of eight columns. The tensor core's eight columns are the rows, of which the even ones have one
+/// half of a line and the odd ones the other, its first eight rows are the tokens with the line's first half and the
+/// second eight those with its second: half of the sums are wanted. So eight lanes, which load together, find two rows in
+/// different banks, however far rows are apart.
 struct TileTokens {
-  uint2 step[2][kMaxWarpSteps];  // of the warp's first group of columns and of its second
-  int steps[2];                  // that there are
-  int half[2];                   // the one that has eight columns only
+  uint4 half_line[2 * kMaxLines];  // the left operand, twice a line: first pieces' first four columns, then the others
+  int pieces;                      // that the warp has
+
+  static __device__ int lane_offset(int lane) { return lane % 4 * 16; }
 
   /// The slice lies at `x` in shared memory, each token's `x_row` bytes after the one before.
-  __device__ TileTokens(std::uint32_t x, int x_row, int tokens, const Product& p, const Tiling& t, int first_group,
-                        int unit) {
-    const int lane = thread_index() % 32;
-    x += min(lane % 8, tokens - 1) * x_row + lane / 8 * 16;
+  __device__ TileTokens(const char* x, int x_row, int tokens, int slice_columns, int warp) {
+    const int lane = thread_index() % 32, begin = warp * warp_lines(slice_columns) * kLineColumns;
+    pieces = max(min(slice_columns - begin, warp_lines(slice_columns) * kLineColumns), 0) / kVec;
+    x += min(lane / 4, tokens - 1) * x_row + begin * 2 + lane_offset(lane);
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const int group = first_group + 2 * g, begin = (group * kStageSlices + unit) * t.warp_steps;
-      steps[g] = group < t.groups ? max(min(t.steps - begin, t.warp_steps), 0) : 0;
-      half[g] = p.slice_columns % kStepColumns ? t.steps - 1 - begin : -1;
-#pragma unroll
-      for (int i = 0; i < kMaxWarpSteps; i += 2) {
-        uint4 two{};
-        if (i < steps[g]) two = load_matrices(x + (begin + i) * kStepColumns * 2);
-        step[g][i] = {two.x, i == half[g] ? 0 : two.y};
-        step[g][i + 1] = {two.z, i + 1 == half[g] ? 0 : two.w};
-      }
+    for (int line = 0; line < kMaxLines; ++line) {
+      const uint4 low = load_piece(x, line, 0), high = load_piece(x, line, 1);
+      half_line[2 * line] = {low.x, high.x, low.y, high.y};
+      half_line[2 * line + 1] = {low.z, high.z, low.w, high.w};
     }
   }
+  /// The lane's piece of half a line, zero where there is none.
+  __device__ uint4 load_piece(const char* lane_at, int line, int half) const {
+    if (8 * line + 4 * half + thread_index() % 4 >= pieces) return {};
+    return *reinterpret_cast<const uint4*>(lane_at + line * kLineColumns * 2 + half * kLineColumns);
+  }
 };
-
-/// A warp's product of its columns of a tile of sixteen rows with the tokens.
 template <class T>
 struct TileProduct {
-  float sum[2][4] = {};  // of row lane / 4 and eight further, tokens 2 (lane % 4) and the next
+  float sum[2][2][4] = {};  // [odd rows' halves come first][of the line's columns]
 
-  /// Where lane `lane` loads from the warp's columns of a stage; rows beyond the tile's are the last one's.
-  static __device__ std::uint32_t lane_offset(int lane, int rows, int pitch) {
-    return min(lane % 16, rows - 1) * pitch + lane / 16 * 16;
-  }
-  /// Adds group g's part, g known at compile time.
-  __device__ void add(std::uint32_t w, const TileTokens& tokens, int g) {
-    constexpr int at_once = kMaxWarpSteps / 2;
+  /// `w` is where the lane's row begins of the warp's columns, plus lane_offset().
+  __device__ void add(const char* w, const TileTokens& tokens) {
+    const int odd = thread_index() / 4 % 2;
 #pragma unroll
-    for (int begin = 0; begin < kMaxWarpSteps; begin += at_once) {
-      uint4 a[at_once];
+    for (int line = 0; line < kMaxLines; ++line)
+      if (8 * line < tokens.pieces)
 #pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        if (begin + u < tokens.steps[g]) a[u] = load_matrices(w + (begin + u) * kStepColumns * 2);
-#pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        if (const int i = begin + u; i < tokens.steps[g]) {
-          if (i == tokens.half[g]) a[u].z = a[u].w = 0;
-          mma(sum[i % 2], a[u].x, a[u].y, a[u].z, a[u].w, tokens.step[g][i].x, tokens.step[g][i].y, T{});
+        for (int turn = 0; turn < 2; ++turn) {
+          const uint4 piece = tokens.load_piece(w, line, turn ^ odd);
+          add(sum[turn][0], tokens.half_line[2 * line], piece.x, piece.y);
+          add(sum[turn][1], tokens.half_line[2 * line + 1], piece.z, piece.w);
         }
-    }
   }
-  __device__ float of(int row_half, int next_token) const {
-    return sum[0][2 * row_half + next_token] + sum[1][2 * row_half + next_token];
+  /// Of token lane / 4 and of the tile's row 2 (lane % 4) or the next.
+  __device__ float of(int next) const {
+    return next ? (sum[0][0][3] + sum[0][1][3]) + (sum[1][0][1] + sum[1][1][1])
+                : (sum[0][0][0] + sum[0][1][0]) + (sum[1][0][2] + sum[1][1][2]);
+  }
+
+ private:
+  static __device__ void add(float (&to)[4], const uint4& x, std::uint32_t low, std::uint32_t high) {
+    mma(to, x.x, x.y, x.z, x.w, low, high, T{});
   }
 };
 
-/// Takes the product's stages from the ring, of which the warp has every second; its sums come to lie in `sums`. `begun`
-/// counts the ring's stages before. x_at(slice) says where a slice lies in shared memory when it does, 0 to stop; x_taken()
-/// that it may go. Columns are those of a slice, or 0 for rows in tiles.
-template <class T, int Columns, class XAt, class XTaken>
-__device__ bool consume_product(RingReader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun,
-                                int x_row, XAt x_at, XTaken x_taken) {
+/// Takes the product's stages from the ring; its sums come to lie in `sums`. `begun` counts the ring's stages before.
+/// x_at(slice) gives where a slice lies in shared memory, when it does, null to stop; x_taken(slice) says that it may go.
+/// Columns are those of a slice, or 0 for tiles.
+template <class T, int Columns, class Reader, class XAt, class XTaken>
+__device__ bool consume_product(Reader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun, int x_row,
+                                XAt x_at, XTaken x_taken) {
   constexpr bool Wide = Columns == 0;
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
-  const int first = (warp / kStageSlices + begun) % 2;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
   if constexpr (Wide) {
-    const Tiling t = tiling(p.slice_columns);
-    const int pitch = pitch_bytes(t), tile_rows = p.tile_rows();
-    // The same columns' sums lie in the same place whatever the ring has brought before.
-    const int share = first * kStageSlices + unit;
+    constexpr int tile_rows = 2 * kStageSlices;
+    const int slice_bytes = p.slice_columns * 2;
+    const int first_byte = warp * warp_lines(p.slice_columns) * kLineColumns * 2 + TileTokens::lane_offset(lane);
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice) {
-      const std::uint32_t x = x_at(slice);
-      if (x == 0) return false;
-      const TileTokens tokens(x, x_row, sums.batch, p, t, first, unit);
+      const char* const x = x_at(slice);
+      if (!x) return false;
+      const TileTokens tokens(x, x_row, sums.batch, p.slice_columns, warp);
       x_taken(slice);
 #pragma unroll 1
       for (int begin = 0; begin < p.count; begin += tile_rows) {
-        const int rows = min(tile_rows, p.count - begin);
-        const std::uint32_t w = unit * t.warp_steps * kStepColumns * 2 + TileProduct<T>::lane_offset(lane, rows, pitch);
+        const int rows = min(tile_rows, p.count - begin), row = min(lane / 4, rows - 1);
+        const char* w = ring.wait();
+        const bool two = rows > kStageSlices;
+        if (two) {
+          const char* const second = ring.wait(1);
+          if (row >= kStageSlices) w = second;
+        }
         TileProduct<T> product;
+        product.add(w + row % kStageSlices * slice_bytes + first_byte, tokens);
+        ring.release(lane == 0);
+        if (two) ring.release(lane == 0);
 #pragma unroll
-        for (int g = 0; g < 2; ++g)
-          if (first + 2 * g < t.groups) {
-            product.add(shared_address(ring.wait()) + w, tokens, g);
-            ring.release(lane == 0);
-          }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int row = lane / 4 + e / 2 * 8, token = lane % 4 * 2 + e % 2;
-          if (row >= rows || token >= sums.batch) continue;
-          float* const to = sums.share(share, begin + row, token);
-          *to = product.of(e / 2, e % 2) + (slice > 0 ? *to : 0);
+        for (int next = 0; next < 2; ++next) {
+          const int of = lane % 4 * 2 + next, token = lane / 4;
+          if (of >= rows || token >= sums.batch) continue;
+          float* const to = sums.share(warp, begin + of, token);
+          *to = product.of(next) + (slice > 0 ? *to : 0);
         }
       }
     }
   } else {
     using Row = RowProduct<T>;
-    const int stages = p.stages<Wide>();
+    const int unit = warp % kStageSlices, first = (warp / kStageSlices + begun) % 2, stages = p.stages<Wide>();
     const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
-    std::uint32_t x = x_at(0);
-    if (x == 0) return false;
+    const char* const whole = x_at(0);
+    if (!whole) return false;
     const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-    x += slice * Columns * 2 + Row::token_lane(lane);
+    const std::uint32_t x = shared_address(whole) + slice * Columns * 2 + Row::token_lane(lane);
     constexpr int chunks = Columns * 2 / Row::kChunkBytes;
     static_assert(Columns * 2 % Row::kChunkBytes == 0);
     uint4 token[chunks];

@@ -5,7 +5,8 @@
 
 namespace cf::cuda {
 
-/// Addresses in shared memory. Of the products' warps, the first half empties every second stage, the second half the others.
+/// Addresses in shared memory. Of the products' warps, with one token the first half empties every second stage and the
+/// second half the others, with several all empty every stage.
 struct Ring {
   const DecodeCall& c;
 
@@ -15,10 +16,10 @@ struct Ring {
     return reinterpret_cast<std::uint64_t*>(decode_smem + c.layout.barriers) + s;
   }
   __device__ std::uint64_t* empty(std::uint32_t s) const { return full(count() + s); }
-  __device__ void init() const {
+  __device__ void init(int readers) const {
     for (std::uint32_t s = 0; s < count(); ++s) {
       init_barrier(full(s), 1);
-      init_barrier(empty(s), kProductWarps / 2);
+      init_barrier(empty(s), readers);
     }
   }
 };
@@ -76,21 +77,26 @@ class RingWriter {
   const volatile int& abandoned_;
 };
 
-/// Empties every second stage; each warp has its own. A warp may wait for its next stage while the one before in the same
-/// place is still being filled only if that cannot be: the plan has two stages more than may be in flight.
+/// Empties every stage, or every second one; each warp has its own. A warp may wait for its next stage while the one before
+/// in the same place is still being filled only if that cannot be: the plan has two stages more than may be in flight.
+template <int Every>
 class RingReader {
  public:
-  __device__ RingReader(const Ring& ring, int half) : ring_(ring) { place_.advance(ring.count(), half); }
+  static_assert(Every == 1 || Every == 2);
+  __device__ RingReader(const Ring& ring, int first) : ring_(ring) { place_.advance(ring.count(), first); }
 
-  __device__ const char* wait() const {
-    while (!try_wait_barrier(ring_.full(place_.stage), place_.parity)) {
+  /// The warp's next stage, or the one so many after it.
+  __device__ const char* wait(int ahead = 0) const {
+    RingPlace place = place_;
+    if (ahead > 0) place.advance(ring_.count(), ahead * Every);
+    while (!try_wait_barrier(ring_.full(place.stage), place.parity)) {
     }
-    return ring_.stage(place_.stage);
+    return ring_.stage(place.stage);
   }
   __device__ void release(bool leader) {
     __syncwarp();
     if (leader) arrive(ring_.empty(place_.stage));
-    place_.advance(ring_.count(), 2);
+    place_.advance(ring_.count(), Every);
   }
 
  private:
