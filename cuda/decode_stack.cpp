@@ -240,6 +240,8 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
           .qkv = nullptr,
           .context = nullptr,
           .act = nullptr,
+          .context_done = nullptr,
+          .act_done = nullptr,
           .parts = nullptr,
           .flags = nullptr,
           .report = nullptr,
@@ -265,6 +267,8 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
     place(c.qkv, batch * 3 * config.hidden_size);
     place(c.context, batch * config.hidden_size);
     place(c.act, batch * config.intermediate_size);
+    place(c.context_done, batch * config.num_attention_heads);
+    place(c.act_done, plan->grid);
     place(c.parts, batch * config.num_attention_heads * plan->attention_splits * floats_a_part(dims.head_dim));
     place(c.flags, 1);
     return at;

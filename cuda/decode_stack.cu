@@ -10,10 +10,15 @@
 namespace cf::cuda {
 namespace {
 
-/// Where a slice of mlp.act lies.
-__device__ int act_place(const DecodeCall& c, int slice) {
-  return c.alternates && slice % 2 ? c.layout.attn_x : c.layout.mlp_x;
-}
+/// Where a slice of mlp.act lies, and who says so: the next one may be there before.
+struct ActPlace {
+  int offset;
+  Signal here;
+
+  __device__ ActPlace(const DecodeCall& c, int slice)
+      : offset(c.alternates && slice % 2 ? c.layout.attn_x : c.layout.mlp_x),
+        here(c.alternates && slice % 2 ? Signal::act_here_too : Signal::act_here) {}
+};
 
 /// What a row's sum becomes part of, the bias as it lies in memory.
 struct Addends {
@@ -149,8 +154,10 @@ class Products {
     const bool is_down = phase == Phase::down;
     // One token's mlp.act comes whole, that of several slice by slice.
     const auto x_at = [&](int slice) -> const char* {
-      if (is_down && !block.hear(Signal::act_here)) return nullptr;
-      if (is_down) return block.at<char>(act_place(c, slice));
+      if (is_down) {
+        const ActPlace place(c, slice);
+        return block.hear(place.here) ? block.at<char>(place.offset) : nullptr;
+      }
       return block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x) + slice * product.slice_columns * 2;
     };
     const auto x_taken = [&](int slice) {
@@ -175,7 +182,9 @@ class Products {
       finish(phase, token, mine, product.row(mine),
              sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual);
     }
-    if (own)
+    if (Wide && phase == Phase::up_rest)
+      say_done(block, c.act_done + blockIdx.x, block.tag(l, Dependency::mlp_act));
+    else if (own)
       __syncwarp();
     else
       block.sync();
@@ -198,13 +207,17 @@ class Products {
   __device__ void finish(Phase phase, int token, int mine, int row, float v) const {
     const long at = long(token) * c.dims.hidden + row;
     float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + mine;
-    const auto pass_on = [&](Dependency d, TaggedElement* to, void* tap, int columns, float value) {
+    const auto pass_on = [&](Dependency d, TaggedElement* to, bool tagged, void* tap, int columns, float value) {
       const T element = from_float<T>(value);
-      store_tagged(to + long(token) * columns + row, element, block.tag(l, d));
-      if (tap) static_cast<T*>(tap)[long(token) * columns + row] = element;
+      const long at = long(token) * columns + row;
+      if (tagged)
+        store_tagged(to + at, element, block.tag(l, d));
+      else
+        reinterpret_cast<T*>(to)[at] = element;
+      if (tap) static_cast<T*>(tap)[at] = element;
     };
     switch (phase) {
-      case Phase::qkv: pass_on(Dependency::qkv, c.qkv, c.taps.qkv, 3 * c.dims.hidden, v); break;
+      case Phase::qkv: pass_on(Dependency::qkv, c.qkv, true, c.taps.qkv, 3 * c.dims.hidden, v); break;
       case Phase::dense:
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         if (!c.parallel_residual) {
@@ -223,7 +236,8 @@ class Products {
         if (l + 1 == c.last) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
       default:
-        pass_on(Dependency::mlp_act, c.act, c.taps.act, c.dims.intermediate, c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
+        pass_on(Dependency::mlp_act, c.act, !Wide, c.taps.act, c.dims.intermediate,
+                c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
     }
   }
   __device__ bool from_input() const { return l == c.first && c.input; }
@@ -304,25 +318,36 @@ class Helpers {
 
  private:
   __device__ bool fetch_context() {
-    if (!fetch_tokens<Wide>(block, l, Dependency::context, c.context, c.dims.hidden, c.dims.hidden, false,
-                            block.at<char>(c.layout.attn_x), c.layout.hidden_row))
+    char* const to = block.at<char>(c.layout.attn_x);
+    if constexpr (Wide) {
+      if (!await_done(block, l, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
+      copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.hidden * 2, c.dims.hidden * 2, to,
+                  c.layout.hidden_row);
+    } else if (!fetch_token(block, l, Dependency::context, c.context, c.dims.hidden, to)) {
       return false;
+    }
     block.tell(Signal::context_here);
     return true;
   }
   __device__ bool fetch_act() {
-    const int columns = act_columns_at_once(c.dims, c.plan);
+    if constexpr (Wide) {
+      if (!await_done(block, l, Dependency::mlp_act, c.act_done, c.plan.grid)) return false;
 #pragma unroll 1
-    for (int from = 0, slice = 0; from < c.dims.intermediate; from += columns, ++slice) {
-      // Each place is free when the slice before in it is used up; that of the context when the first slice is.
-      if (slice > 0 && !(c.alternates && slice == 2) && !block.hear(Signal::act_used)) return false;
-      if (!fetch_tokens<Wide>(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
-                              min(columns, c.dims.intermediate - from), slice > 0, block.at<char>(act_place(c, slice)),
-                              c.layout.act_row))
+      for (int slice = 0; slice < c.plan.act_slices; ++slice) {
+        const ActPlace place(c, slice);
+        // Each place is free when the slice before in it is used up; that of the context when the first slice is.
+        if (slice > 0 && !(c.alternates && slice == 2) && !block.hear(Signal::act_used)) return false;
+        copy_tokens(block, reinterpret_cast<const char*>(c.act) + slice * c.plan.act_columns * 2,
+                    c.dims.intermediate * 2, c.plan.act_columns * 2, block.at<char>(place.offset), c.layout.act_row);
+        block.tell(place.here);
+      }
+      return true;
+    } else {
+      if (!fetch_token(block, l, Dependency::mlp_act, c.act, c.dims.intermediate, block.at<char>(c.layout.mlp_x)))
         return false;
       block.tell(Signal::act_here);
+      return true;
     }
-    return true;
   }
   __device__ bool merge() {
 #pragma unroll 1
@@ -346,7 +371,10 @@ class Helpers {
     float* const gathered = block.at<float>(c.layout.gathered);
     const auto finish = [&](int d, float sum, const SoftmaxState& whole) {
       const T element = from_float<T>(sum / whole.sum);
-      store_tagged(c.context + head * head_dim + d, element, tag);
+      if constexpr (Wide)
+        reinterpret_cast<T*>(c.context)[head * head_dim + d] = element;
+      else
+        store_tagged(c.context + head * head_dim + d, element, tag);
       if (c.taps.context) static_cast<T*>(c.taps.context)[head * head_dim + d] = element;
     };
     const auto keep = [&](int d, float sum, const SoftmaxState& whole) {
@@ -370,6 +398,7 @@ class Helpers {
     else
       merge_in_order(block, kProductWarps, of_warp, of_warp_value, keep);
     block.tell(Signal::part_taken);
+    if (Wide && splits == 1) say_done(block, c.context_done + head, tag);
     if (splits == 1 || part.split > 0) return true;
 
     constexpr int at_once = 8;  // pairs whose loads are in flight together
@@ -395,7 +424,10 @@ class Helpers {
           return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
         },
         [&](int i, int d) { return gathered[i * floats + 2 + d]; }, finish);
-    block.sync();  // before the next part's shares come here
+    if constexpr (Wide)
+      say_done(block, c.context_done + head, tag);
+    else
+      block.sync();  // before the next part's shares come here
     return true;
   }
 

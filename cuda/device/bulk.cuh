@@ -35,6 +35,9 @@ __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
   return value;
 }
 
+/// What the thread knows of device memory the copy engine, when it asks it later, knows too.
+__device__ inline void let_copies_see() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 /// Brings the line of an address into the L2.
 __device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

@@ -165,48 +165,65 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
   return missing == 0;
 }
 
-/// Waits for `columns` elements of each token, `from_row` apart, and brings them into shared memory, without their tags.
-/// Columns are a multiple of eight. `likely` says that they are there already. False when that took too long.
-template <bool Wide>
-__device__ bool fetch_tokens(const Block& block, int layer, Dependency d, const TaggedElement* from, int from_row,
-                             int columns, bool likely, char* to, int to_row) {
-  constexpr int at_once = Wide ? 8 : 7;  // pieces of eight elements whose loads are in flight together
+/// Waits for `columns` elements and brings them into shared memory, without their tags. Columns are a multiple of eight.
+/// False when that took too long.
+__device__ inline bool fetch_token(const Block& block, int layer, Dependency d, const TaggedElement* from, int columns,
+                                   char* to) {
+  constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
-  const int tokens = Wide ? block.c.dims.batch : 1, lane = block.thread() % 32;
-  // While little is there, each lane looks at one element, all over the tokens.
-  if (!likely) {
-    const TaggedElement* const sample = from + long(lane % tokens) * from_row + columns / 32 * lane;
-    block.spin(layer, d, [&] { return has_tag(load_relaxed(sample), tag); });
-    __syncwarp();
-  }
-  // Pieces are counted through all tokens. A row's number is that of its piece over the pieces of a row: by a reciprocal,
-  // exact for as many as shared memory holds.
-  const int row_pieces = columns / kVec, pieces = tokens * row_pieces;
-  const unsigned reciprocal = (1u << 22) / row_pieces + 1;
-  const auto token_of = [&](int piece) { return Wide ? int(piece * reciprocal >> 22) : 0; };
+  const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
+  // While little is there, each lane looks at one element, all over the row.
+  block.spin(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
+  __syncwarp();
 #pragma unroll 1
-  for (int begin = block.thread(); begin < pieces; begin += at_once * block.threads) {
+  for (int begin = thread * kVec; begin < columns; begin += at_once * step) {
     uint4 low[at_once] = {}, high[at_once] = {};
-    const auto piece = [&](int u) { return begin + u * block.threads; };
     const auto load = [&](int u) {
-      if (piece(u) >= pieces) return;
-      const int token = token_of(piece(u));
-      const TaggedElement* const at = from + long(token) * from_row + (piece(u) - token * row_pieces) * kVec;
-      low[u] = load_relaxed_quad(at);
-      high[u] = load_relaxed_quad(at + 4);
+      if (begin + u * step >= columns) return;
+      low[u] = load_relaxed_quad(from + begin + u * step);
+      high[u] = load_relaxed_quad(from + begin + u * step + 4);
     };
-    const auto here = [&](int u) { return piece(u) >= pieces || (have_tag(low[u], tag) && have_tag(high[u], tag)); };
+    const auto here = [&](int u) {
+      return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
+    };
     if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
     const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
 #pragma unroll
     for (int u = 0; u < at_once; ++u)
-      if (piece(u) < pieces) {
-        const int token = token_of(piece(u));
-        *reinterpret_cast<uint4*>(to + token * to_row + (piece(u) - token * row_pieces) * 16) = {
-            pair(low[u].x, low[u].y), pair(low[u].z, low[u].w), pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
-      }
+      if (const int i = begin + u * step; i < columns)
+        *reinterpret_cast<uint4*>(to + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
+                                                 pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
   }
   return !block.stopped();
+}
+
+/// Says by a word of the block's own that what its threads of this kind have stored of a layer is there.
+__device__ inline void say_done(const Block& block, unsigned* word, unsigned tag) {
+  block.sync();
+  if (block.thread() != 0) return;
+  __threadfence();
+  store_relaxed(word, tag);
+}
+/// Waits until all words say so; false when that took too long. What was stored before is visible then.
+__device__ inline bool await_done(const Block& block, int layer, Dependency d, const unsigned* words, int count) {
+  const unsigned tag = block.tag(layer);
+#pragma unroll 1
+  for (int i = block.thread(); i < count; i += block.threads)
+    block.spin(layer, d, [&] { return load_relaxed(words + i) == tag; });
+  __threadfence();
+  return block.sync_and_go_on();
+}
+/// The helpers' warps bring so many bytes of each token, `from_row` apart, into shared memory.
+__device__ inline void copy_tokens(Block& block, const char* from, long from_row, int bytes, char* to, int to_row) {
+  const int warp = block.thread() / 32, tokens = block.c.dims.batch;
+  if (block.thread() % 32 == 0) {
+    std::uint64_t* const copied = block.signal_barrier(Signal::copied);
+    let_copies_see();
+    arrive_expecting(copied, (max(tokens - warp, 0) + kHelperWarps - 1) / kHelperWarps * bytes);
+    for (int token = warp; token < tokens; token += kHelperWarps)
+      copy_bulk(to + token * to_row, from + token * from_row, bytes, copied);
+  }
+  block.await(Signal::copied);
 }
 
 }  // namespace cf::cuda

@@ -16,7 +16,8 @@ struct alignas(8) Tagged {
   unsigned tag;
 };
 /// The same of a 16-bit element: its bits below, the lower half of the tag above. Every layer writes all of what it
-/// passes on, so that an old tag is no older than a launch.
+/// passes on, so that an old tag is no older than a launch. What several tokens have most of, the context and mlp.act,
+/// goes without tags, half as large, for the copy engine; there a word says when a head's or a block's part is done.
 using TaggedElement = std::uint32_t;
 
 /// What a block of the kernel waits for in the work of the others: everything of one kind in one layer.
@@ -25,9 +26,20 @@ inline constexpr int kDependencies = 5;
 
 /// What a block's warps tell each other. The products' warps tell: attn_x is free, mlp_x is, a piece of mlp.act is used up,
 /// the warps' shares of a part of a head are there. The helpers tell: those are taken, the context is there, a piece of
-/// mlp.act is. A copy tells that the norms' weights are there.
-enum class Signal : int { qkv_done, up_done, act_used, part_done, part_taken, context_here, act_here, norm_here };
-inline constexpr int kSignals = 8;
+/// mlp.act is, in either of its places. Copies tell that the norms' weights are there, and what the helpers asked for.
+enum class Signal : int {
+  qkv_done,
+  up_done,
+  act_used,
+  part_done,
+  part_taken,
+  context_here,
+  act_here,
+  act_here_too,
+  copied,
+  norm_here
+};
+inline constexpr int kSignals = 10;
 CF_HD constexpr int tellers(Signal s) {
   return s < Signal::part_taken ? kProductWarps : s < Signal::norm_here ? kHelperWarps : 1;
 }
@@ -103,11 +115,6 @@ struct DecodeLayout {
   int hidden_row, act_row;  // from one token to the next, of hidden and of what there is of mlp.act at once
 };
 
-/// Of one token mlp.act lies in shared memory whole, of several slice by slice.
-CF_HD constexpr int act_columns_at_once(const DecodeDims& d, const DecodeStackPlan& p) {
-  return p.narrow_columns ? d.intermediate : p.act_columns;
-}
-
 CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStackPlan& p) {
   DecodeLayout l{};
   int at = 0;
@@ -118,7 +125,8 @@ CF_HD constexpr DecodeLayout decode_layout(const DecodeDims& d, const DecodeStac
   };
   const int skew = p.narrow_columns ? 0 : 64;  // the same columns of two tokens lie in different banks
   l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
-  l.act_row = (act_columns_at_once(d, p) * 2 + 127) / 128 * 128 + skew;
+  // Of one token mlp.act lies in shared memory whole, of several slice by slice.
+  l.act_row = ((p.narrow_columns ? d.intermediate : p.act_columns) * 2 + 127) / 128 * 128 + skew;
   l.barriers = place((2 * p.stages + kSignals) * 8);
   l.notice = place(16);
   l.lengths = place(d.batch * 4);
@@ -173,7 +181,8 @@ struct DecodeCall {
   void* output;                        // (batch, hidden)
   Tagged* hidden[2];                   // (batch, hidden): layer l reads hidden[l % 2]
   Tagged* attn_residual;               // (batch, hidden), for a sequential residual's second norm
-  TaggedElement *qkv, *context, *act;  // as LayerTensors has them
+  TaggedElement *qkv, *context, *act;  // as LayerTensors has them; of several tokens the last two are plain elements
+  unsigned *context_done, *act_done;   // of several tokens: each head's tag, each block's
   Tagged* parts;                       // (batch, heads, attention_splits, floats_a_part)
   DecodeFlags* flags;
   unsigned* report;  // in host memory: the dependency that was not met, 0 for none

@@ -153,33 +153,39 @@ struct TileTokens {
     x += min(lane / 4, tokens - 1) * x_row + begin * 2 + lane_offset(lane);
 #pragma unroll
     for (int line = 0; line < kMaxLines; ++line) {
-      const uint4 low = load_piece(x, line, 0), high = load_piece(x, line, 1);
-      half_line[2 * line] = {low.x, high.x, low.y, high.y};
-      half_line[2 * line + 1] = {low.z, high.z, low.w, high.w};
+      const uint4 low = load_piece<false>(x, line, 0), high = load_piece<false>(x, line, 1);
+      half_line[2 * line] = operand(low.x, high.x, low.y, high.y);
+      half_line[2 * line + 1] = operand(low.z, high.z, low.w, high.w);
     }
   }
   /// The lane's piece of half a line, zero where there is none.
+  template <bool Whole>
   __device__ uint4 load_piece(const char* lane_at, int line, int half) const {
-    if (8 * line + 4 * half + thread_index() % 4 >= pieces) return {};
+    if (!Whole && 8 * line + 4 * half + thread_index() % 4 >= pieces) return {};
     return *reinterpret_cast<const uint4*>(lane_at + line * kLineColumns * 2 + half * kLineColumns);
+  }
+
+ private:
+  /// Four registers in a row, as the tensor core wants them: the compiler would put them together each time.
+  static __device__ uint4 operand(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
+    asm volatile("" : "+r"(x), "+r"(y), "+r"(z), "+r"(w));
+    return {x, y, z, w};
   }
 };
 template <class T>
 struct TileProduct {
-  float sum[2][2][4] = {};  // [odd rows' halves come first][of the line's columns]
+  float sum[2][2][4] = {};  // [odd rows' second halves, or their first][of the pieces' columns]
 
   /// `w` is where the lane's row begins of the warp's columns, plus lane_offset().
   __device__ void add(const char* w, const TileTokens& tokens) {
-    const int odd = thread_index() / 4 % 2;
 #pragma unroll
-    for (int line = 0; line < kMaxLines; ++line)
-      if (8 * line < tokens.pieces)
-#pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-          const uint4 piece = tokens.load_piece(w, line, turn ^ odd);
-          add(sum[turn][0], tokens.half_line[2 * line], piece.x, piece.y);
-          add(sum[turn][1], tokens.half_line[2 * line + 1], piece.z, piece.w);
-        }
+    for (int line = 0; line < kMaxLines; line += kLinesAtOnce) {
+      constexpr int whole = 8 * kLinesAtOnce;
+      if (8 * line + whole <= tokens.pieces)
+        add_lines<true>(w, tokens, line);
+      else if (8 * line < tokens.pieces)
+        add_lines<false>(w, tokens, line);
+    }
   }
   /// Of token lane / 4 and of the tile's row 2 (lane % 4) or the next.
   __device__ float of(int next) const {
@@ -188,8 +194,26 @@ struct TileProduct {
   }
 
  private:
-  static __device__ void add(float (&to)[4], const uint4& x, std::uint32_t low, std::uint32_t high) {
-    mma(to, x.x, x.y, x.z, x.w, low, high, T{});
+  static constexpr int kLinesAtOnce = 5;
+
+  template <bool Whole>
+  __device__ void add_lines(const char* w, const TileTokens& tokens, int first) {
+    const int odd = thread_index() / 4 % 2;
+    uint4 piece[kLinesAtOnce][2];
+#pragma unroll
+    for (int u = 0; u < kLinesAtOnce; ++u)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn)
+        piece[u][turn] = first + u < kMaxLines ? tokens.template load_piece<Whole>(w, first + u, turn ^ odd) : uint4{};
+#pragma unroll
+    for (int u = 0; u < kLinesAtOnce; ++u)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn)
+        if (first + u < kMaxLines) {
+          const uint4 &x = tokens.half_line[2 * (first + u)], &y = tokens.half_line[2 * (first + u) + 1];
+          mma(sum[turn][0], x.x, x.y, x.z, x.w, piece[u][turn].x, piece[u][turn].y, T{});
+          mma(sum[turn][1], y.x, y.y, y.z, y.w, piece[u][turn].z, piece[u][turn].w, T{});
+        }
   }
 };
 
