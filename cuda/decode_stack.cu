@@ -269,7 +269,10 @@ class Helpers {
   __device__ bool run(int layer) {
     l = layer;
     block.maybe_dawdle(-1 - l);
-    bool up = false;  // whose input lies where mlp.act is to be
+    bool up = false;  // its input lies where mlp.act is to be
+    // In the second of two launches that is there: what of it has room comes while the products' warps attend.
+    const int early = c.continues && c.parallel_residual ? act_columns_at_once(c.dims, c.plan) : 0;
+    if (!fetch_act(0, early)) return false;
 #pragma unroll 1
     for (int step = 0; step < c.phases.count; ++step) {
       bool go = true;
@@ -278,7 +281,7 @@ class Helpers {
         case Phase::attention: go = merge(); break;
         case Phase::up_rest: up = true; break;  // over when down is near: the context comes before
         case Phase::dense: go = fetch_context(); break;
-        case Phase::down: go = (!up || block.hear(Signal::up_done)) && fetch_act(); break;
+        case Phase::down: go = (!up || block.hear(Signal::up_done)) && fetch_act(early, c.dims.intermediate); break;
         default: break;
       }
       if (!go) return false;
@@ -294,10 +297,11 @@ class Helpers {
     block.tell(Signal::context_here);
     return true;
   }
-  __device__ bool fetch_act() {
+  /// Columns of mlp.act, piece by piece, the second where the products have used up the first, and so on.
+  __device__ bool fetch_act(int begin, int end) {
     const int columns = act_columns_at_once(c.dims, c.plan);
 #pragma unroll 1
-    for (int from = 0; from < c.dims.intermediate; from += columns) {
+    for (int from = begin; from < end; from += columns) {
       if (from > 0 && !block.hear(Signal::act_used)) return false;
       if (!fetch_tokens<Wide>(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
                               min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x),
