@@ -77,18 +77,9 @@ std::string to_string(const DecodeStackPlan&);
 /// float32. Not shared between threads.
 class DecodeStack {
  public:
-  /// Where a stack keeps its layers: those of layer 0, and how far on each next layer lies.
-  struct Layers {
-    LayerWeights first;
-    LayerTensors tensors;
-    std::int64_t stride_bytes;
-  };
-  /// Plans, and takes its scratch memory. Refuses what plan_decode_stack() refuses, several new tokens a sequence,
+  /// Plans, and takes its scratch memory, for the layers of a stack, whose memory it works on: that must outlive it. Refuses what plan_decode_stack() refuses, several new tokens a sequence,
   /// activations of another dtype than the weights', and quantised weights; Code::out_of_memory where there is no room.
   /// Clusters are as many as the device holds at once, where no number of blocks is chosen.
-  static Result<DecodeStack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                                    const Layers& where, const DecodeChoices& choices = {});
-  /// The same for a stack's layers, whose memory it works on and which must outlive it.
   static Result<DecodeStack> create(const Context& context, const Stack& stack, const DecodeChoices& choices = {});
   DecodeStack(DecodeStack&&) noexcept;
   DecodeStack& operator=(DecodeStack&&) noexcept;
