@@ -270,9 +270,9 @@ class Helpers {
     l = layer;
     block.maybe_dawdle(-1 - l);
     bool up = false;  // its input lies where mlp.act is to be
-    // In the second of two launches that is there: what of it has room comes while the products' warps attend.
-    const int early = c.continues && c.parallel_residual ? act_columns_at_once(c.dims, c.plan) : 0;
-    if (!fetch_act(0, early)) return false;
+    // In the second of two launches that is there: where all of it has room it comes while the products' warps attend.
+    const bool early = !Wide && c.continues && c.parallel_residual;
+    if (early && !fetch_act()) return false;
 #pragma unroll 1
     for (int step = 0; step < c.phases.count; ++step) {
       bool go = true;
@@ -281,7 +281,7 @@ class Helpers {
         case Phase::attention: go = merge(); break;
         case Phase::up_rest: up = true; break;  // over when down is near: the context comes before
         case Phase::dense: go = fetch_context(); break;
-        case Phase::down: go = (!up || block.hear(Signal::up_done)) && fetch_act(early, c.dims.intermediate); break;
+        case Phase::down: go = early || ((!up || block.hear(Signal::up_done)) && fetch_act()); break;
         default: break;
       }
       if (!go) return false;
@@ -297,11 +297,10 @@ class Helpers {
     block.tell(Signal::context_here);
     return true;
   }
-  /// Columns of mlp.act, piece by piece, the second where the products have used up the first, and so on.
-  __device__ bool fetch_act(int begin, int end) {
+  __device__ bool fetch_act() {
     const int columns = act_columns_at_once(c.dims, c.plan);
 #pragma unroll 1
-    for (int from = begin; from < end; from += columns) {
+    for (int from = 0; from < c.dims.intermediate; from += columns) {
       if (from > 0 && !block.hear(Signal::act_used)) return false;
       if (!fetch_tokens<Wide>(block, l, Dependency::mlp_act, c.act + from, c.dims.intermediate,
                               min(columns, c.dims.intermediate - from), block.at<char>(c.layout.mlp_x),

@@ -186,7 +186,7 @@ __device__ bool fetch_tokens(const Block& block, int layer, Dependency d, const 
       high[u] = load_relaxed_quad(at + 4);
     };
     const auto here = [&](int u) { return piece(u) >= pieces || (have_tag(low[u], tag) && have_tag(high[u], tag)); };
-    if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
+    if (!await_pieces<at_once>(block, layer, d, load, here)) break;
     const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
 #pragma unroll
     for (int u = 0; u < at_once; ++u)
@@ -196,7 +196,8 @@ __device__ bool fetch_tokens(const Block& block, int layer, Dependency d, const 
             pair(low[u].x, low[u].y), pair(low[u].z, low[u].w), pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
       }
   }
-  return !block.stopped();
+  // A warp's lanes go on together, or none does.
+  return __all_sync(~0u, !block.stopped());
 }
 
 }  // namespace cf::cuda
