@@ -405,13 +405,14 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
 
 TEST_CASE("fused: what no block does is an error that names it, and the next launch is sound", "[gpu][fused]") {
   const bool parallel = GENERATE(true, false);
+  const std::int64_t batch = GENERATE(1, 4);
   ModelConfig m = small_model(DType::f16);
   m.use_parallel_residual = parallel;
-  const Workload load{.batch = 1, .capacity = 20};
+  const Workload load{.batch = batch, .capacity = 20};
   const Model model(m, load);
   cuda::Context c = context();
   Stack stack = model.stack(c);
-  require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
+  require_ok(stack.set_kv_len(lengths(load, 17)));
   DecodeStack kernel = kernel_of(c, stack);
   require_ok(run(kernel, c, stack));
   const auto expected = results(stack);
