@@ -59,9 +59,9 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
-  // What chose the values below is in data/bench/ablation-pythia-2.8b.json: an H200 at kv_len 128 and at 2048. Of 0, 2, 3,
-  // 4, 6 and 8 eighths none is faster. Splits that fill the grid cost nothing at 128 and save a sixth at 2048; merged in
-  // clusters they are as fast as in device memory with as many blocks, but clusters leave SMs out.
+  // What chose the values below is in data/bench/ablation-pythia-2.8b.json: an H200 at kv_len 128 and at 2048. Of 0, 2,
+  // 3, 4, 6 and 8 eighths none is faster. Splits that fill the grid cost nothing at 128 and save a seventh at 2048;
+  // merged in clusters they are as fast as in device memory with as many blocks, but clusters leave SMs out.
   p.up_eighths = 3;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   const int most_splits = std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4));

@@ -167,8 +167,8 @@ class Products {
     return true;
   }
 
-  /// dense adds to the layer's input, in a sequential residual down to what that has made, as the block itself has stored
-  /// it.
+  /// dense adds to the layer's input, in a sequential residual down to what that has made, which the block itself has
+  /// stored.
   __device__ Addends begin(Phase phase, const Product& product, int token, int mine) const {
     const int row = product.row(mine);
     const char* const bias = c.first_layer.bias[int(Product::weight_of(phase))];
@@ -316,8 +316,8 @@ class Helpers {
       if (!merge(AttentionPart(c, item), item)) return false;
     return true;
   }
-  /// Where a head's parts come together: in device memory, or in the first one's block's shared memory, whose blocks are a
-  /// cluster, in the order of the parts.
+  /// Where a head's parts come together: in device memory, or in the shared memory of the first one's block, where their
+  /// blocks are a cluster, in the order of the parts.
   __device__ Tagged* parts_of(const AttentionPart& part, int item, int floats) const {
     if (!c.plan.cluster_merge) return c.parts + part.whole_head(c) * floats;
     Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * floats;

@@ -61,9 +61,9 @@ struct DecodeChoices {
   bool cluster_merge = false;                // of 2 splits to a cluster's limit, in whole clusters of blocks
 };
 
-/// A pure function of the device's limits, the model and the choices. Code::unimplemented, with the reason, for what the
-/// kernel does not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond
-/// 256, hidden beyond 6144, more than 8 sequences, a shared memory that a ring of three stages does not fit.
+/// A pure function of the device's limits, the model and the choices. Code::unimplemented, with the reason, for what
+/// the kernel does not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim
+/// beyond 256, hidden beyond 6144, more than 8 sequences, a shared memory that a ring of three stages does not fit.
 /// Code::invalid_argument for choices out of their bounds.
 Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& config, std::int64_t batch,
                                           const DecodeChoices& choices = {});
@@ -77,9 +77,10 @@ std::string to_string(const DecodeStackPlan&);
 /// float32. Not shared between threads.
 class DecodeStack {
  public:
-  /// Plans, and takes its scratch memory, for the layers of a stack, whose memory it works on: that must outlive it. Refuses what plan_decode_stack() refuses, several new tokens a sequence,
-  /// activations of another dtype than the weights', and quantised weights; Code::out_of_memory where there is no room.
-  /// Clusters are as many as the device holds at once, where no number of blocks is chosen.
+  /// Plans, and takes its scratch memory, for the layers of a stack, on whose memory it works: that must outlive it.
+  /// Refuses what plan_decode_stack() refuses, several new tokens a sequence, activations of another dtype than the
+  /// weights', and quantised weights; Code::out_of_memory where there is no room. Clusters are as many as the device
+  /// holds at once, where no number of blocks is chosen.
   static Result<DecodeStack> create(const Context& context, const Stack& stack, const DecodeChoices& choices = {});
   DecodeStack(DecodeStack&&) noexcept;
   DecodeStack& operator=(DecodeStack&&) noexcept;
@@ -104,11 +105,11 @@ class DecodeStack {
   Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                  const AnyView<2>& output);
   /// Launches one layer in two regular kernels, with the same bits: what all blocks need of the first is there when the
-  /// second begins. With a parallel residual, norms, q, k and v and the MLP's first product, of which no block waits for
-  /// another; then attention, the MLP's second product and dense. With a sequential one, all up to dense, then the MLP.
-  /// Within a kernel blocks still wait for each other between attention and dense, as for q, k and v and between the
-  /// MLP's products with a sequential residual, and nobody sees to it that all are resident at once: beside another such
-  /// kernel on the same SMs a wait may take too long, which is the error of enqueue().
+  /// second begins. With a parallel residual, norms, q, k and v and the MLP's first product, of which no block waits
+  /// for another; then attention, the MLP's second product and dense. With a sequential one, all up to dense, then the
+  /// MLP. Within a kernel blocks still wait for each other between attention and dense, as for q, k and v and between
+  /// the MLP's products with a sequential residual, and nobody sees to it that all are resident at once: beside another
+  /// such kernel on the same SMs a wait may take too long, which is the error of enqueue().
   Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
 
  private:

@@ -383,6 +383,7 @@ TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle an
 }
 
 TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
+  const Impl impl = GENERATE(Impl::stack, Impl::split);
   const Workload load{.batch = 1, .capacity = 20};
   const Model model(small_model(DType::f16), load);
   cudaStream_t stream = nullptr, other = nullptr;
@@ -395,9 +396,9 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
     require_ok(stack.step(Impl::stack));
     const auto expected = results(stack);
     enqueue_occupy(other, 40, 100);
-    require_ok(stack.step(Impl::stack));
+    require_ok(stack.step(impl));
     CHECK(same_bits(results(stack), expected));
-    require_ok(stack.step(Impl::stack));  // and nothing was reported
+    require_ok(stack.step(impl));  // and nothing was reported
   }
   require_cuda(cudaStreamDestroy(stream));
   require_cuda(cudaStreamDestroy(other));
