@@ -60,7 +60,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
   // What chose the values below is in data/bench/ablation-pythia-2.8b.json: an H200 at kv_len 128 and at 2048. Of 0, 2,
-  // 3, 4, 6 and 8 eighths none is faster. Splits that fill the grid cost nothing at 128 and save a seventh at 2048;
+  // 3, 4, 6 and 8 eighths none is faster. Splits that fill the grid cost little at 128 and save a seventh at 2048;
   // merged in clusters they are as fast as in device memory with as many blocks, but clusters leave SMs out.
   p.up_eighths = 3;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
@@ -131,8 +131,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     return false;
   };
   // What gathers the parts of a head takes room too.
-  while (!found() && !choices.attention_splits && p.attention_splits > (p.cluster_merge ? 2 : 1))
-    p.attention_splits /= 2;
+  while (!found() && !choices.attention_splits && !p.cluster_merge && p.attention_splits > 1) p.attention_splits /= 2;
   if (p.stages < kMinStages)
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +

@@ -31,12 +31,11 @@ struct DecodeStackPlan {
   int stage_bytes;
   int up_eighths;        // of a block's rows of the MLP's first product that come before attention
   int attention_splits;  // of a head's keys
-  bool
-      cluster_merge;  // a head's splits' blocks are a cluster, and send what they made to the first one's shared memory
-  int stage_keys;     // keys and values that a stage holds, a multiple of sixteen
-  int out_rows;       // a block's rows of hidden, at most
-  int own_rows;       // that a warp has, at most, where rows are not cut
-  int sums;           // a block's rows' slices, or in tiles the warps' shares of its rows, over the other products
+  bool cluster_merge;    // those are merged in a cluster's shared memory, not in device memory
+  int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
+  int out_rows;          // a block's rows of hidden, at most
+  int own_rows;          // that a warp has, at most, where rows are not cut
+  int sums;              // a block's rows' slices, or in tiles the warps' shares of its rows, over the other products
   int smem_bytes;
 };
 /// Parts of a stage, one for each of half of the products' warps; columns of a slice, at most.
@@ -50,6 +49,7 @@ inline constexpr int kProductWarps = 8, kHelperWarps = 3;
 inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
 inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
 inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
+
 /// What a plan is to have instead of its own choice; empty for that.
 struct DecodeChoices {
   std::optional<int> blocks = {};            // 1 to one an SM
@@ -57,8 +57,8 @@ struct DecodeChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8: 0 hides nothing of what q, k and v take from block to block, 8
                                              // nothing of what the context does
-  std::optional<int> attention_splits = {};  // 1 to 32
-  bool cluster_merge = false;                // of 2 splits to a cluster's limit, in whole clusters of blocks
+  std::optional<int> attention_splits = {};  // 1 to 32, or to what 8 KB hold of their sums
+  bool cluster_merge = false;                // of 2 splits to a cluster's limit; blocks are a multiple of them
 };
 
 /// A pure function of the device's limits, the model and the choices. Code::unimplemented, with the reason, for what
