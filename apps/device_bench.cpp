@@ -202,12 +202,21 @@ class Bench {
       c.report.name = std::move(name);
       return c;
     };
-    for (const cuda::DecodeVariant& v : cuda::decode_variants(timer_.context().arch(), own->plan())) {
+    std::vector<cuda::DecodeVariant> variants = cuda::decode_variants(timer_.context().arch(), own->plan());
+    for (std::size_t i = 0; i < variants.size(); ++i) {
+      const cuda::DecodeVariant v = variants[i];
       Candidate& c = add(v.part, v.name);
       c.same_bits = v.same_bits;
       Result<DecodeStack> made = DecodeStack::create(timer_.context(), stack_, v.choices);
       c.report.plan = made ? to_string(made->plan()) : made.status().message();
       if (!made) continue;
+      const cuda::DecodeStackPlan plan = made->plan();
+      if (plan.cluster_merge && plan.grid < own->plan().grid)  // the SMs that clusters leave out count, too
+        variants.insert(variants.begin() + std::ptrdiff_t(i) + 1,
+                        {v.part,
+                         std::to_string(plan.attention_splits) + " splits, in device memory, as many blocks",
+                         {.blocks = plan.grid, .attention_splits = plan.attention_splits},
+                         v.same_bits});
       c.step = [this, kernel = std::make_shared<DecodeStack>(std::move(*made))] {
         return kernel->enqueue(timer_.context().stream(), 0, layers(), stack_.tensors(0).hidden,
                                stack_.tensors(layers() - 1).output);

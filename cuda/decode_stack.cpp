@@ -59,6 +59,9 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   DecodeStackPlan p{};
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
+  // What chose the values below is in data/bench/ablation-pythia-2.8b.json: an H200 at kv_len 128 and at 2048. Of 0, 2,
+  // 3, 4, 6 and 8 eighths none is faster. Splits that fill the grid cost little at 128 and save a seventh at 2048;
+  // merged in clusters they are as fast as in device memory with as many blocks, but clusters leave SMs out.
   p.up_eighths = 3;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   const int most_splits = std::min(32, kMaxGatheredBytes / (floats_a_part(d.head_dim) * 4));
@@ -129,15 +132,14 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
     return false;
   };
   // What gathers the parts of a head takes room too.
-  while (!found() && !choices.attention_splits && p.attention_splits > (p.cluster_merge ? 2 : 1))
-    p.attention_splits /= 2;
+  while (!found() && !choices.attention_splits && !p.cluster_merge && p.attention_splits > 1) p.attention_splits /= 2;
   if (p.stages < kMinStages)
     return refuse("a hidden of which a ring of " + std::to_string(kMinStages) + " stages fits " +
                   std::to_string(arch.smem_per_block_bytes) + " B of shared memory, got " + std::to_string(hidden) +
                   " with " + std::to_string(batch) + " sequences");
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the
-  // wait takes. Of 20, 40, 60, 80 and 100 KB an H200 is fastest with 60 for Pythia-2.8B, at kv_len 128 and at 2048.
+  // wait takes. Of 20, 40, 60, 80, 100, 120 and 140 KB 60 is the fastest.
   p.stages_in_flight = std::clamp((kBytesInFlight + p.stage_bytes - 1) / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.smem_bytes = decode_layout(d, p).bytes;
@@ -182,9 +184,9 @@ DecodeStack::DecodeStack(DecodeStack&&) noexcept = default;
 DecodeStack& DecodeStack::operator=(DecodeStack&&) noexcept = default;
 DecodeStack::~DecodeStack() = default;
 
-Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                                        const Layers& where, const DecodeChoices& choices) {
-  const LayerTensors& t = where.tensors;
+Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& stack, const DecodeChoices& choices) {
+  const ModelConfig& config = stack.config();
+  const LayerTensors t = stack.tensors(0);
   const std::int64_t batch = t.kv_len.shape[0];
   if (t.positions.shape[0] != batch)
     return refuse("one new token a sequence, got " + std::to_string(t.positions.shape[0]) + " for " +
@@ -201,9 +203,12 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
     if (!plan) return plan.status();
   }
 
-  const LayerWeights& w = where.first;
+  const LayerWeights w = stack.weights(0);
   for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
     if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
+  const auto cache = [&](std::int64_t layer) {
+    return static_cast<const std::byte*>(stack.tensors(layer).k_cache.data);
+  };
   const DecodeDims dims = decode_dims(config, batch, t.k_cache.shape[2], t.cos.shape[0]);
   const auto bytes = [](const void* p) { return static_cast<const char*>(p); };
   const auto weight = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight.data); };
@@ -229,8 +234,8 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
                                    bias(w.dense_4h_to_h)},
                           .k_cache = static_cast<char*>(t.k_cache.data),
                           .v_cache = static_cast<char*>(t.v_cache.data)},
-          .layer_stride = where.stride_bytes,
-          .layers = int(layers),
+          .layer_stride = stack.layers() > 1 ? cache(1) - cache(0) : 0,  // all layers lie alike
+          .layers = int(stack.layers()),
           .first = 0,
           .last = 0,
           .input = nullptr,
@@ -288,12 +293,6 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfi
   *state->report = 0;
   c.report = state->report.get();  // one address for both
   return DecodeStack(std::move(state));
-}
-
-Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& stack, const DecodeChoices& choices) {
-  const auto place = [&](std::int64_t l) { return static_cast<const std::byte*>(stack.tensors(l).k_cache.data); };
-  return create(context, stack.config(), stack.layers(),
-                {stack.weights(0), stack.tensors(0), stack.layers() > 1 ? place(1) - place(0) : 0}, choices);
 }
 
 Status DecodeStack::set_probe(const Probe& probe) {

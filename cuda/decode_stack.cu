@@ -191,8 +191,8 @@ class Products {
     return true;
   }
 
-  /// dense adds to the layer's input, in a sequential residual down to what that has made, as the block itself has stored
-  /// it.
+  /// dense adds to the layer's input, in a sequential residual down to what that has made, which the block itself has
+  /// stored.
   __device__ Addends begin(Phase phase, const Product& product, int token, int mine) const {
     const int row = product.row(mine);
     const char* const bias = c.first_layer.bias[int(Product::weight_of(phase))];
@@ -299,7 +299,10 @@ class Helpers {
   __device__ bool run(int layer) {
     l = layer;
     block.maybe_dawdle(-1 - l);
-    bool up = false;  // whose input lies where mlp.act is to be
+    bool up = false;  // its input lies where mlp.act is to be
+    // In the second of two launches that is there: where all of it has room it comes while the products' warps attend.
+    const bool early = !Wide && c.continues && c.parallel_residual;
+    if (early && !fetch_act()) return false;
 #pragma unroll 1
     for (int step = 0; step < c.phases.count; ++step) {
       bool go = true;
@@ -308,7 +311,7 @@ class Helpers {
         case Phase::attention: go = merge(); break;
         case Phase::up_rest: up = true; break;  // over when down is near: the context comes before
         case Phase::dense: go = fetch_context(); break;
-        case Phase::down: go = (!up || block.hear(Signal::up_done)) && fetch_act(); break;
+        case Phase::down: go = early || ((!up || block.hear(Signal::up_done)) && fetch_act()); break;
         default: break;
       }
       if (!go) return false;
@@ -355,8 +358,8 @@ class Helpers {
       if (!merge(AttentionPart(c, item), item)) return false;
     return true;
   }
-  /// Where a head's parts come together: in device memory, or in the first one's block's shared memory, whose blocks are a
-  /// cluster, in the order of the parts.
+  /// Where a head's parts come together: in device memory, or in the shared memory of the first one's block, where their
+  /// blocks are a cluster, in the order of the parts.
   __device__ Tagged* parts_of(const AttentionPart& part, int item, int floats) const {
     if (!c.plan.cluster_merge) return c.parts + part.whole_head(c) * floats;
     Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * floats;

@@ -31,12 +31,11 @@ struct DecodeStackPlan {
   int stage_bytes;
   int up_eighths;        // of a block's rows of the MLP's first product that come before attention
   int attention_splits;  // of a head's keys
-  bool
-      cluster_merge;  // a head's splits' blocks are a cluster, and send what they made to the first one's shared memory
-  int stage_keys;     // keys and values that a stage holds, a multiple of sixteen
-  int out_rows;       // a block's rows of hidden, at most
-  int own_rows;       // that a warp has, at most, where rows are not cut
-  int sums;  // a block's rows' slices, or of several tokens the warps' shares of its rows, over the other products
+  bool cluster_merge;    // those are merged in a cluster's shared memory, not in device memory
+  int stage_keys;        // keys and values that a stage holds, a multiple of sixteen
+  int out_rows;          // a block's rows of hidden, at most
+  int own_rows;          // that a warp has, at most, where rows are not cut
+  int sums;  // over the other products: a block's rows' slices, or of several tokens its rows' shares of warps
   int smem_bytes;
 };
 /// Parts of a stage, one for each of half of the products' warps; columns of a slice, at most.
@@ -50,6 +49,7 @@ inline constexpr int kProductWarps = 8, kHelperWarps = 3;
 inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
 inline constexpr int kDecodeThreads = kProductThreads + kHelperThreads + 32;
 inline constexpr int kMaxDecodeBatch = 8, kMaxDecodeHeadDim = 256;
+
 /// What a plan is to have instead of its own choice; empty for that.
 struct DecodeChoices {
   std::optional<int> blocks = {};            // 1 to one an SM
@@ -57,13 +57,13 @@ struct DecodeChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8: 0 hides nothing of what q, k and v take from block to block, 8
                                              // nothing of what the context does
-  std::optional<int> attention_splits = {};  // 1 to 32
-  bool cluster_merge = false;                // of 2 splits to a cluster's limit, in whole clusters of blocks
+  std::optional<int> attention_splits = {};  // 1 to 32, or to what 8 KB hold of their sums
+  bool cluster_merge = false;                // of 2 splits to a cluster's limit; blocks are a multiple of them
 };
 
-/// A pure function of the device's limits, the model and the choices. Code::unimplemented, with the reason, for what the
-/// kernel does not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim beyond
-/// 256, hidden beyond 6144, more than 8 sequences, a shared memory that a ring of three stages does not fit.
+/// A pure function of the device's limits, the model and the choices. Code::unimplemented, with the reason, for what
+/// the kernel does not take: another dtype than float16 and bfloat16, sizes of rows that are no multiple of 8, head_dim
+/// beyond 256, hidden beyond 6144, more than 8 sequences, a shared memory that a ring of three stages does not fit.
 /// Code::invalid_argument for choices out of their bounds.
 Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& config, std::int64_t batch,
                                           const DecodeChoices& choices = {});
@@ -77,18 +77,10 @@ std::string to_string(const DecodeStackPlan&);
 /// float32. Not shared between threads.
 class DecodeStack {
  public:
-  /// Where a stack keeps its layers: those of layer 0, and how far on each next layer lies.
-  struct Layers {
-    LayerWeights first;
-    LayerTensors tensors;
-    std::int64_t stride_bytes;
-  };
-  /// Plans, and takes its scratch memory. Refuses what plan_decode_stack() refuses, several new tokens a sequence,
-  /// activations of another dtype than the weights', and quantised weights; Code::out_of_memory where there is no room.
-  /// Clusters are as many as the device holds at once, where no number of blocks is chosen.
-  static Result<DecodeStack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
-                                    const Layers& where, const DecodeChoices& choices = {});
-  /// The same for a stack's layers, whose memory it works on and which must outlive it.
+  /// Plans, and takes its scratch memory, for the layers of a stack, on whose memory it works: that must outlive it.
+  /// Refuses what plan_decode_stack() refuses, several new tokens a sequence, activations of another dtype than the
+  /// weights', and quantised weights; Code::out_of_memory where there is no room. Clusters are as many as the device
+  /// holds at once, where no number of blocks is chosen.
   static Result<DecodeStack> create(const Context& context, const Stack& stack, const DecodeChoices& choices = {});
   DecodeStack(DecodeStack&&) noexcept;
   DecodeStack& operator=(DecodeStack&&) noexcept;
@@ -113,11 +105,11 @@ class DecodeStack {
   Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                  const AnyView<2>& output);
   /// Launches one layer in two regular kernels, with the same bits: what all blocks need of the first is there when the
-  /// second begins. With a parallel residual, norms, q, k and v and the MLP's first product, of which no block waits for
-  /// another; then attention, the MLP's second product and dense. With a sequential one, all up to dense, then the MLP.
-  /// Within a kernel blocks still wait for each other between attention and dense, as for q, k and v and between the
-  /// MLP's products with a sequential residual, and nobody sees to it that all are resident at once: beside another such
-  /// kernel on the same SMs a wait may take too long, which is the error of enqueue().
+  /// second begins. With a parallel residual, norms, q, k and v and the MLP's first product, of which no block waits
+  /// for another; then attention, the MLP's second product and dense. With a sequential one, all up to dense, then the
+  /// MLP. Within a kernel blocks still wait for each other between attention and dense, as for q, k and v and between
+  /// the MLP's products with a sequential residual, and nobody sees to it that all are resident at once: beside another
+  /// such kernel on the same SMs a wait may take too long, which is the error of enqueue().
   Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
 
  private:

@@ -26,18 +26,10 @@ std::vector<DecodeVariant> decode_variants(const Arch& arch, const DecodeStackPl
                          : n(eighths) + " eighths of the MLP's first product before attention",
           {.up_eighths = eighths});
   for (int splits : {1, 2, 4})
-    if (splits < plan.attention_splits)
-      add("attention splits", n(splits), {.attention_splits = splits}, false);
-  // Clusters take whole parts of the GPU and may leave some SMs: the same without them tells what those cost.
-  for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2) {
-    const bool own = splits == plan.attention_splits;
+    if (splits < plan.attention_splits) add("attention splits", n(splits), {.attention_splits = splits}, false);
+  for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)
     add("attention merge", n(splits) + " splits, in a cluster's shared memory",
-        {.attention_splits = splits, .cluster_merge = true}, own);
-    const int most = arch.max_cluster_blocks;
-    if (own && plan.grid % most)
-      add("attention merge", n(splits) + " splits, in device memory, " + n(plan.grid / most * most) + " blocks",
-          {.blocks = plan.grid / most * most}, true);
-  }
+        {.attention_splits = splits, .cluster_merge = true}, splits == plan.attention_splits);
   return all;
 }
 

@@ -326,18 +326,12 @@ Result<Stack> Stack::create(const Context& context, const ModelConfig& config, s
   state->memory = std::move(*memory);
   state->lay_out(state->memory.data());
 
-  const auto place = [&](std::size_t layer) {
-    return static_cast<const std::byte*>(state->layers[layer].k_cache.data);
-  };
-  state->fused = DecodeStack::create(
-      context, config, layers,
-      {state->layers[0].weights, state->tensors(0), layers > 1 ? std::int64_t(place(1) - place(0)) : 0});
-
   Tensor cos(DType::f32, {state->cos.shape[0], state->cos.shape[1]}), sin = cos.clone();
   ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, config.rope_theta);
   if (Status s = state->copy_in<2>("cos", state->cos, cos); !s) return s;
   if (Status s = state->copy_in<2>("sin", state->sin, sin); !s) return s;
   Stack stack(std::move(state));
+  stack.state_->fused = DecodeStack::create(context, stack);
   if (Status s = stack.set_kv_len(std::vector<std::int32_t>(std::size_t(load.batch), std::int32_t(load.q_len))); !s)
     return s;
   return stack;

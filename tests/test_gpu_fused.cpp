@@ -383,6 +383,7 @@ TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle an
 }
 
 TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
+  const Impl impl = GENERATE(Impl::stack, Impl::split);
   const Workload load{.batch = 1, .capacity = 20};
   const Model model(small_model(DType::f16), load);
   cudaStream_t stream = nullptr, other = nullptr;
@@ -395,9 +396,9 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
     require_ok(stack.step(Impl::stack));
     const auto expected = results(stack);
     enqueue_occupy(other, 40, 100);
-    require_ok(stack.step(Impl::stack));
+    require_ok(stack.step(impl));
     CHECK(same_bits(results(stack), expected));
-    require_ok(stack.step(Impl::stack));  // and nothing was reported
+    require_ok(stack.step(impl));  // and nothing was reported
   }
   require_cuda(cudaStreamDestroy(stream));
   require_cuda(cudaStreamDestroy(other));
@@ -405,13 +406,14 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
 
 TEST_CASE("fused: what no block does is an error that names it, and the next launch is sound", "[gpu][fused]") {
   const bool parallel = GENERATE(true, false);
+  const std::int64_t batch = GENERATE(1, 4);
   ModelConfig m = small_model(DType::f16);
   m.use_parallel_residual = parallel;
-  const Workload load{.batch = 1, .capacity = 20};
+  const Workload load{.batch = batch, .capacity = 20};
   const Model model(m, load);
   cuda::Context c = context();
   Stack stack = model.stack(c);
-  require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
+  require_ok(stack.set_kv_len(lengths(load, 17)));
   DecodeStack kernel = kernel_of(c, stack);
   require_ok(run(kernel, c, stack));
   const auto expected = results(stack);

@@ -186,7 +186,7 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
     const auto here = [&](int u) {
       return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
     };
-    if (!await_pieces<at_once>(block, layer, d, load, here)) return false;
+    if (!await_pieces<at_once>(block, layer, d, load, here)) break;
     const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
 #pragma unroll
     for (int u = 0; u < at_once; ++u)
@@ -194,7 +194,8 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
         *reinterpret_cast<uint4*>(to + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
                                                  pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
   }
-  return !block.stopped();
+  // A warp's lanes go on together, or none does.
+  return __all_sync(~0u, !block.stopped());
 }
 
 /// Says by a word of the block's own that what its threads of this kind have stored of a layer is there.
