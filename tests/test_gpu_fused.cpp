@@ -24,6 +24,15 @@ namespace {
 
 using Layer = ops::DecodeLayer;
 
+/// A context with the device's own plans or, where an SM holds two blocks of the kernel, with those of an RTX 5090.
+cuda::Context planned(cudaStream_t stream = nullptr) {
+  cuda::Context c = context(stream);
+#ifdef CF_DECODE_BLOCKS_PER_SM
+  c.set_plan_arch(cuda::kRtx5090);
+#endif
+  return c;
+}
+
 bool same_bits(const Tensor& a, const Tensor& b) {
   return a.shape() == b.shape() && std::memcmp(a.data(), b.data(), std::size_t(a.size_bytes())) == 0;
 }
@@ -119,7 +128,7 @@ TEST_CASE("fused: every tap of a layer is the oracle's within its budget", "[gpu
       CAPTURE(m.name, batch, kv_len, parallel, to_string(dtype));
       const Workload load{.batch = batch, .capacity = 131};
       const Model model(m, load);
-      cuda::Context c = context();
+      cuda::Context c = planned();
       Stack stack = model.stack(c);
       require_ok(stack.set_kv_len(lengths(load, kv_len)));
       DecodeStack kernel = kernel_of(c, stack);
@@ -165,7 +174,7 @@ namespace {
 /// One layer's step by both, at each kv_len: each is within the budget of what both should be.
 void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens) {
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   const Layer::Dims dims = Layer::example(m, {.batch = load.batch, .kv_len = load.capacity}).first;
   const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
@@ -209,7 +218,7 @@ TEST_CASE("fused: a launch a layer and one launch give the same bits", "[gpu][fu
   const std::int64_t batch = GENERATE(1, 2, 4, 8);
   const Workload load{.batch = batch, .capacity = 40};
   const Model model(small_model(dtype), load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   for (int kv_len : {1, 33, 40}) {
     model.reset(stack);
@@ -230,7 +239,7 @@ TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle an
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 2, .capacity = 130};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 129)));
   DecodeStack kernel = kernel_of(c, stack);
@@ -257,7 +266,7 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
   {
-    cuda::Context c = context(stream);
+    cuda::Context c = planned(stream);
     Stack stack = model.stack(c);
     require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
     require_ok(stack.step(Impl::stack));
@@ -277,12 +286,13 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 1, .capacity = 20};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
   DecodeStack kernel = kernel_of(c, stack);
   require_ok(run(kernel, c, stack));
   const auto expected = results(stack);
+  const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";
   for (const char* site :
        {"attention.query_key_value", "attention.context", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}) {
     CAPTURE(site);
@@ -290,7 +300,7 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
     require_ok(run(kernel, c, stack));
     require_cuda(cudaDeviceSynchronize());
     require_ok(kernel.set_probe({}));
-    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: ", site, "all 132 blocks"}) == "");
+    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: ", site, blocks}) == "");
     require_ok(run(kernel, c, stack));
     CHECK(same_bits(results(stack), expected));
   }
@@ -315,14 +325,14 @@ TEST_CASE("fused: stacks with threads and streams of their own do not meet", "[g
     }
     return cudaStreamSynchronize(c.stream()) == cudaSuccess;
   };
-  cuda::Context alone = context();
+  cuda::Context alone = planned();
   Stack reference = model.stack(alone);
   REQUIRE(decode(alone, reference));
   const auto expected = results(reference);
   cudaStream_t streams[2] = {};
   for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
   {
-    cuda::Context contexts[2] = {context(streams[0]), context(streams[1])};
+    cuda::Context contexts[2] = {planned(streams[0]), planned(streams[1])};
     Stack stacks[2] = {model.stack(contexts[0]), model.stack(contexts[1])};
     bool ok[2] = {};
     std::thread threads[2];
@@ -342,7 +352,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   {
-    cuda::Context c = context(stream);
+    cuda::Context c = planned(stream);
     Stack captured = model.stack(c), plain = model.stack(c);
     replay_beside(stream, 20, captured, Impl::stack, plain, Impl::stack);
     CHECK(same_bits(results(captured), results(plain)));
@@ -357,7 +367,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
 }
 
 TEST_CASE("fused: what the kernel does not take is refused by name, and the stack goes on", "[gpu][fused][bad]") {
-  cuda::Context c = context();
+  cuda::Context c = planned();
   const auto refused = [&](DType dtype, const Workload& load, std::initializer_list<std::string_view> parts) {
     const Model model(small_model(dtype), load);
     Stack stack = model.stack(c);
