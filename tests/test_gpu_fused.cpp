@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -111,6 +112,21 @@ ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
 }
 
 }  // namespace
+
+#ifdef CF_DECODE_BLOCKS_PER_SM
+TEST_CASE("fused: the plans of an RTX 5090 have more blocks than an H200 has SMs, and hold activations both ways",
+          "[gpu][fused]") {
+  std::set<int> narrow_columns;
+  for (const ModelConfig& m : pythia_presets()) {
+    const auto plan = cuda::plan_decode_stack(planned().arch(), m, 1);
+    REQUIRE(plan);
+    CHECK(plan->grid > cuda::kH200.sm_count);
+    CHECK(plan->smem_bytes <= cuda::kRtx5090.smem_per_block_bytes);
+    narrow_columns.insert(plan->narrow_columns);
+  }
+  CHECK(narrow_columns == std::set<int>{0, 1024, 2048, 2560});
+}
+#endif
 
 TEST_CASE("fused: every tap of a layer is the oracle's within its budget", "[gpu][fused]") {
   const DType dtype = GENERATE(DType::f16, DType::bf16);
