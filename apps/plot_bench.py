@@ -3,7 +3,7 @@
 and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
-  plot_bench.py data/bench/growth.json ->   data/bench/growth-growth.svg, of a cf-layer --stack-layers
+  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --stack-layers
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
 its layers and against seq_len, with the least-squares line. Needs matplotlib.
 With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
@@ -79,8 +79,8 @@ def shares(layers):
 
 
 def growths(report):
-    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least seq_len, and against seq_len,
-    of the most layers; each where there are three or more."""
+    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least seq_len, and of the most
+    layers against seq_len; each where there are three or more."""
     found = []
     times = {}
     for c in report["configurations"]:
@@ -150,7 +150,8 @@ def draw_growth(plt, found, gpu, path):
         ax.plot(*zip(*points), linestyle="", marker="o")
         ends = (0, max(points)[0])
         ax.plot(ends, [intercept + slope * x for x in ends], color="black", linestyle="--")
-        ax.set(xlabel={"layer": "layers", "cache entry": "seq_len"}[unit], ylabel="time of a step [us]", ylim=(0, None))
+        ax.set(xlabel={"layer": "layers", "cache entry": "seq_len"}[unit], ylabel="time of a step [us]")
+        ax.set_ylim(0, 1.1 * max(time_us for _, time_us in points))
         ax.set_title(f"{heading}\n{line_text(unit, points)}", fontsize="small")
     figure.suptitle(gpu)
     save(figure, path)
@@ -244,7 +245,7 @@ def main(argv):
         stem = os.path.splitext(path)[0]
         partial = any(c.get("step_layers") != c.get("resident_layers") for c in layers[0]["configurations"])
         if partial and (found := growths(layers[0])):
-            draw_growth(plt, found, gpu, f"{stem}-growth.svg")
+            draw_growth(plt, found, gpu, f"{stem}.svg")
             continue
         draw_layer(plt, curves(rows), gpu, f"{stem}-layer.svg")
         if found := shares(layers):

@@ -337,7 +337,8 @@ __device__ void leave(const DecodeCall& c) {
 }
 
 template <class T, int Columns>
-__global__ void __launch_bounds__(kDecodeThreads, CF_DECODE_BLOCKS_PER_SM) decode_stack_kernel(const __grid_constant__ DecodeCall c) {
+__global__ void __launch_bounds__(kDecodeThreads, CF_DECODE_BLOCKS_PER_SM)
+    decode_stack_kernel(const __grid_constant__ DecodeCall c) {
   const Ring ring{c};
   const Block block = Block::products(c);
   const int half = c.dims.half_rotary;

@@ -206,7 +206,7 @@ TEST_CASE("cf-layer on the GPU: refusals", "[gpu][cf-layer][bad]") {
   const std::string preset = "--preset pythia-14m --seq-len 2 ";
   check_refusal(preset, "--layer is required, or --stack for all layers");
   check_refusal(preset + "--layer 0 --stack", "--layer: excludes --stack");
-  check_refusal(preset + "--stack --stack-layers 1,7", "--stack-layers '1,7': pythia-14m has stacks of 1 to 6");
+  check_refusal(preset + "--stack --stack-layers 1,7", "--stack-layers 7: pythia-14m has stacks of 1 to 6");
   check_refusal(preset + "--layer 0 --impl graph,fast",
                 "--impl 'graph,fast': expected a list of unfused, graph, fused and stack, got 'fast'");
   check_refusal(preset + "--layer 0 --arch-plan sm_80", "--arch-plan sm_80: expected sm_90 or sm_120");
