@@ -69,12 +69,13 @@ def run_program(command, timeout_s):
 
 
 def layer_rows(report, preset):
-    """cf-layer's stacks as rows of this report; times are a layer's."""
+    """cf-layer's layers and whole stacks as rows of this report; times are a layer's."""
     return [
         {"preset": preset, "batch": c["batch"], "kv_len": c["seq_len"], "system": "cf-layer " + c["impl"]}
         | {key: c["total"][key] for key in ("median_us", "p10_us", "p99_us")}
         | {"bytes": c["total"]["bytes"], "read_best_gb_per_s": c["read_best_gb_per_s"]}
         for c in report["configurations"]
+        if c.get("step_layers") == c.get("resident_layers")
     ]
 
 

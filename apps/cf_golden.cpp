@@ -20,7 +20,7 @@ using Json = nlohmann::ordered_json;
 
 struct Options {
   std::vector<std::string> files;
-  std::string backend = "cpu", dtype, site, model, json, variant_a, variant_b;
+  std::string backend = "cpu", impl = "unfused", dtype, site, model, json, variant_a, variant_b;
   bool isolated = false, chained = false;  // isolated unless chained
 };
 
@@ -182,14 +182,19 @@ std::string reproduce(const Options& o, const std::string& path, const TapResult
   std::vector<std::string> words{
       "cf-golden",         "run", path, "--site", r.site, o.chained ? "--chained" : "--isolated", "--dtype",
       option_name(r.dtype)};
-  if (o.backend != "cpu") words.insert(words.end(), {"--backend", o.backend});
+  if (o.backend != "cpu") words.insert(words.end(), {"--backend", o.backend, "--impl", o.impl});
   if (!o.model.empty()) words.insert(words.end(), {"--model", o.model});
   return "reproduce: " + shell_command(words) + "\n";
 }
 
 Json row_json(const std::string& path, const Options& o, const TapResult& r) {
-  Json row{{"file", path},   {"backend", o.backend}, {"mode", o.chained ? "chained" : "isolated"},
-           {"site", r.site}, {"tap", r.tap},         {"dtype", to_string(r.dtype)}};
+  Json row{{"file", path},
+           {"backend", o.backend},
+           {"impl", o.impl},
+           {"mode", o.chained ? "chained" : "isolated"},
+           {"site", r.site},
+           {"tap", r.tap},
+           {"dtype", to_string(r.dtype)}};
   row.update(error_json(r.error));
   row.update({{"worst_at", r.worst}, {"budget", r.budget}, {"producer_rel_l2", r.producer_rel_l2}, {"ok", r.ok()}});
   return row;
@@ -216,8 +221,12 @@ int run(const Options& o, const std::string& command) {
                        {"budget", fmt::format("HF {}", short_name(file->meta().dtype)), "verdict"}));
     std::string failures;
     for (DType dtype : *dtypes) {
-      const auto results = walk_golden(
-          *file, *weights, {.backend = *backend, .activation = dtype, .isolated = !o.chained, .site = o.site});
+      const auto results = walk_golden(*file, *weights,
+                                       {.backend = *backend,
+                                        .activation = dtype,
+                                        .isolated = !o.chained,
+                                        .site = o.site,
+                                        .fused = o.impl == "fused"});
       if (!results) return fail(results.status());
       for (const TapResult& r : *results) {
         table.add(joined({r.site, r.tap, option_name(r.dtype)}, error_cells(r.error, r.worst),
@@ -227,7 +236,8 @@ int run(const Options& o, const std::string& command) {
           failures += line;
       }
     }
-    print(fmt::format("## {}, {}, {} backend\n\n", summary(*file), o.chained ? "chained" : "isolated", o.backend));
+    print(fmt::format("## {}, {}, {} backend, {}\n\n", summary(*file), o.chained ? "chained" : "isolated", o.backend,
+                      o.impl));
     table.print(stdout);
     print(failures.empty() ? "\n" : "\n" + failures + "\n");
     passed = passed && failures.empty();
@@ -362,6 +372,12 @@ int main(int argc, char** argv) {
   CLI::App* run_command = app.add_subcommand("run", "Run a backend site by site and compare it with the file's taps");
   run_command->add_option("files", o.files, "Golden files")->required();
   run_command->add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
+  run_command
+      ->add_option(
+          "--impl", o.impl,
+          "unfused: an op a site; fused: all sites by one persistent kernel, with --backend cuda and --chained")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"unfused", "fused"}));
   run_command
       ->add_option("--dtype", o.dtype,
                    "Activations: f64 (the oracle) or f32 on the CPU, both when left out; on a GPU "

@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
 
 struct Options {
-  std::string model, preset, dtype, quant, layers, seq_lens, backend = "cpu", json, csv, dump;
+  std::string model, preset, dtype, quant, layers, stack_layers, seq_lens, backend = "cpu", json, csv, dump;
   std::optional<std::int64_t> group;  // with quant
   std::uint64_t seed = 0;
   std::int64_t batch = 1, threads = omp_get_max_threads();
@@ -104,9 +104,9 @@ class Source {
 /// What the options ask for, all of it looked at before any work.
 struct Plan {
   Source source;
-  std::vector<std::int64_t> layers, seq_lens;
-  std::optional<DeviceDescription> device{};  // with --backend cuda
-  std::vector<std::string> notes{};           // of the checkpoint
+  std::vector<std::int64_t> layers, stack_layers, seq_lens;  // stack_layers: empty for all
+  std::optional<DeviceDescription> device{};                 // with --backend cuda
+  std::vector<std::string> notes{};                          // of the checkpoint
 };
 
 /// Refuses a step that this machine's memory cannot hold.
@@ -141,6 +141,7 @@ Status check_backend_options(const Options& o, Backend backend) {
   if (o.group && *o.group != -1 && (*o.group < 1 || *o.group > kMaxGroup))
     return refuse("--group", fmt::format("expected -1 or 1 to {}, got {}", kMaxGroup, *o.group).c_str());
   if (o.stack && !o.layers.empty()) return refuse("--layer", "excludes --stack, which times all layers");
+  if (!o.stack && !o.stack_layers.empty()) return refuse("--stack-layers", "expected with --stack");
   if (!o.stack && o.layers.empty())
     return Status::error(Code::invalid_argument, "--layer is required, or --stack for all layers");
   return {};
@@ -175,6 +176,13 @@ Result<Plan> make_plan(const Options& o) {
   Result<std::vector<std::int64_t>> layers =
       sweep("--layer", o.stack ? "0" : o.layers, 0, m.num_hidden_layers - 1, "layers");
   if (!layers) return layers.status();
+  std::vector<std::int64_t> stack_layers;
+  if (!o.stack_layers.empty()) {
+    Result<std::vector<std::int64_t>> counts =
+        sweep("--stack-layers", o.stack_layers, 1, m.num_hidden_layers, "stacks of");
+    if (!counts) return counts.status();
+    stack_layers = std::move(*counts);
+  }
   Result<std::vector<std::int64_t>> seq_lens =
       sweep("--seq-len", o.seq_lens, 1, m.max_position_embeddings, "sequence lengths");
   if (!seq_lens) return seq_lens.status();
@@ -194,7 +202,8 @@ Result<Plan> make_plan(const Options& o) {
       if (!loaded) return loaded.status();
       notes.insert(notes.end(), loaded->notes.begin(), loaded->notes.end());
     }
-  return Plan{std::move(*source), std::move(*layers), std::move(*seq_lens), std::move(device), std::move(notes)};
+  return Plan{std::move(*source),   std::move(*layers), std::move(stack_layers),
+              std::move(*seq_lens), std::move(device),  std::move(notes)};
 }
 
 std::string cpu_name() {
@@ -316,6 +325,7 @@ Status measure_on_device(const Options& o, const Plan& plan, const RunInfo& info
   DeviceBenchRequest request{.config = plan.source.config(),
                              .load = [&](std::int64_t layer) { return plan.source.load(layer); },
                              .stack = o.stack,
+                             .stack_layers = plan.stack_layers,
                              .seq_lens = plan.seq_lens,
                              .batch = o.batch,
                              .seed = o.seed,
@@ -413,6 +423,9 @@ int run(int argc, const char* const* argv) {
   app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
   app.add_flag("--stack", o.stack, "All layers back to back (cuda)");
   app.add_flag("--ablate", o.ablate, "Also with parts of the persistent kernel's design another way (cuda, --stack)");
+  app.add_option(
+      "--stack-layers", o.stack_layers,
+      "With --stack, so many layers from the first on in place of all: numbers and ranges, such as 1,2,4,8-32");
   app.add_option("--seq-len", o.seq_lens,
                  "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048")
       ->required();

@@ -109,7 +109,7 @@ class Bench {
         return {};
       });
       if (!series) return series.status();
-      timing.time_us = spread(a_layer(*series));
+      timing.time_us = spread(a_layer(*series, stack_.layers()));
       result.sites.push_back(std::move(timing));
     }
     Result<std::vector<double>> read = timer_.read_bytes_per_s(r_.bench);
@@ -118,16 +118,17 @@ class Bench {
     return {};
   }
 
-  Status time_step(Impl impl, LayerTiming& result) {
+  /// A step through the first `layers`.
+  Status time_step(Impl impl, std::int64_t layers, LayerTiming& result) {
     using Layer = ops::DecodeLayer;
-    const auto series = timer_.time_us(r_.bench, [&] { return stack_.step(impl); });
+    const auto series = timer_.time_us(r_.bench, [&] { return stack_.step(impl, 0, layers); });
     if (!series) return series.status();
     const Layer::Args args{.config = &r_.config, .weights = stack_.weights(0), .t = counted(0)};
     const double bytes = Layer::cost(Layer::dims(args), r_.config.dtype, r_.config.dtype).bytes;
-    result.total = {"total", std::string(Layer::name), spread(a_layer(*series)), bytes};
+    result.total = {"total", std::string(Layer::name), spread(a_layer(*series, layers)), bytes};
     if (r_.stack)
-      result.stack = Timing{"stack of " + std::to_string(stack_.layers()) + " layers", std::string(Layer::name),
-                            spread(*series), bytes * double(stack_.layers())};
+      result.stack = Timing{"stack of " + std::to_string(layers) + " layers", std::string(Layer::name), spread(*series),
+                            bytes * double(layers)};
     return {};
   }
 
@@ -175,7 +176,7 @@ class Bench {
         c.series.insert(c.series.end(), series->begin(), series->end());
       }
     for (Candidate& c : *candidates) {
-      if (c.step) c.report.time_us = spread(a_layer(std::move(c.series)));
+      if (c.step) c.report.time_us = spread(a_layer(std::move(c.series), stack_.layers()));
       result.variants.push_back(std::move(c.report));
     }
     return result;
@@ -250,8 +251,8 @@ class Bench {
       return site.name == wanted.name ? f(args) : Status();
     });
   }
-  std::vector<double> a_layer(std::vector<double> series) const {
-    for (double& time_us : series) time_us /= double(stack_.layers());
+  static std::vector<double> a_layer(std::vector<double> series, std::int64_t layers) {
+    for (double& time_us : series) time_us /= double(layers);
     return series;
   }
 
@@ -289,20 +290,27 @@ Status bench_on_device(const DeviceBenchRequest& r, const std::function<void(con
   CF_TRY(bench.load(first));
   const std::uint64_t checksum = weights_checksum(r.config, bench.first_weights());
 
+  std::vector<std::pair<Impl, std::int64_t>> steps;
+  for (Impl impl : *impls)
+    for (std::int64_t layers : r.stack_layers.empty() ? std::vector{bench.layers()} : r.stack_layers)
+      steps.emplace_back(impl, layers);
+
   for (std::int64_t seq_len : r.seq_lens) {
     const Workload load{.batch = r.batch, .kv_len = seq_len, .capacity = capacity};
     CF_TRY(bench.fill(load));
     LayerTiming timing;
     CF_TRY(bench.time_sites(timing));
-    for (Impl impl : *impls) {
-      CF_TRY(bench.time_step(impl, timing));
-      LayerReport done{.layer = first,
-                       .load = load,
-                       .weights_dtype = r.config.dtype,
-                       .weights_checksum = checksum,
-                       .timing = timing,
-                       .check = {},
-                       .device = DeviceRun{.impl = std::string(to_string(impl)), .resident_layers = bench.layers()}};
+    for (const auto& [impl, layers] : steps) {
+      CF_TRY(bench.time_step(impl, layers, timing));
+      LayerReport done{
+          .layer = first,
+          .load = load,
+          .weights_dtype = r.config.dtype,
+          .weights_checksum = checksum,
+          .timing = timing,
+          .check = {},
+          .device = DeviceRun{
+              .impl = std::string(to_string(impl)), .resident_layers = bench.layers(), .step_layers = layers}};
       if (r.check) {
         Result<LayerCheck> check = bench.check(impl);
         if (!check) return check.status();

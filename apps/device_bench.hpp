@@ -34,7 +34,8 @@ struct DeviceBenchRequest {
   std::function<Result<golden::GoldenWeights>(std::int64_t)> load;  // layer by layer; called from several threads
   std::int64_t layer = 0;                                           // ignored with `stack`
   bool stack = false;                                               // time all layers back to back
-  std::vector<std::int64_t> seq_lens;                               // the largest is the cache's capacity
+  std::vector<std::int64_t> stack_layers;  // with `stack`: so many of them, each in turn; or all
+  std::vector<std::int64_t> seq_lens;      // the largest is the cache's capacity
   std::int64_t batch = 1;
   std::uint64_t seed = 0;
   BenchOptions bench;
@@ -45,7 +46,8 @@ struct DeviceBenchRequest {
 
 /// Calls `report` for every seq_len and every impl in it. So many layers are resident that one product's weights are long
 /// out of the L2 when they are read again (bench.warm: the one layer alone). A site's time is that of a graph which holds
-/// it for every resident layer, a layer's that of a step through all of them, each divided by their number. With
+/// it for every resident layer, a layer's that of a step through all of them or the first of stack_layers, each divided by
+/// their number. A step through few layers is cold only as far as their weights are larger than the L2. With
 /// request.ablate `ablation` is called for every seq_len, after `report`.
 Status bench_on_device(const DeviceBenchRequest& request, const std::function<void(const LayerReport&)>& report,
                        const std::function<void(const AblationReport&)>& ablation);

@@ -1,10 +1,12 @@
 #include "apps/device_ops.hpp"
 
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "core/gptq_tiles.hpp"
 #include "cuda/cuda.hpp"
+#include "cuda/decode_stack.hpp"
 #include "cuda/memory.hpp"
 
 namespace cf::apps {
@@ -32,8 +34,9 @@ Status repack(const Args& host, Args& device, OwnedGptqTiles& tiles) {
   return {};
 }
 
-template <class Args>
-Status run_on_device(const Args& host, cuda::Context& context) {
+/// `launch` puts the op onto the context's stream, given the arguments that lie on the device.
+template <class Args, class Launch>
+Status run_on_device(const Args& host, const cuda::Context& context, Launch&& launch) {
   using Op = typename Args::Op;
   CF_TRY(Op::check(host));
   Args device = host;
@@ -57,7 +60,7 @@ Status run_on_device(const Args& host, cuda::Context& context) {
     if (status && view.data) status = mirror(role, name, view);
   });
   CF_TRY(status);
-  CF_TRY(cuda::run(device, context));
+  CF_TRY(launch(device));
   for (const Mirror& m : mirrors)
     if (m.host) CF_TRY(cuda::copy_to_host(context, m.host, m.memory.data(), m.memory.bytes()));
   return {};
@@ -80,9 +83,26 @@ Result<DeviceOps> DeviceOps::create(int device) {
   return DeviceOps(std::make_unique<State>(State{*context}));
 }
 
-#define CF_OP(Op) \
-  Status DeviceOps::run(const ops::Op::Args& args) { return run_on_device(args, state_->context); }
+#define CF_OP(Op)                                                                                        \
+  Status DeviceOps::run(const ops::Op::Args& args) {                                                     \
+    cuda::Context& context = state_->context;                                                            \
+    return run_on_device(args, context, [&](const auto& device) { return cuda::run(device, context); }); \
+  }
 #include "core/ops/ops.def"
 #undef CF_OP
+
+Status DeviceOps::run_fused(const ops::DecodeLayer::Args& args) {
+  const cuda::Context& context = state_->context;
+  std::optional<cuda::DecodeStack> kernel;  // until its work is done
+  return run_on_device(args, context, [&](const ops::DecodeLayer::Args& device) -> Status {
+    const LayerTensors& t = device.t;
+    Result<cuda::DecodeStack> created =
+        cuda::DecodeStack::create(context, *device.config, 1, {device.weights, t, /*stride_bytes=*/0});
+    if (!created) return created.status();
+    kernel = std::move(*created);
+    CF_TRY(kernel->set_probe({.taps = true}));
+    return kernel->enqueue(context.stream(), 0, 1, t.hidden, t.output);
+  });
+}
 
 }  // namespace cf::apps

@@ -19,6 +19,9 @@ class DeviceOps {
 #define CF_OP(Op) Status run(const ops::Op::Args&);
 #include "core/ops/ops.def"
 #undef CF_OP
+  /// The layer by the persistent kernel, which writes every site's output. The config's dtype is the weights'. Refuses what
+  /// that kernel does not take. Where a block has waited too long, the outputs stay as they were.
+  Status run_fused(const ops::DecodeLayer::Args&);
 
  private:
   struct State;

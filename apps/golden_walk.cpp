@@ -74,7 +74,7 @@ void write_tap(const Tensor& golden, const SiteOutput& output, View<const std::i
     std::memcpy(output.data.data, t.data(), std::size_t(t.size_bytes()));
 }
 
-/// The visitor of for_each_site.
+/// The visitor of for_each_site. What it looks at is NaN where no site has written it; fused, all of them have.
 class Walk {
  public:
   /// `device` is null for the CPU backend.
@@ -100,9 +100,8 @@ class Walk {
       // Before the run: it changes what it is given of a cache.
       if (device_)
         if (const Status s = derive_budgets(site, args, budgets); !s) return named(s);
-      for (const SiteOutput& o : outputs)
-        if (!o.is_cache) fill_nan(o.data);
-      if (const Status s = device_ ? device_->run(args) : cpu_ref::run(args); !s) return named(s);
+      if (!options_.fused)
+        if (const Status s = device_ ? device_->run(args) : cpu_ref::run(args); !s) return named(s);
     }
     if constexpr (std::is_same_v<Args, ops::Linear::Args>)
       if (wanted) CF_TRY(add_weight(site, args));
@@ -249,6 +248,8 @@ double walk_budget(const WalkOptions& o) {
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options) {
   CF_TRY(check_site(options.site));
+  if (options.fused && (options.backend != Backend::cuda || options.isolated))
+    return Status::error(Code::invalid_argument, "--impl fused: expected with --backend cuda and --chained");
   const golden::GoldenMeta& m = file.meta();
   LayerState state(m.config, m.load, options.activation);
   CF_TRY(file.load(state));
@@ -260,6 +261,14 @@ Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const
     if (!created) return created.status();
     device = std::move(*created);
   }
+  CF_TRY(for_each_site(m.config, weights.weights, tensors, [](const Site& site, const auto& args) -> Status {
+    for (const SiteOutput& o : site_outputs(site, args))
+      if (!o.is_cache) fill_nan(o.data);
+    return {};
+  }));
+  if (options.fused)
+    if (const Status s = device->run_fused({.config = &m.config, .weights = weights.weights, .t = tensors}); !s)
+      return Status::error(s.code(), file.path() + ": " + s.message());
   Walk walk(file, options, tensors.kv_len, device ? &*device : nullptr);
   CF_TRY(for_each_site(m.config, weights.weights, tensors, walk));
   return walk.take();

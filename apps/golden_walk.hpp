@@ -77,6 +77,7 @@ struct WalkOptions {
   bool isolated = true;         // every site reads golden inputs; else only the first does, and errors add up
   std::string site{};           // this site alone; empty for all
   bool own_rope_table = false;  // the library's cos and sin in place of the file's
+  bool fused = false;           // all sites by one persistent kernel: for cuda, and not isolated
 };
 
 /// How far RoPE's float32 tables of two makers, and what is computed with them, may be apart in relative L2: a rounding
@@ -99,7 +100,8 @@ struct TapResult {
   bool ok() const { return error.non_finite == 0 && error.rel_l2 <= budget; }
 };
 
-/// Runs the walk. Refuses a site that the layer does not have and taps that the file does not.
+/// Runs the walk. Refuses a site that the layer does not have, taps that the file does not, and fused what the persistent
+/// kernel does not take (Code::unimplemented).
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options);
 

@@ -50,6 +50,7 @@ Json configuration_fields(const LayerReport& r) {
   if (r.device) {
     j["impl"] = r.device->impl;
     j["resident_layers"] = r.device->resident_layers;
+    j["step_layers"] = r.device->step_layers;
     j["capacity"] = r.load.cache_capacity();
   }
   if (r.check) {
@@ -121,8 +122,8 @@ void print_report(std::FILE* out, const RunInfo& run, const LayerReport& r) {
              r.device ? ", " + r.device->impl : "");
   fmt::print(out, "- weights: {}, checksum {}\n", to_string(r.weights_dtype), hex(r.weights_checksum));
   if (r.device)
-    fmt::print(out, "- times are a layer's, over {} resident layers with a cache of {} entries\n",
-               r.device->resident_layers, r.load.cache_capacity());
+    fmt::print(out, "- times are a layer's, over {} resident layers with a cache of {} entries, the total over {}\n",
+               r.device->resident_layers, r.load.cache_capacity(), r.device->step_layers);
   if (const std::string names = cached_sites(run, r); !names.empty())
     fmt::print(out, "- within the L2 from one run to the next: {}\n", names);
   fmt::print(out, "- streaming read{}: best {:.2f} GB/s, which is the 100 % below; median {:.2f} GB/s\n\n",

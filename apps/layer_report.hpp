@@ -26,7 +26,8 @@ struct RunInfo {
 /// What a configuration on a GPU has beside.
 struct DeviceRun {
   std::string impl;                  // how the step was launched
-  std::int64_t resident_layers = 0;  // that the times are an average over; between two replays the others are read
+  std::int64_t resident_layers = 0;  // that a site's times are an average over; between two replays the others are read
+  std::int64_t step_layers = 0;      // that the total is
 };
 
 /// One configuration and what was measured of it.

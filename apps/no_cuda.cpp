@@ -27,6 +27,7 @@ Result<DeviceOps> DeviceOps::create(int) { return missing(); }
   Status DeviceOps::run(const ops::Op::Args&) { return missing(); }
 #include "core/ops/ops.def"
 #undef CF_OP
+Status DeviceOps::run_fused(const ops::DecodeLayer::Args&) { return missing(); }
 
 Result<DeviceDescription> describe_device(const DeviceOptions&) { return missing(); }
 Status bench_on_device(const DeviceBenchRequest&, const std::function<void(const LayerReport&)>&,

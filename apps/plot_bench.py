@@ -3,13 +3,17 @@
 and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
-The floor is the layer's compulsory bytes at the best streaming read of the same run. Needs matplotlib.
-With --tables it prints what was recorded as Markdown tables instead, and needs no matplotlib.
+  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --stack-layers
+The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
+its layers and against seq_len, with the least-squares line. Needs matplotlib.
+With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
+measurement is from each, and needs no matplotlib.
 """
 
 import argparse
 import json
 import os
+import statistics
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -74,6 +78,39 @@ def shares(layers):
     ]
 
 
+def growths(report):
+    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least seq_len, and of the most
+    layers against seq_len; each where there are three or more."""
+    found = []
+    times = {}
+    for c in report["configurations"]:
+        if "stack" in c:
+            of_impl = times.setdefault((report["model"], c["batch"], c["impl"]), {})
+            of_impl[c.get("step_layers", c["resident_layers"]), c["seq_len"]] = c["stack"]["median_us"]
+    for (model, batch, impl), of_impl in times.items():
+        most, shortest = max(layers for layers, _ in of_impl), min(seq_len for _, seq_len in of_impl)
+        heading = f"{model}, batch {batch}, {impl}"
+        by_layers = [(layers, time) for (layers, seq_len), time in sorted(of_impl.items()) if seq_len == shortest]
+        by_seq_len = [(seq_len, time) for (layers, seq_len), time in sorted(of_impl.items()) if layers == most]
+        found.append((f"{heading}, seq_len {shortest}", "layer", by_layers))
+        found.append((f"{heading}, {most} layers", "cache entry", by_seq_len))
+    return [growth for growth in found if len(growth[2]) >= 3]
+
+
+def line_of(points):
+    """The least-squares line through points: its slope, its intercept, and the largest distance of a point in y."""
+    slope, intercept = statistics.linear_regression(*zip(*points))
+    return slope, intercept, max(abs(y - intercept - slope * x) for x, y in points)
+
+
+def line_text(unit, points):
+    slope, intercept, farthest_us = line_of(points)
+    return (
+        f"{intercept:.1f} us + {slope:.4g} us a {unit}, largest residual {farthest_us:.1f} us "
+        f"({100 * farthest_us / max(points)[1]:.2f} % of the longest)"
+    )
+
+
 def save(figure, path):
     with golden_file.atomic(path) as temporary:
         # No date: the same figures give the same file.
@@ -102,6 +139,20 @@ def draw_sites(plt, found, gpu, path):
         ax.bar_label(ax.barh(names, percents), fmt="%.0f", fontsize="small")
         ax.axvline(100, color="black", linestyle="--")
         ax.set(title=heading, xlabel="% of the streaming read")
+    figure.suptitle(gpu)
+    save(figure, path)
+
+
+def draw_growth(plt, found, gpu, path):
+    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3.5), squeeze=False, layout="constrained")
+    for ax, (heading, unit, points) in zip(axes[0], found):
+        slope, intercept, _ = line_of(points)
+        ax.plot(*zip(*points), linestyle="", marker="o")
+        ends = (0, max(points)[0])
+        ax.plot(ends, [intercept + slope * x for x in ends], color="black", linestyle="--")
+        ax.set(xlabel={"layer": "layers", "cache entry": "seq_len"}[unit], ylabel="time of a step [us]")
+        ax.set_ylim(0, 1.1 * max(time_us for _, time_us in points))
+        ax.set_title(f"{heading}\n{line_text(unit, points)}", fontsize="small")
     figure.suptitle(gpu)
     save(figure, path)
 
@@ -136,6 +187,8 @@ def stack_table(report):
         found = {row["system"]: row for row in rows if bench_peers.work(row) == key}
         cells = [cell(found.get(system), "stack", None) for system in systems]
         lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
+    for heading, unit, points in growths(report):
+        lines += ["", f"{heading}: {line_text(unit, points)}"]
     return lines
 
 
@@ -190,6 +243,10 @@ def main(argv):
 
     for path, (rows, layers, gpu) in zip(args.json, reports):
         stem = os.path.splitext(path)[0]
+        partial = any(c.get("step_layers") != c.get("resident_layers") for c in layers[0]["configurations"])
+        if partial and (found := growths(layers[0])):
+            draw_growth(plt, found, gpu, f"{stem}.svg")
+            continue
         draw_layer(plt, curves(rows), gpu, f"{stem}-layer.svg")
         if found := shares(layers):
             draw_sites(plt, found, gpu, f"{stem}-sites.svg")

@@ -185,8 +185,17 @@ DecodeStack& DecodeStack::operator=(DecodeStack&&) noexcept = default;
 DecodeStack::~DecodeStack() = default;
 
 Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& stack, const DecodeChoices& choices) {
-  const ModelConfig& config = stack.config();
-  const LayerTensors t = stack.tensors(0);
+  const auto cache = [&](std::int64_t layer) {
+    return static_cast<const std::byte*>(stack.tensors(layer).k_cache.data);
+  };
+  return create(context, stack.config(), stack.layers(),
+                {stack.weights(0), stack.tensors(0), stack.layers() > 1 ? std::int64_t(cache(1) - cache(0)) : 0},
+                choices);
+}
+
+Result<DecodeStack> DecodeStack::create(const Context& context, const ModelConfig& config, std::int64_t layers,
+                                        const Layers& where, const DecodeChoices& choices) {
+  const LayerTensors& t = where.tensors;
   const std::int64_t batch = t.kv_len.shape[0];
   if (t.positions.shape[0] != batch)
     return refuse("one new token a sequence, got " + std::to_string(t.positions.shape[0]) + " for " +
@@ -203,12 +212,9 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& sta
     if (!plan) return plan.status();
   }
 
-  const LayerWeights w = stack.weights(0);
+  const LayerWeights& w = where.first;
   for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
     if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
-  const auto cache = [&](std::int64_t layer) {
-    return static_cast<const std::byte*>(stack.tensors(layer).k_cache.data);
-  };
   const DecodeDims dims = decode_dims(config, batch, t.k_cache.shape[2], t.cos.shape[0]);
   const auto bytes = [](const void* p) { return static_cast<const char*>(p); };
   const auto weight = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight.data); };
@@ -234,8 +240,8 @@ Result<DecodeStack> DecodeStack::create(const Context& context, const Stack& sta
                                    bias(w.dense_4h_to_h)},
                           .k_cache = static_cast<char*>(t.k_cache.data),
                           .v_cache = static_cast<char*>(t.v_cache.data)},
-          .layer_stride = stack.layers() > 1 ? cache(1) - cache(0) : 0,  // all layers lie alike
-          .layers = int(stack.layers()),
+          .layer_stride = where.stride_bytes,
+          .layers = int(layers),
           .first = 0,
           .last = 0,
           .input = nullptr,

@@ -77,10 +77,19 @@ std::string to_string(const DecodeStackPlan&);
 /// float32. Not shared between threads.
 class DecodeStack {
  public:
-  /// Plans, and takes its scratch memory, for the layers of a stack, on whose memory it works: that must outlive it.
+  /// Where layers lie: those of layer 0, and how far on each next layer lies.
+  struct Layers {
+    LayerWeights first;
+    LayerTensors tensors;
+    std::int64_t stride_bytes;
+  };
+  /// Plans, and takes its scratch memory, for layers on the device, on whose memory it works: that must outlive it.
   /// Refuses what plan_decode_stack() refuses, several new tokens a sequence, activations of another dtype than the
   /// weights', and quantised weights; Code::out_of_memory where there is no room. Clusters are as many as the device
   /// holds at once, where no number of blocks is chosen.
+  static Result<DecodeStack> create(const Context& context, const ModelConfig& config, std::int64_t layers,
+                                    const Layers& where, const DecodeChoices& choices = {});
+  /// The same for a stack's.
   static Result<DecodeStack> create(const Context& context, const Stack& stack, const DecodeChoices& choices = {});
   DecodeStack(DecodeStack&&) noexcept;
   DecodeStack& operator=(DecodeStack&&) noexcept;

@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/weights.hpp"
+#include "golden/golden_file.hpp"
 
 namespace cf::test {
 
@@ -23,6 +25,14 @@ inline std::size_t quantised_linears(const LayerWeights& w) {
   for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
     n += std::holds_alternative<GptqWeight>(l->weight);
   return n;
+}
+
+/// What the persistent kernel says that it takes where it does not take a golden file; empty where it must.
+inline std::string_view fused_refusal(const golden::GoldenMeta& m, const LayerWeights& w) {
+  if (m.load.q_len > 1) return "one new token a sequence, got ";
+  if (size_bytes(m.dtype) != 2) return "float16 or bfloat16, got ";
+  if (quantised_linears(w) > 0) return "dense weights, got quantised ones";
+  return {};
 }
 
 }  // namespace cf::test

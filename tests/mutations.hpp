@@ -3,6 +3,7 @@
 // files, and at least one tap must leave its budget. The list of faults, for every backend.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <map>
 
@@ -13,38 +14,52 @@
 
 namespace cf::test {
 
-/// Changes a site's arguments, or the state before the walk. Tensors that it makes live in `scratch`.
+/// Changes what the walk starts from, or a site's arguments. Tensors that it makes live in `scratch`.
 struct Fault {
   using Scratch = std::vector<Tensor>;
   std::string name;
   bool everywhere = true;  // caught in every golden file, or in one at least
   bool quantised = false;  // a fault of GPTQ weights: where nothing is quantised it changes nothing
-  std::function<void(ModelConfig&, LayerWeights&, LayerState&)> before = [](auto&, auto&, auto&) {};
-  std::function<void(const Site&, ops::Linear::Args&)> linear = [](auto&, auto&) {};
-  std::function<void(GptqWeight&, Scratch&)> gptq = [](auto&, auto&) {};
-  std::function<void(ops::Rope::Args&, Scratch&)> rope = [](auto&, auto&) {};
-  std::function<void(ops::Attention::Args&, Scratch&)> attention = [](auto&, auto&) {};
+  bool fine = false;       // smaller than what 16 bits round
+  std::function<void(ModelConfig&, LayerWeights&, LayerState&, Scratch&)> before{};
+  std::function<void(GptqWeight&, Scratch&)> gptq{};
+  std::function<void(ops::Rope::Args&, Scratch&)> rope{};
+  std::function<void(ops::Attention::Args&, Scratch&)> attention{};
 
-  void apply(const Site& s, ops::Linear::Args& a, Scratch& t) const {
-    linear(s, a);
-    if (auto* weight = std::get_if<GptqWeight>(&a.linear.weight)) gptq(*weight, t);
+  void apply(ops::Linear::Args& a, Scratch& t) const {
+    auto* const weight = std::get_if<GptqWeight>(&a.linear.weight);
+    if (gptq && weight) gptq(*weight, t);
   }
-  void apply(const Site&, ops::Rope::Args& a, Scratch& t) const { rope(a, t); }
-  void apply(const Site&, ops::Attention::Args& a, Scratch& t) const { attention(a, t); }
-  void apply(const Site&, ops::LayerNorm::Args&, Scratch&) const {}
-  void apply(const Site&, ops::KvAppend::Args&, Scratch&) const {}
+  void apply(ops::Rope::Args& a, Scratch& t) const {
+    if (rope) rope(a, t);
+  }
+  void apply(ops::Attention::Args& a, Scratch& t) const {
+    if (attention) attention(a, t);
+  }
+  void apply(ops::LayerNorm::Args&, Scratch&) const {}
+  void apply(ops::KvAppend::Args&, Scratch&) const {}
 };
 
-/// A cache whose entries are those of `cache` from the second on.
-inline ConstAnyView<4> without_oldest(ConstAnyView<4> cache, Fault::Scratch& scratch) {
-  const auto [batch, heads, capacity, head_dim] = cache.shape;
-  Tensor t(DType::f32, {batch, heads, capacity, head_dim});
-  const float* from = cache.as<const float>().data;
-  for (std::int64_t row = 0; row < batch * heads; ++row)
-    std::copy(from + (row * capacity + 1) * head_dim, from + (row + 1) * capacity * head_dim,
-              t.as<float>() + row * capacity * head_dim);
-  scratch.push_back(std::move(t));
-  return scratch.back().view<4>();
+/// Moves a cache's entries so that the second comes first.
+inline void drop_oldest(Tensor& cache) {
+  const std::size_t entry = std::size_t(cache.shape()[3]) * size_bytes(cache.dtype()),
+                    row = std::size_t(cache.shape()[2]) * entry;
+  for (std::size_t at = 0; at < std::size_t(cache.size_bytes()); at += row) {
+    auto* const first = static_cast<std::byte*>(cache.data()) + at;
+    std::memmove(first, first + entry, row - entry);
+  }
+}
+
+inline void add_to(Tensor& integers, std::int32_t by) {
+  for (std::int64_t i = 0; i < integers.size(); ++i) integers.as<std::int32_t>()[i] += by;
+}
+
+/// The same Linear with a bias of zeros.
+inline void zero_bias(LinearParams& linear, Fault::Scratch& scratch) {
+  Tensor zeros(linear.bias.dtype, {linear.bias.size()});
+  std::memset(zeros.data(), 0, std::size_t(zeros.size_bytes()));
+  scratch.push_back(std::move(zeros));
+  linear.bias = scratch.back().view<1>();
 }
 
 inline View<const std::int32_t, 1> shifted(View<const std::int32_t, 1> v, std::int32_t by, Fault::Scratch& scratch) {
@@ -71,10 +86,10 @@ inline void round_to_f16(Tensor& table) {
 inline std::vector<Fault> faults() {
   std::vector<Fault> all;
   const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
-  add("the oldest cache entry is dropped").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
-    a.k_cache = without_oldest(a.k_cache, s);
-    a.v_cache = without_oldest(a.v_cache, s);
-    a.kv_len = shifted(a.kv_len, -1, s);
+  add("the oldest cache entry is dropped").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    drop_oldest(s.k_cache);
+    drop_oldest(s.v_cache);
+    add_to(s.kv_len, -1);
   };
   add("the newest cache entry is not seen").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
     a.kv_len = shifted(a.kv_len, -1, s);
@@ -82,8 +97,8 @@ inline std::vector<Fault> faults() {
   add("the scale is that of head_dim 64").attention = [](ops::Attention::Args& a, Fault::Scratch&) {
     a.scale = 1 / std::sqrt(64.0);
   };
-  add("positions are one too high").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
-    a.positions = shifted(a.positions, 1, s);
+  add("positions are one too high").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    add_to(s.positions, 1);
   };
   add("QKV is read as if q, k and v were not interleaved").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
     const auto [tokens, heads, three, head_dim] = a.qkv.shape;
@@ -97,30 +112,35 @@ inline std::vector<Fault> faults() {
     s.push_back(std::move(t));
     a.qkv = s.back().view<4>();
   };
-  add("QKV has no bias").linear = [](const Site& s, ops::Linear::Args& a) {
-    if (s.name == site::query_key_value.name) a.linear.bias = {};
+  add("QKV has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+    zero_bias(w.query_key_value, t);
   };
-  add("the attention's output has no bias").linear = [](const Site& s, ops::Linear::Args& a) {
-    if (s.name == site::dense.name) a.linear.bias = {};
+  add("the attention's output has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+    zero_bias(w.dense, t);
   };
-  add("GELU is the tanh form").linear = [](const Site&, ops::Linear::Args& a) {
-    if (a.epilogue == ops::Epilogue::gelu_erf) a.epilogue = ops::Epilogue::gelu_tanh;
+  Fault& gelu = add("GELU is the tanh form");
+  gelu.fine = true;
+  gelu.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
+    m.hidden_act = Activation::gelu_tanh;
   };
   // Changes a norm by 4.5e-6 / variance: below the budget of 2e-6 where the hidden state's variance is above 2.
   Fault& eps = add("eps is 1e-6");
   eps.everywhere = false;
-  eps.before = [](ModelConfig& m, LayerWeights&, LayerState&) { m.layer_norm_eps = 1e-6; };
-  add("the residual is sequential").before = [](ModelConfig& m, LayerWeights&, LayerState&) {
+  eps.fine = true;
+  eps.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) { m.layer_norm_eps = 1e-6; };
+  add("the residual is sequential").before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
     m.use_parallel_residual = !m.use_parallel_residual;
   };
-  add("the two norms are exchanged").before = [](ModelConfig&, LayerWeights& w, LayerState&) {
+  add("the two norms are exchanged").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch&) {
     std::swap(w.input_layernorm, w.post_attention_layernorm);
   };
-  add("cos and sin are float16").before = [](ModelConfig&, LayerWeights&, LayerState& s) {
+  Fault& table = add("cos and sin are float16");
+  table.fine = true;
+  table.before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     round_to_f16(s.cos);
     round_to_f16(s.sin);
   };
-  add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s) {
+  add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };
   // Each shows where the format that it is about is used.
@@ -151,41 +171,56 @@ inline std::vector<Fault> faults() {
   return all;
 }
 
-/// The taps that leave the float32 budget under a fault, in a walk of host tensors where every error is passed on.
-/// run(args) runs a site.
-template <class Run>
-std::vector<std::string> caught(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
-                                const Fault& fault, Run&& run) {
-  ModelConfig config = file.meta().config;
-  LayerWeights w = weights.weights;
-  LayerState state(config, file.meta().load, DType::f32);
-  REQUIRE(file.load(state));
-  state.fill_rope_table(config.rope_theta);
-  fault.before(config, w, state);
+/// A golden file's step on host tensors, with a fault in what it starts from.
+struct FaultyStep {
+  ModelConfig config;
+  LayerWeights weights;
+  LayerState state;
   Fault::Scratch scratch;
-  scratch.reserve(8);  // views into it stay valid
-  apps::WalkOptions options;
-  options.activation = DType::f32;
-  const double budget = apps::walk_budget(options);
+
+  FaultyStep(const golden::GoldenFile& file, const golden::GoldenWeights& sound, const Fault& fault, DType activation)
+      : config(file.meta().config), weights(sound.weights), state(config, file.meta().load, activation) {
+    scratch.reserve(8);  // views into it stay valid
+    REQUIRE(file.load(state));
+    state.fill_rope_table(config.rope_theta);
+    if (fault.before) fault.before(config, weights, state, scratch);
+  }
+};
+
+/// The taps that leave budget_of(tap) in a walk of the step where every error is passed on. run(args) runs a site.
+template <class BudgetOf, class Run>
+std::vector<std::string> taps_outside(const golden::GoldenFile& file, FaultyStep& step, BudgetOf&& budget_of,
+                                      Run&& run) {
   std::vector<std::string> taps;
-  const LayerTensors tensors = state.tensors();
-  const Status walked = for_each_site(config, w, tensors, [&](const Site& site, const auto& given) -> Status {
-    auto args = given;
-    fault.apply(site, args, scratch);
+  const LayerTensors t = step.state.tensors();
+  const Status walked = for_each_site(step.config, step.weights, t, [&](const Site& site, const auto& args) -> Status {
     CF_TRY(run(args));
-    for (const apps::SiteOutput& output : apps::site_outputs(site, given)) {
+    for (const apps::SiteOutput& output : apps::site_outputs(site, args)) {
       const Result<Tensor> reference = file.tap(std::string(golden::kReference), output.tap);
       if (!reference) return reference.status();
-      const Result<Comparison> c =
-          compare(apps::read_tap(output, config, file.meta().load, tensors.kv_len), *reference);
+      const Result<Comparison> c = compare(apps::read_tap(output, step.config, file.meta().load, t.kv_len), *reference);
       if (!c) return c.status();
-      if (!(c->rel_l2 <= budget) || c->non_finite) taps.push_back(output.tap);
+      if (!(c->rel_l2 <= budget_of(output.tap)) || c->non_finite) taps.push_back(output.tap);
     }
     return {};
   });
   INFO(walked.message());
   REQUIRE(walked);
   return taps;
+}
+
+/// The taps that leave the float32 budget under a fault. run(args) runs a site.
+template <class Run>
+std::vector<std::string> caught(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
+                                const Fault& fault, Run&& run) {
+  FaultyStep step(file, weights, fault, DType::f32);
+  const double budget = apps::walk_budget({.activation = DType::f32});
+  return taps_outside(
+      file, step, [&](const std::string&) { return budget; },
+      [&](auto args) {
+        fault.apply(args, step.scratch);
+        return run(args);
+      });
 }
 
 /// Small golden files of head_dim 80 whose sequences all have an entry to lose, and with `quantised` those that hold GPTQ

@@ -37,6 +37,21 @@ LAYER = {
 }
 
 
+def step(layers, kv_len, median_us):
+    """A configuration of a stack of four layers, of which a step takes so many."""
+    stack = {"site": f"stack of {layers} layers", "median_us": median_us}
+    sizes = {"step_layers": layers, "resident_layers": 4, "stack": stack}
+    return configuration(kv_len, median_us / layers, "stack") | sizes
+
+
+GROWTH = LAYER | {
+    "commit": "abc",
+    "command": "cf-layer",
+    "configurations": [step(1, 128, 50.0), step(2, 128, 90.0), step(4, 128, 170.0), step(4, 228, 173.0),
+                       step(4, 328, 172.0)],
+}  # fmt: skip
+
+
 def peer(system, kv_len, **fields):
     return {"preset": "pythia-2.8b", "batch": 1, "kv_len": kv_len, "system": system} | fields
 
@@ -173,6 +188,22 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
+    def test_growth_is_a_line_with_its_largest_residual(self):
+        lines = plot_bench.tables(self.write("r.json", json.dumps(GROWTH)))
+        self.assertEqual([line for line in lines if "us a" in line], [
+            "pythia-2.8b, batch 1, stack, seq_len 128: "
+            "10.0 us + 40 us a layer, largest residual 0.0 us (0.00 % of the longest)",
+            "pythia-2.8b, batch 1, stack, 4 layers: "
+            "169.4 us + 0.01 us a cache entry, largest residual 1.3 us (0.78 % of the longest)",
+        ])  # fmt: skip
+        rows = [line for line in lines if line.startswith("| pythia-2.8b |")]
+        self.assertEqual(len(rows), 3, "a row a seq_len, of whole stacks alone")
+
+    def test_a_line_is_that_of_least_squares(self):
+        self.assertEqual(plot_bench.line_of([(1, 3.0), (2, 5.0), (3, 7.0)]), (2.0, 1.0, 0.0))
+        slope, intercept, farthest = plot_bench.line_of([(0, 0.0), (1, 3.0), (2, 0.0)])
+        self.assertEqual((slope, intercept, farthest), (0.0, 1.0, 2.0))
+
     def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
         stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
         stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
@@ -208,6 +239,12 @@ class Pictures(Files):
         self.assertEqual(plot_bench.curves(rows), {("pythia-2.8b", 1): {
             "cf-layer graph": [(128, 50.0), (2048, 60.0)], "floor": [(128, 39.5), (2048, 39.5)],
             "torch_graph": [(128, 110.0)]}})  # fmt: skip
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_growth_is_drawn_alone(self):
+        code, out, error = run(plot_bench, self.write("g.json", json.dumps(GROWTH)))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.split(), [os.path.join(self.directory, "g.svg")])
 
     def test_shares_are_those_of_the_longest_sequence(self):
         (heading, sites), = plot_bench.shares([LAYER])

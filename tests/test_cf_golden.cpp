@@ -61,6 +61,8 @@ TEST_CASE("usage errors are one line") {
   check_refused(cf_golden("run " + x + " --isolated --chained"), {"--isolated", "--chained"});
   check_refused(cf_golden("run " + x + " --site attention"), {"--site", "attention.context", "'attention'"});
   check_refused(cf_golden("run " + x + " --backend tpu"), {"--backend tpu", "cpu or cuda"});
+  check_refused(cf_golden("run " + x + " --impl graph"), {"--impl", "graph"});
+  check_refused(cf_golden("run " + x + " --impl fused"), {"--impl fused", "--backend cuda and --chained"});
   check_refused(cf_golden("run " + x + " --dtype f8"), {"--dtype", "f8"});
   check_refused(run_program("CUDA_VISIBLE_DEVICES= '" + program + "' run " + x + " --backend cuda"),
                 {"--backend cuda: "});

@@ -438,6 +438,7 @@ TEST_CASE("refusals: the command line") {
   CHECK(no_gpu.err.starts_with("cf-layer: --backend cuda: "));
   CHECK(no_gpu.error_lines() == 1);
   check_refusal(preset + "--stack --seq-len 2", "--stack: expected with --backend cuda");
+  check_refusal(preset + layer + "--stack-layers 1", "--stack-layers: expected with --stack");
   check_refusal(preset + layer + "--impl graph", "--impl: expected with --backend cuda");
   check_refusal(preset + layer + "--arch-plan sm_90", "--arch-plan: expected with --backend cuda");
   check_refusal("--model /tmp --dtype f16 " + layer, "--dtype f16: expected with --preset; a checkpoint has its own");
@@ -506,9 +507,10 @@ TEST_CASE("a full disk is one line and exit code 2") {
 
 TEST_CASE("help and version are no errors") {
   const ProgramRun help = cf_layer_ok("--help"), version = cf_layer_ok("--version");
-  for (const char* option : {"--model",   "--preset", "--seed",   "--layer",     "--seq-len", "--batch", "--backend",
-                             "--impl",    "--stack",  "--ablate", "--arch-plan", "--dtype",   "--runs",  "--warmup",
-                             "--threads", "--warm",   "--check",  "--json",      "--csv",     "--dump"}) {
+  for (const char* option :
+       {"--model",  "--preset",  "--seed",         "--layer",  "--seq-len",   "--batch", "--backend",
+        "--impl",   "--stack",   "--stack-layers", "--ablate", "--arch-plan", "--dtype", "--runs",
+        "--warmup", "--threads", "--warm",         "--check",  "--json",      "--csv",   "--dump"}) {
     CAPTURE(option);
     CHECK(help.out.find(option) != help.out.npos);
   }

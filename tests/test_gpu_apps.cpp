@@ -203,6 +203,20 @@ TEST_CASE("cf-layer on the GPU: the persistent kernel's parts another way", "[gp
   }
 }
 
+TEST_CASE("cf-layer on the GPU: the first layers of a stack take their share of its time", "[gpu][cf-layer]") {
+  const Json j = cf_layer_json("--preset pythia-410m --stack --stack-layers 24,6 --impl stack --seq-len 128 --runs 30");
+  REQUIRE(j["configurations"].size() == 2);
+  const Json &whole = j["configurations"][0], &quarter = j["configurations"][1];
+  CAPTURE(whole.dump(), quarter.dump());
+  CHECK(whole["step_layers"] == 24);
+  CHECK(quarter["step_layers"] == 6);
+  CHECK(quarter["resident_layers"] == 24);
+  CHECK(4 * quarter["stack"]["bytes"].get<std::int64_t>() == whole["stack"]["bytes"]);
+  const double ratio = whole["stack"]["median_us"].get<double>() / quarter["stack"]["median_us"].get<double>();
+  CHECK(ratio > 2);
+  CHECK(ratio < 6);
+}
+
 TEST_CASE("cf-layer on the GPU: other dtypes and another GPU's plans", "[gpu][cf-layer]") {
   const std::string tiny = "--preset pythia-14m --layer 1 --seq-len 33 --check --runs 3 ";
   CHECK(cf_layer_json(tiny + "--dtype bf16")["activation_dtype"] == "bfloat16");
@@ -219,6 +233,7 @@ TEST_CASE("cf-layer on the GPU: refusals", "[gpu][cf-layer][bad]") {
   const std::string preset = "--preset pythia-14m --seq-len 2 ";
   check_refusal(preset, "--layer is required, or --stack for all layers");
   check_refusal(preset + "--layer 0 --stack", "--layer: excludes --stack");
+  check_refusal(preset + "--stack --stack-layers 1,7", "--stack-layers 7: pythia-14m has stacks of 1 to 6");
   check_refusal(preset + "--layer 0 --impl graph,fast",
                 "--impl 'graph,fast': expected a list of unfused, graph, split, fused and stack, got 'fast'");
   check_refusal(preset + "--layer 0 --arch-plan sm_80", "--arch-plan sm_80: expected sm_90 or sm_120");

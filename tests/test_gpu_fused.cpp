@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <set>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -25,6 +26,15 @@ using cuda::Stack;
 namespace {
 
 using Layer = ops::DecodeLayer;
+
+/// A context with the device's own plans or, where an SM holds two blocks of the kernel, with those of an RTX 5090.
+cuda::Context planned(cudaStream_t stream = nullptr) {
+  cuda::Context c = context(stream);
+#ifdef CF_DECODE_BLOCKS_PER_SM
+  c.set_plan_arch(cuda::kRtx5090);
+#endif
+  return c;
+}
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   return a.shape() == b.shape() && std::memcmp(a.data(), b.data(), std::size_t(a.size_bytes())) == 0;
@@ -108,6 +118,21 @@ ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
 
 }  // namespace
 
+#ifdef CF_DECODE_BLOCKS_PER_SM
+TEST_CASE("fused: the plans of an RTX 5090 have more blocks than an H200 has SMs, and hold activations both ways",
+          "[gpu][fused]") {
+  std::set<int> narrow_columns;
+  for (const ModelConfig& m : pythia_presets()) {
+    const auto plan = cuda::plan_decode_stack(planned().arch(), m, 1);
+    REQUIRE(plan);
+    CHECK(plan->grid > cuda::kH200.sm_count);
+    CHECK(plan->smem_bytes <= cuda::kRtx5090.smem_per_block_bytes);
+    narrow_columns.insert(plan->narrow_columns);
+  }
+  CHECK(narrow_columns == std::set<int>{0, 1024, 2048, 2560});
+}
+#endif
+
 TEST_CASE("fused: every tap of a layer is the oracle's within its budget", "[gpu][fused]") {
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool parallel = GENERATE(true, false);
@@ -124,7 +149,7 @@ TEST_CASE("fused: every tap of a layer is the oracle's within its budget", "[gpu
       CAPTURE(m.name, batch, kv_len, parallel, to_string(dtype));
       const Workload load{.batch = batch, .capacity = 131};
       const Model model(m, load);
-      cuda::Context c = context();
+      cuda::Context c = planned();
       Stack stack = model.stack(c);
       require_ok(stack.set_kv_len(lengths(load, kv_len)));
       DecodeStack kernel = kernel_of(c, stack);
@@ -170,7 +195,7 @@ namespace {
 /// One layer's step by both, at each kv_len: each is within the budget of what both should be.
 void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens) {
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   const Layer::Dims dims = Layer::example(m, {.batch = load.batch, .kv_len = load.capacity}).first;
   const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
@@ -215,7 +240,7 @@ namespace {
 void check_launches(const ModelConfig& m, std::int64_t batch) {
   const Workload load{.batch = batch, .capacity = 40};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   for (int kv_len : {1, 33, 40}) {
     CAPTURE(m.name, to_string(m.dtype), m.use_parallel_residual, batch, kv_len);
@@ -261,7 +286,7 @@ TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdl
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 1, .capacity = 130};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 129)));
   DecodeStack kernel = kernel_of(c, stack);
@@ -282,7 +307,7 @@ namespace {
 void check_variants(const ModelConfig& m, std::int64_t batch) {
   const Workload load{.batch = batch, .capacity = 300};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 300)));
   DecodeStack own = kernel_of(c, stack);
@@ -329,7 +354,7 @@ TEST_CASE("fused: a head's parts meet in a cluster's shared memory, many layers 
     m.num_hidden_layers = 4;
     const Workload load{.batch = batch, .capacity = 130};
     const Model model(m, load);
-    cuda::Context c = context();
+    cuda::Context c = planned();
     Stack stack = model.stack(c);
     require_ok(stack.set_kv_len(lengths(load, 129)));
     DecodeStack own = kernel_of(c, stack, {.attention_splits = splits});
@@ -362,7 +387,7 @@ TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle an
   m.use_parallel_residual = parallel;
   const Workload load{.batch = 2, .capacity = 130};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 129)));
   DecodeStack kernel = kernel_of(c, stack);
@@ -390,7 +415,7 @@ TEST_CASE("fused: waits for SMs that another kernel holds", "[gpu][fused]") {
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
   {
-    cuda::Context c = context(stream);
+    cuda::Context c = planned(stream);
     Stack stack = model.stack(c);
     require_ok(stack.set_kv_len(std::vector<std::int32_t>{17}));
     require_ok(stack.step(Impl::stack));
@@ -411,12 +436,13 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
   m.use_parallel_residual = parallel;
   const Workload load{.batch = batch, .capacity = 20};
   const Model model(m, load);
-  cuda::Context c = context();
+  cuda::Context c = planned();
   Stack stack = model.stack(c);
   require_ok(stack.set_kv_len(lengths(load, 17)));
   DecodeStack kernel = kernel_of(c, stack);
   require_ok(run(kernel, c, stack));
   const auto expected = results(stack);
+  const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";
   for (const char* site :
        {"attention.query_key_value", "attention.context", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}) {
     CAPTURE(site);
@@ -424,7 +450,7 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
     require_ok(run(kernel, c, stack));
     require_cuda(cudaDeviceSynchronize());
     require_ok(kernel.set_probe({}));
-    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: ", site, "all 132 blocks"}) == "");
+    CHECK(refusal_fault(run(kernel, c, stack), Code::device_error, {"layer 1: ", site, blocks}) == "");
     require_ok(run(kernel, c, stack));
     CHECK(same_bits(results(stack), expected));
   }
@@ -461,14 +487,14 @@ TEST_CASE("fused: stacks with threads and streams of their own do not meet", "[g
     }
     return cudaStreamSynchronize(c.stream()) == cudaSuccess;
   };
-  cuda::Context alone = context();
+  cuda::Context alone = planned();
   Stack reference = model.stack(alone);
   REQUIRE(decode(alone, reference));
   const auto expected = results(reference);
   cudaStream_t streams[2] = {};
   for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
   {
-    cuda::Context contexts[2] = {context(streams[0]), context(streams[1])};
+    cuda::Context contexts[2] = {planned(streams[0]), planned(streams[1])};
     Stack stacks[2] = {model.stack(contexts[0]), model.stack(contexts[1])};
     bool ok[2] = {};
     std::thread threads[2];
@@ -489,7 +515,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   {
-    cuda::Context c = context(stream);
+    cuda::Context c = planned(stream);
     Stack captured = model.stack(c), plain = model.stack(c);
     replay_beside(stream, 20, captured, impl, plain, Impl::stack);
     CHECK(same_bits(results(captured), results(plain)));
@@ -504,7 +530,7 @@ TEST_CASE("fused: steps and advance() can be captured into a graph", "[gpu][fuse
 }
 
 TEST_CASE("fused: what the kernel does not take is refused by name, and the stack goes on", "[gpu][fused][bad]") {
-  cuda::Context c = context();
+  cuda::Context c = planned();
   const auto refused = [&](DType dtype, const Workload& load, std::initializer_list<std::string_view> parts) {
     const Model model(small_model(dtype), load);
     Stack stack = model.stack(c);

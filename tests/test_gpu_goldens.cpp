@@ -1,5 +1,5 @@
-// Never worse than Hugging Face: from float64, the GPU's 16-bit walk may be no further than Hugging Face's own 16-bit
-// arithmetic, at any tap of any golden file.
+// Never worse than Hugging Face: from float64, the GPU's 16 bits may be no further than Hugging Face's own 16-bit
+// arithmetic, at any tap of any golden file, with an op a site and with one persistent kernel.
 #include <cmath>
 #include <map>
 #include <string>
@@ -7,6 +7,7 @@
 #include "apps/golden_walk.hpp"
 #include "catch.hpp"
 #include "golden_files.hpp"
+#include "refusal.hpp"
 
 using namespace cf;
 
@@ -18,14 +19,13 @@ struct Sums {
   int taps = 0;
 };
 
-}  // namespace
-
 // Every tap is stored in 16 bits. That last rounding moves an element by at most u of itself, hence the error by at
 // most u in either norm, and which way is the luck of each walk's sums: where the walks were equally far before it,
 // ours may end up to u above theirs. Nothing else is allowed for. Luck evens out over many taps, so that of all
 // together the error may not be larger at all.
-TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", "[gpu][golden]") {
+void check_never_worse(bool fused, int least_files) {
   std::map<std::string, Sums> by_variant;
+  int files = 0;
   for (const std::string& path : test::golden_files()) {
     const auto file = golden::GoldenFile::open(path);
     CAPTURE(path, file.status().message());
@@ -36,10 +36,13 @@ TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", 
     const auto weights = file->weights();
     CAPTURE(weights.status().message());
     REQUIRE(weights);
-    const auto rows =
-        apps::walk_golden(*file, *weights, {.backend = apps::Backend::cuda, .activation = dtype, .isolated = false});
+    if (fused && !test::fused_refusal(file->meta(), weights->weights).empty()) continue;
+    ++files;
+    const auto rows = apps::walk_golden(
+        *file, *weights, {.backend = apps::Backend::cuda, .activation = dtype, .isolated = false, .fused = fused});
     CAPTURE(rows.status().message());
     REQUIRE(rows);
+    CHECK(rows->size() == 12);
     for (const golden::VariantInfo& v : file->variants()) {
       if (v.dtype != to_string(dtype)) continue;
       Sums& sums = by_variant[v.name];
@@ -60,10 +63,40 @@ TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", 
       }
     }
   }
+  CHECK(files >= least_files);
   CHECK(by_variant.size() >= 4);  // eager and sdpa, float16 and bfloat16
   for (const auto& [name, sums] : by_variant) {
     CAPTURE(name, sums.taps, sums.ours, sums.theirs);
     CHECK(sums.taps >= 100);
     CHECK(sums.ours <= sums.theirs);
   }
+}
+
+}  // namespace
+
+TEST_CASE("The GPU is no further from float64 than Hugging Face's own 16 bits", "[gpu][golden]") {
+  check_never_worse(false, 79);
+}
+
+TEST_CASE("The persistent kernel is no further from float64 than Hugging Face's own 16 bits", "[gpu][golden][fused]") {
+  check_never_worse(true, 56);
+}
+
+TEST_CASE("The persistent kernel refuses every other golden file, and says what it takes", "[gpu][golden][fused]") {
+  std::map<std::string_view, int> refused;
+  for (const std::string& path : test::golden_files()) {
+    const auto file = golden::GoldenFile::open(path);
+    CAPTURE(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    const std::string_view reason = test::fused_refusal(file->meta(), weights->weights);
+    if (reason.empty()) continue;
+    const auto rows = apps::walk_golden(
+        *file, *weights,
+        {.backend = apps::Backend::cuda, .activation = file->meta().dtype, .isolated = false, .fused = true});
+    CHECK(test::refusal_fault(rows.status(), Code::unimplemented, {path, "cuda takes ", reason}) == "");
+    ++refused[reason];
+  }
+  CHECK(refused.size() == 3);
 }

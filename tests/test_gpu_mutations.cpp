@@ -1,5 +1,6 @@
 // The mutation gate on the GPU: every site of the walk, faulty or not, runs there. In float32 its kernels take no GPTQ
-// weights, whose faults are put into a walk of float16.
+// weights, whose faults are put into a walk of float16; the persistent kernel, of 16 bits too, gets the faults of what a
+// layer starts from.
 #include "apps/device_ops.hpp"
 #include "mutations.hpp"
 
@@ -29,7 +30,7 @@ TEST_CASE("Every fault of GPTQ weights on the GPU is caught at one tap at least"
     REQUIRE(sound);
     for (const apps::TapResult& tap : *sound) CHECK(tap.ok());
     for (const Fault& fault : faults()) {
-      if (!fault.quantised) continue;
+      if (!fault.gptq) continue;
       Fault::Scratch scratch;
       golden::GoldenWeights faulty = *weights;
       for_each_linear(file->meta().config, faulty.weights, [&](std::string_view, LinearParams& linear, auto...) {
@@ -51,5 +52,50 @@ TEST_CASE("Every fault of GPTQ weights on the GPU is caught at one tap at least"
   for (const Fault& fault : faults()) {
     INFO("fault: " << fault.name);
     CHECK((!fault.quantised || files_caught[fault.name] > 0));
+  }
+}
+
+TEST_CASE("Every fault in what the persistent kernel starts from is caught at one tap at least, in most golden files",
+          "[gpu][mutation][fused]") {
+  auto device = apps::DeviceOps::create();
+  REQUIRE(device);
+  std::map<std::string, int> files_caught;
+  int files = 0;
+  for (const std::string& path : gate_files(false)) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    if (!fused_refusal(file->meta(), weights->weights).empty()) continue;
+    ++files;
+    const DType dtype = file->meta().dtype;
+    const auto sound = apps::walk_golden(*file, *weights,
+                                         {.backend = apps::Backend::cuda,
+                                          .activation = dtype,
+                                          .isolated = false,
+                                          .own_rope_table = true,
+                                          .fused = true});
+    INFO(path << " " << sound.status().message());
+    REQUIRE(sound);
+    std::map<std::string, double> budgets;
+    for (const apps::TapResult& tap : *sound) budgets[tap.tap] = tap.budget;
+    const auto is_caught = [&](const Fault& fault) {
+      FaultyStep step(*file, *weights, fault, dtype);
+      const Status run =
+          device->run_fused({.config = &step.config, .weights = step.weights, .t = step.state.tensors()});
+      INFO(fault.name << ": " << run.message());
+      REQUIRE(run);
+      const auto budget_of = [&](const std::string& tap) { return budgets.at(tap); };
+      return !taps_outside(*file, step, budget_of, [](const auto&) { return Status(); }).empty();
+    };
+    CHECK_FALSE(is_caught({.name = "no fault"}));
+    for (const Fault& fault : faults())
+      if (fault.before && !fault.fine) files_caught[fault.name] += is_caught(fault);
+  }
+  CHECK(files >= 4);
+  CHECK(files_caught.size() >= 7);
+  for (const auto& [fault, caught] : files_caught) {
+    INFO("fault: " << fault);
+    CHECK(2 * caught > files);  // one entry of a hundred may weigh less than a rounding
   }
 }
