@@ -170,7 +170,7 @@ class Products {
       if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.alternates < product.slices))
         block.tell(Signal::act_used);
     };
-    if (!consume_product<T, Columns>(reader, product, sums, begun, is_down ? c.layout.act_row : c.layout.hidden_row,
+    if (!consume_product<T, Columns>(c, reader, product, sums, begun, is_down ? c.layout.act_row : c.layout.hidden_row,
                                      x_at, x_taken))
       return false;
     begun += product.template stages<Wide>();

@@ -468,7 +468,7 @@ TEST_CASE("fused: what no block does is an error that names it, and the next lau
     require_ok(run_split(kernel, c, stack));
     require_cuda(cudaDeviceSynchronize());
     require_ok(kernel.set_probe({}));
-    CHECK(refusal_fault(run_split(kernel, c, stack), Code::device_error, {"layer 1: ", site, "all 132 blocks"}) == "");
+    CHECK(refusal_fault(run_split(kernel, c, stack), Code::device_error, {"layer 1: ", site, blocks}) == "");
     require_ok(run_split(kernel, c, stack));
     CHECK(same_bits(results(stack), expected));
   }

@@ -147,15 +147,15 @@ struct TileTokens {
   static __device__ int lane_offset(int lane) { return lane % 4 * 16; }
 
   /// The slice lies at `x` in shared memory, each token's `x_row` bytes after the one before.
-  __device__ TileTokens(const char* x, int x_row, int tokens, int slice_columns, int warp) {
+  __device__ TileTokens(const DecodeCall& c, const char* x, int x_row, int tokens, int slice_columns, int warp) {
     const int lane = thread_index() % 32, begin = warp * warp_lines(slice_columns) * kLineColumns;
     pieces = max(min(slice_columns - begin, warp_lines(slice_columns) * kLineColumns), 0) / kVec;
     x += min(lane / 4, tokens - 1) * x_row + begin * 2 + lane_offset(lane);
 #pragma unroll
     for (int line = 0; line < kMaxLines; ++line) {
       const uint4 low = load_piece<false>(x, line, 0), high = load_piece<false>(x, line, 1);
-      half_line[2 * line] = operand(low.x, high.x, low.y, high.y);
-      half_line[2 * line + 1] = operand(low.z, high.z, low.w, high.w);
+      half_line[2 * line] = operand(c, {low.x, high.x, low.y, high.y});
+      half_line[2 * line + 1] = operand(c, {low.z, high.z, low.w, high.w});
     }
   }
   /// The lane's piece of half a line, zero where there is none.
@@ -166,10 +166,11 @@ struct TileTokens {
   }
 
  private:
-  /// Four registers in a row, as the tensor core wants them: the compiler would put them together each time.
-  static __device__ uint4 operand(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) {
-    asm volatile("" : "+r"(x), "+r"(y), "+r"(z), "+r"(w));
-    return {x, y, z, w};
+  /// The tensor core wants four registers in a row. The compiler would put them together for each product anew, where it
+  /// saw that they are copies: `none` is zero.
+  static __device__ uint4 operand(const DecodeCall& c, const uint4& x) {
+    const unsigned none = c.layout.barriers;
+    return {x.x ^ none, x.y ^ none, x.z ^ none, x.w ^ none};
   }
 };
 template <class T>
@@ -221,8 +222,8 @@ struct TileProduct {
 /// x_at(slice) gives where a slice lies in shared memory, when it does, null to stop; x_taken(slice) says that it may go.
 /// Columns are those of a slice, or 0 for tiles.
 template <class T, int Columns, class Reader, class XAt, class XTaken>
-__device__ bool consume_product(Reader& ring, const Product& p, const Sums<Columns == 0>& sums, int begun, int x_row,
-                                XAt x_at, XTaken x_taken) {
+__device__ bool consume_product(const DecodeCall& c, Reader& ring, const Product& p, const Sums<Columns == 0>& sums,
+                                int begun, int x_row, XAt x_at, XTaken x_taken) {
   constexpr bool Wide = Columns == 0;
   const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
   if constexpr (Wide) {
@@ -233,7 +234,7 @@ __device__ bool consume_product(Reader& ring, const Product& p, const Sums<Colum
     for (int slice = 0; slice < p.slices; ++slice) {
       const char* const x = x_at(slice);
       if (!x) return false;
-      const TileTokens tokens(x, x_row, sums.batch, p.slice_columns, warp);
+      const TileTokens tokens(c, x, x_row, sums.batch, p.slice_columns, warp);
       x_taken(slice);
 #pragma unroll 1
       for (int begin = 0; begin < p.count; begin += tile_rows) {
