@@ -1,4 +1,5 @@
 // Products with quantised weights on the GPU, against the oracle on the weights as checkpoints store them.
+#include "cuda/linear_gptq.hpp"
 #include "device_check.hpp"
 #include "refusal.hpp"
 
@@ -11,6 +12,17 @@ Setup setup(DType activation, const GptqSetup& gptq, std::uint64_t seed = 1) {
   Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .gptq = gptq, .seed = seed};
   s.weight = s.values = activation;
   return s;
+}
+
+using LinearSizes = std::pair<ops::Linear::Dims, ops::Linear::Args>;
+
+/// Two linears run together against each run alone; says whether they shared a launch.
+bool check_pair(const Setup& s, const LinearSizes& first, const LinearSizes& second, cuda::Context& c) {
+  DeviceProblem<ops::Linear> alone[] = {{s, first}, {s, second}}, together[] = {{s, first}, {s, second}};
+  const cuda::LinearPair pair{together[0].args(), together[1].args()};
+  REQUIRE(cuda::run(pair, c));
+  for (int i = 0; i < 2; ++i) CHECK(together[i].fetch().bytes() == alone[i].run(c).bytes());
+  return cuda::share_launch(c.arch(), pair);
 }
 
 }  // namespace
@@ -58,6 +70,22 @@ TEST_CASE("linear on the GPU: GPTQ weights give the same bits a thousand times",
       for (int i = 1; i < 1000; ++i) REQUIRE(cuda::run(p.args(), c));
       CHECK(p.fetch().bytes() == first);
     }
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights that share a launch get the bits that each gets alone", "[gpu][gptq]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::bf16})
+    for (std::int64_t tokens : {1, 3, 8, 9, 16})
+      for (const GptqSetup& format : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, false}})
+        for (std::int64_t in : {640, 5120}) {
+          INFO("in " << in << ", tokens " << tokens);
+          CHECK(check_pair(setup(activation, format), {{tokens, in, 4400, false}, {}},
+                           {{tokens, in, 72, true}, {.epilogue = ops::Epilogue::residual}}, c));
+        }
+  // Of other columns or more tokens than fit at once: two launches.
+  const Setup s = setup(DType::f16, {4, 128, 1, false});
+  CHECK_FALSE(check_pair(s, {{2, 640, 40, false}, {}}, {{2, 5120, 40, false}, {}}, c));
+  CHECK_FALSE(check_pair(s, {{17, 640, 40, false}, {}}, {{17, 640, 40, false}, {}}, c));
 }
 
 TEST_CASE("ln_qkv on the GPU: every format of GPTQ weights", "[gpu][gptq][ln_qkv]") {
@@ -142,6 +170,29 @@ TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu
     DeviceProblem<ops::LnQkvHeads> heads(s);
     CHECK(p.run(c).broken_guard() == "");
     CHECK(heads.run(c).broken_guard() == "");
+  }
+  CHECK(check_pair(setup(DType::f16, {4, 32, 1, false}), {{2, 64, 80, false}, {}}, {{2, 64, 24, false}, {}}, c));
+}
+
+// For racecheck, which does not end where the blocks of a cluster send each other sums.
+TEST_CASE("GPTQ weights on the GPU: products without clusters for compute-sanitizer", "[gpu][gptq][no_cluster]") {
+  cuda::Context c = context();
+  cuda::Arch one_sm = cuda::kH200;
+  one_sm.sm_count = 1;
+  c.set_plan_arch(one_sm);
+  for (std::int64_t in : {64, 2560})
+    for (std::int64_t tokens : {1, 2, 9}) {
+      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 64, 1, false}), {{tokens, in, 80, false}, {}});
+      const Problem<ops::Linear>& got = p.run(c);
+      CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+    }
+  CHECK(check_pair(setup(DType::f16, {4, 32, 1, false}), {{2, 64, 80, false}, {}}, {{2, 64, 24, false}, {}}, c));
+  for (std::int64_t tokens : {1, 2}) {
+    Setup s = setup(DType::f16, {4, 128, 0, true});
+    s.model = model_of(1, 32, 8, 8);
+    s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
+    DeviceProblem<ops::LnQkv> p(s);
+    CHECK(p.run(c).broken_guard() == "");
   }
 }
 
