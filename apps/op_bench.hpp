@@ -33,9 +33,9 @@ std::vector<std::string_view> linear_op_names();
 
 /// Times an op at the model's shapes: its own example, or for "linear" the layer's four products, each alone, and then
 /// together as the site "layer", in a graph with the edges of a layer's graph: each starts early and waits for the
-/// products alone that come before it in the layer, and those share a launch that do in a layer's graph. A set of procedural tensors a layer; the graph goes through all of
-/// them. Only the activations of a Linear are the same in all layers, as in a model, where other kernels have just
-/// written them.
+/// products alone that come before it in the layer. Of four-bit weights the two that read the hidden state share a
+/// launch. A set of procedural tensors a layer; the graph goes through all of them. Only the activations of a Linear are
+/// the same in all layers, as in a model, where other kernels have just written them.
 Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, std::string_view op, const ModelConfig& model,
                                       const Workload& load, const OpBenchOptions& options);
 

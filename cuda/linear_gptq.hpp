@@ -175,6 +175,7 @@ Status run_gptq(const ops::Linear::Args& args, const GptqTiles& tiles, Context& 
 
 /// Two products that do not need each other. Where both weights are GptqTiles that are laid out alike, of as many columns
 /// as a rule, they share a launch: their blocks come in and leave together, once. Each gets the bits that it gets alone.
+/// A layer's graph runs them apart: the MLP's first product fills what attention leaves of the SMs.
 struct LinearPair {
   const ops::Linear::Args &first, &second;
 };
