@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <new>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "apps/common.hpp"
 #include "apps/op_bench.hpp"
@@ -15,10 +16,11 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000;
+constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
 
 struct Options {
-  std::string op, preset, batches = "1", kv_lens = "1", dtype = "float16", json;
+  std::string op, preset, batches = "1", kv_lens = "1", dtype = "float16", quant, json;
+  std::optional<std::int64_t> group;  // with quant
   OpBenchOptions bench;
 };
 
@@ -48,10 +50,16 @@ struct Row {
 };
 
 Result<Plan> make_plan(const Options& o) {
-  const std::vector<std::string_view> ops = op_names();
-  if (std::find(ops.begin(), ops.end(), o.op) == ops.end())
+  const auto among = [&](const std::vector<std::string_view>& ops) {
+    return std::find(ops.begin(), ops.end(), o.op) != ops.end();
+  };
+  if (!among(op_names()))
     return Status::error(Code::invalid_argument,
-                         fmt::format("op '{}' is unknown, expected one of {}", o.op, fmt::join(ops, ", ")));
+                         fmt::format("op '{}' is unknown, expected one of {}", o.op, fmt::join(op_names(), ", ")));
+  if (!o.quant.empty() && !among(linear_op_names()))
+    return Status::error(Code::invalid_argument, fmt::format("--quant {}: expected with one of {}, got {}", o.quant,
+                                                             fmt::join(linear_op_names(), ", "), o.op));
+  if (o.quant.empty() && o.group) return Status::error(Code::invalid_argument, "--group: expected with --quant");
   Result<ModelConfig> model = find_preset(o.preset);
   if (!model) return model.status();
   const std::optional<DType> dtype = dtype_from_string(o.dtype);
@@ -61,6 +69,8 @@ Result<Plan> make_plan(const Options& o) {
   const auto bounds = [](std::int64_t lowest, std::int64_t highest) {
     return Bounds{lowest, highest, fmt::format("expected {} to {}", lowest, highest)};
   };
+  if (o.group && *o.group != -1)
+    CF_TRY(check_bounds("--group", *o.group, {1, kMaxGroup, fmt::format("expected -1 or 1 to {}", kMaxGroup)}));
   CF_TRY(check_bounds("--layers", o.bench.layers, bounds(0, OpBenchOptions::kMaxLayers)));
   CF_TRY(check_bounds("--runs", o.bench.bench.runs, bounds(1, kMaxRuns)));
   CF_TRY(check_bounds("--warmup", o.bench.bench.warmup, bounds(0, kMaxRuns)));
@@ -74,9 +84,17 @@ Result<Plan> make_plan(const Options& o) {
 
   Plan plan{.model = std::move(*model), .loads = {}, .bench = o.bench};
   plan.bench.dtype = *dtype;
+  if (!o.quant.empty()) plan.bench.linears = {.bits = 4, .group_size = o.group.value_or(128)};
   for (std::int64_t batch : *batches)
     for (std::int64_t kv_len : *kv_lens) plan.loads.push_back({.batch = batch, .kv_len = kv_len});
   return plan;
+}
+
+std::string weights(const Plan& plan) {
+  const WeightFormat& linears = plan.bench.linears;
+  if (linears.bits == 0) return "procedural";
+  return fmt::format("procedural, GPTQ of {} bits, {}", linears.bits,
+                     linears.group_size == -1 ? "one group" : fmt::format("group {}", linears.group_size));
 }
 
 std::string report_json(const Options& o, const std::string& command, const Plan& plan, const DeviceInfo& gpu,
@@ -88,6 +106,7 @@ std::string report_json(const Options& o, const std::string& command, const Plan
             {"op", o.op},
             {"model", plan.model.name},
             {"dtype", to_string(plan.bench.dtype)},
+            {"weights", weights(plan)},
             {"runs", plan.bench.bench.runs},
             {"warmup", plan.bench.bench.warmup},
             {"overlap", plan.bench.overlap},
@@ -122,7 +141,8 @@ void print_report(const Options& o, const Plan& plan, const DeviceInfo& gpu, con
   fmt::print("# cf-op {}, commit {}\n\n", CF_VERSION, commit());
   fmt::print("- GPU: {}, CUDA {} (driver {}), memory clock {:.0f} MHz\n", gpu.name, gpu.runtime, gpu.driver,
              gpu.memory_clock_mhz);
-  fmt::print("- op: {} of {}, {}, in a graph over the layers{}\n", o.op, plan.model.name, to_string(plan.bench.dtype),
+  fmt::print("- op: {} of {}, {}, weights {}, in a graph over the layers{}\n", o.op, plan.model.name,
+             to_string(plan.bench.dtype), weights(plan),
              plan.bench.overlap ? ", each kernel may start before its predecessor is done" : "");
   fmt::print("- streaming read: best {:.1f} GB/s; copy: best {:.1f} GB/s; each the limit where the table names it\n\n",
              Rates::best(rates.read_bytes_per_s) * 1e-9, Rates::best(rates.copy_bytes_per_s) * 1e-9);
@@ -183,6 +203,8 @@ int run(int argc, const char* const* argv) {
                  "Sets of tensors that the graph goes through; 0: as many as hold four times the L2")
       ->capture_default_str();
   app.add_option("--dtype", o.dtype, "float16, bfloat16 or float32")->capture_default_str();
+  app.add_option("--quant", o.quant, "Quantise the op's matrices: gptq, of 4 bits")->check(CLI::IsMember({"gptq"}));
+  app.add_option("--group", o.group, "Inputs that share a scale with --quant, -1 for all; 128 when left out");
   app.add_option("--runs", o.bench.bench.runs, "Timed replays of the graph")->capture_default_str();
   app.add_option("--warmup", o.bench.bench.warmup, "Replays before the timed ones")->capture_default_str();
   app.add_flag("--overlap", o.bench.overlap, "Let a kernel start before its predecessor is done");

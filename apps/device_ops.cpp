@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/gptq_tiles.hpp"
 #include "cuda/cuda.hpp"
 #include "cuda/decode_stack.hpp"
 #include "cuda/memory.hpp"
@@ -18,22 +17,6 @@ struct Mirror {
   void* host;
 };
 
-/// Puts tiles in place of a quantised weight, in the order of rows that the op's kernel asks for.
-template <class Args>
-Status repack(const Args& host, Args& device, OwnedGptqTiles& tiles) {
-  if constexpr (requires { host.linear; }) {
-    const auto* gptq = std::get_if<GptqWeight>(&host.linear.weight);
-    if (!gptq) return {};
-    RopePairs pairs;
-    if constexpr (std::is_same_v<Args, ops::LnQkv::Args>) pairs = {host.q.shape[2], 2 * host.cos.shape[1]};
-    Result<OwnedGptqTiles> packed = repack_gptq(*gptq, pairs);
-    if (!packed) return packed.status();
-    tiles = std::move(*packed);
-    device.linear.weight = tiles.tiles;
-  }
-  return {};
-}
-
 /// `launch` puts the op onto the context's stream, given the arguments that lie on the device.
 template <class Args, class Launch>
 Status run_on_device(const Args& host, const cuda::Context& context, Launch&& launch) {
@@ -41,7 +24,7 @@ Status run_on_device(const Args& host, const cuda::Context& context, Launch&& la
   CF_TRY(Op::check(host));
   Args device = host;
   OwnedGptqTiles tiles;
-  CF_TRY(repack(host, device, tiles));
+  CF_TRY(repack(device, tiles));
   std::vector<Mirror> mirrors;
   const auto mirror = [&]<class V>(Role role, std::string_view name, V& view) -> Status {
     const std::size_t bytes = std::size_t(view.size()) * size_bytes(view.dtype);

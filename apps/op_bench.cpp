@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 
+#include "apps/device_ops.hpp"
 #include "core/layer.hpp"
 #include "core/ops/all.hpp"
 #include "core/procedural.hpp"
@@ -16,6 +17,11 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 
+template <class Op>
+concept HoldsLinear = requires(typename Op::Args args) {
+  args.linear;
+};
+
 /// One tensor of an op within its set's memory.
 struct Block {
   Role role;
@@ -23,6 +29,7 @@ struct Block {
   DType dtype;
   std::int64_t elements;
   std::size_t offset;
+  const void* contents;  // null: procedural
 };
 
 /// A site's op with as many sets of tensors as there are layers; what it is made of is forgotten.
@@ -58,14 +65,18 @@ Tensor made(const Block& b, const ModelConfig& m, const Workload& load) {
 template <class Op>
 class Sets {
  public:
+  /// Of the arguments, a quantised weight holds its codes already.
   Sets(const ModelConfig& m, const Workload& load, DType dtype,
        const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : model_(m), load_(load), dims_(sizes.first), args_(sizes.second) {
-    Op::tensors(dims_, args_, [&](Role role, std::string_view name, auto& view, auto shape, bool = false) {
+    Op::tensors(dims_, args_, [&](Role, std::string_view, auto& view, auto shape, bool = false) {
       using Element = typename std::decay_t<decltype(view)>::element;
       if constexpr (std::is_void_v<Element>) view.dtype = dtype;
       std::copy(shape.begin(), shape.end(), view.shape.begin());
-      blocks_.push_back({role, std::string(name), view.dtype, view.size(), bytes_});
+    });
+    repacked_ = repack(args_, tiles_);
+    for_each_tensor([&](Role role, std::string_view name, auto& view) {
+      blocks_.push_back({role, std::string(name), view.dtype, view.size(), bytes_, view.data});
       const std::size_t bytes = std::size_t(view.size()) * size_bytes(view.dtype);
       bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
       if (role == Role::output) output_bytes_ += double(bytes);
@@ -77,33 +88,46 @@ class Sets {
   double written_bytes(const Cost& cost) const { return output_bytes_ > 0 ? output_bytes_ : cost.bytes - input_bytes_; }
 
   Status allocate(cuda::Context& context, std::int64_t layers) {
+    CF_TRY(repacked_);
     auto memory = cuda::DeviceMemory::create(context, bytes_ * std::size_t(layers), "the tensors to rotate over");
     if (!memory) return memory.status();
     memory_ = std::move(*memory);
     for (const Block& b : blocks_) {
       if (b.role == Role::output) continue;
-      const Tensor t = made(b, model_, load_);
+      const Tensor t = b.contents ? Tensor() : made(b, model_, load_);
       for (std::int64_t layer = 0; layer < layers; ++layer)
-        CF_TRY(cuda::copy_to_device(context, set(layer) + b.offset, t.data(), std::size_t(t.size_bytes())));
+        CF_TRY(cuda::copy_to_device(context, set(layer) + b.offset, b.contents ? b.contents : t.data(),
+                                    std::size_t(b.elements) * size_bytes(b.dtype)));
     }
     return {};
   }
 
-  Status run(cuda::Context& context, std::int64_t layer) {
+  /// The call on a layer's tensors, until the next.
+  const typename Op::Args& args(std::int64_t layer) {
     auto block = blocks_.begin();
-    Op::tensors(dims_, args_, [&](Role, std::string_view, auto& view, auto, bool = false) {
-      view.data = reinterpret_cast<decltype(view.data)>(set(layer) + block++->offset);
+    for_each_tensor([&](Role role, std::string_view, auto& view) {
+      const bool shared = HoldsLinear<Op> && (role == Role::input || role == Role::output);
+      view.data = reinterpret_cast<decltype(view.data)>(set(shared ? 0 : layer) + block++->offset);
     });
-    return cuda::run(args_, context);
+    return args_;
   }
 
  private:
   std::byte* set(std::int64_t layer) { return memory_.data() + bytes_ * std::size_t(layer); }
+  /// Calls f(role, name, view), but for an order of columns that the tiles do not have.
+  template <class F>
+  void for_each_tensor(F&& f) {
+    Op::tensors(dims_, args_, [&](Role role, std::string_view name, auto& view, auto, bool = false) {
+      if (role != Role::gptq || view.data) f(role, name, view);
+    });
+  }
 
   const ModelConfig& model_;
   Workload load_;
   typename Op::Dims dims_;
   typename Op::Args args_;
+  OwnedGptqTiles tiles_;
+  Status repacked_;
   std::vector<Block> blocks_;
   std::size_t bytes_ = 0;
   double output_bytes_ = 0, input_bytes_ = 0;
@@ -112,7 +136,8 @@ class Sets {
 
 template <class Op>
 Step step(std::string_view site, const ModelConfig& m, const Workload& load, DType dtype,
-          const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+          std::pair<typename Op::Dims, typename Op::Args> sizes) {
+  if constexpr (HoldsLinear<Op>) sizes.first.weight = format_of(sizes.second.linear.weight);
   const auto sets = std::make_shared<Sets<Op>>(m, load, dtype, sizes);
   Step s;
   s.timing.site = site;
@@ -122,33 +147,40 @@ Step step(std::string_view site, const ModelConfig& m, const Workload& load, DTy
   s.written_bytes = sets->written_bytes(cost);
   s.set_bytes = sets->bytes();
   s.allocate = [=](cuda::Context& context, std::int64_t layers) { return sets->allocate(context, layers); };
-  s.run = [=](cuda::Context& context, std::int64_t layer) { return sets->run(context, layer); };
+  s.run = [=](cuda::Context& context, std::int64_t layer) { return cuda::run(sets->args(layer), context); };
   return s;
 }
 
 template <class Op>
-std::vector<Step> steps_of(const ModelConfig& m, const Workload& load, DType dtype) {
-  return {step<Op>(Op::name, m, load, dtype, Op::example(m, load))};
+std::vector<Step> steps_of(const ModelConfig& m, const Workload& load, DType dtype, const LayerWeights& weights) {
+  auto sizes = Op::example(m, load);
+  if constexpr (HoldsLinear<Op>) sizes.second.linear.weight = weights.query_key_value.weight;
+  return {step<Op>(Op::name, m, load, dtype, std::move(sizes))};
 }
 
 template <>
-std::vector<Step> steps_of<ops::Linear>(const ModelConfig& m, const Workload& load, DType dtype) {
+std::vector<Step> steps_of<ops::Linear>(const ModelConfig& m, const Workload& load, DType dtype,
+                                        const LayerWeights& weights) {
   const std::int64_t t = load.tokens(), h = m.hidden_size, i = m.intermediate_size;
   // What waits for what, of a parallel residual; each product has tensors of its own, whose numbers stay as they are.
   static constexpr char hidden = 0, qkv = 0, attn_residual = 0, mlp_act = 0;
   using Names = std::vector<const void*>;
-  const auto linear = [&](const Site& site, std::int64_t in, std::int64_t out, ops::Epilogue epilogue, Names reads,
-                          const void* writes) {
-    Step s = step<ops::Linear>(site.name, m, load, dtype,
-                               {{t, in, out, epilogue == ops::Epilogue::residual}, {.epilogue = epilogue}});
+  const auto linear = [&](const Site& site, const LinearParams& params, std::int64_t in, std::int64_t out,
+                          ops::Epilogue epilogue, Names reads, const void* writes) {
+    Step s = step<ops::Linear>(
+        site.name, m, load, dtype,
+        {{t, in, out, epilogue == ops::Epilogue::residual}, {.linear = {params.weight}, .epilogue = epilogue}});
     s.reads = std::move(reads);
     s.writes = {writes};
     return s;
   };
-  return {linear(site::query_key_value, h, 3 * h, ops::Epilogue::none, {&hidden}, &qkv),
-          linear(site::dense, h, h, ops::Epilogue::residual, {&qkv, &hidden}, &attn_residual),
-          linear(site::dense_h_to_4h, h, i, ops::Epilogue::gelu_erf, {&hidden}, &mlp_act),
-          linear(site::dense_4h_to_h, i, h, ops::Epilogue::residual, {&mlp_act, &attn_residual}, &hidden)};
+  using ops::Epilogue;
+  return {
+      linear(site::query_key_value, weights.query_key_value, h, 3 * h, Epilogue::none, {&hidden}, &qkv),
+      linear(site::dense, weights.dense, h, h, Epilogue::residual, {&qkv, &hidden}, &attn_residual),
+      linear(site::dense_h_to_4h, weights.dense_h_to_4h, h, i, Epilogue::gelu_erf, {&hidden}, &mlp_act),
+      linear(site::dense_4h_to_h, weights.dense_4h_to_h, i, h, Epilogue::residual, {&mlp_act, &attn_residual}, &hidden),
+  };
 }
 
 }  // namespace
@@ -161,11 +193,23 @@ std::vector<std::string_view> op_names() {
   };
 }
 
+std::vector<std::string_view> linear_op_names() {
+  std::vector<std::string_view> names;
+#define CF_OP(Op) \
+  if constexpr (HoldsLinear<ops::Op>) names.push_back(ops::Op::name);
+#include "core/ops/ops.def"
+#undef CF_OP
+  return names;
+}
+
 Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, std::string_view op, const ModelConfig& model,
                                       const Workload& load, const OpBenchOptions& options) {
+  // Dense weights are each step's own.
+  OwnedLayerWeights quantised;
+  if (options.linears.bits) quantised = procedural_layer(model, 0, 0, options.linears);
   std::vector<Step> steps;
 #define CF_OP(Op) \
-  if (op == ops::Op::name) steps = steps_of<ops::Op>(model, load, options.dtype);
+  if (op == ops::Op::name) steps = steps_of<ops::Op>(model, load, options.dtype, quantised.weights);
 #include "core/ops/ops.def"
 #undef CF_OP
 

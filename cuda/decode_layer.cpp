@@ -45,8 +45,12 @@ ops::LnQkv::Args ln_qkv_args(const ModelConfig& m, const LayerWeights& w, const 
 }
 
 /// Whether a site's kernel may start early. It holds its part of the SMs while it waits, which costs more than it gains
-/// where the other branch can use them: beside attention and attention.dense runs the MLP's first product.
-bool starts_early(const Site& s) { return s.name != site::context.name && s.name != site::dense.name; }
+/// where the other branch can use them: beside attention and attention.dense runs the MLP's first product. That of
+/// four-bit weights has its part by the time that attention begins.
+bool starts_early(const Site& s, const LayerWeights& w) {
+  if (s.name == site::dense.name) return std::holds_alternative<GptqTiles>(w.dense_h_to_4h.weight);
+  return s.name != site::context.name;
+}
 
 /// Whether attention's blocks come in clusters, which find their SMs sooner where all kernels divide an SM's L1 alike.
 /// Where each comes alone, as with four tokens of 32 heads, it is slower with the shared memory that this leaves.
@@ -79,7 +83,7 @@ Status capture_layer(const ModelConfig& m, const LayerWeights& w, const LayerTen
   const bool few = takes_ln_qkv(graph.arch(), m, w, t);
   graph.set_side_by_side(few && attends_in_clusters(graph.arch(), t));
   const auto add = [&](const Site& site, const auto& args) {
-    return graph.run(args, few && is_urgent(site), starts_early(site));
+    return graph.run(args, few && is_urgent(site), starts_early(site, w));
   };
   if (few) CF_TRY(add(site::query_key_value, ln_qkv_args(m, w, t)));
   return for_each_site(m, w, t, [&](const Site& site, const auto& args) {

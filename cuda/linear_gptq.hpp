@@ -80,11 +80,18 @@ constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
 /// lie in different banks.
 inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 64;
 
+/// Up to this many tokens, a product's columns, a warp holds its part of x in registers. Of more, and where groups end
+/// within chunks, it lies in shared memory.
+inline constexpr int kGptqNearTokens = 8;
+constexpr int gptq_x_bytes(const GptqPlan& p) {
+  return p.tokens > kGptqNearTokens || p.halves_a_group % 2 ? 64 + (1 + kGptqParts * p.tokens) * kGptqTokenBytes : 0;
+}
+
 /// The bytes of a block's dynamic shared memory.
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
-  const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + 64 + kGptqTokenBytes +
-                    kGptqParts * (p.tokens * kGptqTokenBytes + elements * 4) + (p.split - 1) * elements * 4 + 8;
+  const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + gptq_x_bytes(p) +
+                    (kGptqParts + p.split - 1) * elements * 4 + 8;
   return (bytes + 15) / 16 * 16;
 }
 
@@ -96,8 +103,9 @@ constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
 
-/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part. `grid` is 0
-/// where the matrix has too many columns or shared memory no room.
+/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part. The SMs are
+/// shared with another matrix of `tiles_beside` tiles. `grid` is 0 where the matrix has too many columns or shared memory
+/// no room.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
                              int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,
@@ -119,7 +127,9 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   int groups = 0;
   for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
   p.stage_bytes = (kGptqMaxChunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
-  const int slots = std::max(1, blocks_per_sm * arch.sm_count / p.split);
+  // Of clusters of four and eight an H200 holds 62 and 30 where it has room for 66 and 33 times as many blocks.
+  const int clusters = blocks_per_sm * arch.sm_count / p.split;
+  const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
   p.tiles = (m.tiles + slots - 1) / slots;
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
@@ -151,7 +161,7 @@ enum class GptqTokens { one, eight, sixteen };
 /// Kernels::kernel<GptqTokens, HalfChunks> for a plan, of a call of so many tokens.
 template <class Kernels>
 auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
-  const bool sixteen = p.tokens > 8;
+  const bool sixteen = p.tokens > kGptqNearTokens;
   if (m.halves_a_group % 2)
     return sixteen ? Kernels::template kernel<GptqTokens::sixteen, true>
                    : Kernels::template kernel<GptqTokens::eight, true>;

@@ -35,9 +35,9 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   using Tokens = NormalisedTokens<T, Warps>;
   using Call = LnQkvCall<ops::LnQkv::Args>;
 
-  /// Of a token: its row in the table, or -1; its entry of the cache, or -1.
+  /// Of a token: its row in the table, or -1; its entry of its sequence's cache, or -1.
   struct Token {
-    int position, entry;
+    int position, sequence, entry;
   };
 
   const Call& c;
@@ -59,13 +59,20 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   /// nothing.
   __device__ void normalise() const {
     const auto& a = c.args;
-    const int q_len = int(a.x.shape[0] / a.kv_len.shape[0]);
-    if (const int t = int(blockDim.x - 1 - threadIdx.x); t < c.norm.count) {  // the last warp has the fewest parts
-      const int of = c.norm.first + t, kv_len = a.kv_len.data[of / q_len], position = a.positions.data[of];
-      token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                     .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len};
+    const int q_len = int(a.x.shape[0]) / int(a.kv_len.shape[0]);
+    const int t = int(blockDim.x - 1 - threadIdx.x);  // the last warp has the fewest parts
+    const int of = c.norm.first + t, sequence = of / q_len;
+    int kv_len = 0, position = 0;
+    if (t < c.norm.count) {
+      kv_len = a.kv_len.data[sequence];
+      position = a.positions.data[of];
     }
     Tokens::normalise();
+    if (t < c.norm.count)  // not before: nothing of the norm waits for the two loads
+      token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
+                     .sequence = sequence,
+                     .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len};
+    __syncthreads();
   }
 
   __device__ Begun begin(int t, int r) const {
@@ -75,9 +82,10 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
     Begun b{.bias = bias ? load_bits(bias.data, bias.dtype, row) : 0, .other_bias = 0, .cos = 1, .sin = 0};
     if (p.pair < 0) return b;
     if (bias) b.other_bias = load_bits(bias.data, bias.dtype, p.second ? row - half : row + half);
-    const int position = token_of[t].position;
-    b.cos = position < 0 ? NAN : c.args.cos.data[long(position) * half + p.pair];
-    b.sin = position < 0 ? NAN : c.args.sin.data[long(position) * half + p.pair];
+    if (const int position = token_of[t].position; position >= 0) {
+      b.cos = c.args.cos.data[long(position) * half + p.pair];
+      b.sin = c.args.sin.data[long(position) * half + p.pair];
+    }
     return b;
   }
 
@@ -91,22 +99,22 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
       if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
       return to_float(from_float<T>(sum));
     };
+    const auto [position, sequence, entry] = token_of[t];
     float v = rounded(own, begun.bias);
     if (p.pair >= 0) {
       const float of_pair = rounded(other, begun.other_bias);
       float first = p.second ? of_pair : v, second = p.second ? v : of_pair;
       rotate(first, second, begun.cos, begun.sin);
-      v = p.second ? second : first;
+      v = position < 0 ? NAN : p.second ? second : first;
     }
     const T stored = from_float<T>(v);
     const long of = c.norm.first + t;
     void* const out = p.part == 0 ? a.q.data : p.part == 1 ? a.k.data : a.v.data;
     static_cast<T*>(out)[(of * heads + p.head) * head_dim + p.column] = stored;
-    const int entry = token_of[t].entry;
     if (p.part == 0 || entry < 0) return;
-    const long sequence = of / (a.x.shape[0] / a.kv_len.shape[0]);
     void* const cache = p.part == 1 ? a.k_cache.data : a.v_cache.data;
-    static_cast<T*>(cache)[((sequence * heads + p.head) * a.k_cache.shape[2] + entry) * head_dim + p.column] = stored;
+    static_cast<T*>(cache)[(long(sequence * heads + p.head) * a.k_cache.shape[2] + entry) * head_dim + p.column] =
+        stored;
   }
 };
 

@@ -178,8 +178,7 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
         wait_for_predecessors();
         op.normalise();
       },
-      [&](int token, int column) { return load_columns(m, op.token(token), column); },
-      [&](int token, int r) { return op.begin(token, r); },
+      [&](int token) { return op.token(token); }, [&](int token, int r) { return op.begin(token, r); },
       [&](int token, int r, auto sum, const auto& begun) { op.finish(token, r, sum(r), sum(r ^ 1), begun); },
       ln_qkv_smem);
 }

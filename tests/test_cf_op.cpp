@@ -39,6 +39,11 @@ TEST_CASE("cf-op names what is wrong before it looks for a GPU") {
   check_refusal("linear " + tiny + "--layers -1", "--layers -1: expected 0 to 1024");
   check_refusal("linear " + tiny + "--runs 0", "--runs 0: expected 1 to 1000000");
   check_refusal("linear " + tiny + "--warmup -1", "--warmup -1: expected 0 to 1000000");
+  check_refusal("linear " + tiny + "--quant awq", "--quant");
+  check_refusal("linear " + tiny + "--group 32", "--group: expected with --quant");
+  check_refusal("linear " + tiny + "--quant gptq --group 0", "--group 0: expected -1 or 1 to 4194304");
+  check_refusal("rope " + tiny + "--quant gptq",
+                "--quant gptq: expected with one of linear, ln_qkv, ln_qkv_heads, got rope");
   check_refusal("linear " + tiny + "--json /nowhere/x.json", "/nowhere");
   check_refusal("linear " + tiny + "--colour", "--colour");
 }

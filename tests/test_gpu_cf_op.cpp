@@ -72,3 +72,15 @@ TEST_CASE("cf-op: the linears' sum, the limits, and tensors enough to be cold", 
   CHECK(norm["results"][0]["limit"] == "copy");
   CHECK(norm["results"][0]["cold"] == true);
 }
+
+TEST_CASE("cf-op times ops with GPTQ weights", "[gpu][gptq]") {
+  for (const char* op : {"linear", "ln_qkv", "ln_qkv_heads"}) {
+    const Json run = cf_op(std::string(op) + " --layers 2 --batch 1 --quant gptq --group 32"),
+               dense = cf_op(std::string(op) + " --layers 2");
+    CHECK(run["weights"] == "procedural, GPTQ of 4 bits, group 32");
+    CHECK(dense["weights"] == "procedural");
+    REQUIRE(run["results"].size() == dense["results"].size());
+    for (const Json& r : run["results"]) check_result(run, r);
+    CHECK(run["results"].back()["bytes"] < dense["results"].back()["bytes"]);
+  }
+}

@@ -145,6 +145,27 @@ TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu
   }
 }
 
+// For racecheck, which does not end where the blocks of a cluster send each other sums.
+TEST_CASE("GPTQ weights on the GPU: products without clusters for compute-sanitizer", "[gpu][gptq][no_cluster]") {
+  cuda::Context c = context();
+  cuda::Arch one_sm = cuda::kH200;
+  one_sm.sm_count = 1;
+  c.set_plan_arch(one_sm);
+  for (std::int64_t in : {64, 2560})
+    for (std::int64_t tokens : {1, 2, 9}) {
+      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 64, 1, false}), {{tokens, in, 80, false}, {}});
+      const Problem<ops::Linear>& got = p.run(c);
+      CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+    }
+  for (std::int64_t tokens : {1, 2}) {
+    Setup s = setup(DType::f16, {4, 128, 0, true});
+    s.model = model_of(1, 32, 8, 8);
+    s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
+    DeviceProblem<ops::LnQkv> p(s);
+    CHECK(p.run(c).broken_guard() == "");
+  }
+}
+
 TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {
   cuda::Context c = context();
   const auto refused = [&](const Setup& s, auto change, Code code, const char* part) {
