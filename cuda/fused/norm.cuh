@@ -143,26 +143,26 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
   constexpr int at_once = Pieces > kMaxNormPieces ? Pieces : 2;  // pieces whose loads are in flight together
 #pragma unroll
   for (int begin = 0; begin < Pieces; begin += at_once) {
-    unsigned tags[at_once][kVec] = {};
+    Tagged x[at_once][kVec] = {};
     const auto column = [&](int p) { return ((begin + p) * of.threads() + of.thread()) * kVec; };
     const auto mine = [&](int p) { return begin + p < Pieces && column(p) < block.c.dims.hidden; };
     const auto load = [&](int p) {
       if (!mine(p)) return;
 #pragma unroll
-      for (int e = 0; e < kVec; e += 2) {
-        Tagged two[2];
-        load_tagged(from + column(p) + e, two);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) row.x[begin + p][e + i] = two[i].value, tags[p][e + i] = two[i].tag;
-      }
+      for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
     };
     const auto here = [&](int p) {
       bool all = true;
 #pragma unroll
-      for (unsigned t : tags[p]) all = all && t == tag;
+      for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
       return there || !mine(p) || all;
     };
     await_pieces<at_once>(block, made_in, d, load, here);
+#pragma unroll
+    for (int p = 0; p < at_once; ++p)
+      if (begin + p < Pieces)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
   }
 }
 /// A row of a launch's input.
