@@ -141,8 +141,9 @@ struct RowProduct {
 /// second eight those with its second: half of the sums are wanted. So eight lanes, which load together, find two rows in
 /// different banks, however far rows are apart.
 struct TileTokens {
-  uint4 half_line[2 * kMaxLines];  // the left operand, twice a line: first pieces' first four columns, then the others
-  int pieces;                      // that the warp has
+  uint4
+      half_line[2 * kMaxLines];  // the left operand, twice a line: of each piece the first four columns, then the rest
+  int pieces;                    // that the warp has
 
   static __device__ int lane_offset(int lane) { return lane % 4 * 16; }
 
@@ -175,18 +176,14 @@ struct TileTokens {
 };
 template <class T>
 struct TileProduct {
-  float sum[2][2][4] = {};  // [odd rows' second halves, or their first][of the pieces' columns]
+  float sum[2][2][4] =
+      {};  // [even rows' first half of a line, then their second][of the pieces' first columns, the rest]
 
   /// `w` is where the lane's row begins of the warp's columns, plus lane_offset().
   __device__ void add(const char* w, const TileTokens& tokens) {
-#pragma unroll
-    for (int line = 0; line < kMaxLines; line += kLinesAtOnce) {
-      constexpr int whole = 8 * kLinesAtOnce;
-      if (8 * line + whole <= tokens.pieces)
-        add_lines<true>(w, tokens, line);
-      else if (8 * line < tokens.pieces)
-        add_lines<false>(w, tokens, line);
-    }
+    constexpr int most = kMaxLines - 1;
+    add_lines<0, most>(w, tokens);
+    add_lines<most, kMaxLines>(w, tokens);
   }
   /// Of token lane / 4 and of the tile's row 2 (lane % 4) or the next.
   __device__ float of(int next) const {
@@ -195,26 +192,32 @@ struct TileProduct {
   }
 
  private:
-  static constexpr int kLinesAtOnce = 5;
-
-  template <bool Whole>
-  __device__ void add_lines(const char* w, const TileTokens& tokens, int first) {
+  template <int First, int End>
+  __device__ void add_lines(const char* w, const TileTokens& tokens) {
+    if (8 * End <= tokens.pieces)
+      add_lines<First, End, true>(w, tokens);
+    else if (8 * First < tokens.pieces)
+      add_lines<First, End, false>(w, tokens);
+  }
+  /// Their pieces are on their way together.
+  template <int First, int End, bool Whole>
+  __device__ void add_lines(const char* w, const TileTokens& tokens) {
     const int odd = thread_index() / 4 % 2;
-    uint4 piece[kLinesAtOnce][2];
+    uint4 piece[End - First][2];
 #pragma unroll
-    for (int u = 0; u < kLinesAtOnce; ++u)
-#pragma unroll
-      for (int turn = 0; turn < 2; ++turn)
-        piece[u][turn] = first + u < kMaxLines ? tokens.template load_piece<Whole>(w, first + u, turn ^ odd) : uint4{};
-#pragma unroll
-    for (int u = 0; u < kLinesAtOnce; ++u)
+    for (int line = First; line < End; ++line)
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn)
-        if (first + u < kMaxLines) {
-          const uint4 &x = tokens.half_line[2 * (first + u)], &y = tokens.half_line[2 * (first + u) + 1];
-          mma(sum[turn][0], x.x, x.y, x.z, x.w, piece[u][turn].x, piece[u][turn].y, T{});
-          mma(sum[turn][1], y.x, y.y, y.z, y.w, piece[u][turn].z, piece[u][turn].w, T{});
-        }
+        piece[line - First][turn] = tokens.template load_piece<Whole>(w, line, turn ^ odd);
+#pragma unroll
+    for (int line = First; line < End; ++line)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const uint4 &x = tokens.half_line[2 * line], &y = tokens.half_line[2 * line + 1],
+                    &at = piece[line - First][turn];
+        mma(sum[turn][0], x.x, x.y, x.z, x.w, at.x, at.y, T{});
+        mma(sum[turn][1], y.x, y.y, y.z, y.w, at.z, at.w, T{});
+      }
   }
 };
 
