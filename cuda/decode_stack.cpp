@@ -140,7 +140,7 @@ Result<DecodeStackPlan> plan_decode_stack(const Arch& arch, const ModelConfig& m
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   // 60 KB in flight an SM: with less a block that lags cannot catch up while others wait for it, more adds to what the
   // wait takes. Of 20, 40, 60, 80, 100, 120 and 140 KB 60 is the fastest.
-  p.stages_in_flight = std::clamp((kBytesInFlight + p.stage_bytes - 1) / p.stage_bytes, 1, p.stages - 2);
+  p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.smem_bytes = decode_layout(d, p).bytes;
   return p;
