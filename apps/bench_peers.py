@@ -75,7 +75,7 @@ def layer_rows(report, preset):
         | {key: c["total"][key] for key in ("median_us", "p10_us", "p99_us")}
         | {"bytes": c["total"]["bytes"], "read_best_gb_per_s": c["read_best_gb_per_s"]}
         for c in report["configurations"]
-        if c.get("step_layers") == c.get("resident_layers")
+        if c.get("step_layers", c.get("resident_layers")) == c.get("resident_layers")
     ]
 
 

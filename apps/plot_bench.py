@@ -243,7 +243,10 @@ def main(argv):
 
     for path, (rows, layers, gpu) in zip(args.json, reports):
         stem = os.path.splitext(path)[0]
-        partial = any(c.get("step_layers") != c.get("resident_layers") for c in layers[0]["configurations"])
+        partial = any(
+            c.get("step_layers", c.get("resident_layers")) != c.get("resident_layers")
+            for c in layers[0]["configurations"]
+        )
         if partial and (found := growths(layers[0])):
             draw_growth(plt, found, gpu, f"{stem}.svg")
             continue
