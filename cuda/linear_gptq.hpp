@@ -103,9 +103,8 @@ constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
 
-/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part. The SMs are
-/// shared with another matrix of `tiles_beside` tiles. `grid` is 0 where the matrix has too many columns or shared memory
-/// no room.
+/// Up to 16 tokens at once, fewer where shared memory is short, of which a block's caller reserves a part. `grid` is 0
+/// where the matrix has too many columns or shared memory no room.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
                              int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,

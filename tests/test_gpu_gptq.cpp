@@ -121,49 +121,54 @@ TEST_CASE("ln_qkv_heads on the GPU: what it cannot do it says", "[gpu][gptq][bad
       "ln_qkv_heads: cuda takes GPTQ tiles of rows in their own order");
 }
 
-// Of every kernel's accesses the fewest, for a tool that follows each of them: a cluster's blocks, rings that come round,
-// one token and several.
-TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu][gptq][small]") {
+namespace {
+
+/// Plans for one SM: few blocks, each with much to do.
+cuda::Context of_one_sm() {
   cuda::Context c = context();
   cuda::Arch one_sm = cuda::kH200;
   one_sm.sm_count = 1;
   c.set_plan_arch(one_sm);
+  return c;
+}
+void check_linear(const GptqSetup& format, const ops::Linear::Dims& dims, cuda::Context& c) {
+  DeviceProblem<ops::Linear> p(setup(DType::f16, format), {dims, {}});
+  const Problem<ops::Linear>& got = p.run(c);
+  CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+}
+template <class Op>
+void check_ln_qkv(std::int64_t tokens, cuda::Context& c) {
+  Setup s = setup(DType::f16, {4, 128, 0, true});
+  s.model = model_of(1, 32, 8, 8);
+  s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
+  DeviceProblem<Op> p(s);
+  CHECK(p.run(c).broken_guard() == "");
+}
+
+}  // namespace
+
+// Of every kernel's accesses the fewest, for a tool that follows each of them: a cluster's blocks, rings that come round,
+// one token and several.
+TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu][gptq][small]") {
+  cuda::Context c = of_one_sm();
   for (std::int64_t tokens : {1, 9})
     for (const auto& [in, out, group] : {std::array<std::int64_t, 3>{2568, 16, 128}, {64, 80, 32}}) {
-      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, group, 1, false}), {{tokens, in, out, false}, {}});
-      const Problem<ops::Linear>& got = p.run(c);
-      CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+      check_linear({4, group, 1, false}, {tokens, in, out, false}, c);
     }
   for (std::int64_t tokens : {1, 2}) {
-    Setup s = setup(DType::f16, {4, 128, 0, true});
-    s.model = model_of(1, 32, 8, 8);
-    s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
-    DeviceProblem<ops::LnQkv> p(s);
-    DeviceProblem<ops::LnQkvHeads> heads(s);
-    CHECK(p.run(c).broken_guard() == "");
-    CHECK(heads.run(c).broken_guard() == "");
+    check_ln_qkv<ops::LnQkv>(tokens, c);
+    check_ln_qkv<ops::LnQkvHeads>(tokens, c);
   }
 }
 
 // For racecheck, which does not end where the blocks of a cluster send each other sums.
 TEST_CASE("GPTQ weights on the GPU: products without clusters for compute-sanitizer", "[gpu][gptq][no_cluster]") {
-  cuda::Context c = context();
-  cuda::Arch one_sm = cuda::kH200;
-  one_sm.sm_count = 1;
-  c.set_plan_arch(one_sm);
+  cuda::Context c = of_one_sm();
   for (std::int64_t in : {64, 2560})
     for (std::int64_t tokens : {1, 2, 9}) {
-      DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 64, 1, false}), {{tokens, in, 80, false}, {}});
-      const Problem<ops::Linear>& got = p.run(c);
-      CHECK(std::isfinite(got.tensor(p.blocks().back()).at(0)));
+      check_linear({4, 64, 1, false}, {tokens, in, 80, false}, c);
     }
-  for (std::int64_t tokens : {1, 2}) {
-    Setup s = setup(DType::f16, {4, 128, 0, true});
-    s.model = model_of(1, 32, 8, 8);
-    s.load = {.batch = tokens, .q_len = 1, .kv_len = 4, .capacity = 5};
-    DeviceProblem<ops::LnQkv> p(s);
-    CHECK(p.run(c).broken_guard() == "");
-  }
+  for (std::int64_t tokens : {1, 2}) check_ln_qkv<ops::LnQkv>(tokens, c);
 }
 
 TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {
