@@ -66,8 +66,9 @@ class Products {
     }
   }
 
-  /// LayerNorms [first, end) of one row: input_layernorm for qkv and post_attention_layernorm for up. In a parallel residual
-  /// both are of the layer's input and share its mean and deviation; in a sequential one the second is of attn_residual.
+  /// LayerNorms [first, end) of each token: input_layernorm for qkv and post_attention_layernorm for up. In a parallel
+  /// residual both are of the layer's input and share its mean and deviation; in a sequential one the second is of
+  /// attn_residual.
   __device__ bool norms(int first, int end) {
     if constexpr (Wide)
       return norms<kWideNormPieces>(first, end);
