@@ -40,6 +40,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
     return "keys of a stage";
   if (p.attention_splits < 1) return "splits";
+  if (l.barriers != 0) return "the zero that tiles count on";
   for (int begin : {l.barriers, l.notice, l.lengths, l.angles, l.fresh, l.values, l.states, l.gathered, l.inbox,
                     l.moments, l.attn_x, l.mlp_x, l.residual, l.sums, l.ring})
     if (begin % 128) return "alignment";

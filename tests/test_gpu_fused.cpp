@@ -223,7 +223,7 @@ TEST_CASE("fused: agrees with unfused over all presets", "[gpu][fused][presets]"
 }
 
 TEST_CASE("fused: agrees with unfused whichever way it takes products", "[gpu][fused]") {
-  // Slices of 2560 and of 2048 columns have kernels of their own, up to two sequences.
+  // Slices of 2560 and of 2048 columns have kernels of their own for one sequence.
   for (ModelConfig m : {model_of(32, 80, 20, 2560), model_of(16, 128, 32, 2048)})
     for (bool parallel : {true, false})
       for (DType dtype : {DType::f16, DType::bf16})
@@ -270,7 +270,7 @@ TEST_CASE("fused: one launch, one a layer and two a layer give the same bits", "
 
 TEST_CASE("fused: so they do whichever rows are cut", "[gpu][fused][launches]") {
   const bool parallel = GENERATE(true, false);
-  // None, only those of down, all; and where activations lie in shared memory.
+  // None, only those of down, all; and in tiles.
   for (ModelConfig m : {model_of(16, 64, 16, 1024), model_of(32, 80, 20, 10240), model_of(32, 128, 32, 4096),
                         model_of(4, 64, 16, 4096)}) {
     m.num_hidden_layers = 2;
@@ -279,12 +279,16 @@ TEST_CASE("fused: so they do whichever rows are cut", "[gpu][fused][launches]") 
   }
 }
 
-TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdle", "[gpu][fused][launches]") {
-  const bool parallel = GENERATE(true, false);
+namespace {
+
+/// One launch's bits, asked of again(kernel, context, stack) so many times while blocks dawdle at random. before(i) comes
+/// before the i-th.
+template <class Again, class Before>
+void check_dawdling(bool parallel, std::int64_t layers, std::int64_t batch, unsigned runs, Again again, Before before) {
   ModelConfig m = model_of(32, 80, 20, 2560);
-  m.num_hidden_layers = 3;
+  m.num_hidden_layers = layers;
   m.use_parallel_residual = parallel;
-  const Workload load{.batch = 1, .capacity = 130};
+  const Workload load{.batch = batch, .capacity = 130};
   const Model model(m, load);
   cuda::Context c = planned();
   Stack stack = model.stack(c);
@@ -292,13 +296,22 @@ TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdl
   DecodeStack kernel = kernel_of(c, stack);
   require_ok(run(kernel, c, stack));
   const auto expected = results(stack);
-  for (unsigned i = 1; i <= 100; ++i) {
+  const AnyView<2> output = stack.tensors(layers - 1).output;
+  for (unsigned i = 1; i <= runs; ++i) {
     require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
-    require_cuda(cudaMemset(stack.tensors(2).output.data, 0xff, std::size_t(stack.tensors(2).output.bytes())));
-    require_ok(run_split(kernel, c, stack));
-    if (i % 10 == 0) REQUIRE(same_bits(fetch<2>(stack.tensors(2).output), expected[0]));
+    before(i);
+    require_cuda(cudaMemset(output.data, 0xff, std::size_t(output.bytes())));
+    require_ok(again(kernel, c, stack));
+    if (i % 10 == 0) REQUIRE(same_bits(fetch<2>(output), expected[0]));
   }
   CHECK(same_bits(results(stack), expected));
+}
+
+}  // namespace
+
+TEST_CASE("fused: two launches a layer give the same bits with blocks that dawdle", "[gpu][fused][launches]") {
+  const bool parallel = GENERATE(true, false);
+  check_dawdling(parallel, 3, 1, 100, run_split, [](unsigned) {});
 }
 
 namespace {
@@ -382,27 +395,11 @@ TEST_CASE("fused: a head's parts meet in a cluster's shared memory, many layers 
 TEST_CASE("fused: a thousand runs give the same bits, with blocks that dawdle and other work on the GPU",
           "[gpu][fused]") {
   const bool parallel = GENERATE(true, false);
-  ModelConfig m = model_of(32, 80, 20, 2560);
-  m.num_hidden_layers = 4;
-  m.use_parallel_residual = parallel;
-  const Workload load{.batch = 2, .capacity = 130};
-  const Model model(m, load);
-  cuda::Context c = planned();
-  Stack stack = model.stack(c);
-  require_ok(stack.set_kv_len(lengths(load, 129)));
-  DecodeStack kernel = kernel_of(c, stack);
-  require_ok(run(kernel, c, stack));
-  const auto expected = results(stack);
   cudaStream_t other = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  for (unsigned i = 1; i <= 1000; ++i) {
-    require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+  check_dawdling(parallel, 4, 2, 1000, run, [&](unsigned i) {
     if (i % 50 == 0) enqueue_occupy(other, 16, 1);
-    require_cuda(cudaMemset(stack.tensors(3).output.data, 0xff, std::size_t(stack.tensors(3).output.bytes())));
-    require_ok(run(kernel, c, stack));
-    if (i % 10 == 0) REQUIRE(same_bits(fetch<2>(stack.tensors(3).output), expected[0]));
-  }
-  CHECK(same_bits(results(stack), expected));
+  });
   require_cuda(cudaStreamSynchronize(other));
   require_cuda(cudaStreamDestroy(other));
 }

@@ -141,9 +141,9 @@ struct RowProduct {
 /// second eight those with its second: half of the sums are wanted. So eight lanes, which load together, find two rows in
 /// different banks, however far rows are apart.
 struct TileTokens {
-  uint4
-      half_line[2 * kMaxLines];  // the left operand, twice a line: of each piece the first four columns, then the rest
-  int pieces;                    // that the warp has
+  // The left operand, twice a line: of each piece the first four columns, then the rest.
+  uint4 half_line[2 * kMaxLines];
+  int pieces;  // that the warp has
 
   static __device__ int lane_offset(int lane) { return lane % 4 * 16; }
 
@@ -168,16 +168,17 @@ struct TileTokens {
 
  private:
   /// The tensor core wants four registers in a row. The compiler would put them together for each product anew, where it
-  /// saw that they are copies: `none` is zero.
+  /// saw that they are copies: what lies first in shared memory lies at zero, which it does not know.
   static __device__ uint4 operand(const DecodeCall& c, const uint4& x) {
     const unsigned none = c.layout.barriers;
     return {x.x ^ none, x.y ^ none, x.z ^ none, x.w ^ none};
   }
 };
+/// The sums of one tile.
 template <class T>
 struct TileProduct {
-  float sum[2][2][4] =
-      {};  // [even rows' first half of a line, then their second][of the pieces' first columns, the rest]
+  // [Even rows' first half of a line, then their second][of the pieces the first four columns, then the rest].
+  float sum[2][2][4] = {};
 
   /// `w` is where the lane's row begins of the warp's columns, plus lane_offset().
   __device__ void add(const char* w, const TileTokens& tokens) {
