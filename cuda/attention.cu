@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
     publish_barriers();
   }
   ClusterInbox inbox(&arrived);
+  inbox.open();
   __syncthreads();
 
   const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
       sent[kMaxSplits * part_floats(Lanes * kVec)];
   __shared__ std::uint64_t arrived;
   ClusterInbox inbox(&arrived);
+  inbox.open();
   let_successor_start();
   wait_for_predecessors();
 

@@ -45,6 +45,7 @@ __global__ void inbox_kernel(const float* in, float* out, int n, int size, int u
   __shared__ std::uint64_t arrived;
   float* const all = reinterpret_cast<float*>(smem);
   cf::cuda::ClusterInbox inbox(&arrived);
+  inbox.open();
   const int rank = int(blockIdx.x) % size, cluster = int(blockIdx.x) / size;
   if (rank >= used && rank != to) return;
   inbox.connect();

@@ -9,6 +9,18 @@
 
 namespace cf::cuda {
 
+/// A block's place in its cluster, and its cluster's along x. A block launched without is a cluster of its own.
+__device__ inline int cluster_rank() {
+  std::uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ inline int cluster_index() {
+  std::uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return int(index);
+}
+
 /// All blocks of a cluster of `size` (1, 2, 4, 8) end with the same `values`: their element-wise combination, in a tree
 /// whose shape depends on the ranks alone, so that every block gets the same bits. In round i a block combines with the
 /// one whose rank differs in bit i; the lower rank's value stands left. `mine` and `other` are the block's own shared
@@ -44,10 +56,13 @@ __device__ inline void cluster_gather(const float* mine, float* all, int n, unsi
 /// and so may one that sends nothing, at any time. For one use a launch, of clusters of two blocks at least.
 class ClusterInbox {
  public:
-  /// All threads of all blocks of the cluster call; `arrived` is in the block's shared memory.
-  __device__ explicit ClusterInbox(std::uint64_t* arrived) : arrived_(arrived) {
+  /// `arrived` is in the block's shared memory.
+  __device__ explicit ClusterInbox(std::uint64_t* arrived) : arrived_(arrived) {}
+
+  /// At the kernel's start; all threads of all blocks of the cluster call.
+  __device__ void open() {
     if (threadIdx.x == 0) {
-      init_barrier(arrived, 1);
+      init_barrier(arrived_, 1);
       publish_barriers();
     }
     __syncwarp();
