@@ -137,15 +137,24 @@ struct Addends {
   std::uint32_t bias, residual;
 };
 
+__device__ inline std::uint32_t bias_bits(const LinearOutput& to, long row) {
+  return to.bias ? load_bits(to.bias, to.bias_dtype, row) : 0;
+}
+/// Of element `at` of y.
+__device__ inline std::uint32_t residual_bits(const LinearOutput& to, long at) {
+  return to.residual ? load_bits(to.residual, to.activation, at) : 0;
+}
 __device__ inline Addends addends(const LinearOutput& to, int token, long row) {
-  return {to.bias ? load_bits(to.bias, to.bias_dtype, row) : 0,
-          to.residual ? load_bits(to.residual, to.activation, token * to.out + row) : 0};
+  return {bias_bits(to, row), residual_bits(to, token * to.out + row)};
 }
 
-__device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
+__device__ inline void finish(const LinearOutput& to, long at, float sum, Addends add) {
   if (to.bias) sum += from_bits(add.bias, to.bias_dtype);
   if (to.residual) sum += from_bits(add.residual, to.activation);
-  store_scalar(to.y, to.activation, token * to.out + row, apply(to.epilogue, sum));
+  store_scalar(to.y, to.activation, at, apply(to.epilogue, sum));
+}
+__device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
+  finish(to, token * to.out + row, sum, add);
 }
 
 }  // namespace cf::cuda

@@ -15,6 +15,12 @@ struct GptqCall {
   int tokens;
 };
 
+/// An element of the product: its place in y, and what is added to it.
+struct LinearElement {
+  long at;
+  Addends add;
+};
+
 extern __shared__ __align__(128) char gptq_smem[];
 
 template <class T, GptqTokens Tokens, bool HalfChunks>
@@ -23,11 +29,15 @@ __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlo
   let_successor_start();
   const T* x = static_cast<const T*>(c.x);
   gptq_block<T, kLinearGptqTurns, Tokens, HalfChunks>(
-      c.matrix, c.plan, c.tokens, [] { wait_for_predecessors(); },
-      [&](int token) { return x + long(token) * c.matrix.in; },
-      [&](int token, int r) { return addends(c.output, token, c.pairs.row(r)); },
-      [&](int token, int r, auto sum, Addends add) { finish(c.output, token, c.pairs.row(r), sum(r), add); },
-      gptq_smem);
+      c.matrix, c.plan, c.tokens,
+      [&](int token, int r) {
+        const int row = c.pairs.row(r);
+        return LinearElement{.at = token * c.output.out + row,
+                             .add = {.bias = bias_bits(c.output, row), .residual = 0}};
+      },
+      [] { wait_for_predecessors(); }, [&](int token) { return x + long(token) * c.matrix.in; },
+      [&](LinearElement& e) { e.add.residual = residual_bits(c.output, e.at); },
+      [&](const LinearElement& e, float sum, float) { finish(c.output, e.at, sum, e.add); }, gptq_smem);
 }
 
 template <class T>

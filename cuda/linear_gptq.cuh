@@ -93,77 +93,118 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
 
 /// A block's share of y = W x. T is float16 or bfloat16; Turns is the plan's; HalfChunks says that a group may end in the
 /// middle of a chunk.
-///   ready()                  called by all threads after the first weights' loads, before the first use of x
-///   x(token)                 where a token's activations lie
-///   begin(token, r)          called early for an element of the product
-///   finish(token, r, sum, begun)   takes the element, once, with what its begin() returned; sum(r) is its sum, and
-///                            sum(r ^ 1) its neighbour's
-template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, class Ready, class X, class Begin, class Finish>
-__device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Ready ready, X x, Begin begin,
-                           Finish finish, char* smem) {
+///   prepare(token, r)            an element of the product, with what it needs of what no kernel before this one writes
+///   ready()                      called by all threads after the first weights' loads, before the first use of x
+///   x(token)                     where a token's activations lie
+///   begin(element)               called early, after ready(): loads the rest of what the element needs
+///   finish(element, sum, other)  takes the element, once: its sum, and that of row r ^ 1
+/// A block runs for a few thousand cycles and most of its code once: what can be known before ready() is, while it waits.
+template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, class Prepare, class Ready, class X, class Begin,
+          class Finish>
+__device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Prepare prepare, Ready ready, X x,
+                           Begin begin, Finish finish, char* smem) {
   using Operands = GptqOperands<T>;
   constexpr int threads = gptq_threads(Turns);
   constexpr bool one_token = Tokens == GptqTokens::one;
   constexpr int octets = Tokens == GptqTokens::sixteen ? 2 : 1;
   constexpr bool near_x = octets == 1 && !HalfChunks;  // the warp's part of x stays in registers
   constexpr int row_words = kGptqRows * 4, vectors = kGptqTokenBytes / 16;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int part = warp % kGptqParts, turn = warp / kGptqParts;
-  const int rank = plan.split == 1 ? 0 : int(blockIdx.x) % plan.split;
-  const int first_tile = (plan.split == 1 ? int(blockIdx.x) : int(blockIdx.x) / plan.split) * plan.tiles;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const unsigned warp = unsigned(same_in_warp(int(threadIdx.x / 32)));
+  const int part = int(warp % kGptqParts), turn = Turns == 1 ? 0 : int(warp / kGptqParts);
+  const int rank = cluster_rank(), first_tile = cluster_index() * plan.tiles;
   const int tiles = min(plan.tiles, m.tiles - first_tile);
   const GptqSlice slice = gptq_slice(plan, rank * kGptqParts + part);
-  const GptqSmem at(plan, smem, warp);
+  const GptqSmem at(plan, smem, int(warp));
   const int code_bytes = slice.count * kGptqTileBytes, scale_bytes = slice.groups * row_words;
-  const std::uint32_t reciprocal = (0xffffu + slice.count) / max(slice.count, 1);  // 2^16 over the count, rounded up
 
+  const long code_tile_bytes = long(m.chunks) * kGptqTileBytes, scale_tile_bytes = long(m.groups) * row_words;
+  const char* const codes = m.codes + first_tile * code_tile_bytes + slice.first * kGptqTileBytes;
+  const char* const scales = m.scales + first_tile * scale_tile_bytes + slice.first_group * row_words;
   const auto request = [&](int tile, int stage) {
-    const long of = first_tile + tile;
     char* const to = at.ring + stage * plan.stage_bytes;
     arrive_expecting(at.full + stage, code_bytes + scale_bytes);
-    copy_bulk(to, m.codes + (of * m.chunks + slice.first) * kGptqTileBytes, code_bytes, at.full + stage);
-    copy_bulk(to + code_bytes, m.scales + (of * m.groups + slice.first_group) * row_words, scale_bytes,
-              at.full + stage);
+    copy_bulk(to, codes + tile * code_tile_bytes, code_bytes, at.full + stage);
+    copy_bulk(to + code_bytes, scales + tile * scale_tile_bytes, scale_bytes, at.full + stage);
   };
-  if (lane == 0 && slice.count > 0) {
+  const auto request_stages = [&](int first, int end) {
+#pragma unroll 1
+    for (int i = first; i < end; ++i)
+      if (const int tile = turn + i * Turns; tile < tiles) request(tile, i);
+  };
+  if (slice.count > 0 && elected()) {
 #pragma unroll 1
     for (int i = 0; i < plan.stages; ++i) init_barrier(at.full + i, 1);
     publish_barriers();
-#pragma unroll 1
-    for (int i = 0; i < plan.stages; ++i)
-      if (const int tile = turn + i * Turns; tile < tiles) request(tile, i);
+    request_stages(0, plan.early);
   }
+  __syncwarp();
   ClusterInbox inbox(at.arrived);
+  if (plan.split > 1) inbox.open();
   if constexpr (!near_x)
     if (threadIdx.x < vectors) at.zeros[threadIdx.x] = uint4{};
 
-  ready();
+  // Element e of the block: a row, then a token, then a tile. A thread prepares its first ones where registers have room
+  // for them, each later one in the last place.
+  const int tile_elements = kGptqRows << plan.token_bits, elements = plan.tiles * tile_elements;
+  const int count = tiles * tile_elements;
+  const auto row_of = [&](unsigned e) {
+    return (first_tile + int(e >> (4 + plan.token_bits))) * kGptqRows + int(e % kGptqRows);
+  };
+  const auto token_of = [&](unsigned e) { return one_token ? 0 : int(e / kGptqRows & ((1u << plan.token_bits) - 1)); };
+  const auto exists = [&](int e) { return e < count && token_of(unsigned(e)) < tokens && row_of(unsigned(e)) < m.out; };
+  using Element = decltype(prepare(0, 0));
+  constexpr int prepared = HalfChunks ? 0 : one_token ? 1 : 2;
+  Element own[prepared + 1];
+  bool is_own[prepared + 1];
+#pragma unroll
+  for (int i = 0; i < prepared; ++i) {
+    const int e = threadIdx.x + i * threads;
+    is_own[i] = exists(e);
+    if (is_own[i]) own[i] = prepare(token_of(e), row_of(e));
+  }
 
   // Of x a lane holds the vectors of its token, or knows where they lie, from the zeros on. One token leaves seven of a
   // product's eight columns free: each takes a group of the slice, whose sum meets its scale after the last chunk, and
   // zeros for the other groups' chunks.
   uint4 own_x[near_x ? kGptqMaxChunks : 1][2];
   int own_at[octets];
+  const int token = one_token ? 0 : g;
+  const int from = one_token ? (slice.first_group + g) * plan.halves_a_group / 2 - slice.first : 0;
+  const int to = one_token ? min(from + plan.halves_a_group / 2, slice.count) : g < tokens ? slice.count : 0;
+  const int first_column = slice.first * kGptqColumns + t * kVec;
+  std::uint32_t there[2];  // a bit for each chunk of either half
+  if constexpr (near_x)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int end = min(to, (m.in - first_column - half * 32 + kGptqColumns - 1) / kGptqColumns);
+      there[half] = end > max(from, 0) ? (1u << end) - (1u << max(from, 0)) : 0;
+    }
+
+  ready();
+
   if constexpr (near_x) {
-    const int from = one_token ? (slice.first_group + g) * plan.halves_a_group / 2 - slice.first : 0;
-    const int to = one_token ? min(from + plan.halves_a_group / 2, slice.count) : g < tokens ? slice.count : 0;
-    const T* const token = x(one_token ? 0 : g);
-    const auto load = [&](auto ordered) {
+    const T* const token_x = x(token);
+    if (m.order) [[unlikely]] {
+#pragma unroll 1
+      for (int i = 0; i < 2 * kGptqMaxChunks; ++i) {
+        const uint4 v = from <= i / 2 && i / 2 < to ? load_columns<true>(m, token_x, first_column + i * 32) : uint4{};
+#pragma unroll
+        for (int c = 0; c < 2 * kGptqMaxChunks; ++c)
+          if (c == i) own_x[c / 2][c % 2] = v;
+      }
+    } else {
 #pragma unroll
       for (int c = 0; c < kGptqMaxChunks; ++c)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = (slice.first + c) * kGptqColumns + half * 32 + t * kVec;
-          const bool there = from <= c && c < to && (ordered || column < m.in);
-          own_x[c][half] = there ? load_columns<ordered>(m, token, column) : uint4{};
-        }
-    };
-    if (m.order) [[unlikely]]
-      load(std::true_type{});
-    else
-      load(std::false_type{});
+        for (int half = 0; half < 2; ++half)
+          own_x[c][half] = there[half] >> c & 1
+                               ? *reinterpret_cast<const uint4*>(token_x + first_column + c * kGptqColumns + half * 32)
+                               : uint4{};
+    }
   } else {
     constexpr int at_once = 8 / octets;
+    const std::uint32_t reciprocal = (0xffffu + slice.count) / max(slice.count, 1);  // 2^16 over the count, rounded up
     const int of_token = slice.count * 8, all = (tokens - turn + Turns - 1) / Turns * of_token;
 #pragma unroll 1
     for (int first = lane; first < all; first += 32 * at_once) {
@@ -175,86 +216,83 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
         }
       };
       uint4 loaded[at_once];
-      for_each_vector([&](int i, int token, int v) {
+      for_each_vector([&](int i, int of, int v) {
         const int column = slice.first * kGptqColumns + v * kVec;
-        loaded[i] = m.order         ? load_columns<true>(m, x(token), column)
-                    : column < m.in ? load_columns<false>(m, x(token), column)
+        loaded[i] = m.order         ? load_columns<true>(m, x(of), column)
+                    : column < m.in ? load_columns<false>(m, x(of), column)
                                     : uint4{};
       });
-      for_each_vector([&](int i, int token, int v) { at.x[token * vectors + v] = loaded[i]; });
+      for_each_vector([&](int i, int of, int v) { at.x[of * vectors + v] = loaded[i]; });
     }
 #pragma unroll
     for (int o = 0; o < octets; ++o)
       own_at[o] = (g + 8 * o < tokens ? int(at.x - at.zeros) + (g + 8 * o) * vectors : 0) + t;
-    __syncthreads();
   }
-
-  // Element e of the block: a row, then a token, then a tile.
-  const int tile_elements = kGptqRows << plan.token_bits, elements = plan.tiles * tile_elements;
-  const auto row_of = [&](int e) { return (first_tile + (e >> (4 + plan.token_bits))) * kGptqRows + e % kGptqRows; };
-  const auto token_of = [&](int e) { return e / kGptqRows & ((1 << plan.token_bits) - 1); };
-  const auto exists = [&](int e) { return e < tiles * tile_elements && token_of(e) < tokens && row_of(e) < m.out; };
-  using Begun = decltype(begin(0, 0));
-  const auto begin_element = [&](int e) { return exists(e) ? begin(token_of(e), row_of(e)) : Begun{}; };
-  // What epilogues add is on its way while the product runs, where registers have room for it.
-  Begun begun[2];
-  if constexpr (!HalfChunks)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) begun[i] = begin_element(threadIdx.x + i * threads);
+  for (int i = 0; i < prepared; ++i)
+    if (is_own[i]) begin(own[i]);
+  if (slice.count > 0 && elected()) request_stages(plan.early, plan.stages);
+  if constexpr (near_x)
+    __syncwarp();
+  else
+    __syncthreads();
 
   /// Products of codes and activations, and of ones and activations, which zeros are multiplied with.
   struct Sums {
     float low[4], high[4];
   };
-  const auto multiply = [&](const uint4& codes, int half, const uint4& v, Sums& to) {
+  const auto multiply = [&](const uint4& words, int half, const uint4& v, Sums& sums) {
     std::uint32_t low[2], high[2], low8[2], high8[2];  // of row g and of row g + 8
-    Operands::split(half ? codes.z : codes.x, low, high);
-    Operands::split(half ? codes.w : codes.y, low8, high8);
-    mma(to.low, low[0], low8[0], low[1], low8[1], v.x, v.y, T{});
-    mma(Operands::one_sum ? to.low : to.high, high[0], high8[0], high[1], high8[1], v.z, v.w, T{});
+    Operands::split(half ? words.z : words.x, low, high);
+    Operands::split(half ? words.w : words.y, low8, high8);
+    mma(sums.low, low[0], low8[0], low[1], low8[1], v.x, v.y, T{});
+    mma(Operands::one_sum ? sums.low : sums.high, high[0], high8[0], high[1], high8[1], v.z, v.w, T{});
   };
-  const auto add_up = [](const uint4& v, Sums& to) {
+  const auto add_up = [](const uint4& v, Sums& sums) {
     constexpr std::uint32_t ones = Operands::ones;
-    mma(to.low, ones, ones, ones, ones, v.x, v.y, T{});
-    mma(to.high, ones, ones, ones, ones, v.z, v.w, T{});
+    mma(sums.low, ones, ones, ones, ones, v.x, v.y, T{});
+    mma(sums.high, ones, ones, ones, ones, v.z, v.w, T{});
   };
   /// The scaled sum: element d is of row g + d / 2 * 8.
   const auto scaled = [&](const uint2& words, int d, const Sums& of, const float2& of_x) {
     const float2 row = unpack(d < 2 ? words.x : words.y, f16{});  // scale, zero
     return row.x * (Operands::whole(of.low[d], of.high[d]) - Operands::zero(row.y) * (d % 2 ? of_x.y : of_x.x));
   };
-  /// The sums of the lane's two tokens' activations that meet the zeros of a chunk or, of one token, all.
-  const auto sums_of_x = [&](int first, int last) {
-    constexpr int chains = one_token ? 2 : 1;
-    Sums ones[chains] = {};
-#pragma unroll
-    for (int half = first; half < last; ++half) add_up(own_x[half / 2][half % 2], ones[half % chains]);
-    float2 sums{};
-#pragma unroll
-    for (const Sums& s : ones) {
-      sums.x += s.low[0] + s.high[0];
-      sums.y += s.low[1] + s.high[1];
-    }
-    return sums;
+  /// The sums of the lane's two tokens' activations that meet the zeros.
+  Sums ones[2] = {};
+  const auto sums_of_x = [](const Sums& of) { return float2{of.low[0] + of.high[0], of.low[1] + of.high[1]}; };
+  // Of each chunk, or of one token of all: two chains of products then, which end beside the first tile's where
+  // registers have room for them.
+  constexpr bool beside = one_token && Turns == 1;
+  const auto sum_of_all = [&] {
+    const float2 first = sums_of_x(ones[0]), second = sums_of_x(ones[1]);
+    return float2{first.x + second.x, first.y + second.y};
   };
-  constexpr int halves_a_sum = one_token ? 2 * kGptqMaxChunks : 2;
-  float2 own_sums[2 * kGptqMaxChunks / halves_a_sum];
+  float2 own_sums[one_token ? 1 : kGptqMaxChunks];
   if constexpr (near_x)
 #pragma unroll
-    for (int i = 0; i < 2 * kGptqMaxChunks / halves_a_sum; ++i)
-      own_sums[i] = sums_of_x(i * halves_a_sum, (i + 1) * halves_a_sum);
+    for (int c = 0; c < kGptqMaxChunks; ++c) {
+      if constexpr (!one_token) ones[0] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) add_up(own_x[c][half], ones[one_token ? half : 0]);
+      if constexpr (!one_token) own_sums[c] = sums_of_x(ones[0]);
+    }
+  if constexpr (one_token && !beside) own_sums[0] = sum_of_all();
+  // Where the scales of one token's two groups lie.
+  int own_scales[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) own_scales[i] = code_bytes + g * 8 + min(2 * t + i, slice.groups - 1) * row_words;
 
+  float* to_partial = at.partial + (turn * kGptqParts + part) * tile_elements + g;
   int stage = 0, phase = 0;
 #pragma unroll 1
   for (int tile = turn; tile < tiles; tile += Turns) {
     float sum[octets][4] = {};
     if (slice.count > 0) {
+      const char* const from_stage = at.ring + stage * plan.stage_bytes;
       wait_barrier(at.full + stage, phase);
-      const char* const codes_at = at.ring + stage * plan.stage_bytes + lane * 16;
-      const char* const scales_at = at.ring + stage * plan.stage_bytes + code_bytes + g * 8;
-      const auto codes_of = [&](int c) { return *reinterpret_cast<const uint4*>(codes_at + c * kGptqTileBytes); };
-      const auto scales_of = [&](int group) {  // of the slice
-        return *reinterpret_cast<const uint2*>(scales_at + group * row_words);
+      const auto codes_of = [&](int c) {
+        return *reinterpret_cast<const uint4*>(from_stage + lane * 16 + c * kGptqTileBytes);
       };
       if constexpr (one_token) {
         // But for the last, without a branch: chunks that a shorter slice does not have meet zeros.
@@ -262,13 +300,14 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
 #pragma unroll
         for (int c = 0; c < kGptqMaxChunks; ++c) {
           if (c + 1 == kGptqMaxChunks && slice.count < kGptqMaxChunks) break;
-          const uint4 codes = codes_of(c);
+          const uint4 words = codes_of(c);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) multiply(codes, half, own_x[c][half], sums);
+          for (int half = 0; half < 2; ++half) multiply(words, half, own_x[c][half], sums);
         }
+        if (beside && tile == turn) own_sums[0] = sum_of_all();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint2 words = scales_of(min(2 * t + i, slice.groups - 1));
+          const uint2 words = *reinterpret_cast<const uint2*>(from_stage + own_scales[i]);
 #pragma unroll
           for (int d = i; d < 4; d += 2) sum[0][d / 2 * 2] += scaled(words, d, sums, own_sums[0]);
         }
@@ -276,40 +315,41 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
         sum[0][2] = warp_sum<4>(sum[0][2]);
       } else {
         const auto words_of = [&](int c, int half) {
-          return scales_of(gptq_group(plan, 2 * (slice.first + c) + (HalfChunks ? half : 0)) - slice.first_group);
+          const int group = gptq_group(plan, 2 * (slice.first + c) + (HalfChunks ? half : 0)) - slice.first_group;
+          return *reinterpret_cast<const uint2*>(from_stage + code_bytes + g * 8 + group * row_words);
         };
         if constexpr (near_x) {
 #pragma unroll
           for (int c = 0; c < kGptqMaxChunks; ++c) {
             if (c >= slice.count) break;
-            const uint4 codes = codes_of(c);
+            const uint4 words = codes_of(c);
             Sums sums{};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) multiply(codes, half, own_x[c][half], sums);
-            const uint2 words = words_of(c, 0);
+            for (int half = 0; half < 2; ++half) multiply(words, half, own_x[c][half], sums);
+            const uint2 scale = words_of(c, 0);
 #pragma unroll
-            for (int d = 0; d < 4; ++d) sum[0][d] += scaled(words, d, sums, own_sums[c]);
+            for (int d = 0; d < 4; ++d) sum[0][d] += scaled(scale, d, sums, own_sums[c]);
           }
         } else {
 #pragma unroll 1
           for (int c = 0; c < slice.count; ++c) {
-            const uint4 codes = codes_of(c);
+            const uint4 words = codes_of(c);
             Sums sums[octets] = {}, ones[octets] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
                 const uint4 v = at.zeros[own_at[o] + (2 * c + half) * 4];
-                multiply(codes, half, v, sums[o]);
+                multiply(words, half, v, sums[o]);
                 add_up(v, ones[o]);
               }
               if (!HalfChunks && half == 0) continue;
-              const uint2 words = words_of(c, half);
+              const uint2 scale = words_of(c, half);
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
                 const float2 of_x{ones[o].low[0] + ones[o].high[0], ones[o].low[1] + ones[o].high[1]};
 #pragma unroll
-                for (int d = 0; d < 4; ++d) sum[o][d] += scaled(words, d, sums[o], of_x);
+                for (int d = 0; d < 4; ++d) sum[o][d] += scaled(scale, d, sums[o], of_x);
                 sums[o] = ones[o] = {};
               }
             }
@@ -317,31 +357,37 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
         }
       }
       __syncwarp();
-      if (const int next = tile + plan.stages * Turns; lane == 0 && next < tiles) request(next, stage);
+      if (const int next = tile + plan.stages * Turns; next < tiles && elected()) request(next, stage);
       if (++stage == plan.stages) {
         stage = 0;
         phase ^= 1;
       }
     }
-    float* const to = at.partial + (tile * kGptqParts + part) * tile_elements + g;
+    if constexpr (one_token) {
+      if (t == 0) {
+        to_partial[0] = sum[0][0];
+        to_partial[8] = sum[0][2];
+      }
+    } else {
 #pragma unroll
-    for (int o = 0; o < octets; ++o)
+      for (int o = 0; o < octets; ++o)
 #pragma unroll
-      for (int of = 0; of < 2; ++of)
-        if (const int token = 8 * o + 2 * t + of; token < tokens) {
-          to[token * kGptqRows] = Operands::unit * sum[o][of];
-          to[token * kGptqRows + 8] = Operands::unit * sum[o][2 + of];
-        }
+        for (int of = 0; of < 2; ++of)
+          if (const int nth = 8 * o + 2 * t + of; nth < tokens) {
+            to_partial[nth * kGptqRows] = sum[o][of];
+            to_partial[nth * kGptqRows + 8] = sum[o][2 + of];
+          }
+    }
+    to_partial += Turns * kGptqParts * tile_elements;
   }
   __syncthreads();
 
-  const int count = tiles * tile_elements;
   const auto block_sum = [&](int e) {
-    const float* from =
-        at.partial + (e >> (4 + plan.token_bits)) * kGptqParts * tile_elements + (e & (tile_elements - 1));
+    const float* of =
+        at.partial + (unsigned(e) >> (4 + plan.token_bits)) * kGptqParts * tile_elements + (e & (tile_elements - 1));
     float sum = 0;
 #pragma unroll
-    for (int p = 0; p < kGptqParts; ++p) sum += from[p * tile_elements];  // in the parts' order
+    for (int p = 0; p < kGptqParts; ++p) sum += of[p * tile_elements];  // in the parts' order
     return sum;
   };
   if (rank > 0) {
@@ -351,20 +397,28 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     return;
   }
   if (plan.split > 1) inbox.receive((plan.split - 1) * count * int(sizeof(float)));
+  const auto finish_element = [&](int e, bool is_there, const Element& element) {
+    float sum = 0;
+    if (e < count) {
+      sum = block_sum(e);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < count; e += threads) {
-    const auto sum_of = [&](int r) {
-      const int of = e / kGptqRows * kGptqRows + r % kGptqRows;
-      float sum = block_sum(of);
-      for (int k = 1; k < plan.split; ++k) sum += at.received[(k - 1) * elements + of];  // in the ranks' order
-      return sum;
-    };
-    if constexpr (HalfChunks) begun[0] = begin_element(e);
-    if (exists(e)) finish(token_of(e), row_of(e), sum_of, begun[0]);
-    if constexpr (!HalfChunks) {
-      begun[0] = begun[1];
-      begun[1] = begin_element(e + 2 * threads);
+      for (int k = 1; k < plan.split; ++k) sum += at.received[(k - 1) * elements + e];  // in the ranks' order
+      sum *= Operands::unit;
     }
+    const float other = __shfl_xor_sync(~0u, sum, 1);
+    if (is_there) finish(element, sum, other);
+  };
+#pragma unroll
+  for (int i = 0; i < prepared; ++i)
+    if (const int e = threadIdx.x + i * threads; e - lane < count) finish_element(e, is_own[i], own[i]);
+#pragma unroll 1
+  for (int e = threadIdx.x + prepared * threads; e - lane < count; e += threads) {
+    is_own[prepared] = exists(e);
+    if (is_own[prepared]) {
+      own[prepared] = prepare(token_of(e), row_of(e));
+      begin(own[prepared]);
+    }
+    finish_element(e, is_own[prepared], own[prepared]);
   }
 }
 

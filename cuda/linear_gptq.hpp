@@ -46,11 +46,23 @@ inline GptqSizes gptq_sizes(const GptqTiles& t) {
   return {int(t.codes.shape[0]), int(t.codes.shape[1]), int(t.columns_per_group / 32)};
 }
 
+/// How far a warp's copies run ahead of its multiplications.
+struct GptqAhead {
+  int stages;  // of its ring, at most
+  int early;   // of them, those that are asked for before the activations
+};
+
+/// An early stage keeps memory busy until the activations come; more keep those waiting, which queue up behind them.
+inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
+/// One token's product of many tiles a block gains by a longer ring: it has longer to wait for what runs beside it.
+inline constexpr GptqAhead kGptqFarAhead{.stages = 4, .early = 3};
+inline constexpr int kGptqManyTiles = 4;
+
 /// How the product of a few tokens with 4-bit tiles is laid out. A block takes `tiles` tiles of 16 outputs; the chunks
 /// of 64 columns are dealt to `split` blocks of a cluster and the parts of each. A warp has the copy engine bring its
-/// part of its next `stages` tiles into its own ring in shared memory.
+/// part of its next `stages` tiles into its own ring in shared memory, of the first `early` before x is there.
 struct GptqPlan {
-  int split, tiles, stages, stage_bytes;
+  int split, tiles, stages, early, stage_bytes;
   int chunks, longer;          // of each part; the first `longer` have one more
   int halves_a_group;          // half chunks
   std::uint32_t halves_magic;  // 2^31 over those, rounded up
@@ -110,6 +122,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   GptqPlan p{.split = 1,
              .tiles = 0,
              .stages = 0,
+             .early = 0,
              .stage_bytes = 0,
              .chunks = 0,
              .longer = 0,
@@ -125,7 +138,9 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.longer = m.chunks % parts;
   int groups = 0;
   for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
-  p.stage_bytes = (kGptqMaxChunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
+  // One token's product multiplies four chunks of any slice, of shorter ones what lies behind them, by zeros.
+  const int stage_chunks = std::max(kGptqMaxChunks - 1, p.chunks + (p.longer > 0));
+  p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
   // Of clusters of four and eight an H200 holds 62 and 30 where it has room for 66 and 33 times as many blocks.
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
   const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
@@ -133,10 +148,14 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
-    for (p.stages = std::min((p.tiles + turns - 1) / turns, 2); p.stages > 0; --p.stages) {
+    const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;
+    const GptqAhead ahead = far ? kGptqFarAhead : kGptqAhead;
+    for (p.stages = std::min((p.tiles + turns - 1) / turns, ahead.stages); p.stages > 0; --p.stages) {
+      p.early = std::min(p.stages, ahead.early);
       p.smem_bytes = gptq_smem_bytes(p);
-      const int reserved = reserved_bytes + p.tokens * reserved_bytes_a_token;
-      if (p.smem_bytes + reserved <= arch.smem_per_block_bytes) return p;
+      const int bytes = p.smem_bytes + reserved_bytes + p.tokens * reserved_bytes_a_token;
+      const int room = arch.smem_per_sm_bytes / blocks_per_sm - 1024;  // which each block takes besides
+      if (bytes <= (p.stages > kGptqAhead.stages ? room : arch.smem_per_block_bytes)) return p;
     }
   }
   p.grid = 0;

@@ -3,28 +3,19 @@
 namespace cf::cuda {
 namespace {
 
-/// Where an element of the product goes, for the product's rows in their own order: a head's elements that RoPE turns
-/// lie in pairs, first and second half side by side, so that one tile holds both.
+/// Where an element of the product goes. The product's rows are in an order of their own: a head's elements that RoPE
+/// turns lie in pairs, first and second half side by side, so that one tile holds both.
 struct Place {
-  int head, part, column;  // part 0, 1, 2: q, k, v
-  int pair;                // of the cosines; -1: not turned
-  bool second;             // of the pair
-
-  __device__ Place(int r, int head_dim, int half) {
-    const int c = r % head_dim, block = r / head_dim;
-    head = block / 3;
-    part = block % 3;
-    const bool turned = part < 2 && c < 2 * half;
-    pair = turned ? c / 2 : -1;
-    second = turned && c % 2;
-    column = turned ? pair + (second ? half : 0) : c;
-  }
-  __device__ int row(int head_dim) const { return (head * 3 + part) * head_dim + column; }
+  int part_of_head, column;  // 3 * head + 0, 1, 2: its q, k, v
+  __device__ int head() const { return part_of_head / 3; }
+  __device__ int part() const { return part_of_head % 3; }
 };
 
-/// What becomes of an element of the product: its own bias and that of the other of its pair, as they lie in memory,
-/// and the pair's angle.
-struct Begun {
+/// An element of the product: its token and place, its own bias and that of the other of its pair, as they lie in
+/// memory, and the pair's angle.
+struct QkvElement {
+  int token;
+  Place place;
   std::uint32_t bias, other_bias;
   float cos, sin;
 };
@@ -37,11 +28,11 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 
   /// Of a token: its row in the table, or -1; its entry of its sequence's cache, or -1.
   struct Token {
-    int position, sequence, entry;
+    int position, entry;
   };
 
   const Call& c;
-  int head_dim, half;
+  int head_dim, half, q_len;
   Token* token_of;  // [tokens]
 
   __device__ RopeAndAppend(const Call& call, char* smem)
@@ -49,72 +40,85 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
         c(call),
         head_dim(int(c.args.q.shape[2])),
         half(int(c.args.cos.shape[1])),
+        q_len(c.q_len),
         token_of(static_cast<Token*>(Tokens::end())) {}
 
-  __device__ Place place(int r) const { return {r, head_dim, half}; }
-  __device__ long row(int r) const { return place(r).row(head_dim); }
+  __device__ bool is_turned(const Place& p) const { return p.part() < 2 && p.column < 2 * half; }
+  __device__ bool is_second(const Place& p) const { return p.column >= half; }
+  __device__ Place place_of(int r) const {
+    const Place in_order{.part_of_head = r / head_dim, .column = r % head_dim};
+    if (!is_turned(in_order)) return in_order;
+    return {in_order.part_of_head, in_order.column / 2 + in_order.column % 2 * half};
+  }
+  __device__ int row(const Place& p) const { return p.part_of_head * head_dim + p.column; }
+  __device__ long row(int r) const { return row(place_of(r)); }
   __device__ int rows() const { return int(c.args.q.shape[1]) * 3 * head_dim; }
+  __device__ int sequence_of(int token) const { return q_len == 1 ? token : token / q_len; }
 
   /// A position outside the table makes a token's turned elements NaN, a kv_len that the cache has no room for appends
   /// nothing.
   __device__ void normalise() const {
     const auto& a = c.args;
-    const int q_len = int(a.x.shape[0]) / int(a.kv_len.shape[0]);
     const int t = int(blockDim.x - 1 - threadIdx.x);  // the last warp has the fewest parts
-    const int of = c.norm.first + t, sequence = of / q_len;
-    int kv_len = 0, position = 0;
+    int kv_len = 0, position = 0, after = 0;
     if (t < c.norm.count) {
+      const int of = c.norm.first + t, sequence = sequence_of(of);
       kv_len = a.kv_len.data[sequence];
       position = a.positions.data[of];
+      after = of - (sequence + 1) * q_len;
     }
-    Tokens::normalise();
-    if (t < c.norm.count)  // not before: nothing of the norm waits for the two loads
-      token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                     .sequence = sequence,
-                     .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len - q_len + of % q_len};
-    __syncthreads();
+    Tokens::normalise([&] {
+      if (t < c.norm.count)  // not before: nothing of the norm waits for the two loads
+        token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
+                       .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len + after};
+    });
   }
 
-  __device__ Begun begin(int t, int r) const {
-    const Place p = place(r);
+  __device__ QkvElement prepare(int t, int r) const {
     const auto& bias = c.args.linear.bias;
-    const int row = p.row(head_dim);
-    Begun b{.bias = bias ? load_bits(bias.data, bias.dtype, row) : 0, .other_bias = 0, .cos = 1, .sin = 0};
-    if (p.pair < 0) return b;
-    if (bias) b.other_bias = load_bits(bias.data, bias.dtype, p.second ? row - half : row + half);
-    if (const int position = token_of[t].position; position >= 0) {
-      b.cos = c.args.cos.data[long(position) * half + p.pair];
-      b.sin = c.args.sin.data[long(position) * half + p.pair];
-    }
-    return b;
+    const Place p = place_of(r);
+    const auto load_bias = [&](int of) { return bias ? load_bits(bias.data, bias.dtype, of) : 0; };
+    return {.token = t,
+            .place = p,
+            .bias = load_bias(row(p)),
+            .other_bias = is_turned(p) ? load_bias(is_second(p) ? row(p) - half : row(p) + half) : 0,
+            .cos = 1,
+            .sin = 0};
+  }
+
+  __device__ void begin(QkvElement& e) const {
+    const int position = token_of[e.token].position;
+    if (!is_turned(e.place) || position < 0) return;
+    const long at = long(position) * half + e.place.column - (is_second(e.place) ? half : 0);
+    e.cos = c.args.cos.data[at];
+    e.sin = c.args.sin.data[at];
   }
 
   /// Stores one element of q, k or v, and of the cache; `other` is the sum of the other of its pair. Each is rounded to
   /// T before it is turned, as where linear stores it for rope.
-  __device__ void finish(int t, int r, float own, float other, const Begun& begun) const {
+  __device__ void finish(const QkvElement& e, float own, float other) const {
     const auto& a = c.args;
-    const int heads = int(a.q.shape[1]);
-    const Place p = place(r);
     const auto rounded = [&](float sum, std::uint32_t bits) {
       if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
       return to_float(from_float<T>(sum));
     };
-    const auto [position, sequence, entry] = token_of[t];
-    float v = rounded(own, begun.bias);
-    if (p.pair >= 0) {
-      const float of_pair = rounded(other, begun.other_bias);
-      float first = p.second ? of_pair : v, second = p.second ? v : of_pair;
-      rotate(first, second, begun.cos, begun.sin);
-      v = position < 0 ? NAN : p.second ? second : first;
+    const auto [position, entry] = token_of[e.token];
+    const Place& p = e.place;
+    float v = rounded(own, e.bias);
+    if (is_turned(p)) {
+      const float of_pair = rounded(other, e.other_bias);
+      float first = is_second(p) ? of_pair : v, second = is_second(p) ? v : of_pair;
+      rotate(first, second, e.cos, e.sin);
+      v = position < 0 ? NAN : is_second(p) ? second : first;
     }
     const T stored = from_float<T>(v);
-    const long of = c.norm.first + t;
-    void* const out = p.part == 0 ? a.q.data : p.part == 1 ? a.k.data : a.v.data;
-    static_cast<T*>(out)[(of * heads + p.head) * head_dim + p.column] = stored;
-    if (p.part == 0 || entry < 0) return;
-    void* const cache = p.part == 1 ? a.k_cache.data : a.v_cache.data;
-    static_cast<T*>(cache)[(long(sequence * heads + p.head) * a.k_cache.shape[2] + entry) * head_dim + p.column] =
-        stored;
+    const int of = c.norm.first + e.token, heads = int(a.q.shape[1]);
+    void* const out = p.part() == 0 ? a.q.data : p.part() == 1 ? a.k.data : a.v.data;
+    static_cast<T*>(out)[long(of * heads + p.head()) * head_dim + p.column] = stored;
+    if (p.part() == 0 || entry < 0) return;
+    void* const cache = p.part() == 1 ? a.k_cache.data : a.v_cache.data;
+    const long first_entry = long(sequence_of(of) * heads + p.head()) * a.k_cache.shape[2];
+    static_cast<T*>(cache)[(first_entry + entry) * head_dim + p.column] = stored;
   }
 };
 

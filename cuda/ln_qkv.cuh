@@ -68,8 +68,9 @@ struct NormalisedTokens {
     __pipeline_commit();
   }
 
-  /// LayerNorm of the tokens, rounded to T.
-  __device__ void normalise() const {
+  /// LayerNorm of the tokens, rounded to T. Calls last() before its last barrier.
+  template <class Last>
+  __device__ void normalise(Last last) const {
     const int hidden = norm.hidden, lane = threadIdx.x % 32;
     const T* from = static_cast<const T*>(norm.x) + long(norm.first) * hidden;
     const auto for_each_part = [&](auto f) {
@@ -122,6 +123,7 @@ struct NormalisedTokens {
         });
       }
     });
+    last();
     __syncthreads();
   }
 };
@@ -132,14 +134,24 @@ struct LnQkvCall {
   Args args;
   TokenNorm norm;
   const void* weight;
+  int q_len;
 };
 
 // The kernels, of any Op<T, Warps> that is NormalisedTokens<T, Warps> with places for the product's elements:
 //   rows(), row(r)                        the rows of the weight, and the one behind the tiles' r-th
 //   normalise()                           NormalisedTokens's, with what the places need of each token
-//   begin(t, r)                           called early for an element
-//   finish(t, r, own, other, begun)       stores it: its sum, and that of row r ^ 1
+//   prepare(t, r)                         an element, and what it needs of what no kernel before this one writes
+//   begin(element)                        called early, after normalise(): what else it needs
+//   finish(element, own, other)           stores it: its sum, and that of row r ^ 1
 // Op<...>::Call is its LnQkvCall.
+
+/// An element, with all that it needs on its way.
+template <class Op>
+__device__ auto begun_element(const Op& op, int token, int r) {
+  auto e = op.prepare(token, r);
+  op.begin(e);
+  return e;
+}
 
 template <class T>
 inline constexpr int kLnQkvWarps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps;
@@ -160,8 +172,8 @@ __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiled
         op.normalise();
       },
       [&](int token, int column) { return *reinterpret_cast<const uint4*>(op.token(token) + column); },
-      [&](int token, int r) { return op.begin(token, r); },
-      [&](int token, int r, auto sum, const auto& begun) { op.finish(token, r, sum(r), sum(r ^ 1), begun); }, smem);
+      [&](int token, int r) { return begun_element(op, token, r); },
+      [&](int, int r, auto sum, const auto& element) { op.finish(element, sum(r), sum(r ^ 1)); }, smem);
 }
 
 /// The same with four-bit tiles, whose rows are in the op's order as they lie.
@@ -172,15 +184,14 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
   let_successor_start();
   const Op<T, kGptqParts * kLnQkvGptqTurns> op(c, ln_qkv_smem + plan.smem_bytes);
   gptq_block<T, kLnQkvGptqTurns, Tokens, HalfChunks>(
-      m, plan, c.norm.count,
+      m, plan, c.norm.count, [&](int token, int r) { return op.prepare(token, r); },
       [&] {
         op.load_weights();
         wait_for_predecessors();
         op.normalise();
       },
-      [&](int token) { return op.token(token); }, [&](int token, int r) { return op.begin(token, r); },
-      [&](int token, int r, auto sum, const auto& begun) { op.finish(token, r, sum(r), sum(r ^ 1), begun); },
-      ln_qkv_smem);
+      [&](int token) { return op.token(token); }, [&](auto& element) { op.begin(element); },
+      [&](const auto& element, float own, float other) { op.finish(element, own, other); }, ln_qkv_smem);
 }
 
 /// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored
@@ -210,8 +221,8 @@ __global__ void __launch_bounds__(32 * kLnQkvWarps<float>, 4)
         return warp_sum(sum);
       };
       const float first = sum_of(r), second = sum_of(r + 1);
-      if (lane == 0) op.finish(t, r, first, second, op.begin(t, r));
-      if (lane == 1) op.finish(t, r + 1, second, first, op.begin(t, r + 1));
+      if (lane == 0) op.finish(begun_element(op, t, r), first, second);
+      if (lane == 1) op.finish(begun_element(op, t, r + 1), second, first);
     }
 }
 
@@ -253,7 +264,8 @@ Status run_ln_qkv(const Args& a, const RopePairs& pairs, Context& context) {
   CF_TRY(check_multiple_of_8(name, "hidden", d.hidden));
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   const std::int64_t weight_bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));
-  LnQkvCall<Args> c{.args = a, .norm = TokenNorm(a.x.data, a.x.dtype, a.norm, a.eps), .weight = nullptr};
+  LnQkvCall<Args> c{
+      .args = a, .norm = TokenNorm(a.x.data, a.x.dtype, a.norm, a.eps), .weight = nullptr, .q_len = int(d.q_len)};
   if (const auto* tiles = std::get_if<GptqTiles>(&a.linear.weight)) {
     if (tiles->pairs != pairs)
       return Status::error(Code::unimplemented,

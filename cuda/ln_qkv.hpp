@@ -26,7 +26,7 @@ constexpr int ln_qkv_row_bytes(std::int64_t hidden, std::int64_t element_bytes) 
 
 /// A token, its place in the table and the cache and its norm's states.
 constexpr int ln_qkv_token_bytes(std::int64_t hidden, std::int64_t element_bytes) {
-  return ln_qkv_row_bytes(hidden, element_bytes) + 12 + int((hidden + 255) / 256) * 12;
+  return ln_qkv_row_bytes(hidden, element_bytes) + 8 + int((hidden + 255) / 256) * 12;
 }
 
 /// As many tokens at once as fit, up to 16; 0 where not even one does. The norm's weights lie beside them, and each

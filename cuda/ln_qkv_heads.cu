@@ -3,6 +3,12 @@
 namespace cf::cuda {
 namespace {
 
+/// An element of the product, and its bias as it lies in memory.
+struct HeadElement {
+  int token, row;
+  std::uint32_t bias;
+};
+
 /// A block's normalised tokens, and where an element of the product goes: rows are heads of q, then of k, then of v.
 template <class T, int Warps>
 struct ByHead : NormalisedTokens<T, Warps> {
@@ -12,26 +18,29 @@ struct ByHead : NormalisedTokens<T, Warps> {
 
   __device__ ByHead(const Call& call, char* smem) : NormalisedTokens<T, Warps>(call.norm, smem), c(call) {}
 
+  __device__ void normalise() const {
+    NormalisedTokens<T, Warps>::normalise([] {});
+  }
   __device__ long row(int r) const { return r; }
   __device__ int rows() const { return int(c.args.q.shape[1] + 2 * c.args.k.shape[1]) * int(c.args.q.shape[3]); }
 
-  /// Its bias, as it lies in memory.
-  __device__ std::uint32_t begin(int, int r) const {
+  __device__ HeadElement prepare(int t, int r) const {
     const auto& bias = c.args.linear.bias;
-    return bias ? load_bits(bias.data, bias.dtype, r) : 0;
+    return {.token = t, .row = r, .bias = bias ? load_bits(bias.data, bias.dtype, r) : 0};
   }
+  __device__ void begin(HeadElement&) const {}
 
-  __device__ void finish(int t, int r, float sum, float, std::uint32_t bits) const {
+  __device__ void finish(const HeadElement& e, float sum, float) const {
     const auto& a = c.args;
-    if (a.linear.bias) sum += from_bits(bits, a.linear.bias.dtype);
+    if (a.linear.bias) sum += from_bits(e.bias, a.linear.bias.dtype);
     const int head_dim = int(a.q.shape[3]), heads = int(a.q.shape[1]), kv_heads = int(a.k.shape[1]);
-    const int block = r / head_dim;
+    const int block = e.row / head_dim;
     const bool is_q = block < heads, is_k = !is_q && block < heads + kv_heads;
     const int head = is_q ? block : is_k ? block - heads : block - heads - kv_heads;
-    const int token = c.norm.first + t, q_len = int(a.x.shape[1]), sequence = token / q_len;
+    const int token = c.norm.first + e.token, q_len = int(a.x.shape[1]), sequence = token / q_len;
     void* const to = is_q ? a.q.data : is_k ? a.k.data : a.v.data;
     const long of_head = long(sequence * (is_q ? heads : kv_heads) + head) * q_len + token % q_len;
-    static_cast<T*>(to)[of_head * head_dim + r % head_dim] = from_float<T>(sum);
+    static_cast<T*>(to)[of_head * head_dim + e.row % head_dim] = from_float<T>(sum);
   }
 };
 

@@ -251,17 +251,22 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
           INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability);
           REQUIRE(p.grid > 0);
           CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
-          CHECK(p.stages >= 1);
+          CHECK((p.early >= 1 && p.early <= p.stages));
+          CHECK((kGptqMaxChunks - 1) * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
           for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
           for (int i = 0; i < p.split * kGptqParts; ++i) {
             const GptqSlice s = gptq_slice(p, i);
             CHECK(s.count <= kGptqMaxChunks);
-            CHECK(kGptqMaxChunks * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
+            CHECK(s.count * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
           }
         }
-  // A weight of 2.8B's keeps every SM of an H200 busy with one token.
-  for (auto [in, out] : {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}}) {
+  // A weight of 2.8B's or 6.9B's keeps every SM of an H200 busy with one token; the larger have the longer rings.
+  for (auto [in, out] :
+       {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}, {4096, 12288}, {4096, 16384}, {16384, 4096}}) {
     const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    const bool small = in == 2560 || out == 2560;
+    CHECK(p.stages == (small ? kGptqAhead : kGptqFarAhead).stages);
+    CHECK(p.early == (small ? kGptqAhead : kGptqFarAhead).early);
     CHECK(p.grid >= 200);
     CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
     const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;

@@ -19,4 +19,7 @@ __device__ inline int thread_index() {
 /// The same for a variable: what follows from it before is not held for after.
 __device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
+/// The same in all lanes, which the compiler then knows.
+__device__ inline int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
+
 }  // namespace cf::cuda
