@@ -334,23 +334,23 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
 #pragma unroll 1
           for (int c = 0; c < slice.count; ++c) {
             const uint4 words = codes_of(c);
-            Sums sums[octets] = {}, ones[octets] = {};
+            Sums sums[octets] = {}, ones_of[octets] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
                 const uint4 v = at.zeros[own_at[o] + (2 * c + half) * 4];
                 multiply(words, half, v, sums[o]);
-                add_up(v, ones[o]);
+                add_up(v, ones_of[o]);
               }
               if (!HalfChunks && half == 0) continue;
               const uint2 scale = words_of(c, half);
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
-                const float2 of_x{ones[o].low[0] + ones[o].high[0], ones[o].low[1] + ones[o].high[1]};
+                const float2 of_x = sums_of_x(ones_of[o]);
 #pragma unroll
                 for (int d = 0; d < 4; ++d) sum[o][d] += scaled(scale, d, sums[o], of_x);
-                sums[o] = ones[o] = {};
+                sums[o] = ones_of[o] = {};
               }
             }
           }
