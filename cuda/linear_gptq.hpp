@@ -154,8 +154,8 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
       p.early = std::min(p.stages, ahead.early);
       p.smem_bytes = gptq_smem_bytes(p);
       const int bytes = p.smem_bytes + reserved_bytes + p.tokens * reserved_bytes_a_token;
-      const int room = arch.smem_per_sm_bytes / blocks_per_sm - 1024;  // which each block takes besides
-      if (bytes <= (p.stages > kGptqAhead.stages ? room : arch.smem_per_block_bytes)) return p;
+      // A longer ring must leave an SM room for its blocks.
+      if (bytes <= smem_per_block_bytes(arch, p.stages > kGptqAhead.stages ? blocks_per_sm : 1)) return p;
     }
   }
   p.grid = 0;

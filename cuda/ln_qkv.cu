@@ -32,7 +32,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   };
 
   const Call& c;
-  int head_dim, half, q_len;
+  int head_dim, half;
   Token* token_of;  // [tokens]
 
   __device__ RopeAndAppend(const Call& call, char* smem)
@@ -40,7 +40,6 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
         c(call),
         head_dim(int(c.args.q.shape[2])),
         half(int(c.args.cos.shape[1])),
-        q_len(c.q_len),
         token_of(static_cast<Token*>(Tokens::end())) {}
 
   __device__ bool is_turned(const Place& p) const { return p.part() < 2 && p.column < 2 * half; }
@@ -53,7 +52,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   __device__ int row(const Place& p) const { return p.part_of_head * head_dim + p.column; }
   __device__ long row(int r) const { return row(place_of(r)); }
   __device__ int rows() const { return int(c.args.q.shape[1]) * 3 * head_dim; }
-  __device__ int sequence_of(int token) const { return q_len == 1 ? token : token / q_len; }
+  __device__ int sequence_of(int token) const { return c.q_len == 1 ? token : token / c.q_len; }
 
   /// A position outside the table makes a token's turned elements NaN, a kv_len that the cache has no room for appends
   /// nothing.
@@ -65,12 +64,12 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
       const int of = c.norm.first + t, sequence = sequence_of(of);
       kv_len = a.kv_len.data[sequence];
       position = a.positions.data[of];
-      after = of - (sequence + 1) * q_len;
+      after = of - (sequence + 1) * c.q_len;
     }
     Tokens::normalise([&] {
       if (t < c.norm.count)  // not before: nothing of the norm waits for the two loads
         token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                       .entry = kv_len < q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len + after};
+                       .entry = kv_len < c.q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len + after};
     });
   }
 
