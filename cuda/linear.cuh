@@ -106,10 +106,14 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
   }
 }
 
-__device__ inline float apply(ops::Epilogue epilogue, float v) {
-  if (epilogue == ops::Epilogue::gelu_erf) return gelu_erf(v);
-  if (epilogue == ops::Epilogue::gelu_tanh) return gelu_tanh(v);
-  return v;
+template <int N>
+__device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
+  if (epilogue == ops::Epilogue::gelu_erf)
+#pragma unroll
+    for (float& x : v) x = gelu_erf(x);
+  if (epilogue == ops::Epilogue::gelu_tanh)
+#pragma unroll
+    for (float& x : v) x = gelu_tanh(x);
 }
 
 /// What becomes of the sums, of the first token on.
@@ -140,21 +144,19 @@ struct Addends {
 __device__ inline std::uint32_t bias_bits(const LinearOutput& to, long row) {
   return to.bias ? load_bits(to.bias, to.bias_dtype, row) : 0;
 }
-/// Of element `at` of y.
-__device__ inline std::uint32_t residual_bits(const LinearOutput& to, long at) {
-  return to.residual ? load_bits(to.residual, to.activation, at) : 0;
+__device__ inline std::uint32_t residual_bits(const LinearOutput& to, int token, long row) {
+  return to.residual ? load_bits(to.residual, to.activation, token * to.out + row) : 0;
 }
 __device__ inline Addends addends(const LinearOutput& to, int token, long row) {
-  return {bias_bits(to, row), residual_bits(to, token * to.out + row)};
+  return {bias_bits(to, row), residual_bits(to, token, row)};
 }
 
-__device__ inline void finish(const LinearOutput& to, long at, float sum, Addends add) {
-  if (to.bias) sum += from_bits(add.bias, to.bias_dtype);
-  if (to.residual) sum += from_bits(add.residual, to.activation);
-  store_scalar(to.y, to.activation, at, apply(to.epilogue, sum));
-}
 __device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
-  finish(to, token * to.out + row, sum, add);
+  float v[] = {sum};
+  if (to.bias) v[0] += from_bits(add.bias, to.bias_dtype);
+  if (to.residual) v[0] += from_bits(add.residual, to.activation);
+  apply(to.epilogue, v);
+  store_scalar(to.y, to.activation, token * to.out + row, v[0]);
 }
 
 }  // namespace cf::cuda

@@ -53,9 +53,8 @@ struct GptqOperands<bf16> {
 /// A block's shared memory, as one warp sees it.
 struct GptqSmem {
   char* ring;       // stages of the warp's codes and scales
-  uint4* zeros;     // what stands for a token that is none, where x is not in registers
-  uint4* x;         // the warp's part of every token
-  float* partial;   // [tile][part][token][row] sums
+  uint4* x;         // the warp's part of every token, where it is not in registers
+  float* partial;   // [tile][part][token][row] sums, of every second two tokens with rows 8 .. 15 before 0 .. 7
   float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
   std::uint64_t* arrived;
   std::uint64_t* full;  // of each stage
@@ -64,8 +63,7 @@ struct GptqSmem {
     const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
     ring = smem + warp * p.stages * p.stage_bytes;
     smem += kGptqParts * p.turns * p.stages * p.stage_bytes;
-    zeros = reinterpret_cast<uint4*>(smem + 64);  // in other banks than the first token
-    x = zeros + (1 + part * p.tokens) * (kGptqTokenBytes / 16);
+    x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
     smem += gptq_x_bytes(p);
     partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;
@@ -92,15 +90,16 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
 }
 
 /// A block's share of y = W x. T is float16 or bfloat16; Turns is the plan's; HalfChunks says that a group may end in the
-/// middle of a chunk.
-///   prepare(token, r)            an element of the product, with what it needs of what no kernel before this one writes
+/// middle of a chunk, CloseX that x lies in shared memory as it is.
+///   prepare(token, r)            an element of the product: Rows rows of a token from r on, with what it needs of what
+///                                no kernel before this one writes
 ///   ready()                      called by all threads after the first weights' loads, before the first use of x
 ///   x(token)                     where a token's activations lie
 ///   begin(element)               called early, after ready(): loads the rest of what the element needs
-///   finish(element, sum, other)  takes the element, once: its sum, and that of row r ^ 1
+///   finish(element, sums)        takes the element, once, with its rows' sums; of one row with that of row r ^ 1, too
 /// A block runs for a few thousand cycles and most of its code once: what can be known before ready() is, while it waits.
-template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, class Prepare, class Ready, class X, class Begin,
-          class Finish>
+template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, bool CloseX, int Rows, class Prepare, class Ready,
+          class X, class Begin, class Finish>
 __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Prepare prepare, Ready ready, X x,
                            Begin begin, Finish finish, char* smem) {
   using Operands = GptqOperands<T>;
@@ -141,20 +140,22 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   __syncwarp();
   ClusterInbox inbox(at.arrived);
   if (plan.split > 1) inbox.open();
-  if constexpr (!near_x)
-    if (threadIdx.x < vectors) at.zeros[threadIdx.x] = uint4{};
 
-  // Element e of the block: a row, then a token, then a tile. A thread prepares its first ones where registers have room
-  // for them, each later one in the last place.
+  // Element e of the block: rows from e * Rows on, of a token, then of a tile. A thread prepares its first ones where
+  // registers have room for them, each later one in the last place.
   const int tile_elements = kGptqRows << plan.token_bits, elements = plan.tiles * tile_elements;
-  const int count = tiles * tile_elements;
+  const int count = tiles * tile_elements / Rows;
   const auto row_of = [&](unsigned e) {
-    return (first_tile + int(e >> (4 + plan.token_bits))) * kGptqRows + int(e % kGptqRows);
+    return (first_tile + int(e * Rows >> (4 + plan.token_bits))) * kGptqRows + int(e * Rows % kGptqRows);
   };
-  const auto token_of = [&](unsigned e) { return one_token ? 0 : int(e / kGptqRows & ((1u << plan.token_bits) - 1)); };
-  const auto exists = [&](int e) { return e < count && token_of(unsigned(e)) < tokens && row_of(unsigned(e)) < m.out; };
+  const auto token_of = [&](unsigned e) {
+    return one_token ? 0 : int(e * Rows / kGptqRows & ((1u << plan.token_bits) - 1));
+  };
+  const auto exists = [&](int e) {
+    return rank == 0 && e < count && token_of(unsigned(e)) < tokens && row_of(unsigned(e)) < m.out;
+  };
   using Element = decltype(prepare(0, 0));
-  constexpr int prepared = HalfChunks ? 0 : one_token ? 1 : 2;
+  constexpr int prepared = HalfChunks ? 0 : one_token || Rows > 1 ? 1 : 2;
   Element own[prepared + 1];
   bool is_own[prepared + 1];
 #pragma unroll
@@ -164,43 +165,69 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     if (is_own[i]) own[i] = prepare(token_of(e), row_of(e));
   }
 
-  // Of x a lane holds the vectors of its token, or knows where they lie, from the zeros on. One token leaves seven of a
-  // product's eight columns free: each takes a group of the slice, whose sum meets its scale after the last chunk, and
-  // zeros for the other groups' chunks.
+  // Several tokens' sums of a group are scaled together where groups are pairs of chunks. An odd slice begins within
+  // one: its first chunk comes last then, alone.
+  const bool in_pairs = !one_token && plan.halves_a_group % 4 == 0 &&
+                        (slice.count == kGptqMaxChunks || (slice.count + 1 == kGptqMaxChunks && slice.first % 2 == 0));
+  const int rotation = in_pairs ? slice.first & 1 : 0;
+  const int last_chunk = rotation ? 0 : min(slice.count, kGptqMaxChunks) - 1;
+  const auto chunk_of = [&](int i) { return !one_token && i + 1 == kGptqMaxChunks ? last_chunk : i + rotation; };
+  const auto ends_sum = [](bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == kGptqMaxChunks; };
+
+  // A product has eight columns, lanes 4g to 4g + 3 the activations of column g, two vectors of a chunk each. One token
+  // leaves seven columns free: each takes a group of the slice, whose sum meets its scale after the last chunk, and zeros
+  // for the other groups' chunks. Of several tokens each has one; what is in columns without a token is never read.
+  // From device memory eight lanes load a whole line of a token for two columns, which exchange halves after: lines of
+  // tokens 0 to 3, then of 4 to 7, so that column g has token g / 2 + g % 2 * 4.
+  constexpr bool by_lines = near_x && !one_token && !CloseX;
+  const auto token_of_column = [](int n) { return one_token ? 0 : n / 2 + n % 2 * 4; };
   uint4 own_x[near_x ? kGptqMaxChunks : 1][2];
-  int own_at[octets];
-  const int token = one_token ? 0 : g;
-  const int from = one_token ? (slice.first_group + g) * plan.halves_a_group / 2 - slice.first : 0;
-  const int to = one_token ? min(from + plan.halves_a_group / 2, slice.count) : g < tokens ? slice.count : 0;
-  const int first_column = slice.first * kGptqColumns + t * kVec;
-  std::uint32_t there[2];  // a bit for each chunk of either half
-  if constexpr (near_x)
+  const auto token_of_vector = [&](int i) { return min(by_lines ? lane / 8 + 4 * i : token_of_column(g), tokens - 1); };
+  const auto column_of_vector = [&](int i) {
+    return slice.first * kGptqColumns + (by_lines ? lane % 8 * kVec : t * kVec + i * 32);
+  };
+  int own_at[octets];  // where it lies in shared memory
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int end = min(to, (m.in - first_column - half * 32 + kGptqColumns - 1) / kGptqColumns);
-      there[half] = end > max(from, 0) ? (1u << end) - (1u << max(from, 0)) : 0;
+  for (int o = 0; o < octets; ++o) own_at[o] = min(token_of_column(g) + 8 * o, tokens - 1) * vectors + t;
+  std::uint32_t there[2];  // of one token's, a bit for each chunk
+  if constexpr (one_token)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int from = (slice.first_group + g) * plan.halves_a_group / 2 - slice.first;
+      const int to = min(from + plan.halves_a_group / 2, slice.count);
+      const int end = m.order ? to : min(to, (m.in - column_of_vector(i) + kGptqColumns - 1) / kGptqColumns);
+      there[i] = end > max(from, 0) ? (1u << end) - (1u << max(from, 0)) : 0;
     }
 
   ready();
 
   if constexpr (near_x) {
-    const T* const token_x = x(token);
-    if (m.order) [[unlikely]] {
+    const auto row = [&](int i) { return x(token_of_vector(i)); };
+    const auto column = [&](int c, int i) { return column_of_vector(i) + chunk_of(c) * kGptqColumns; };
+    // Several tokens' are loaded without a question; that a slice may lack a chunk's is nothing, that of one before it is
+    // there instead.
+    const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m.in;
+    if (m.order || !(one_token || is_whole)) [[unlikely]] {
 #pragma unroll 1
-      for (int i = 0; i < 2 * kGptqMaxChunks; ++i) {
-        const uint4 v = from <= i / 2 && i / 2 < to ? load_columns<true>(m, token_x, first_column + i * 32) : uint4{};
+      for (int at = 0; at < 2 * kGptqMaxChunks; ++at) {
+        const int c = at / 2, i = at % 2;
+        uint4 v{};
+        if (one_token ? (i ? there[1] : there[0]) >> c & 1 : c < slice.count) {
+          if (m.order)
+            v = load_columns<true>(m, row(i), column(c, i));
+          else if (column(c, i) < m.in)
+            v = load_columns<false>(m, row(i), column(c, i));
+        }
 #pragma unroll
-        for (int c = 0; c < 2 * kGptqMaxChunks; ++c)
-          if (c == i) own_x[c / 2][c % 2] = v;
+        for (int to = 0; to < 2 * kGptqMaxChunks; ++to)
+          if (to == at) own_x[to / 2][to % 2] = v;
       }
     } else {
 #pragma unroll
       for (int c = 0; c < kGptqMaxChunks; ++c)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          own_x[c][half] = there[half] >> c & 1
-                               ? *reinterpret_cast<const uint4*>(token_x + first_column + c * kGptqColumns + half * 32)
-                               : uint4{};
+        for (int i = 0; i < 2; ++i)
+          own_x[c][i] = !one_token || there[i] >> c & 1 ? load_columns<false>(m, row(i), column(c, i)) : uint4{};
     }
   } else {
     constexpr int at_once = 8 / octets;
@@ -224,20 +251,31 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
       });
       for_each_vector([&](int i, int of, int v) { at.x[of * vectors + v] = loaded[i]; });
     }
-#pragma unroll
-    for (int o = 0; o < octets; ++o)
-      own_at[o] = (g + 8 * o < tokens ? int(at.x - at.zeros) + (g + 8 * o) * vectors : 0) + t;
   }
 #pragma unroll
   for (int i = 0; i < prepared; ++i)
     if (is_own[i]) begin(own[i]);
   if (slice.count > 0 && elected()) request_stages(plan.early, plan.stages);
+  // While x is on its way: where the scales of one token's two groups lie, or of several tokens' pairs.
+  int own_scales[3];
+#pragma unroll
+  for (int i = 0; i < (one_token ? 2 : 3); ++i) {
+    const int group = one_token ? min(2 * t + i, slice.groups - 1)
+                                : gptq_group(plan, 2 * (slice.first + chunk_of(2 * i))) - slice.first_group;
+    own_scales[i] = code_bytes + g * 8 + group * row_words;
+  }
+  // And where the lane's sums of rows g and g + 8 go, of token t.
+  float* to_partial[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    to_partial[i] = at.partial + (turn * kGptqParts + part) * tile_elements +
+                    (one_token ? g + 8 * i : t * kGptqRows + (g + 8 * i ^ (t & 2) * 4));
   if constexpr (near_x)
     __syncwarp();
   else
     __syncthreads();
 
-  /// Products of codes and activations, and of ones and activations, which zeros are multiplied with.
+  /// Products of codes and activations.
   struct Sums {
     float low[4], high[4];
   };
@@ -248,42 +286,60 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     mma(sums.low, low[0], low8[0], low[1], low8[1], v.x, v.y, T{});
     mma(Operands::one_sum ? sums.low : sums.high, high[0], high8[0], high[1], high8[1], v.z, v.w, T{});
   };
-  const auto add_up = [](const uint4& v, Sums& sums) {
+  /// The products of ones and activations: as the operand of sixteen rows these are twice as many a product as in its
+  /// columns.
+  const auto add_up = [](const uint4& v, float(&sums)[4]) {
     constexpr std::uint32_t ones = Operands::ones;
-    mma(sums.low, ones, ones, ones, ones, v.x, v.y, T{});
-    mma(sums.high, ones, ones, ones, ones, v.z, v.w, T{});
+    mma(sums, v.x, v.y, v.z, v.w, ones, ones, T{});
   };
   /// The scaled sum: element d is of row g + d / 2 * 8.
   const auto scaled = [&](const uint2& words, int d, const Sums& of, const float2& of_x) {
     const float2 row = unpack(d < 2 ? words.x : words.y, f16{});  // scale, zero
     return row.x * (Operands::whole(of.low[d], of.high[d]) - Operands::zero(row.y) * (d % 2 ? of_x.y : of_x.x));
   };
-  /// The sums of the lane's two tokens' activations that meet the zeros.
-  Sums ones[2] = {};
-  const auto sums_of_x = [](const Sums& of) { return float2{of.low[0] + of.high[0], of.low[1] + of.high[1]}; };
+  /// The sums of the activations of the lane's two columns, 2t and 2t + 1, which meet the zeros.
+  float ones[2][4] = {};
+  const auto sums_of_x = [&](const float(&of)[4]) {
+    const float sum = of[0] + of[2];  // of column g
+    return float2{__shfl_sync(~0u, sum, 8 * t), __shfl_sync(~0u, sum, 8 * t + 4)};
+  };
   // Of each chunk, or of one token of all: two chains of products then, which end beside the first tile's where
   // registers have room for them.
   constexpr bool beside = one_token && Turns == 1;
   const auto sum_of_all = [&] {
-    const float2 first = sums_of_x(ones[0]), second = sums_of_x(ones[1]);
-    return float2{first.x + second.x, first.y + second.y};
+    const float all[] = {ones[0][0] + ones[1][0], 0, ones[0][2] + ones[1][2], 0};
+    return sums_of_x(all);
   };
   float2 own_sums[one_token ? 1 : kGptqMaxChunks];
-  if constexpr (near_x)
+  const auto sum_x = [&](auto pairs) {
 #pragma unroll
     for (int c = 0; c < kGptqMaxChunks; ++c) {
-      if constexpr (!one_token) ones[0] = {};
+      auto& [first, second] = own_x[c];
+      if constexpr (by_lines) {
+        const bool is_odd = g % 2;
+        // Of values: a choice between the variables would be one of addresses, for which they would lie in memory.
+        const auto choose = [](bool yes, uint4 a, uint4 b) { return yes ? a : b; };
+        const uint4 other = exchange(choose(is_odd, first, second), 4);
+        first = choose(is_odd, other, first);
+        second = choose(is_odd, second, other);
+      }
+      add_up(first, ones[0]);
+      add_up(second, ones[one_token ? 1 : 0]);
+      if constexpr (!one_token)
+        if (ends_sum(pairs.value, c)) {
+          own_sums[c] = sums_of_x(ones[0]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) add_up(own_x[c][half], ones[one_token ? half : 0]);
-      if constexpr (!one_token) own_sums[c] = sums_of_x(ones[0]);
+          for (float& sum : ones[0]) sum = 0;
+        }
     }
+  };
+  if constexpr (near_x) {
+    if (in_pairs)
+      sum_x(std::true_type{});
+    else
+      sum_x(std::false_type{});
+  }
   if constexpr (one_token && !beside) own_sums[0] = sum_of_all();
-  // Where the scales of one token's two groups lie.
-  int own_scales[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) own_scales[i] = code_bytes + g * 8 + min(2 * t + i, slice.groups - 1) * row_words;
-
-  float* to_partial = at.partial + (turn * kGptqParts + part) * tile_elements + g;
   int stage = 0, phase = 0;
 #pragma unroll 1
   for (int tile = turn; tile < tiles; tile += Turns) {
@@ -319,38 +375,51 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
           return *reinterpret_cast<const uint2*>(from_stage + code_bytes + g * 8 + group * row_words);
         };
         if constexpr (near_x) {
-#pragma unroll
-          for (int c = 0; c < kGptqMaxChunks; ++c) {
-            if (c >= slice.count) break;
-            const uint4 words = codes_of(c);
+          const auto add_chunks = [&](auto pairs) {
             Sums sums{};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) multiply(words, half, own_x[c][half], sums);
-            const uint2 scale = words_of(c, 0);
+            for (int i = 0; i < kGptqMaxChunks; ++i) {
+              if ((!pairs.value || i + 1 == kGptqMaxChunks) && i >= slice.count) break;
+              const uint4 words = codes_of(pairs.value ? chunk_of(i) : i);
 #pragma unroll
-            for (int d = 0; d < 4; ++d) sum[0][d] += scaled(scale, d, sums, own_sums[c]);
-          }
+              for (int half = 0; half < 2; ++half) multiply(words, half, own_x[i][half], sums);
+              if (!ends_sum(pairs.value, i)) continue;
+              const uint2 scale =
+                  pairs.value ? *reinterpret_cast<const uint2*>(from_stage + own_scales[i / 2]) : words_of(i, 0);
+#pragma unroll
+              for (int d = 0; d < 4; ++d) sum[0][d] += scaled(scale, d, sums, own_sums[i]);
+              sums = {};
+            }
+          };
+          if (in_pairs)
+            add_chunks(std::true_type{});
+          else
+            add_chunks(std::false_type{});
         } else {
+          Sums sums[octets] = {};
+          float ones_of[octets][4] = {};
 #pragma unroll 1
-          for (int c = 0; c < slice.count; ++c) {
+          for (int i = 0; i < slice.count; ++i) {
+            const int c = chunk_of(i);
             const uint4 words = codes_of(c);
-            Sums sums[octets] = {}, ones_of[octets] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
-                const uint4 v = at.zeros[own_at[o] + (2 * c + half) * 4];
+                const uint4 v = at.x[own_at[o] + (2 * c + half) * 4];
                 multiply(words, half, v, sums[o]);
                 add_up(v, ones_of[o]);
               }
-              if (!HalfChunks && half == 0) continue;
+              if (!HalfChunks && (half == 0 || !ends_sum(in_pairs, i))) continue;
               const uint2 scale = words_of(c, half);
 #pragma unroll
               for (int o = 0; o < octets; ++o) {
                 const float2 of_x = sums_of_x(ones_of[o]);
 #pragma unroll
                 for (int d = 0; d < 4; ++d) sum[o][d] += scaled(scale, d, sums[o], of_x);
-                sums[o] = ones_of[o] = {};
+                sums[o] = {};
+#pragma unroll
+                for (float& s : ones_of[o]) s = 0;
               }
             }
           }
@@ -365,48 +434,60 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
     }
     if constexpr (one_token) {
       if (t == 0) {
-        to_partial[0] = sum[0][0];
-        to_partial[8] = sum[0][2];
+        *to_partial[0] = sum[0][0];
+        *to_partial[1] = sum[0][2];
       }
     } else {
 #pragma unroll
       for (int o = 0; o < octets; ++o)
 #pragma unroll
         for (int of = 0; of < 2; ++of)
-          if (const int nth = 8 * o + 2 * t + of; nth < tokens) {
-            to_partial[nth * kGptqRows] = sum[o][of];
-            to_partial[nth * kGptqRows + 8] = sum[o][2 + of];
+          if (const int from_t = 8 * o + 4 * of; t + from_t < tokens) {
+            to_partial[0][from_t * kGptqRows] = sum[o][of];
+            to_partial[1][from_t * kGptqRows] = sum[o][2 + of];
           }
     }
-    to_partial += Turns * kGptqParts * tile_elements;
+#pragma unroll
+    for (float*& to : to_partial) to += Turns * kGptqParts * tile_elements;
   }
   __syncthreads();
 
-  const auto block_sum = [&](int e) {
-    const float* of =
-        at.partial + (unsigned(e) >> (4 + plan.token_bits)) * kGptqParts * tile_elements + (e & (tile_elements - 1));
-    float sum = 0;
+  /// The sums of rows from the block's `first` on, added up in the parts' order.
+  const auto sum_block = [&](unsigned first, auto& sum) {
+    unsigned in_tile = first & unsigned(tile_elements - 1);
+    if constexpr (!one_token) in_tile ^= in_tile >> 2 & 8;
+    const float* of = at.partial + (first >> (4 + plan.token_bits)) * kGptqParts * tile_elements + in_tile;
 #pragma unroll
-    for (int p = 0; p < kGptqParts; ++p) sum += of[p * tile_elements];  // in the parts' order
-    return sum;
+    for (float& s : sum) s = 0;
+#pragma unroll
+    for (int p = 0; p < kGptqParts; ++p) add_few(of + p * tile_elements, sum);
   };
+  if (plan.split > 1) inbox.connect();
   if (rank > 0) {
-    inbox.connect();
-    for (int e = threadIdx.x; e < count; e += threads)
-      inbox.send(0, at.received + (rank - 1) * elements + e, block_sum(e));
+    for (int e = 4 * threadIdx.x; e < tiles * tile_elements; e += 4 * threads) {
+      float sum[4];
+      sum_block(e, sum);
+      inbox.send(0, at.received + (rank - 1) * elements + e, sum);
+    }
     return;
   }
-  if (plan.split > 1) inbox.receive((plan.split - 1) * count * int(sizeof(float)));
+  if (plan.split > 1) inbox.receive((plan.split - 1) * tiles * tile_elements * int(sizeof(float)));
   const auto finish_element = [&](int e, bool is_there, const Element& element) {
-    float sum = 0;
+    float sum[Rows] = {};
     if (e < count) {
-      sum = block_sum(e);
+      sum_block(e * Rows, sum);
 #pragma unroll 1
-      for (int k = 1; k < plan.split; ++k) sum += at.received[(k - 1) * elements + e];  // in the ranks' order
-      sum *= Operands::unit;
+      for (int k = 1; k < plan.split; ++k)
+        add_few(at.received + (k - 1) * elements + e * Rows, sum);  // in the ranks' order
+#pragma unroll
+      for (float& s : sum) s *= Operands::unit;
     }
-    const float other = __shfl_xor_sync(~0u, sum, 1);
-    if (is_there) finish(element, sum, other);
+    if constexpr (Rows == 1) {
+      const float both[] = {sum[0], __shfl_xor_sync(~0u, sum[0], 1)};
+      if (is_there) finish(element, both);
+    } else {
+      if (is_there) finish(element, sum);
+    }
   };
 #pragma unroll
   for (int i = 0; i < prepared; ++i)

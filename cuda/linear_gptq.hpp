@@ -96,7 +96,7 @@ inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 64;
 /// within chunks, it lies in shared memory.
 inline constexpr int kGptqNearTokens = 8;
 constexpr int gptq_x_bytes(const GptqPlan& p) {
-  return p.tokens > kGptqNearTokens || p.halves_a_group % 2 ? 64 + (1 + kGptqParts * p.tokens) * kGptqTokenBytes : 0;
+  return p.tokens > kGptqNearTokens || p.halves_a_group % 2 ? kGptqParts * p.tokens * kGptqTokenBytes : 0;
 }
 
 /// The bytes of a block's dynamic shared memory.

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
                        const __grid_constant__ GptqMatrix m, const __grid_constant__ GptqPlan plan) {
   let_successor_start();
   const Op<T, kGptqParts * kLnQkvGptqTurns> op(c, ln_qkv_smem + plan.smem_bytes);
-  gptq_block<T, kLnQkvGptqTurns, Tokens, HalfChunks>(
+  gptq_block<T, kLnQkvGptqTurns, Tokens, HalfChunks, true, 1>(
       m, plan, c.norm.count, [&](int token, int r) { return op.prepare(token, r); },
       [&] {
         op.load_weights();
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
         op.normalise();
       },
       [&](int token) { return op.token(token); }, [&](auto& element) { op.begin(element); },
-      [&](const auto& element, float own, float other) { op.finish(element, own, other); }, ln_qkv_smem);
+      [&](const auto& element, const float(&sums)[2]) { op.finish(element, sums[0], sums[1]); }, ln_qkv_smem);
 }
 
 /// Float32 activations: the same tiles, a warp two rows of one; plain multiply-adds, exact products of any stored

@@ -37,9 +37,9 @@ struct ByHead : NormalisedTokens<T, Warps> {
     const int block = e.row / head_dim;
     const bool is_q = block < heads, is_k = !is_q && block < heads + kv_heads;
     const int head = is_q ? block : is_k ? block - heads : block - heads - kv_heads;
-    const int token = c.norm.first + e.token, q_len = int(a.x.shape[1]), sequence = token / q_len;
+    const int token = c.norm.first + e.token, sequence = token / c.q_len;
     void* const to = is_q ? a.q.data : is_k ? a.k.data : a.v.data;
-    const long of_head = long(sequence * (is_q ? heads : kv_heads) + head) * q_len + token % q_len;
+    const long of_head = long(sequence * (is_q ? heads : kv_heads) + head) * c.q_len + token % c.q_len;
     static_cast<T*>(to)[of_head * head_dim + e.row % head_dim] = from_float<T>(sum);
   }
 };

@@ -69,20 +69,35 @@ class ClusterInbox {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
 
-  /// Before a block's first send, by all of its threads.
+  /// Before a block's first send or receive, by all of its threads. One that receives need not, but compute-sanitizer's
+  /// racecheck waits for ever for a block that leaves without.
   __device__ void connect() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-  /// Writes v at `to`, an address in this block's shared memory, into the same place of block `rank`'s.
+  /// Writes v at `to`, an address in this block's shared memory, aligned to all of v, into the same place of block
+  /// `rank`'s.
+  template <int N>
+  __device__ void send(unsigned rank, float* to, const float (&v)[N]) {
+    std::uint32_t there, arrived;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(to)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(arrived) : "r"(shared_address(arrived_)), "r"(rank));
+    if constexpr (N == 1)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(there),
+                   "r"(arrived), "f"(v[0])
+                   : "memory");
+    else if constexpr (N == 2)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(there),
+                   "r"(arrived), "f"(v[0]), "f"(v[1])
+                   : "memory");
+    else
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(there),
+          "r"(arrived), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+          : "memory");
+  }
+
   __device__ void send(unsigned rank, float* to, float v) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 to, arrived;\n"
-        "mapa.shared::cluster.u32 to, %0, %2;\n"
-        "mapa.shared::cluster.u32 arrived, %1, %2;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [arrived];\n"
-        "}" ::"r"(shared_address(to)),
-        "r"(shared_address(arrived_)), "r"(rank), "f"(v)
-        : "memory");
+    const float all[] = {v};
+    send(rank, to, all);
   }
 
   /// Waits until `bytes` in all have been sent to this block; all of its threads call.

@@ -32,17 +32,18 @@ __device__ void unpack(const uint4& raw, float (&x)[kVec], T type) {
 __device__ inline void unpack(const uint4& raw, float (&x)[4], float) {
   *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4&>(raw);
 }
-__device__ inline void pack(const float (&x)[kVec], uint4& raw, f16) {
-  __half2* h = reinterpret_cast<__half2*>(&raw);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) h[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+__device__ inline std::uint32_t pack(float first, float second, f16) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return reinterpret_cast<const std::uint32_t&>(pair);
 }
-__device__ inline void pack(const float (&x)[kVec], uint4& raw, bf16) {
-  __nv_bfloat162* h = reinterpret_cast<__nv_bfloat162*>(&raw);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+__device__ inline std::uint32_t pack(float first, float second, bf16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return reinterpret_cast<const std::uint32_t&>(pair);
 }
-
+template <class T>
+__device__ void pack(const float (&x)[kVec], uint4& raw, T type) {
+  raw = {pack(x[0], x[1], type), pack(x[2], x[3], type), pack(x[4], x[5], type), pack(x[6], x[7], type)};
+}
 __device__ inline void pack(const float (&x)[4], uint4& raw, float) {
   reinterpret_cast<float4&>(raw) = *reinterpret_cast<const float4*>(x);
 }
@@ -94,6 +95,27 @@ __device__ inline void store_vec(float* p, const float (&x)[4]) {
   *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
 }
 
+/// x += p[0..N), N = 1, 2 or 4 and p aligned to all of them.
+template <int N>
+__device__ void add_few(const float* p, float (&x)[N]) {
+  alignas(16) float v[N];
+  if constexpr (N == 1) v[0] = *p;
+  if constexpr (N == 2) *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(p);
+  if constexpr (N == 4) *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] += v[i];
+}
+
+/// Two or four elements of 16 bits, aligned to all of them.
+template <class T>
+__device__ void store_few(T* p, const float (&x)[2]) {
+  *reinterpret_cast<std::uint32_t*>(p) = pack(x[0], x[1], T{});
+}
+template <class T>
+__device__ void store_few(T* p, const float (&x)[4]) {
+  *reinterpret_cast<uint2*>(p) = {pack(x[0], x[1], T{}), pack(x[2], x[3], T{})};
+}
+
 /// Eight elements of a weight whose dtype is known at run time; the branch is the same for a whole launch.
 __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[kVec]) {
   if (dtype == DType::f16)
@@ -122,7 +144,9 @@ struct StoredWeight {
 
   template <class T>
   __device__ void load(const T* p) {
-    if constexpr (N * sizeof(T) == 8) {
+    if constexpr (N * sizeof(T) == 4) {
+      words[0] = *reinterpret_cast<const std::uint32_t*>(p);
+    } else if constexpr (N * sizeof(T) == 8) {
       *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(p);
     } else {
 #pragma unroll

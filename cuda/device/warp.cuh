@@ -10,6 +10,12 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
+/// What the lane has whose number differs in these bits.
+__device__ inline uint4 exchange(const uint4& v, int bits) {
+  return {__shfl_xor_sync(~0u, v.x, bits), __shfl_xor_sync(~0u, v.y, bits), __shfl_xor_sync(~0u, v.z, bits),
+          __shfl_xor_sync(~0u, v.w, bits)};
+}
+
 /// threadIdx.x, read anew: held over a long loop it would cost a register.
 __device__ inline int thread_index() {
   int i;
