@@ -42,6 +42,24 @@ TEST_CASE("linear on the GPU: GPTQ weights with every epilogue, number of tokens
       }
 }
 
+TEST_CASE("linear on the GPU: GPTQ weights with a bias of another type than the activations", "[gpu][gptq]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (DType bias : {DType::f16, DType::bf16, DType::f32})
+      for (std::int64_t tokens : {1, 2, 8}) {
+        Setup s = setup(activation, {4, 128, 1, false});
+        s.weight = bias;
+        INFO("tokens " << tokens);
+        CHECK(check_on_device<ops::Linear>(s, {{tokens, 640, 72, true}, {.epilogue = ops::Epilogue::residual}}));
+      }
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights of so many rows that a thread finishes several elements", "[gpu][gptq]") {
+  for (std::int64_t tokens : {1, 8, 16})
+    for (std::int64_t out : {20480, 50304})
+      CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}),
+                                         {{tokens, 128, out, true}, {.epilogue = ops::Epilogue::residual}}));
+}
+
 TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][gptq]") {
   for (std::int64_t in : {2568, 5128, 10240, 20480})
     CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{3, in, 32, false}, {}}));
@@ -151,24 +169,15 @@ void check_ln_qkv(std::int64_t tokens, cuda::Context& c) {
 // one token and several.
 TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu][gptq][small]") {
   cuda::Context c = of_one_sm();
-  for (std::int64_t tokens : {1, 9})
-    for (const auto& [in, out, group] : {std::array<std::int64_t, 3>{2568, 16, 128}, {64, 80, 32}}) {
+  for (std::int64_t tokens : {1, 2, 9})
+    for (const auto& [in, out, group] :
+         {std::array<std::int64_t, 3>{2568, 16, 128}, {2560, 80, 128}, {64, 80, 32}, {64, 80, 64}}) {
       check_linear({4, group, 1, false}, {tokens, in, out, false}, c);
     }
   for (std::int64_t tokens : {1, 2}) {
     check_ln_qkv<ops::LnQkv>(tokens, c);
     check_ln_qkv<ops::LnQkvHeads>(tokens, c);
   }
-}
-
-// For racecheck, which does not end where the blocks of a cluster send each other sums.
-TEST_CASE("GPTQ weights on the GPU: products without clusters for compute-sanitizer", "[gpu][gptq][no_cluster]") {
-  cuda::Context c = of_one_sm();
-  for (std::int64_t in : {64, 2560})
-    for (std::int64_t tokens : {1, 2, 9}) {
-      check_linear({4, 64, 1, false}, {tokens, in, 80, false}, c);
-    }
-  for (std::int64_t tokens : {1, 2}) check_ln_qkv<ops::LnQkv>(tokens, c);
 }
 
 TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gpu][gptq][bad]") {
