@@ -114,7 +114,7 @@ Status run_gptq(const ops::Linear::Args& a, const GptqTiles& tiles, Context& con
                                                       std::to_string(kGptqMaxColumns) + " columns, got " +
                                                       std::to_string(kGptqColumns * sizes.chunks));
       c.tokens = c.plan.tokens;
-      // Of a cluster the first block finishes all.
+      // A cluster's first block has the more to finish: four.
       const bool pairs_fit =
           c.plan.split == 1 && (c.plan.tiles * kGptqRows << c.plan.token_bits) <= 2 * gptq_threads(kLinearGptqTurns);
       c.x = static_cast<const T*>(a.x.data) + first * d.in;

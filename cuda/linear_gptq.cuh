@@ -55,7 +55,7 @@ struct GptqSmem {
   char* ring;       // stages of the warp's codes and scales
   uint4* x;         // the warp's part of every token, where it is not in registers
   float* partial;   // [tile][part][token][row] sums, of every second two tokens with rows 8 .. 15 before 0 .. 7
-  float* received;  // [rank - 1][tile][token][row] sums of the cluster's other blocks
+  float* received;  // [other rank][element] sums of the block's share, of the cluster's other blocks
   std::uint64_t* arrived;
   std::uint64_t* full;  // of each stage
 
@@ -67,7 +67,7 @@ struct GptqSmem {
     smem += gptq_x_bytes(p);
     partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;
-    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * elements);
+    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * p.share);
     full = arrived + 1 + warp * p.stages;
   }
 };
@@ -141,19 +141,21 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   ClusterInbox inbox(at.arrived);
   if (plan.split > 1) inbox.open();
 
-  // Element e of the block: rows from e * Rows on, of a token, then of a tile. A thread prepares its first ones where
-  // registers have room for them, each later one in the last place.
-  const int tile_elements = kGptqRows << plan.token_bits, elements = plan.tiles * tile_elements;
-  const int count = tiles * tile_elements / Rows;
+  // The sums of a cluster are of rows, of a token's then, of a tile's then; the block finishes those from first_own on,
+  // as `count` elements of Rows each. A thread prepares its first ones where registers have room for them, each later
+  // one in the last place.
+  const int tile_elements = kGptqRows << plan.token_bits, all = tiles * tile_elements;
+  const bool shared_out = !one_token && plan.share < plan.tiles * tile_elements;
+  const int first_own = shared_out ? rank * plan.share : 0;
+  const int count = (shared_out ? max(min(all - first_own, plan.share), 0) : rank == 0 ? all : 0) / Rows;
   const auto row_of = [&](unsigned e) {
-    return (first_tile + int(e * Rows >> (4 + plan.token_bits))) * kGptqRows + int(e * Rows % kGptqRows);
+    const unsigned first = first_own + e * Rows;
+    return (first_tile + int(first >> (4 + plan.token_bits))) * kGptqRows + int(first % kGptqRows);
   };
   const auto token_of = [&](unsigned e) {
-    return one_token ? 0 : int(e * Rows / kGptqRows & ((1u << plan.token_bits) - 1));
+    return one_token ? 0 : int((first_own + e * Rows) / kGptqRows & ((1u << plan.token_bits) - 1));
   };
-  const auto exists = [&](int e) {
-    return rank == 0 && e < count && token_of(unsigned(e)) < tokens && row_of(unsigned(e)) < m.out;
-  };
+  const auto exists = [&](int e) { return e < count && token_of(unsigned(e)) < tokens && row_of(unsigned(e)) < m.out; };
   using Element = decltype(prepare(0, 0));
   constexpr int prepared = HalfChunks ? 0 : one_token || Rows > 1 ? 1 : 2;
   Element own[prepared + 1];
@@ -462,23 +464,34 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
 #pragma unroll
     for (int p = 0; p < kGptqParts; ++p) add_few(of + p * tile_elements, sum);
   };
-  if (plan.split > 1) inbox.connect();
-  if (rank > 0) {
-    for (int e = 4 * threadIdx.x; e < tiles * tile_elements; e += 4 * threads) {
-      float sum[4];
-      sum_block(e, sum);
-      inbox.send(0, at.received + (rank - 1) * elements + e, sum);
-    }
-    return;
+  if (plan.split > 1) {
+    inbox.connect();
+    if (shared_out || rank > 0)
+      for (int e = 4 * int(threadIdx.x); e < all; e += 4 * threads) {
+        const int to = shared_out ? e / plan.share : 0;
+        if (to == rank) continue;
+        float sum[4];
+        sum_block(e, sum);
+        inbox.send(to, at.received + (rank - (rank > to) - to) * plan.share + e, sum);
+      }
+    if (count == 0) return;
+    inbox.receive((plan.split - 1) * count * Rows * int(sizeof(float)));
   }
-  if (plan.split > 1) inbox.receive((plan.split - 1) * tiles * tile_elements * int(sizeof(float)));
   const auto finish_element = [&](int e, bool is_there, const Element& element) {
     float sum[Rows] = {};
     if (e < count) {
-      sum_block(e * Rows, sum);
+      sum_block(first_own + e * Rows, sum);
+      // In the ranks' order, whoever finishes.
+      const auto add_received = [&](int k, float(&to)[Rows]) { add_few(at.received + k * plan.share + e * Rows, to); };
+      if (shared_out) {
+        float before[Rows] = {};
 #pragma unroll 1
-      for (int k = 1; k < plan.split; ++k)
-        add_few(at.received + (k - 1) * elements + e * Rows, sum);  // in the ranks' order
+        for (int k = 0; k < rank; ++k) add_received(k, before);
+#pragma unroll
+        for (int i = 0; i < Rows; ++i) sum[i] = rank > 0 ? before[i] + sum[i] : sum[i];
+      }
+#pragma unroll 1
+      for (int k = rank; k < plan.split - 1; ++k) add_received(k, sum);
 #pragma unroll
       for (float& s : sum) s *= Operands::unit;
     }

@@ -60,9 +60,10 @@ inline constexpr int kGptqManyTiles = 4;
 
 /// How the product of a few tokens with 4-bit tiles is laid out. A block takes `tiles` tiles of 16 outputs; the chunks
 /// of 64 columns are dealt to `split` blocks of a cluster and the parts of each. A warp has the copy engine bring its
-/// part of its next `stages` tiles into its own ring in shared memory, of the first `early` before x is there.
+/// part of its next `stages` tiles into its own ring in shared memory, of the first `early` before x is there. A
+/// cluster's first block sums up and finishes its elements, or where they are many each block the next `share` of them.
 struct GptqPlan {
-  int split, tiles, stages, early, stage_bytes;
+  int split, tiles, share, stages, early, stage_bytes;
   int chunks, longer;          // of each part; the first `longer` have one more
   int halves_a_group;          // half chunks
   std::uint32_t halves_magic;  // 2^31 over those, rounded up
@@ -103,7 +104,7 @@ constexpr int gptq_x_bytes(const GptqPlan& p) {
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
   const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + gptq_x_bytes(p) +
-                    (kGptqParts + p.split - 1) * elements * 4 + 8;
+                    (kGptqParts * elements + (p.split - 1) * p.share) * 4 + 8;
   return (bytes + 15) / 16 * 16;
 }
 
@@ -121,6 +122,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
                              int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
   GptqPlan p{.split = 1,
              .tiles = 0,
+             .share = 0,
              .stages = 0,
              .early = 0,
              .stage_bytes = 0,
@@ -148,6 +150,8 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
+    const int runs = p.tiles << p.token_bits;  // of 16 elements
+    p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(turns) ? runs : (runs + p.split - 1) / p.split);
     const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;
     const GptqAhead ahead = far ? kGptqFarAhead : kGptqAhead;
     for (p.stages = std::min((p.tiles + turns - 1) / turns, ahead.stages); p.stages > 0; --p.stages) {

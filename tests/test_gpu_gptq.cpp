@@ -63,6 +63,10 @@ TEST_CASE("linear on the GPU: GPTQ weights of so many rows that a thread finishe
 TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][gptq]") {
   for (std::int64_t in : {2568, 5128, 10240, 20480})
     CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{3, in, 32, false}, {}}));
+  // So many elements that a cluster's blocks share them out.
+  for (auto [tokens, in, out] : {std::array<std::int64_t, 3>{16, 5128, 5120}, {8, 5128, 9728}})
+    CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}),
+                                       {{tokens, in, out, true}, {.epilogue = ops::Epilogue::residual}}));
   // One column more is said to be too many.
   CHECK_FALSE(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{1, 20488, 16, false}, {}}));
 }
@@ -171,7 +175,7 @@ TEST_CASE("GPTQ weights on the GPU: small products for compute-sanitizer", "[gpu
   cuda::Context c = of_one_sm();
   for (std::int64_t tokens : {1, 2, 9})
     for (const auto& [in, out, group] :
-         {std::array<std::int64_t, 3>{2568, 16, 128}, {2560, 80, 128}, {64, 80, 32}, {64, 80, 64}}) {
+         {std::array<std::int64_t, 3>{2568, 16, 128}, {2568, 144, 128}, {2560, 80, 128}, {64, 80, 32}, {64, 80, 64}}) {
       check_linear({4, group, 1, false}, {tokens, in, out, false}, c);
     }
   for (std::int64_t tokens : {1, 2}) {
