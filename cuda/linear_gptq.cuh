@@ -90,7 +90,7 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
 }
 
 /// A block's share of y = W x. T is float16 or bfloat16; Turns is the plan's; HalfChunks says that a group may end in the
-/// middle of a chunk, CloseX that x lies in shared memory as it is.
+/// middle of a chunk, NearX that x lies close by, in shared memory.
 ///   prepare(token, r)            an element of the product: Rows rows of a token from r on, with what it needs of what
 ///                                no kernel before this one writes
 ///   ready()                      called by all threads after the first weights' loads, before the first use of x
@@ -98,7 +98,7 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
 ///   begin(element)               called early, after ready(): loads the rest of what the element needs
 ///   finish(element, sums)        takes the element, once, with its rows' sums; of one row with that of row r ^ 1, too
 /// A block runs for a few thousand cycles and most of its code once: what can be known before ready() is, while it waits.
-template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, bool CloseX, int Rows, class Prepare, class Ready,
+template <class T, int Turns, GptqTokens Tokens, bool HalfChunks, bool NearX, int Rows, class Prepare, class Ready,
           class X, class Begin, class Finish>
 __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens, Prepare prepare, Ready ready, X x,
                            Begin begin, Finish finish, char* smem) {
@@ -106,7 +106,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   constexpr int threads = gptq_threads(Turns);
   constexpr bool one_token = Tokens == GptqTokens::one;
   constexpr int octets = Tokens == GptqTokens::sixteen ? 2 : 1;
-  constexpr bool near_x = octets == 1 && !HalfChunks;  // the warp's part of x stays in registers
+  constexpr bool x_in_registers = octets == 1 && !HalfChunks;  // the warp's part of it
   constexpr int row_words = kGptqRows * 4, vectors = kGptqTokenBytes / 16;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const unsigned warp = unsigned(same_in_warp(int(threadIdx.x / 32)));
@@ -181,9 +181,9 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   // for the other groups' chunks. Of several tokens each has one; what is in columns without a token is never read.
   // From device memory eight lanes load a whole line of a token for two columns, which exchange halves after: lines of
   // tokens 0 to 3, then of 4 to 7, so that column g has token g / 2 + g % 2 * 4.
-  constexpr bool by_lines = near_x && !one_token && !CloseX;
+  constexpr bool by_lines = x_in_registers && !one_token && !NearX;
   const auto token_of_column = [](int n) { return one_token ? 0 : n / 2 + n % 2 * 4; };
-  uint4 own_x[near_x ? kGptqMaxChunks : 1][2];
+  uint4 own_x[x_in_registers ? kGptqMaxChunks : 1][2];
   const auto token_of_vector = [&](int i) { return min(by_lines ? lane / 8 + 4 * i : token_of_column(g), tokens - 1); };
   const auto column_of_vector = [&](int i) {
     return slice.first * kGptqColumns + (by_lines ? lane % 8 * kVec : t * kVec + i * 32);
@@ -203,11 +203,11 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
 
   ready();
 
-  if constexpr (near_x) {
+  if constexpr (x_in_registers) {
     const auto row = [&](int i) { return x(token_of_vector(i)); };
     const auto column = [&](int c, int i) { return column_of_vector(i) + chunk_of(c) * kGptqColumns; };
-    // Several tokens' are loaded without a question; that a slice may lack a chunk's is nothing, that of one before it is
-    // there instead.
+    // Of several tokens a slice that is all there loads every vector without a question, for a chunk that it lacks one
+    // of its own again, which nothing reads.
     const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m.in;
     if (m.order || !(one_token || is_whole)) [[unlikely]] {
 #pragma unroll 1
@@ -272,7 +272,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   for (int i = 0; i < 2; ++i)
     to_partial[i] = at.partial + (turn * kGptqParts + part) * tile_elements +
                     (one_token ? g + 8 * i : t * kGptqRows + (g + 8 * i ^ (t & 2) * 4));
-  if constexpr (near_x)
+  if constexpr (x_in_registers)
     __syncwarp();
   else
     __syncthreads();
@@ -335,7 +335,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
         }
     }
   };
-  if constexpr (near_x) {
+  if constexpr (x_in_registers) {
     if (in_pairs)
       sum_x(std::true_type{});
     else
@@ -376,7 +376,7 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
           const int group = gptq_group(plan, 2 * (slice.first + c) + (HalfChunks ? half : 0)) - slice.first_group;
           return *reinterpret_cast<const uint2*>(from_stage + code_bytes + g * 8 + group * row_words);
         };
-        if constexpr (near_x) {
+        if constexpr (x_in_registers) {
           const auto add_chunks = [&](auto pairs) {
             Sums sums{};
 #pragma unroll

@@ -89,15 +89,15 @@ constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   return s;
 }
 
-/// Bytes from one token to the next of a part of x: half a line more than whole ones, so that two tokens' 64 bytes
-/// lie in different banks.
+/// Bytes from one token to the next of a part of x: half a line more than whole ones, so that the 64 bytes of one and
+/// of the next lie in different banks.
 inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 64;
 
 /// Up to this many tokens, a product's columns, a warp holds its part of x in registers. Of more, and where groups end
 /// within chunks, it lies in shared memory.
-inline constexpr int kGptqNearTokens = 8;
+inline constexpr int kGptqRegisterTokens = 8;
 constexpr int gptq_x_bytes(const GptqPlan& p) {
-  return p.tokens > kGptqNearTokens || p.halves_a_group % 2 ? kGptqParts * p.tokens * kGptqTokenBytes : 0;
+  return p.tokens > kGptqRegisterTokens || p.halves_a_group % 2 ? kGptqParts * p.tokens * kGptqTokenBytes : 0;
 }
 
 /// The bytes of a block's dynamic shared memory.
@@ -150,6 +150,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
+    // One block finishes up to four elements a thread. More take longer to be sent to it than to be shared out.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(turns) ? runs : (runs + p.split - 1) / p.split);
     const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;
@@ -183,7 +184,7 @@ enum class GptqTokens { one, eight, sixteen };
 /// Kernels::kernel<GptqTokens, HalfChunks> for a plan, of a call of so many tokens.
 template <class Kernels>
 auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
-  const bool sixteen = p.tokens > kGptqNearTokens;
+  const bool sixteen = p.tokens > kGptqRegisterTokens;
   if (m.halves_a_group % 2)
     return sixteen ? Kernels::template kernel<GptqTokens::sixteen, true>
                    : Kernels::template kernel<GptqTokens::eight, true>;

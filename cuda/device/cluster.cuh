@@ -75,29 +75,17 @@ class ClusterInbox {
 
   /// Writes v at `to`, an address in this block's shared memory, aligned to all of v, into the same place of block
   /// `rank`'s.
-  template <int N>
-  __device__ void send(unsigned rank, float* to, const float (&v)[N]) {
-    std::uint32_t there, arrived;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(to)), "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(arrived) : "r"(shared_address(arrived_)), "r"(rank));
-    if constexpr (N == 1)
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(there),
-                   "r"(arrived), "f"(v[0])
-                   : "memory");
-    else if constexpr (N == 2)
-      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(there),
-                   "r"(arrived), "f"(v[0]), "f"(v[1])
-                   : "memory");
-    else
-      asm volatile(
-          "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(there),
-          "r"(arrived), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-          : "memory");
-  }
-
   __device__ void send(unsigned rank, float* to, float v) {
-    const float all[] = {v};
-    send(rank, to, all);
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(address_in(rank, to)),
+        "r"(address_in(rank, arrived_)), "f"(v)
+        : "memory");
+  }
+  __device__ void send(unsigned rank, float* to, const float (&v)[4]) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+                     address_in(rank, to)),
+                 "r"(address_in(rank, arrived_)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
   }
 
   /// Waits until `bytes` in all have been sent to this block; all of its threads call.
@@ -114,6 +102,13 @@ class ClusterInbox {
   }
 
  private:
+  /// What lies there in this block's shared memory, in block `rank`'s.
+  __device__ static std::uint32_t address_in(unsigned rank, const void* p) {
+    std::uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+    return there;
+  }
+
   std::uint64_t* arrived_;
 };
 
