@@ -252,6 +252,8 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
           REQUIRE(p.grid > 0);
           CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
           CHECK((p.early >= 1 && p.early <= p.stages));
+          const int elements = p.tiles * kGptqRows << p.token_bits;
+          CHECK((p.share % kGptqRows == 0 && p.share <= elements && p.share * p.split >= elements));
           CHECK((kGptqMaxChunks - 1) * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
           for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
           for (int i = 0; i < p.split * kGptqParts; ++i) {
@@ -273,6 +275,18 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     CHECK(kLinearGptqBlocksPerSm * smem_bytes <= kH200.smem_per_sm_bytes);
     CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
   }
+  // One block of a cluster finishes up to four elements a thread, and all of them share out more.
+  const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
+    const GptqPlan p =
+        gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    return ((p.tiles * kGptqRows << p.token_bits) + p.share - 1) / p.share;
+  };
+  CHECK(finishers(10240, 2560, 8) == 1);
+  CHECK(finishers(16384, 4096, 1) == 1);
+  CHECK(finishers(16384, 4096, 8) == 8);
+  CHECK(finishers(5128, 9728, 8) == 4);
+  CHECK(finishers(5128, 5120, 16) == 4);
+  CHECK(finishers(2560, 50304, 8) == 1);  // of a cluster of one
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }
 
