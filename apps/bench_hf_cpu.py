@@ -6,11 +6,10 @@ a run goes through all copies, so that none finds its weights in a cache. Hooks 
 the model does around it is not counted. Weights, hidden state and cache are procedural (golden/procedural.py).
 
 Prints a markdown table, one row a dtype. To be run beside
-  cf-layer --preset pythia-2.8b --layer 3 --seq-len 128 --threads N --json FILE
+  cf-layer --preset pythia-2.8b --layer 3 --kv-len 128 --threads N --json FILE
 on the same machine. Needs torch and transformers.
 """
 
-import argparse
 import glob
 import json
 import os
@@ -85,7 +84,7 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
 
 
 def main(argv):
-    parser = console.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.Parser(description=__doc__)
     count = console.integer(1, 1 << 20)
     parser.add_argument("--preset", default="pythia-2.8b", metavar="NAME", help="default: pythia-2.8b")
     parser.add_argument("--dtype", default="float16,bfloat16,float32", metavar="D[,D...]", help="default: all three")

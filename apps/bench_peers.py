@@ -10,7 +10,6 @@ new token's with them. A peer that fails is recorded with its reason, and the ot
 Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.
 """
 
-import argparse
 import contextlib
 import gc
 import itertools
@@ -68,12 +67,29 @@ def run_program(command, timeout_s):
             return json.load(file)
 
 
+def impl_of(configuration):
+    """The --impl of a configuration of cf-layer's JSON; earlier files name two of them otherwise."""
+    impl = configuration["impl"]
+    return {"fused": "layer", "stack": "persistent"}.get(impl, impl)
+
+
+def kv_len_of(configuration):
+    """Its kv_len, which earlier files call seq_len."""
+    return configuration["kv_len" if "kv_len" in configuration else "seq_len"]
+
+
+def step_of(configuration):
+    """The times of its step through many layers, which earlier files call stack; None of a single layer."""
+    return configuration.get("step", configuration.get("stack"))
+
+
 def layer_rows(report, preset):
     """cf-layer's layers and whole stacks as rows of this report; times are a layer's."""
     return [
-        {"preset": preset, "batch": c["batch"], "kv_len": c["seq_len"], "system": "cf-layer " + c["impl"]}
+        {"preset": preset, "batch": c["batch"], "kv_len": kv_len_of(c), "system": "cf-layer " + impl_of(c)}
         | {key: c["total"][key] for key in ("median_us", "p10_us", "p99_us")}
         | {"bytes": c["total"]["bytes"], "read_best_gb_per_s": c["read_best_gb_per_s"]}
+        | {key: c["total"][key] for key in ("limit_note",) if key in c["total"]}
         for c in report["configurations"]
         if c.get("step_layers", c.get("resident_layers")) == c.get("resident_layers")
     ]
@@ -84,6 +100,7 @@ def op_rows(report, preset):
     return [
         {"preset": preset, "batch": r["batch"], "kv_len": r["kv_len"], "system": "cf-op"}
         | {key: r[key] for key in ("median_us", "p10_us", "p99_us", "bytes", "cold", "floor_us", "limit")}
+        | {key: r[key] for key in ("limit_note",) if key in r}
         for r in report["results"]
         if report["op"] != "linear" or r["site"] == "layer"
     ]
@@ -473,8 +490,8 @@ class Bench:
         if set(args.peers) & set(STACK_PEERS):
             # One program each: one that refuses a batch is recorded, and the others go on.
             for impl, batch in itertools.product(args.impl.split(","), args.batch):
-                stack = ["--backend", "cuda", "--preset", preset, "--impl", impl, "--stack", "--seq-len", kv_lens]
-                self.program("stack", preset, [args.cf_layer, *stack, "--batch", str(batch), *counts], layer_rows)
+                model = ["--backend", "cuda", "--preset", preset, "--impl", impl, "--whole-model", "--kv-len", kv_lens]
+                self.program("stack", preset, [args.cf_layer, *model, "--batch", str(batch), *counts], layer_rows)
         layers = str(neox.PRESETS[preset].num_hidden_layers)
         shapes = {
             "linear": ["--batch", batches, "--layers", layers],
@@ -526,7 +543,7 @@ class Bench:
 def parse_arguments(argv):
     build = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
     count = console.integer(1, 1 << 20)
-    parser = console.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("--preset", default="pythia-2.8b,pythia-6.9b", metavar="NAME[,NAME...]", help="default: both")
     parser.add_argument("--batch", type=dump_hf.lengths, default=[1, 4, 16], metavar="N[,N...]", help="default 1,4,16")
     parser.add_argument(
@@ -542,7 +559,7 @@ def parse_arguments(argv):
         help=f"torch.compile's modes, some of {','.join(COMPILE_MODES)}; the second compiles for minutes "
         "(default: the first)",
     )  # fmt: skip
-    parser.add_argument("--impl", default="graph,stack", help="cf-layer's --impl (default graph,stack)")
+    parser.add_argument("--impl", default="graph,persistent", help="cf-layer's --impl (default graph,persistent)")
     parser.add_argument("--cf-layer", default=os.path.join(build, "cf-layer"), metavar="FILE", help="the program")
     parser.add_argument("--cf-op", default=os.path.join(build, "cf-op"), metavar="FILE", help="the program")
     parser.add_argument("--runs", type=count, default=30, help="timed steps (default 30)")

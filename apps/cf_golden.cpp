@@ -1,14 +1,18 @@
 // cf-golden: looks into golden files, runs a backend against them, compares two of them.
 #include <fmt/format.h>
+#include <omp.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "apps/common.hpp"
-#include "apps/golden_walk.hpp"
+#include "apps/cli/options.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/cli/table.hpp"
+#include "apps/cli/terminal.hpp"
+#include "apps/verify/golden_walk.hpp"
 
 namespace cf::apps {
 namespace {
@@ -20,15 +24,18 @@ using Json = nlohmann::ordered_json;
 
 struct Options {
   std::vector<std::string> files;
-  std::string backend = "cpu", impl = "unfused", dtype, site, model, json, variant_a, variant_b;
-  bool isolated = false, chained = false;  // isolated unless chained
+  std::string backend = "cpu", impl = "unfused", site, model, json, variant_a, variant_b;
+  std::optional<DType> dtype;
+  bool isolated = false, chained = false, verbose = false;  // without --chained the walk is isolated
+
+  bool cuda() const { return backend == "cuda"; }
 };
 
 void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
 
-std::string scientific(double x) { return fmt::format("{:.2e}", x); }
+std::string scientific(double x) { return fmt::format("{:.1e}", x); }
 
-std::string verdict(bool ok) { return ok ? "ok" : "FAIL"; }
+std::string verdict(bool ok) { return ok ? "ok" : std::string(kFail); }
 
 std::string summary(const GoldenFile& file) {
   const GoldenMeta& m = file.meta();
@@ -48,17 +55,10 @@ Json error_json(const Comparison& e) {
           {"worst_reference", e.worst_reference}};
 }
 
-/// The report's columns that every comparison has.
-std::vector<std::string> error_headers() {
-  return {"max abs", "rel L2", "ULP16 p50", "ULP16 p99", "ULP16 max", "mean signed", "worst at"};
-}
-std::vector<std::string> error_cells(const Comparison& e, const std::string& worst) {
-  return {scientific(e.max_abs),
-          e.non_finite ? "nan" : scientific(e.rel_l2),
-          fmt::format("{:.3g}", e.ulp_p50),
-          fmt::format("{:.3g}", e.ulp_p99),
-          fmt::format("{:.3g}", e.ulp_max),
-          fmt::format("{:+.1e}", e.mean_signed),
+/// The columns that the tables of run and compare share.
+std::vector<std::string> error_headers() { return {"rel L2", "budget", "max abs", "worst at"}; }
+std::vector<std::string> error_cells(const Comparison& e, double budget, const std::string& worst) {
+  return {e.non_finite ? "nan" : scientific(e.rel_l2), scientific(budget), scientific(e.max_abs),
           e.max_abs > 0 || e.non_finite ? worst : "-"};
 }
 
@@ -72,11 +72,11 @@ std::vector<std::string> joined(std::vector<std::string> a, const std::vector<st
 Status write_json(const Options& o, const std::string& command, Json rows) {
   if (o.json.empty()) return {};
   const Json document{{"program", "cf-golden"}, {"commit", commit()}, {"command", command}, {"rows", std::move(rows)}};
-  // A name in a file may be no UTF-8: its bytes are replaced.
+  // A name from a file may not be UTF-8: its other bytes are replaced.
   return write_file_atomically(o.json, document.dump(2, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
-/// The exit code, unless what was printed did not arrive.
+/// The exit code of a comparison, or kBadInput where standard output cannot be written.
 int finish(bool passed) {
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
   return passed ? kOk : kComparisonFailed;
@@ -136,6 +136,12 @@ int info(const Options& o) {
   return finish(true);
 }
 
+std::string variant_names(const GoldenFile& file) {
+  std::string names;
+  for (const VariantInfo& v : file.variants()) names += (names.empty() ? "" : ", ") + v.name;
+  return names.empty() ? "none" : names;
+}
+
 /// The smallest error of the producer's own runs in the file's dtype, or "-".
 std::string producer_error(const GoldenFile& file, const TapResult& r) {
   double least = INFINITY;
@@ -146,45 +152,37 @@ std::string producer_error(const GoldenFile& file, const TapResult& r) {
   return std::isfinite(least) ? scientific(least) : "-";
 }
 
-std::string_view short_name(DType d) {
-  switch (d) {
-    case DType::f16: return "fp16";
-    case DType::bf16: return "bf16";
-    case DType::f32: return "fp32";
-    case DType::f64: return "fp64";
-    case DType::i32: return "int32";
-  }
-  return "?";
+/// The activations that --dtype accepts: on the CPU the oracle's and the float backend's, on a GPU those of its kernels.
+std::vector<DType> accepted_dtypes(const Options& o) {
+  if (o.cuda()) return {DType::f16, DType::bf16, DType::f32};
+  return {DType::f64, DType::f32};
 }
 
-/// The options' names of the activation dtypes.
-std::string option_name(DType d) {
-  switch (d) {
-    case DType::f16: return "f16";
-    case DType::bf16: return "bf16";
-    case DType::f64: return "f64";
-    default: return "f32";
-  }
-}
-
-/// The activations that a backend walks a file with: the CPU the oracle's and its own, the GPU the stored dtype. An
-/// option names one of those that it can.
-Result<std::vector<DType>> choose_dtypes(const Options& o, Backend backend, DType stored) {
-  const bool cpu = backend == Backend::cpu;
-  if (o.dtype.empty()) return cpu ? std::vector{DType::f64, DType::f32} : std::vector{stored};
-  for (DType d : cpu ? std::vector{DType::f64, DType::f32} : std::vector{DType::f16, DType::bf16, DType::f32})
-    if (option_name(d) == o.dtype) return std::vector{d};
-  return Status::error(Code::invalid_argument, fmt::format("--dtype {}: the {} backend takes {}", o.dtype, o.backend,
-                                                           cpu ? "f64 or f32" : "f16, bf16 or f32"));
+/// The activations to walk a file with, whose stored dtype is `stored`.
+std::vector<DType> chosen_dtypes(const Options& o, DType stored) {
+  if (o.dtype) return {*o.dtype};
+  return o.cuda() ? std::vector{stored} : accepted_dtypes(o);
 }
 
 std::string reproduce(const Options& o, const std::string& path, const TapResult& r) {
-  std::vector<std::string> words{
-      "cf-golden",         "run", path, "--site", r.site, o.chained ? "--chained" : "--isolated", "--dtype",
-      option_name(r.dtype)};
-  if (o.backend != "cpu") words.insert(words.end(), {"--backend", o.backend, "--impl", o.impl});
+  std::vector<std::string> words{"cf-golden", "run",
+                                 path,        "--site",
+                                 r.site,      o.chained ? "--chained" : "--isolated",
+                                 "--dtype",   std::string(to_string(r.dtype))};
+  if (o.cuda()) words.insert(words.end(), {"--backend", o.backend, "--impl", o.impl});
   if (!o.model.empty()) words.insert(words.end(), {"--model", o.model});
   return "reproduce: " + shell_command(words) + "\n";
+}
+
+/// The name of a result in messages, "x.h5, attention.context, float32".
+std::string name_of(const std::string& path, const TapResult& r) {
+  return fmt::format("{}, {}, {}", path, r.tap, to_string(r.dtype));
+}
+
+std::string failure(const std::string& path, const TapResult& r) {
+  const std::string error = r.error.non_finite ? fmt::format("{} elements are not finite", r.error.non_finite)
+                                               : fmt::format("rel L2 {:.2e}, budget {:.2e}", r.error.rel_l2, r.budget);
+  return fmt::format("{} {}: {}, worst at {}\n", in_colour(kFail, stdout), name_of(path, r), error, r.worst);
 }
 
 Json row_json(const std::string& path, const Options& o, const TapResult& r) {
@@ -200,84 +198,112 @@ Json row_json(const std::string& path, const Options& o, const TapResult& r) {
   return row;
 }
 
-int run(const Options& o, const std::string& command) {
-  const Result<Backend> backend = choose_backend(o.backend);
-  if (!backend) return fail(backend.status());
-  if (!o.json.empty())
-    if (const Status s = check_writable(o.json); !s) return fail(s);
-
-  bool passed = true;
-  Json rows = Json::array();
-  for (const std::string& path : o.files) {
-    const Result<GoldenFile> file = GoldenFile::open(path);
-    if (!file) return fail(file.status());
-    const Result<golden::GoldenWeights> weights = file->weights(o.model);
-    if (!weights) return fail(weights.status());
-    print_notes(weights->notes);
-    const Result<std::vector<DType>> dtypes = choose_dtypes(o, *backend, file->meta().dtype);
-    if (!dtypes) return fail(dtypes.status());
-
-    Table table(joined({"site", "tap", "dtype"}, error_headers(),
-                       {"budget", fmt::format("HF {}", short_name(file->meta().dtype)), "verdict"}));
-    std::string failures;
-    for (DType dtype : *dtypes) {
-      const auto results = walk_golden(*file, *weights,
-                                       {.backend = *backend,
-                                        .activation = dtype,
-                                        .isolated = !o.chained,
-                                        .site = o.site,
-                                        .fused = o.impl == "fused"});
-      if (!results) return fail(results.status());
-      for (const TapResult& r : *results) {
-        table.add(joined({r.site, r.tap, option_name(r.dtype)}, error_cells(r.error, r.worst),
-                         {scientific(r.budget), producer_error(*file, r), verdict(r.ok())}));
-        rows.push_back(row_json(path, o, r));
-        if (const std::string line = reproduce(o, path, r); !r.ok() && failures.find(line) == std::string::npos)
-          failures += line;
-      }
+/// What the last line of a run says of all files.
+class Summary {
+ public:
+  void add(const std::string& path, const TapResult& r) {
+    ++taps_;
+    failed_ += !r.ok();
+    if (worst_.empty() || r.error_over_budget() > worst_ratio_) {
+      worst_ratio_ = r.error_over_budget();
+      worst_ = name_of(path, r);
     }
-    print(fmt::format("## {}, {}, {} backend, {}\n\n", summary(*file), o.chained ? "chained" : "isolated", o.backend,
-                      o.impl));
-    table.print(stdout);
-    print(failures.empty() ? "\n" : "\n" + failures + "\n");
-    passed = passed && failures.empty();
   }
-  if (const Status s = write_json(o, command, std::move(rows)); !s) return fail(s);
-  return finish(passed);
+  bool passed() const { return failed_ == 0; }
+  std::string line(std::size_t files) const {
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
+    return fmt::format("{} file{}, {} taps compared, {} failed, worst error/budget {:.2g} at {}, {:.1f} s\n", files,
+                       files == 1 ? "" : "s", taps_, failed_, worst_ratio_, worst_, seconds.count());
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::int64_t taps_ = 0, failed_ = 0;
+  double worst_ratio_ = 0;
+  std::string worst_;
+};
+
+/// Walks one file in every chosen dtype, prints what failed, and adds every tap to the rows and the summary.
+Status run_file(const Options& o, const std::string& path, Json& rows, Summary& summary_of_all) {
+  CF_TRY_ASSIGN(const GoldenFile file, GoldenFile::open(path));
+  if (file.variants().end() == std::find_if(file.variants().begin(), file.variants().end(),
+                                            [](const VariantInfo& v) { return v.name == golden::kReference; }))
+    return Status::error(Code::not_found,
+                         fmt::format("{0}: expected the variant '{1}', which run compares with, got {2}; 'cf-golden "
+                                     "compare {0} OTHER.h5' compares the taps of two files",
+                                     path, golden::kReference, variant_names(file)));
+  CF_TRY_ASSIGN(const golden::GoldenWeights weights, file.weights(o.model));
+  print_notes(weights.notes);
+  for (DType dtype : chosen_dtypes(o, file.meta().dtype)) {
+    CF_TRY_ASSIGN(const auto results, walk_golden(file, weights,
+                                                  {.backend = o.cuda() ? Backend::cuda : Backend::cpu,
+                                                   .activation = dtype,
+                                                   .isolated = !o.chained,
+                                                   .site = o.site,
+                                                   .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused}));
+    Table table(joined({"tap"}, error_headers(), {"HF", "verdict"}));
+    std::string failures, last_command;
+    for (const TapResult& r : results) {
+      table.add(joined({r.tap}, error_cells(r.error, r.budget, r.worst), {producer_error(file, r), verdict(r.ok())}));
+      rows.push_back(row_json(path, o, r));
+      summary_of_all.add(path, r);
+      if (r.ok()) continue;
+      failures += failure(path, r);
+      // Several taps of one site fail with the same command, which is printed once.
+      if (const std::string command = reproduce(o, path, r); command != last_command)
+        failures += last_command = command;
+    }
+    if (o.verbose) {
+      print(fmt::format("## {}, {}, {} backend, {}, {} activations\n\n", summary(file),
+                        o.chained ? "chained" : "isolated", o.backend, o.impl, to_string(dtype)));
+      table.print(stdout);
+      print("\n");
+    }
+    print(failures);
+    std::fflush(stdout);
+  }
+  return {};
 }
 
-/// The variant that was asked for, else the reference, else the first.
+int run(const Options& o, const std::string& command) {
+  if (const Status s = check_threads("OMP_NUM_THREADS", omp_get_max_threads()); !s) return fail(s);
+  Json rows = Json::array();
+  Summary summary_of_all;
+  for (const std::string& path : o.files)
+    if (const Status s = run_file(o, path, rows, summary_of_all); !s) return fail(s);
+  print(summary_of_all.line(o.files.size()));
+  if (const Status s = write_json(o, command, std::move(rows)); !s) return fail(s);
+  return finish(summary_of_all.passed());
+}
+
+/// The variant of that name. Without a name, the reference, or the first variant of a file without it.
 Result<VariantInfo> choose_variant(const GoldenFile& file, const std::string& name) {
-  const VariantInfo* first = nullptr;
-  std::string names;
-  for (const VariantInfo& v : file.variants()) {
+  for (const VariantInfo& v : file.variants())
     if (v.name == (name.empty() ? golden::kReference : std::string_view(name))) return v;
-    if (!first) first = &v;
-    names += (names.empty() ? "" : ", ") + v.name;
-  }
-  if (name.empty() && first) return *first;
-  return Status::error(Code::not_found, file.path() + ": expected the variant '" +
-                                            (name.empty() ? std::string(golden::kReference) : name) + "', got " +
-                                            (names.empty() ? "none" : names));
+  if (name.empty() && !file.variants().empty()) return file.variants().front();
+  return Status::error(Code::not_found,
+                       fmt::format("{}: expected the variant '{}', got {}", file.path(),
+                                   name.empty() ? golden::kReference : std::string_view(name), variant_names(file)));
 }
 
 DType coarser(DType a, DType b) { return unit_roundoff(a) < unit_roundoff(b) ? b : a; }
 
-/// What two runs in a dtype may differ by: each of the sites sums at most its longest reduction in that dtype, or in
-/// float32 where it is a 16-bit one, and stores once; the sites' errors are independent and add in quadrature.
+/// What two runs in a dtype may differ by. Each site sums at most the layer's longest reduction, in that dtype or, for a
+/// 16-bit dtype, in float32, and stores its result once. The sites' errors are independent and add in quadrature.
 double compare_budget(DType dtype, const GoldenMeta& m) {
   const DType compute = size_bytes(dtype) < size_bytes(DType::f32) ? DType::f32 : dtype;
   const std::int64_t longest = std::max({m.config.hidden_size, m.config.intermediate_size, m.load.kv_len});
   return std::sqrt(double(sites.size())) * reduction_budget(longest, {compute, dtype}, {}).rel_l2;
 }
 
-/// Inputs are the same bits in one dtype, else one rounding apart; cos and sin come from two makers' float32.
+/// What an input may differ by. In one dtype both files hold the same bits, in two dtypes one rounding is between them. cos
+/// and sin are computed in float32 by each file's producer.
 double input_budget(std::string_view name, DType a, DType b) {
   if (name == "cos" || name == "sin") return kTableBudget;
   return a == b ? 0 : unit_roundoff(coarser(a, b));
 }
 
-/// Dimensions without names.
+/// The dimensions of a tensor that is no tap: i, j, k and so on.
 std::vector<golden::TapDim> plain_dims(const Shape& shape) {
   constexpr std::string_view names[] = {"i", "j", "k", "l", "m", "n"};
   std::vector<golden::TapDim> dims;
@@ -285,7 +311,7 @@ std::vector<golden::TapDim> plain_dims(const Shape& shape) {
   return dims;
 }
 
-/// One line of the comparison of two files.
+/// A tensor of two files, compared.
 struct Difference {
   std::string tensor, dtypes, worst;
   Comparison error;
@@ -300,14 +326,20 @@ Status add_difference(const std::string& name, const Result<Tensor>& a, const Re
   const Result<Comparison> c = compare(*a, *b);
   if (!c) return Status::error(c.status().code(), name + ": " + c.status().message());
   if (dims.empty()) dims = plain_dims(a->shape());
-  out.push_back({name, fmt::format("{}, {}", short_name(a->dtype()), short_name(b->dtype())),
+  out.push_back({name, fmt::format("{}, {}", to_string(a->dtype()), to_string(b->dtype())),
                  a->size() ? name_coordinate(dims, c->worst) : "", *c, budget});
   return {};
 }
 
+/// A comma list of the inputs, the weights included, that differ between two files; empty where none does.
+std::string differing_inputs(const GoldenMeta& a, const GoldenMeta& b, const std::vector<Difference>& inputs) {
+  std::string names = a.weights_checksum == b.weights_checksum ? "" : "weights";
+  for (const Difference& d : inputs)
+    if (!d.ok()) names += (names.empty() ? "" : ", ") + d.tensor;
+  return names;
+}
+
 int compare_files(const Options& o, const std::string& command) {
-  if (!o.json.empty())
-    if (const Status s = check_writable(o.json); !s) return fail(s);
   const Result<GoldenFile> a = GoldenFile::open(o.files[0]), b = GoldenFile::open(o.files[1]);
   for (const auto* file : {&a, &b})
     if (!*file) return fail(file->status());
@@ -316,14 +348,18 @@ int compare_files(const Options& o, const std::string& command) {
     if (!*variant) return fail(variant->status());
   const GoldenMeta& m = a->meta();
   const DType dtype = coarser(*dtype_from_string(va->dtype), *dtype_from_string(vb->dtype));
+  const auto fail_of_both = [&](const Status& s) {
+    return fail(fmt::format("{} and {}: {}", a->path(), b->path(), s.message()));
+  };
 
   std::vector<Difference> differences;
   for (const char* name : {"hidden", "kv_len", "positions", "cos", "sin", "k_cache", "v_cache"}) {
     const Result<Tensor> ta = a->input(name), tb = b->input(name);
     const double budget = ta && tb ? input_budget(name, ta->dtype(), tb->dtype()) : 0;
     if (const Status s = add_difference(fmt::format("inputs/{}", name), ta, tb, {}, budget, differences); !s)
-      return fail(s);
+      return fail_of_both(s);
   }
+  const std::string inputs = differing_inputs(m, b->meta(), differences);
   std::string lonely;
   for (const std::string& tap : va->taps) {
     if (!std::count(vb->taps.begin(), vb->taps.end(), tap)) {
@@ -333,23 +369,27 @@ int compare_files(const Options& o, const std::string& command) {
     if (const Status s = add_difference(tap, a->tap(va->name, tap), b->tap(vb->name, tap),
                                         golden::tap_dims(m.config, m.load, tap), compare_budget(dtype, m), differences);
         !s)
-      return fail(s);
+      return fail_of_both(s);
   }
   for (const std::string& tap : vb->taps)
     if (!std::count(va->taps.begin(), va->taps.end(), tap)) lonely += fmt::format("only in {}: {}\n", b->path(), tap);
 
   bool passed = true;
   Json rows = Json::array();
-  Table table(joined({"tensor", "dtypes"}, error_headers(), {"budget", "verdict"}));
+  Table table(joined({"tensor"}, error_headers(), {"verdict"}));
   for (const Difference& d : differences) {
     passed = passed && d.ok();
-    table.add(joined({d.tensor, d.dtypes}, error_cells(d.error, d.worst), {scientific(d.budget), verdict(d.ok())}));
+    table.add(joined({d.tensor}, error_cells(d.error, d.budget, d.worst), {verdict(d.ok())}));
     Json row{{"tensor", d.tensor}, {"dtypes", d.dtypes}};
     row.update(error_json(d.error));
     row.update({{"worst_at", d.worst}, {"budget", d.budget}, {"ok", d.ok()}});
     rows.push_back(std::move(row));
   }
-  print(fmt::format("A {}, {}\n\nB {}, {}\n\n", summary(*a), va->name, summary(*b), vb->name));
+  print(fmt::format("## {} ({}) against {} ({})\n\n- {}\n- {}\n", a->path(), va->name, b->path(), vb->name, summary(*a),
+                    summary(*b)));
+  if (!inputs.empty())
+    print(fmt::format("- the inputs already differ, so the taps are expected to differ, too: {}\n", inputs));
+  print("\n");
   table.print(stdout);
   print("\n" + lonely);
   if (!passed)
@@ -361,46 +401,70 @@ int compare_files(const Options& o, const std::string& command) {
   return finish(passed);
 }
 
+/// What --help says below the options of a command that prints tables. `more` describes the columns of that command alone.
+std::string table_notes(const std::string& start, const std::string& more) {
+  return fmt::format(R"({}
+rel L2    ||got - reference|| / ||reference||
+budget    the largest rel L2 that passes
+max abs   the largest |got - reference|
+worst at  the element of max abs, or the first element that is not finite
+{}verdict   ok or FAIL
+--json holds more of every row: float16 ULPs, the mean signed error, the values at the worst element.
+Exit code 0: all passed; 1: a comparison failed; 2: bad usage or input.)",
+                     start, more);
+}
+
+std::vector<std::string> site_names() {
+  std::vector<std::string> names;
+  for (const Site& s : sites) names.emplace_back(s.name);
+  return names;
+}
+
 int main(int argc, char** argv) {
   Options o;
-  CLI::App app{"Looks into golden files, runs a backend against them, compares two of them."};
-  app.require_subcommand(1);
+  CommandLine line("Looks into golden files, runs a backend against them, compares two of them.");
 
-  CLI::App* info_command = app.add_subcommand("info", "Print what a golden file holds");
-  info_command->add_option("file", o.files, "The golden file")->required()->expected(1);
+  CommandLine& info_line = line.subcommand("info", "Print what a golden file holds");
+  info_line.files("file", o.files, 1, 1, "The golden file");
 
-  CLI::App* run_command = app.add_subcommand("run", "Run a backend site by site and compare it with the file's taps");
-  run_command->add_option("files", o.files, "Golden files")->required();
-  run_command->add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
-  run_command
-      ->add_option(
-          "--impl", o.impl,
-          "unfused: an op a site; fused: all sites by one persistent kernel, with --backend cuda and --chained")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"unfused", "fused"}));
-  run_command
-      ->add_option("--dtype", o.dtype,
-                   "Activations: f64 (the oracle) or f32 on the CPU, both when left out; on a GPU "
-                   "f16, bf16 or f32, the file's when left out")
-      ->check(CLI::IsMember({"f64", "f32", "f16", "bf16"}));
-  run_command->add_option("--site", o.site, "This site alone, for example attention.context");
-  CLI::Option* isolated = run_command->add_flag("--isolated", o.isolated,
-                                                "Feed every site the file's tensors: names the guilty one (default)");
-  run_command->add_flag("--chained", o.chained, "Feed only the first site: shows how errors add up")
-      ->excludes(isolated);
-  run_command->add_option("--model", o.model, "Take the weights from this checkpoint directory");
+  CommandLine& run_line = line.subcommand("run", "Run a backend site by site and compare it with the files' taps");
+  run_line.files("files", o.files, 1, CommandLine::kMany, "Golden files");
+  run_line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the sites");
+  run_line.choice("--impl", o.impl, {"unfused", "layer"},
+                  "An op a site, or the layer by the persistent kernel (with --backend cuda --chained)");
+  run_line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32, DType::f64},
+                 "Activations, when left out float64 (the oracle) and float32 on the CPU, the file's dtype on a GPU");
+  run_line.choice("--site", o.site, site_names(), "This site alone");
+  run_line.flag("--isolated", o.isolated, "Feed every site the file's tensors: names the guilty site (default)");
+  run_line.flag("--chained", o.chained, "Feed the first site alone: shows how errors add up");
+  run_line.text("--model", o.model, "Take the weights from this checkpoint directory");
+  run_line.flag("-v,--verbose", o.verbose, "Print a table of all taps a file and dtype");
+  run_line.excludes("--isolated", "--chained");
+  run_line.check([&](Faults& faults) {
+    const std::vector<DType> dtypes = accepted_dtypes(o);
+    if (o.dtype && std::find(dtypes.begin(), dtypes.end(), *o.dtype) == dtypes.end())
+      faults.expected("--dtype", fmt::format("{} with --backend {}", list_of(dtypes), o.backend), to_string(*o.dtype));
+    if (o.impl == "layer" && !(o.cuda() && o.chained))
+      faults.add("--impl layer: expected with --backend cuda and --chained");
+    faults.add(choose_backend(o.backend).status());
+  });
+  run_line.notes(table_notes(
+      "Prints a line for each tap that fails, the command that repeats it, and one line for all files.\n"
+      "The columns of --verbose, whose reference is Hugging Face in float64:",
+      "HF        the smallest rel L2 of Hugging Face's own runs in the file's dtype; - without such a run\n"));
 
-  CLI::App* compare_command = app.add_subcommand("compare", "Compare the inputs and taps of two golden files");
-  compare_command->add_option("files", o.files, "The two golden files")->required()->expected(2);
-  compare_command->add_option("--variant-a", o.variant_a,
-                              "The first file's taps; float64 where it is there, else the first");
-  compare_command->add_option("--variant-b", o.variant_b, "The same of the second file");
-  for (CLI::App* c : {run_command, compare_command}) c->add_option("--json", o.json, "Write all rows to this file");
+  CommandLine& compare_line = line.subcommand("compare", "Compare the inputs and taps of two golden files");
+  compare_line.files("files", o.files, 2, 2, "The two golden files");
+  compare_line.text("--variant-a", o.variant_a, "The first file's taps; float64 where the file has it, else its first");
+  compare_line.text("--variant-b", o.variant_b, "The same of the second file");
+  compare_line.notes(table_notes("The columns, whose reference is the second file:", ""));
 
-  if (const auto code = parse(app, argc, argv)) return *code;
+  for (CommandLine* c : {&run_line, &compare_line}) c->output("--json", o.json, "Write all rows to this file");
+
+  if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
   const std::string command = shell_command(argc, argv);
-  if (*info_command) return info(o);
-  if (*run_command) return run(o, command);
+  if (info_line.chosen()) return info(o);
+  if (run_line.chosen()) return run(o, command);
   return compare_files(o, command);
 }
 
@@ -408,9 +472,5 @@ int main(int argc, char** argv) {
 }  // namespace cf::apps
 
 int main(int argc, char** argv) {
-  try {
-    return cf::apps::main(argc, argv);
-  } catch (const std::bad_alloc&) {
-    return cf::apps::fail("not enough memory");
-  }
+  return cf::apps::run_main([&] { return cf::apps::main(argc, argv); });
 }

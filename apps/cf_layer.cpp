@@ -3,71 +3,71 @@
 #include <omp.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
-#include <new>
 
-#include "apps/common.hpp"
-#include "apps/device_bench.hpp"
-#include "apps/golden_walk.hpp"
-#include "apps/layer_bench.hpp"
-#include "apps/layer_report.hpp"
-#include "apps/sweep.hpp"
+#include "apps/bench/device_bench.hpp"
+#include "apps/bench/layer_bench.hpp"
+#include "apps/bench/layer_report.hpp"
+#include "apps/bench/report_file.hpp"
+#include "apps/cli/options.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/cli/sweep.hpp"
+#include "apps/cli/terminal.hpp"
+#include "apps/verify/golden_walk.hpp"
 #include "core/procedural.hpp"
-#include "golden/checkpoint.hpp"
-#include "golden/hf_config.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
+#include "golden/checkpoint/hf_config.hpp"
 
 namespace cf::apps {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
+constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22,
+                       kMaxTokens = 1 << 20;
 
 struct Options {
-  std::string model, preset, dtype, quant, layers, stack_layers, seq_lens, backend = "cpu", json, csv, dump;
+  std::string model, preset, quant, layers, first_layers, kv_lens, backend = "cpu", json, csv, dump;
+  std::optional<DType> dtype;
   std::optional<std::int64_t> group;  // with quant
   std::uint64_t seed = 0;
-  std::int64_t batch = 1, threads = omp_get_max_threads();
+  std::int64_t batch = 1, q_len = 1, threads = omp_get_max_threads();
   BenchOptions bench;
   DeviceOptions device;
-  bool check = false, stack = false, ablate = false;
+  bool check = false, whole_model = false, ablate = false;
+
+  bool cuda() const { return backend == "cuda"; }
 };
 
-/// Where layers come from. One at a time is in memory: a checkpoint is opened anew for each and unmapped with it.
+/// Where layers come from. A checkpoint is opened once; a layer's pages are in memory as long as its weights are held.
 class Source {
  public:
   static Result<Source> open(const Options& o) {
-    if (o.model.empty() == o.preset.empty())
-      return Status::error(Code::invalid_argument, std::string("expected one of --model and --preset, got ") +
-                                                       (o.model.empty() ? "none" : "both"));
     if (o.model.empty()) {
       Result<ModelConfig> preset = find_preset(o.preset);
       if (!preset) return preset.status();
-      if (!o.dtype.empty())
-        preset->dtype = o.dtype == "f16" ? DType::f16 : o.dtype == "bf16" ? DType::bf16 : DType::f32;
+      preset->dtype = o.dtype.value_or(preset->dtype);
       WeightFormat linears;
       if (!o.quant.empty()) linears = {.bits = 4, .group_size = o.group.value_or(128)};
       return Source(o, std::move(*preset), linears);
     }
-    if (!o.quant.empty())
-      return Status::error(Code::invalid_argument,
-                           fmt::format("--quant {}: expected with --preset; a checkpoint has its own", o.quant));
-    if (!o.dtype.empty())
-      return Status::error(Code::invalid_argument,
-                           fmt::format("--dtype {}: expected with --preset; a checkpoint has its own", o.dtype));
-    const Result<golden::Checkpoint> checkpoint = golden::Checkpoint::open(o.model);
-    if (!checkpoint) return checkpoint.status();
-    const auto& gptq = checkpoint->gptq();
-    return Source(o, checkpoint->config(), gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
+    CF_TRY_ASSIGN(checkpoint::Checkpoint checkpoint, checkpoint::Checkpoint::open(o.model));
+    const auto& gptq = checkpoint.gptq();
+    Source source(o, checkpoint.config(), gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
+    source.checkpoint_ = std::move(checkpoint);
+    return source;
   }
 
   const ModelConfig& config() const { return config_; }
-  bool is_checkpoint() const { return !directory_.empty(); }
-  /// What the weights are, for the report.
+  /// The format of the Linears, or of the quantised ones among them.
+  const WeightFormat& linears() const { return linears_; }
+  bool is_checkpoint() const { return checkpoint_.has_value(); }
+  const std::string& directory() const { return directory_; }
+  /// The weights, as the report names them.
   std::string description() const {
     const std::string format = linears_.bits == 0 ? ""
                                : linears_.group_size == -1
@@ -76,19 +76,16 @@ class Source {
     if (is_checkpoint()) return "checkpoint " + directory_ + (format.empty() ? "" : ", " + format);
     return fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, seed_);
   }
-  const std::string& directory() const { return directory_; }
 
   Result<golden::GoldenWeights> load(std::int64_t layer) const {
-    if (!is_checkpoint()) {
-      auto owned = std::make_shared<OwnedLayerWeights>(procedural_layer(config_, layer, seed_, linears_));
+    if (!checkpoint_) {
+      auto owned =
+          std::make_shared<OwnedLayerWeights>(procedural_layer(config_, config_.dtype, layer, seed_, linears_));
       return golden::GoldenWeights{owned->weights, config_.dtype, owned};
     }
-    Result<golden::Checkpoint> checkpoint = golden::Checkpoint::open(directory_);
-    if (!checkpoint) return checkpoint.status();
-    Result<golden::CheckpointLayer> loaded = checkpoint->layer(layer);
-    if (!loaded) return loaded.status();
-    auto owned = std::make_shared<golden::CheckpointLayer>(std::move(*loaded));
-    return golden::GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
+    CF_TRY_ASSIGN(checkpoint::CheckpointLayer loaded, checkpoint_->layer(layer));
+    CF_TRY(checkpoint_->check_finite(loaded));
+    return golden::GoldenWeights{loaded.weights, loaded.dtype, loaded.storage, loaded.notes};
   }
 
  private:
@@ -99,111 +96,118 @@ class Source {
   std::uint64_t seed_;
   ModelConfig config_;
   WeightFormat linears_;
+  std::optional<checkpoint::Checkpoint> checkpoint_;  // empty for procedural weights
 };
 
-/// What the options ask for, all of it looked at before any work.
+/// The configurations that the options ask for.
 struct Plan {
-  Source source;
-  std::vector<std::int64_t> layers, stack_layers, seq_lens;  // stack_layers: empty for all
-  std::optional<DeviceDescription> device{};                 // with --backend cuda
-  std::vector<std::string> notes{};                          // of the checkpoint
+  std::optional<Source> source{};
+  std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // first_layers is empty for all
+  std::optional<DeviceDescription> device{};                      // with --backend cuda
+  DType activation = kActivation;                                 // on a GPU the dtype of the stored weights
+  std::vector<std::string> notes{};                               // of the checkpoint
 };
+
+/// Refuses options that another option rules out.
+void check_together(const Options& o, const CommandLine& line, Faults& faults) {
+  if (!o.cuda())
+    for (const char* option : {"--whole-model", "--impl", "--arch-plan"})
+      if (line.given(option)) faults.add(fmt::format("{}: expected with --backend cuda", option));
+  if (o.bench.warm && o.whole_model)
+    faults.add("--warm: expected without --whole-model: no cache holds the weights of all layers");
+  if (o.cuda() && !o.dump.empty() && o.device.impls != "unfused")
+    faults.add("--dump: expected with --impl unfused, the only one to keep every site's output");
+}
+
+/// Opens the model, and takes the numbers that its sizes bound.
+void take_model(const Options& o, Plan& plan, Faults& faults) {
+  Result<Source> source = Source::open(o);
+  if (!source) return faults.add(source.status());
+  const ModelConfig& m = source->config();
+  const auto take = [&](const char* option, const std::string& text, const Range& range,
+                        std::vector<std::int64_t>& values) {
+    if (text.empty()) return;
+    Result<std::vector<std::int64_t>> taken = parse_sweep(option, text, range);
+    faults.add(taken.status());
+    if (taken) values = std::move(*taken);
+  };
+  take("--layer", o.whole_model ? "0" : o.layers, {0, m.num_hidden_layers - 1, "layers of " + m.name}, plan.layers);
+  take("--first-layers", o.first_layers, {1, m.num_hidden_layers, "layers of " + m.name}, plan.first_layers);
+  const Range positions{1, m.max_position_embeddings, "positions of " + m.name};
+  if (!positions.holds(o.q_len))
+    faults.expected("--q-len", positions.text(), std::to_string(o.q_len));
+  else
+    take("--kv-len", o.kv_lens,
+         {o.q_len, m.max_position_embeddings,
+          o.q_len == 1 ? positions.note : fmt::format("from q_len to the positions of {}", m.name)},
+         plan.kv_lens);
+  plan.source.emplace(std::move(*source));
+  const std::size_t count = plan.layers.size() * plan.kv_lens.size();
+  if (!o.dump.empty() && count > 1)
+    faults.add(fmt::format("--dump: expected one configuration, got {} from --layer and --kv-len", count));
+}
 
 /// Refuses a step that this machine's memory cannot hold.
 Status check_memory(const Source& source, const Options& o, std::int64_t longest) {
   const ModelConfig& m = source.config();
-  // The cache and, several times over, a token's activations; the oracle holds them once more in float64.
-  const double elements = double(o.batch) * (2 * double(longest) * double(m.hidden_size) + 12 * double(m.hidden_size) +
-                                             double(m.intermediate_size));
+  // The cache, and a token's activations several times over. The oracle holds them once more in float64.
+  const double elements =
+      double(o.batch) * (2 * double(longest) * double(m.hidden_size) +
+                         double(o.q_len) * (12 * double(m.hidden_size) + double(m.intermediate_size)));
   const double weights = source.is_checkpoint() ? 0 : double(m.layer_parameters()) * double(size_bytes(m.dtype));
   const double needed = elements * double(size_bytes(kActivation) + (o.check ? size_bytes(DType::f64) : 0)) + weights;
   const double memory = double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
   if (needed <= memory) return {};
   return Status::error(Code::out_of_memory,
-                       fmt::format("--batch {} with --seq-len {}: needs {:.1f} GB of memory, expected at most this "
+                       fmt::format("--batch {} with --kv-len {}: needs {:.1f} GB of memory, expected at most this "
                                    "machine's {:.1f} GB",
                                    o.batch, longest, needed * 1e-9, memory * 1e-9));
 }
 
-/// Refuses options that one backend has and the other was asked for.
-Status check_backend_options(const Options& o, Backend backend) {
-  const bool cuda = backend == Backend::cuda;
-  const auto refuse = [&](const char* option, const char* why) {
-    return Status::error(Code::invalid_argument, fmt::format("{}: {}", option, why));
-  };
-  if (!cuda && o.stack) return refuse("--stack", "expected with --backend cuda");
-  if (o.ablate && !o.stack) return refuse("--ablate", "expected with --stack");
-  if (!cuda && !o.device.impls.empty()) return refuse("--impl", "expected with --backend cuda");
-  if (!cuda && !o.device.arch_plan.empty()) return refuse("--arch-plan", "expected with --backend cuda");
-  if (cuda && !o.dump.empty()) return refuse("--dump", "expected with --backend cpu");
-  if (!o.quant.empty() && !o.dump.empty()) return refuse("--dump", "excludes --quant: golden files hold dense weights");
-  if (o.quant.empty() && o.group) return refuse("--group", "expected with --quant");
-  if (o.group && *o.group != -1 && (*o.group < 1 || *o.group > kMaxGroup))
-    return refuse("--group", fmt::format("expected -1 or 1 to {}, got {}", kMaxGroup, *o.group).c_str());
-  if (o.stack && !o.layers.empty()) return refuse("--layer", "excludes --stack, which times all layers");
-  if (!o.stack && !o.stack_layers.empty()) return refuse("--stack-layers", "expected with --stack");
-  if (!o.stack && o.layers.empty())
-    return Status::error(Code::invalid_argument, "--layer is required, or --stack for all layers");
-  return {};
+DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
+  DeviceBenchRequest request{.config = plan.source->config(),
+                             .load = [&](std::int64_t layer) { return plan.source->load(layer); },
+                             .procedural = !plan.source->is_checkpoint(),
+                             .layer = plan.layers.front(),
+                             .whole_model = o.whole_model,
+                             .first_layers = plan.first_layers,
+                             .kv_lens = plan.kv_lens,
+                             .batch = o.batch,
+                             .q_len = o.q_len,
+                             .seed = o.seed,
+                             .bench = o.bench,
+                             .check = o.check,
+                             .ablate = o.ablate,
+                             .device = o.device};
+  request.config.dtype = plan.activation;
+  return request;
 }
 
-Result<Plan> make_plan(const Options& o) {
-  const Result<Backend> backend = choose_backend(o.backend);
-  if (!backend) return backend.status();
-  CF_TRY(check_backend_options(o, *backend));
-  std::optional<DeviceDescription> device;
-  if (*backend == Backend::cuda) {
-    Result<DeviceDescription> described = describe_device(o.device);
-    if (!described) return described.status();
-    device = std::move(*described);
-  }
-  const auto bounded = [](const char* option, std::int64_t value, std::int64_t lowest, std::int64_t highest) {
-    return check_bounds(option, value, {lowest, highest, fmt::format("expected {} to {}", lowest, highest)});
-  };
-  CF_TRY(bounded("--threads", o.threads, 1, kMaxThreads));
-  CF_TRY(bounded("--batch", o.batch, 1, kMaxBatch));
-  CF_TRY(bounded("--runs", o.bench.runs, 1, kMaxRuns));
-  CF_TRY(bounded("--warmup", o.bench.warmup, 0, kMaxRuns));
-  Result<Source> source = Source::open(o);
-  if (!source) return source.status();
-
-  const ModelConfig& m = source->config();
-  const auto sweep = [&](const char* option, const std::string& text, std::int64_t lowest, std::int64_t highest,
-                         const char* what) {
-    return parse_sweep(option, text,
-                       {lowest, highest, fmt::format("{} has {} {} to {}", m.name, what, lowest, highest)});
-  };
-  Result<std::vector<std::int64_t>> layers =
-      sweep("--layer", o.stack ? "0" : o.layers, 0, m.num_hidden_layers - 1, "layers");
-  if (!layers) return layers.status();
-  std::vector<std::int64_t> stack_layers;
-  if (!o.stack_layers.empty()) {
-    Result<std::vector<std::int64_t>> counts =
-        sweep("--stack-layers", o.stack_layers, 1, m.num_hidden_layers, "stacks of");
-    if (!counts) return counts.status();
-    stack_layers = std::move(*counts);
-  }
-  Result<std::vector<std::int64_t>> seq_lens =
-      sweep("--seq-len", o.seq_lens, 1, m.max_position_embeddings, "sequence lengths");
-  if (!seq_lens) return seq_lens.status();
-  CF_TRY(check_memory(*source, o, *std::max_element(seq_lens->begin(), seq_lens->end())));
-
-  if (const std::size_t count = layers->size() * seq_lens->size(); !o.dump.empty() && count != 1)
-    return Status::error(
-        Code::invalid_argument,
-        fmt::format("--dump {}: expected one configuration, got {} from --layer and --seq-len", o.dump, count));
-  for (const std::string& file : {o.json, o.csv, o.dump})
-    if (!file.empty()) CF_TRY(check_writable(file));
-  // A fault in the last layer shows before the first is timed.
-  std::vector<std::string> notes;
-  if (source->is_checkpoint())
-    for (std::int64_t layer : *layers) {
-      const auto loaded = source->load(layer);
+/// Refuses, before any output, what would fail later: layers that cannot be loaded, too little memory, and on a GPU
+/// what an implementation does not take.
+Status check_run(const Options& o, Plan& plan) {
+  const Source& source = *plan.source;
+  CF_TRY(check_memory(source, o, *std::max_element(plan.kv_lens.begin(), plan.kv_lens.end())));
+  CF_TRY(check_threads("--threads", o.threads));
+  if (source.is_checkpoint())
+    for (std::int64_t layer : plan.layers) {
+      const auto loaded = source.load(layer);
       if (!loaded) return loaded.status();
-      notes.insert(notes.end(), loaded->notes.begin(), loaded->notes.end());
+      plan.notes.insert(plan.notes.end(), loaded->notes.begin(), loaded->notes.end());
+      if (o.cuda()) plan.activation = loaded->dtype;
     }
-  return Plan{std::move(*source),   std::move(*layers), std::move(stack_layers),
-              std::move(*seq_lens), std::move(device),  std::move(notes)};
+  if (!o.cuda()) return {};
+  if (!source.is_checkpoint()) plan.activation = source.config().dtype;
+  Result<DeviceDescription> described = describe_device(o.device);
+  if (!described) return described.status();
+  plan.device = std::move(*described);
+  DeviceBenchRequest request = device_request(o, plan);
+  for (std::int64_t layer : plan.layers) {
+    request.layer = layer;
+    CF_TRY(check_on_device(request));
+    if (request.procedural) break;  // the others have the same sizes and formats
+  }
+  return {};
 }
 
 std::string cpu_name() {
@@ -221,28 +225,41 @@ std::string relative_checkpoint(const std::string& directory, const std::string&
   return fs::relative(directory, from, none).string();
 }
 
+/// Writes --dump's file: the step's inputs, and the taps that the walk makes.
 Status write_dump(const Options& o, const Source& source, const RunInfo& run, const LayerReport& report,
-                  const golden::GoldenWeights& weights, LayerState& state) {
+                  LayerState& inputs, const SiteWalk& walk) {
   golden::GoldenMeta meta;
   meta.producer = fmt::format("cf-layer {}", run.version);
   meta.command = run.command;
   meta.versions = fmt::format(R"({{"cf": "{}", "commit": "{}"}})", run.version, run.commit);
   meta.model = source.config().name;
   meta.config = source.config();
-  meta.config.dtype = weights.dtype;
-  meta.config_json = golden::to_hf_json(meta.config);
+  meta.config.dtype = report.weights_dtype;
+  meta.config_json = checkpoint::to_hf_json(meta.config);
   meta.layer = report.layer;
-  meta.dtype = weights.dtype;
+  meta.dtype = report.weights_dtype;
   meta.seed = o.seed;
   meta.load = report.load;
   meta.kv_len.assign(std::size_t(report.load.batch), std::int32_t(report.load.kv_len));
-  meta.weights = source.is_checkpoint() ? "checkpoint" : "procedural";
   meta.weights_checksum = report.weights_checksum;
-  if (source.is_checkpoint()) meta.weights_checkpoint = relative_checkpoint(source.directory(), o.dump);
-  return dump_layer(o.dump, std::move(meta), run.cpu, weights.weights, state);
+  if (source.is_checkpoint()) {
+    meta.weights = "checkpoint";
+    meta.weights_checkpoint = relative_checkpoint(source.directory(), o.dump);
+  } else {
+    meta.linears = source.linears();
+    meta.weights = meta.linears.bits ? "procedural_gptq" : "procedural";
+  }
+  const std::string dtype(to_string(run.activation));
+  return dump_layer(o.dump, std::move(meta),
+                    {.name = fmt::format("{}_{}", run.backend, dtype),
+                     .dtype = dtype,
+                     .attn_implementation = o.cuda() ? "cuda" : "cpu_ref",
+                     .device = run.device ? run.device->name : run.cpu,
+                     .taps = {}},
+                    inputs, walk);
 }
 
-/// Times, checks and dumps one configuration; `label` heads its progress bar.
+/// Times, checks and dumps one configuration on the CPU; `label` heads its progress bar.
 Result<LayerReport> measure(const Options& o, const Source& source, const RunInfo& run, LayerReport report,
                             const golden::GoldenWeights& weights, const std::string& label) {
   const ModelConfig& m = source.config();
@@ -260,7 +277,7 @@ Result<LayerReport> measure(const Options& o, const Source& source, const RunInf
     if (!check) return check.status();
     report.check = std::move(*check);
   }
-  if (!o.dump.empty()) CF_TRY(write_dump(o, source, run, report, weights, state));
+  if (!o.dump.empty()) CF_TRY(write_dump(o, source, run, report, state, cpu_walk(m, weights.weights, state)));
   return report;
 }
 
@@ -271,12 +288,13 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
     words.insert(words.end(), {option, std::move(value)});
   };
   o.model.empty() ? add("--preset", o.preset) : add("--model", o.model);
-  if (!o.dtype.empty()) add("--dtype", o.dtype);
+  if (o.dtype) add("--dtype", std::string(to_string(*o.dtype)));
   if (!o.quant.empty()) add("--quant", o.quant);
   if (o.group) add("--group", std::to_string(*o.group));
   add("--seed", std::to_string(o.seed));
   add("--layer", std::to_string(r.layer));
-  add("--seq-len", std::to_string(r.load.kv_len));
+  add("--kv-len", std::to_string(r.load.kv_len));
+  if (r.load.q_len > 1) add("--q-len", std::to_string(r.load.q_len));
   add("--batch", std::to_string(r.load.batch));
   if (r.device) {
     add("--backend", o.backend);
@@ -291,9 +309,9 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
 
 /// Measures all configurations on the CPU, one after the other, with one layer in memory at a time.
 Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
-                      const std::function<void(LayerReport)>& report) {
-  const Source& source = plan.source;
-  const std::size_t count = plan.layers.size() * plan.seq_lens.size();
+                      const std::function<Status(const LayerReport&)>& report) {
+  const Source& source = *plan.source;
+  const std::size_t count = plan.layers.size() * plan.kv_lens.size();
   std::size_t place = 0;
   for (std::int64_t layer : plan.layers) {
     std::optional<Progress> loading(std::in_place, fmt::format("loading layer {}", layer), 1);
@@ -301,62 +319,37 @@ Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
     if (!weights) return weights.status();
     const std::uint64_t checksum = weights_checksum(source.config(), weights->weights);
     loading.reset();
-    for (std::int64_t seq_len : plan.seq_lens) {
+    for (std::int64_t kv_len : plan.kv_lens) {
       const LayerReport todo{.layer = layer,
-                             .load = {.batch = o.batch, .kv_len = seq_len},
+                             .load = {.batch = o.batch, .q_len = o.q_len, .kv_len = kv_len},
                              .weights_dtype = weights->dtype,
                              .weights_checksum = checksum,
                              .timing = {},
                              .check = {},
                              .device = {}};
-      const std::string label = fmt::format("layer {}, seq_len {} ({} of {})", layer, seq_len, ++place, count);
-      Result<LayerReport> measured = measure(o, source, info, todo, *weights, label);
+      const std::string label = fmt::format("layer {}, kv_len {} ({} of {})", layer, kv_len, ++place, count);
+      const Result<LayerReport> measured = measure(o, source, info, todo, *weights, label);
       if (!measured) return measured.status();
-      report(std::move(*measured));
+      CF_TRY(report(*measured));
     }
   }
   return {};
 }
 
-/// The same on a GPU, each layer among as many others as keep it cold.
-Status measure_on_device(const Options& o, const Plan& plan, const RunInfo& info,
-                         const std::function<void(LayerReport)>& report,
-                         const std::function<void(AblationReport)>& ablation) {
-  DeviceBenchRequest request{.config = plan.source.config(),
-                             .load = [&](std::int64_t layer) { return plan.source.load(layer); },
-                             .stack = o.stack,
-                             .stack_layers = plan.stack_layers,
-                             .seq_lens = plan.seq_lens,
-                             .batch = o.batch,
-                             .seed = o.seed,
-                             .bench = o.bench,
-                             .check = o.check,
-                             .ablate = o.ablate,
-                             .device = o.device};
-  request.config.dtype = info.activation;
+/// Measures all configurations on a GPU, with as many layers in its memory as make each layer's weights cold.
+Status measure_on_device(const Options& o, const Plan& plan, const DeviceBenchSink& sink) {
+  DeviceBenchRequest request = device_request(o, plan);
   for (std::int64_t layer : plan.layers) {
     request.layer = layer;
-    CF_TRY(bench_on_device(request, report, ablation));
+    CF_TRY(bench_on_device(request, sink));
   }
   return {};
 }
 
-/// The dtype of the activations: on a GPU that of the stored weights.
-Result<DType> activation_dtype(const Plan& plan) {
-  if (!plan.device) return kActivation;
-  if (!plan.source.is_checkpoint()) return plan.source.config().dtype;
-  const Result<golden::GoldenWeights> weights = plan.source.load(plan.layers.front());
-  if (!weights) return weights.status();
-  return weights->dtype;
-}
-
-int run(const Options& o, const std::string& command) {
-  const Result<Plan> plan = make_plan(o);
-  if (!plan) return fail(plan.status());
-  const Result<DType> activation = activation_dtype(*plan);
-  if (!activation) return fail(activation.status());
-  print_notes(plan->notes);
-  const Source& source = plan->source;
+int run(const Options& o, Plan& plan, const std::string& command) {
+  if (const Status s = check_run(o, plan); !s) return fail(s);
+  print_notes(plan.notes);
+  const Source& source = *plan.source;
   omp_set_num_threads(int(o.threads));
   RunInfo info{.version = CF_VERSION,
                .commit = std::string(commit()),
@@ -367,92 +360,109 @@ int run(const Options& o, const std::string& command) {
                .weights = source.description(),
                .threads = o.threads,
                .seed = o.seed,
-               .activation = *activation,
+               .activation = plan.activation,
                .bench = o.bench,
                .device = {},
                .launch_plan = {}};
-  if (plan->device) {
-    info.device = plan->device->info;
-    info.launch_plan = plan->device->launch_plan;
+  if (plan.device) {
+    info.device = plan.device->info;
+    info.launch_plan = plan.device->launch_plan;
   }
   print_header(stdout, info);
 
   std::vector<LayerReport> reports;
   std::vector<AblationReport> ablations;
   bool ok = true;
-  const auto add = [&](LayerReport report) {
+  // The files hold after each configuration what is done, so that neither an error nor an interrupt loses it.
+  const auto write_files = [&](bool complete) -> Status {
+    std::fflush(stdout);
+    CF_TRY(write_report(o.json, complete, [&] { return report_json(info, reports, ablations, complete); }));
+    return write_report(o.csv, complete, [&] { return report_csv(info, reports); });
+  };
+  DeviceBenchSink sink;
+  sink.report = [&](const LayerReport& report) {
     print_report(stdout, info, report);
     if (report.check && !report.check->ok()) {
       ok = false;
       fmt::print("reproduce: {}\n", reproduce_line(o, report));
     }
-    std::fflush(stdout);
-    reports.push_back(std::move(report));
+    reports.push_back(report);
+    return write_files(false);
   };
-  const auto add_ablation = [&](AblationReport report) {
-    print_ablation(stdout, report);
+  sink.ablation = [&](const AblationReport& report) {
+    print_ablation(stdout, info, report);
     ok = ok && report.ok();
-    std::fflush(stdout);
-    ablations.push_back(std::move(report));
+    ablations.push_back(report);
+    return write_files(false);
   };
-  if (const Status s =
-          plan->device ? measure_on_device(o, *plan, info, add, add_ablation) : measure_on_cpu(o, *plan, info, add);
-      !s)
+  if (!o.dump.empty())
+    sink.dump = [&](const LayerReport& report, LayerState& inputs, const SiteWalk& walk) {
+      return write_dump(o, source, info, report, inputs, walk);
+    };
+  if (const Status s = plan.device ? measure_on_device(o, plan, sink) : measure_on_cpu(o, plan, info, sink.report); !s)
     return fail(s);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
-  if (!o.json.empty())
-    if (const Status s = write_file_atomically(o.json, report_json(info, reports, ablations)); !s) return fail(s);
-  if (!o.csv.empty())
-    if (const Status s = write_file_atomically(o.csv, report_csv(info, reports)); !s) return fail(s);
+  if (const Status s = write_files(true); !s) return fail(s);
   return ok ? kOk : kComparisonFailed;
 }
 
 int run(int argc, const char* const* argv) {
   Options o;
-  CLI::App app("Times one layer of a GPT-NeoX model, site by site, beside a plain read of its weights, and checks it.");
-  app.add_option("--model", o.model, "Checkpoint directory: config.json and safetensors");
-  app.add_option("--preset", o.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
-  // CLI11 2.1 wraps a negative number around.
-  app.add_option("--seed", o.seed, "Seed of procedural weights and activations")
-      ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
-  app.add_option("--dtype", o.dtype, "Stored dtype of a preset's weights; f16 when left out")
-      ->check(CLI::IsMember({"f16", "bf16", "f32"}));
-  app.add_option("--quant", o.quant, "Quantise a preset's Linears: gptq, of 4 bits")->check(CLI::IsMember({"gptq"}));
-  app.add_option("--group", o.group, "Inputs that share a scale with --quant, -1 for all; 128 when left out");
-  app.add_option("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
-  app.add_flag("--stack", o.stack, "All layers back to back (cuda)");
-  app.add_flag("--ablate", o.ablate, "Also with parts of the persistent kernel's design another way (cuda, --stack)");
-  app.add_option(
-      "--stack-layers", o.stack_layers,
-      "With --stack, so many layers from the first on in place of all: numbers and ranges, such as 1,2,4,8-32");
-  app.add_option("--seq-len", o.seq_lens,
-                 "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048")
-      ->required();
-  app.add_option("--batch", o.batch, "Sequences, one new token each")->capture_default_str();
-  app.add_option("--backend", o.backend, "cpu or cuda")->capture_default_str();
-  app.add_option(
+  Plan plan;
+  CommandLine line(
+      "Times one layer of a GPT-NeoX model, site by site, beside a plain read of its weights, and checks it.",
+      std::string("cf-layer ") + CF_VERSION);
+  line.text("--model", o.model, "Checkpoint directory: config.json and safetensors");
+  line.text("--preset", o.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
+  line.seed("--seed", o.seed, "Seed of procedural weights and activations");
+  line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
+             "Stored dtype of a preset's weights, float16 when left out");
+  line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
+  line.integer("--group", o.group, {1, kMaxGroup, "", -1},
+               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  line.text("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
+  line.flag("--whole-model", o.whole_model, "Time all layers back to back (cuda)");
+  line.text("--first-layers", o.first_layers,
+            "With --whole-model, so many layers from the first on: numbers and ranges, such as 1,2,4,8-32");
+  line.flag("--ablate", o.ablate, "With --whole-model, time variants of the persistent kernel, too");
+  line.text("--kv-len,--seq-len", o.kv_lens,
+            "Valid cache entries after the new tokens are appended: numbers and ranges, such as 128,512,2048");
+  line.integer("--q-len", o.q_len, {1, kMaxTokens}, "New tokens of each sequence; more than 1 is a prefill");
+  line.integer("--batch", o.batch, {1, kMaxBatch}, "Sequences");
+  line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the layer");
+  line.text(
       "--impl", o.device.impls,
-      "How a step is launched: a list of unfused, graph, split, fused and stack (cuda); graph when left out");
-  app.add_option("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
-  app.add_option("--runs", o.bench.runs, "Timed runs")->capture_default_str();
-  app.add_option("--warmup", o.bench.warmup, "Runs before the timed ones")->capture_default_str();
-  app.add_option("--threads", o.threads, "Threads")->capture_default_str();
-  app.add_flag("--warm", o.bench.warm, "Leave weights and cache in the processor's caches between runs");
-  app.add_flag("--check", o.check, "Compare with the float64 oracle; exit code 1 outside the budget");
-  app.add_option("--json", o.json, "Write everything as JSON");
-  app.add_option("--csv", o.csv, "Write a row a site as CSV");
-  app.add_option("--dump", o.dump, "Write the step with all taps as a golden file (one configuration)");
-  app.set_version_flag("--version", std::string("cf-layer ") + CF_VERSION);
-  if (const auto end = parse(app, argc, argv)) return *end;
-  try {
-    return run(o, shell_command(argc, argv));
-  } catch (const std::bad_alloc&) {
-    return fail("not enough memory for this configuration");
-  }
+      "How a step is launched: a list of unfused, graph, split, layer and persistent (cuda); graph when left out");
+  line.text("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
+  line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
+  line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
+  line.integer("--threads", o.threads, {1, kMaxThreads}, "Threads");
+  line.flag("--warm", o.bench.warm, "Leave weights and cache in the processor's caches between runs");
+  line.flag("--check", o.check, "Compare with the float64 oracle; exit code 1 outside the budget");
+  line.output("--json", o.json, "Write everything as JSON, anew after each configuration");
+  line.output("--csv", o.csv, "Write a row for each site as CSV, anew after each configuration");
+  line.output("--dump", o.dump, "Write the step with all taps as a golden file (one configuration)");
+  line.require_one("--model", "--preset");
+  line.require_one("--layer", "--whole-model");
+  line.require("--kv-len");
+  line.needs("--dtype", "--preset");
+  line.needs("--quant", "--preset");
+  line.needs("--group", "--quant");
+  line.needs("--first-layers", "--whole-model");
+  line.needs("--ablate", "--whole-model");
+  line.excludes("--dump", "--whole-model");
+  line.check([&](Faults& faults) {
+    check_together(o, line, faults);
+    if (const auto backend = choose_backend(o.backend); !backend) faults.add(backend.status());
+    if (line.given("--model") != line.given("--preset")) take_model(o, plan, faults);
+  });
+  if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
+  return run(o, plan, shell_command(argc, argv));
 }
 
 }  // namespace
 }  // namespace cf::apps
 
-int main(int argc, char** argv) { return cf::apps::run(argc, argv); }
+int main(int argc, char** argv) {
+  return cf::apps::run_main([&] { return cf::apps::run(argc, argv); });
+}

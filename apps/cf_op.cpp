@@ -1,15 +1,16 @@
 // cf-op: times single ops of the CUDA backend beside what the GPU's memory can do.
 #include <fmt/format.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "apps/common.hpp"
-#include "apps/op_bench.hpp"
-#include "apps/sweep.hpp"
+#include "apps/bench/op_bench.hpp"
+#include "apps/bench/report_file.hpp"
+#include "apps/cli/options.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/cli/sweep.hpp"
+#include "apps/cli/table.hpp"
 
 namespace cf::apps {
 namespace {
@@ -19,25 +20,13 @@ using Json = nlohmann::ordered_json;
 constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
 
 struct Options {
-  std::string op, preset, batches = "1", kv_lens = "1", dtype = "float16", quant, json;
+  std::string preset, batches = "1", kv_lens = "1", quant, json;
+  std::optional<DType> dtype;
   std::optional<std::int64_t> group;  // with quant
-  OpBenchOptions bench;
+  OpBenchRequest request;
 };
 
-/// What the options ask for, all of it looked at before any work.
-struct Plan {
-  ModelConfig model;
-  std::vector<Workload> loads;
-  OpBenchOptions bench;
-};
-
-/// The rates of the GPU's memory in this run; the best of each is a limit.
-struct Rates {
-  std::vector<double> read_bytes_per_s, copy_bytes_per_s;
-  static double best(const std::vector<double>& series) { return *std::max_element(series.begin(), series.end()); }
-};
-
-/// A timing with the workload that it was taken at and the rate that limits it.
+/// One timing, its workload and the rate that limits it.
 struct Row {
   Workload load;
   OpTiming op;
@@ -47,178 +36,179 @@ struct Row {
   const char* limit() const { return op.limited_by_copy ? "copy" : "read"; }
   double floor_us() const { return timing().bytes / limit_bytes_per_s * 1e6; }
   double percent_of_limit() const { return 100 * floor_us() / timing().time_us.median; }
+  std::string limit_note(const DeviceInfo& gpu) const {
+    return apps::limit_note(percent_of_limit(), timing().bytes, timing().own_bytes,
+                            {.name = "the L2", .cache_bytes = double(gpu.l2_bytes), .layers = double(op.layers)});
+  }
 };
 
-Result<Plan> make_plan(const Options& o) {
-  const auto among = [&](const std::vector<std::string_view>& ops) {
-    return std::find(ops.begin(), ops.end(), o.op) != ops.end();
-  };
-  if (!among(op_names()))
-    return Status::error(Code::invalid_argument,
-                         fmt::format("op '{}' is unknown, expected one of {}", o.op, fmt::join(op_names(), ", ")));
-  if (!o.quant.empty() && !among(linear_op_names()))
-    return Status::error(Code::invalid_argument, fmt::format("--quant {}: expected with one of {}, got {}", o.quant,
-                                                             fmt::join(linear_op_names(), ", "), o.op));
-  if (o.quant.empty() && o.group) return Status::error(Code::invalid_argument, "--group: expected with --quant");
+/// What has been measured so far.
+struct Report {
+  DeviceInfo gpu{};
+  MemoryRates rates{};
+  std::vector<Row> rows{};
+};
+
+double best(const std::vector<double>& series) { return *std::max_element(series.begin(), series.end()); }
+
+/// Opens the model, and fills the request with what its sizes bound.
+void take_model(Options& o, Faults& faults) {
+  OpBenchRequest& r = o.request;
   Result<ModelConfig> model = find_preset(o.preset);
-  if (!model) return model.status();
-  const std::optional<DType> dtype = dtype_from_string(o.dtype);
-  if (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32)
-    return Status::error(Code::invalid_argument,
-                         fmt::format("--dtype {}: expected float16, bfloat16 or float32", o.dtype));
-  const auto bounds = [](std::int64_t lowest, std::int64_t highest) {
-    return Bounds{lowest, highest, fmt::format("expected {} to {}", lowest, highest)};
-  };
-  if (o.group && *o.group != -1)
-    CF_TRY(check_bounds("--group", *o.group, {1, kMaxGroup, fmt::format("expected -1 or 1 to {}", kMaxGroup)}));
-  CF_TRY(check_bounds("--layers", o.bench.layers, bounds(0, OpBenchOptions::kMaxLayers)));
-  CF_TRY(check_bounds("--runs", o.bench.bench.runs, bounds(1, kMaxRuns)));
-  CF_TRY(check_bounds("--warmup", o.bench.bench.warmup, bounds(0, kMaxRuns)));
-  const auto batches = parse_sweep("--batch", o.batches, bounds(1, kMaxTokens));
-  if (!batches) return batches.status();
-  const std::int64_t longest = model->max_position_embeddings;
-  const auto kv_lens = parse_sweep("--kv-len", o.kv_lens,
-                                   {1, longest, fmt::format("{} has sequence lengths 1 to {}", model->name, longest)});
-  if (!kv_lens) return kv_lens.status();
-  if (!o.json.empty() && o.json != "-") CF_TRY(check_writable(o.json));
-
-  Plan plan{.model = std::move(*model), .loads = {}, .bench = o.bench};
-  plan.bench.dtype = *dtype;
-  if (!o.quant.empty()) plan.bench.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  if (!model) return faults.add(model.status());
+  r.model = std::move(*model);
+  r.dtype = o.dtype.value_or(DType::f16);
+  if (!o.quant.empty()) r.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  const auto batches = parse_sweep("--batch", o.batches, {1, kMaxTokens});
+  const auto kv_lens =
+      parse_sweep("--kv-len", o.kv_lens, {1, r.model.max_position_embeddings, "positions of " + r.model.name});
+  faults.add(batches.status());
+  faults.add(kv_lens.status());
+  if (!batches || !kv_lens) return;
   for (std::int64_t batch : *batches)
-    for (std::int64_t kv_len : *kv_lens) plan.loads.push_back({.batch = batch, .kv_len = kv_len});
-  return plan;
+    for (std::int64_t kv_len : *kv_lens) r.loads.push_back({.batch = batch, .kv_len = kv_len});
 }
 
-std::string weights(const Plan& plan) {
-  const WeightFormat& linears = plan.bench.linears;
-  if (linears.bits == 0) return "procedural";
-  return fmt::format("procedural, GPTQ of {} bits, {}", linears.bits,
-                     linears.group_size == -1 ? "one group" : fmt::format("group {}", linears.group_size));
+std::vector<std::string> names(const std::vector<std::string_view>& ops) { return {ops.begin(), ops.end()}; }
+
+std::string weights(const OpBenchRequest& r) {
+  if (r.linears.bits == 0) return "procedural";
+  return fmt::format("procedural, GPTQ of {} bits, {}", r.linears.bits,
+                     r.linears.group_size == -1 ? "one group" : fmt::format("group {}", r.linears.group_size));
 }
 
-std::string report_json(const Options& o, const std::string& command, const Plan& plan, const DeviceInfo& gpu,
-                        const Rates& rates, const std::vector<Row>& rows) {
+std::string report_json(const OpBenchRequest& r, const std::string& command, const Report& report, bool complete) {
+  const MemoryRates& rates = report.rates;
   Json j = {{"program", "cf-op"},
             {"version", CF_VERSION},
             {"commit", commit()},
             {"command", command},
-            {"op", o.op},
-            {"model", plan.model.name},
-            {"dtype", to_string(plan.bench.dtype)},
-            {"weights", weights(plan)},
-            {"runs", plan.bench.bench.runs},
-            {"warmup", plan.bench.bench.warmup},
-            {"overlap", plan.bench.overlap},
-            {"read_best_gb_per_s", Rates::best(rates.read_bytes_per_s) * 1e-9},
+            {"op", r.op},
+            {"model", r.model.name},
+            {"dtype", to_string(r.dtype)},
+            {"weights", weights(r)},
+            {"runs", r.bench.runs},
+            {"warmup", r.bench.warmup},
+            {"overlap", r.overlap},
+            {"read_best_gb_per_s", best(rates.read_bytes_per_s) * 1e-9},
             {"read_median_gb_per_s", spread(rates.read_bytes_per_s).median * 1e-9},
-            {"copy_best_gb_per_s", Rates::best(rates.copy_bytes_per_s) * 1e-9},
+            {"copy_best_gb_per_s", best(rates.copy_bytes_per_s) * 1e-9},
             {"copy_median_gb_per_s", spread(rates.copy_bytes_per_s).median * 1e-9}};
-  add_device(j, gpu);
+  add_device(j, report.gpu);
+  j["l2_bytes"] = report.gpu.l2_bytes;
+  j["complete"] = complete;
   j["results"] = Json::array();
-  for (const Row& r : rows) {
-    const Timing& t = r.timing();
+  for (const Row& row : report.rows) {
+    const Timing& t = row.timing();
     j["results"].push_back({{"site", t.site},
-                            {"batch", r.load.batch},
-                            {"kv_len", r.load.kv_len},
-                            {"layers", r.op.layers},
-                            {"cold", r.op.cold},
+                            {"batch", row.load.batch},
+                            {"kv_len", row.load.kv_len},
+                            {"layers", row.op.layers},
+                            {"cold", row.op.cold},
                             {"median_us", t.time_us.median},
                             {"p10_us", t.time_us.p10},
                             {"p99_us", t.time_us.p99},
                             {"noise_percent", t.time_us.noise_percent()},
                             {"bytes", std::int64_t(t.bytes)},
                             {"gb_per_s", t.gb_per_s()},
-                            {"limit", r.limit()},
-                            {"floor_us", r.floor_us()},
-                            {"percent_of_limit", r.percent_of_limit()}});
+                            {"limit", row.limit()},
+                            {"floor_us", row.floor_us()},
+                            {"percent_of_limit", row.percent_of_limit()},
+                            {"limit_note", row.limit_note(report.gpu)}});
   }
   return j.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
-void print_report(const Options& o, const Plan& plan, const DeviceInfo& gpu, const Rates& rates,
-                  const std::vector<Row>& rows) {
+void print_report(const OpBenchRequest& r, const Report& report) {
+  const DeviceInfo& gpu = report.gpu;
+  const double read = best(report.rates.read_bytes_per_s) * 1e-9, copy = best(report.rates.copy_bytes_per_s) * 1e-9;
   fmt::print("# cf-op {}, commit {}\n\n", CF_VERSION, commit());
   fmt::print("- GPU: {}, CUDA {} (driver {}), memory clock {:.0f} MHz\n", gpu.name, gpu.runtime, gpu.driver,
              gpu.memory_clock_mhz);
-  fmt::print("- op: {} of {}, {}, weights {}, in a graph over the layers{}\n", o.op, plan.model.name,
-             to_string(plan.bench.dtype), weights(plan),
-             plan.bench.overlap ? ", each kernel may start before its predecessor is done" : "");
-  fmt::print("- streaming read: best {:.1f} GB/s; copy: best {:.1f} GB/s; each the limit where the table names it\n\n",
-             Rates::best(rates.read_bytes_per_s) * 1e-9, Rates::best(rates.copy_bytes_per_s) * 1e-9);
+  fmt::print("- op: {} of {}, {}, weights {}, in a graph over the layers{}\n\n", r.op, r.model.name, to_string(r.dtype),
+             weights(r), r.overlap ? ", each kernel may start before its predecessor is done" : "");
   Table table({"site", "batch", "kv_len", "layers", "cold", "median us", "p10 us", "p99 us", "bytes", "GB/s", "limit",
-               "floor us", "% of limit"});
-  for (const Row& r : rows) {
-    const Timing& t = r.timing();
-    table.add({t.site, fmt::format("{}", r.load.batch), fmt::format("{}", r.load.kv_len),
-               fmt::format("{}", r.op.layers), r.op.cold ? "yes" : "no", fmt::format("{:.2f}", t.time_us.median),
+               "floor us", fmt::format("% of read, {:.1f} GB/s, or copy, {:.1f} GB/s", read, copy), "note"});
+  for (const Row& row : report.rows) {
+    const Timing& t = row.timing();
+    table.add({t.site, fmt::format("{}", row.load.batch), fmt::format("{}", row.load.kv_len),
+               fmt::format("{}", row.op.layers), row.op.cold ? "yes" : "no", fmt::format("{:.2f}", t.time_us.median),
                fmt::format("{:.2f}", t.time_us.p10), fmt::format("{:.2f}", t.time_us.p99),
-               fmt::format("{:.0f}", t.bytes), fmt::format("{:.1f}", t.gb_per_s()), r.limit(),
-               fmt::format("{:.2f}", r.floor_us()), fmt::format("{:.1f}", r.percent_of_limit())});
+               fmt::format("{:.0f}", t.bytes), fmt::format("{:.1f}", t.gb_per_s()), row.limit(),
+               fmt::format("{:.2f}", row.floor_us()), fmt::format("{:.1f}", row.percent_of_limit()),
+               row.limit_note(gpu)});
   }
   table.print(stdout);
 }
 
 int run(const Options& o, const std::string& command) {
-  const Result<Plan> plan = make_plan(o);
-  if (!plan) return fail(plan.status());
-  Result<DeviceTimer> timer = DeviceTimer::create();
-  if (!timer) return fail(timer.status());
-  const auto read = timer->read_bytes_per_s(plan->bench.bench);
-  if (!read) return fail(read.status());
-  const auto copy = timer->copy_bytes_per_s(plan->bench.bench);
-  if (!copy) return fail(copy.status());
-  const Rates rates{*read, *copy};
-
-  std::vector<Row> rows;
-  for (const Workload& load : plan->loads) {
-    const auto timings = time_op(*timer, o.op, plan->model, load, plan->bench);
-    if (!timings) return fail(timings.status());
-    for (const OpTiming& t : *timings)
-      rows.push_back({load, t, Rates::best(t.limited_by_copy ? rates.copy_bytes_per_s : rates.read_bytes_per_s)});
+  const bool to_stdout = o.json == "-";
+  Report report;
+  const auto json = [&](bool complete) { return report_json(o.request, command, report, complete); };
+  const OpBenchSink sink{
+      .device =
+          [&](const DeviceInfo& gpu, const MemoryRates& rates) {
+            report.gpu = gpu;
+            report.rates = rates;
+          },
+      .timed = [&](const Workload& load, const std::vector<OpTiming>& sites) -> Status {
+        const MemoryRates& rates = report.rates;
+        for (const OpTiming& t : sites)
+          report.rows.push_back({load, t, best(t.limited_by_copy ? rates.copy_bytes_per_s : rates.read_bytes_per_s)});
+        return to_stdout ? Status() : write_report(o.json, false, [&] { return json(false); });
+      }};
+  const Status status = bench_ops(o.request, sink);
+  // An error in the middle of a sweep does not lose what was measured before it.
+  if (!report.rows.empty()) {
+    if (to_stdout)
+      fmt::print("{}", json(bool(status)));
+    else
+      print_report(o.request, report);
+    if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
   }
-  const std::string json = report_json(o, command, *plan, timer->info(), rates, rows);
-  if (o.json == "-")
-    fmt::print("{}", json);
-  else
-    print_report(o, *plan, timer->info(), rates, rows);
-  if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
-  if (!o.json.empty() && o.json != "-")
-    if (const Status s = write_file_atomically(o.json, json); !s) return fail(s);
+  if (!status) return fail(status);
+  if (!to_stdout)
+    if (const Status s = write_report(o.json, true, [&] { return json(true); }); !s) return fail(s);
   return kOk;
 }
 
 int run(int argc, const char* const* argv) {
   Options o;
-  CLI::App app(
-      "Times single CUDA ops at a model's shapes, cold, in a graph, beside the GPU's streaming read and copy.");
-  app.add_option("op", o.op, fmt::format("One of {}", fmt::join(op_names(), ", ")))->required();
-  app.add_option("--preset", o.preset, "Model of the Pythia suite whose shapes are taken, such as pythia-2.8b")
-      ->required();
-  app.add_option("--batch,--tokens", o.batches, "Sequences, one new token each: numbers and ranges, such as 1,4,16")
-      ->capture_default_str();
-  app.add_option("--kv-len", o.kv_lens, "Valid cache entries, the new token's with them: numbers and ranges")
-      ->capture_default_str();
-  app.add_option("--layers", o.bench.layers,
-                 "Sets of tensors that the graph goes through; 0: as many as hold four times the L2")
-      ->capture_default_str();
-  app.add_option("--dtype", o.dtype, "float16, bfloat16 or float32")->capture_default_str();
-  app.add_option("--quant", o.quant, "Quantise the op's matrices: gptq, of 4 bits")->check(CLI::IsMember({"gptq"}));
-  app.add_option("--group", o.group, "Inputs that share a scale with --quant, -1 for all; 128 when left out");
-  app.add_option("--runs", o.bench.bench.runs, "Timed replays of the graph")->capture_default_str();
-  app.add_option("--warmup", o.bench.bench.warmup, "Replays before the timed ones")->capture_default_str();
-  app.add_flag("--overlap", o.bench.overlap, "Let a kernel start before its predecessor is done");
-  app.add_option("--json", o.json, "Write everything as JSON; - for standard output in place of the table");
-  app.set_version_flag("--version", std::string("cf-op ") + CF_VERSION);
-  if (const auto end = parse(app, argc, argv)) return *end;
-  try {
-    return run(o, shell_command(argc, argv));
-  } catch (const std::bad_alloc&) {
-    return fail("not enough memory for this configuration");
-  }
+  OpBenchRequest& r = o.request;
+  CommandLine line(
+      "Times single CUDA ops at a model's shapes, cold, in a graph, beside the GPU's streaming read and copy.",
+      std::string("cf-op ") + CF_VERSION);
+  line.choice("op", r.op, names(op_names()), "The op that is timed");
+  line.text("--preset", o.preset, "Model of the Pythia suite whose shapes are taken, such as pythia-2.8b");
+  line.text("--batch,--tokens", o.batches, "Sequences, one new token each: numbers and ranges, such as 1,4,16");
+  line.text("--kv-len,--seq-len", o.kv_lens,
+            "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048");
+  line.integer("--layers", r.layers, {0, OpBenchRequest::kMaxLayers},
+               "Sets of tensors that the graph goes through; 0 for as many as hold four times the L2");
+  line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32}, "Dtype of the tensors, float16 when left out");
+  line.choice("--quant", o.quant, {"gptq"}, "Quantise the op's matrices to 4 bits");
+  line.integer("--group", o.group, {1, kMaxGroup, "", -1},
+               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  line.integer("--runs", r.bench.runs, {1, kMaxRuns}, "Timed replays of the graph");
+  line.integer("--warmup", r.bench.warmup, {0, kMaxRuns}, "Replays before the timed ones");
+  line.flag("--overlap", r.overlap, "Let a kernel start before its predecessor is done");
+  line.output("--json", o.json, "Write everything as JSON; - for standard output in place of the table", true);
+  line.require("op");
+  line.require("--preset");
+  line.needs("--group", "--quant");
+  line.check([&](Faults& faults) {
+    const std::vector<std::string> linears = names(linear_op_names());
+    if (!o.quant.empty() && !r.op.empty() && std::find(linears.begin(), linears.end(), r.op) == linears.end())
+      faults.add(fmt::format("--quant: expected with {}, got {}", list_of(linears), r.op));
+    if (line.given("--preset")) take_model(o, faults);
+  });
+  if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
+  return run(o, shell_command(argc, argv));
 }
 
 }  // namespace
 }  // namespace cf::apps
 
-int main(int argc, char** argv) { return cf::apps::run(argc, argv); }
+int main(int argc, char** argv) {
+  return cf::apps::run_main([&] { return cf::apps::run(argc, argv); });
+}

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Draws recorded figures of the GPU: a layer's time against seq_len beside the floor that the memory's bandwidth sets,
+"""Draws recorded figures of the GPU: a layer's time against kv_len beside the floor that the memory's bandwidth sets,
 and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
-  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --stack-layers
+  plot_bench.py --hero data/bench/hero.svg data/bench/h200.json   ->   the bars of every system at the least kv_len
+  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --first-layers
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
-its layers and against seq_len, with the least-squares line. Needs matplotlib.
+its layers and against kv_len, with the least-squares line. Needs matplotlib.
 With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
 measurement is from each, and needs no matplotlib.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -19,13 +19,15 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
 
-import bench_peers
 import console
+
+NAME = os.path.basename(__file__)
+console.require_numpy(NAME)
+
+import bench_peers
 import golden_file
 import neox
 from neox import Refusal
-
-NAME = os.path.basename(__file__)
 
 
 def read_json(path):
@@ -62,38 +64,38 @@ def curves(rows):
 
 
 def shares(layers):
-    """[(heading, [(site, percent of the limit)])], the longest seq_len of each model, batch and implementation."""
+    """[(heading, [(site, percent of the limit)])], the longest kv_len of each model, batch and implementation."""
     longest = {}
     for report in layers:
         for c in report["configurations"]:
-            key = report["model"], c["batch"], c["impl"]
-            if c["sites"] and c["seq_len"] >= longest.get(key, c)["seq_len"]:
+            key = report["model"], c["batch"], bench_peers.impl_of(c)
+            if c["sites"] and bench_peers.kv_len_of(c) >= bench_peers.kv_len_of(longest.get(key, c)):
                 longest[key] = c
     return [
         (
-            f"{model}, batch {batch}, {impl}, seq_len {c['seq_len']}",
-            [(t["site"], t["percent_of_read"]) for t in (*c["sites"], c["total"])],
+            f"{model}, batch {batch}, {impl}, kv_len {bench_peers.kv_len_of(c)}",
+            [(t["site"] + cause(t["percent_of_read"], t), t["percent_of_read"]) for t in (*c["sites"], c["total"])],
         )
         for (model, batch, impl), c in sorted(longest.items())
     ]
 
 
 def growths(report):
-    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least seq_len, and of the most
-    layers against seq_len; each where there are three or more."""
+    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least kv_len, and of the most
+    layers against kv_len; each where there are three or more."""
     found = []
     times = {}
     for c in report["configurations"]:
-        if "stack" in c:
-            of_impl = times.setdefault((report["model"], c["batch"], c["impl"]), {})
-            of_impl[c.get("step_layers", c["resident_layers"]), c["seq_len"]] = c["stack"]["median_us"]
+        if step := bench_peers.step_of(c):
+            of_impl = times.setdefault((report["model"], c["batch"], bench_peers.impl_of(c)), {})
+            of_impl[c.get("step_layers", c["resident_layers"]), bench_peers.kv_len_of(c)] = step["median_us"]
     for (model, batch, impl), of_impl in times.items():
-        most, shortest = max(layers for layers, _ in of_impl), min(seq_len for _, seq_len in of_impl)
+        most, shortest = max(layers for layers, _ in of_impl), min(kv_len for _, kv_len in of_impl)
         heading = f"{model}, batch {batch}, {impl}"
-        by_layers = [(layers, time) for (layers, seq_len), time in sorted(of_impl.items()) if seq_len == shortest]
-        by_seq_len = [(seq_len, time) for (layers, seq_len), time in sorted(of_impl.items()) if layers == most]
-        found.append((f"{heading}, seq_len {shortest}", "layer", by_layers))
-        found.append((f"{heading}, {most} layers", "cache entry", by_seq_len))
+        by_layers = [(layers, time) for (layers, kv_len), time in sorted(of_impl.items()) if kv_len == shortest]
+        by_kv_len = [(kv_len, time) for (layers, kv_len), time in sorted(of_impl.items()) if layers == most]
+        found.append((f"{heading}, kv_len {shortest}", "layer", by_layers))
+        found.append((f"{heading}, {most} layers", "cache entry", by_kv_len))
     return [growth for growth in found if len(growth[2]) >= 3]
 
 
@@ -111,6 +113,40 @@ def line_text(unit, points):
     )
 
 
+# Each system's colour, the same in every panel and picture; others take what is left.
+COLOURS = {
+    "cf-layer persistent": "tab:blue",
+    "cf-layer layer": "tab:cyan",
+    "cf-layer split": "tab:olive",
+    "cf-layer graph": "tab:green",
+    "cf-layer unfused": "tab:gray",
+    "torch_graph": "tab:orange",
+    "torch_ops": "tab:brown",
+    "hf_compile": "tab:red",
+    "hf_eager": "tab:purple",
+    "floor": "black",
+}
+
+
+def colour(system):
+    return COLOURS.get(system, "tab:pink")
+
+
+def caption(reports, gpu):
+    """What stands above a picture: the GPU, the dtype and the commit of its figures."""
+    found = {key: sorted({str(r[key]) for r in reports if r.get(key)}) for key in ("activation_dtype", "commit")}
+    dtypes, commits = ", ".join(found["activation_dtype"]), ", ".join(c[:12] for c in found["commit"])
+    return ", ".join(part for part in (gpu, dtypes, f"commit {commits}" if commits else "") if part)
+
+
+def add_legend(figure, axes):
+    """One legend for all panels, outside of them."""
+    handles = {}
+    for ax in axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
+
+
 def save(figure, path):
     with golden_file.atomic(path) as temporary:
         # No date: the same figures give the same file.
@@ -118,42 +154,65 @@ def save(figure, path):
     print(path)
 
 
-def draw_layer(plt, found, gpu, path):
-    figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3.5), squeeze=False, layout="constrained")
+def draw_layer(plt, found, about, path):
+    figure, axes = plt.subplots(1, len(found), figsize=(4 * len(found) + 2, 3.5), squeeze=False, layout="constrained")
     for ax, ((preset, batch), systems) in zip(axes[0], found.items()):
         for system, points in systems.items():
-            style = {"color": "black", "linestyle": "--"} if system == "floor" else {"marker": "o"}
-            ax.plot(*zip(*points), label=system, **style)
-        ax.set(title=f"{preset}, batch {batch}", xlabel="seq_len", ylabel="time of a layer [us]", yscale="log")
-        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            axis("{x:.0f}")
-        ax.legend(fontsize="small")
-    figure.suptitle(gpu)
+            style = {"linestyle": "--"} if system == "floor" else {"marker": "o"}
+            ax.plot(*zip(*points), label=system, color=colour(system), **style)
+        ax.set(title=f"{preset}, batch {batch}", xlabel="kv_len", ylabel="time of a layer [us]", yscale="log")
+        ax.set_xticks(sorted({kv_len for points in systems.values() for kv_len, _ in points}))
+        ax.tick_params("x", labelrotation=45)
+        # 1, 2 and 5 of each decade, in plain numbers.
+        ax.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_minor_locator(plt.matplotlib.ticker.NullLocator())
+        ax.yaxis.set_major_formatter("{x:.0f}")
+    add_legend(figure, axes[0])
+    figure.suptitle(about)
     save(figure, path)
 
 
-def draw_sites(plt, found, gpu, path):
-    figure, axes = plt.subplots(len(found), 1, figsize=(6, 3 * len(found)), squeeze=False, layout="constrained")
+def draw_sites(plt, found, about, path):
+    figure, axes = plt.subplots(len(found), 1, figsize=(7, 3 * len(found)), squeeze=False, layout="constrained")
     for ax, (heading, sites) in zip(axes[:, 0], found):
         names, percents = zip(*reversed(sites))
-        ax.bar_label(ax.barh(names, percents), fmt="%.0f", fontsize="small")
+        ax.bar_label(ax.barh(names, percents, color=colour("cf-layer graph")), fmt="%.0f", fontsize="small")
         ax.axvline(100, color="black", linestyle="--")
-        ax.set(title=heading, xlabel="% of the streaming read")
-    figure.suptitle(gpu)
+        ax.set(title=heading, xlabel="% of the streaming read; above 100: what the L2 keeps between kernels")
+    figure.suptitle(about)
     save(figure, path)
 
 
-def draw_growth(plt, found, gpu, path):
+def draw_growth(plt, found, about, path):
     figure, axes = plt.subplots(1, len(found), figsize=(5 * len(found), 3.5), squeeze=False, layout="constrained")
     for ax, (heading, unit, points) in zip(axes[0], found):
         slope, intercept, _ = line_of(points)
-        ax.plot(*zip(*points), linestyle="", marker="o")
+        ax.plot(*zip(*points), linestyle="", marker="o", color=colour("cf-layer persistent"))
         ends = (0, max(points)[0])
         ax.plot(ends, [intercept + slope * x for x in ends], color="black", linestyle="--")
-        ax.set(xlabel={"layer": "layers", "cache entry": "seq_len"}[unit], ylabel="time of a step [us]")
+        ax.set(xlabel={"layer": "layers", "cache entry": "kv_len"}[unit], ylabel="time of a step [us]")
         ax.set_ylim(0, 1.1 * max(time_us for _, time_us in points))
         ax.set_title(f"{heading}\n{line_text(unit, points)}", fontsize="small")
-    figure.suptitle(gpu)
+    figure.suptitle(about)
+    save(figure, path)
+
+
+def draw_hero(plt, rows, about, path):
+    """A bar a system: the time of all layers at the least kv_len and batch 1, with the floor as a line."""
+    rows = [row for row in rows if row["batch"] == 1]
+    kv_len = min(row["kv_len"] for row in rows)
+    rows = sorted((row for row in rows if row["kv_len"] == kv_len), key=lambda row: row["median_us"], reverse=True)
+    layers = neox.PRESETS[rows[0]["preset"]].num_hidden_layers
+    times = [row["median_us"] * layers * 1e-3 for row in rows]
+    floor = min(r["bytes"] / r["read_best_gb_per_s"] for r in rows if "read_best_gb_per_s" in r) * layers * 1e-6
+    figure, ax = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
+    bars = ax.barh([row["system"] for row in rows], times, color=[colour(row["system"]) for row in rows])
+    ax.bar_label(bars, fmt=" %.2f ms", fontsize="small")
+    ax.axvline(floor, color="black", linestyle="--", label=f"floor: the bytes at the streaming read, {floor:.2f} ms")
+    ax.set(xlabel="time of one token through all layers [ms]", xlim=(0, 1.15 * max(times)))
+    ax.set_title(f"{rows[0]['preset']}, batch 1, kv_len {kv_len}")
+    ax.legend(loc="upper right", fontsize="small")
+    figure.suptitle(about, fontsize="small")
     save(figure, path)
 
 
@@ -161,6 +220,11 @@ def of_floor(row):
     """The floor of one of our rows in percent of its time: bytes at the rate that limits them."""
     floor_us = row["floor_us"] if "floor_us" in row else row["bytes"] / row["read_best_gb_per_s"] * 1e-3
     return 100 * floor_us / row["median_us"]
+
+
+def cause(percent, timing):
+    """Why a share is above 100 %, as text behind it; nothing for any other share."""
+    return ": " + timing.get("limit_note", "cause not recorded") if percent > 100 else ""
 
 
 def cell(row, what, ratio):
@@ -172,7 +236,8 @@ def cell(row, what, ratio):
     layers = neox.PRESETS[row["preset"]].num_hidden_layers
     time = f"{row['median_us'] * layers * 1e-3:.3f}" if what == "stack" else f"{row['median_us']:.2f}"
     if row["system"].startswith("cf-"):
-        return f"{time} ({of_floor(row):.0f} %)"
+        percent = of_floor(row)
+        return f"{time} ({percent:.0f} %{cause(percent, row)})"
     return time + (f" ({ratio:.2f}x)" if ratio else "")
 
 
@@ -220,8 +285,9 @@ def tables(path):
 
 
 def main(argv):
-    parser = console.Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("--tables", action="store_true", help="print Markdown tables; draw nothing")
+    parser.add_argument("--hero", metavar="SVG", help="draw the bars of the one FILE's systems into this picture")
     parser.add_argument("json", nargs="+", metavar="FILE", help="what bench_peers.py or cf-layer wrote")
     try:
         args = parser.parse_args(argv)
@@ -240,19 +306,25 @@ def main(argv):
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = NAME
     import matplotlib.pyplot as plt
+    import matplotlib.ticker
 
+    if args.hero:
+        rows, layers, gpu = reports[0]
+        draw_hero(plt, rows, caption(layers, gpu), args.hero)
+        return 0
     for path, (rows, layers, gpu) in zip(args.json, reports):
         stem = os.path.splitext(path)[0]
+        about = caption(layers, gpu)
         partial = any(
             c.get("step_layers", c.get("resident_layers")) != c.get("resident_layers")
             for c in layers[0]["configurations"]
         )
         if partial and (found := growths(layers[0])):
-            draw_growth(plt, found, gpu, f"{stem}.svg")
+            draw_growth(plt, found, about, f"{stem}.svg")
             continue
-        draw_layer(plt, curves(rows), gpu, f"{stem}-layer.svg")
+        draw_layer(plt, curves(rows), about, f"{stem}-layer.svg")
         if found := shares(layers):
-            draw_sites(plt, found, gpu, f"{stem}-sites.svg")
+            draw_sites(plt, found, about, f"{stem}-sites.svg")
     return 0
 
 

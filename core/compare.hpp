@@ -14,7 +14,7 @@ struct Comparison {
   double rel_max = 0;                            // max_abs / max |reference|
   double mean_signed = 0;                        // mean of got - reference: a bias shows here
   double ulp_p50 = 0, ulp_p99 = 0, ulp_max = 0;  // |got - reference| in units of float16's last place at the reference
-  std::int64_t non_finite = 0;                   // elements of got that are no finite number
+  std::int64_t non_finite = 0;                   // elements of got that are NaN or infinite
   std::int64_t worst = 0;                        // the first non-finite element, else the one of max_abs
   std::string worst_coordinate;                  // its index by dimension, "[1, 0, 17]"
   double worst_got = 0, worst_reference = 0;

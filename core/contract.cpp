@@ -24,15 +24,21 @@ Status bad_argument(std::string_view op, std::string what, SourceLocation at) {
   return Status::error(Code::invalid_argument, std::string(op) + ": " + std::move(what), at);
 }
 
+Status check_kv_heads(std::string_view op, std::int64_t heads, std::int64_t kv_heads) {
+  if (kv_heads >= 1 && heads % kv_heads == 0) return {};
+  return bad_argument(
+      op, "heads must be a multiple of kv_heads " + std::to_string(kv_heads) + ", got " + std::to_string(heads));
+}
+
 void TensorCheck::refuse(std::string message) {
   if (status_) status_ = bad_argument(op_, std::move(message));
 }
 
 void TensorCheck::add(const TensorInfo& t) {
   if (!status_) return;
-  const std::string name = quoted(t.name);
+  const std::string name = quoted(t.spec.name);
   if (!t.data) {
-    if (!t.optional) refuse(name + " is null, expected a tensor of shape " + shape_string(t.expected, t.rank));
+    if (!t.spec.optional) refuse(name + " is null, expected a tensor of shape " + shape_string(t.expected, t.rank));
     return;
   }
   for (int i = 0; i < t.rank; ++i)
@@ -52,19 +58,16 @@ void TensorCheck::add(const TensorInfo& t) {
              " as " + first + " has");
     }
   };
-  switch (t.role) {
-    case Role::input:
-    case Role::output:
-    case Role::state: return expect_same(activation_name_, activation_, "activation");
-    case Role::weight: return expect_same(weight_name_, weight_, "weight");
-    case Role::table:
-      if (t.dtype != DType::f32) refuse(name + " has dtype " + std::string(to_string(t.dtype)) + ", expected float32");
-      return;
-    case Role::index:
-      if (t.dtype != DType::i32) refuse(name + " has dtype " + std::string(to_string(t.dtype)) + ", expected int32");
-      return;
-    case Role::gptq: return;  // their views have no other dtype
-  }
+  const auto expect = [&](DType dtype) {
+    if (t.dtype != dtype)
+      refuse(name + " has dtype " + std::string(to_string(t.dtype)) + ", expected " + std::string(to_string(dtype)));
+  };
+  const Role role = t.spec.role;
+  if (is_activation(role)) expect_same(activation_name_, activation_, "activation");
+  if (is_weight(role)) expect_same(weight_name_, weight_, "weight");
+  if (is_table(role)) expect(DType::f32);
+  if (is_index(role)) expect(DType::i32);
+  // Role::gptq: the view's type fixes the dtype.
 }
 
 }  // namespace cf

@@ -4,10 +4,9 @@
 //   Dims                      the sizes that its shapes are made of
 //   Args                      views and scalars, shapes as trailing comments; Args::Op leads back to the op
 //   dims(args)                the sizes, read off the arguments
-//   example(config, load)     the sizes for one layer of a model under a workload, with Args that hold the scalars
-//   tensors(dims, args, f)    f(role, name, view, shape) for each tensor: the one list that checks, tests, golden
-//                             files and benchmarks read
-//   check(args)               what a backend asks before it touches anything
+//   tensors(dims, args, f)    f(spec, view, shape) for each tensor (core/tensor_spec.hpp): the one list that checks,
+//                             tests, golden files and benchmarks read
+//   check(args)               what every backend calls before it reads or writes a tensor
 //   cost(dims, activation, weight)   the bytes that must move and the flops that must be done
 //   budget(dims, precision, condition)   the error bound against the oracle
 #include <array>
@@ -15,40 +14,11 @@
 #include <string>
 #include <string_view>
 
-#include "core/model_config.hpp"
 #include "core/status.hpp"
+#include "core/tensor_spec.hpp"
 #include "core/view.hpp"
 
 namespace cf {
-
-/// What a tensor is to its op. Inputs, states and outputs share one dtype, the activation's; weights share another.
-enum class Role {
-  input,   // activations that are read
-  output,  // activations that are written, every element
-  state,   // activations that are read and written in part: the KV cache
-  weight,  // parameters as stored: f16, bf16 or f32 (or f64, for tests)
-  table,   // float32 whatever the activations are: cos and sin
-  index,   // int32: positions, lengths, token ids
-  gptq,    // parts of a quantised weight, each of its one dtype: packed int32 and float16 scales
-};
-
-/// A tensor's expected shape, as Op::tensors hands it on.
-template <class... Size>
-constexpr std::array<std::int64_t, sizeof...(Size)> extents(Size... size) {
-  return {std::int64_t(size)...};
-}
-
-/// How much work a call is: q_len new tokens for each of batch sequences; kv_len counts a sequence's valid cache
-/// entries after the new tokens are appended, so the last new token's position is kv_len - 1.
-struct Workload {
-  std::int64_t batch = 1;
-  std::int64_t q_len = 1;
-  std::int64_t kv_len = 1;
-  std::int64_t capacity = 0;  // entries that the cache has room for; 0 means kv_len
-
-  std::int64_t tokens() const { return batch * q_len; }
-  std::int64_t cache_capacity() const { return capacity ? capacity : kv_len; }
-};
 
 /// The compulsory traffic and arithmetic of one call: each input read once, each output written once.
 struct Cost {
@@ -67,8 +37,8 @@ struct Precision {
   DType output;
 };
 
-/// How much larger the partial sums of a reduction are than its result, for the inputs at hand: the factor by which
-/// rounding inside the sum shows in the result. 1 where nothing cancels. Measured by cpu_ref::condition().
+/// The ratio of a reduction's largest partial sums to its result, for given inputs. Relative to the result, rounding
+/// errors inside the sum are larger by this factor. It is 1 where nothing cancels. cpu_ref::condition() measures it.
 struct Condition {
   double l2 = 1;   // ||largest partial sums|| / ||result||
   double max = 1;  // the largest partial sum / the largest result
@@ -88,20 +58,17 @@ struct Budget {
 /// The bound of an output that sums `terms` products. Summation in working precision makes an error of at most
 /// u * sum_j |s_j| over the partial sums s_j (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Rounding
 /// errors being independent, they add in quadrature: u * sqrt(terms) * max_j |s_j|, which is what `condition` scales.
-/// The largest of many such errors lies within four of their standard deviations' bound. One rounding to the output's
-/// dtype comes on top.
+/// The largest of many such errors stays within four standard deviations. One rounding to the output's dtype is added.
 Budget reduction_budget(std::int64_t terms, Precision precision, Condition condition);
 
 /// A tensor as the contract's checks see it.
 struct TensorInfo {
-  Role role;
-  std::string_view name;
+  TensorSpec spec;
   const void* data;
   DType dtype;
   const std::int64_t* shape;
   const std::int64_t* expected;
   int rank;
-  bool optional;
 };
 
 /// The check of one op's tensors: each is there, aligned, of its role's dtype and of the expected shape. The first
@@ -111,9 +78,9 @@ class TensorCheck {
   explicit TensorCheck(std::string_view op) : op_(op) {}
 
   template <class View>
-  void operator()(Role role, std::string_view name, const View& v, std::array<std::int64_t, View::rank> expected,
-                  bool optional = false) {
-    const TensorInfo tensor{role, name, v.data, v.dtype, v.shape.data(), expected.data(), View::rank, optional};
+  void operator()(const TensorSpec& spec, const View& v, std::array<std::int64_t, View::rank> expected) {
+    // nvcc does not parse the list as add()'s argument.
+    const TensorInfo tensor{spec, v.data, v.dtype, v.shape.data(), expected.data(), View::rank};
     add(tensor);
   }
   const Status& status() const { return status_; }
@@ -128,8 +95,11 @@ class TensorCheck {
   DType activation_ = DType::f32, weight_ = DType::f32;
 };
 
-/// "layernorm: what", as every contract's refusal reads.
+/// The refusal of an op's argument: "<op>: <what>".
 Status bad_argument(std::string_view op, std::string what, SourceLocation at = SourceLocation::current());
+
+/// Refuses query heads that kv_heads does not divide: grouped-query attention gives each kv head as many query heads.
+Status check_kv_heads(std::string_view op, std::int64_t heads, std::int64_t kv_heads);
 
 /// Checks every tensor that Op::tensors lists.
 template <class Op>

@@ -53,7 +53,7 @@ constexpr std::string_view to_string(DType d) {
   return "?";
 }
 
-/// The inverse of to_string; empty for a name that is none of ours.
+/// The inverse of to_string; empty for any other name.
 constexpr std::optional<DType> dtype_from_string(std::string_view name) {
   for (DType d : {DType::f16, DType::bf16, DType::f32, DType::f64, DType::i32})
     if (to_string(d) == name) return d;

@@ -4,8 +4,6 @@
 #include <cstring>
 #include <string>
 
-#include "core/layer.hpp"
-
 namespace cf {
 namespace {
 
@@ -90,20 +88,20 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
   return sum;
 }
 
-OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed, WeightFormat linears) {
+OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t layer, std::uint64_t seed,
+                                   WeightFormat linears) {
   OwnedLayerWeights owned;
   if (linears.bits)
     for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, std::int64_t, std::int64_t in, bool) {
       l.weight = GptqWeight{.bits = linears.bits, .group_size = linears.group_size == -1 ? in : linears.group_size};
     });
-  for_each_weight(m, owned.weights, [&]<class V>(std::string_view name, V& view, auto shape) {
-    const DType dtype = dtype_of_view<V>(m.dtype);
+  for_each_weight(m, owned.weights, [&]<class V>(const TensorSpec& spec, V& view, auto shape) {
+    const DType dtype = dtype_of_view<V>(dense);
     Tensor t(dtype, Shape(shape.begin(), shape.end()));
-    const std::string full_name = "layers." + std::to_string(layer) + "." + std::string(name);
-    if (dtype_of_view<V>(DType::f64) == DType::f64) {
-      const bool gain = name.ends_with("layernorm.weight");
-      fill_procedural(t.data(), dtype, 0, t.size(), gain ? ProceduralKind::gain : ProceduralKind::weight, seed,
-                      full_name);
+    const std::string full_name = "layers." + std::to_string(layer) + "." + std::string(spec.name);
+    if (is_weight(spec.role)) {
+      fill_procedural(t.data(), dtype, 0, t.size(),
+                      spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight, seed, full_name);
     } else {
       fill_gptq(t, linears, seed, full_name);
     }
@@ -113,10 +111,10 @@ OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std
   return owned;
 }
 
-std::uint64_t weights_checksum(const ModelConfig& m, const LayerWeights& w) {
+std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w) {
   std::uint64_t sum = 0, place = 0;
   for_each_weight(
-      m, w, [&](std::string_view, const auto& v, auto) { sum += checksum(v.data, std::size_t(v.bytes())) * ++place; });
+      m, w, [&](const TensorSpec&, const auto& v, auto) { sum += checksum(v.data, std::size_t(v.bytes())) * ++place; });
   return sum;
 }
 

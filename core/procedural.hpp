@@ -3,16 +3,15 @@
 #include <string_view>
 #include <vector>
 
-#include "core/model_config.hpp"
+#include "core/model/weights.hpp"
 #include "core/tensor.hpp"
-#include "core/weights.hpp"
 
 namespace cf {
 
 /// Values made from a hash, so that a full-size layer needs no file. Element i of the tensor `name` under `seed` is
 ///   key  = mix(fnv1a64(name) ^ mix(seed)),  r = mix(key + (i + 1) * 0x9e3779b97f4a7c15)
-///   n    = sum of the four 9-bit fields of r's low 36 bits, minus 1022          (bell-shaped, -1022 .. 1022, sigma
-///   296)
+///   n    = sum of the four 9-bit fields of r's low 36 bits, minus 1022          (bell-shaped,
+///          -1022 .. 1022, sigma 296)
 /// with mix = splitmix64's finaliser (Steele, Lea, Flood 2014), and then by kind
 ///   weight      n * 2^-14           sigma 0.018; also biases
 ///   gain        1 + (n >> 3) * 2^-10   within 1 +- 0.125; LayerNorm's gamma
@@ -25,7 +24,8 @@ void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t co
                      std::uint64_t seed, std::string_view name);
 
 /// A 64-bit checksum of bytes: sum over the little-endian 8-byte words w_i (the last padded with zeros) of
-/// mix(w_i + (i + 1) * 0x9e3779b97f4a7c15), plus the length in bytes. It finds damage and mix-ups; it is no signature.
+/// mix(w_i + (i + 1) * 0x9e3779b97f4a7c15), plus the length in bytes. It detects damaged and
+/// exchanged data; it is not cryptographic.
 std::uint64_t checksum(const void* data, std::size_t bytes);
 
 /// One layer's weights in memory of its own.
@@ -34,17 +34,17 @@ struct OwnedLayerWeights {
   std::vector<Tensor> storage;
 };
 
-/// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of m.dtype. With a format of 4 or 8
-/// bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs), with r = mix(key
-/// + (i + 1) * 0x9e3779b97f4a7c15) as above:
+/// The procedural weights of layer `layer`: each tensor is named "layers.N.<name>", of dtype f16, bf16 or f32. With a
+/// format of 4 or 8 bits every Linear is a GPTQ weight (zero_offset 0; a group_size of -1 is one group of all inputs),
+/// with r = mix(key + (i + 1) * 0x9e3779b97f4a7c15) as above:
 ///   qweight  word i is r's low half: codes are uniform
-///   qzeros   each code is the one below or the one above the codes' mean, as r's bit at its place says
+///   qzeros   each code is one of the two integers next to the codes' mean; a bit of r chooses
 ///   scales   (1 + (n >> 3) * 2^-10) * 2^-(4 + bits): weights of sigma 0.018
 ///   g_idx    k / group_size
-OwnedLayerWeights procedural_layer(const ModelConfig& m, std::int64_t layer, std::uint64_t seed,
+OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears = {});
 
 /// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
-std::uint64_t weights_checksum(const ModelConfig& m, const LayerWeights& w);
+std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w);
 
 }  // namespace cf

@@ -69,3 +69,13 @@ class [[nodiscard]] Result {
   do {                                                                 \
     if (::cf::Status cf_status = (expr); !cf_status) return cf_status; \
   } while (0)
+
+/// Gives `target`, a declaration or a variable, the value of `expr`, a Result, or leaves the current function with its
+/// Status: CF_TRY_ASSIGN(const Tensor t, file.read("inputs/hidden"));
+#define CF_TRY_ASSIGN(target, ...) CF_TRY_ASSIGN_AT(__LINE__, target, (__VA_ARGS__))
+// The line is expanded here, before CF_TRY_ASSIGN_NAMED makes a part of a name of it.
+#define CF_TRY_ASSIGN_AT(line, target, expr) CF_TRY_ASSIGN_NAMED(line, target, expr)
+#define CF_TRY_ASSIGN_NAMED(line, target, expr)            \
+  auto cf_result_##line = expr;                            \
+  if (!cf_result_##line) return cf_result_##line.status(); \
+  target = std::move(*cf_result_##line)

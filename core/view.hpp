@@ -25,8 +25,7 @@ struct View {
   std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
   explicit constexpr operator bool() const { return data != nullptr; }
   template <class U>
-    requires(!std::is_const_v<T> && std::is_same_v<U, const T>)
-  constexpr operator View<U, Rank>() const {
+  requires(!std::is_const_v<T> && std::is_same_v<U, const T>) constexpr operator View<U, Rank>() const {
     return {data, shape};
   }
 };
@@ -56,12 +55,11 @@ struct View<V, Rank> {
   std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
   explicit constexpr operator bool() const { return data != nullptr; }
   template <class U>
-    requires(!std::is_const_v<V> && std::is_same_v<U, const void>)
-  constexpr operator View<U, Rank>() const {
+  requires(!std::is_const_v<V> && std::is_same_v<U, const void>) constexpr operator View<U, Rank>() const {
     return {data, shape, dtype};
   }
 
-  /// The view with its element type back. The caller has looked at `dtype`: every op does so in its check.
+  /// The view with element type T. `dtype` must be T's, which every op's check() makes sure of.
   template <class T>
   View<T, Rank> as() const {
     return {static_cast<T*>(data), shape};
@@ -73,7 +71,7 @@ using AnyView = View<void, Rank>;
 template <int Rank>
 using ConstAnyView = View<const void, Rank>;
 
-/// The element type of a view that is still to be pointed at memory: its own where it is fixed, else `otherwise`.
+/// The dtype of a view type's elements where it is fixed at compile time, else `otherwise`.
 template <class V>
 constexpr DType dtype_of_view(DType otherwise) {
   if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
@@ -82,7 +80,7 @@ constexpr DType dtype_of_view(DType otherwise) {
     return V::dtype;
 }
 
-/// Points a view at elements of that type, which is the view's own where that is fixed.
+/// Sets a view's pointer and shape, and its dtype where that is not fixed at compile time.
 template <class V>
 void point(V& view, std::conditional_t<std::is_const_v<typename V::element>, const void, void>* data,
            std::array<std::int64_t, V::rank> shape, DType dtype) {

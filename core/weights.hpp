@@ -1,9 +1,10 @@
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <variant>
 
+#include "core/tensor_spec.hpp"
 #include "core/view.hpp"
 
 namespace cf {
@@ -30,45 +31,15 @@ struct GptqWeight {
   constexpr std::int64_t codes_per_word() const { return 32 / bits; }
 };
 
-/// Calls f(name, view, shape) for each tensor of a quantised matrix (out, in), by its name in checkpoints.
+/// Calls f(spec, view, shape) for each tensor of a quantised matrix (out, in), by its name in checkpoints.
 template <class W, class F>
 void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   const std::int64_t groups = w.groups(in);
-  f(std::string_view("qweight"), w.qweight, std::array{in / w.codes_per_word(), out});
-  f(std::string_view("qzeros"), w.qzeros, std::array{groups, out / w.codes_per_word()});
-  f(std::string_view("scales"), w.scales, std::array{groups, out});
-  f(std::string_view("g_idx"), w.g_idx, std::array{in});
+  f(TensorSpec{Role::gptq, "qweight"}, w.qweight, extents(in / w.codes_per_word(), out));
+  f(TensorSpec{Role::gptq, "qzeros"}, w.qzeros, extents(groups, out / w.codes_per_word()));
+  f(TensorSpec{Role::gptq, "scales"}, w.scales, extents(groups, out));
+  f(TensorSpec{Role::gptq, "g_idx"}, w.g_idx, extents(in));
 }
-
-/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours: each part of a
-/// head (q, k or v, head_dim rows) as it is, but for the first rotary_dim rows of q and k, where rows i and rotary_dim
-/// / 2 + i come at 2i and 2i + 1. Without a head_dim every row stays where it is.
-struct RopePairs {
-  std::int64_t head_dim = 0, rotary_dim = 0;
-
-  template <class Int>
-  constexpr Int row(Int r) const {
-    if (head_dim == 0) return r;
-    const Int c = r % Int(head_dim), half = Int(rotary_dim / 2);
-    return r / Int(head_dim) % 3 < 2 && c < 2 * half ? r - c + c / 2 + c % 2 * half : r;
-  }
-  bool operator==(const RopePairs&) const = default;
-};
-
-/// A GptqWeight repacked for tensor cores by repack_gptq() (core/gptq_tiles.hpp), which describes the layout. All views
-/// are those of 4-byte words. Only the CUDA backend multiplies by it.
-struct GptqTiles {
-  int bits = 4;                 // of the GptqWeight
-  std::int64_t group_size = 0;  // of the GptqWeight
-  std::int64_t columns_per_group = 0;
-  RopePairs pairs{};                     // the order of the rows; ln_qkv takes that of its heads, linear any
-  View<const std::int32_t, 3> codes{};   // (ceil(out / 16), ceil(columns / 64), 128)
-  View<const std::int32_t, 3> scales{};  // (ceil(out / 16), groups, 16)  a float16 scale and a 16-bit zero each
-  View<const std::int32_t, 1>
-      order{};  // (columns)  the input of each column, -1 for none; or empty: column k is input k
-};
-
-using LinearWeight = std::variant<DenseWeight, GptqWeight, GptqTiles>;
 
 /// How many bytes a matrix takes, for what a product must read.
 struct WeightFormat {
@@ -84,9 +55,21 @@ struct WeightFormat {
   }
 };
 
+/// A matrix in the layout of one backend's kernels, as that backend's pack() made it. The packer alone reads `data` and
+/// `layout`; every other backend refuses the matrix by the packer's name.
+struct PackedWeight {
+  std::string_view packer{};           // whose pack() made it
+  WeightFormat format{};               // of the matrix before it was packed
+  std::int64_t out = 0, in = 0;        // the matrix is (out, in)
+  View<const std::int32_t, 1> data{};  // (words)  one block, on the host or on a device
+  std::array<std::byte, 64> layout{};  // what lies where in the block
+};
+
+using LinearWeight = std::variant<DenseWeight, GptqWeight, PackedWeight>;
+
 inline WeightFormat format_of(const LinearWeight& w) {
   if (const auto* gptq = std::get_if<GptqWeight>(&w)) return {gptq->bits, gptq->group_size};
-  if (const auto* tiles = std::get_if<GptqTiles>(&w)) return {tiles->bits, tiles->group_size};
+  if (const auto* packed = std::get_if<PackedWeight>(&w)) return packed->format;
   return {};
 }
 
@@ -99,16 +82,6 @@ struct LinearParams {
 struct NormParams {
   ConstAnyView<1> gamma{};  // (hidden)  "weight" in checkpoints
   ConstAnyView<1> beta{};   // (hidden)  "bias" in checkpoints
-};
-
-/// One GPT-NeoX layer's parameters, named after Hugging Face's modules.
-struct LayerWeights {
-  NormParams input_layernorm{};
-  NormParams post_attention_layernorm{};
-  LinearParams query_key_value{};  // (3 * hidden, hidden), rows head * 3 * head_dim + {0, head_dim, 2 * head_dim} + d
-  LinearParams dense{};            // (hidden, hidden)
-  LinearParams dense_h_to_4h{};    // (intermediate, hidden)
-  LinearParams dense_4h_to_h{};    // (hidden, intermediate)
 };
 
 }  // namespace cf

@@ -1,12 +1,33 @@
-"""What the scripts take from a command line, and say to a person while they work."""
+"""The command lines of the programs: arguments, missing packages, progress."""
 
 import argparse
+import importlib.util
 import sys
 
-from neox import Refusal
+
+class Refusal(Exception):
+    """Bad arguments or input, in one line."""
+
+
+def require(*packages):
+    """Refuses to go on without these packages."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise Refusal(f"needs {', '.join(missing)}, which {sys.executable} does not have")
+
+
+def require_numpy(program):
+    """Ends the program where numpy is missing: every program calls this before it imports numpy."""
+    try:
+        require("numpy")
+    except Refusal as refusal:
+        print(f"{program}: {refusal}", file=sys.stderr)
+        sys.exit(2)
 
 
 def integer(low, high):
+    """The type of an argument that is an integer from low to high."""
+
     def parse(text):
         try:
             value = int(text)
@@ -20,11 +41,16 @@ def integer(low, high):
 
 
 class Parser(argparse.ArgumentParser):
+    """Raises a Refusal for bad arguments. Prints its description and epilog as they are."""
+
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def error(self, message):
         raise Refusal(message)
 
 
 def progress(text):
-    """One line on stderr that the next call overwrites; only on a terminal."""
+    """Prints one line on stderr, which the next call overwrites, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Dumps one step of one GPT-NeoX layer from Hugging Face into a golden file.
 
-The layer runs in float64 (the reference) and in the stored dtype with eager and sdpa attention, all on the same stored
-bits. The file holds what went in and what every step of the layer made, in the schema of golden_file.hpp. Before it is
-written, the float64 taps are compared with an independent layer in numpy: a hook at the wrong place, a wrong mask or a
-lossy conversion is refused.
+The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
+bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.
+Before it is written, the float64 taps are compared with an independent layer in numpy, which finds a hook at the wrong
+place, a wrong mask or a lossy conversion.
 
 Needs torch, transformers (4.40 to 5.x), safetensors, numpy and h5py.
 """
@@ -16,13 +16,17 @@ import shlex
 import sys
 import tempfile
 
+from console import Parser, Refusal, integer, progress, require, require_numpy
+
+NAME = "dump_hf.py"
+require_numpy(NAME)
+
 import numpy as np
 
 import procedural
-from console import Parser, integer, progress
 from golden_file import SCHEMA_VERSION, check_writable, read_sealed, write_golden
 from gptq import LINEARS
-from neox import PRESETS, Refusal, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
+from neox import PRESETS, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
 from neox_hf import Checkpoint, attention_implementations, device_name, prefill_step, run_variant, versions
 
 EXAMPLES = """
@@ -43,7 +47,7 @@ Exit status: 0 when the file is written, 2 when the arguments or the input are r
 """
 
 MAX_ERROR = 1e-10  # relative L2 between Hugging Face's float64 taps and numpy's
-NAME = "dump_hf.py"
+PACKAGES = ("torch", "transformers", "safetensors", "h5py")
 
 
 def lengths(text):
@@ -58,9 +62,7 @@ def lengths(text):
 
 
 def parse_arguments(argv):
-    parser = Parser(
-        prog=NAME, description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=NAME, description=__doc__, epilog=EXAMPLES)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a checkpoint directory: config.json beside safetensors files")
     source.add_argument("--preset", metavar="NAME", help=f"a shape with procedural weights: {', '.join(PRESETS)}")
@@ -131,7 +133,7 @@ def parse_arguments(argv):
 
 
 def check_arguments(args, model, is_quantised):
-    """Refuses what does not go together."""
+    """Refuses arguments that contradict each other or the model."""
     if len(args.kv_len) != args.batch:
         raise Refusal(f"--kv-len must name 1 or --batch {args.batch} lengths, got {len(args.kv_len)}")
     if args.layer >= model.num_hidden_layers:
@@ -158,6 +160,7 @@ def dump(args, command):
     args.weights = args.weights or ("procedural" if args.preset else "checkpoint" if is_quantised else "stored")
     check_arguments(args, model, is_quantised)
     check_writable(args.out)
+    require(*PACKAGES)
 
     import torch
     import transformers
@@ -198,14 +201,14 @@ def dump(args, command):
     check_rope(model, step, tables["cos"], tables["sin"])
     progress("float64 numpy")
     check_taps("float64", taps, reference_layer(model, weights, step, tables["cos"], tables["sin"]), MAX_ERROR)
-    # The bound finds what is wrong; rounding alone stays far below it.
+    # Rounding alone stays far below this bound; a wrong formula does not.
     rough = 64 * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
     for implementation in implementations:
         progress(f"{dtype} {implementation}")
         low, _ = run_variant(model, weights, step, dtype, implementation, device)
         name = f"{dtype}_{implementation}"
         check_taps(name, {tap: procedural.widen(array, dtype) for tap, array in low.items()}, taps, rough)
-        # What is no tap of the layer is kept of the reference alone.
+        # Module outputs that are not taps of the layer are kept in the reference only.
         low = {tap: array for tap, array in low.items() if not tap.startswith("hf.")}
         variants[name] = (about(dtype, implementation, device), low, dtype)
 
@@ -253,6 +256,7 @@ def about(dtype, implementation, device):
 
 def selfcheck():
     """Dumps tiny models through every path and reads the files back."""
+    require(*PACKAGES)
     import make_checkpoints
 
     steps = [
@@ -294,9 +298,6 @@ def main(argv):
     except Refusal as refusal:
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"{NAME}: {error}; torch, transformers and safetensors are needed", file=sys.stderr)
         return 2
     return 0
 

@@ -8,19 +8,22 @@
 #include <set>
 
 #include "core/procedural.hpp"
-#include "golden/checkpoint.hpp"
-#include "golden/hdf5_file.hpp"
-#include "golden/hf_config.hpp"
-#include "golden/json.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
+#include "golden/checkpoint/hf_config.hpp"
+#include "golden/checkpoint/printable.hpp"
+#include "golden/hdf5_reader.hpp"
+#include "golden/hdf5_writer.hpp"
 
 namespace cf::golden {
 namespace {
 
+using checkpoint::quote;
+
 constexpr std::string_view kSchema = "cf-golden";
 constexpr double kMaxElements = 0x1p33;
-constexpr std::int64_t kMaxTokens = 1 << 24;
+constexpr std::int64_t kMaxTokens = 1 << 24, kMaxGroupSize = 1 << 22;
 
-/// Stores a Result's value, or hands on why there is none.
+/// Stores a Result's value, or returns its error.
 template <class T>
 Status assign(T& to, Result<T> from) {
   if (!from) return from.status();
@@ -28,7 +31,7 @@ Status assign(T& to, Result<T> from) {
   return {};
 }
 
-/// Runs f, and reports memory that ran out as a Status.
+/// Runs f. Returns an error where memory runs out.
 template <class F>
 auto guarded(const std::string& path, F&& f) -> decltype(f()) {
   try {
@@ -70,7 +73,7 @@ Status one_of(const Hdf5Reader& file, const std::string& attribute, const std::s
                      "expected one of " + names + ", got " + quote(value));
 }
 
-/// Every element between the least and the most.
+/// Reads an int32 dataset whose elements must lie between `least` and `most`.
 Status check_integers(const Hdf5Reader& file, const std::string& name, std::int64_t count, std::int64_t least,
                       std::int64_t most, std::vector<std::int32_t>& values) {
   CF_TRY(expect(file, name, DType::i32, {count}));
@@ -88,13 +91,17 @@ Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
   CF_TRY(assign(schema, file.text("", "schema")));
   CF_TRY(one_of(file, "schema", schema, {kSchema}));
   CF_TRY(assign(version, file.integer("", "schema_version")));
-  CF_TRY(in_range(file, "attribute 'schema_version'", version, kSchemaVersion, kSchemaVersion));
+  CF_TRY(in_range(file, "attribute 'schema_version'", version, kOldestSchemaVersion, kSchemaVersion));
+  if (const std::string& attribute = file.variable_length_text(); version > 1 && !attribute.empty())
+    return file.refuse(
+        Code::invalid_file, attribute,
+        "expected a string of fixed length in schema " + std::to_string(version) + ", got a variable one");
   CF_TRY(assign(m.producer, file.text("", "producer")));
   CF_TRY(assign(m.command, file.text("", "command")));
   CF_TRY(assign(m.versions, file.text("", "versions")));
   CF_TRY(assign(m.model, file.text("", "model")));
   CF_TRY(assign(m.config_json, file.text("", "config")));
-  CF_TRY(assign(m.config, parse_hf_config(m.config_json, file.path() + ": /attribute 'config'")));
+  CF_TRY(assign(m.config, checkpoint::parse_hf_config(m.config_json, file.path() + ": /attribute 'config'")));
   m.config.name = m.model;
   CF_TRY(assign(m.layer, file.integer("", "layer")));
   CF_TRY(in_range(file, "attribute 'layer'", m.layer, 0, m.config.num_hidden_layers - 1));
@@ -116,20 +123,32 @@ Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
   if (m.cache == "none") CF_TRY(in_range(file, "largest kv_len with cache = 'none'", m.load.kv_len, 1, m.load.q_len));
   if (m.cache == "procedural") CF_TRY(assign(m.cache_checksum, file.unsigned_integer("", "cache_checksum")));
   CF_TRY(assign(m.weights, file.text("", "weights")));
-  CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural"}));
+  CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural", "procedural_gptq"}));
   CF_TRY(assign(m.weights_checksum, file.unsigned_integer("", "weights_checksum")));
   if (m.weights == "checkpoint") CF_TRY(assign(m.weights_checkpoint, file.text("", "weights_checkpoint")));
+  if (m.weights == "procedural_gptq") {
+    std::int64_t bits = 0;
+    CF_TRY(assign(bits, file.integer("", "weights_bits")));
+    if (bits != 4 && bits != 8)
+      return file.refuse(Code::invalid_file, "attribute 'weights_bits'",
+                         "expected 4 or 8, got " + std::to_string(bits));
+    CF_TRY(assign(m.linears.group_size, file.integer("", "weights_group_size")));
+    if (const std::int64_t size = m.linears.group_size; size != -1 && (size < 1 || size > kMaxGroupSize))
+      return file.refuse(Code::invalid_file, "attribute 'weights_group_size'",
+                         "expected -1 or 1 to " + std::to_string(kMaxGroupSize) + ", got " + std::to_string(size));
+    m.linears.bits = int(bits);
+  }
   return {};
 }
 
-/// The cache entries that were there before the append.
+/// The shape of the cache entries before the append.
 Shape old_cache_shape(const GoldenMeta& m) {
   return {m.load.batch, m.config.num_attention_heads, m.load.kv_len - m.load.q_len, m.config.head_dim()};
 }
 
 Shape table_shape(const GoldenMeta& m) { return {m.load.tokens(), m.config.rotary_dim / 2}; }
 
-/// Before anyone allocates by the file's numbers. In double, where nothing overflows.
+/// Bounds the sizes before memory is allocated for them. Computes in double, which cannot overflow here.
 Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const ModelConfig& c = m.config;
   const double tokens = double(m.load.tokens()), hidden = double(c.hidden_size);
@@ -157,8 +176,8 @@ Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
 Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
   LayerWeights w;
   Status status;
-  for_each_weight(m.config, w, [&](std::string_view name, auto&, auto shape) {
-    if (status) status = expect(file, "weights/" + std::string(name), m.dtype, Shape(shape.begin(), shape.end()));
+  for_each_weight(m.config, w, [&](const TensorSpec& t, auto&, auto shape) {
+    if (status) status = expect(file, "weights/" + std::string(t.name), m.dtype, Shape(shape.begin(), shape.end()));
   });
   return status;
 }
@@ -204,7 +223,7 @@ const char* row(const Tensor& t, std::int64_t index, std::int64_t elements) {
   return static_cast<const char*>(t.data()) + std::size_t(index * elements) * size_bytes(t.dtype());
 }
 
-/// Copies each sequence's own old entries; the rest of the cache becomes NaN.
+/// Copies each sequence's entries from before the append; the rest of the cache becomes NaN.
 void fill_cache(Tensor& cache, const Tensor& old, const GoldenMeta& m) {
   const std::int64_t heads = m.config.num_attention_heads, d = m.config.head_dim();
   const std::int64_t capacity = cache.shape()[2], rows = old.shape()[2];
@@ -246,7 +265,7 @@ struct GoldenFile::Impl {
   GoldenMeta meta;
   std::vector<VariantInfo> variants;
 
-  /// The old entries of K and V, made and verified where they are procedural, empty where there are none.
+  /// K's and V's entries from before the append. Procedural ones are made and checked; without entries both are empty.
   Result<std::pair<Tensor, Tensor>> old_cache() const {
     const Shape shape = old_cache_shape(meta);
     Tensor k, v;
@@ -269,7 +288,7 @@ struct GoldenFile::Impl {
     return std::pair{std::move(k), std::move(v)};
   }
 
-  /// Rows of cos or sin, one a token, into a table by position.
+  /// Copies the row of each token's cos or sin to the row of its position in a table.
   Status load_table(const std::string& name, Tensor& table, const Tensor& positions) const {
     Tensor rows;
     CF_TRY(assign(rows, file.read("inputs/" + name)));
@@ -357,9 +376,9 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
   const auto stored = [&]() -> Result<GoldenWeights> {
     auto owned = std::make_shared<OwnedLayerWeights>();
     Status status;
-    for_each_weight(m.config, owned->weights, [&](std::string_view name, auto& view, auto shape) {
+    for_each_weight(m.config, owned->weights, [&](const TensorSpec& spec, auto& view, auto shape) {
       Tensor t;
-      if (status) status = assign(t, impl_->file.read("weights/" + std::string(name)));
+      if (status) status = assign(t, impl_->file.read("weights/" + std::string(spec.name)));
       point(view, t.data(), shape, m.dtype);
       owned->storage.push_back(std::move(t));
     });
@@ -367,12 +386,14 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto procedural = [&]() -> Result<GoldenWeights> {
-    auto owned = std::make_shared<OwnedLayerWeights>(procedural_layer(m.config, m.layer, m.seed));
+    auto owned = std::make_shared<OwnedLayerWeights>(
+        procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto loaded = [&]() -> Result<GoldenWeights> {
     const auto beside = std::filesystem::path(path()).parent_path() / m.weights_checkpoint;
-    Result<Checkpoint> opened = Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint);
+    Result<checkpoint::Checkpoint> opened =
+        checkpoint::Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint);
     if (!opened) return opened.status();
     const ModelConfig& c = opened->config();
     const auto sizes = [](const ModelConfig& s) {
@@ -383,9 +404,10 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     if (sizes(c) != sizes(m.config))
       return Status::error(Code::invalid_argument, opened->directory() + ": expected " + sizes(m.config) + " as " +
                                                        path() + " has, got " + sizes(c));
-    Result<CheckpointLayer> layer = opened->layer(m.layer);
+    Result<checkpoint::CheckpointLayer> layer = opened->layer(m.layer);
     if (!layer) return layer.status();
-    auto owned = std::make_shared<CheckpointLayer>(std::move(*layer));
+    CF_TRY(opened->check_finite(*layer));
+    auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(*layer));
     return GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
   };
   return guarded(path(), [&]() -> Result<GoldenWeights> {
@@ -416,7 +438,7 @@ Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenM
   CF_TRY(file->text("", "producer", m.producer));
   CF_TRY(file->text("", "command", m.command));
   CF_TRY(file->text("", "versions", m.versions));
-  CF_TRY(file->text("", "config", m.config_json.empty() ? to_hf_json(m.config) : m.config_json));
+  CF_TRY(file->text("", "config", m.config_json.empty() ? checkpoint::to_hf_json(m.config) : m.config_json));
   CF_TRY(file->text("", "model", m.model));
   CF_TRY(file->integer("", "layer", m.layer));
   CF_TRY(file->text("", "dtype", std::string(to_string(m.dtype))));
@@ -428,6 +450,10 @@ Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenM
   CF_TRY(file->text("", "weights", m.weights));
   CF_TRY(file->unsigned_integer("", "weights_checksum", m.weights_checksum));
   if (m.weights == "checkpoint") CF_TRY(file->text("", "weights_checkpoint", m.weights_checkpoint));
+  if (m.weights == "procedural_gptq") {
+    CF_TRY(file->integer("", "weights_bits", m.linears.bits));
+    CF_TRY(file->integer("", "weights_group_size", m.linears.group_size));
+  }
   return GoldenWriter(std::make_unique<Impl>(Impl{std::move(*file)}));
 }
 

@@ -1,4 +1,4 @@
-"""Writes golden files, in the schema of golden_file.hpp, and other files that must be whole or absent."""
+"""Golden files in the schema of golden_file.hpp, and atomic writes of files."""
 
 import contextlib
 import os
@@ -6,17 +6,18 @@ import re
 import struct
 import tempfile
 
-import h5py
+import numpy as np
 
 import procedural
-from neox import Refusal
+from console import Refusal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SEAL_BYTES = 512
+MAX_TEXT_BYTES = 65000  # an object header has no room for more
 
 
 def seal(path):
-    """Fills in the user block: see golden_file.hpp."""
+    """Fills in the seal in the first 512 bytes (golden_file.hpp)."""
     with open(path, "r+b") as file:
         file.seek(SEAL_BYTES)
         body = file.read()
@@ -27,7 +28,7 @@ def seal(path):
 
 
 def check_writable(path):
-    """Refuses a path that could not be written, before the work is done."""
+    """Refuses a path that cannot be written. Programs call this before they compute."""
     directory = os.path.dirname(path) or "."
     if os.path.isdir(path):
         raise Refusal(f"{path}: is a directory, expected a file")
@@ -39,8 +40,8 @@ def check_writable(path):
 
 @contextlib.contextmanager
 def atomic(path):
-    """Gives a temporary path beside `path` and renames it when the block ends well: a reader finds the old file, the
-    new one or none. On any failure the temporary file is removed."""
+    """Gives a temporary path in the directory of `path`, and renames it to `path` after the block. A reader finds the
+    old file, the new file or none. On a failure the temporary file is removed."""
     try:
         handle, temporary = tempfile.mkstemp(
             prefix=f".{os.path.basename(path)}.", suffix=".tmp", dir=os.path.dirname(path) or "."
@@ -60,7 +61,7 @@ def atomic(path):
 
 
 def reason(error):
-    """What the system says of an OSError: HDF5 hides it in a text of several lines."""
+    """The system's message of an OSError. HDF5 puts it into a text of several lines."""
     hidden = re.search("error message = '([^']*)'", str(error))
     return hidden.group(1) if hidden else (error.strerror or str(error)).partition("\n")[0]
 
@@ -76,23 +77,36 @@ def write_golden(path, attributes, groups, variants):
 
     groups: "inputs" and "weights" -> {name: (array, dtype name)}; variants: name -> (attributes, {tap: array}, dtype).
     """
+    import h5py
+
+    def put_attributes(target, values):
+        for name, value in values.items():
+            if isinstance(value, str):
+                data = value.encode()
+                if len(data) > MAX_TEXT_BYTES or b"\0" in data:
+                    raise Refusal(
+                        f"{path}: attribute '{name}': expected at most {MAX_TEXT_BYTES} bytes without zero bytes, "
+                        f"got {len(data)} bytes"
+                    )
+                # A fixed length: libhdf5 crashes on damaged strings of variable length. HDF5 has no empty type.
+                value = np.array(data, h5py.string_dtype("utf-8", max(len(data), 1)))
+            target.attrs[name] = value
 
     def put(group, name, array, dtype):
         group[name] = array
         if dtype == "bfloat16":
-            group[name].attrs["dtype"] = dtype
+            put_attributes(group[name], {"dtype": dtype})
 
     with atomic(path) as temporary:
         with h5py.File(temporary, "w", libver=("earliest", "v110"), userblock_size=SEAL_BYTES) as file:
-            for name, value in attributes.items():
-                file.attrs[name] = value
+            put_attributes(file, attributes)
             for group_name, arrays in groups.items():
                 group = file.create_group(group_name)
                 for name, (array, dtype) in arrays.items():
                     put(group, name, array, dtype)
             for variant, (about, taps, dtype) in variants.items():
                 group = file.create_group(f"taps/{variant}")
-                group.attrs.update(about)
+                put_attributes(group, about)
                 for name, array in taps.items():
                     put(group, name, array, dtype)
         seal(temporary)
@@ -105,11 +119,23 @@ def current_umask():
 
 
 def read_sealed(path):
-    """A golden file whose seal holds, opened by h5py."""
-    with open(path, "rb") as file:
-        magic, length, checksum = struct.unpack("<8sQQ", file.read(24))
-        file.seek(SEAL_BYTES)
-        body = file.read()
-    if magic != b"cfgolden" or length != len(body) or checksum != procedural.checksum(body):
-        raise Refusal(f"{path}: the seal does not fit the content")
+    """A golden file of any schema version, opened by h5py after a check of its seal."""
+    import h5py
+
+    try:
+        with open(path, "rb") as file:
+            head = file.read(SEAL_BYTES)
+            body = file.read()
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}") from None
+    magic, length, checksum = struct.unpack("<8sQQ", head[:24].ljust(24, b"\0"))
+    if magic != b"cfgolden":
+        raise Refusal(f"{path}: no golden file: expected 'cfgolden' at its start")
+    if length != len(body) or checksum != procedural.checksum(body):
+        raise Refusal(f"{path}: damaged: the seal does not fit the content")
     return h5py.File(path, "r")
+
+
+def attributes_of(target):
+    """The attributes of a file, group or dataset. Strings are str, of whatever length they are stored."""
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in target.attrs.items()}

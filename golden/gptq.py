@@ -1,8 +1,8 @@
-"""GPTQ weights in numpy: their packing as AutoGPTQ and GPTQModel store them, and what their bits mean.
+"""GPTQ weights in numpy: packed as AutoGPTQ and GPTQModel store them, and dequantised.
 
 A Linear of K inputs and N outputs with b bits and groups of g inputs is
     qweight  int32 (K * b / 32, N)          codes q(k, n), packed along K, low bits first
-    qzeros   int32 (ceil(K / g), N * b / 32)  zeros, packed along N; format "gptq" (v1) stores them less one
+    qzeros   int32 (ceil(K / g), N * b / 32)  zeros, packed along N; format "gptq" (v1) stores zero - 1
     scales   float16 (ceil(K / g), N)
     g_idx    int32 (K)
 and W[n, k] = scales[g_idx[k], n] * (q(k, n) - zero(g_idx[k], n)).
@@ -13,7 +13,7 @@ import os
 
 import numpy as np
 
-from neox import Refusal
+from console import Refusal
 
 LINEARS = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 PARTS = {"qweight": "int32", "qzeros": "int32", "scales": "float16", "g_idx": "int32"}
@@ -47,8 +47,8 @@ def shapes(out_features, in_features, bits, group_size):
 
 
 def dequantise(parts, bits, is_v2):
-    """The weight (N, K) of a Linear's parts, exactly, as float32: a scale has 11 significant bits, a difference of codes
-    at most 9."""
+    """The weight (N, K) of a Linear's parts as float32. The product is exact: a scale has 11 significant bits, a
+    difference of codes at most 9."""
     group = parts["g_idx"]
     zeros = unpack(parts["qzeros"], bits, 1) + (0 if is_v2 else 1)
     codes = unpack(parts["qweight"], bits, 0)
@@ -56,7 +56,7 @@ def dequantise(parts, bits, is_v2):
 
 
 def read_config(directory, config):
-    """What a checkpoint says of quantisation, or None: quantize_config.json, else quant_config.json, else config.json."""
+    """A checkpoint's GPTQ config, or None: from quantize_config.json, else quant_config.json, else config.json."""
     for name in ("quantize_config.json", "quant_config.json"):
         path = os.path.join(directory, name)
         if os.path.exists(path):
@@ -66,7 +66,7 @@ def read_config(directory, config):
 
 
 class Format:
-    """How a checkpoint's Linears are quantised."""
+    """The format of a checkpoint's quantised Linears."""
 
     def __init__(self, config, source):
         method, form = config.get("quant_method", "gptq"), config.get("checkpoint_format", "gptq")
@@ -80,7 +80,7 @@ class Format:
         self.modules = LINEARS if modules is None else tuple(m for inner in modules for m in inner)
 
     def part_shapes(self, weight_shapes):
-        """Name -> shape of the stored tensors, given those of the dense ones, in the order that checksums count in."""
+        """Name -> shape of the stored tensors, given the shapes of the dense ones, in the order of weights_checksum()."""
         stored = {}
         for name, shape in weight_shapes.items():
             module, _, kind = name.rpartition(".")

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained.
 
-Their weights are random, but lively: biases and LayerNorm parameters are not all 0 and 1, attention is peaked, and each
-matrix keeps the scale of what it multiplies. Each directory says in provenance.json how it was made. GPTQ checkpoints are quantised from one such model that is not
-kept.
+Their weights are random. Biases and LayerNorm parameters differ from 0 and 1, attention is peaked, and each matrix
+keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are quantised
+from one such model, which is not kept.
 
-Needs torch, transformers and safetensors.
+Needs torch, transformers, safetensors, numpy and h5py.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -16,9 +15,14 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from console import Parser, Refusal, progress, require, require_numpy
+
+NAME = "make_checkpoints.py"
+require_numpy(NAME)
+
 import gptq
-from console import progress
-from neox import Model, Refusal
+from dump_hf import PACKAGES
+from neox import Model
 from neox_hf import default_dtype, versions
 from quantize_gptq import Recipe, quantise_checkpoint
 
@@ -122,10 +126,11 @@ def write(spec, directory, command, seed=1):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=NAME, description=__doc__)
     parser.add_argument("--out", metavar="DIR", default="data/checkpoints", help="default: data/checkpoints")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
+        require(*PACKAGES)
         os.makedirs(args.out, exist_ok=True)
         for spec in SPECS:
             progress(spec.name)
@@ -135,8 +140,8 @@ def main(argv):
             for name, recipe in GPTQ_RECIPES.items():
                 quantise_checkpoint(source, os.path.join(args.out, name), recipe, COMMAND, seed=1)
         progress("")
-    except (Refusal, OSError, ImportError) as error:
-        print(f"make_checkpoints.py: {error}", file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
         return 2
     return 0
 

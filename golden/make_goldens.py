@@ -1,26 +1,32 @@
 #!/usr/bin/env python3
 """Regenerates the checkpoints and golden files of data/ from Hugging Face, in one command.
 
-    python3 golden/make_goldens.py --out data
+    golden/make_goldens.py --out data
 
-Each golden file's command attribute says how to make it alone, from within the output directory. Takes about five
-minutes on 16 cores and writes less than 30 MB. Needs what dump_hf.py and make_checkpoints.py need.
+The attribute "command" of each golden file is the command that makes this file alone, run in the output directory.
+Takes about five minutes on 16 cores and writes less than 30 MB.
+
+Needs torch, transformers, safetensors, numpy and h5py.
 """
 
-import argparse
 import os
 import sys
 import time
+
+from console import Parser, Refusal, require, require_numpy
+
+NAME = "make_goldens.py"
+require_numpy(NAME)
 
 import dump_hf
 import make_checkpoints
 
 
 def small_dumps(spec):
-    """(file name, arguments) of a small checkpoint's golden files, all of its last layer."""
+    """(file name, arguments) of a small checkpoint's golden files, each of its last layer."""
     base = f"--model checkpoints/{spec.name} --layer {spec.model.num_hidden_layers - 1} --weights checkpoint"
     for n in (1, 2, 17, 128, 300):
-        # The caches of the longest are not stored.
+        # The longest caches are made from the seed instead of stored.
         cache = " --cache procedural" if n == 300 else ""
         yield f"{spec.name}-kv{n}-b1", f"{base} --kv-len {n}{cache}"
         yield f"{spec.name}-kv{n}-b3", f"{base} --kv-len {n},{max(1, n - 1)},{max(1, n // 2)}{cache}"
@@ -33,7 +39,8 @@ def small_dumps(spec):
 
 
 def dumps():
-    """All golden files: small checkpoints, and layers of full size without stored weights or caches."""
+    """(file name, arguments) of all golden files: of small checkpoints, and of full-size layers whose weights and caches
+    are made from the seed."""
     for spec in make_checkpoints.SPECS:
         yield from small_dumps(spec)
     for name in make_checkpoints.GPTQ_RECIPES:
@@ -46,14 +53,17 @@ def dumps():
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="DIR", default="data", help="laid out as data is (default: data)")
-    args = parser.parse_args(argv)
+    parser = Parser(prog=NAME, description=__doc__)
+    parser.add_argument(
+        "--out", metavar="DIR", default="data", help="writes DIR/checkpoints and DIR/golden (default: data)"
+    )
     try:
+        args = parser.parse_args(argv)
+        require(*dump_hf.PACKAGES)
         os.makedirs(os.path.join(args.out, "golden"), exist_ok=True)
         os.chdir(args.out)
-    except OSError as error:
-        print(f"make_goldens.py: {args.out}: {error.strerror}", file=sys.stderr)
+    except (Refusal, OSError) as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
         return 2
     start = time.monotonic()
     if status := make_checkpoints.main(["--out", "checkpoints"]):
@@ -61,7 +71,7 @@ def main(argv):
     made = 0
     for name, arguments in dumps():
         if status := dump_hf.main([*arguments.split(), "--seed", "1", "--out", f"golden/{name}.h5"]):
-            print(f"make_goldens.py: {name} was refused", file=sys.stderr)
+            print(f"{NAME}: {name} was refused", file=sys.stderr)
             return status
         made += 1
     size_bytes = sum(

@@ -1,4 +1,4 @@
-"""GPT-NeoX as config.json describes it, one step's inputs, and the layer in numpy that dumps are checked against."""
+"""A GPT-NeoX model's config, the inputs of one step, and the layer in numpy, against which dumps are checked."""
 
 import json
 import math
@@ -7,15 +7,12 @@ from dataclasses import MISSING, asdict, dataclass, fields
 import numpy as np
 
 import procedural
-
-
-class Refusal(Exception):
-    """Bad arguments or input, in one line."""
+from console import Refusal
 
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json says of the network's shape and arithmetic; the fields are those of core/model_config.hpp."""
+    """The network's shape and arithmetic, from config.json. The fields are those of core/model/config.hpp."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -45,7 +42,7 @@ class Model:
         return fields
 
 
-# Vocabulary sizes are padded to a multiple that grows with the model.
+# The larger models pad the vocabulary to a larger multiple.
 PRESETS = {
     f"pythia-{size}": Model(hidden, layers, heads, 4 * hidden, vocab)
     for size, hidden, layers, heads, vocab in [
@@ -127,7 +124,7 @@ def layer_shapes(model):
 
 @dataclass
 class Step:
-    """One step's inputs, as stored: q_len new tokens for each sequence, kv_len entries after they are appended."""
+    """The inputs of one step, as stored: each sequence has q_len new tokens, and kv_len cache entries after the append."""
 
     dtype: str
     q_len: int
@@ -149,7 +146,7 @@ class Step:
 
 
 def made_step(model, dtype, q_len, kv_len, cache, seed):
-    """A step without a model's own prefill: hidden is procedural, the cache procedural or normally distributed."""
+    """A step whose hidden state is procedural and whose cache is procedural or normally distributed."""
     hidden = procedural.values(dtype, (len(kv_len) * q_len, model.hidden_size), "activation", seed, "hidden")
     step = Step(dtype, q_len, kv_len, hidden, cache)
     shape = (len(kv_len), model.num_attention_heads, max(kv_len) - q_len, model.head_dim)

@@ -1,4 +1,5 @@
-"""Hugging Face's GPT-NeoX, of transformers 4.40 to 5.x: built from stored bits, run for one step, its taps recorded."""
+"""Hugging Face's GPT-NeoX of transformers 4.40 to 5.x: built from stored bits and run for one step with its taps
+recorded."""
 
 import contextlib
 import json
@@ -6,22 +7,31 @@ import os
 import platform
 from dataclasses import replace
 
-import h5py
 import numpy as np
 
 import gptq
 import procedural
-from neox import Refusal, Step, layer_shapes, parse_config
+from console import Refusal
+from neox import Step, layer_shapes, parse_config
+
+
+def refuse_lfs_pointer(path):
+    """Refuses a file that git-lfs has not fetched yet. A missing file passes."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs.github.com/spec/"):
+            raise Refusal(f"{path}: is a git-lfs pointer, expected the file itself; fetch it with: git lfs pull")
 
 
 class Checkpoint:
-    """A directory with config.json and safetensors files. Tensors are read one at a time, as they are asked for."""
+    """A directory with config.json and safetensors files. A tensor is read when it is needed."""
 
     def __init__(self, directory):
         self.directory = directory
         if not os.path.isdir(directory):
             raise Refusal(f"{directory}: no such directory")
         path = os.path.join(directory, "config.json")
+        for name in ("config.json", "quantize_config.json", "quant_config.json", "model.safetensors.index.json"):
+            refuse_lfs_pointer(os.path.join(directory, name))
         try:
             with open(path, encoding="utf-8") as file:
                 self.config_text = file.read()
@@ -30,7 +40,7 @@ class Checkpoint:
         self.model = parse_config(self.config_text, path)
         quantised = gptq.read_config(directory, json.loads(self.config_text))
         self.gptq = quantised and gptq.Format(quantised, directory)
-        self.shards = self._index()  # tensor name -> file name; None where a single file holds all
+        self.shards = self._index()  # tensor name -> file name; None where there is one file
 
     def _index(self):
         index = os.path.join(self.directory, "model.safetensors.index.json")
@@ -53,8 +63,8 @@ class Checkpoint:
         raise Refusal(f"{self.directory}: no model.safetensors and no model.safetensors.index.json{hint}")
 
     def layer(self, index):
-        """A layer's tensors as stored, by name below gpt_neox.layers.N and in the order that checksums count in; the same
-        with dense weights in place of quantised ones; the one dtype of what is not quantised."""
+        """Returns a layer's tensors as stored, by name below gpt_neox.layers.N, in the order of weights_checksum(); the
+        same with dense weights in the place of quantised ones; the dtype of the weights that are not quantised."""
         dense_shapes = layer_shapes(self.model)
         prefix = f"gpt_neox.layers.{index}."
         wanted = self.gptq.part_shapes(dense_shapes) if self.gptq else dense_shapes
@@ -63,7 +73,8 @@ class Checkpoint:
         return stored, self.gptq.dense(stored) if self.gptq else stored, dtype
 
     def tensors(self, names_and_shapes):
-        """The named tensors as stored arrays, and their one dtype; parts of a quantised weight have each their own."""
+        """Returns the named tensors as stored arrays, and their dtype. All have the same dtype, except the parts of a
+        quantised weight."""
         from safetensors import SafetensorError, safe_open
 
         arrays, dtype = {}, None
@@ -74,6 +85,7 @@ class Checkpoint:
                 path = os.path.join(self.directory, file or "model.safetensors.index.json")
                 try:
                     if file and path not in files:
+                        refuse_lfs_pointer(path)
                         opened = stack.enter_context(safe_open(path, framework="pt"))
                         files[path] = opened, set(opened.keys())
                     if not file or name not in files[path][1]:
@@ -94,7 +106,7 @@ class Checkpoint:
 
 
 def to_torch(array, dtype):
-    """A stored array as a tensor of the same bits. A wider array beside bfloat16 ones is taken for what it is."""
+    """A stored array as a tensor of the same bits. With dtype "bfloat16", uint16 arrays hold bfloat16."""
     import torch
 
     is_bfloat16 = dtype == "bfloat16" and array.dtype == np.uint16
@@ -113,15 +125,15 @@ def to_numpy(tensor):
 
 
 def modeling():
-    """transformers' module of the model."""
+    """transformers' module for GPT-NeoX."""
     from transformers.models.gpt_neox import modeling_gpt_neox
 
     return modeling_gpt_neox
 
 
 def attention_implementations():
-    """What this version of transformers offers of eager and sdpa; the last is the one whose float64 is double
-    throughout. Versions with sdpa compute the eager softmax in float32; those without do not."""
+    """The attention implementations of this version of transformers, of eager and sdpa. The last one computes float64
+    in double throughout: sdpa where there is one, because eager then computes its softmax in float32."""
     return ["eager", "sdpa"] if getattr(modeling().GPTNeoXPreTrainedModel, "_supports_sdpa", False) else ["eager"]
 
 
@@ -138,13 +150,14 @@ def default_dtype(name):
 
 
 def build(model, state, stored, dtype, implementation, device, layers=1):
-    """A GPTNeoXModel of that many layers computing in `dtype` on weights given as stored arrays; names as its own.
+    """A GPTNeoXModel of `layers` layers that computes in `dtype`, with weights from `state`: its parameters' names ->
+    stored arrays of dtype `stored`.
 
-    The model is built in its dtype. Converting a built one would round RoPE's inv_freq with the weights."""
+    The model is built in its dtype: a conversion afterwards would round RoPE's inv_freq too."""
     import torch
     from transformers import GPTNeoXConfig
 
-    # The vocabulary is that of the embedding given: a layer by itself needs none.
+    # The given embedding sets the vocabulary's size.
     model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
     config = GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
     with default_dtype(dtype):
@@ -161,7 +174,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
 
 
 def one_layer(model, weights, stored, dtype, implementation, device):
-    """The model whose only layer has these weights; around it a vocabulary and a norm that nobody reads."""
+    """A model with one layer of these weights. Its embedding and final norm are zeros, and are not used."""
     h = model.hidden_size
     state = {f"layers.0.{name}": array for name, array in weights.items()}
     for name, shape in (
@@ -174,13 +187,13 @@ def one_layer(model, weights, stored, dtype, implementation, device):
 
 
 def empty_cache():
-    """An empty cache; None stands for it where transformers keeps tuples of keys and values."""
+    """An empty cache, or None in versions of transformers whose caches are tuples of keys and values."""
     module = modeling()
     return module.DynamicCache() if hasattr(module, "DynamicCache") else None
 
 
 def filled_cache(entries):
-    """A cache that holds keys and values (1, heads, entries, head_dim), a pair a layer."""
+    """A cache of one pair of keys and values for each layer, (1, heads, entries, head_dim) each."""
     cache = empty_cache()
     if entries[0][0].shape[2] == 0:
         return cache
@@ -192,7 +205,7 @@ def filled_cache(entries):
 
 
 def cache_entries(cache, layer):
-    """Keys and values of one layer, (1, heads, entries, head_dim) each, whatever the version's cache is made of."""
+    """Keys and values of one layer, (1, heads, entries, head_dim) each, in every version of transformers."""
     if isinstance(cache, tuple):
         return cache[layer][:2]
     if hasattr(cache, "layers"):
@@ -209,8 +222,8 @@ def call(hf, cache, **inputs):
 
 
 class Recorder:
-    """Records what the steps of the model's only layer make in one run: module outputs and inputs through hooks, RoPE
-    by wrapping transformers' function."""
+    """Records the intermediate results of a one-layer model in one run: inputs and outputs of modules through hooks,
+    RoPE through a wrapper of transformers' function."""
 
     def __init__(self, hf, model):
         self.hf, self.model, self.tensors = hf, model, {}
@@ -272,7 +285,8 @@ class Recorder:
         qkv = t["query_key_value"].view(tokens, heads, 3, head_dim)
 
         def rotated(name, part):
-            """(tokens, heads, head_dim): versions before 4.49 rotate without what passes through."""
+            """q or k after RoPE, (tokens, heads, head_dim). Versions before 4.49 rotate only the first rotary_dim
+            elements of a head; the others come from the product."""
             x = t[name][0].transpose(0, 1)
             return torch.cat([x, qkv[:, :, part, x.shape[-1] :]], -1)
 
@@ -286,7 +300,7 @@ class Recorder:
             "attention.kv_append.k_cache": k,
             "attention.kv_append.v_cache": v,
             "attention.context": t["context"].view(tokens, heads, head_dim),
-            # The parallel form adds it up only with the MLP's output.
+            # In the parallel form no module computes x + attention alone.
             "attention.residual": (t["dense"] + hidden if model.use_parallel_residual else t["norm_in"])[0],
             "post_attention_layernorm": t["post_attention_layernorm"][0],
             "mlp.act": t["act"][0],
@@ -304,8 +318,7 @@ class Recorder:
 
 
 def run_variant(model, weights, step, dtype, implementation, device):
-    """All taps of the step computed in `dtype`, and cos and sin. Each sequence runs by itself, so that none is
-    padded."""
+    """All taps of the step computed in `dtype`, and cos and sin. Each sequence runs alone, without padding."""
     import torch
 
     hf = one_layer(model, weights, step.dtype, dtype, implementation, device)
@@ -329,8 +342,8 @@ def run_variant(model, weights, step, dtype, implementation, device):
 
 
 def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
-    """A step cut out of the model's own run over random token ids: layer `layer`'s cache after a prefill of
-    kv_len - q_len tokens, and its input for the next q_len. Computed in the stored dtype with sdpa."""
+    """A step from a run of the model over random token ids: layer `layer`'s cache after a prefill of kv_len - q_len
+    tokens, and its input for the next q_len tokens. The model runs in the stored dtype with sdpa."""
     import torch
 
     model = checkpoint.model
@@ -356,7 +369,7 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
         if past:
             cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past])
             for side, entries in zip(caches, cache_entries(cache, layer)):
-                # Versions before 4.46 keep float32 keys, RoPE's product, whatever the model's dtype.
+                # Versions before 4.46 keep keys in float32, RoPE's dtype, for models of every dtype.
                 side[b, :, :past] = to_numpy(entries[0].to(hf.dtype))
         call(hf, cache, input_ids=ids[:, past:], position_ids=positions[:, past:])
         hidden.append(to_numpy(inputs[-1][0]))
@@ -364,6 +377,7 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
 
 
 def versions():
+    import h5py
     import safetensors
     import torch
     import transformers

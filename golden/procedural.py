@@ -1,13 +1,13 @@
-"""Values made from a hash: the numpy twin of core/procedural.hpp, which defines them. Both write the same bits.
+"""Values from a hash, as core/procedural.hpp defines them. The C++ code and this code make the same bits.
 
-Stored arrays are numpy's float16 and float32; bfloat16 is a uint16 array of its bits, as in golden files.
+A stored array is numpy float16 or float32, or uint16 with the bits of bfloat16, as in golden files.
 """
 
 import numpy as np
 
 STEP = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-CHUNK = 1 << 21  # elements worked on at a time: the temporaries take under 100 MB
+CHUNK = 1 << 21  # elements at a time, so that temporary arrays take less than 100 MB
 
 DTYPES = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
 
@@ -19,14 +19,14 @@ KINDS = {
 
 
 def mix(x):
-    """splitmix64's finaliser, of a uint64 array."""
+    """splitmix64's finaliser of each element of a uint64 array."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _mix(x):
-    """The same, of one Python integer."""
+    """mix() of one Python integer."""
     return int(mix(np.array([x & MASK], np.uint64))[0])
 
 
@@ -44,7 +44,7 @@ def _steps(first, count):
 
 
 def round_to(values, dtype):
-    """Values (float32 or wider) as stored: rounded once, to nearest even. bfloat16 takes float32 values."""
+    """Values (float32 or wider; float32 for bfloat16) as a stored array: rounded once, to nearest even."""
     if dtype != "bfloat16":
         return np.asarray(values).astype(DTYPES[dtype])
     bits = np.asarray(values, np.float32).view(np.uint32)
@@ -52,14 +52,14 @@ def round_to(values, dtype):
 
 
 def widen(stored, dtype):
-    """A stored array as float64, exactly. A wider array beside bfloat16 ones is taken for what it is."""
+    """A stored array as float64, exactly. With dtype "bfloat16", uint16 arrays hold bfloat16."""
     if dtype == "bfloat16" and stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)
 
 
 def values(dtype, shape, kind, seed, name, first=0):
-    """Elements `first` .. of the tensor `name` under `seed`, as an array of the given shape, stored as `dtype`."""
+    """The elements from `first` on of tensor `name` under `seed`, as a stored array of dtype `dtype` and this shape."""
     table = round_to(KINDS[kind](np.arange(-1022, 1023)).astype(np.float32), dtype)
     key = np.uint64(_mix(fnv1a64(name) ^ _mix(seed)))
     out = np.empty(int(np.prod(shape, dtype=np.int64)), DTYPES[dtype])
@@ -67,7 +67,7 @@ def values(dtype, shape, kind, seed, name, first=0):
     for start in range(0, out.size, CHUNK):
         count = min(CHUNK, out.size - start)
         r = mix(key + _steps(first + start, count))
-        index = r & field  # the four fields' sum is n + 1022
+        index = r & field  # the sum of the four fields is n + 1022
         for shift in (9, 18, 27):
             index += (r >> np.uint64(shift)) & field
         out[start : start + count] = table[index.astype(np.int64)]
@@ -88,7 +88,7 @@ def checksum(data):
 
 
 def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
-    """Name -> shape of a layer's weights, by the name below gpt_neox.layers.N, in the order that checksums count in."""
+    """Name below gpt_neox.layers.N -> shape of a layer's weights, in the order of weights_checksum()."""
     h, i = hidden_size, intermediate_size
     shapes = {
         "input_layernorm.weight": (h,),

@@ -1,34 +1,36 @@
 #!/usr/bin/env python3
 """Quantises a GPT-NeoX checkpoint to GPTQ and writes it as AutoGPTQ and GPTQModel do.
 
-GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds a matrix input by input and makes up for each rounding in the inputs
-that are still to come, by the inverse of the Hessian 2 X^T X of the layer's own inputs X. These come from a run over
-random tokens, layer by layer, each layer fed by the quantised ones before it. Round-to-nearest needs no run.
+GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds a matrix input by input. It compensates each rounding in the inputs
+that are not rounded yet, by the inverse of the Hessian 2 X^T X of the Linear's inputs X. These inputs come from a run
+over random tokens, layer by layer; the layers before are quantised already. Round-to-nearest needs no run.
 
-Needs torch, transformers, safetensors and numpy.
+Needs torch, transformers, safetensors, numpy and h5py.
 """
 
-import argparse
 import json
 import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
 
+from console import Parser, Refusal, integer, progress, require, require_numpy
+
+NAME = "quantize_gptq.py"
+require_numpy(NAME)
+
 import numpy as np
 
 import gptq
-from console import Parser, integer, progress
+from dump_hf import PACKAGES
 from golden_file import current_umask
-from neox import Refusal, layer_shapes
+from neox import layer_shapes
 from neox_hf import Checkpoint, build, to_numpy, to_torch, versions
-
-NAME = "quantize_gptq.py"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to quantise; the names are those of quantize_config.json."""
+    """How to quantise. The names are those of quantize_config.json."""
 
     bits: int = 4
     group_size: int = 128
@@ -54,7 +56,7 @@ class Recipe:
 
 
 def grid(weight, recipe):
-    """The scale and zero (N) of a group's columns of W (N, K), the scale as stored."""
+    """The scales (N), as stored, and the zeros (N) of one group: W's rows over the group's columns."""
     most = (1 << recipe.bits) - 1
     low, high = np.minimum(weight.min(1), 0), np.maximum(weight.max(1), 0)
     if recipe.sym:
@@ -66,12 +68,12 @@ def grid(weight, recipe):
     scale = np.maximum(scale, 2.0**-24)
     if recipe.sym:
         return scale, np.full(len(weight), (most + 1) // 2)
-    # Format v1 stores the zero less one.
+    # Format v1 stores the zero minus one, which must not be negative.
     return scale, np.clip(np.round(-low / scale), 1 if recipe.checkpoint_format == "gptq" else 0, most).astype(np.int64)
 
 
 def quantise(weight, hessian, recipe):
-    """The parts of a Linear's weight (N, K) in float64; without a Hessian (K, K) rounded to nearest."""
+    """The parts of a Linear's weight (N, K), given in float64. Rounds to nearest where there is no Hessian (K, K)."""
     out_features, in_features = weight.shape
     group_size = in_features if recipe.group_size == -1 else recipe.group_size
     most = (1 << recipe.bits) - 1
@@ -85,7 +87,7 @@ def quantise(weight, hessian, recipe):
             order = np.argsort(-np.diag(hessian), kind="stable")
         hessian = hessian[np.ix_(order, order)]
         hessian[np.diag_indices(in_features)] += recipe.damp_percent * np.diag(hessian).mean()
-        # U^T U is the inverse: row k of U says how the inputs after k make up for k's error.
+        # U^T U is the inverse. Row k of U says how the inputs after k compensate the error of input k.
         upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
     weight = weight[:, order].copy()
     codes = np.empty((in_features, out_features), np.int64)
@@ -112,7 +114,7 @@ def quantise(weight, hessian, recipe):
 
 
 def check_sizes(model, recipe):
-    """Refuses a Linear whose sizes no whole words hold."""
+    """Refuses a Linear whose sizes are not multiples of the codes in a word."""
     codes = 32 // recipe.bits
     for name, shape in layer_shapes(model).items():
         if name.removesuffix(".weight") in recipe.modules and any(size % codes for size in shape):
@@ -147,7 +149,8 @@ def run_layer(model, dense, stored, hidden):
 
 
 def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, seed=0):
-    """Writes directory `out`, whole or not at all."""
+    """Writes the checkpoint into directory `out`. After a failure the directory is as it was."""
+    require(*PACKAGES)
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -180,7 +183,7 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
             del tensors[f"{prefix}{module}.weight"]
             tensors |= {f"{prefix}{module}.{part}": to_torch(array, "int32") for part, array in quantised.items()}
         if hidden is not None:
-            # What the layers after this one will meet.
+            # The input of the next layer.
             hidden, _ = run_layer(model, form.dense(parts), stored_dtype, hidden)
 
     temporary = out.rstrip("/") + ".tmp"
@@ -201,7 +204,7 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
 
 
 def parse_arguments(argv):
-    parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=NAME, description=__doc__)
     parser.add_argument("--model", metavar="DIR", required=True, help="the checkpoint to quantise, as dump_hf.py takes it")
     parser.add_argument("--out", metavar="DIR", required=True, help="the checkpoint to write")
     parser.add_argument("--bits", type=int, choices=[4, 8], default=4, help="of a code (default 4)")
@@ -248,7 +251,7 @@ def main(argv):
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)
         return 2
-    except (ImportError, OSError) as error:
+    except OSError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 2
     return 0

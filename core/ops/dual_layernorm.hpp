@@ -19,11 +19,11 @@ struct DualLayerNorm : NormContract<DualLayerNorm> {
 
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens, d.hidden));
     norm_tensors(d, a.norm1, f, "gamma1", "beta1");
     norm_tensors(d, a.norm2, f, "gamma2", "beta2");
-    f(Role::output, "y1", a.y1, extents(d.tokens, d.hidden));
-    f(Role::output, "y2", a.y2, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "y1"}, a.y1, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "y2"}, a.y2, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) {
     return row_cost(d, 3, activation, weight) +=

@@ -19,14 +19,11 @@ struct Embedding {
   };
 
   static Dims dims(const Args& a) { return {a.ids.shape[0], a.table.shape[0], a.table.shape[1]}; }
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.tokens(), m.vocab_size, m.hidden_size}, {}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::index, "ids", a.ids, extents(d.tokens));
-    f(Role::weight, "table", a.table, extents(d.vocab, d.hidden));
-    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::token_id, "ids"}, a.ids, extents(d.tokens));
+    f(TensorSpec{Role::weight, "table"}, a.table, extents(d.vocab, d.hidden));
+    f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Status check(const Args& a) { return check_tensors<Embedding>(a); }
   static Cost cost(const Dims& d, DType activation, DType weight) {

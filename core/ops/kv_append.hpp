@@ -3,37 +3,35 @@
 
 namespace cf::ops {
 
-/// Writes each sequence's q_len new keys and values behind its old ones:
-///   k_cache[b, h, kv_len[b] - q_len + i, :] = k[b * q_len + i, h, :], and v likewise.
-/// kv_len counts the entries that are valid afterwards. Nothing else of the cache is touched.
-/// Source: transformers' DynamicCache.update; keys are stored after RoPE.
-/// Refuses tokens that batch does not divide, and kv_len outside q_len .. capacity where it can be read on the host.
+/// Writes the keys and values of each sequence's q_len new tokens behind its old ones:
+///   k_cache[b, h, kv_len[b] - q_len + i, :] = k[b * q_len + i, h, :], and v likewise,
+/// for every kv head h. kv_len counts the entries that are valid after the append. The rest of the cache keeps its
+/// bits. Keys are stored after RoPE.
+/// Source: transformers' DynamicCache.update.
+/// Refuses tokens that batch does not divide, and kv_len outside q_len .. capacity where the host can read it.
 struct KvAppend {
   static constexpr std::string_view name = "kv_append";
   struct Dims {
-    std::int64_t batch, q_len, heads, head_dim, capacity;
+    std::int64_t batch, q_len, kv_heads, head_dim, capacity;
   };
   struct Args {
     using Op = KvAppend;
-    ConstAnyView<3> k{}, v{};              // (batch * q_len, heads, head_dim)
+    ConstAnyView<3> k{}, v{};              // (batch * q_len, kv_heads, head_dim)
     View<const std::int32_t, 1> kv_len{};  // (batch)
-    AnyView<4> k_cache{}, v_cache{};       // (batch, heads, capacity, head_dim)
+    AnyView<4> k_cache{}, v_cache{};       // (batch, kv_heads, capacity, head_dim)
   };
 
   static Dims dims(const Args& a) {
     const std::int64_t batch = a.kv_len.shape[0];
     return {batch, batch > 0 ? a.k.shape[0] / batch : 0, a.k.shape[1], a.k.shape[2], a.k_cache.shape[2]};
   }
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.batch, w.q_len, m.num_attention_heads, m.head_dim(), w.cache_capacity()}, {}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "k", a.k, extents(d.batch * d.q_len, d.heads, d.head_dim));
-    f(Role::input, "v", a.v, extents(d.batch * d.q_len, d.heads, d.head_dim));
-    f(Role::index, "kv_len", a.kv_len, extents(d.batch));
-    f(Role::state, "k_cache", a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
-    f(Role::state, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::input, "k"}, a.k, extents(d.batch * d.q_len, d.kv_heads, d.head_dim));
+    f(TensorSpec{Role::input, "v"}, a.v, extents(d.batch * d.q_len, d.kv_heads, d.head_dim));
+    f(TensorSpec{Role::length, "kv_len"}, a.kv_len, extents(d.batch));
+    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<KvAppend>(a));
@@ -44,8 +42,8 @@ struct KvAppend {
     return {};
   }
   static Cost cost(const Dims& d, DType activation, DType) {
-    return {4 * double(d.batch * d.q_len * d.heads * d.head_dim) * double(size_bytes(activation)) + 4 * double(d.batch),
-            0};
+    const double elements = double(d.batch * d.q_len * d.kv_heads * d.head_dim);
+    return {4 * elements * double(size_bytes(activation)) + 4 * double(d.batch), 0};
   }
   /// A copy: the bits are the input's.
   static Budget budget(const Dims&, Precision, Condition = {}) { return {}; }

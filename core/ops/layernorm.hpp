@@ -15,15 +15,11 @@ struct NormContract {
   static Dims dims(const Args& a) {
     return {a.x.shape[0], a.x.shape[1]};
   }
-  template <class O = Op>
-  static std::pair<Dims, typename O::Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.tokens(), m.hidden_size}, {.eps = m.layer_norm_eps}};
-  }
   template <class N, class F>
   static void norm_tensors(const Dims& d, N& norm, F&& f, std::string_view gamma = "gamma",
                            std::string_view beta = "beta") {
-    f(Role::weight, gamma, norm.gamma, extents(d.hidden));
-    f(Role::weight, beta, norm.beta, extents(d.hidden));
+    f(TensorSpec{Role::gain, gamma}, norm.gamma, extents(d.hidden));
+    f(TensorSpec{Role::weight, beta}, norm.beta, extents(d.hidden));
   }
   template <class Args>
   static Status check(const Args& a) {
@@ -55,9 +51,9 @@ struct LayerNorm : NormContract<LayerNorm> {
 
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens, d.hidden));
     norm_tensors(d, a.norm, f);
-    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) { return row_cost(d, 2, activation, weight); }
 };

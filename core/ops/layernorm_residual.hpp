@@ -17,10 +17,10 @@ struct LayerNormResidual : NormContract<LayerNormResidual> {
 
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
-    f(Role::input, "residual", a.residual, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "residual"}, a.residual, extents(d.tokens, d.hidden));
     norm_tensors(d, a.norm, f);
-    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) { return row_cost(d, 3, activation, weight); }
 };

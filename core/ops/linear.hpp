@@ -16,8 +16,8 @@ enum class Epilogue : std::uint8_t { none, gelu_erf, gelu_tanh, residual };
 ///   residual   f(v) = v + residual[t,o]
 /// GELU: Hendrycks, Gimpel 2016 (arXiv:1606.08415). Source: torch.nn.Linear; the MLP of transformers' GPTNeoXMLP.
 /// Refuses a residual without its epilogue, and the epilogue without its residual; GPTQ weights of other than 4 or 8
-/// bits, whose words do not divide in and out, or without a group_size, and where a backend has no kernel for them
-/// (Code::unimplemented).
+/// bits, whose words do not divide in and out, or without a group_size; packed weights of another size; and weights for
+/// which a backend has no kernel, those that another backend packed among them (Code::unimplemented).
 struct Linear {
   static constexpr std::string_view name = "linear";
   struct Dims {
@@ -37,16 +37,12 @@ struct Linear {
   static Dims dims(const Args& a) {
     return {a.x.shape[0], a.x.shape[1], a.y.shape[1], a.epilogue == Epilogue::residual, format_of(a.linear.weight)};
   }
-  /// The MLP's first product; tests and benchmarks set other sizes and epilogues themselves.
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.tokens(), m.hidden_size, m.intermediate_size, false}, {.epilogue = Epilogue::gelu_erf}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens, d.in));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens, d.in));
     linear_tensors(d.out, d.in, a.linear, f);
-    if (d.residual) f(Role::input, "residual", a.residual, extents(d.tokens, d.out));
-    f(Role::output, "y", a.y, extents(d.tokens, d.out));
+    if (d.residual) f(TensorSpec{Role::input, "residual"}, a.residual, extents(d.tokens, d.out));
+    f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.out));
   }
   static Status check(const Args& a) {
     CF_TRY(check_linear(name, a.y.shape[1], a.x.shape[1], a.linear));
@@ -63,8 +59,14 @@ struct Linear {
   }
   static Budget budget(const Dims& d, Precision p, Condition c = {}) { return reduction_budget(d.in, p, c); }
 
-  /// What must hold of a quantised weight before its tensors' shapes mean anything, for every op that holds a Linear.
+  /// Checks what a quantised or packed weight says of itself, before its tensors' shapes. Every op that holds a Linear
+  /// calls this first.
   static Status check_linear(std::string_view op, std::int64_t out, std::int64_t in, const LinearParams& linear) {
+    if (const auto* packed = std::get_if<PackedWeight>(&linear.weight);
+        packed && (packed->out != out || packed->in != in))
+      return bad_argument(op, "the packed weight is (" + std::to_string(packed->out) + ", " +
+                                  std::to_string(packed->in) + "), expected (" + std::to_string(out) + ", " +
+                                  std::to_string(in) + ")");
     const auto* gptq = std::get_if<GptqWeight>(&linear.weight);
     if (!gptq) return {};
     if (gptq->bits != 4 && gptq->bits != 8)
@@ -84,17 +86,11 @@ struct Linear {
   static void linear_tensors(std::int64_t out, std::int64_t in, L& linear, F&& f,
                              std::string_view weight_name = "weight", std::string_view bias_name = "bias") {
     if (auto* dense = std::get_if<DenseWeight>(&linear.weight))
-      f(Role::weight, weight_name, dense->weight, extents(out, in));
-    if (auto* gptq = std::get_if<GptqWeight>(&linear.weight))
-      for_each_gptq_tensor(*gptq, out, in,
-                           [&](std::string_view part, auto& view, auto shape) { f(Role::gptq, part, view, shape); });
-    if (auto* tiles = std::get_if<GptqTiles>(&linear.weight)) {
-      const std::int64_t row_tiles = (out + 15) / 16, chunks = tiles->codes.shape[1], groups = tiles->scales.shape[1];
-      f(Role::gptq, "codes", tiles->codes, extents(row_tiles, std::max(chunks, (in + 63) / 64), 128));
-      f(Role::gptq, "scales", tiles->scales, extents(row_tiles, groups, 16));
-      f(Role::gptq, "order", tiles->order, extents(64 * chunks), true);
-    }
-    f(Role::weight, bias_name, linear.bias, extents(out), true);
+      f(TensorSpec{Role::weight, weight_name}, dense->weight, extents(out, in));
+    if (auto* gptq = std::get_if<GptqWeight>(&linear.weight)) for_each_gptq_tensor(*gptq, out, in, f);
+    if (auto* packed = std::get_if<PackedWeight>(&linear.weight))
+      f(TensorSpec{Role::gptq, "packed"}, packed->data, extents(packed->data.shape[0]));
+    f(TensorSpec{Role::weight, bias_name, true}, linear.bias, extents(out));
   }
 };
 

@@ -6,11 +6,12 @@
 
 namespace cf::ops {
 
-/// The head of an attention block in one: LayerNorm, the QKV product, RoPE, and the append to the cache.
+/// LayerNorm, the QKV product, RoPE and the append to the cache in one op.
 ///   z = LayerNorm(x; norm)                                        (tokens, hidden)
 ///   w[t, h, c, :] = sum_k z[t,k] * W[(h * 3 + c) * head_dim + :, k] + bias, c = 0, 1, 2 for q, k, v
 ///   q, k, v = Rope(w),  k_cache and v_cache = KvAppend(k, v)
-/// which say the rest: the products are interleaved by head as GPT-NeoX stores them. Neither z nor w is an output.
+/// Rope and KvAppend define the rest. The rows of W are interleaved by head, as GPT-NeoX stores them. z and w are not
+/// outputs.
 /// Source: transformers' GPTNeoXLayer.input_layernorm and GPTNeoXAttention up to the attention itself.
 /// Refuses what LayerNorm, Linear, Rope and KvAppend refuse.
 struct LnQkv {
@@ -46,24 +47,19 @@ struct LnQkv {
             a.k_cache.shape[2],
             format_of(a.linear.weight)};
   }
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.batch, w.q_len, m.hidden_size, m.num_attention_heads, m.head_dim(), m.rotary_dim,
-             m.max_position_embeddings, w.cache_capacity()},
-            {.eps = m.layer_norm_eps}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens(), d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens(), d.hidden));
     LayerNorm::norm_tensors({d.tokens(), d.hidden}, a.norm, f);
     Linear::linear_tensors(d.out(), d.hidden, a.linear, f);
     Rope::table_tensors(d.table_rows, d.rotary_dim, a, f);
-    f(Role::index, "positions", a.positions, extents(d.tokens()));
-    f(Role::index, "kv_len", a.kv_len, extents(d.batch));
-    f(Role::output, "q", a.q, extents(d.tokens(), d.heads, d.head_dim));
-    f(Role::output, "k", a.k, extents(d.tokens(), d.heads, d.head_dim));
-    f(Role::output, "v", a.v, extents(d.tokens(), d.heads, d.head_dim));
-    f(Role::state, "k_cache", a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
-    f(Role::state, "v_cache", a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::position, "positions"}, a.positions, extents(d.tokens()));
+    f(TensorSpec{Role::length, "kv_len"}, a.kv_len, extents(d.batch));
+    f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens(), d.heads, d.head_dim));
+    f(TensorSpec{Role::output, "k"}, a.k, extents(d.tokens(), d.heads, d.head_dim));
+    f(TensorSpec{Role::output, "v"}, a.v, extents(d.tokens(), d.heads, d.head_dim));
+    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
   }
   static Status check(const Args& a) {
     const Dims d = dims(a);
@@ -85,7 +81,8 @@ struct LnQkv {
                 t * (h + out * 5 / 3) * s + 4 * (t * double(d.rotary_dim + 1) + double(d.batch)),
             2 * t * out * h + 8 * t * h + 2 * t * out};
   }
-  /// As for a layer: every part passes on the relative error it is given and adds its own, and z and w may be stored.
+  /// To first order each part passes on the relative error of its input and adds its own; z and w may be rounded to the
+  /// output's dtype.
   /// `condition` is the sum over the parts of their conditions times sqrt(terms), as cpu_ref::condition() measures it.
   static Budget budget(const Dims&, Precision p, Condition c = {}) {
     const double stores = 2 * unit_roundoff(p.output);

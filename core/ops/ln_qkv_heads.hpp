@@ -34,28 +34,21 @@ struct LnQkvHeads {
     return {
         a.x.shape[0], a.x.shape[1], a.x.shape[2], a.q.shape[1], a.k.shape[1], a.q.shape[3], format_of(a.linear.weight)};
   }
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.batch, w.q_len, m.hidden_size, m.num_attention_heads, m.num_attention_heads, m.head_dim()},
-            {.eps = m.layer_norm_eps}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.batch, d.q_len, d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.batch, d.q_len, d.hidden));
     LayerNorm::norm_tensors({d.tokens(), d.hidden}, a.norm, f);
     Linear::linear_tensors(d.out(), d.hidden, a.linear, f);
-    f(Role::output, "q", a.q, extents(d.batch, d.heads, d.q_len, d.head_dim));
-    f(Role::output, "k", a.k, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
-    f(Role::output, "v", a.v, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
+    f(TensorSpec{Role::output, "q"}, a.q, extents(d.batch, d.heads, d.q_len, d.head_dim));
+    f(TensorSpec{Role::output, "k"}, a.k, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
+    f(TensorSpec{Role::output, "v"}, a.v, extents(d.batch, d.kv_heads, d.q_len, d.head_dim));
   }
   static Status check(const Args& a) {
     const Dims d = dims(a);
     CF_TRY(Linear::check_linear(name, d.out(), d.hidden, a.linear));
     CF_TRY(check_tensors<LnQkvHeads>(a));
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
-    if (d.kv_heads < 1 || d.heads % d.kv_heads)
-      return bad_argument(name, "heads must be a multiple of kv_heads " + std::to_string(d.kv_heads) + ", got " +
-                                    std::to_string(d.heads));
-    return {};
+    return check_kv_heads(name, d.heads, d.kv_heads);
   }
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out());
@@ -63,7 +56,8 @@ struct LnQkvHeads {
                 t * (h + out) * double(size_bytes(activation)),
             2 * t * out * h + 8 * t * h};
   }
-  /// As for ln_qkv: `condition` is the sum over the parts of their conditions times sqrt(terms), and z may be stored.
+  /// As for ln_qkv: `condition` is the sum over the parts of their conditions times sqrt(terms); z may be rounded to
+  /// the output's dtype.
   static Budget budget(const Dims&, Precision p, Condition c = {}) {
     const double store = unit_roundoff(p.output);
     return reduction_budget(1, p, c) += {store, store};

@@ -19,12 +19,12 @@ struct ResidualLayerNorm : NormContract<ResidualLayerNorm> {
 
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "x", a.x, extents(d.tokens, d.hidden));
-    f(Role::input, "a", a.a, extents(d.tokens, d.hidden));
-    f(Role::input, "b", a.b, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "x"}, a.x, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "a"}, a.a, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::input, "b"}, a.b, extents(d.tokens, d.hidden));
     norm_tensors(d, a.norm, f);
-    f(Role::output, "h", a.h, extents(d.tokens, d.hidden));
-    f(Role::output, "y", a.y, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "h"}, a.h, extents(d.tokens, d.hidden));
+    f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) { return row_cost(d, 5, activation, weight); }
   /// y's bound, which is h's too: y carries h's rounding beside its own.

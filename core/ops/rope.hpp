@@ -3,14 +3,13 @@
 
 namespace cf::ops {
 
-/// Splits the interleaved projection into q, k and v, and turns the first rotary_dim = 2R elements of each head of q
-/// and k by the position's angles (half rotation):
+/// Splits the interleaved projection into q, k and v, and rotates the first rotary_dim = 2R elements of each head of q
+/// and k by the angles of the token's position (half rotation):
 ///   y[i]     = x[i] cos[p,i]     - x[i + R] sin[p,i]
 ///   y[i + R] = x[i + R] cos[p,i] + x[i] sin[p,i]         for i < R, p = positions[t];  y[j] = x[j] for j >= 2R.
-/// The table is an argument because Hugging Face computes it in float32 whatever the model's dtype; rope_table() makes
-/// it so.
+/// The table is an argument: Hugging Face computes it in float32 whatever the model's dtype, and so does rope_table().
 /// Source: Su et al. 2021 (arXiv:2104.09864); transformers' apply_rotary_pos_emb for GPT-NeoX.
-/// Refuses rotary_dim > head_dim, and positions outside the table where they can be read on the host.
+/// Refuses rotary_dim > head_dim, and positions outside the table where the host can read them.
 struct Rope {
   static constexpr std::string_view name = "rope";
   struct Dims {
@@ -27,17 +26,14 @@ struct Rope {
   static Dims dims(const Args& a) {
     return {a.qkv.shape[0], a.qkv.shape[1], a.qkv.shape[3], 2 * a.cos.shape[1], a.cos.shape[0]};
   }
-  static std::pair<Dims, Args> example(const ModelConfig& m, const Workload& w) {
-    return {{w.tokens(), m.num_attention_heads, m.head_dim(), m.rotary_dim, m.max_position_embeddings}, {}};
-  }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(Role::input, "qkv", a.qkv, extents(d.tokens, d.heads, 3, d.head_dim));
+    f(TensorSpec{Role::input, "qkv"}, a.qkv, extents(d.tokens, d.heads, 3, d.head_dim));
     table_tensors(d.table_rows, d.rotary_dim, a, f);
-    f(Role::index, "positions", a.positions, extents(d.tokens));
-    f(Role::output, "q", a.q, extents(d.tokens, d.heads, d.head_dim));
-    f(Role::output, "k", a.k, extents(d.tokens, d.heads, d.head_dim));
-    f(Role::output, "v", a.v, extents(d.tokens, d.heads, d.head_dim));
+    f(TensorSpec{Role::position, "positions"}, a.positions, extents(d.tokens));
+    f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens, d.heads, d.head_dim));
+    f(TensorSpec{Role::output, "k"}, a.k, extents(d.tokens, d.heads, d.head_dim));
+    f(TensorSpec{Role::output, "v"}, a.v, extents(d.tokens, d.heads, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Rope>(a));
@@ -56,8 +52,8 @@ struct Rope {
 
   template <class A, class F>
   static void table_tensors(std::int64_t rows, std::int64_t rotary_dim, A& a, F&& f) {
-    f(Role::table, "cos", a.cos, extents(rows, rotary_dim / 2));
-    f(Role::table, "sin", a.sin, extents(rows, rotary_dim / 2));
+    f(TensorSpec{Role::cosine, "cos"}, a.cos, extents(rows, rotary_dim / 2));
+    f(TensorSpec{Role::sine, "sin"}, a.sin, extents(rows, rotary_dim / 2));
   }
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// The arithmetic that kernels share, callable on the host too, where it is tested.
+// Arithmetic that kernels share. The host can call what has CF_HD too; its tests run there.
 #include <cmath>
 
 #ifdef __CUDACC__
@@ -10,18 +10,18 @@
 
 namespace cf::cuda {
 
-/// Mean and sum of squared deviations of `count` values. The states of a row's parts merge to the row's: mean = sum of
-/// count_i mean_i / n, m2 = sum of m2_i + count_i (mean_i - mean)^2. Chan, Golub, LeVeque 1979, Welford 1962 for any
-/// number of parts: no E[x^2] - E[x]^2, which cancels.
+/// Mean and sum of squared deviations (m2) of `count` values. The states of a row's parts merge to that of the row:
+///   mean = sum of count_i mean_i / n,  m2 = sum of m2_i + count_i (mean_i - mean)^2
+/// Source: Welford 1962; Chan, Golub, LeVeque 1979. Unlike E[x^2] - E[x]^2 this does not cancel.
 struct Welford {
   float count = 0, mean = 0, m2 = 0;
 
   CF_HD float sum() const { return count * mean; }
-  /// The sum of squared deviations from another centre than the mean.
+  /// The sum of squared deviations from `centre`.
   CF_HD float m2_about(float centre) const { return m2 + count * (mean - centre) * (mean - centre); }
 };
 
-/// x/2 (1 + erf(x / sqrt 2)), through erfc, which keeps its digits where x is far below zero.
+/// x/2 (1 + erf(x / sqrt 2)). erfc keeps its digits where x is far below zero; 1 + erf does not.
 CF_HD inline float gelu_erf(float x) { return 0.5f * x * erfcf(-0.70710678118654752f * x); }
 
 /// x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
@@ -29,31 +29,23 @@ CF_HD inline float gelu_tanh(float x) {
   return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
-/// A pair of a head's elements, turned by an angle (RoPE's half rotation). Which product is rounded is said here, so
-/// that every kernel gives the same bits.
+/// RoPE's rotation of a pair: (a, b) = (a cos - b sin, b cos + a sin). The fmaf calls fix which product is rounded, so
+/// every kernel gives the same bits.
 CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
   const float turned = fmaf(a, cos, -(b * sin));
   b = fmaf(b, cos, a * sin);
   a = turned;
 }
 
-/// A softmax-weighted sum in progress: weights exp(s - max), their sum, and (held by the caller) the sum of the values.
-/// Milakov, Gimelshein 2018 (arXiv:1805.02867). Merging two rescales both to the larger maximum.
-struct SoftmaxState {
-  float max = -INFINITY, sum = 0;
-
-  /// The factors for this state's values and the other's, after which this is both.
-  struct Factors {
-    float mine, other;
-  };
-  CF_HD Factors merge(const SoftmaxState& o) {
-    const float larger = max > o.max ? max : o.max;
-    // Two empty states: the difference of infinities is no number.
-    const Factors f{max == -INFINITY ? 0.f : expf(max - larger), o.max == -INFINITY ? 0.f : expf(o.max - larger)};
-    sum = sum * f.mine + o.sum * f.other;
-    max = larger;
-    return f;
-  }
-};
+/// 2^x, on a device to two units in the last place by the exponential unit, where results below 2^-126 are 0.
+CF_HD inline float exp2_approximate(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
 
 }  // namespace cf::cuda

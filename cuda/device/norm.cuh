@@ -1,14 +1,13 @@
 #pragma once
-// The moments of a row whose parts lie in the registers of several warps: every kernel with a LayerNorm gives the same
-// bits that lays a row out over warps in the same way. For that, which products are rounded is said where the compiler
-// has a choice.
+// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps alike
+// give the same bits: __fmul_rn and fmaf fix which products are rounded, where the compiler would have a choice.
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
 
 namespace cf::cuda {
 
-/// The state of a warp's part of a row, the same in each lane: each(f) calls f(p) for a lane's pieces x[p] that are
-/// part of it. Two passes over the registers, after which x[p] holds the deviations from the warp's mean.
+/// The state of a warp's part of a row, in every lane. Replaces the part's elements by their deviations from the part's
+/// mean. x[p] are the lane's pieces; each(f) calls f(p) for those pieces that exist.
 template <class Each, int Pieces, int N>
 __device__ Welford centre_warp(Each each, float (&x)[Pieces][N]) {
   int count = 0;
@@ -33,25 +32,26 @@ __device__ Welford centre_warp(Each each, float (&x)[Pieces][N]) {
   return state;
 }
 
-/// a * b, not to be made one with a sum.
+/// a * b, rounded: the compiler does not fuse it with an addition.
 __device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
 
+/// The mean and the reciprocal standard deviation of a row.
 struct RowMoments {
   float mean, rstd;
 };
 
-/// A row's, from the states of its `warps` warps, at most MaxWarps. All lanes of the calling warp call and get the
-/// same.
+/// The moments of a row from the states of its `warps` warps, at most MaxWarps. `lane` is the calling lane's number in
+/// an aligned group of MaxWarps lanes. All lanes of a warp call and get the same bits.
 template <int MaxWarps>
-__device__ RowMoments merge_warps(const Welford* states, int warps, float inverse_hidden, float eps) {
-  const int of = int(threadIdx.x) % MaxWarps;
-  const Welford other = of < warps ? states[of] : Welford{};
+__device__ RowMoments merge_warps(const Welford* states, int warps, int lane, float inverse_hidden, float eps) {
+  const Welford other = lane < warps ? states[lane] : Welford{};
   const float mean = product(warp_sum<MaxWarps>(other.sum()), inverse_hidden);
   const float variance = product(warp_sum<MaxWarps>(other.m2_about(mean)), inverse_hidden);
   return {mean, rsqrtf(variance + eps)};
 }
 
-/// gamma and beta applied to an element, given as its deviation from its warp's mean.
+/// Normalises the elements of a warp's part of a row, given as deviations from the part's mean, and applies gamma and
+/// beta.
 class NormalisedWarp {
  public:
   __device__ NormalisedWarp(float warp_mean, const RowMoments& row)

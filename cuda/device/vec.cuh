@@ -1,5 +1,5 @@
 #pragma once
-// Eight consecutive elements in registers as float32, read and written with 16-byte accesses.
+// Consecutive elements in registers as float32, loaded and stored with accesses of up to 16 bytes.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -7,18 +7,23 @@
 
 namespace cf::cuda {
 
-inline constexpr int kVec = 8;
+inline constexpr int kVec = 8;  // elements of a vector
 
-/// Elements of T in one access.
+/// How many elements of T 16 bytes hold.
 template <class T>
 inline constexpr int kLane = 16 / int(sizeof(T));
 
+// Conversions between floats and stored elements. A 32-bit word holds a pair of 16-bit elements, the first in its low
+// half.
+
+/// The two elements of a pair. The last argument's type is the elements' type.
 __device__ inline float2 unpack(std::uint32_t pair, f16) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 __device__ inline float2 unpack(std::uint32_t pair, bf16) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
+/// The elements of 16 bytes.
 template <class T>
 __device__ void unpack(const uint4& raw, float (&x)[kVec], T type) {
   const std::uint32_t pairs[] = {raw.x, raw.y, raw.z, raw.w};
@@ -32,27 +37,25 @@ __device__ void unpack(const uint4& raw, float (&x)[kVec], T type) {
 __device__ inline void unpack(const uint4& raw, float (&x)[4], float) {
   *reinterpret_cast<float4*>(x) = reinterpret_cast<const float4&>(raw);
 }
-__device__ inline std::uint32_t pack(float first, float second, f16) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
-__device__ inline std::uint32_t pack(float first, float second, bf16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return reinterpret_cast<const std::uint32_t&>(pair);
-}
+
+/// Two floats as a pair of T, rounded to nearest even.
 template <class T>
-__device__ void pack(const float (&x)[kVec], uint4& raw, T type) {
-  raw = {pack(x[0], x[1], type), pack(x[2], x[3], type), pack(x[4], x[5], type), pack(x[6], x[7], type)};
-}
-__device__ inline void pack(const float (&x)[4], uint4& raw, float) {
-  reinterpret_cast<float4&>(raw) = *reinterpret_cast<const float4*>(x);
+__device__ std::uint32_t pack_pair(float first, float second) {
+  if constexpr (dtype_of<T> == DType::f16) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return reinterpret_cast<const std::uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const std::uint32_t&>(pair);
+  }
 }
 
+/// The value of a stored element.
 __device__ inline float to_float(f16 x) { return __half2float(reinterpret_cast<const __half&>(x)); }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(reinterpret_cast<const __nv_bfloat16&>(x)); }
 __device__ inline float to_float(float x) { return x; }
 
-/// Rounds to nearest even.
+/// A float as an element of T, rounded to nearest even.
 template <class T>
 __device__ T from_float(float x) {
   if constexpr (dtype_of<T> == DType::f16)
@@ -79,23 +82,22 @@ __device__ inline void load_vec(const float* p, float (&x)[kVec]) {
   *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(p);
   *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(p + 4);
 }
+/// p[0..8) = x[0..8), rounded to nearest even; p 16-byte aligned.
 template <class T>
 __device__ void store_vec(T* p, const float (&x)[kVec]) {
-  uint4 raw;
-  pack(x, raw, T{});
-  *reinterpret_cast<uint4*>(p) = raw;
+  *reinterpret_cast<uint4*>(p) = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(x[4], x[5]),
+                                  pack_pair<T>(x[6], x[7])};
 }
 template <>
 __device__ inline void store_vec(float* p, const float (&x)[kVec]) {
   *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
   *reinterpret_cast<float4*>(p + 4) = *reinterpret_cast<const float4*>(x + 4);
 }
-
 __device__ inline void store_vec(float* p, const float (&x)[4]) {
   *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
 }
 
-/// x += p[0..N), N = 1, 2 or 4 and p aligned to all of them.
+/// x[0..N) += p[0..N). N is 1, 2 or 4; p is aligned to N elements.
 template <int N>
 __device__ void add_few(const float* p, float (&x)[N]) {
   alignas(16) float v[N];
@@ -106,17 +108,17 @@ __device__ void add_few(const float* p, float (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] += v[i];
 }
 
-/// Two or four elements of 16 bits, aligned to all of them.
+/// p[0..N) = x[0..N), rounded to nearest even; elements of 16 bits, p aligned to N of them.
 template <class T>
 __device__ void store_few(T* p, const float (&x)[2]) {
-  *reinterpret_cast<std::uint32_t*>(p) = pack(x[0], x[1], T{});
+  *reinterpret_cast<std::uint32_t*>(p) = pack_pair<T>(x[0], x[1]);
 }
 template <class T>
 __device__ void store_few(T* p, const float (&x)[4]) {
-  *reinterpret_cast<uint2*>(p) = {pack(x[0], x[1], T{}), pack(x[2], x[3], T{})};
+  *reinterpret_cast<uint2*>(p) = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3])};
 }
 
-/// Eight elements of a weight whose dtype is known at run time; the branch is the same for a whole launch.
+/// x[0..8) = p[i..i + 8) of a dtype that is known at run time. All threads of a launch take the same branch.
 __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[kVec]) {
   if (dtype == DType::f16)
     load_vec(static_cast<const f16*>(p) + i, x);
@@ -126,7 +128,7 @@ __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[k
     load_vec(static_cast<const float*>(p) + i, x);
 }
 
-/// Calls f with a value of the type behind such a dtype.
+/// Calls f with a value of the type behind a dtype.
 template <class F>
 __device__ void with_weight(DType dtype, F f) {
   if (dtype == DType::f16)
@@ -137,7 +139,7 @@ __device__ void with_weight(DType dtype, F f) {
     f(float{});
 }
 
-/// N elements of a weight as stored: a load that nothing waits for until they are unpacked.
+/// N elements as stored. Nothing waits for their load until unpack() converts them.
 template <int N>
 struct StoredWeight {
   alignas(16) std::uint32_t words[N];
@@ -168,18 +170,17 @@ struct StoredWeight {
   }
 };
 
-/// One element of such a dtype, as it lies in memory, and its value.
+/// The bits of element i. Nothing waits for the load until from_bits() converts them.
 __device__ inline std::uint32_t load_bits(const void* p, DType dtype, long i) {
   if (dtype == DType::f32) return static_cast<const std::uint32_t*>(p)[i];
   return static_cast<const std::uint16_t*>(p)[i];
 }
+/// The value of an element's bits.
 __device__ inline float from_bits(std::uint32_t bits, DType dtype) {
   if (dtype == DType::f32) return __uint_as_float(bits);
   return dtype == DType::f16 ? to_float(f16{std::uint16_t(bits)}) : to_float(bf16{std::uint16_t(bits)});
 }
-__device__ inline float load_scalar(const void* p, DType dtype, long i) {
-  return from_bits(load_bits(p, dtype, i), dtype);
-}
+/// Element i = v, rounded to nearest even.
 __device__ inline void store_scalar(void* p, DType dtype, long i, float v) {
   if (dtype == DType::f16)
     static_cast<f16*>(p)[i] = from_float<f16>(v);

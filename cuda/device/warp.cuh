@@ -1,8 +1,10 @@
 #pragma once
+// What a warp's lanes do together.
+#include <cstdint>
 
 namespace cf::cuda {
 
-/// The sum over aligned groups of `Width` lanes, the same bits in each of them.
+/// The sum of x over aligned groups of `Width` lanes. Each lane of a group gets the same bits.
 template <int Width = 32>
 __device__ float warp_sum(float x) {
 #pragma unroll
@@ -10,22 +12,38 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
-/// What the lane has whose number differs in these bits.
+/// The value of lane (lane ^ bits).
 __device__ inline uint4 exchange(const uint4& v, int bits) {
   return {__shfl_xor_sync(~0u, v.x, bits), __shfl_xor_sync(~0u, v.y, bits), __shfl_xor_sync(~0u, v.z, bits),
           __shfl_xor_sync(~0u, v.w, bits)};
 }
 
-/// threadIdx.x, read anew: held over a long loop it would cost a register.
+/// True in one lane of a warp, all of whose lanes call. The compiler knows that it is one lane, so it issues bulk
+/// copies without a loop over lanes.
+__device__ inline bool elected() {
+  std::uint32_t yes;
+  asm volatile(
+      "{\n"
+      ".reg .pred yes;\n"
+      "elect.sync _|yes, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, yes;\n"
+      "}"
+      : "=r"(yes));
+  return yes;
+}
+
+/// Lane 0's value in all lanes. The compiler then knows that all lanes have the same value.
+__device__ inline int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
+
+/// threadIdx.x, read again at each call: a value that is held over a long loop costs a register.
 __device__ inline int thread_index() {
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-/// The same for a variable: what follows from it before is not held for after.
-__device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
-/// The same in all lanes, which the compiler then knows.
-__device__ inline int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
+/// Hides from the compiler what it knows of x. It computes what depends on x again after this call, and holds nothing
+/// in registers for it.
+__device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
 }  // namespace cf::cuda

@@ -1,0 +1,71 @@
+#pragma once
+// Times and checks a model's layers on a GPU. The header holds no CUDA types, as device_timer.hpp.
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "apps/bench/device_timer.hpp"
+#include "apps/bench/layer_report.hpp"
+#include "core/model/config.hpp"
+#include "core/status.hpp"
+#include "golden/golden_file.hpp"
+
+namespace cf::apps {
+
+/// How the GPU is used.
+struct DeviceOptions {
+  std::string impls;      // a comma list of cuda::Impl's names; empty for graph
+  std::string arch_plan;  // "sm_90" or "sm_120": launch plans for that GPU; empty for the device's own
+};
+
+/// The device, and the GPU that launches are planned for.
+struct DeviceDescription {
+  DeviceInfo info;
+  std::string launch_plan;
+};
+
+/// Refuses values that DeviceOptions does not list, and what DeviceTimer::create() refuses.
+Result<DeviceDescription> describe_device(const DeviceOptions& options);
+
+/// What is timed: one layer, or all of a model's.
+struct DeviceBenchRequest {
+  ModelConfig config;                                               // its dtype is the activations', too
+  std::function<Result<golden::GoldenWeights>(std::int64_t)> load;  // a layer's weights; called from several threads
+  bool procedural = false;                                          // weights, which cannot fail to load
+  std::int64_t layer = 0;                                           // ignored with `whole_model`
+  bool whole_model = false;                                         // a step goes through all layers
+  std::vector<std::int64_t> first_layers;  // with `whole_model`: steps through so many first layers; empty for all
+  std::vector<std::int64_t> kv_lens;       // the largest is the cache's capacity
+  std::int64_t batch = 1, q_len = 1;
+  std::uint64_t seed = 0;
+  BenchOptions bench;
+  bool check = false;
+  bool ablate = false;  // with `whole_model`: variants of the persistent kernel, too
+  DeviceOptions device;
+};
+
+/// What bench_on_device() hands its results to, as soon as each is there. An error ends the run.
+struct DeviceBenchSink {
+  std::function<Status(const LayerReport&)> report;
+  std::function<Status(const AblationReport&)> ablation;
+  /// Takes a configuration's step as a golden file holds it: the layer's inputs and the walk that makes its taps. Empty
+  /// where nothing is dumped.
+  std::function<Status(const LayerReport&, LayerState& inputs, const SiteWalk&)> dump;
+};
+
+/// Refuses what bench_on_device() would refuse after its first measurement: creates the same executors, which takes the
+/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. A plan of
+/// more blocks than the device holds at once is refused before its kernel is launched. Weights that are not procedural
+/// are loaded once, for all resident layers.
+Status check_on_device(const DeviceBenchRequest& request);
+
+/// Calls sink.report for every kv_len and every implementation. As many layers are resident as make a product's weights
+/// cold: those of the smallest product take twice the L2. With bench.warm one layer is resident. A site's time is that
+/// of a graph that runs the site for every resident layer, divided by their number. The total's time is that of a step
+/// through all of them, or through the first of first_layers, divided by theirs. A step through few layers is cold only
+/// as far as their weights exceed the L2. With request.ablate sink.ablation is called for every kv_len, after
+/// sink.report.
+Status bench_on_device(const DeviceBenchRequest& request, const DeviceBenchSink& sink);
+
+}  // namespace cf::apps

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made, and the
+table of headline figures between its two marks in README:
+  bench_page.py data/bench README.md
+Every table names the command and the commit of its figures. Needs numpy, and no GPU.
+"""
+
+import json
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+
+import console
+
+NAME = os.path.basename(__file__)
+console.require_numpy(NAME)
+
+import bench_peers
+import golden_file
+import plot_bench
+from console import Refusal
+
+BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
+MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
+IMPLS = ("unfused", "graph", "split", "layer", "persistent")
+
+
+class Figures:
+    """The recorded files of a directory, by name without .json; None for one that is not there."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __getitem__(self, name):
+        path = os.path.join(self.directory, name + ".json")
+        return plot_bench.read_json(path) if os.path.exists(path) else None
+
+    def steps(self, name):
+        """{(impl, batch, kv_len): (time_ms, percent of the read)} of cf-layer's steps through a whole model."""
+        report = self[name]
+        found = {}
+        for c in report["configurations"] if report else ():
+            if step := bench_peers.step_of(c):
+                key = bench_peers.impl_of(c), c["batch"], bench_peers.kv_len_of(c)
+                found[key] = step["median_us"] * 1e-3, step["percent_of_read"]
+        return found
+
+    def source(self, name):
+        """The line that says where a file's figures come from."""
+        report = self[name]
+        return f"[`{name}.json`]({name}.json), commit {report['commit']}: `{report['command']}`"
+
+
+def table(headers, rows):
+    """A Markdown table whose columns but the first are numbers."""
+    lines = ["| " + " | ".join(headers) + " |", "|---|" + "---:|" * (len(headers) - 1)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def share(figure):
+    return f"{figure[0]:.3f} ({figure[1]:.0f} %)" if figure else "-"
+
+
+def factor(slower, faster):
+    return f"{slower[0] / faster[0]:.2f}x" if slower and faster else "-"
+
+
+def peer_factor(figures, model, system, batch, kv_len):
+    """How many times our fastest a peer takes, of one run with us."""
+    report = figures[model]
+    for r in report["ratios"]["stack"] if report else ():
+        if (r["peer"], r["batch"], r["kv_len"]) == (system, batch, kv_len):
+            return f"{r['ratio']:.2f}x"
+    return "-"
+
+
+def headline(figures):
+    rows = []
+    for model in MODELS:
+        steps, gptq = figures.steps(f"stack-{model}"), figures.steps(f"stack-{model}-gptq")
+        graph, persistent = steps.get(("graph", 1, 128)), steps.get(("persistent", 1, 128))
+        rows.append([
+            model,
+            share(graph),
+            share(persistent),
+            share(gptq.get(("graph", 1, 128))),
+            peer_factor(figures, model, "torch_graph", 1, 128),
+            peer_factor(figures, model, "hf_compile", 1, 128),
+        ])  # fmt: skip
+    return table(
+        ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "torch in a graph", "Hugging Face, compiled"], rows
+    )
+
+
+def ways_to_step(figures):
+    lines, rows, sources = [], [], []
+    for model in MODELS:
+        steps = figures.steps(f"stack-{model}")
+        if not steps:
+            continue
+        sources.append(figures.source(f"stack-{model}"))
+        for kv_len in sorted({kv_len for _, _, kv_len in steps}):
+            rows.append([model, str(kv_len), *(share(steps.get((impl, 1, kv_len))) for impl in IMPLS)])
+    lines += table(["all layers, batch 1 [ms]", "kv_len", *(f"`{impl}`" for impl in IMPLS)], rows)
+    return [*lines, "", *(f"- {s}" for s in sources)]
+
+
+def batches(figures):
+    rows, sources = [], []
+    for batch in (1, 2, 4, 8):
+        name = "stack-pythia-2.8b" + (f"-batch-{batch}" if batch > 1 else "")
+        steps = figures.steps(name)
+        if steps:
+            rows.append([str(batch), *(share(steps.get((impl, batch, 128))) for impl in ("graph", "persistent"))])
+            sources.append(figures.source(name))
+    return [*table(["batch", "`graph` [ms]", "`persistent` [ms]"], rows), "", *(f"- {s}" for s in sources)]
+
+
+def quantised(figures):
+    rows, sources = [], []
+    for model in MODELS:
+        steps, dense = figures.steps(f"stack-{model}-gptq"), figures.steps(f"stack-{model}")
+        linears = figures[f"gptq-linears-{model}"]
+        if not steps or not linears:
+            continue
+        of_batch = {r["batch"]: r for r in linears["results"] if r["site"] == "layer"}
+        cells = [f"{of_batch[b]['median_us']:.1f} ({of_batch[b]['percent_of_limit']:.0f} %)" for b in (1, 8)]
+        int4 = steps.get(("graph", 1, 128))
+        rows.append([model, share(int4), factor(dense.get(("graph", 1, 128)), int4), *cells])
+        sources += [figures.source(f"stack-{model}-gptq"), figures.source(f"gptq-linears-{model}")]
+    headers = ["int4, group 128", "`graph` [ms]", "faster than float16", "four products [us]", "of eight sequences [us]"]
+    return [*table(headers, rows), "", *(f"- {s}" for s in sources)]
+
+
+def ablation(figures):
+    report = figures["ablation-pythia-2.8b"]
+    if not report:
+        return ["Not recorded."]
+    found = {}
+    for a in report["ablations"]:
+        for v in a["variants"]:
+            if "median_us" in v:
+                key = v.get("choice", v.get("part")), v.get("value", v.get("variant"))
+                found.setdefault(key, {})[bench_peers.kv_len_of(a)] = v
+    kv_lens = [bench_peers.kv_len_of(a) for a in report["ablations"]]
+    rows = [[part, value, *(f"{of[k]['ratio']:.2f}x" if k in of else "-" for k in kv_lens)]
+            for (part, value), of in found.items()]  # fmt: skip
+    lines = [f"| choice | instead | {' | '.join(f'kv_len {k}' for k in kv_lens)} |", "|---|---|" + "---:|" * len(kv_lens)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), "", figures.source("ablation-pythia-2.8b")]
+
+
+def growth(figures):
+    report = figures["growth-pythia-2.8b"]
+    if not report:
+        return ["Not recorded."]
+    lines = [f"- {heading}: {plot_bench.line_text(unit, points)}" for heading, unit, points in plot_bench.growths(report)]
+    return [*lines, "", "![A step's time against layers and kv_len](growth-pythia-2.8b.svg)", "",
+            figures.source("growth-pythia-2.8b")]  # fmt: skip
+
+
+def peers(figures):
+    lines = []
+    for model in ("pythia-2.8b", "pythia-6.9b"):
+        if figures[model]:
+            tables = plot_bench.tables(os.path.join(figures.directory, model + ".json"))
+            lines += [f"### {model}", "", *tables, "", f"![A layer's time]({model}-layer.svg)", ""]
+    return lines
+
+
+def cpu(figures):
+    report = figures["cpu-layer"]
+    if not report:
+        return ["Not recorded."]
+    rows = []
+    for run in report["runs"]:
+        total = run["cf_layer"]["configurations"][0]["total"]
+        hf = {r["dtype"]: r["median_us"] for r in run["hugging_face"]["results"]}
+        best = min(hf, key=hf.get)
+        rows.append([
+            str(run["threads"]),
+            f"{total['median_us'] * 1e-3:.2f} ms",
+            f"{total['percent_of_read']:.0f} %",
+            f"{hf['float16'] * 1e-3:.2f} ms",
+            f"{hf[best] * 1e-3:.2f} ms ({best})",
+        ])  # fmt: skip
+    headers = ["threads", "cf-layer", "of the streaming read", "Hugging Face, float16", "Hugging Face, best dtype"]
+    about = f"{report['what']}; {report['machine']}; commit {report['commit']} ([`cpu-layer.json`](cpu-layer.json))."
+    return [about, "", *table(headers, rows)]
+
+
+PAGE = """# Recorded figures
+
+Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
+records all of them again in about ten minutes and needs a GPU with 80 GB, torch, transformers and matplotlib. Each file
+holds the GPU, the command and the commit of its figures.
+
+How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
+streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at the
+best copy by a kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's factor
+is its time over our fastest in the same run; a dash is what was not measured or did not finish. torch in a graph is torch
+op by op, captured; Hugging Face is transformers with a static cache and torch.compile.
+
+## Ways to step a model
+
+{ways_to_step}
+
+## Several sequences
+
+Pythia-2.8B, kv_len 128. All sequences share one pass over the weights.
+
+{batches}
+
+## Quantised weights
+
+GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not wait for
+each other.
+
+{quantised}
+
+## What each choice of the persistent kernel is worth
+
+Pythia-2.8B: a layer's time with one choice of the plan another way, over its time with the plan's own.
+
+{ablation}
+
+## How a step's time grows
+
+{growth}
+
+## Beside torch, cuBLAS and Hugging Face
+
+{peers}
+## The CPU backend
+
+{cpu}
+"""
+
+
+def page(figures):
+    parts = (ways_to_step, batches, quantised, ablation, growth, peers, cpu)
+    return PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
+
+
+def with_headline(readme, lines):
+    """The text with the lines between its two marks."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise Refusal(f"expected one '{BEGIN}' and behind it one '{END}'")
+    before, after = readme[: readme.index(BEGIN)], readme[readme.index(END) :]
+    return before + BEGIN + "\n" + "\n".join(lines) + "\n" + after
+
+
+def write(path, text):
+    with golden_file.atomic(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(path)
+
+
+def main(argv):
+    parser = console.Parser(prog=NAME, description=__doc__)
+    parser.add_argument("directory", metavar="DIR", help="where the recorded files are")
+    parser.add_argument("readme", metavar="README", help="the file that has the headline's marks")
+    try:
+        args = parser.parse_args(argv)
+        if not os.path.isdir(args.directory):
+            raise Refusal(f"{args.directory}: no such directory")
+        try:
+            with open(args.readme, encoding="utf-8") as file:
+                readme = file.read()
+        except OSError as error:
+            raise Refusal(f"{args.readme}: {error.strerror}") from None
+        figures = Figures(args.directory)
+        try:
+            text = with_headline(readme, headline(figures))
+        except Refusal as refusal:
+            raise Refusal(f"{args.readme}: {refusal}") from None
+        write(os.path.join(args.directory, "README.md"), page(figures))
+        write(args.readme, text)
+    except Refusal as refusal:
+        print(f"{NAME}: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,349 @@
+#include "apps/cli/options.hpp"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <numeric>
+
+#include "apps/cli/program.hpp"
+
+namespace cf::apps {
+namespace {
+
+/// How many characters must be inserted, removed or replaced to turn a into b.
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t(0));
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i + 1);
+    for (std::size_t j = 0; j < b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i] != b[j]);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+/// ", did you mean NAME?" with the nearest of the names. Empty where all names are more than two edits away.
+std::string hint(std::string_view text, const std::vector<std::string>& names) {
+  const auto nearer = [&](const std::string& a, const std::string& b) {
+    return edit_distance(text, a) < edit_distance(text, b);
+  };
+  const auto nearest = std::min_element(names.begin(), names.end(), nearer);
+  if (nearest == names.end() || edit_distance(text, *nearest) > 2) return "";
+  return fmt::format(", did you mean {}?", *nearest);
+}
+
+bool is_same_file(const std::string& a, const std::string& b) {
+  std::error_code none;
+  const auto path = [&](const std::string& p) { return std::filesystem::weakly_canonical(p, none); };
+  return a == b || std::filesystem::equivalent(a, b, none) || (path(a) == path(b) && !path(a).empty());
+}
+
+/// "--batch" of "--batch,--tokens".
+std::string first_name(const std::string& names) { return names.substr(0, names.find(',')); }
+
+}  // namespace
+
+void Faults::expected(std::string_view option, std::string_view what, std::string_view value) {
+  add(fmt::format("{}: expected {}, got '{}'", option, what, value));
+}
+
+void Faults::add(const Status& status) {
+  if (!status) add(status.message());
+}
+
+std::string Faults::line() const { return fmt::format("{}", fmt::join(faults_, "; ")); }
+
+std::string Range::text() const {
+  return fmt::format("{}{} to {}{}", also ? fmt::format("{} or ", *also) : "", lowest, highest,
+                     note.empty() ? "" : fmt::format(" ({})", note));
+}
+
+std::optional<DType> parse_dtype(std::string_view name) {
+  if (name == "f16" || name == "fp16") return DType::f16;
+  if (name == "bf16") return DType::bf16;
+  if (name == "f32" || name == "fp32") return DType::f32;
+  if (name == "f64" || name == "fp64") return DType::f64;
+  return dtype_from_string(name);
+}
+
+std::string list_of(const std::vector<std::string>& names) {
+  if (names.size() < 2) return names.empty() ? "nothing" : names[0];
+  return fmt::format("{} or {}", fmt::join(names.begin(), names.end() - 1, ", "), names.back());
+}
+
+std::string list_of(const std::vector<DType>& dtypes) {
+  std::vector<std::string> names;
+  for (DType d : dtypes) names.emplace_back(to_string(d));
+  return list_of(names);
+}
+
+struct CommandLine::State {
+  struct Option {
+    std::string name;  // the first of its names
+    CLI::Option* parsed;
+    Accept accept;  // none for a flag
+    bool* flag = nullptr;
+  };
+  struct Path {
+    std::string option, path;
+  };
+
+  std::unique_ptr<CLI::App> own;  // none for a subcommand, which its parent's CLI::App owns
+  CLI::App* app;
+  std::vector<std::unique_ptr<CommandLine>> subcommands{};
+  std::vector<Option> options{};
+  std::vector<std::function<void(Faults&)>> checks{};
+  std::vector<Path> outputs{}, inputs{};  // the files of the command line, collected as the options take their values
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> names{"--help"};
+    for (const CLI::Option* o : app->get_options())
+      for (const std::string& name : o->get_lnames()) names.push_back("--" + name);
+    return names;
+  }
+};
+
+CommandLine::CommandLine(const std::string& description, const std::string& version)
+    : CommandLine([&] {
+        auto app = std::make_unique<CLI::App>(description);
+        CLI::App* const parser = app.get();
+        return std::make_unique<State>(State{.own = std::move(app), .app = parser});
+      }()) {
+  if (!version.empty()) state_->app->set_version_flag("--version", version);
+}
+CommandLine::CommandLine(std::unique_ptr<State> state) : state_(std::move(state)) { state_->app->allow_extras(); }
+CommandLine::~CommandLine() = default;
+
+CommandLine& CommandLine::subcommand(const std::string& name, const std::string& description) {
+  CLI::App* const app = state_->app->add_subcommand(name, description);
+  state_->app->require_subcommand(0, 1);
+  state_->subcommands.push_back(
+      std::unique_ptr<CommandLine>(new CommandLine(std::make_unique<State>(State{.own = nullptr, .app = app}))));
+  return *state_->subcommands.back();
+}
+
+bool CommandLine::chosen() const { return state_->app->parsed(); }
+
+bool CommandLine::given(std::string_view name) const {
+  for (const State::Option& o : state_->options)
+    if (o.name == name) return o.parsed->count() > 0;
+  return false;
+}
+
+void CommandLine::option(const std::string& name, const std::string& kind, const std::string& default_value,
+                         const std::string& help, Accept accept) {
+  CLI::Option* const parsed = state_->app->add_option(name, help);
+  parsed->type_name(kind)->default_str(default_value)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  state_->options.push_back({first_name(name), parsed, std::move(accept)});
+}
+
+void CommandLine::text(const std::string& name, std::string& value, const std::string& help) {
+  option(name, "TEXT", value, help, [&value](const std::string& text) -> std::string {
+    if (text.empty()) return "a text";
+    value = text;
+    return "";
+  });
+}
+
+void CommandLine::choice(const std::string& name, std::string& value, const std::vector<std::string>& choices,
+                         const std::string& help) {
+  const std::string kind = fmt::format("{}", fmt::join(choices, "|"));
+  const bool fits = kind.size() <= 30;  // on the option's own line of --help
+  option(name, fits ? kind : "NAME", value, fits ? help : help + ": " + list_of(choices),
+         [&value, choices](const std::string& text) {
+           if (std::find(choices.begin(), choices.end(), text) == choices.end()) return list_of(choices);
+           value = text;
+           return std::string();
+         });
+}
+
+void CommandLine::integer(const std::string& name, std::int64_t& value, const Range& range, const std::string& help) {
+  option(name, "INT", std::to_string(value), help, [&value, range](const std::string& text) {
+    const auto number = parse_integer<std::int64_t>(text);
+    if (!number || !range.holds(*number)) return range.text();
+    value = *number;
+    return std::string();
+  });
+}
+
+void CommandLine::integer(const std::string& name, std::optional<std::int64_t>& value, const Range& range,
+                          const std::string& help) {
+  option(name, "INT", value ? std::to_string(*value) : "", help, [&value, range](const std::string& text) {
+    const auto number = parse_integer<std::int64_t>(text);
+    if (!number || !range.holds(*number)) return range.text();
+    value = number;
+    return std::string();
+  });
+}
+
+void CommandLine::seed(const std::string& name, std::uint64_t& value, const std::string& help) {
+  option(name, "INT", std::to_string(value), help, [&value](const std::string& text) {
+    const auto number = parse_integer<std::uint64_t>(text);
+    if (!number) return fmt::format("0 to {}", ~std::uint64_t(0));
+    value = *number;
+    return std::string();
+  });
+}
+
+void CommandLine::dtype(const std::string& name, std::optional<DType>& value, const std::vector<DType>& dtypes,
+                        const std::string& help) {
+  option(name, "DTYPE", value ? std::string(to_string(*value)) : "",
+         help + (help.empty() ? "" : ": ") + list_of(dtypes), [&value, dtypes](const std::string& text) {
+           const auto dtype = parse_dtype(text);
+           if (!dtype || std::find(dtypes.begin(), dtypes.end(), *dtype) == dtypes.end()) return list_of(dtypes);
+           value = dtype;
+           return std::string();
+         });
+}
+
+void CommandLine::flag(const std::string& name, bool& value, const std::string& help) {
+  state_->options.push_back({first_name(name), state_->app->add_flag(name, help), nullptr, &value});
+}
+
+void CommandLine::output(const std::string& name, std::string& path, const std::string& help, bool dash) {
+  option(name, "FILE", "", help, [this, &path, dash, name = first_name(name)](const std::string& text) -> std::string {
+    if (text.empty()) return "a file's path";
+    path = text;
+    if (!dash || text != "-") state_->outputs.push_back({name, text});
+    return "";
+  });
+}
+
+void CommandLine::files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,
+                        const std::string& help) {
+  CLI::Option* const parsed = state_->app->add_option(name, help);
+  parsed->type_name("")->expected(-1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  check([this, name, &paths, least, most, parsed](Faults& faults) {
+    paths = parsed->results();
+    // The word behind an unknown option may be its value: with such an option the number of files is not known.
+    const bool counted = state_->app->remaining().empty();
+    if (counted && (paths.size() < least || paths.size() > most))
+      faults.add(fmt::format("{}: expected {}{}, got {}", name, least,
+                             most == least   ? ""
+                             : most == kMany ? " or more"
+                                             : fmt::format(" to {}", most),
+                             paths.size()));
+    for (const std::string& path : paths) {
+      if (path.empty()) faults.expected(name, "a file's path", path);
+      state_->inputs.push_back({name, path});
+    }
+  });
+}
+
+void CommandLine::require(const std::string& name) {
+  check([this, name](Faults& faults) {
+    if (!given(name)) faults.add(name + ": required, not given");
+  });
+}
+
+void CommandLine::require_one(const std::string& a, const std::string& b) {
+  check([this, a, b](Faults& faults) {
+    if (given(a) == given(b))
+      faults.add(fmt::format("{} or {}: expected one of them, got {}", a, b, given(a) ? "both" : "none"));
+  });
+}
+
+void CommandLine::needs(const std::string& name, const std::string& other) {
+  check([this, name, other](Faults& faults) {
+    if (given(name) && !given(other)) faults.add(fmt::format("{}: expected with {}", name, other));
+  });
+}
+
+void CommandLine::excludes(const std::string& a, const std::string& b) {
+  check([this, a, b](Faults& faults) {
+    if (given(a) && given(b)) faults.add(fmt::format("{}: expected without {}", a, b));
+  });
+}
+
+void CommandLine::check(std::function<void(Faults&)> check) { state_->checks.push_back(std::move(check)); }
+
+void CommandLine::notes(const std::string& text) { state_->app->footer(text); }
+
+void CommandLine::collect(Faults& faults) {
+  State& s = *state_;
+  s.outputs.clear();
+  s.inputs.clear();
+  for (const std::string& word : s.app->remaining())
+    if (word.starts_with("-"))
+      faults.add(fmt::format("{}: unknown option{}", word, hint(word.substr(0, word.find('=')), s.names())));
+    else if (s.subcommands.empty())
+      faults.add(fmt::format("{}: unexpected argument", word));
+  for (const State::Option& o : s.options) {
+    const auto& values = o.parsed->results();
+    if (values.empty()) continue;
+    if (!o.accept) {
+      const auto value = std::find_if(values.begin(), values.end(), [](const auto& v) { return v != "true"; });
+      if (value == values.end())
+        *o.flag = true;
+      else
+        faults.expected(o.name, "no value", *value);
+    } else if (values.size() > 1) {
+      faults.add(fmt::format("{}: expected once, got {} times", o.name, values.size()));
+    } else if (const std::string expected = o.accept(values.front()); !expected.empty()) {
+      faults.expected(o.name, expected, values.front());
+    }
+  }
+  for (const auto& check : s.checks) check(faults);
+  for (auto output = s.outputs.begin(); output != s.outputs.end(); ++output) {
+    std::vector<State::Path> others(s.inputs);
+    others.insert(others.end(), s.outputs.begin(), output);
+    const auto same = std::find_if(others.begin(), others.end(),
+                                   [&](const State::Path& other) { return is_same_file(other.path, output->path); });
+    if (same != others.end())
+      faults.add(fmt::format("{}: expected a file of its own, got '{}' as for {}", output->option, output->path,
+                             same->option));
+    else
+      faults.add(check_writable(output->path));
+  }
+
+  if (s.subcommands.empty()) return;
+  const auto chosen =
+      std::find_if(s.subcommands.begin(), s.subcommands.end(), [](const auto& line) { return line->chosen(); });
+  if (chosen != s.subcommands.end()) return (*chosen)->collect(faults);
+  std::vector<std::string> names;
+  for (const auto& line : s.subcommands) names.push_back(line->state_->app->get_name());
+  const auto words = s.app->remaining();
+  const auto word = std::find_if(words.begin(), words.end(), [](const std::string& w) { return !w.starts_with("-"); });
+  if (word == words.end())
+    faults.add(fmt::format("subcommand: expected {}, got none", list_of(names)));
+  else
+    faults.expected("subcommand", list_of(names), *word);
+}
+
+std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
+  // CLI11 takes the words from the last to the first, and the next word as the value of "--name=": that empty value
+  // becomes a word of its own.
+  std::vector<std::string> words;
+  for (int i = argc - 1; i > 0; --i) {
+    const std::string word = argv[i];
+    const bool empty_value = word.starts_with("--") && word.find('=') == word.size() - 1;
+    if (empty_value) words.emplace_back();
+    words.push_back(empty_value ? word.substr(0, word.size() - 1) : word);
+  }
+  CLI::App& app = *state_->app;
+  app.name(program_name());
+  try {
+    try {
+      app.parse(std::vector(words));
+    } catch (const CLI::ArgumentMismatch&) {
+      // The last word is an option that lacks its value. An empty one in its place is refused with the other faults.
+      words.insert(words.begin(), "");
+      app.parse(std::move(words));
+    }
+  } catch (const CLI::ParseError& e) {
+    // Success is what --help and --version throw.
+    if (e.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(e);
+    return fail(e.what());
+  }
+  Faults faults;
+  collect(faults);
+  if (faults.empty()) return std::nullopt;
+  return fail(faults.line());
+}
+
+}  // namespace cf::apps

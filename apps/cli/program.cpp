@@ -1,0 +1,91 @@
+#include "apps/cli/program.hpp"
+
+#include <errno.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <latch>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace cf::apps {
+namespace {
+
+/// Prints "PROGRAM: message" as one line on stderr.
+void print_line(std::string_view message) {
+  std::string line(message.substr(0, message.find_last_not_of("\n ") + 1));
+  std::replace_if(
+      line.begin(), line.end(), [](unsigned char c) { return c < ' '; }, ' ');
+  // Unlike fmt::print, fputs does not throw where the stream cannot be written.
+  std::fputs(fmt::format("{}: {}\n", program_name(), line).c_str(), stderr);
+}
+
+}  // namespace
+
+std::string program_name() { return program_invocation_short_name; }
+
+std::string_view commit() { return CF_COMMIT; }
+
+int fail(std::string_view message) {
+  print_line(message);
+  return kBadInput;
+}
+
+int fail(const Status& status) { return fail(status.message()); }
+
+void print_notes(const std::vector<std::string>& notes) {
+  if (notes.empty()) return;
+  const std::string more = notes.size() > 1 ? fmt::format(" (and {} more like it)", notes.size() - 1) : "";
+  print_line("note: " + notes.front() + more);
+}
+
+std::string shell_command(const std::vector<std::string>& words) {
+  constexpr std::string_view plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=./,:@%";
+  std::string line;
+  for (const std::string& word : words) {
+    if (!line.empty()) line += ' ';
+    if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) {
+      line += word;
+      continue;
+    }
+    line += '\'';
+    for (char c : word) line += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    line += '\'';
+  }
+  return line;
+}
+
+std::string shell_command(int argc, const char* const* argv) {
+  return shell_command(std::vector<std::string>(argv, argv + argc));
+}
+
+int run_main(const std::function<int()>& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return fail("not enough memory");
+  } catch (const std::system_error& e) {
+    return fail(fmt::format("the system refused a resource: {}", e.code().message()));
+  }
+}
+
+Status check_threads(std::string_view option, std::int64_t threads) {
+  std::vector<std::jthread> others;
+  std::latch all_started(1);
+  Status status;
+  try {
+    // All threads live at the same time, as those of OpenMP will.
+    while (std::int64_t(others.size()) < threads - 1) others.emplace_back([&] { all_started.wait(); });
+  } catch (const std::system_error& e) {
+    status = Status::error(Code::out_of_memory,
+                           fmt::format("{}: expected a number of threads that this process can start, got {}; {} were "
+                                       "started: {}",
+                                       option, threads, others.size() + 1, e.code().message()));
+  }
+  all_started.count_down();
+  return status;
+}
+
+}  // namespace cf::apps

@@ -1,0 +1,45 @@
+#pragma once
+// How a program begins and ends: its name, commit and command line, its exit codes, its messages on stderr.
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/atomic_file.hpp"
+#include "core/status.hpp"
+
+namespace cf::apps {
+
+using cf::check_writable;
+using cf::write_file_atomically;
+
+/// The programs' exit codes.
+inline constexpr int kOk = 0, kComparisonFailed = 1, kBadInput = 2;
+
+/// The name that the program was called by, without its directory.
+std::string program_name();
+
+/// The commit that the program was built from, or "unknown".
+std::string_view commit();
+
+/// Prints "PROGRAM: message" as one line on stderr; returns kBadInput.
+int fail(std::string_view message);
+int fail(const Status& status);
+
+/// Prints the first note as one line on stderr, and how many more there are. Without notes it prints nothing.
+void print_notes(const std::vector<std::string>& notes);
+
+/// The words of a command line, quoted where a shell needs it.
+std::string shell_command(const std::vector<std::string>& words);
+std::string shell_command(int argc, const char* const* argv);
+
+/// Runs what main() does and returns its exit code. Where memory or threads run out, that is kBadInput after one line on
+/// stderr.
+int run_main(const std::function<int()>& body);
+
+/// Refuses a number of threads that this process cannot start now, the calling thread among them. OpenMP does not report
+/// such a failure: it ends the process. `option` is what the message calls the number.
+Status check_threads(std::string_view option, std::int64_t threads);
+
+}  // namespace cf::apps

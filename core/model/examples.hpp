@@ -1,0 +1,62 @@
+#pragma once
+// Examples of every op's arguments, for tests and benchmarks. Contracts know neither models nor workloads.
+#include <type_traits>
+#include <utility>
+
+#include "core/model/workload.hpp"
+#include "core/ops/all.hpp"
+
+namespace cf::ops {
+
+/// The sizes of a call, with Args that hold its scalars and no tensors.
+template <class Op>
+using Example = std::pair<typename Op::Dims, typename Op::Args>;
+
+namespace detail {
+template <class Op>
+using For = std::type_identity<Op>;
+using Model = const ModelSpec&;
+using Load = const Workload&;
+
+inline Example<Embedding> make(For<Embedding>, Model m, Load w) {
+  return {{w.tokens(), m.shape.vocab_size, m.shape.hidden_size}, {}};
+}
+template <class Norm>
+requires std::is_base_of_v<NormContract<Norm>, Norm> Example<Norm> make(For<Norm>, Model m, Load w) {
+  return {{w.tokens(), m.shape.hidden_size}, {.eps = m.traits.layer_norm_eps}};
+}
+/// The MLP's first product.
+inline Example<Linear> make(For<Linear>, Model m, Load w) {
+  return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false}, {.epilogue = Epilogue::gelu_erf}};
+}
+inline Example<Rope> make(For<Rope>, Model m, Load w) {
+  return {{w.tokens(), m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim, m.shape.max_positions}, {}};
+}
+inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
+  return {{w.batch, w.q_len, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity()}, {}};
+}
+inline Example<LnQkv> make(For<LnQkv>, Model m, Load w) {
+  return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim,
+           m.shape.max_positions, w.cache_capacity()},
+          {.eps = m.traits.layer_norm_eps}};
+}
+inline Example<LnQkvHeads> make(For<LnQkvHeads>, Model m, Load w) {
+  return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.num_kv_heads, m.shape.head_dim},
+          {.eps = m.traits.layer_norm_eps}};
+}
+inline Example<Attention> make(For<Attention>, Model m, Load w) {
+  return {{w.batch, w.q_len, m.shape.num_heads, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity(), w.kv_len},
+          {.scale = m.attention_scale(), .max_kv_len = w.kv_len}};
+}
+inline Example<DecodeLayer> make(For<DecodeLayer>, Model m, Load w) {
+  return {{m, step_sizes(m.shape, w), w.kv_len}, {.model = m, .t = {.max_kv_len = w.kv_len}}};
+}
+}  // namespace detail
+
+/// The example of an op for one layer of a model under a workload.
+template <class Op>
+Example<Op> example(const ModelSpec& m, const Workload& w) {
+  return detail::make(std::type_identity<Op>{}, m, w);
+}
+
+}  // namespace cf::ops

@@ -1,0 +1,88 @@
+#include "core/model/layer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace cf {
+
+Status check_model(const ModelSpec& m) {
+  CF_TRY(m.validate());
+  if (m.shape.num_kv_heads != m.shape.num_heads)
+    return Status::error(Code::unimplemented, "model: num_kv_heads must be num_heads " +
+                                                  std::to_string(m.shape.num_heads) + ", got " +
+                                                  std::to_string(m.shape.num_kv_heads));
+  return {};
+}
+
+StepSizes step_sizes(const ModelShape& s, const Workload& load) {
+  return {load.batch, load.q_len, std::max(s.max_positions, load.kv_len), load.cache_capacity()};
+}
+
+LayerState::LayerState(const ModelSpec& m, const Workload& load, DType activation)
+    : shape_(m.shape), sizes_(step_sizes(m.shape, load)) {
+  for_each_activation(
+      shape_, sizes_,
+      [&](const TensorSpec& spec, Tensor& t, auto shape) {
+        const DType dtype = is_index(spec.role) ? DType::i32 : is_table(spec.role) ? DType::f32 : activation;
+        t = Tensor(dtype, Shape(shape.begin(), shape.end()));
+      },
+      *this);
+  set_kv_len(std::vector<std::int32_t>(std::size_t(load.batch), std::int32_t(load.kv_len)));
+}
+
+void LayerState::set_kv_len(std::span<const std::int32_t> lengths) {
+  const std::int64_t batch = kv_len.size(), q_len = positions.size() / batch;
+  max_kv_len_ = 0;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    kv_len.as<std::int32_t>()[b] = lengths[std::size_t(b)];
+    max_kv_len_ = std::max<std::int64_t>(max_kv_len_, lengths[std::size_t(b)]);
+    for (std::int64_t i = 0; i < q_len; ++i)
+      positions.as<std::int32_t>()[b * q_len + i] = std::int32_t(lengths[std::size_t(b)] - q_len + i);
+  }
+}
+
+void LayerState::fill_rope_table(double theta) {
+  ops::rope_table({cos.as<float>(), cos.view<2>().shape}, {sin.as<float>(), sin.view<2>().shape}, theta);
+}
+
+LayerTensors LayerState::tensors() {
+  LayerTensors views;
+  for_each_activation(
+      shape_, sizes_,
+      [](const TensorSpec&, Tensor& t, auto& view, auto shape) { point(view, t.data(), shape, t.dtype()); }, *this,
+      views);
+  views.max_kv_len = max_kv_len_;
+  return views;
+}
+
+Tensor appended_rows(ConstAnyView<4> cache, View<const std::int32_t, 1> kv_len, std::int64_t q_len) {
+  const auto [batch, heads, capacity, head_dim] = cache.shape;
+  Tensor rows(cache.dtype, {batch, heads, q_len, head_dim});
+  const std::size_t bytes = std::size_t(q_len * head_dim) * size_bytes(cache.dtype);
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const std::int64_t from = ((b * heads + h) * capacity + kv_len.data[b] - q_len) * head_dim;
+      std::memcpy(static_cast<char*>(rows.data()) + std::size_t(b * heads + h) * bytes,
+                  static_cast<const char*>(cache.data) + std::size_t(from) * size_bytes(cache.dtype), bytes);
+    }
+  return rows;
+}
+
+namespace ops {
+
+void rope_table(View<float, 2> cos, View<float, 2> sin, double theta) {
+  const auto [rows, half] = cos.shape;
+  for (std::int64_t i = 0; i < half; ++i) {
+    // Float32 throughout, the power included, as Hugging Face computes it.
+    const float inv_freq = 1.0f / std::pow(float(theta), float(2 * i) / float(2 * half));
+    for (std::int64_t p = 0; p < rows; ++p) {
+      const float angle = float(p) * inv_freq;
+      cos.data[p * half + i] = std::cos(angle);
+      sin.data[p * half + i] = std::sin(angle);
+    }
+  }
+}
+
+}  // namespace ops
+}  // namespace cf

@@ -1,0 +1,176 @@
+#pragma once
+#include <array>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/model/shape.hpp"
+#include "core/model/site.hpp"
+#include "core/model/weights.hpp"
+#include "core/model/workload.hpp"
+#include "core/ops/attention.hpp"
+#include "core/ops/kv_append.hpp"
+#include "core/ops/layernorm.hpp"
+#include "core/ops/linear.hpp"
+#include "core/ops/rope.hpp"
+#include "core/status.hpp"
+#include "core/tensor.hpp"
+
+namespace cf {
+
+/// The keys and values of one layer, K after RoPE, as transformers' caches hold them.
+struct LayerCache {
+  AnyView<4> k{}, v{};  // (batch, kv_heads, capacity, head_dim)
+};
+
+/// Every tensor of one layer's step: what comes in, the cache, what each site makes, and the result.
+struct LayerTensors {
+  ConstAnyView<2> hidden{};                 // (tokens, hidden)
+  View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
+  View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append
+  View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
+  AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
+  AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
+  AnyView<4> qkv{};                         // (tokens, heads, 3, head_dim)   attention.query_key_value
+  AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)      attention.rotary_emb
+  AnyView<3> context{};                     // (tokens, heads, head_dim)      attention.context
+  AnyView<2> attn_residual{};               // (tokens, hidden)               hidden + attention.dense
+  AnyView<2> mlp_in{};                      // (tokens, hidden)               post_attention_layernorm
+  AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU(mlp.dense_h_to_4h)
+  AnyView<2> output{};                      // (tokens, hidden)
+  std::int64_t max_kv_len = 0;              // no kv_len[b] is larger
+};
+
+/// The sizes of a step that its tensors' shapes are made of, beside the model's.
+struct StepSizes {
+  std::int64_t batch = 1, q_len = 1;
+  std::int64_t table_rows = 0;  // of RoPE's table: more than the largest position
+  std::int64_t capacity = 0;    // of the cache
+  std::int64_t tokens() const { return batch * q_len; }
+};
+
+StepSizes step_sizes(const ModelShape& s, const Workload& load);
+
+/// Calls f(spec, t..., shape) for every tensor of one layer's step, in the order of LayerTensors. Each t has the members
+/// of LayerTensors: it is a LayerTensors or a LayerState. Of several, f is handed the members of one name side by side.
+template <class F, class... T>
+void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t) {
+  const std::int64_t tokens = n.tokens(), half = s.rotary_dim / 2;
+  const auto rows = extents(tokens, s.hidden_size);
+  const auto cache = extents(n.batch, s.num_kv_heads, n.capacity, s.head_dim);
+  const auto heads = extents(tokens, s.num_heads, s.head_dim), kv_heads = extents(tokens, s.num_kv_heads, s.head_dim);
+  f(TensorSpec{Role::input, "hidden"}, t.hidden..., rows);
+  f(TensorSpec{Role::position, "positions"}, t.positions..., extents(tokens));
+  f(TensorSpec{Role::length, "kv_len"}, t.kv_len..., extents(n.batch));
+  f(TensorSpec{Role::cosine, "cos"}, t.cos..., extents(n.table_rows, half));
+  f(TensorSpec{Role::sine, "sin"}, t.sin..., extents(n.table_rows, half));
+  f(TensorSpec{Role::state, "k_cache"}, t.k_cache..., cache);
+  f(TensorSpec{Role::state, "v_cache"}, t.v_cache..., cache);
+  f(TensorSpec{Role::output, "attn_in"}, t.attn_in..., rows);
+  f(TensorSpec{Role::output, "qkv"}, t.qkv..., extents(tokens, s.num_heads, 3, s.head_dim));
+  f(TensorSpec{Role::output, "q"}, t.q..., heads);
+  f(TensorSpec{Role::output, "k"}, t.k..., kv_heads);
+  f(TensorSpec{Role::output, "v"}, t.v..., kv_heads);
+  f(TensorSpec{Role::output, "context"}, t.context..., heads);
+  f(TensorSpec{Role::output, "attn_residual"}, t.attn_residual..., rows);
+  f(TensorSpec{Role::output, "mlp_in"}, t.mlp_in..., rows);
+  f(TensorSpec{Role::output, "mlp_act"}, t.mlp_act..., extents(tokens, s.intermediate_size));
+  f(TensorSpec{Role::output, "output"}, t.output..., rows);
+}
+
+/// The GPT-NeoX layer, once: calls f(site, args) for every site in order and stops at the first Status that is not ok.
+///   parallel residual    out = x + attn(LN1(x)) + mlp(LN2(x))
+///   sequential residual  h = x + attn(LN1(x)),  out = h + mlp(LN2(h))
+/// The forms differ in what LN2 reads. Both sums are epilogues of products: attn_residual = x + attn(LN1(x)), output =
+/// attn_residual + mlp(...).
+/// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the layer's.
+/// With a sequential one their attn_residual must be summed before post_attention_layernorm, and their outputs again.
+/// Source: transformers GPTNeoXLayer.forward.
+template <class F>
+Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
+  const ModelTraits& traits = m.traits;
+  const std::int64_t tokens = t.hidden.shape[0];
+  const AnyView<2> qkv_rows = reshape<2>(t.qkv, {tokens, m.shape.qkv_size()});
+  const ConstAnyView<2> context_rows = reshape<2>(t.context, {tokens, m.shape.attention_size()});
+  const bool parallel = traits.residual == Residual::parallel;
+  const ConstAnyView<2> mlp_source = parallel ? t.hidden : ConstAnyView<2>(t.attn_residual);
+  const ops::Epilogue gelu =
+      traits.activation == Activation::gelu_erf ? ops::Epilogue::gelu_erf : ops::Epilogue::gelu_tanh;
+  const auto norm = [&](const Site& site, const ConstAnyView<2>& x, const NormParams& params,
+                        const AnyView<2>& y) -> Status {
+    switch (traits.norm) {
+      case NormKind::layernorm:
+        return f(site, ops::LayerNorm::Args{.x = x, .norm = params, .y = y, .eps = traits.layer_norm_eps});
+    }
+    return Status::error(Code::unimplemented, "model: norm has no op");
+  };
+  // A product whose result is summed over the ranks.
+  const auto summed = [&](const ConstAnyView<2>& x, const LinearParams& linear, const AnyView<2>& y,
+                          const ConstAnyView<2>& residual, bool adds_residual) {
+    ops::Linear::Args args{.x = x, .linear = linear, .y = y};
+    if (!m.adds_residual) args.linear.bias = {};
+    if (adds_residual) {
+      args.residual = residual;
+      args.epilogue = ops::Epilogue::residual;
+    }
+    return args;
+  };
+
+  CF_TRY(norm(site::input_layernorm, t.hidden, w.input_layernorm, t.attn_in));
+  CF_TRY(f(site::query_key_value, ops::Linear::Args{.x = t.attn_in, .linear = w.query_key_value, .y = qkv_rows}));
+  CF_TRY(f(site::rotary_emb,
+           ops::Rope::Args{
+               .qkv = t.qkv, .cos = t.cos, .sin = t.sin, .positions = t.positions, .q = t.q, .k = t.k, .v = t.v}));
+  CF_TRY(f(site::kv_append,
+           ops::KvAppend::Args{.k = t.k, .v = t.v, .kv_len = t.kv_len, .k_cache = t.k_cache, .v_cache = t.v_cache}));
+  CF_TRY(f(site::context, ops::Attention::Args{.q = t.q,
+                                               .k_cache = t.k_cache,
+                                               .v_cache = t.v_cache,
+                                               .kv_len = t.kv_len,
+                                               .y = t.context,
+                                               .scale = m.attention_scale(),
+                                               .max_kv_len = t.max_kv_len}));
+  CF_TRY(f(site::dense, summed(context_rows, w.dense, t.attn_residual, t.hidden, m.adds_residual)));
+  CF_TRY(norm(site::post_attention_layernorm, mlp_source, w.post_attention_layernorm, t.mlp_in));
+  CF_TRY(f(site::dense_h_to_4h,
+           ops::Linear::Args{.x = t.mlp_in, .linear = w.dense_h_to_4h, .y = t.mlp_act, .epilogue = gelu}));
+  // With a parallel residual attn_residual is this rank's own part of the sum.
+  return f(site::dense_4h_to_h,
+           summed(t.mlp_act, w.dense_4h_to_h, t.output, t.attn_residual, parallel || m.adds_residual));
+}
+
+/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and other than one key and
+/// value head a query head.
+Status check_model(const ModelSpec& m);
+
+/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and other than one key and
+/// value head a query head.
+Status check_model(const ModelSpec& m);
+
+/// The host memory of one layer's step: inputs, cache, every site's output. One dtype for all activations.
+class LayerState {
+ public:
+  LayerState(const ModelSpec& m, const Workload& load, DType activation);
+
+  /// Sets each sequence's kv_len (after the append), its tokens' positions (the last is kv_len - 1) and max_kv_len.
+  void set_kv_len(std::span<const std::int32_t> kv_len);
+  /// Fills cos and sin with the library's own table.
+  void fill_rope_table(double theta);
+  /// Views of all tensors.
+  LayerTensors tensors();
+
+  // As in LayerTensors.
+  Tensor hidden, positions, kv_len, cos, sin, k_cache, v_cache;
+  Tensor attn_in, qkv, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
+
+ private:
+  ModelShape shape_;
+  StepSizes sizes_;
+  std::int64_t max_kv_len_ = 0;
+};
+
+/// The rows that a step appended to a cache (batch, heads, capacity, head_dim): those at kv_len - q_len .. kv_len - 1
+/// of each sequence, as (batch, heads, q_len, head_dim).
+Tensor appended_rows(ConstAnyView<4> cache, View<const std::int32_t, 1> kv_len, std::int64_t q_len);
+
+}  // namespace cf

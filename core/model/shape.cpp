@@ -1,0 +1,67 @@
+#include "core/model/shape.hpp"
+
+#include <cmath>
+
+namespace cf {
+namespace {
+
+Status refuse(std::string what) { return Status::error(Code::invalid_argument, "model: " + std::move(what)); }
+
+}  // namespace
+
+std::string_view to_string(Activation a) { return a == Activation::gelu_erf ? "gelu" : "gelu_pytorch_tanh"; }
+
+Status check_sizes(std::initializer_list<BoundedSize> sizes) {
+  for (const BoundedSize& s : sizes)
+    if (s.value < 1 || s.value > s.most)
+      return refuse(std::string(s.name) + " must be 1 to " + std::to_string(s.most) + ", got " +
+                    std::to_string(s.value));
+  return {};
+}
+
+double ModelSpec::attention_scale() const { return 1 / std::sqrt(double(shape.head_dim)); }
+
+Status ModelSpec::validate() const {
+  // The bounds keep every product of sizes far inside 64 bits.
+  CF_TRY(check_sizes({{"hidden_size", shape.hidden_size, 1 << 20},
+                      {"num_layers", shape.num_layers, 1 << 16},
+                      {"num_heads", shape.num_heads, 1 << 16},
+                      {"num_kv_heads", shape.num_kv_heads, 1 << 16},
+                      {"head_dim", shape.head_dim, 1 << 20},
+                      {"intermediate_size", shape.intermediate_size, 1 << 22},
+                      {"vocab_size", shape.vocab_size, 1 << 26},
+                      {"max_positions", shape.max_positions, 1 << 26}}));
+  if (shape.num_heads % shape.num_kv_heads)
+    return refuse("num_kv_heads must divide num_heads " + std::to_string(shape.num_heads) + ", got " +
+                  std::to_string(shape.num_kv_heads));
+  if (shape.rotary_dim < 2 || shape.rotary_dim > shape.head_dim || shape.rotary_dim % 2)
+    return refuse("rotary_dim must be even, 2 to head_dim " + std::to_string(shape.head_dim) + ", got " +
+                  std::to_string(shape.rotary_dim));
+  if (!(traits.layer_norm_eps > 0) || !std::isfinite(traits.layer_norm_eps))
+    return refuse("layer_norm_eps must be positive, got " + std::to_string(traits.layer_norm_eps));
+  if (!(traits.rope_theta > 0) || !std::isfinite(traits.rope_theta))
+    return refuse("rope_theta must be positive, got " + std::to_string(traits.rope_theta));
+  return {};
+}
+
+Result<ModelSpec> ModelSpec::of_rank(std::int64_t rank, std::int64_t ranks) const {
+  CF_TRY(validate());
+  if (ranks < 1 || rank < 0 || rank >= ranks)
+    return refuse("rank must be 0 to ranks - 1, got rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+  ModelSpec part = *this;
+  part.adds_residual = adds_residual && rank == 0;
+  struct Divided {
+    std::string_view name;
+    std::int64_t& size;
+  };
+  for (const Divided& d : {Divided{"num_heads", part.shape.num_heads}, Divided{"num_kv_heads", part.shape.num_kv_heads},
+                           Divided{"intermediate_size", part.shape.intermediate_size}}) {
+    if (d.size % ranks)
+      return refuse(std::to_string(ranks) + " ranks must divide " + std::string(d.name) + ", got " +
+                    std::to_string(d.size));
+    d.size /= ranks;
+  }
+  return part;
+}
+
+}  // namespace cf

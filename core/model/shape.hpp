@@ -1,0 +1,88 @@
+#pragma once
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include "core/status.hpp"
+
+namespace cf {
+
+/// The sizes of a model that one rank holds. A model on one rank has them all; where several ranks share a model, each
+/// holds a part of the heads and of intermediate_size, and all of the rest.
+struct ModelShape {
+  std::int64_t hidden_size = 0;
+  std::int64_t num_layers = 0;
+  std::int64_t num_heads = 0;     // query heads of this rank
+  std::int64_t num_kv_heads = 0;  // key and value heads of this rank; divides num_heads
+  std::int64_t head_dim = 0;
+  std::int64_t intermediate_size = 0;  // of this rank's part of the MLP
+  std::int64_t vocab_size = 0;
+  std::int64_t rotary_dim = 0;     // of each head's head_dim, the leading elements that RoPE turns; even
+  std::int64_t max_positions = 0;  // rows of the RoPE table
+
+  /// Columns of the attention's output: the columns of attention.dense.
+  constexpr std::int64_t attention_size() const { return num_heads * head_dim; }
+  /// Rows of the query, key and value product.
+  constexpr std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+
+  bool operator==(const ModelShape&) const = default;
+};
+
+/// The norms that a layer may have.
+enum class NormKind : std::uint8_t { layernorm };
+
+/// gelu_erf: x/2 (1 + erf(x/sqrt 2)), Hugging Face's "gelu".
+/// gelu_tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), its "gelu_new", "gelu_fast" and "gelu_pytorch_tanh".
+enum class Activation : std::uint8_t { gelu_erf, gelu_tanh };
+
+std::string_view to_string(Activation);
+
+/// parallel:   out = x + attention(norm1(x)) + mlp(norm2(x))
+/// sequential: h = x + attention(norm1(x)),  out = h + mlp(norm2(h))
+enum class Residual : std::uint8_t { parallel, sequential };
+
+/// The arithmetic of a model, whatever its sizes.
+struct ModelTraits {
+  NormKind norm = NormKind::layernorm;
+  double layer_norm_eps = 1e-5;
+  Activation activation = Activation::gelu_erf;
+  Residual residual = Residual::parallel;
+  bool attention_bias = true;    // of query_key_value and attention.dense
+  bool mlp_bias = true;          // of the MLP's two products
+  bool tied_embeddings = false;  // the LM head is the embedding
+  double rope_theta = 10000;
+
+  bool operator==(const ModelTraits&) const = default;
+};
+
+/// What walks, plans and kernels know of a model.
+struct ModelSpec {
+  ModelShape shape{};
+  ModelTraits traits{};
+  /// Of the ranks that share a model, one adds the residual and the biases to the products that are summed over the
+  /// ranks: attention.dense and mlp.dense_4h_to_h.
+  bool adds_residual = true;
+
+  /// 1 / sqrt(head_dim), the factor of the attention scores.
+  double attention_scale() const;
+  /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
+  /// rotary_dim that is odd or beyond head_dim, and an eps or theta that is not positive.
+  Status validate() const;
+  /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
+  /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.
+  Result<ModelSpec> of_rank(std::int64_t rank, std::int64_t ranks) const;
+
+  bool operator==(const ModelSpec&) const = default;
+};
+
+/// A named size and its upper bound, for messages.
+struct BoundedSize {
+  std::string_view name;
+  std::int64_t value, most;
+};
+
+/// Refuses the first size outside 1 .. most: "model: hidden_size must be 1 to 1048576, got 0".
+Status check_sizes(std::initializer_list<BoundedSize> sizes);
+
+}  // namespace cf

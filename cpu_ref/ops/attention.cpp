@@ -1,0 +1,106 @@
+#include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/ops/real.hpp"
+#include "cpu_ref/ops/widen.hpp"
+#include "cpu_ref/simd/kernels.hpp"
+
+namespace cf::cpu_ref {
+namespace {
+
+/// scores[j] = keys[j] . q and y = sum_j p[j] values[j], over n contiguous rows of head_dim.
+void row_scores(const double* keys, const double* q, std::int64_t n, std::int64_t head_dim, double* scores) {
+  Eigen::Map<Vector<double>>(scores, n) =
+      Eigen::Map<const Rows<double>>(keys, n, head_dim) * Eigen::Map<const Vector<double>>(q, head_dim);
+}
+void row_scores(const float* keys, const float* q, std::int64_t n, std::int64_t head_dim, float* scores) {
+  for (std::int64_t j = 0; j < n; ++j) kernels().dot_f32(keys + j * head_dim, q, head_dim, head_dim, 1, scores + j);
+}
+void weighted_rows(const double* values, const double* p, std::int64_t n, std::int64_t head_dim, double* y) {
+  Eigen::Map<Vector<double>>(y, head_dim) =
+      Eigen::Map<const Rows<double>>(values, n, head_dim).transpose() * Eigen::Map<const Vector<double>>(p, n);
+}
+void weighted_rows(const float* values, const float* p, std::int64_t n, std::int64_t head_dim, float* y) {
+  std::fill(y, y + head_dim, 0.f);
+  for (std::int64_t j = 0; j < n; ++j) kernels().axpy(p[j], values + j * head_dim, y, head_dim);
+}
+
+template <class Real>
+void softmax(Eigen::Map<Array<Real>> s) {
+  s = (s - s.maxCoeff()).exp();
+  s /= s.sum();
+}
+
+}  // namespace
+
+Status run(const ops::Attention::Args& a) {
+  CF_TRY(ops::Attention::check(a));
+  const auto d = ops::Attention::dims(a);
+  CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
+  return with_real(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
+    using Real = decltype(zero);
+#pragma omp parallel
+    {
+      std::vector<Real> scores(std::size_t(d.max_kv_len));
+#pragma omp for collapse(2) schedule(static)
+      for (std::int64_t b = 0; b < d.batch; ++b)
+        for (std::int64_t h = 0; h < d.heads; ++h) {
+          const std::int64_t cache = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
+          const Real* keys = a.k_cache.as<const Real>().data + cache;
+          const Real* values = a.v_cache.as<const Real>().data + cache;
+          for (std::int64_t i = 0; i < d.q_len; ++i) {
+            const std::int64_t row = ((b * d.q_len + i) * d.heads + h) * d.head_dim;
+            const std::int64_t n = a.kv_len.data[b] - d.q_len + i + 1;
+            row_scores(keys, a.q.as<const Real>().data + row, n, d.head_dim, scores.data());
+            Eigen::Map<Array<Real>> s(scores.data(), n);
+            s *= Real(a.scale);
+            softmax<Real>(s);
+            weighted_rows(values, scores.data(), n, d.head_dim, a.y.as<Real>().data + row);
+          }
+        }
+    }
+    return {};
+  });
+}
+
+/// The condition of the weighted sum of values, times 1 + what the scores' errors add. A score with an absolute error e
+/// gives a weight with a relative error e. With unit roundoff u and the score's largest partial sum s, summing the
+/// score contributes u * sqrt(head_dim) * s to e; storing the score and rounding the exponential's argument contribute
+/// u * s each. The budget multiplies a condition by sqrt(max_kv_len), so the scores' share is divided by that.
+Result<Condition> condition(const ops::Attention::Args& a) {
+  CF_TRY(ops::Attention::check(a));
+  const auto d = ops::Attention::dims(a);
+  CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
+  ConditionSum sum;
+  double largest_score = 0;
+  Array<double> q(d.head_dim), y(d.head_dim), magnitude(d.head_dim);
+  Rows<double> k, v;
+  for (std::int64_t b = 0; b < d.batch; ++b)
+    for (std::int64_t h = 0; h < d.heads; ++h) {
+      const std::int64_t most = a.kv_len.data[b], first = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
+      k.resize(most, d.head_dim);
+      v.resize(most, d.head_dim);
+      widen_row(a.k_cache.data, a.k_cache.dtype, first, k.size(), k.data());
+      widen_row(a.v_cache.data, a.v_cache.dtype, first, v.size(), v.data());
+      for (std::int64_t i = 0; i < d.q_len; ++i) {
+        const std::int64_t n = most - d.q_len + i + 1;
+        widen_row(a.q.data, a.q.dtype, ((b * d.q_len + i) * d.heads + h) * d.head_dim, d.head_dim, q.data());
+        Array<double> p(n);
+        for (std::int64_t j = 0; j < n; ++j) {
+          double s = 0;
+          for (std::int64_t c = 0; c < d.head_dim; ++c) {
+            s += k(j, c) * q[c];
+            largest_score = std::max(largest_score, std::abs(s) * a.scale);
+          }
+          p[j] = s * a.scale;
+        }
+        softmax<double>(Eigen::Map<Array<double>>(p.data(), n));
+        y = (v.topRows(n).transpose() * p.matrix()).array();
+        magnitude = (v.topRows(n).cwiseAbs().transpose() * p.matrix()).array();
+        for (std::int64_t c = 0; c < d.head_dim; ++c) sum.add(magnitude[c], y[c]);
+      }
+    }
+  const double scores = largest_score * (std::sqrt(double(d.head_dim)) + 2) / std::sqrt(double(d.max_kv_len));
+  const Condition values = sum.value();
+  return Condition{values.l2 * (1 + scores), values.max * (1 + scores)};
+}
+
+}  // namespace cf::cpu_ref

@@ -1,0 +1,176 @@
+#include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/dequantise.hpp"
+#include "cpu_ref/ops/gelu.hpp"
+#include "cpu_ref/ops/real.hpp"
+#include "cpu_ref/ops/widen.hpp"
+#include "cpu_ref/simd/kernels.hpp"
+
+namespace cf::cpu_ref {
+namespace {
+
+using ops::Epilogue;
+
+/// What happens to a sum before it is stored: bias, then the epilogue.
+template <class Real>
+class Finish {
+ public:
+  Finish(const ops::Linear::Args& a, std::int64_t out) : epilogue_(a.epilogue), out_(out) {
+    bias_.setZero(out);
+    if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, out, bias_.data());
+    if (a.residual) residual_ = a.residual.as<const Real>().data;
+  }
+  Real operator()(std::int64_t token, std::int64_t o, Real sum) const {
+    const Real v = sum + bias_[o];
+    switch (epilogue_) {
+      case Epilogue::none: return v;
+      case Epilogue::gelu_erf: return gelu_erf(v);
+      case Epilogue::gelu_tanh: return gelu_tanh(v);
+      case Epilogue::residual: return v + residual_[token * out_ + o];
+    }
+    return v;
+  }
+
+ private:
+  Epilogue epilogue_;
+  std::int64_t out_;
+  Array<Real> bias_;
+  const Real* residual_ = nullptr;
+};
+
+/// A few tokens: each weight row is read once, widened in registers, and multiplied with every token.
+template <class W>
+void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
+              void (*dot)(const W*, const float*, std::int64_t, std::int64_t, std::int64_t, float*),
+              std::int64_t tokens) {
+  const auto d = ops::Linear::dims(a);
+  const Finish<float> finish(a, d.out);
+  const W* w = dense.weight.as<const W>().data;
+  const float* x = a.x.as<const float>().data;
+  float* y = a.y.as<float>().data;
+#pragma omp parallel for schedule(static)
+  for (std::int64_t o = 0; o < d.out; ++o) {
+    float sums[16];
+    dot(w + o * d.in, x, d.in, d.in, tokens, sums);
+    for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
+  }
+}
+
+/// The same for a quantised matrix, whose rows are dequantised first: the bits are those of the dense float32 matrix.
+void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
+  const auto d = ops::Linear::dims(a);
+  const Finish<float> finish(a, d.out);
+  const float* x = a.x.as<const float>().data;
+  float* y = a.y.as<float>().data;
+#pragma omp parallel
+  {
+    Array<float> w(d.in);
+#pragma omp for schedule(static)
+    for (std::int64_t o = 0; o < d.out; ++o) {
+      float sums[16];
+      dequantise_rows(gptq, o, 1, w.data());
+      kernels().dot_f32(w.data(), x, d.in, d.in, tokens, sums);
+      for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
+    }
+  }
+}
+
+/// Rows of the weight in the arithmetic type, one behind the other.
+template <class Real>
+void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, std::int64_t rows, Real* to) {
+  if (const auto* gptq = std::get_if<GptqWeight>(&weight)) return dequantise_rows(*gptq, first, rows, to);
+  const ConstAnyView<2>& dense = std::get<DenseWeight>(weight).weight;
+  widen_row(dense.data, dense.dtype, first * in, rows * in, to);
+}
+
+/// Any number of tokens: blocks of weight rows are widened and multiplied by Eigen. One thread
+/// computes a block, always in the same order, so that the bits do not depend on the number of threads.
+template <class Real>
+void run_blocks(const ops::Linear::Args& a) {
+  constexpr std::int64_t block = 32;
+  const auto d = ops::Linear::dims(a);
+  const Finish<Real> finish(a, d.out);
+  const Eigen::Map<const Rows<Real>> x(a.x.as<const Real>().data, d.tokens, d.in);
+  Real* y = a.y.as<Real>().data;
+#pragma omp parallel
+  {
+    Rows<Real> w(block, d.in), sums;
+#pragma omp for schedule(static)
+    for (std::int64_t first = 0; first < d.out; first += block) {
+      const std::int64_t rows = std::min(block, d.out - first);
+      load_rows(a.linear.weight, d.in, first, rows, w.data());
+      sums.noalias() = w.topRows(rows) * x.transpose();
+      for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t t = 0; t < d.tokens; ++t) y[t * d.out + first + r] = finish(t, first + r, sums(r, t));
+    }
+  }
+}
+
+/// Refuses a packed weight, and a map of inputs to groups that leaves the groups.
+Status check_weight(const ops::Linear::Args& a) {
+  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight))
+    return Status::error(Code::unimplemented, "linear: cpu_ref takes dense or GPTQ weights, got a weight packed by " +
+                                                  std::string(packed->packer));
+  const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
+  if (!gptq) return {};
+  return check_index(ops::Linear::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
+}
+
+}  // namespace
+
+Status run(const ops::Linear::Args& a) {
+  CF_TRY(ops::Linear::check(a));
+  CF_TRY(check_weight(a));
+  return with_real(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
+    using Real = decltype(zero);
+    // Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
+    constexpr std::int64_t few_tokens = 8;
+    const std::int64_t tokens = a.x.shape[0];
+    if constexpr (std::is_same_v<Real, float>) {
+      if (tokens <= few_tokens) {
+        if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight)) return run_dots(a, *gptq, tokens), Status{};
+        const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
+        switch (dense.weight.dtype) {
+          case DType::f16: return run_dots<f16>(a, dense, kernels().dot_f16, tokens), Status{};
+          case DType::bf16: return run_dots<bf16>(a, dense, kernels().dot_bf16, tokens), Status{};
+          case DType::f32: return run_dots<float>(a, dense, kernels().dot_f32, tokens), Status{};
+          default: break;
+        }
+      }
+    }
+    run_blocks<Real>(a);
+    return {};
+  });
+}
+
+Result<Condition> condition(const ops::Linear::Args& a) {
+  CF_TRY(ops::Linear::check(a));
+  CF_TRY(check_weight(a));
+  const auto d = ops::Linear::dims(a);
+  // GELU's slope is at most 1.13: GELU makes an error larger by this factor at most.
+  constexpr double gelu_slope = 1.13;
+  Rows<double> x(d.tokens, d.in), largest(d.out, d.tokens), result(d.out, d.tokens);
+  widen_row(a.x.data, a.x.dtype, 0, x.size(), x.data());
+  Array<double> bias = Array<double>::Zero(d.out);
+  if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, d.out, bias.data());
+#pragma omp parallel for
+  for (std::int64_t o = 0; o < d.out; ++o) {
+    Array<double> w(d.in);
+    load_rows(a.linear.weight, d.in, o, 1, w.data());
+    for (std::int64_t t = 0; t < d.tokens; ++t) {
+      double s = 0, most = 0;
+      const auto add = [&](double term) { most = std::max(most, std::abs(s += term)); };
+      for (std::int64_t k = 0; k < d.in; ++k) add(w[k] * x(t, k));
+      add(bias[o]);
+      if (a.epilogue == Epilogue::residual) add(load_element(a.residual.data, a.residual.dtype, t * d.out + o));
+      if (a.epilogue == Epilogue::gelu_erf) s = gelu_erf(s), most *= gelu_slope;
+      if (a.epilogue == Epilogue::gelu_tanh) s = gelu_tanh(s), most *= gelu_slope;
+      largest(o, t) = most;
+      result(o, t) = s;
+    }
+  }
+  ConditionSum sum;
+  for (Eigen::Index i = 0; i < largest.size(); ++i) sum.add(largest.data()[i], result.data()[i]);
+  return sum.value();
+}
+
+}  // namespace cf::cpu_ref

@@ -1,0 +1,71 @@
+#include "cpu_ref/simd/kernels.hpp"
+
+#include <array>
+
+#include "cpu_ref/simd/kernels_impl.hpp"
+
+namespace cf::cpu_ref {
+namespace {
+
+/// Plain C++, for processors without the instructions of the other sets.
+struct Portable {
+  static constexpr const char* name = "portable";
+  static constexpr int lanes = 4;
+  using V = std::array<float, 4>;
+  template <class F>
+  static V each(F f) {
+    return {f(0), f(1), f(2), f(3)};
+  }
+  static V zero() { return {}; }
+  static V broadcast(float a) { return {a, a, a, a}; }
+  template <class T>
+  static V load(const T* p) {
+    return each([p](std::size_t i) { return widen(p[i]); });
+  }
+  static void store(float* p, V v) {
+    for (std::size_t i = 0; i < 4; ++i) p[i] = v[i];
+  }
+  static V fma(V a, V b, V c) {
+    return each([&](std::size_t i) { return a[i] * b[i] + c[i]; });
+  }
+  static V add(V a, V b) {
+    return each([&](std::size_t i) { return a[i] + b[i]; });
+  }
+  static float sum(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+  template <class T>
+  static float widen(T x) {
+    return cf::widen<float>(x);
+  }
+};
+
+struct Supported {
+  std::array<const Kernels*, 3> sets{};
+  std::size_t count = 0;
+};
+
+const Supported& supported() {
+  static const Supported s = [] {
+    Supported list;
+#ifdef CF_X86
+    if (__builtin_cpu_supports("avx512f")) list.sets[list.count++] = &kAvx512Kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      list.sets[list.count++] = &kAvx2Kernels;
+#endif
+    list.sets[list.count++] = &kPortableKernels;
+    return list;
+  }();
+  return s;
+}
+
+}  // namespace
+
+const Kernels kPortableKernels = make_kernels<Portable>();
+
+const Kernels& kernels() { return *supported().sets[0]; }
+
+const Kernels* const* all_kernels(std::size_t* count) {
+  *count = supported().count;
+  return supported().sets.data();
+}
+
+}  // namespace cf::cpu_ref

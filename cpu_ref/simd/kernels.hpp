@@ -1,0 +1,37 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dtype.hpp"
+
+namespace cf::cpu_ref {
+
+/// The inner loops, compiled for several sets of vector instructions. Private to cpu_ref.
+struct Kernels {
+  const char* name;
+
+  /// y[t] = sum_k w[k] * x[t * x_stride + k] in float32, for t < tokens. A token's bits do not depend on the others.
+  void (*dot_f16)(const f16* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
+  void (*dot_bf16)(const bf16* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
+  void (*dot_f32)(const float* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
+
+  /// y[i] += a * x[i]
+  void (*axpy)(float a, const float* x, float* y, std::int64_t n);
+
+  /// Exact widening.
+  void (*widen_f16)(const f16* from, float* to, std::int64_t n);
+};
+
+/// The best set that this processor runs.
+const Kernels& kernels();
+
+/// All sets that this processor runs, best first. The tests compare each with the portable one.
+const Kernels* const* all_kernels(std::size_t* count);
+
+extern const Kernels kPortableKernels;
+#ifdef CF_X86
+extern const Kernels kAvx2Kernels;    // AVX2, FMA, F16C
+extern const Kernels kAvx512Kernels;  // AVX-512 F
+#endif
+
+}  // namespace cf::cpu_ref

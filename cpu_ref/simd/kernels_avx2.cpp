@@ -1,0 +1,37 @@
+#include <immintrin.h>
+
+#include "cpu_ref/simd/kernels_impl.hpp"
+
+namespace cf::cpu_ref {
+namespace {
+
+struct Avx2 {
+  static constexpr const char* name = "avx2";
+  static constexpr int lanes = 8;
+  using V = __m256;
+  static V zero() { return _mm256_setzero_ps(); }
+  static V broadcast(float a) { return _mm256_set1_ps(a); }
+  static V load(const float* p) { return _mm256_loadu_ps(p); }
+  static V load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  static V load(const bf16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V add(V a, V b) { return _mm256_add_ps(a, b); }
+  static float sum(V v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+  static float widen(float x) { return x; }
+  static float widen(f16 x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits))); }
+  static float widen(bf16 x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(unsigned(x.bits) << 16)))); }
+};
+
+}  // namespace
+
+const Kernels kAvx2Kernels = make_kernels<Avx2>();
+
+}  // namespace cf::cpu_ref

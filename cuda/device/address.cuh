@@ -1,0 +1,17 @@
+#pragma once
+// Addresses as PTX counts them. PTX, one instruction a function.
+#include <cstdint>
+
+namespace cf::cuda {
+
+/// The 32-bit address of a byte in the block's shared memory.
+__device__ inline std::uint32_t shared_address(const void* p) { return std::uint32_t(__cvta_generic_to_shared(p)); }
+
+/// The address of the same byte in the shared memory of the cluster's block `rank`.
+__device__ inline std::uint32_t shared_address_in(unsigned rank, const void* p) {
+  std::uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  return there;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,65 @@
+#pragma once
+// mbarrier: barriers in shared memory that threads arrive at and that count the bytes of copies. PTX, one instruction a
+// function. A barrier's phases complete one after the other; the parity of a phase is 0, 1, 0, ...
+#include <cstdint>
+
+#include "cuda/device/address.cuh"
+
+namespace cf::cuda {
+
+/// Makes a barrier of which a phase completes with its `arrivals`-th arrival.
+__device__ inline void init_barrier(std::uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+/// Makes the barriers that this thread initialised visible to the copy engine and to the cluster's other blocks.
+__device__ inline void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+/// Arrives at the current phase.
+__device__ inline void arrive(std::uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+/// Arrives at the current phase, which completes only after copies have also written `bytes` bytes.
+__device__ inline void arrive_expecting(std::uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+/// Waits until the phase of this parity is complete. What its threads and copies wrote is then visible.
+__device__ inline void wait_barrier(std::uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+/// wait_barrier() for a barrier that other blocks of the cluster write to.
+__device__ inline void wait_cluster_barrier(std::uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+/// Waits a short while for the phase of this parity. True where it is complete.
+__device__ inline bool try_wait_barrier(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,39 @@
+#pragma once
+// Copies and loads from device memory other than plain ones. PTX, one instruction a function.
+#include <cstdint>
+
+#include "cuda/device/address.cuh"
+
+namespace cf::cuda {
+
+/// 16 bytes that are read once: L1 does not keep them.
+__device__ inline uint4 load_streaming(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+/// Brings the line of an address into the L2.
+__device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+/// Bulk copy: the copy engine brings `bytes` bytes from device memory to shared memory and counts them at the barrier.
+/// The size and both addresses are multiples of 16.
+__device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+/// cp.async: begins the copy of 16 bytes from device memory to shared memory, past the registers. Both addresses are
+/// multiples of 16.
+__device__ inline void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+/// Waits until all of this thread's copy_async() have arrived.
+__device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace cf::cuda

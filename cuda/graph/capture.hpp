@@ -1,0 +1,68 @@
+#pragma once
+// Graphs whose edges are the data's. Private to cuda and the programs' benchmarks.
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cuda/graph/dataflow.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/stream.hpp"
+
+namespace cf::cuda {
+
+/// Puts ops onto a stream that is being captured, each behind those alone whose data it needs, so that the others may
+/// run at the same time.
+class DataflowCapture {
+ public:
+  /// The context's stream is being captured and was empty.
+  explicit DataflowCapture(const Context& context) : context_(context) {}
+
+  const Arch& arch() const { return context_.arch(); }
+
+  /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it overwrites.
+  /// With `mode.early` its kernel may start before these are done.
+  template <class Args>
+  Status run(const Args& args, const LaunchMode& mode) {
+    using Op = typename Args::Op;
+    std::vector<const void*> reads, writes;
+    Op::tensors(Op::dims(args), args, [&](const TensorSpec& t, const auto& view, const auto&) {
+      if (is_read(t.role)) reads.push_back(view.data);
+      if (is_written(t.role)) writes.push_back(view.data);
+    });
+    LaunchList launches(context_);
+    CF_TRY(prepare(args, launches));
+    return add(reads, writes, launches, mode);
+  }
+  /// Adds launches that read and write the tensors at these addresses.
+  Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
+             const LaunchMode& mode);
+
+ private:
+  Context context_;
+  Dataflow flow_;
+  std::vector<CUgraphNode_st*> nodes_;  // the last node of each op
+};
+
+/// Captures a graph of what `record` adds to the DataflowCapture that it is given. Nothing runs. Launch plans are those of
+/// the context; its stream is not used, since a default stream cannot be captured.
+template <class Record>
+Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
+  CF_TRY_ASSIGN(Stream stream, make_stream());
+  return capture(stream.get(), [&] {
+    DataflowCapture graph(context.on_stream(stream.get()));
+    return record(graph);
+  });
+}
+
+/// Captures a graph of any walk over ops: `walk(add)` calls add(site, args) for each of its ops in order, as
+/// for_each_site() does, and returns a Status. Each kernel may start before those are done whose data it needs.
+template <class Walk>
+Result<GraphExec> capture_walk(const Context& context, Walk&& walk) {
+  return capture_dataflow(context, [&](DataflowCapture& graph) {
+    return walk([&](const auto&, const auto& args) { return graph.run(args, {.early = true}); });
+  });
+}
+
+}  // namespace cf::cuda

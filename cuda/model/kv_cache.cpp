@@ -1,0 +1,134 @@
+#include "cuda/model/kv_cache.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/model/extend.hpp"
+#include "cuda/model/place.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr std::string_view kName = "kv_cache";
+
+}  // namespace
+
+struct KvCache::State {
+  State(const Context& c, const ModelShape& m, DType d, LayerRange r, std::int64_t b, std::int64_t n)
+      : context(c), shape(m), dtype(d), range(r), batch(b), capacity(n), layers(std::size_t(r.count())) {}
+  ~State() { (void)cudaDeviceSynchronize(); }
+
+  std::size_t lay_out(std::byte* block) {
+    Arena arena(block);
+    const auto size = extents(batch, shape.num_kv_heads, capacity, shape.head_dim);
+    for (LayerCache& layer : layers) {
+      arena.place(layer.k, size, dtype);
+      arena.place(layer.v, size, dtype);
+    }
+    arena.place(kv_len, extents(batch), DType::i32);
+    arena.place(positions, extents(batch * capacity), DType::i32);
+    return arena.bytes();
+  }
+
+  Context context;
+  ModelShape shape;
+  DType dtype;
+  LayerRange range;
+  std::int64_t batch, capacity, q_len = 0;
+  std::vector<LayerCache> layers;
+  View<std::int32_t, 1> kv_len, positions;
+  DeviceMemory memory;
+  std::uint64_t version = next_version();
+};
+
+KvCache::KvCache(std::unique_ptr<State> state) : state_(std::move(state)) {}
+KvCache::KvCache(KvCache&&) noexcept = default;
+KvCache& KvCache::operator=(KvCache&&) noexcept = default;
+KvCache::~KvCache() = default;
+
+Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
+                                std::int64_t batch, std::int64_t capacity) {
+  CF_TRY(model.validate());
+  if (layers.first < 0 || layers.first >= layers.last || layers.last > model.shape.num_layers)
+    return bad_argument(kName, "layers [first, last) must be a range within [0, " +
+                                   std::to_string(model.shape.num_layers) + "), got [" + std::to_string(layers.first) +
+                                   ", " + std::to_string(layers.last) + ")");
+  // The bounds keep every product of sizes far inside 64 bits.
+  constexpr std::int64_t most = 1 << 26;
+  for (const auto& [name, size] : {std::pair{"batch", batch}, {"capacity", capacity}})
+    if (size < 1 || size > most)
+      return bad_argument(
+          kName, std::string(name) + " must be 1 to " + std::to_string(most) + ", got " + std::to_string(size));
+  if (Status s = with_activation(kName, dtype, [](auto) { return Status(); }); !s) return s;
+
+  auto state = std::make_unique<State>(context, model.shape, dtype, layers, batch, capacity);
+  CF_TRY_ASSIGN(DeviceMemory memory,
+                DeviceMemory::create(context, state->lay_out(nullptr),
+                                     "cache of " + std::to_string(batch) + " x " + std::to_string(capacity) +
+                                         " entries in " + std::to_string(layers.count()) + " layers"));
+  state->memory = std::move(memory);
+  state->lay_out(state->memory.data());
+  CF_TRY(from_cuda(cudaMemset(state->kv_len.data, 0, std::size_t(state->kv_len.bytes())), "cudaMemset"));
+  return KvCache(std::move(state));
+}
+
+Status KvCache::set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache) {
+  State& s = *state_;
+  if (!s.range.contains(layer))
+    return bad_argument(kName, "layer must be " + std::to_string(s.range.first) + " to " +
+                                   std::to_string(s.range.last - 1) + ", got " + std::to_string(layer));
+  const LayerCache& to = s.layers[std::size_t(layer - s.range.first)];
+  CF_TRY(copy_in<4>(s.context, kName, "k_cache", to.k, k_cache));
+  return copy_in<4>(s.context, kName, "v_cache", to.v, v_cache);
+}
+
+Status KvCache::set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_len) {
+  State& s = *state_;
+  if (q_len < 1 || q_len > s.capacity)
+    return bad_argument(kName,
+                        "q_len must be 1 to capacity " + std::to_string(s.capacity) + ", got " + std::to_string(q_len));
+  if (std::int64_t(kv_len.size()) != s.batch)
+    return bad_argument(kName, "kv_len has " + std::to_string(kv_len.size()) + " elements, expected one for each of " +
+                                   std::to_string(s.batch) + " sequences");
+  std::vector<std::int32_t> positions;
+  for (std::int64_t b = 0; b < s.batch; ++b) {
+    const std::int32_t n = kv_len[std::size_t(b)];
+    if (n < q_len || n > s.capacity)
+      return bad_argument(kName, "kv_len[" + std::to_string(b) + "] must be q_len " + std::to_string(q_len) +
+                                     " to capacity " + std::to_string(s.capacity) + ", got " + std::to_string(n));
+    for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(n - q_len + i));
+  }
+  CF_TRY(copy_to_device(s.context, s.kv_len.data, kv_len.data(), kv_len.size_bytes()));
+  CF_TRY(copy_to_device(s.context, s.positions.data, positions.data(), positions.size() * sizeof(std::int32_t)));
+  s.q_len = q_len;
+  return {};
+}
+
+Status KvCache::extend(CUstream_st* stream, std::int64_t q_len) {
+  State& s = *state_;
+  if (q_len < 1 || q_len > s.capacity)
+    return bad_argument(kName,
+                        "q_len must be 1 to capacity " + std::to_string(s.capacity) + ", got " + std::to_string(q_len));
+  CF_TRY(enqueue_extend(s.positions, s.kv_len, std::int32_t(q_len), s.context.on_stream(stream)));
+  s.q_len = q_len;
+  return {};
+}
+
+std::int64_t KvCache::batch() const { return state_->batch; }
+std::int64_t KvCache::capacity() const { return state_->capacity; }
+DType KvCache::dtype() const { return state_->dtype; }
+LayerRange KvCache::layers() const { return state_->range; }
+std::int64_t KvCache::q_len() const { return state_->q_len; }
+LayerCache KvCache::layer(std::int64_t layer) const { return state_->layers[std::size_t(layer - state_->range.first)]; }
+View<const std::int32_t, 1> KvCache::kv_len() const { return state_->kv_len; }
+View<const std::int32_t, 1> KvCache::positions(std::int64_t q_len) const {
+  return {state_->positions.data, {state_->batch * q_len}};
+}
+std::size_t KvCache::device_bytes() const { return state_->memory.bytes(); }
+std::uint64_t KvCache::version() const { return state_->version; }
+
+}  // namespace cf::cuda

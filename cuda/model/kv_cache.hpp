@@ -1,0 +1,63 @@
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "core/model/layer.hpp"
+#include "core/model/shape.hpp"
+#include "core/status.hpp"
+#include "core/tensor.hpp"
+#include "cuda/model/resident_weights.hpp"
+#include "cuda/runtime/context.hpp"
+
+namespace cf::cuda {
+
+/// The keys and values of a batch of sequences, for a range of layers, with the sequences' lengths; all on a device. A
+/// cache belongs to a conversation, not to weights or to a way of stepping: any executor may step it.
+///
+/// kv_len is the number of a sequence's valid entries after the step's new tokens are appended. extend() or set_kv_len()
+/// comes before a step and says how many tokens that step appends to each sequence. Not shared between threads.
+class KvCache {
+ public:
+  /// Memory for keys and values of `dtype`, (batch, kv_heads, capacity, head_dim) each in every layer. Every kv_len is 0.
+  /// Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype other
+  /// than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
+  static Result<KvCache> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
+                                std::int64_t batch, std::int64_t capacity);
+  KvCache(KvCache&&) noexcept;
+  KvCache& operator=(KvCache&&) noexcept;
+  /// Waits for the device: the cache may be in use.
+  ~KvCache();
+
+  /// Copies a layer's entries, (batch, kv_heads, capacity, head_dim) each, and waits until they are there.
+  Status set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache);
+  /// Sets each sequence's kv_len after a step of q_len tokens, q_len to capacity, and waits until it is there.
+  Status set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_len = 1);
+  /// Adds q_len to every kv_len, on the device and without waiting. Nothing is looked at: beyond the capacity a step's
+  /// results are NaN and the cache stays as it is. May be captured into a graph.
+  Status extend(CUstream_st* stream, std::int64_t q_len = 1);
+
+  std::int64_t batch() const;
+  std::int64_t capacity() const;
+  DType dtype() const;
+  LayerRange layers() const;
+  /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before.
+  std::int64_t q_len() const;
+  /// A layer's keys and values; `layer` is within layers().
+  LayerCache layer(std::int64_t layer) const;
+  /// (batch)
+  View<const std::int32_t, 1> kv_len() const;
+  /// (batch * q_len) positions of a step's tokens: kv_len[b] - q_len + i.
+  View<const std::int32_t, 1> positions(std::int64_t q_len) const;
+  std::size_t device_bytes() const;
+  /// No two caches share one.
+  std::uint64_t version() const;
+
+ private:
+  struct State;
+  explicit KvCache(std::unique_ptr<State>);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,244 @@
+#include "cuda/model/resident_weights.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/model/place.hpp"
+#include "cuda/ops/linear/pack.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr std::string_view kName = "weights";
+
+/// Whether the walk reads this Linear through ln_qkv, whose rows are in another order.
+PackHint hint_for(std::string_view module, const ModelSpec& m) {
+  if (module != site::query_key_value.name) return {};
+  return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
+}
+
+}  // namespace
+
+struct ResidentWeights::State {
+  struct Layer {
+    LayerWeights weights;
+    DeviceMemory packed;
+    bool loaded = false;
+  };
+
+  State(const Context& c, const ModelSpec& m, DType d, LayerRange r)
+      : context(c), model(m), dtype(d), range(r), layers(std::size_t(r.count())) {}
+  ~State() { (void)cudaDeviceSynchronize(); }
+
+  Layer& at(std::int64_t layer) { return layers[std::size_t(layer - range.first)]; }
+  const Layer& at(std::int64_t layer) const { return layers[std::size_t(layer - range.first)]; }
+  /// Gives every dense tensor its place in the block; returns the bytes that a block must have.
+  std::size_t lay_out(std::byte* block);
+  /// Packs a layer's quantised weights and copies them to memory of their own.
+  Status load_packed(std::int64_t layer, const LayerWeights& source);
+
+  Context context;
+  ModelSpec model;
+  DType dtype;
+  LayerRange range;
+  std::vector<Layer> layers;
+  ModelWeights outside;  // of a whole model: what belongs to no layer
+  DeviceMemory dense, outside_memory;
+  std::uint64_t version = next_version();
+};
+
+std::size_t ResidentWeights::State::lay_out(std::byte* block) {
+  Arena arena(block);
+  for (Layer& layer : layers)
+    for_each_weight(model, layer.weights,
+                    [&](const TensorSpec&, auto& view, auto shape) { arena.place(view, shape, dtype); });
+  return arena.bytes();
+}
+
+Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeights& source) {
+  Layer& to = at(layer);
+  std::vector<PackedWeight*> places;  // null for a dense weight
+  for_each_linear(model, to.weights, [&](std::string_view, LinearParams& l, auto...) {
+    places.push_back(std::get_if<PackedWeight>(&l.weight));
+  });
+  std::vector<Packed> packed(places.size());
+  Status status;
+  std::size_t i = 0;
+  for_each_linear(
+      model, source, [&](std::string_view module, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
+        const std::size_t at = i++;
+        const bool expected = places[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
+        const std::string name = layer_prefix(layer) + std::string(module);
+        if (!status) return;
+        if (expected != quantised) {
+          status = bad_argument(
+              kName, "'" + name + ".weight' " +
+                         (expected ? "is dense, expected a GPTQ weight" : "is quantised, expected a dense weight"));
+          return;
+        }
+        if (!quantised) return;
+        const std::string owner = std::string(kName) + ": " + name;
+        status = ops::Linear::check_linear(owner, out, in, l);
+        if (!status) return;
+        TensorCheck check(owner);
+        ops::Linear::linear_tensors(out, in, l, check);
+        status = check.status();
+        if (!status) return;
+        Result<Packed> made = pack(l.weight, hint_for(module, model), context);
+        if (made)
+          packed[at] = std::move(*made);
+        else
+          status = bad_argument(kName, "'" + name + ".weight' " + made.status().message());
+      });
+  CF_TRY(status);
+
+  const auto lay_out = [&](Arena& arena) {
+    for (std::size_t l = 0; l < places.size(); ++l) {
+      if (!places[l]) continue;
+      *places[l] = std::get<PackedWeight>(packed[l].weight);
+      arena.place(places[l]->data, places[l]->data.shape, DType::i32);
+    }
+  };
+  Arena measure(nullptr);
+  lay_out(measure);
+  if (measure.bytes() == 0) return {};
+  CF_TRY_ASSIGN(DeviceMemory block,
+                DeviceMemory::create(context, measure.bytes(), layer_prefix(layer) + "packed weights"));
+  Arena arena(block.data());
+  lay_out(arena);
+  for (std::size_t l = 0; l < places.size(); ++l)
+    if (places[l])
+      CF_TRY(copy_to_device(context, const_cast<std::int32_t*>(places[l]->data.data), packed[l].storage.data(),
+                            std::size_t(places[l]->data.bytes())));
+  to.packed = std::move(block);
+  return {};
+}
+
+ResidentWeights::ResidentWeights(std::unique_ptr<State> state) : state_(std::move(state)) {}
+ResidentWeights::ResidentWeights(ResidentWeights&&) noexcept = default;
+ResidentWeights& ResidentWeights::operator=(ResidentWeights&&) noexcept = default;
+ResidentWeights::~ResidentWeights() = default;
+
+Result<ResidentWeights> ResidentWeights::create(const Context& context, const ModelSpec& model, DType dtype,
+                                                LayerRange layers, const LayerWeights& like) {
+  CF_TRY(check_model(model));
+  const std::int64_t all = model.shape.num_layers;
+  if (layers.first < 0 || layers.first >= layers.last || layers.last > all)
+    return bad_argument(kName, "layers [first, last) must be a range within [0, " + std::to_string(all) + "), got [" +
+                                   std::to_string(layers.first) + ", " + std::to_string(layers.last) + ")");
+  if (Status s = with_activation(kName, dtype, [](auto) { return Status(); }); !s) return s;
+
+  auto state = std::make_unique<State>(context, model, dtype, layers);
+  std::vector<bool> quantised;
+  for_each_linear(model, like, [&](std::string_view, const LinearParams& l, auto...) {
+    quantised.push_back(std::holds_alternative<GptqWeight>(l.weight));
+  });
+  for (State::Layer& layer : state->layers) {
+    std::size_t i = 0;
+    for_each_linear(model, layer.weights, [&](std::string_view, LinearParams& l, auto...) {
+      if (quantised[i++]) l.weight = PackedWeight{};
+    });
+  }
+  CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),
+                                                          "weights of " + std::to_string(layers.count()) + " layers"));
+  state->dense = std::move(memory);
+  state->lay_out(state->dense.data());
+  return ResidentWeights(std::move(state));
+}
+
+Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& source) {
+  State& s = *state_;
+  if (!s.range.contains(layer))
+    return bad_argument(kName, "layer must be " + std::to_string(s.range.first) + " to " +
+                                   std::to_string(s.range.last - 1) + ", got " + std::to_string(layer));
+  for (const LinearParams* l : {&source.query_key_value, &source.dense})
+    if (!s.model.traits.attention_bias && l->bias)
+      return bad_argument(
+          kName, layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
+
+  State::Layer& to = s.at(layer);
+  to.loaded = false;
+  s.version = next_version();
+  CF_TRY(s.load_packed(layer, source));
+  // The source's dense tensors come in the order of the places.
+  std::vector<const void*> places;
+  for_each_weight(s.model, to.weights,
+                  [&](const TensorSpec&, const auto& view, const auto&) { places.push_back(view.data); });
+  std::size_t i = 0;
+  Status status;
+  for_each_weight(s.model, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
+      // The memory is this object's own; views of it are const for its users alone.
+      const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, s.dtype);
+      if (status) status = copy_in<V::rank>(s.context, kName, layer_prefix(layer) + std::string(t.name), place, view);
+    }
+  });
+  to.loaded = bool(status);
+  return status;
+}
+
+Result<ResidentWeights> ResidentWeights::load(const Context& context, const ModelSpec& spec, DType dtype,
+                                              const ModelWeights& model) {
+  if (std::int64_t(model.layers.size()) != spec.shape.num_layers)
+    return bad_argument(kName, "the model has " + std::to_string(model.layers.size()) + " layers, expected " +
+                                   std::to_string(spec.shape.num_layers));
+  CF_TRY_ASSIGN(ResidentWeights weights,
+                create(context, spec, dtype, {0, spec.shape.num_layers}, model.layers.front()));
+  State& s = *weights.state_;
+  const auto lay_out = [&](std::byte* block) {
+    Arena arena(block);
+    for_each_model_weight(spec, s.outside,
+                          [&](const TensorSpec&, auto& view, auto shape) { arena.place(view, shape, dtype); });
+    return arena.bytes();
+  };
+  CF_TRY_ASSIGN(s.outside_memory, DeviceMemory::create(context, lay_out(nullptr), "embedding, final norm and LM head"));
+  lay_out(s.outside_memory.data());
+  tie_embeddings(spec, s.outside);
+
+  // The source's tensors come in the order of the places.
+  std::vector<const void*> places;
+  for_each_model_weight(spec, s.outside,
+                        [&](const TensorSpec&, const auto& view, auto) { places.push_back(view.data); });
+  ModelWeights source{.embed_in = model.embed_in,
+                      .layers = {},
+                      .final_layer_norm = model.final_layer_norm,
+                      .embed_out = model.embed_out};
+  std::size_t i = 0;
+  Status status;
+  for_each_model_weight(spec, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
+      const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, dtype);
+      if (status) status = copy_in<V::rank>(context, kName, std::string(t.name), place, view);
+    }
+  });
+  CF_TRY(status);
+  for (std::int64_t layer = 0; layer < spec.shape.num_layers; ++layer)
+    CF_TRY(weights.load_layer(layer, model.layers[std::size_t(layer)]));
+  return weights;
+}
+
+ModelWeights ResidentWeights::model_weights() const {
+  ModelWeights all = state_->outside;
+  for (const State::Layer& layer : state_->layers) all.layers.push_back(layer.weights);
+  return all;
+}
+
+const ModelSpec& ResidentWeights::model() const { return state_->model; }
+DType ResidentWeights::dtype() const { return state_->dtype; }
+LayerRange ResidentWeights::layers() const { return state_->range; }
+bool ResidentWeights::is_loaded(std::int64_t layer) const {
+  return state_->range.contains(layer) && state_->at(layer).loaded;
+}
+LayerWeights ResidentWeights::layer(std::int64_t layer) const { return state_->at(layer).weights; }
+std::size_t ResidentWeights::device_bytes() const {
+  std::size_t bytes = state_->dense.bytes() + state_->outside_memory.bytes();
+  for (const State::Layer& layer : state_->layers) bytes += layer.packed.bytes();
+  return bytes;
+}
+std::uint64_t ResidentWeights::version() const { return state_->version; }
+
+}  // namespace cf::cuda

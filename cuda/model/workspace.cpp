@@ -1,0 +1,130 @@
+#include "cuda/model/workspace.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "core/ops/rope.hpp"
+#include "cuda/model/place.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr std::string_view kName = "workspace";
+
+}  // namespace
+
+struct Workspace::State {
+  State(const Context& c, const ModelSpec& m, DType d, std::int64_t t, std::int64_t rows)
+      : context(c), shape(m.shape), activation(d), tokens(t), table_rows(rows) {}
+  ~State() { (void)cudaDeviceSynchronize(); }
+
+  std::size_t lay_out(std::byte* block);
+
+  Context context;
+  ModelShape shape;
+  DType activation;
+  std::int64_t tokens, table_rows;
+  LayerTensors all;                   // the outputs of `tokens` tokens
+  AnyView<2> hidden;                  // what the first layer reads
+  std::array<AnyView<2>, 2> outputs;  // layer i writes the one of i % 2
+  View<float, 2> cos, sin;
+  DeviceMemory memory;
+  std::uint64_t version = next_version();
+};
+
+std::size_t Workspace::State::lay_out(std::byte* block) {
+  Arena arena(block);
+  for_each_activation(
+      shape, {.batch = tokens, .q_len = 1},
+      [&](const TensorSpec& t, auto& view, auto size) {
+        if (t.role == Role::output) arena.place(view, size, activation);
+      },
+      all);
+  outputs[0] = all.output;
+  for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
+  arena.place(cos, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+  arena.place(sin, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+  return arena.bytes();
+}
+
+Workspace::Workspace(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Workspace::Workspace(Workspace&&) noexcept = default;
+Workspace& Workspace::operator=(Workspace&&) noexcept = default;
+Workspace::~Workspace() = default;
+
+Result<Workspace> Workspace::create(const Context& context, const ModelSpec& model, DType activation,
+                                    std::int64_t tokens, std::int64_t table_rows) {
+  CF_TRY(check_model(model));
+  for (const auto& [name, size] : {std::pair{"tokens", tokens}, {"table_rows", table_rows}})
+    if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
+  if (Status s = with_activation(kName, activation, [](auto) { return Status(); }); !s) return s;
+
+  auto state = std::make_unique<State>(context, model, activation, tokens, table_rows);
+  CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),
+                                                          "workspace of " + std::to_string(tokens) + " tokens"));
+  state->memory = std::move(memory);
+  state->lay_out(state->memory.data());
+
+  Tensor cos(DType::f32, {table_rows, model.shape.rotary_dim / 2}), sin = cos.clone();
+  ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta);
+  CF_TRY(copy_in<2>(context, kName, "cos", state->cos, cos));
+  CF_TRY(copy_in<2>(context, kName, "sin", state->sin, sin));
+  return Workspace(std::move(state));
+}
+
+Status Workspace::set_hidden(const Tensor& hidden) {
+  const State& s = *state_;
+  const std::int64_t rows = hidden.shape().size() == 2 ? hidden.shape()[0] : s.tokens;
+  if (rows < 1 || rows > s.tokens)
+    return bad_argument(kName,
+                        "'hidden' has " + std::to_string(rows) + " rows, expected 1 to " + std::to_string(s.tokens));
+  return copy_in<2>(s.context, kName, "hidden", this->hidden(rows), hidden);
+}
+
+namespace {
+
+/// The first `tokens` rows of a view.
+template <int Rank>
+AnyView<Rank> rows(AnyView<Rank> view, std::int64_t tokens) {
+  view.shape[0] = tokens;
+  return view;
+}
+
+}  // namespace
+
+AnyView<2> Workspace::hidden(std::int64_t tokens) const { return rows(state_->hidden, tokens); }
+std::int64_t Workspace::max_tokens() const { return state_->tokens; }
+DType Workspace::activation() const { return state_->activation; }
+
+LayerTensors Workspace::tensors(const KvCache& cache, std::int64_t first, std::int64_t layer,
+                                std::int64_t q_len) const {
+  const State& s = *state_;
+  const std::int64_t tokens = cache.batch() * q_len;
+  const LayerCache entries = cache.layer(layer);
+  LayerTensors t = s.all;
+  t.hidden = layer == first ? rows(s.hidden, tokens) : rows(s.outputs[std::size_t(layer - 1) % 2], tokens);
+  t.output = s.outputs[std::size_t(layer) % 2];
+  for_each_activation(
+      s.shape, {},
+      [&](const TensorSpec& spec, auto& view, auto) {
+        if (spec.role == Role::output) view.shape[0] = tokens;
+      },
+      t);
+  t.positions = cache.positions(q_len);
+  t.kv_len = cache.kv_len();
+  t.cos = s.cos;
+  t.sin = s.sin;
+  t.k_cache = entries.k;
+  t.v_cache = entries.v;
+  t.max_kv_len = cache.capacity();
+  return t;
+}
+
+std::size_t Workspace::device_bytes() const { return state_->memory.bytes(); }
+std::uint64_t Workspace::version() const { return state_->version; }
+
+}  // namespace cf::cuda

@@ -1,0 +1,209 @@
+#include "cuda/ops/attention/attention.cuh"
+#include "cuda/ops/run.hpp"
+
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr int kDecodeThreads = 32 * kAttentionWarps;
+// The float32 kernel's threads of a block, and the keys whose loads each of its groups has in flight.
+constexpr int kThreads = 256, kKeysAtOnce = 4;
+
+/// A block attends with one query to one split of its keys. The blocks of a query's splits form a cluster. The copy
+/// engine fills a ring of tiles, and each warp attends to its share of a tile's keys. The warps wait for each other
+/// before a tile is overwritten. At the end the warps' partial results are merged in order, and then those of the
+/// splits.
+template <class T, int HeadDim>
+__global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
+    decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages) {
+  constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
+  constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ std::uint64_t arrived, full[kMaxStages];
+  float *sent = reinterpret_cast<float*>(smem), *parts = sent + kMaxSplits * part_floats(HeadDim);
+  T* const ring = reinterpret_cast<T*>(parts + kAttentionWarps * part_floats(HeadDim));
+  let_successor_start();
+  wait_for_predecessors();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z, head = blockIdx.y;
+  const int kv_len = c.kv_len[b];  // its load is in flight while the barriers are made
+  if (threadIdx.x < kMaxStages) {
+    init_barrier(full + threadIdx.x, kTileArrivals);
+    publish_barriers();
+  }
+  ClusterInbox inbox(&arrived);
+  inbox.open();
+  __syncthreads();
+
+  const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
+  const int keys = c.visible_keys(kv_len, i);
+  const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
+  if (split >= own.used) return;
+  const auto fetch = [&](int tile, int to) {
+    if (tile >= own.end) return;
+    const long first = c.cache(b, head) + long(tile) * tile_keys * c.head_dim;
+    copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
+                         static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to);
+  };
+  for (int s = 0; s < stages; ++s) fetch(own.begin + s, s);
+
+  const T* query = static_cast<const T*>(c.q) + c.query(b, i, head);
+  AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });
+  const int first = warp * warp_keys / 8;  // the warp's first key of each run
+  for (int tile = own.begin, s = 0, phase = 0; tile < own.end; ++tile) {
+    const int visible = keys - tile * tile_keys;
+    // The zeros behind the last value are stored by lanes that do not arrive at the tile's barrier.
+    if (visible < tile_keys) __syncthreads();
+    wait_barrier(full + s, phase);
+    if (first < visible) rows.attend(ring + s * stage, first, c.scale, [=](int, int) { return visible; });
+    if (tile + stages < own.end) {
+      __syncthreads();  // all warps have read the tile
+      fetch(tile + stages, s);
+    }
+    if (++s == stages) {
+      s = 0;
+      phase ^= 1;
+    }
+  }
+
+  float* part = parts + warp * part_floats(c.head_dim);
+  const float weights = rows.weights(0, 0);
+  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {rows.state[0][0].max, weights};
+  if (lane < 4)  // every row of the operand is the query: the first four lanes hold all columns
+#pragma unroll
+    for (int n = 0; n < HeadDim / 8; ++n)
+      if (8 * n < c.head_dim)
+        *reinterpret_cast<float2*>(part + 8 * n + 2 * lane) = {rows.values[0][n][0] + rows.values[0][n][2],
+                                                               rows.values[0][n][1] + rows.values[0][n][3]};
+  finish_attention(parts, kAttentionWarps, sent, inbox, split, own.used, c.head_dim,
+                   static_cast<T*>(c.y) + c.query(b, i, head));
+}
+
+/// decode_kernel() in float32 arithmetic without tensor cores. A group of Lanes lanes holds a key, eight elements a
+/// lane. Key i of the split belongs to group i % groups.
+template <int Lanes>
+__global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__ AttentionCall c, int splits) {
+  constexpr int groups = kThreads / Lanes;
+  __shared__ __align__(16) float parts[groups * part_floats(Lanes * kVec)],
+      sent[kMaxSplits * part_floats(Lanes * kVec)];
+  __shared__ std::uint64_t arrived;
+  ClusterInbox inbox(&arrived);
+  inbox.open();
+  let_successor_start();
+  wait_for_predecessors();
+
+  const int group = threadIdx.x / Lanes, lane = threadIdx.x % Lanes, column = lane * kVec, b = blockIdx.z,
+            head = blockIdx.y;
+  const int split = int(blockIdx.x) % splits, i = int(blockIdx.x) / splits;
+  const int keys = c.visible_keys(c.kv_len[b], i), tile_keys = decode_tile(padded_head_dim(c.head_dim));
+  const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
+  if (split >= own.used) return;
+  const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, keys);
+
+  const bool active = column < c.head_dim;
+  const float *k = static_cast<const float*>(c.k_cache) + c.cache(b, head) + column,
+              *v = static_cast<const float*>(c.v_cache) + c.cache(b, head) + column;
+  float q[kVec] = {}, sum[kVec] = {};
+  if (active) load_vec(static_cast<const float*>(c.q) + c.query(b, i, head) + column, q);
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) q[e] *= c.scale;
+
+  SoftmaxState state;
+  // All groups of a warp make the same number of rounds: the shuffles need every lane.
+  for (int base = begin; base < end; base += groups * kKeysAtOnce) {
+    const int first = base + group;
+    float key[kKeysAtOnce][kVec] = {}, value[kKeysAtOnce][kVec] = {}, score[kKeysAtOnce];
+#pragma unroll
+    for (int u = 0; u < kKeysAtOnce; ++u) {
+      const int j = first + u * groups;
+      if (active && j < end) {
+        load_vec(k + long(j) * c.head_dim, key[u]);
+        load_vec(v + long(j) * c.head_dim, value[u]);
+      }
+    }
+    SoftmaxState step;
+#pragma unroll
+    for (int u = 0; u < kKeysAtOnce; ++u) {
+      score[u] = 0;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) score[u] += q[e] * key[u][e];
+#pragma unroll
+      for (int offset = Lanes / 2; offset > 0; offset /= 2) score[u] += __shfl_xor_sync(~0u, score[u], offset, Lanes);
+      if (first + u * groups >= end) score[u] = -INFINITY;
+      step.max = fmaxf(step.max, score[u]);
+    }
+    const float larger = step.max == -INFINITY ? 0.f : step.max;  // without a key the weights are 0, not NaN
+    float weight[kKeysAtOnce];
+#pragma unroll
+    for (int u = 0; u < kKeysAtOnce; ++u) step.sum += weight[u] = expf(score[u] - larger);
+    const SoftmaxState::Factors f = state.merge(step);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      float s = 0;
+#pragma unroll
+      for (int u = 0; u < kKeysAtOnce; ++u) s += weight[u] * value[u][e];
+      sum[e] = sum[e] * f.mine + s * f.other;
+    }
+  }
+  float* part = parts + group * part_floats(c.head_dim);
+  if (active) store_vec(part + column, sum);
+  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, state.sum};
+  finish_attention(parts, groups, sent, inbox, split, own.used, c.head_dim,
+                   static_cast<float*>(c.y) + c.query(b, i, head));
+}
+
+auto float_kernel_for(int head_dim) {
+  return head_dim <= 64 ? float_kernel<8> : head_dim <= 128 ? float_kernel<16> : float_kernel<32>;
+}
+
+template <class T>
+auto decode_kernel_for(int head_dim) {
+  switch (padded_head_dim(head_dim)) {
+    case 64: return decode_kernel<T, 64>;
+    case 80: return decode_kernel<T, 80>;
+    case 128: return decode_kernel<T, 128>;
+    default: return decode_kernel<T, kMaxHeadDim>;
+  }
+}
+
+}  // namespace
+
+Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  const auto d = ops::Attention::dims(a);
+  CF_TRY(check_multiple_of_8(ops::Attention::name, "head_dim", d.head_dim));
+  if (d.head_dim > kMaxHeadDim)
+    return Status::error(Code::unimplemented, "attention: cuda takes head_dim up to " + std::to_string(kMaxHeadDim) +
+                                                  ", got " + std::to_string(d.head_dim));
+  const AttentionCall call{.q = a.q.data,
+                           .k_cache = a.k_cache.data,
+                           .v_cache = a.v_cache.data,
+                           .kv_len = a.kv_len.data,
+                           .y = a.y.data,
+                           .scale = float(a.scale),
+                           .q_len = int(d.q_len),
+                           .heads = int(d.heads),
+                           .kv_heads = int(d.kv_heads),
+                           .head_dim = int(d.head_dim),
+                           .kv_head = KvHeadOf(d.heads / d.kv_heads),
+                           .capacity = d.capacity};
+  const AttentionPlan plan = attention_plan(launches.arch(), d.head_dim, d.batch * d.q_len * d.heads, d.max_kv_len);
+  LaunchShape shape{.grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads), unsigned(d.batch)),
+                    .block = kThreads,
+                    .cluster_blocks = plan.splits};
+  return with_activation(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if constexpr (dtype_of<T> == DType::f32) {
+      return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
+    } else {
+      if (prefill_pays(d.q_len)) return prepare_prefill(call, a.q.dtype, d.batch, launches);
+      shape.block = kDecodeThreads;
+      shape.smem_bytes = std::size_t(plan.smem_bytes);
+      return launch(ops::Attention::name, launches, shape, decode_kernel_for<T>(call.head_dim), call, plan.splits,
+                    plan.stages);
+    }
+  });
+}
+
+}  // namespace cf::cuda

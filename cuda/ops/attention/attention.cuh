@@ -1,0 +1,245 @@
+#pragma once
+// What the attention kernels share: a warp's attention over a tile of keys on tensor cores, and the merge of partial
+// results. cuda/persistent/attention.cuh has a tile of its own: its keys lie in the ring as they lie in the cache, and
+// a warp's one query takes 16 of them at a time. Both tiles make their weights by weigh() of cuda/device/softmax.cuh.
+#include "cuda/device/address.cuh"
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/softmax.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/ops/attention/attention.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::cuda {
+
+/// The arguments of an attention kernel, as ops::Attention::Args has them.
+struct AttentionCall {
+  const void *q, *k_cache, *v_cache;
+  const std::int32_t* kv_len;
+  void* y;
+  float scale;
+  int q_len, heads, kv_heads, head_dim;
+  KvHeadOf kv_head;
+  long capacity;
+
+  /// How many keys query i of a sequence with n valid entries sees: none where n is below q_len or beyond capacity, so
+  /// that nothing is read and the result is NaN.
+  __device__ int visible_keys(int n, int i) const { return n < q_len || n > capacity ? 0 : n - q_len + i + 1; }
+  /// The first element of a query, in q and in y.
+  __device__ long query(int b, int i, int head) const { return ((long(b) * q_len + i) * heads + head) * head_dim; }
+  /// The first element of the kv head that a query head reads, in either cache.
+  __device__ long cache(int b, int head) const { return (long(b) * kv_heads + kv_head(head)) * capacity * head_dim; }
+};
+
+/// Attention of many new tokens, 16-bit activations: cuda/ops/attention/attention_prefill.cu.
+Status prepare_prefill(const AttentionCall&, DType activation, std::int64_t batch, LaunchList&);
+
+/// Copies a tile of keys and values into shared memory; the cache holds `keys` of them. All warps of a block call. Each
+/// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,
+/// because a weight of 0 times NaN would be NaN. Scores of keys beyond `keys` are never used. `full` completes after
+/// kTileArrivals arrivals and the copies' bytes.
+template <int TileKeys, class T>
+__device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full) {
+  constexpr int run = TileKeys / 8, runs = kTileArrivals / kAttentionWarps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim);
+#pragma unroll 1
+  for (int i = 0; i < runs; ++i) {
+    const int r = warp * runs + i, from = r * run * head_dim;
+    const int elements = max(0, min(keys - r * run, run)) * head_dim, bytes = elements * int(sizeof(T));
+    T *const to = tile + r * pitch, *const values = to + 8 * pitch;
+    if (bytes > 0 && elected()) {
+      copy_bulk(to, k + from, bytes, full);
+      copy_bulk(values, v + from, bytes, full);
+    }
+#pragma unroll 1
+    for (int e = elements + lane * kVec; e < run * head_dim; e += 32 * kVec) *reinterpret_cast<uint4*>(values + e) = {};
+    __syncwarp();
+    if (lane == 0) arrive_expecting(full, 2 * bytes);
+  }
+}
+
+/// A lane's registers of a 16 x 16 operand a of mma().
+struct Fragment {
+  std::uint32_t a[4];
+};
+
+/// A warp's queries and their softmax-weighted sums so far. The queries are the rows of `Operands` operands of 16 rows,
+/// which share each load of keys and values. With g = lane / 4 and t = lane % 4 a lane holds columns 8n + 2t and
+/// 8n + 2t + 1 of rows g and g + 8 of each operand.
+/// Rows = 2: each row is a query. Rows = 1: all rows of an operand are the same query. A weight enters the product as
+/// two numbers of T: its rounded value and the rest. One rounding alone would cost as much accuracy as the rounding of
+/// the result. With Rows = 1 the upper eight rows multiply the rounded values, the lower eight the rests, and the
+/// caller adds both.
+/// Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+template <class T, int HeadDim, int TileKeys, int Keys, int Rows, int Operands = 1>
+struct AttentionRows {
+  Fragment q[Operands][HeadDim / 16];
+  float values[Operands][HeadDim / 8][4] = {};
+  SoftmaxState state[Operands][Rows];  // each sum is over the lane's own columns
+  int head_dim;
+
+  /// row(operand, r) is the query of row g + 8r, or null for a row of zeros.
+  template <class Row>
+  __device__ AttentionRows(int head_dim, Row row) : head_dim(head_dim) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < Operands; ++m)
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) {
+        const T* x = row(m, r);
+#pragma unroll
+        for (int i = 0; i < HeadDim / 8; ++i) {
+          const int column = 8 * i + 2 * t;
+          std::uint32_t* a = q[m][i / 2].a + i % 2 * 2;
+          a[r] = x && column < head_dim ? *reinterpret_cast<const std::uint32_t*>(x + column) : 0;
+          if constexpr (Rows == 1) a[1] = a[0];
+        }
+      }
+  }
+
+  /// Adds Keys keys and values of a tile in shared memory: Keys / 8 of each run, from number `first` on. Row i of an 8
+  /// x 8 matrix is a key of run i. Row g + 8r of an operand sees the tile's first visible(operand, r) keys.
+  template <class Visible>
+  __device__ void attend(const T* tile, int first, float scale, Visible visible) {
+    const int lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim), next_key = head_dim;
+    const T* of_lane = tile + lane % 8 * pitch + first * next_key;
+    const std::uint32_t k = shared_address(of_lane + lane / 16 * next_key + lane / 8 % 2 * 8);
+    const std::uint32_t v = shared_address(of_lane + 8 * pitch + lane / 8 % 2 * next_key + lane / 16 * 8);
+
+    float s[Operands][Keys / 8][4] = {};
+#pragma unroll
+    for (int i = 0; i < HeadDim / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < Keys / 16; ++j) {
+        uint4 b = load_matrices(k + (2 * j * next_key + 16 * i) * int(sizeof(T)));
+        // Elements behind head_dim are another key's or undefined, so possibly NaN.
+        if (16 * i >= head_dim) b.x = b.z = 0;
+        if (16 * i + 8 >= head_dim) b.y = b.w = 0;
+#pragma unroll
+        for (int m = 0; m < Operands; ++m) {
+          const auto& a = q[m][i].a;
+          mma(s[m][2 * j], a[0], a[1], a[2], a[3], b.x, b.y, T{});
+          mma(s[m][2 * j + 1], a[0], a[1], a[2], a[3], b.z, b.w, T{});
+        }
+      }
+#pragma unroll
+    for (int m = 0; m < Operands; ++m)
+#pragma unroll
+      for (int r = 0; r < Rows; ++r) weigh_row(s[m], values[m], r, state[m][r], scale, visible(m, r) - first);
+
+#pragma unroll
+    for (int j = 0; j < Keys / 16; ++j) {
+      Fragment high[Operands], low[Operands];
+#pragma unroll
+      for (int m = 0; m < Operands; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* p = s[m][2 * j + i / 2] + (Rows == 1 ? 0 : i % 2 * 2);
+          high[m].a[i] = pack_pair<T>(p[0], p[1]);
+          const float2 rounded = unpack(high[m].a[i], T{});
+          low[m].a[i] = pack_pair<T>(p[0] - rounded.x, p[1] - rounded.y);
+        }
+        if constexpr (Rows == 1) {
+          high[m].a[1] = low[m].a[0];
+          high[m].a[3] = low[m].a[2];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < HeadDim / 16; ++i) {
+        const uint4 b = load_matrices_transposed(v + (2 * j * next_key + 16 * i) * int(sizeof(T)));
+#pragma unroll
+        for (int m = 0; m < Operands; ++m) {
+          const auto add = [&](const std::uint32_t(&p)[4]) {
+            mma(values[m][2 * i], p[0], p[1], p[2], p[3], b.x, b.y, T{});
+            mma(values[m][2 * i + 1], p[0], p[1], p[2], p[3], b.z, b.w, T{});
+          };
+          add(high[m].a);
+          if constexpr (Rows == 2) add(low[m].a);
+        }
+      }
+    }
+  }
+
+  /// The sum of a row's weights, in all lanes of the row.
+  __device__ float weights(int operand, int r) const { return quad_sum(state[operand][r].sum); }
+
+ private:
+  /// Replaces the scores of row r by their weights. `visible` counts the keys that the row sees from s's first on.
+  static __device__ void weigh_row(float (&s)[Keys / 8][4], float (&values)[HeadDim / 8][4], int r, SoftmaxState& state,
+                                   float scale, int visible) {
+    const int t = threadIdx.x % 4;
+    constexpr int run = TileKeys / 8, last = TileKeys - run + Keys / 8;
+    if (__any_sync(~0u, visible < last)) {
+#pragma unroll
+      for (int i = 0; i < Keys / 4; ++i)
+        if ((2 * t + i % 2) * run + i / 2 >= visible) s[i / 2][2 * r + i % 2] = -INFINITY;
+    }
+    weigh<Keys / 4, Rows == 1>(
+        state, scale, [&](int i) -> float& { return s[i / 2][2 * r + i % 2]; },
+        [&](float factor) {
+#pragma unroll
+          for (int n = 0; n < HeadDim / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4 / Rows; ++e) values[n][2 * r + e] *= factor;
+        });
+  }
+};
+
+/// One column of a query's result before the division by the sum of weights.
+struct MergedParts {
+  float value = 0;
+  SoftmaxState state;
+};
+
+/// The sum of `count` partial results in their order, each rescaled to the largest maximum. Only the additions depend
+/// on each other; the factors do not. At least one part has keys, or the result is NaN, as it should be: so the factors
+/// do without SoftmaxState::factor()'s case for empty states, whose branches would add 60 instructions.
+__device__ inline MergedParts merge_parts(const float* parts, int count, int head_dim, int column) {
+  const int stride = part_floats(head_dim);
+  MergedParts m;
+#pragma unroll 4
+  for (int p = 0; p < count; ++p) m.state.max = fmaxf(m.state.max, parts[p * stride + head_dim]);
+#pragma unroll 4
+  for (int p = 0; p < count; ++p) {
+    const float* part = parts + p * stride;
+    const float factor = expf(part[head_dim] - m.state.max);
+    m.state.sum += part[head_dim + 1] * factor;
+    m.value += part[column] * factor;
+  }
+  return m;
+}
+
+/// The end of a query's attention. Each block merges its `count` partial results and sends the sum to the block of
+/// split 0, which merges the sums of the `used` splits that have keys and stores y. All threads of these splits' blocks
+/// call, after the inbox was opened. `sent` has room for `used` partial results, at the same offset in every block.
+template <class T>
+__device__ void finish_attention(const float* parts, int count, float* sent, ClusterInbox& inbox, int split, int used,
+                                 int head_dim, T* y) {
+  const int columns = head_dim + 2, stride = part_floats(head_dim);
+  __syncthreads();
+  if (used > 1) {
+    inbox.connect();
+    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+      const MergedParts m = merge_parts(parts, count, head_dim, column);
+      inbox.send(0, sent + split * stride + column,
+                 column < head_dim    ? m.value
+                 : column == head_dim ? m.state.max
+                                      : m.state.sum);
+    }
+    if (split > 0) return;
+    inbox.receive(used * columns * int(sizeof(float)));
+    parts = sent;
+    count = used;
+  }
+  for (int column = threadIdx.x; column < head_dim; column += blockDim.x) {
+    const MergedParts m = merge_parts(parts, count, head_dim, column);
+    y[column] = from_float<T>(m.value / m.state.sum);
+  }
+}
+
+}  // namespace cf::cuda

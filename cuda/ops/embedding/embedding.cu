@@ -1,0 +1,41 @@
+#include "cuda/device/sync.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Block t copies the table's row of token t. The host cannot check ids in device memory: an id outside the table reads
+/// nothing and makes its row NaN.
+template <class T>
+__global__ void embedding_kernel(const __grid_constant__ ops::Embedding::Args a) {
+  let_successor_start();
+  wait_for_predecessors();
+  const long hidden = a.table.shape[1], id = a.ids.data[blockIdx.x];
+  const bool known = id >= 0 && id < a.table.shape[0];
+  for (long i = threadIdx.x * kVec; i < hidden; i += blockDim.x * kVec) {
+    float v[kVec];
+    if (known) {
+      load_vec(a.table.data, a.table.dtype, id * hidden + i, v);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) v[e] = NAN;
+    }
+    store_vec(static_cast<T*>(a.y.data) + long(blockIdx.x) * hidden + i, v);
+  }
+}
+
+}  // namespace
+
+Status prepare(const ops::Embedding::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  const auto d = ops::Embedding::dims(a);
+  CF_TRY(check_multiple_of_8(ops::Embedding::name, "hidden", d.hidden));
+  return with_activation(ops::Embedding::name, a.y.dtype, [&](auto zero) {
+    return launch(ops::Embedding::name, launches, {.grid = unsigned(d.tokens), .block = 256},
+                  embedding_kernel<decltype(zero)>, a);
+  });
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,226 @@
+#pragma once
+// Activations: a warp's slice of x, as operands in registers or in shared memory.
+#include "cuda/ops/linear/gptq_config.cuh"
+#include "cuda/ops/linear/gptq_fragment.cuh"
+#include "cuda/ops/linear/gptq_ring.cuh"
+
+namespace cf::cuda {
+
+/// The order in which a warp multiplies its slice's chunks. The sums of several tokens are scaled after every chunk, or
+/// after every pair of chunks where a group is a whole number of pairs. A slice whose first chunk is odd begins in the
+/// middle of a pair; that chunk then comes last, alone.
+template <GptqConfig C>
+struct GptqChunkOrder {
+  bool in_pairs;
+  int rotation, last;
+
+  __device__ GptqChunkOrder(const GptqPlan& plan, const GptqSlice& slice)
+      : in_pairs(!C.one_token() && plan.halves_a_group % 4 == 0 &&
+                 (slice.count == kGptqMaxChunks || (slice.count + 1 == kGptqMaxChunks && slice.first % 2 == 0))),
+        rotation(in_pairs ? slice.first & 1 : 0),
+        last(rotation ? 0 : min(slice.count, kGptqMaxChunks) - 1) {}
+
+  /// The chunk of the slice that comes i-th.
+  __device__ int operator()(int i) const { return !C.one_token() && i + 1 == kGptqMaxChunks ? last : i + rotation; }
+  /// Whether the sums are scaled after the i-th chunk.
+  __device__ static bool ends_sum(bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == kGptqMaxChunks; }
+};
+
+/// Eight of a token's activations from `column` of the tiles on. Without an order a column is the input of that number.
+template <bool Ordered, class T>
+__device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
+  if constexpr (!Ordered) {
+    return *reinterpret_cast<const uint4*>(token + column);
+  } else {
+    alignas(16) T gathered[kVec];
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      const int input = m.order[column + e];
+      gathered[e] = input < 0 ? T{} : token[input];
+    }
+    return *reinterpret_cast<const uint4*>(gathered);
+  }
+}
+
+/// a or b, chosen by value: a choice between variables is one of addresses, which puts the variables into local memory.
+__device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a : b; }
+
+/// Up to eight tokens in registers. A product has eight columns. Lanes 4n to 4n + 3 hold the activations of column n,
+/// two vectors of each chunk.
+///   One token       Every column takes one group of the slice, and zeros for the other groups' chunks. So a group's
+///                   sum meets its scale once, after the last chunk.
+///   Several tokens  Every column takes one token. The sums of columns without a token are never read.
+template <class T, GptqConfig C>
+class GptqRegisterX {
+ public:
+  __device__ GptqRegisterX(const GptqMatrix& m, const GptqPlan& plan, const GptqWarp& warp,
+                           const GptqChunkOrder<C>& order, const GptqSmem&, int tokens)
+      : m_(m), warp_(warp), order_(order), tokens_(tokens) {
+    if constexpr (C.one_token())
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const GptqSlice& slice = warp.slice;
+        const int from = (slice.first_group + warp.g) * plan.halves_a_group / 2 - slice.first;
+        const int to = min(from + plan.halves_a_group / 2, slice.count);
+        const int end = m.order ? to : min(to, (m.in - column(i) + kGptqColumns - 1) / kGptqColumns);
+        exists_[i] = end > max(from, 0) ? (1u << end) - (1u << max(from, 0)) : 0;
+      }
+  }
+
+  /// Loads all vectors. x(token) points to a token's activations.
+  template <class X>
+  __device__ void load(X x) {
+    const auto column_of = [&](int c, int i) { return column(i) + order_(c) * kGptqColumns; };
+    const GptqSlice& slice = warp_.slice;
+    // A slice of several tokens with four or five whole chunks loads every vector unconditionally. For a chunk that it
+    // lacks it loads one of its own again, which nothing reads.
+    const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
+    if (m_.order || !(C.one_token() || is_whole)) [[unlikely]] {
+#pragma unroll 1
+      for (int at = 0; at < 2 * kGptqMaxChunks; ++at) {
+        const int c = at / 2, i = at % 2;
+        const T* const row = x(token_of_vector(i));
+        uint4 v{};
+        if (C.one_token() ? (i ? exists_[1] : exists_[0]) >> c & 1 : c < slice.count) {
+          if (m_.order)
+            v = load_columns<true>(m_, row, column_of(c, i));
+          else if (column_of(c, i) < m_.in)
+            v = load_columns<false>(m_, row, column_of(c, i));
+        }
+#pragma unroll
+        for (int to = 0; to < 2 * kGptqMaxChunks; ++to) x_[to / 2][to % 2] = choose(to == at, v, x_[to / 2][to % 2]);
+      }
+    } else {
+      const T* const rows[] = {x(token_of_vector(0)), x(token_of_vector(1))};
+#pragma unroll
+      for (int c = 0; c < kGptqMaxChunks; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          x_[c][i] =
+              !C.one_token() || exists_[i] >> c & 1 ? load_columns<false>(m_, rows[i], column_of(c, i)) : uint4{};
+    }
+  }
+
+  /// Puts every vector at its product column, and adds up the activations.
+  __device__ void prepare() {
+    __syncwarp();
+    if (order_.in_pairs)
+      prepare_chunks(std::true_type{});
+    else
+      prepare_chunks(std::false_type{});
+    if constexpr (C.one_token() && !C.sums_x_late()) sum_all();
+  }
+  /// Adds up one token's activations of all chunks. add_up() made two chains of products for it, whose results come
+  /// late. Where C.sums_x_late(), the chains run beside the first tile's products.
+  __device__ void sum_all() {
+    const float all[] = {ones_[0][0] + ones_[1][0], 0, ones_[0][2] + ones_[1][2], 0};
+    sums_[0] = sums_of_x(all, warp_.t);
+  }
+
+  /// The activations of the half chunk that comes i-th.
+  __device__ const uint4& operator()(int i, int half) const { return x_[i][half]; }
+  /// The sums of the activations that belong to the sums of products that end with the i-th chunk. Of one token these
+  /// are the sums of all chunks.
+  __device__ const float2& sums(int i) const { return sums_[C.one_token() ? 0 : i]; }
+
+ private:
+  /// Whether lanes load lines for two columns and exchange halves: where x lies in device memory.
+  static constexpr bool by_lines = !C.one_token() && !C.near_x;
+
+  __device__ int token_of_vector(int i) const {
+    return min(by_lines ? warp_.lane / 8 + 4 * i : C.one_token() ? 0 : gptq_token_of_column(warp_.g), tokens_ - 1);
+  }
+  /// The first column of vector i of the slice's first chunk.
+  __device__ int column(int i) const {
+    return warp_.slice.first * kGptqColumns + (by_lines ? warp_.lane % 8 * kVec : warp_.t * kVec + i * 32);
+  }
+
+  template <class Pairs>
+  __device__ void prepare_chunks(Pairs) {
+#pragma unroll
+    for (int c = 0; c < kGptqMaxChunks; ++c) {
+      auto& [first, second] = x_[c];
+      if constexpr (by_lines) {
+        const bool is_odd = warp_.g % 2;
+        const uint4 other = exchange(choose(is_odd, first, second), 4);
+        first = choose(is_odd, other, first);
+        second = choose(is_odd, second, other);
+      }
+      add_up<T>(first, ones_[0]);
+      add_up<T>(second, ones_[C.one_token() ? 1 : 0]);
+      if constexpr (!C.one_token())
+        if (GptqChunkOrder<C>::ends_sum(Pairs::value, c)) {
+          sums_[c] = sums_of_x(ones_[0], warp_.t);
+#pragma unroll
+          for (float& sum : ones_[0]) sum = 0;
+        }
+    }
+  }
+
+  const GptqMatrix& m_;
+  const GptqWarp& warp_;
+  const GptqChunkOrder<C>& order_;
+  const int tokens_;
+  uint4 x_[kGptqMaxChunks][2];
+  float ones_[2][4] = {};
+  float2 sums_[C.one_token() ? 1 : kGptqMaxChunks];
+  std::uint32_t exists_[2];  // one token: bit c says that vector i of chunk c is of the group of the lane's column
+};
+
+/// Up to sixteen tokens in shared memory: [part][token], kGptqTokenBytes apart. A product's eight columns are those of
+/// an octet of tokens.
+template <class T, GptqConfig C>
+class GptqSharedX {
+ public:
+  static constexpr int vectors = kGptqTokenBytes / 16;  // from one token to the next
+
+  __device__ GptqSharedX(const GptqMatrix& m, const GptqPlan&, const GptqWarp& warp, const GptqChunkOrder<C>&,
+                         const GptqSmem& at, int tokens)
+      : m_(m), warp_(warp), at_(at), tokens_(tokens) {
+#pragma unroll
+    for (int o = 0; o < C.octets(); ++o)
+      own_at_[o] = min(gptq_token_of_column(warp.g) + 8 * o, tokens - 1) * vectors + warp.t;
+  }
+
+  /// Copies the part's columns of all tokens. The part's warps share the tokens out.
+  template <class X>
+  __device__ void load(X x) const {
+    constexpr int at_once = 8 / C.octets();
+    const GptqSlice& slice = warp_.slice;
+    const std::uint32_t reciprocal = (0xffffu + slice.count) / max(slice.count, 1);  // 2^16 over the count, rounded up
+    const int of_token = slice.count * 8, all = (tokens_ - warp_.turn + C.turns - 1) / C.turns * of_token;
+#pragma unroll 1
+    for (int first = warp_.lane; first < all; first += 32 * at_once) {
+      const auto for_each_vector = [&](auto f) {
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+          const int v = first + 32 * i, of = int(std::uint32_t(v) / 8 * reciprocal >> 16);
+          if (v < all) f(i, warp_.turn + of * C.turns, v - of * of_token);
+        }
+      };
+      uint4 loaded[at_once];
+      for_each_vector([&](int i, int of, int v) {
+        const int column = slice.first * kGptqColumns + v * kVec;
+        loaded[i] = m_.order         ? load_columns<true>(m_, x(of), column)
+                    : column < m_.in ? load_columns<false>(m_, x(of), column)
+                                     : uint4{};
+      });
+      for_each_vector([&](int i, int of, int v) { at_.x[of * vectors + v] = loaded[i]; });
+    }
+  }
+
+  /// Waits for all warps.
+  __device__ void prepare() const { __syncthreads(); }
+
+  /// The activations of half `half` of chunk c for octet o.
+  __device__ uint4 operator()(int c, int half, int o) const { return at_.x[own_at_[o] + (2 * c + half) * 4]; }
+
+ private:
+  const GptqMatrix& m_;
+  const GptqWarp& warp_;
+  const GptqSmem& at_;
+  const int tokens_;
+  int own_at_[C.octets()];
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,26 @@
+#pragma once
+// What gptq_block() is compiled for.
+#include "cuda/ops/linear/linear_gptq.hpp"
+
+namespace cf::cuda {
+
+struct GptqConfig {
+  GptqTokens tokens;  // at most so many
+  int turns;          // the plan's
+  bool half_chunks;   // a group may end in the middle of a chunk
+  bool near_x;        // x lies in shared memory
+  int rows;           // consecutive rows of a token that make an element of the epilogue: 1, 2 or 4
+
+  constexpr int threads() const { return gptq_threads(turns); }
+  constexpr bool one_token() const { return tokens == GptqTokens::one; }
+  /// Octets of tokens: a product has eight columns.
+  constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
+  /// Whether a warp holds its slice of x in registers.
+  constexpr bool x_in_registers() const { return octets() == 1 && !half_chunks; }
+  /// Whether one token's activations are added up beside the first tile's products. It needs registers.
+  constexpr bool sums_x_late() const { return one_token() && turns == 1; }
+  /// How many elements a thread prepares before x is there, as registers have room.
+  constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,110 @@
+#include "cuda/ops/linear/linear.cuh"
+#include "cuda/ops/run.hpp"
+
+#include "cuda/device/sync.cuh"
+#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// One launch of a call, for up to 16 tokens. The pointers are those of the launch's first token.
+struct Product {
+  const void* x;
+  const void* weight;
+  long in, out;
+  int tokens;
+  DType activation, weight_dtype;
+  LinearOutput output;
+};
+
+template <class T, int Depth, bool TwoTokens>
+__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
+    linear_kernel(const __grid_constant__ Product p) {
+  __shared__ LinearSmem smem;
+  let_successor_start();
+  const T* x = static_cast<const T*>(p.x);
+  linear_block<T, Depth, TwoTokens, false>(
+      static_cast<const T*>(p.weight), int(p.out), int(p.in), p.tokens, [](int r) { return long(r); },
+      [] { wait_for_predecessors(); },
+      [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
+      [&](int token, int row) { return addends(p.output, token, row); },
+      [&](int token, int row, auto sum, Addends add) { finish(p.output, token, row, sum(row), add); }, smem);
+}
+
+template <class T>
+auto kernel_for(int depth, bool two_tokens) {
+  if (two_tokens) return linear_kernel<T, 4, true>;
+  return depth == 5 ? linear_kernel<T, 5, false> : linear_kernel<T, 4, false>;
+}
+
+/// Float32 activations: a warp takes a row, with plain multiply-adds. Weights of any dtype are exact in float32.
+__global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constant__ Product p) {
+  let_successor_start();
+  wait_for_predecessors();
+  const long row = long(blockIdx.x) * 8 + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (row >= p.out) return;
+  const float* x = static_cast<const float*>(p.x);
+  float sum[kMmaTokens] = {};
+  for (long c = lane * kVec; c < p.in; c += 32 * kVec) {
+    float w[kVec];
+    load_vec(p.weight, p.weight_dtype, row * p.in + c, w);
+#pragma unroll
+    for (int token = 0; token < kMmaTokens; ++token) {
+      if (token >= p.tokens) break;
+      float v[kVec];
+      load_vec(x + token * p.in + c, v);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) sum[token] += w[e] * v[e];
+    }
+  }
+#pragma unroll
+  for (int token = 0; token < kMmaTokens; ++token) {
+    if (token >= p.tokens) break;
+    const float s = warp_sum(sum[token]);
+    if (lane == 0) finish(p.output, token, row, s, addends(p.output, token, row));
+  }
+}
+
+Status prepare_tokens(const Product& p, LaunchList& launches) {
+  if (p.activation == DType::f32)
+    return launch("linear", launches, {.grid = unsigned((p.out + 7) / 8), .block = 256}, linear_f32_kernel, p);
+  const LinearPlan plan = linear_plan(launches.arch(), p.in, p.out, p.tokens);
+  const auto kernel = p.activation == DType::f16 ? kernel_for<f16>(plan.depth, p.tokens > 8)
+                                                 : kernel_for<bf16>(plan.depth, p.tokens > 8);
+  return launch("linear", launches, {.grid = unsigned(plan.grid), .block = kLinearThreads}, kernel, p);
+}
+
+}  // namespace
+
+Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  const auto d = ops::Linear::dims(a);
+  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) return prepare_gptq(a, *packed, launches);
+  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
+  if (!dense) return unpacked_gptq(ops::Linear::name);
+  CF_TRY(check_multiple_of_8(ops::Linear::name, "in", d.in));
+  return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype));
+    Product p{.x = a.x.data,
+              .weight = dense->weight.data,
+              .in = d.in,
+              .out = d.out,
+              .tokens = 0,
+              .activation = a.x.dtype,
+              .weight_dtype = dense->weight.dtype,
+              .output = linear_output(a)};
+    for (std::int64_t first = 0; first < d.tokens; first += kMmaTokens) {
+      p.tokens = int(std::min<std::int64_t>(kMmaTokens, d.tokens - first));
+      p.x = static_cast<const T*>(a.x.data) + first * d.in;
+      p.output.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      CF_TRY(prepare_tokens(p, launches));
+    }
+    return {};
+  });
+}
+
+}  // namespace cf::cuda

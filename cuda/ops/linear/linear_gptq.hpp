@@ -1,0 +1,218 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "core/ops/linear.hpp"
+#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+/// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns.
+inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5;
+/// A part has `turns` warps, which take the block's tiles in turn.
+constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
+/// linear has one warp a part and two blocks an SM. Two warps a part, which would have half the registers each but
+/// would leave the next kernel's first tiles room to arrive, are slower on an H200 for the four linears of a
+/// Pythia-2.8B layer.
+inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
+/// ln_qkv has two warps a part and one block an SM, so that an SM normalises the tokens once.
+inline constexpr int kLnQkvGptqTurns = 2;
+
+/// A packed matrix as kernels are given it.
+struct GptqMatrix {
+  const char* codes;
+  const char* scales;
+  const int* order;  // the input of each column, or null: column k is input k
+  int in, out, tiles, chunks, groups;
+};
+
+inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
+  return {.codes = reinterpret_cast<const char*>(layout.codes(w)),
+          .scales = reinterpret_cast<const char*>(layout.scales(w)),
+          .order = layout.order(w),
+          .in = int(w.in),
+          .out = int(w.out),
+          .tiles = layout.row_tiles,
+          .chunks = layout.chunks,
+          .groups = layout.groups};
+}
+
+/// What a plan depends on. A group has halves_a_group half chunks of 32 columns.
+struct GptqSizes {
+  int tiles, chunks, halves_a_group;
+};
+
+inline GptqSizes gptq_sizes(const GptqLayout& layout) {
+  return {layout.row_tiles, layout.chunks, layout.columns_per_group / 32};
+}
+
+/// How far a warp's copies of weights run ahead of its products.
+struct GptqAhead {
+  int stages;  // of the ring, at most
+  int early;   // stages that are asked for before the activations are there
+};
+
+/// One early stage keeps device memory busy until the activations come. The activations' loads queue up behind early
+/// stages, so more of them are slower.
+inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
+/// One token's product of kGptqManyTiles tiles a block or more is faster with a longer ring: its blocks wait longer for
+/// the kernel beside it.
+inline constexpr GptqAhead kGptqFarAhead{.stages = 4, .early = 3};
+inline constexpr int kGptqManyTiles = 4;
+
+/// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes `tiles`
+/// tiles of 16 rows. The chunks of 64 columns are divided among the parts of the cluster's blocks. A warp's ring in
+/// shared memory has `stages` stages for the codes and scales of its part of its next tiles. The cluster's first block
+/// sums up and finishes all elements; where they are many, block r finishes `share` of them, from r * share on.
+struct GptqPlan {
+  int split, tiles, share, stages;
+  int early;  // stages that are asked for before the activations are there
+  int stage_bytes;
+  int chunks, longer;          // a part has `chunks` chunks, the first `longer` parts one more
+  int halves_a_group;          // half chunks of a group
+  std::uint32_t halves_magic;  // 2^31 / halves_a_group, rounded up
+  int turns;                   // warps of a part
+  int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two that is no less
+  int grid = 0, smem_bytes = 0;
+};
+
+/// A part's columns: chunks [first, first + count) and the groups that they touch.
+struct GptqSlice {
+  int first, count, first_group, groups;
+};
+
+/// The group of a half chunk: half_chunk / halves_a_group.
+constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
+  return int(std::uint64_t(2 * std::uint32_t(half_chunk)) * p.halves_magic >> 32);
+}
+
+/// The columns of a cluster's part `index`.
+constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
+  GptqSlice s{index * p.chunks + (index < p.longer ? index : p.longer), p.chunks + (index < p.longer), 0, 0};
+  s.first_group = gptq_group(p, 2 * s.first);
+  s.groups = s.count == 0 ? 0 : gptq_group(p, 2 * (s.first + s.count) - 1) - s.first_group + 1;
+  return s;
+}
+
+/// The token of product column n among an octet of tokens. So eight lanes, those of two columns, can load a whole line of
+/// one of tokens 0 to 3 from device memory, then of one of tokens 4 to 7, and exchange halves.
+constexpr int gptq_token_of_column(int n) { return n / 2 + n % 2 * 4; }
+
+/// Bytes from one token to the next of a part of x in shared memory. Four tokens are half a line of 128 bytes more than
+/// whole lines, so that eight lanes, those of two columns, load 16 bytes each from different banks.
+inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 16;
+
+/// A warp holds its part of x in registers for up to this many tokens, the columns of a product. For more tokens, and
+/// where a group can end in the middle of a chunk, x lies in shared memory.
+inline constexpr int kGptqRegisterTokens = 8;
+constexpr int gptq_x_bytes(const GptqPlan& p) {
+  return p.tokens > kGptqRegisterTokens || p.halves_a_group % 2 ? kGptqParts * p.tokens * kGptqTokenBytes : 0;
+}
+
+/// The bytes of a block's dynamic shared memory.
+constexpr int gptq_smem_bytes(const GptqPlan& p) {
+  const int elements = p.tiles * kGptqRows << p.token_bits;
+  const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + gptq_x_bytes(p) +
+                    (kGptqParts * elements + (p.split - 1) * p.share) * 4 + 8;
+  return (bytes + 15) / 16 * 16;
+}
+
+inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqParts * kGptqMaxChunks * kGptqColumns;
+
+/// The dynamic shared memory of linear's blocks: so much that an SM has room for kLinearGptqBlocksPerSm of them and no
+/// further block. Where blocks of the next kernel found room beside them, SMs would get unequal shares of the work, and
+/// the four linears of a layer take longer.
+constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
+  return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
+}
+
+/// The plan for up to 16 tokens, or fewer where shared memory is short. The caller needs reserved_bytes of a block's
+/// shared memory, and reserved_bytes_a_token for each token, beside the plan's own. `grid` is 0 where the matrix has
+/// more than kGptqMaxColumns columns or shared memory has no room for one token.
+constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
+                             int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
+  GptqPlan p{.split = 1,
+             .tiles = 0,
+             .share = 0,
+             .stages = 0,
+             .early = 0,
+             .stage_bytes = 0,
+             .chunks = 0,
+             .longer = 0,
+             .halves_a_group = m.halves_a_group,
+             .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
+             .turns = turns,
+             .tokens = int(std::min<std::int64_t>(tokens, 16)),
+             .token_bits = 0};
+  while (p.split < kGptqMaxSplit && m.chunks > p.split * kGptqParts * kGptqMaxChunks) p.split *= 2;
+  const int parts = p.split * kGptqParts;
+  if (m.chunks > parts * kGptqMaxChunks) return p;
+  p.chunks = m.chunks / parts;
+  p.longer = m.chunks % parts;
+  int groups = 0;
+  for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
+  // One token's product reads four chunks of every slice. Those that a shorter slice lacks are multiplied by zeros.
+  const int stage_chunks = std::max(kGptqMaxChunks - 1, p.chunks + (p.longer > 0));
+  p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
+  // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
+  const int clusters = blocks_per_sm * arch.sm_count / p.split;
+  const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
+  p.tiles = (m.tiles + slots - 1) / slots;
+  p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
+  for (; p.tokens > 0; p.tokens /= 2) {
+    for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
+    // One block finishes up to four elements a thread. More elements are faster shared out than sent to one block.
+    const int runs = p.tiles << p.token_bits;  // of 16 elements
+    p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(turns) ? runs : (runs + p.split - 1) / p.split);
+    const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;
+    const GptqAhead ahead = far ? kGptqFarAhead : kGptqAhead;
+    for (p.stages = std::min((p.tiles + turns - 1) / turns, ahead.stages); p.stages > 0; --p.stages) {
+      p.early = std::min(p.stages, ahead.early);
+      p.smem_bytes = gptq_smem_bytes(p);
+      const int bytes = p.smem_bytes + reserved_bytes + p.tokens * reserved_bytes_a_token;
+      // A ring longer than kGptqAhead's must leave an SM room for all of its blocks.
+      if (bytes <= smem_per_block_bytes(arch, p.stages > kGptqAhead.stages ? blocks_per_sm : 1)) return p;
+    }
+  }
+  p.grid = 0;
+  return p;
+}
+
+/// Calls f with a value of the type of a 16-bit activation. Any other dtype is unimplemented.
+template <class F>
+Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
+  if (dtype == DType::f16) return f(f16{});
+  if (dtype == DType::bf16) return f(bf16{});
+  return Status::error(Code::unimplemented, std::string(op) +
+                                                ": cuda takes float16 or bfloat16 activations with GPTQ weights, got " +
+                                                std::string(to_string(dtype)));
+}
+
+/// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
+/// there are. The kernel of one adds in another order; calls of one token take it, because it is a tenth faster.
+enum class GptqTokens { one, eight, sixteen };
+
+/// Kernels::kernel<GptqTokens, HalfChunks> for a plan of a call of call_tokens tokens.
+template <class Kernels>
+auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
+  const bool sixteen = p.tokens > kGptqRegisterTokens;
+  if (m.halves_a_group % 2)
+    return sixteen ? Kernels::template kernel<GptqTokens::sixteen, true>
+                   : Kernels::template kernel<GptqTokens::eight, true>;
+  if (call_tokens == 1) return Kernels::template kernel<GptqTokens::one, false>;
+  return sixteen ? Kernels::template kernel<GptqTokens::sixteen, false>
+                 : Kernels::template kernel<GptqTokens::eight, false>;
+}
+
+/// linear with a packed GPTQ weight. Its arguments have been checked.
+Status prepare_gptq(const ops::Linear::Args& args, const PackedWeight& weight, LaunchList& launches);
+
+/// The refusal of a GPTQ weight that nobody packed.
+inline Status unpacked_gptq(std::string_view op) {
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes GPTQ weights packed by " +
+                                                std::string(kCudaPacker) + ", got one as checkpoints store it");
+}
+
+}  // namespace cf::cuda

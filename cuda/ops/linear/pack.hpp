@@ -1,0 +1,126 @@
+#pragma once
+// Weights in the layout of CUDA's kernels.
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include "core/ops/ln_qkv.hpp"
+#include "core/status.hpp"
+#include "core/tensor.hpp"
+#include "core/weights.hpp"
+
+namespace cf::cuda {
+
+class Context;
+
+/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours. Of each part of
+/// a head (q, k or v, head_dim rows) the first rotary_dim rows of q and k are reordered: rows i and rotary_dim / 2 + i
+/// become rows 2i and 2i + 1. Every other row keeps its place. Without a head_dim every row does.
+struct RopePairs {
+  std::int64_t head_dim = 0, rotary_dim = 0;
+
+  /// The element of part `part` of a head (0, 1, 2 for q, k, v) that comes at place c. `half` is rotary_dim / 2.
+  template <class Int>
+  static constexpr Int element(Int part, Int c, Int half) {
+    return part < 2 && c < 2 * half ? c / 2 + c % 2 * half : c;
+  }
+  /// The matrix's row that comes at place r.
+  template <class Int>
+  constexpr Int row(Int r) const {
+    if (head_dim == 0) return r;
+    const Int c = r % Int(head_dim);
+    return r - c + element(r / Int(head_dim) % 3, c, Int(rotary_dim / 2));
+  }
+  bool operator==(const RopePairs&) const = default;
+};
+
+/// What the op that will multiply by a weight asks of the packed layout.
+struct PackHint {
+  RopePairs pairs{};  // the order of the rows: ln_qkv wants that of its heads, every other op none
+};
+
+/// The hint for the weight of an op's call.
+template <class Args>
+PackHint pack_hint(const Args& args) {
+  if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
+    return {.pairs = {args.q.shape[2], 2 * args.cos.shape[1]}};
+  else
+    return {};
+}
+
+/// A weight as CUDA's kernels take it.
+struct Packed {
+  LinearWeight weight;
+  Tensor storage;  // host memory of a PackedWeight's block; empty for a weight that passed through
+};
+
+/// The packer's name in a PackedWeight.
+inline constexpr std::string_view kCudaPacker = "cf::cuda::pack()";
+
+/// Packs a weight whose tensors lie on the host: once, when a model is loaded. A GptqWeight becomes a PackedWeight in
+/// host memory, which the caller copies to a device. Dense and packed weights pass through unchanged.
+/// Refuses GPTQ tensors that do not fit each other, a g_idx outside the groups, and scales of 8-bit codes whose
+/// sixteenfold no float16 holds.
+Result<Packed> pack(const LinearWeight& weight, const PackHint& hint = {});
+
+/// What pack() asks of a GptqWeight's shapes. It reads no element.
+Status check_packable(const GptqWeight& weight);
+
+/// pack() for tensors that lie on the host or on a device: GPTQ tensors on a device are copied to the host first.
+Result<Packed> pack(const LinearWeight& weight, const PackHint& hint, const Context& context);
+
+/// Packs the weight of a call in place, where the op has one. `packed` owns its memory.
+template <class Args>
+Status pack_call(Args& args, Packed& packed) {
+  if constexpr (requires { args.linear; }) {
+    CF_TRY_ASSIGN(Packed made, pack(args.linear.weight, pack_hint(args)));
+    packed = std::move(made);
+    args.linear.weight = packed.weight;
+  }
+  return {};
+}
+
+// How a GPTQ matrix is packed, for mma.m16n8k16 with the weights as the 16 x 16 operand. The block holds codes, scales
+// and, where the columns have an order, that order, one behind the other.
+//
+//   Columns are the inputs sorted by group. Every group has columns_per_group columns, a multiple of 32: column c
+//   belongs to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its
+//   activation counts as zero. Without an order column k is input k.
+//   A code of 8 bits is two of 4: W = 16 s (q / 16 - z / 16) + s (q % 16 - z % 16). The high ones are groups of their
+//   own. The groups of the low ones follow, so that every input has two columns.
+//
+//   codes   (row_tiles, chunks, 128)  Tile (i, j) holds rows 16i .. 16i + 15 and columns 64j .. 64j + 63 in 512 bytes.
+//           Lane l of a warp has bytes 16l .. 16l + 15 of a tile. With g = l / 4 and t = l % 4 these are four words:
+//           row g, columns 8t .. 8t + 7; row g + 8, the same columns; row g, columns 32 + 8t .. 39 + 8t; row g + 8, the
+//           same. A word's eight columns lie in the order 0, 4, 2, 6, 1, 5, 3, 7, low bits first. So the two columns of
+//           a pair lie 16 bits apart, as a pair of 16-bit numbers does, and one mask makes a pair.
+//   scales  (row_tiles, groups, 16)  Word (i, group, r) is of row 16i + r / 2 + 8 (r % 2): the float16 scale in its low
+//           half, the zero as a float16 in its high half.
+//   order   (64 * chunks)  The input of each column, or -1.
+//   Rows that the matrix does not have are zero.
+
+inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512;  // of a tile of codes
+inline constexpr int kGptqGroupBytes = kGptqRows * 4;  // the scales and zeros of a tile's rows in one group
+
+/// The sizes of a packed GPTQ matrix's parts.
+struct GptqLayout {
+  std::int32_t row_tiles = 0, chunks = 0, groups = 0, columns_per_group = 0;
+  bool has_order = false;
+  RopePairs pairs{};  // packed row r is the matrix's row pairs.row(r)
+
+  constexpr std::int64_t code_words() const { return std::int64_t(row_tiles) * chunks * (kGptqTileBytes / 4); }
+  constexpr std::int64_t scale_words() const { return std::int64_t(row_tiles) * groups * kGptqRows; }
+  constexpr std::int64_t order_words() const { return has_order ? std::int64_t(chunks) * kGptqColumns : 0; }
+  constexpr std::int64_t words() const { return code_words() + scale_words() + order_words(); }
+  /// The parts within the matrix's block.
+  const std::int32_t* codes(const PackedWeight& w) const { return w.data.data; }
+  const std::int32_t* scales(const PackedWeight& w) const { return codes(w) + code_words(); }
+  const std::int32_t* order(const PackedWeight& w) const { return has_order ? scales(w) + scale_words() : nullptr; }
+};
+
+/// The layout of a packed weight, for an op whose name messages begin with. Refuses a weight that another packer made
+/// (Code::unimplemented), and a block of another size than the layout's.
+Result<GptqLayout> gptq_layout(std::string_view op, const PackedWeight& weight);
+
+}  // namespace cf::cuda

@@ -1,0 +1,65 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/ops/linear/linear.hpp"
+#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/norm/layernorm.hpp"
+
+namespace cf::cuda {
+
+/// How LayerNorm fused into the QKV product is laid out: as linear, with all normalised tokens in every block's shared
+/// memory.
+struct LnQkvPlan {
+  LinearPlan product;
+  int tokens;  // of a launch
+  int smem_bytes = 0;
+};
+
+/// The longest row of a block of layernorm at eight elements a thread.
+inline constexpr std::int64_t kMaxLnQkvHidden = max_layernorm_threads(8) * 8;
+
+/// Bytes from one token to the next in shared memory: 64 more than whole lines of 128, so that 64 bytes of a token and
+/// of the next token lie in different banks.
+constexpr int ln_qkv_row_bytes(std::int64_t hidden, std::int64_t element_bytes) {
+  return int((hidden * element_bytes + 127) / 128 * 128 + 64);
+}
+
+/// Bytes of shared memory that a token takes: its elements, its rows of the RoPE table and of the cache (8 bytes), and
+/// its norm's states.
+constexpr int ln_qkv_token_bytes(std::int64_t hidden, std::int64_t element_bytes) {
+  return ln_qkv_row_bytes(hidden, element_bytes) + 8 + int((hidden + 255) / 256) * 12;
+}
+
+/// The plan for as many tokens as fit beside the norm's weights, up to 16; for 0 tokens where not even one fits.
+constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int64_t out, std::int64_t tokens,
+                                std::int64_t element_bytes, std::int64_t weight_bytes) {
+  constexpr int static_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;  // LinearSmem
+  const int a_token = ln_qkv_token_bytes(hidden, element_bytes);
+  LnQkvPlan p{.product = {}, .tokens = int(std::min<std::int64_t>(tokens, kMmaTokens))};
+  if (hidden > kMaxLnQkvHidden) p.tokens = 0;
+  for (; p.tokens > 0; --p.tokens) {
+    p.product = linear_plan(arch, hidden, out, p.tokens);
+    p.smem_bytes = int(2 * hidden * weight_bytes) + p.tokens * a_token;
+    if (p.smem_bytes + static_bytes <= arch.smem_per_block_bytes) break;
+  }
+  return p;
+}
+
+/// The same with a packed four-bit weight. The tokens lie in shared memory behind the product's product.smem_bytes.
+struct LnQkvGptqPlan {
+  GptqPlan product;
+  int smem_bytes;
+};
+
+constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& sizes, std::int64_t hidden,
+                                         std::int64_t tokens, std::int64_t weight_bytes) {
+  const int a_token = ln_qkv_token_bytes(hidden, 2);
+  const int norm_bytes = int(2 * hidden * weight_bytes);
+  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, norm_bytes, a_token), .smem_bytes = 0};
+  if (hidden > kMaxLnQkvHidden) p.product.grid = 0;
+  p.smem_bytes = p.product.smem_bytes + norm_bytes + p.product.tokens * a_token;
+  return p;
+}
+
+}  // namespace cf::cuda

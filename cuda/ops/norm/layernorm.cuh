@@ -1,0 +1,137 @@
+#pragma once
+// The kernel of every op with a LayerNorm. An op's Row says what the kernel loads and stores of a row.
+#include <algorithm>
+
+#include "core/weights.hpp"
+#include "cuda/device/math.cuh"
+#include "cuda/device/norm.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+
+/// The arguments of a LayerNorm kernel beside the op's own tensors.
+template <int Norms>
+struct LayerNormParams {
+  NormParams norm[Norms];
+  int hidden;
+  float eps, inverse_hidden;
+};
+
+/// A block normalises one row: y[k] = LayerNorm(x; norm[k]). A Row has
+///   Element                     the activations' type; an access is 16 bytes, kLane<Element> elements
+///   inputs, norms               the number of tensors that x is the sum of; the number of results y
+///   Input load(at)              loads the inputs of x[at ..)
+///   input(loaded, x)            computes x from the loaded inputs
+///   begin(at, x)                stores what the op wants of x before the norm
+///   Side side(at)               loads what finish() needs beside y
+///   finish(at, side, y)         stores the results
+/// `at` is the number of an element, counted from the first element of row 0.
+template <class Row, int Elements>
+__global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm_blocks(Elements))
+    layernorm_kernel(const __grid_constant__ Row row, const __grid_constant__ LayerNormParams<Row::norms> params) {
+  constexpr int lane_elements = kLane<typename Row::Element>, pieces = Elements / lane_elements;
+  constexpr int max_warps = max_layernorm_threads(Elements) / 32;
+  // The loads of weights and side inputs are in flight together with those of x where registers can hold the results.
+  constexpr bool weights_ahead = Elements == 8, side_ahead = Elements <= 16;
+  constexpr bool loads_apart = pieces * sizeof(typename Row::Input) <= 256;
+  __shared__ Welford warp_states[max_warps];
+  using Weight = StoredWeight<lane_elements>;
+  Weight gamma[Row::norms][weights_ahead ? pieces : 1], beta[Row::norms][weights_ahead ? pieces : 1];
+  typename Row::Side side[side_ahead ? pieces : 1];
+  float x[pieces][lane_elements];
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const long begin = long(blockIdx.x) * params.hidden;
+  const auto for_each_piece = [&](auto f) {
+#pragma unroll
+    for (int p = 0; p < pieces; ++p)
+      if (const int i = (p * int(blockDim.x) + int(threadIdx.x)) * lane_elements; i < params.hidden) f(p, i);
+  };
+  const auto load_weights = [&](int p, int i, auto type) {
+#pragma unroll
+    for (int k = 0; k < Row::norms; ++k) {
+      gamma[k][p].load(static_cast<const decltype(type)*>(params.norm[k].gamma.data) + i);
+      beta[k][p].load(static_cast<const decltype(type)*>(params.norm[k].beta.data) + i);
+    }
+  };
+  const DType weight = params.norm[0].gamma.dtype;
+
+  let_successor_start();
+  if constexpr (weights_ahead)
+    with_weight(weight, [&](auto type) { for_each_piece([&](int p, int i) { load_weights(p, i, type); }); });
+  wait_for_predecessors();
+  if constexpr (loads_apart) {
+    typename Row::Input loaded[pieces];
+    for_each_piece([&](int p, int i) { loaded[p] = row.load(begin + i); });
+    if constexpr (side_ahead) for_each_piece([&](int p, int i) { side[p] = row.side(begin + i); });
+    for_each_piece([&](int p, int) { row.input(loaded[p], x[p]); });
+  } else {
+    for_each_piece([&](int p, int i) { row.input(row.load(begin + i), x[p]); });
+  }
+
+  for_each_piece([&](int p, int i) { row.begin(begin + i, x[p]); });
+  const Welford state = centre_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, x);
+  if (lane == 0) warp_states[warp] = state;
+  __syncthreads();
+  const RowMoments moments =
+      merge_warps<max_warps>(warp_states, warps, int(threadIdx.x) % max_warps, params.inverse_hidden, params.eps);
+  const NormalisedWarp normalised(state.mean, moments);
+
+  with_weight(weight, [&](auto type) {
+    for_each_piece([&](int p, int i) {
+      if constexpr (!weights_ahead) load_weights(0, i, type);
+      if constexpr (!side_ahead) side[0] = row.side(begin + i);
+      float y[Row::norms][lane_elements];
+#pragma unroll
+      for (int k = 0; k < Row::norms; ++k) {
+        float g[lane_elements], b[lane_elements];
+        gamma[k][weights_ahead ? p : 0].unpack(g, type);
+        beta[k][weights_ahead ? p : 0].unpack(b, type);
+#pragma unroll
+        for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e], b[e]);
+      }
+      row.finish(begin + i, side[side_ahead ? p : 0], y);
+    });
+  });
+}
+
+/// The Row of an op that normalises x as it is stored. Ops derive from it and add what they store.
+template <class T>
+struct LayerNormRow {
+  using Element = T;
+  using Input = uint4;
+  struct Side {};
+  using Piece = float[kLane<T>];
+  static constexpr int inputs = 1, norms = 1;
+
+  const T* x;
+
+  __device__ Input load(long at) const { return load_raw(x + at); }
+  __device__ void input(const Input& loaded, Piece& v) const { unpack(loaded, v, T{}); }
+  __device__ void begin(long, const Piece&) const {}
+  __device__ Side side(long) const { return {}; }
+};
+
+/// Adds the launch of one block for each token. Refuses a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
+template <class Row>
+Status prepare_layernorm(std::string_view op, LaunchList& launches, const Row& row,
+                         const NormParams (&norm)[Row::norms], const ConstAnyView<2>& x, double eps) {
+  const auto [tokens, hidden] = x.shape;
+  if (hidden % 8 || hidden > kMaxLayerNormHidden)
+    return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
+                                                  std::to_string(kMaxLayerNormHidden) + ", got " +
+                                                  std::to_string(hidden));
+  LayerNormParams<Row::norms> params{
+      .norm = {}, .hidden = int(hidden), .eps = float(eps), .inverse_hidden = 1 / float(hidden)};
+  std::copy(std::begin(norm), std::end(norm), params.norm);
+  const LayerNormPlan plan = layernorm_plan(launches.arch(), tokens, hidden, Row::inputs);
+  auto kernel = plan.elements == 8 ? layernorm_kernel<Row, 8> : layernorm_kernel<Row, 64>;
+  if constexpr (Row::inputs == 1)
+    if (plan.elements == 16) kernel = layernorm_kernel<Row, 16>;
+  return launch(op, launches, {.grid = unsigned(tokens), .block = unsigned(plan.threads)}, kernel, row, params);
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,35 @@
+#pragma once
+#include <cstdint>
+
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+/// How the LayerNorm kernels hold a row: in the registers of one block, `elements` of them in each thread. The kernels
+/// compute the same with any plan, to rounding.
+struct LayerNormPlan {
+  int elements;  // 8, 16 or 64, a template argument of the kernels
+  int threads;   // of a block, whole warps
+};
+
+inline constexpr std::int64_t kMaxLayerNormHidden = 32768;
+
+/// The most threads of a block, and the number of such blocks that an SM must have registers for; with 0 the compiler
+/// decides. A thread then has at most 64 registers, or 128 with 64 elements.
+constexpr int max_layernorm_threads(int elements) { return elements == 8 ? 1024 : 512; }
+constexpr int min_layernorm_blocks(int elements) { return elements == 16 ? 2 : 0; }
+
+/// Rows whose threads are all resident at once get 8 elements a thread: the shortest time from a row's first load to
+/// its last store. More rows get 16, with fewer instructions an element, unless x is the sum of several tensors
+/// (`inputs` > 1), whose loads limit the speed anyway. Rows too long for a block of either get 64.
+constexpr LayerNormPlan layernorm_plan(const Arch& arch, std::int64_t tokens, std::int64_t hidden, int inputs) {
+  constexpr auto threads = [](std::int64_t n, int elements) {
+    return int((n + elements - 1) / elements + 31) / 32 * 32;
+  };
+  const bool at_once = tokens * threads(hidden, 8) <= std::int64_t(arch.sm_count) * arch.threads_per_sm;
+  int elements = at_once || inputs > 1 ? 8 : 16;
+  if (threads(hidden, elements) > max_layernorm_threads(elements)) elements = 64;
+  return {.elements = elements, .threads = threads(hidden, elements)};
+}
+
+}  // namespace cf::cuda

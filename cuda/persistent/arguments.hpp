@@ -1,0 +1,66 @@
+#pragma once
+// What the persistent kernel is launched with. Without CUDA.
+#include <cstdint>
+
+#include "cuda/persistent/deal.hpp"
+#include "cuda/persistent/layout.hpp"
+#include "cuda/persistent/plan.hpp"
+#include "cuda/persistent/protocol.hpp"
+
+namespace cf::cuda {
+
+/// Where the sites' outputs of a launch's final layer go, shaped as in LayerTensors; null for nowhere.
+struct TapPointers {
+  void *attn_in, *qkv, *q, *k, *v, *context, *attn_residual, *mlp_in, *mlp_act;
+};
+
+/// Layers are numbered from 0, as PersistentKernel::create() gets them.
+struct PersistentArguments {
+  PersistentPlan plan;
+  PersistentLayout layout;
+  PersistentDims dims;
+  int capacity;    // entries of a sequence's cache
+  int table_rows;  // rows of cos and sin
+  LayerDeals deals;
+  float attention_scale, eps;
+  bool parallel_residual, gelu_tanh;
+
+  PhaseOrder phases = {};
+  // Of several tokens: slices of mlp.act lie in mlp_x and attn_x by turns, not in mlp_x alone.
+  bool two_act_places = false;
+  bool continues = false;       // the second launch of a layer, which reads the first one's tags
+  int layers = 0;               // of all launches: tags are numbered by it
+  int first_layer = 0;          // of the launch
+  int end_layer = 0;            // one past the launch's final layer
+  const void* input = nullptr;  // (batch, hidden), or null: the residual stream of the launch before
+  void* output = nullptr;       // (batch, hidden)
+
+  const std::int32_t* positions = nullptr;     // (batch)
+  const std::int32_t* kv_len = nullptr;        // (batch)
+  const float *cos = nullptr, *sin = nullptr;  // (table_rows, half_rotary)
+
+  // Scratch memory, in which blocks write for each other. Of several tokens the elements of context and mlp_act have no
+  // tags: the copy engine brings them, once context_done and act_done say that they are complete.
+  Tagged* hidden[2] = {};            // (batch, hidden): layer l reads hidden[l % 2]
+  Tagged* attn_residual = nullptr;   // (batch, hidden), of a sequential residual
+  TaggedElement* qkv = nullptr;      // (batch, heads, 3, head_dim)
+  TaggedElement* context = nullptr;  // (batch, heads, head_dim)
+  TaggedElement* mlp_act = nullptr;  // (batch, intermediate)
+  unsigned* context_done = nullptr;  // (batch, heads) the tag of a complete head
+  unsigned* act_done = nullptr;      // (grid) the tag of a block whose rows of mlp.act are complete
+  Tagged* partials = nullptr;        // (batch, heads, attention_splits, partial_floats)
+  GridState* grid_state = nullptr;
+
+  unsigned* report = nullptr;       // in host memory: the dependency_code() of what did not come in time; 0 for none
+  std::uint64_t wait_limit_ns = 0;  // a wait's limit
+  TapPointers taps = {};            // for tests
+  unsigned delay_seed = 0;          // for tests: blocks are delayed at random; 0 for not
+  int withheld = 0;                 // for tests: the dependency_code() of what no block publishes; 0 for none
+
+  // The pointers of first_layer are arguments: they are there when a block begins. Those of the other layers lie in device
+  // memory and are loaded one layer ahead.
+  LayerPointers first_pointers = {};
+  const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
+};
+
+}  // namespace cf::cuda

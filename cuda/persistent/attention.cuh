@@ -1,0 +1,223 @@
+#pragma once
+// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores; its
+// helper warps merge the warps' partial results; the helper warps of a head's first split merge those of all its
+// splits.
+#include "cuda/device/softmax.cuh"
+#include "cuda/persistent/block.cuh"
+#include "cuda/persistent/ring.cuh"
+
+namespace cf::cuda {
+
+/// One split of the keys of one head of one sequence. The cached keys come through the ring; the newest key is made by
+/// this launch. Key split i belongs to block i % grid.
+struct KeySplit {
+  int sequence, head, split;
+  int kv_len;         // 0 where it is below 1 or beyond the capacity
+  int begin, end;     // keys
+  int end_of_cached;  // keys [begin, end_of_cached) come from the cache
+
+  __device__ KeySplit(const PersistentArguments& c, int item) {
+    split = item % c.plan.attention_splits;
+    head = item / c.plan.attention_splits % c.dims.heads;
+    sequence = item / c.plan.attention_splits / c.dims.heads;
+    const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence];
+    kv_len = length < 1 || length > c.capacity ? 0 : length;
+    const int keys = (kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits;
+    begin = min(split * keys, kv_len);
+    end = min(begin + keys, kv_len);
+    end_of_cached = begin < end && end == kv_len ? end - 1 : end;
+  }
+  /// Key splits of all heads and sequences.
+  static __device__ int count(const PersistentArguments& c) {
+    return c.dims.batch * c.dims.heads * c.plan.attention_splits;
+  }
+  __device__ bool has_newest() const { return end_of_cached < end; }
+  /// The head's number among those of all sequences.
+  __device__ long batch_head(const PersistentArguments& c) const { return long(sequence) * c.dims.heads + head; }
+  /// The row of the cache (batch, heads, capacity, head_dim) that holds a key.
+  __device__ long row(const PersistentArguments& c, int key) const { return batch_head(c) * c.capacity + key; }
+  /// Stages of the ring that bring the cached keys, each some keys and then their values.
+  __device__ int stages(const PersistentArguments& c) const {
+    return (end_of_cached - begin + c.plan.stage_keys - 1) / c.plan.stage_keys;
+  }
+};
+
+/// Streams the cached keys and values of the block's key splits. False where nobody empties the ring any more.
+__device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& c, const char* k_cache,
+                                   const char* v_cache) {
+#pragma unroll 1
+  for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
+    const KeySplit split(c, item);
+#pragma unroll 1
+    for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
+      const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;
+      const long from = split.row(c, key) * c.dims.head_dim * 2;
+      char* const stage = ring.next(2 * bytes);
+      if (!stage) return false;
+      if (threadIdx.x % 32 == 0) {
+        ring.copy(stage, k_cache + from, bytes);
+        ring.copy(stage + bytes, v_cache + from, bytes);
+      }
+    }
+  }
+  return true;
+}
+
+/// A warp's softmax-weighted sum in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: Blocks
+/// of them hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. All eight groups
+/// of four lanes hold the same weights, four keys a lane.
+template <class T, int Blocks>
+struct AttentionTile {
+  static constexpr int kKeys = 16;
+  float sum[Blocks][4] = {};  // [0] + [1]: element 16 i + lane / 4, [2] + [3]: eight further
+  SoftmaxState state;         // its sum is over the lane's own keys
+
+  /// Adds 1 to 16 keys and their values. All lie in shared memory.
+  __device__ void add(const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
+    const int lane = int(threadIdx.x) % 32, t = lane % 4;
+    // Lanes beyond the last key load the last key.
+    const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
+    const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
+    float score[2][4] = {};
+#pragma unroll(Blocks > 8 ? 4 : Blocks)  // registers hold no more
+    for (int i = 0; i < Blocks; ++i) {
+      const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
+      uint4 m = load_matrices(shared_address(key) + 2 * (none ? 0 : half && lane / 8 % 2 ? i * 16 - 8 : i * 16));
+      if (none) m.x = m.z = 0;
+      if (half) m.y = m.w = 0;
+      const std::uint32_t q_low = none ? 0 : pairs[i * 8], q_high = half ? 0 : pairs[i * 8 + 4];
+      mma(score[0], q_low, q_low, q_high, q_high, m.x, m.y, T{});
+      mma(score[1], q_low, q_low, q_high, q_high, m.z, m.w, T{});
+    }
+    float s[4] = {score[0][0], score[0][1], score[1][0], score[1][1]};
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (e / 2 * 8 + 2 * t + e % 2 >= keys) s[e] = -INFINITY;
+    weigh<4, false>(
+        state, scale, [&](int e) -> float& { return s[e]; },
+        [&](float factor) {
+#pragma unroll
+          for (int i = 0; i < Blocks; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][e] *= factor;
+        });
+    // Even columns of the second product carry the weights rounded to T, odd columns the remainders.
+    std::uint32_t weight[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      T two[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float w = s[2 * h + e];
+        two[e] = from_float<T>(w);
+        if (lane / 4 % 2) two[e] = from_float<T>(w - to_float(two[e]));
+      }
+      weight[h] = two[0].bits | std::uint32_t(two[1].bits) << 16;
+    }
+    const auto there = [&](int first) { return (first < keys ? 0xffffu : 0) | (first + 1 < keys ? 0xffff0000u : 0); };
+    const std::uint32_t low = there(2 * t), high = there(2 * t + 8);
+    const T* const value = v + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < Blocks; ++i) {
+      const bool none = i * 16 >= head_dim, half = i * 16 + 8 >= head_dim;
+      const uint4 m = load_matrices_transposed(shared_address(value) + 2 * (none                   ? 0
+                                                                            : half && lane / 8 % 2 ? i * 16 - 8
+                                                                                                   : i * 16));
+      mma(sum[i], m.x & low, m.y & low, m.z & high, m.w & high, weight[0], weight[1], T{});
+    }
+  }
+
+  /// Stores the warp's sums and their state in shared memory.
+  __device__ void store(float* values, SoftmaxState* states, int head_dim) {
+    const int lane = thread_index() % 32;
+    state.sum = quad_sum(state.sum);
+    if (lane == 0) *states = state;
+    if (lane % 4) return;
+#pragma unroll
+    for (int i = 0; i < Blocks; ++i)
+      if (i * 16 < head_dim) {
+        values[i * 16 + lane / 4] = sum[i][0] + sum[i][1];
+        if (i * 16 + 8 < head_dim) values[i * 16 + 8 + lane / 4] = sum[i][2] + sum[i][3];
+      }
+  }
+};
+
+/// Waits for q, k and v of a head's new token, turns q and k by RoPE, rounds them to T and stores all three in the
+/// block's shared memory. The block of the split with the newest key appends k and v to the cache. A position outside
+/// the RoPE table makes the turned elements NaN. False where the wait took too long.
+template <class T>
+__device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
+  const PersistentArguments& c = block.c;
+  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
+  static_assert(kProductThreads >= kMaxPersistentHeadDim);
+  const unsigned tag = block.tag(layer);
+  // A thread has one element each of q, k and v, and the elements that those of q and k are turned with.
+  const bool has_element = d < head_dim, turned = has_element && d < 2 * half;
+  const TaggedElement* const qkv = c.qkv + split.batch_head(c) * 3 * head_dim;
+  const int other = d < half ? d + half : d - half;
+  TaggedElement element[3] = {}, partner[2] = {};
+  block.poll(layer, Dependency::qkv, [&] {
+    bool here = true;
+#pragma unroll
+    for (int of = 0; of < 3; ++of) {
+      if (has_element) element[of] = load_relaxed(qkv + of * head_dim + d);
+      if (of < 2 && turned) partner[of] = load_relaxed(qkv + of * head_dim + other);
+    }
+#pragma unroll
+    for (int of = 0; of < 3; ++of) {
+      if (has_element) here = here && has_tag(element[of], tag);
+      if (of < 2 && turned) here = here && has_tag(partner[of], tag);
+    }
+    return here;
+  });
+  block.sync();  // no warp reads the new token of the split before any more
+
+  T* const new_token = block.at<T>(c.layout.new_token);
+  const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
+  const long at = split.batch_head(c) * head_dim + d, row = split.row(c, split.kv_len - 1) * head_dim + d;
+  if (has_element)
+#pragma unroll
+    for (int of = 0; of < 3; ++of) {
+      T stored{std::uint16_t(element[of])};
+      if (of < 2 && turned) {
+        float value = to_float(stored), with = to_float(T{std::uint16_t(partner[of])});
+        if (d < half)
+          rotate(value, with, angles[0], angles[half]);
+        else
+          rotate(with, value, angles[0], angles[half]);
+        stored = from_float<T>(value);
+      }
+      new_token[of * head_dim + d] = stored;
+      if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && split.split == 0)
+        tap[at] = stored;
+      if (of > 0 && split.has_newest()) {
+        const CachePointers& cache = block.pointers(layer).cache;
+        __stcg(reinterpret_cast<unsigned short*>(of == 1 ? cache.k : cache.v) + row, stored.bits);
+      }
+    }
+  return block.sync_unless_stopped();
+}
+
+/// Merges `count` partial results, up to 32, in a fixed order; each helper warp does all of it for its own elements.
+/// state(i) and value(i, d) read the i-th; store(d, sum, state) takes the merged element d.
+template <class State, class Value, class Store>
+__device__ void merge_partials(const Block& block, int count, State state, Value value, Store store) {
+  const int thread = block.thread(), lane = thread % 32;
+  SoftmaxState own;
+  if (lane < count) own = state(lane);
+  SoftmaxState whole{.max = own.max, .sum = 0};
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) whole.max = fmaxf(whole.max, __shfl_xor_sync(~0u, whole.max, offset));
+  const float factor = own.factor(whole.max);  // 0 for an empty state, that of a split without keys too
+  whole.sum = warp_sum(own.sum * factor);
+#pragma unroll 1
+  for (int d = thread; d - lane < block.c.dims.head_dim; d += kHelperThreads) {
+    const bool has_element = d < block.c.dims.head_dim;
+    float sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) sum += (has_element ? value(i, d) : 0.f) * __shfl_sync(~0u, factor, i);
+    if (has_element) store(d, sum, whole);
+  }
+}
+
+}  // namespace cf::cuda

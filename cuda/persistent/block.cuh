@@ -1,0 +1,227 @@
+#pragma once
+// A block of the persistent kernel as one kind of its warps sees it: its shared memory, the signals between its warps,
+// and the waits for other blocks.
+#include "cuda/device/address.cuh"
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/math.cuh"
+#include "cuda/device/mma.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/persistent/arguments.hpp"
+#include "cuda/persistent/tagged.cuh"
+
+namespace cf::cuda {
+
+/// The block's dynamic shared memory, laid out by PersistentLayout.
+extern __shared__ __align__(128) char block_smem[];
+
+struct Block {
+  const PersistentArguments& c;
+  int first_thread, threads, barrier;
+  unsigned parities = 0;  // a bit a signal: the parity of the barrier's phase that comes next
+
+  static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
+  /// Before the first key split there are no partial results whose place must become free. A wait for the phase before
+  /// a barrier's first returns at once, so the product warps begin with that one.
+  static __device__ Block products(const PersistentArguments& c) {
+    return {c, 0, kProductThreads, kProductBarrier, 1u << int(Signal::partials_taken)};
+  }
+  static __device__ Block helpers(const PersistentArguments& c) {
+    return {c, kProductThreads, kHelperThreads, kHelperBarrier};
+  }
+
+  __device__ int thread() const { return thread_index() - first_thread; }
+  template <class U>
+  __device__ U* at(int offset) const {
+    return reinterpret_cast<U*>(block_smem + offset);
+  }
+  /// A barrier of this kind's warps.
+  __device__ void sync() const { named_barrier(barrier, threads); }
+  /// The same barrier; true where no thread had seen the notice to stop. All threads get the same answer.
+  __device__ bool sync_unless_stopped() const { return named_barrier_none(barrier, threads, stopped() != 0); }
+
+  __device__ BlockNotice& notice() const { return *at<BlockNotice>(c.layout.notice); }
+  __device__ volatile int& stopped() const { return notice().stopped; }
+  __device__ volatile int& product_warps_left() const { return notice().product_warps_left; }
+
+  /// The layer's pointers. The helper warps bring the next layer's while the product warps are in this one.
+  __device__ LayerPointers& pointers(int layer) const { return at<LayerPointers>(c.layout.layer_pointers)[layer & 1]; }
+  /// Copies the pointers of a layer behind the launch's first to shared memory; the first kLayerPointers threads of those
+  /// that call do it.
+  __device__ void bring_pointers(int layer, int thread) const {
+    if (thread >= kLayerPointers) return;
+    reinterpret_cast<std::uint64_t*>(&pointers(layer))[thread] =
+        reinterpret_cast<const std::uint64_t*>(c.layer_pointers + layer)[thread];
+  }
+
+  /// The tag of everything that a layer reads. What the layer makes has the same tag, but for the hidden state, which
+  /// has the next layer's. A launch has a tag for each layer and one more, which no other launch uses.
+  __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(layer); }
+  /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for.
+  __device__ unsigned tag(int layer, Dependency d) const {
+    return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8000u : 0u);
+  }
+
+  __device__ std::uint64_t* signal_barrier(Signal s) const {
+    return at<std::uint64_t>(c.layout.barriers) + 2 * c.plan.stages + int(s);
+  }
+  /// Each warp of the one kind signals, then each warp of the other kind waits.
+  __device__ void signal(Signal s) const {
+    __syncwarp();
+    if (thread() % 32 == 0) arrive(signal_barrier(s));
+  }
+  /// False where the block must leave. A signal that was given before the stop is received by all warps, so that all of
+  /// them go on to the same named barrier.
+  __device__ bool wait(Signal s) {
+    const unsigned bit = 1u << int(s);
+    const bool parity = (parities & bit) != 0;
+    while (!try_wait_barrier(signal_barrier(s), parity))
+      if (stopped()) {
+        if (try_wait_barrier(signal_barrier(s), parity)) break;
+        return false;
+      }
+    parities ^= bit;
+    return true;
+  }
+  /// Waits for a signal of the copy engine, which comes in any case.
+  __device__ void wait_for_copy(Signal s) {
+    const unsigned bit = 1u << int(s);
+    while (!try_wait_barrier(signal_barrier(s), (parities & bit) != 0)) {
+    }
+    parities ^= bit;
+  }
+
+  /// For tests: one thread delays the others at their next barrier.
+  __device__ void maybe_delay(int step) const {
+    if (c.delay_seed && thread() == 0) delay(c.delay_seed + unsigned(step));
+  }
+  /// Polls until ready() is true. Where that takes too long it stops the block.
+  template <class Ready>
+  __device__ void poll(int layer, Dependency d, Ready ready) const {
+    std::uint64_t start = 0;
+    for (unsigned polls = 1; !ready(); ++polls) {
+      if (polls % 256) continue;
+      if (start == 0) start = time_ns();
+      // A dependency that comes later in a layer has a longer limit, so that the report names the first one missing.
+      const std::uint64_t limit_ns = c.wait_limit_ns + unsigned(d) * c.wait_limit_ns / 4;
+      if (waited_too_long(c.grid_state, c.report, start + limit_ns, dependency_code(layer, d))) {
+        stopped() = 1;
+        return;
+      }
+    }
+  }
+
+ private:
+  /// Waits up to 16 us, by a hash of the seed and the block.
+  static __device__ __noinline__ void delay(unsigned seed) {
+    const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
+    __nanosleep(hash >> 18);
+  }
+  /// True where it is too late, or where another block has stopped the grid. The first block to stop it reports why.
+  static __device__ __noinline__ bool waited_too_long(GridState* grid, unsigned* report, std::uint64_t until_ns,
+                                                      int code) {
+    if (load_acquire(&grid->stopped)) return true;
+    if (time_ns() <= until_ns) return false;
+    // A later launch may lack what a stopped one has not made: the earlier report stays.
+    if (volatile unsigned* const first = report; fetch_add(&grid->stopped, 1) == 0 && *first == 0) {
+      *first = unsigned(code);
+      __threadfence_system();
+    }
+    return true;
+  }
+};
+
+/// Where a slice of mlp.act lies in shared memory, and the signal that it is there. Where there are two places, the
+/// next slice may be there before this one is used.
+struct ActPlace {
+  int offset;
+  Signal here;
+
+  __device__ ActPlace(const PersistentArguments& c, int slice)
+      : offset(c.two_act_places && slice % 2 ? c.layout.attn_x : c.layout.mlp_x),
+        here(c.two_act_places && slice % 2 ? Signal::act_here_too : Signal::act_here) {}
+};
+
+/// Loads a thread's pieces 0 to AtOnce - 1. load(u) issues the loads of piece u; here(u) is true where the piece is
+/// complete or not the thread's. Loads of all missing pieces are in flight together, and repeated until none is
+/// missing. False where that took too long.
+template <int AtOnce, class Load, class Here>
+__device__ bool await_pieces(const Block& block, int layer, Dependency d, Load load, Here here) {
+  unsigned missing = (1u << AtOnce) - 1;
+  block.poll(layer, d, [&] {
+#pragma unroll
+    for (int u = 0; u < AtOnce; ++u)
+      if (missing >> u & 1) load(u);
+#pragma unroll
+    for (int u = 0; u < AtOnce; ++u)
+      if (missing >> u & 1 && here(u)) missing &= ~(1u << u);
+    return missing == 0;
+  });
+  return missing == 0;
+}
+
+/// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.
+/// False where that took too long, in all lanes of a warp alike.
+__device__ inline bool fetch_token(const Block& block, int layer, Dependency d, const TaggedElement* from, int columns,
+                                   char* to) {
+  constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
+  const unsigned tag = block.tag(layer);
+  const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
+  // Each lane first polls one element of the row: while most are missing, loads of whole pieces would be in the way.
+  block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
+  __syncwarp();
+#pragma unroll 1
+  for (int begin = thread * kVec; begin < columns; begin += at_once * step) {
+    uint4 low[at_once] = {}, high[at_once] = {};
+    const auto load = [&](int u) {
+      if (begin + u * step >= columns) return;
+      low[u] = load_relaxed_quad(from + begin + u * step);
+      high[u] = load_relaxed_quad(from + begin + u * step + 4);
+    };
+    const auto here = [&](int u) {
+      return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
+    };
+    if (!await_pieces<at_once>(block, layer, d, load, here)) break;
+    const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      if (const int i = begin + u * step; i < columns)
+        *reinterpret_cast<uint4*>(to + i * 2) = {pair(low[u].x, low[u].y), pair(low[u].z, low[u].w),
+                                                 pair(high[u].x, high[u].y), pair(high[u].z, high[u].w)};
+  }
+  return __all_sync(~0u, !block.stopped());
+}
+
+/// Publishes a word that says: what the block's threads of this kind have stored before is complete.
+__device__ inline void publish_done(const Block& block, unsigned* word, unsigned tag) {
+  block.sync();
+  if (block.thread() != 0) return;
+  __threadfence();
+  store_relaxed(word, tag);
+}
+/// Waits until all words have the layer's tag; what was stored before them is visible then. False where that took too
+/// long.
+__device__ inline bool await_done(const Block& block, int layer, Dependency d, const unsigned* words, int count) {
+  const unsigned tag = block.tag(layer);
+#pragma unroll 1
+  for (int i = block.thread(); i < count; i += block.threads)
+    block.poll(layer, d, [&] { return load_relaxed(words + i) == tag; });
+  __threadfence();
+  return block.sync_unless_stopped();
+}
+/// The helper warps copy `bytes` of each token, `from_row` bytes apart, to shared memory, and wait for them.
+__device__ inline void copy_tokens(Block& block, const char* from, long from_row, int bytes, char* to, int to_row) {
+  const int warp = block.thread() / 32, tokens = block.c.dims.batch;
+  if (block.thread() % 32 == 0) {
+    std::uint64_t* const copied = block.signal_barrier(Signal::copied);
+    let_copies_see();
+    arrive_expecting(copied, (max(tokens - warp, 0) + kHelperWarps - 1) / kHelperWarps * bytes);
+    for (int token = warp; token < tokens; token += kHelperWarps)
+      copy_bulk(to + token * to_row, from + token * from_row, bytes, copied);
+  }
+  block.wait_for_copy(Signal::copied);
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,50 @@
+#pragma once
+// Which rows of a layer's weight matrices each block multiplies. Without CUDA: the host tests it.
+#include "cuda/device/math.cuh"
+
+namespace cf::cuda {
+
+/// The rows of a matrix that one block has: `count` consecutive rows from `first` on.
+struct Deal {
+  int first, count;
+
+  CF_HD constexpr int row(int i) const { return first + i; }
+};
+
+/// A matrix's rows over a grid: each block has `each` rows, and `rest` of the blocks have one row more.
+struct RowCounts {
+  int each, rest;
+};
+CF_HD constexpr RowCounts row_counts(int rows, int grid) { return {rows / grid, rows % grid}; }
+
+/// The four products of a layer, by the weights' names. A block owns the same rows of dense and of down: the sum of the
+/// two is one row of the output.
+enum class Weight : int { qkv, up, dense, down };
+inline constexpr int kWeights = 4;
+
+/// Deals the rows of a layer's products to the blocks, in the order qkv, up, then dense and down together. The blocks
+/// that get one row more are consecutive, and each deal begins behind the last such block of the deal before; the first
+/// deal of a layer begins behind the last such block of the layer before. So the blocks of a layer read nearly the same
+/// number of bytes, and over many layers all blocks read the same number.
+struct LayerDeals {
+  int grid;
+  RowCounts qkv, up, out;
+
+  CF_HD constexpr LayerDeals(int hidden, int intermediate, int blocks)
+      : grid(blocks),
+        qkv(row_counts(3 * hidden, blocks)),
+        up(row_counts(intermediate, blocks)),
+        out(row_counts(hidden, blocks)) {}
+  CF_HD constexpr Deal deal(Weight weight, int layer, int block) const {
+    const int earlier_rest = layer * (qkv.rest + up.rest + out.rest) % grid;
+    const RowCounts& rows = weight == Weight::qkv ? qkv : weight == Weight::up ? up : out;
+    int turn = block - earlier_rest -
+               (weight == Weight::qkv  ? 0
+                : weight == Weight::up ? qkv.rest
+                                       : qkv.rest + up.rest);
+    while (turn < 0) turn += grid;
+    return {.first = turn * rows.each + (turn < rows.rest ? turn : rows.rest), .count = rows.each + (turn < rows.rest)};
+  }
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,176 @@
+#pragma once
+// What the helper warps of a block do beside the product warps: they merge partial attention results and fetch what all
+// blocks have made.
+#include <cooperative_groups.h>
+
+#include "cuda/persistent/attention.cuh"
+
+namespace cf::cuda {
+
+template <class T, bool Tiles>
+class HelperWarps {
+ public:
+  __device__ explicit HelperWarps(const PersistentArguments& arguments)
+      : block(Block::helpers(arguments)), c(arguments) {}
+
+  /// Runs a layer, in the order of the launch's phases. False where a wait took too long.
+  __device__ bool run(int number) {
+    layer = number;
+    block.maybe_delay(-1 - layer);
+    bool after_up = false;  // up reads its tokens where mlp.act goes
+    // The second launch of a layer with a parallel residual finds mlp.act complete. One token's is fetched while the
+    // product warps attend.
+    const bool early = !Tiles && c.continues && c.parallel_residual;
+    if (early && !fetch_act()) return false;
+#pragma unroll 1
+    for (int step = 0; step < c.phases.count; ++step) {
+      bool go = true;
+      switch (c.phases.at(step)) {
+        case Phase::qkv:
+          go = block.wait(Signal::qkv_done);
+          // The next layer's pointers take the place of the layer before, which the product warps have left. The
+          // product warps wait for context_here before they begin the next layer.
+          if (go && layer + 1 < c.end_layer) block.bring_pointers(layer + 1, block.thread());
+          break;
+        case Phase::attention: go = merge(); break;
+        case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
+        case Phase::dense: go = fetch_context(); break;
+        case Phase::down: go = early || ((!after_up || block.wait(Signal::up_done)) && fetch_act()); break;
+        default: break;
+      }
+      if (!go) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ bool fetch_context() {
+    char* const to = block.at<char>(c.layout.attn_x);
+    if constexpr (Tiles) {
+      if (!await_done(block, layer, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
+      copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.hidden * 2, c.dims.hidden * 2, to,
+                  c.layout.hidden_row);
+    } else if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.hidden, to)) {
+      return false;
+    }
+    block.signal(Signal::context_here);
+    return true;
+  }
+  __device__ bool fetch_act() {
+    if constexpr (Tiles) {
+      if (!await_done(block, layer, Dependency::mlp_act, c.act_done, c.plan.grid)) return false;
+#pragma unroll 1
+      for (int slice = 0; slice < c.plan.act_slices; ++slice) {
+        const ActPlace place(c, slice);
+        // A place is free when the slice before in it is used. attn_x, the place of slice 1, is free when slice 0 is
+        // used: dense, which reads the context there, is over then.
+        if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
+        copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + slice * c.plan.act_columns * 2,
+                    c.dims.intermediate * 2, c.plan.act_columns * 2, block.at<char>(place.offset), c.layout.act_row);
+        block.signal(place.here);
+      }
+      return true;
+    } else {
+      if (!fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate,
+                       block.at<char>(c.layout.mlp_x)))
+        return false;
+      block.signal(Signal::act_here);
+      return true;
+    }
+  }
+
+  __device__ bool merge() {
+#pragma unroll 1
+    for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid)
+      if (!merge(KeySplit(c, item), item)) return false;
+    return true;
+  }
+  /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory
+  /// of the first split's block.
+  __device__ Tagged* head_partials(const KeySplit& split, int item, int head_floats) const {
+    if (!c.plan.cluster_merge) return c.partials + split.batch_head(c) * head_floats;
+    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * head_floats;
+    return split.split == 0 ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, 0);
+  }
+  /// Merges the partial results of the block's warps. Of a head that is split, the block of split 0 then merges those
+  /// of all splits; the other blocks send theirs.
+  __device__ bool merge(const KeySplit& split, int item) {
+    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim);
+    const long head = split.batch_head(c);
+    const unsigned tag = block.tag(layer, Dependency::context);
+    Tagged* const partials = head_partials(split, item, splits * floats);
+    float* const gathered = block.at<float>(c.layout.gathered);
+    const auto publish = [&](int d, float sum, const SoftmaxState& whole) {
+      const T element = from_float<T>(sum / whole.sum);
+      if constexpr (Tiles)
+        reinterpret_cast<T*>(c.context)[head * head_dim + d] = element;
+      else
+        store_tagged(c.context + head * head_dim + d, element, tag);
+      if (c.taps.context) static_cast<T*>(c.taps.context)[head * head_dim + d] = element;
+    };
+    const auto gather = [&](int d, float sum, const SoftmaxState& whole) {
+      const auto put = [&](int i, float v) {
+        if (split.split == 0)
+          gathered[i] = v;
+        else
+          store_tagged_anywhere(partials + split.split * floats + i, v, tag);
+      };
+      put(2 + d, sum);
+      if (d == 0) put(0, whole.max), put(1, whole.sum);
+    };
+    if (!block.wait(Signal::partials_ready)) return false;
+    const float* const values = block.at<float>(c.layout.warp_values);
+    const SoftmaxState* const states = block.at<SoftmaxState>(c.layout.warp_states);
+    const int width = padded_head_dim(head_dim);
+    const auto warp_state = [&](int i) { return states[i]; };
+    const auto warp_value = [&](int i, int d) { return values[i * width + d]; };
+    if (splits == 1)
+      merge_partials(block, kProductWarps, warp_state, warp_value, publish);
+    else
+      merge_partials(block, kProductWarps, warp_state, warp_value, gather);
+    block.signal(Signal::partials_taken);
+    if (Tiles && splits == 1) publish_done(block, c.context_done + head, tag);
+    if (splits == 1 || split.split > 0) return true;
+
+    if (!await_partials(partials, gathered, floats)) return false;
+    merge_partials(
+        block, splits,
+        [&](int i) {
+          return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
+        },
+        [&](int i, int d) { return gathered[i * floats + 2 + d]; }, publish);
+    if constexpr (Tiles)
+      publish_done(block, c.context_done + head, tag);
+    else
+      block.sync();  // before the next key split's partial results are gathered here
+    return true;
+  }
+  /// Gathers the partial results of splits 1 and up in shared memory. False where that took too long.
+  __device__ bool await_partials(const Tagged* partials, float* gathered, int floats) const {
+    constexpr int at_once = 8;  // pairs whose loads are in flight together
+    const int end = c.plan.attention_splits * floats;
+#pragma unroll 1
+    for (int begin = floats + 2 * block.thread(); begin < end; begin += 2 * at_once * block.threads) {
+      Tagged two[at_once][2] = {};
+      const auto at = [&](int u) { return begin + 2 * u * block.threads; };
+      const auto load = [&](int u) {
+        if (at(u) < end) load_tagged_anywhere(partials + at(u), two[u]);
+      };
+      const auto here = [&](int u) {
+        return at(u) >= end || (two[u][0].tag == block.tag(layer) && two[u][1].tag == block.tag(layer));
+      };
+      // A thread that gives up still goes to the barrier, where the others wait.
+      if (!await_pieces<at_once>(block, layer, Dependency::context, load, here)) break;
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        if (at(u) < end) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
+    }
+    return block.sync_unless_stopped();
+  }
+
+  Block block;
+  const PersistentArguments& c;
+  int layer = 0;
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,134 @@
+#pragma once
+// The persistent kernel: one block an SM, all blocks resident, many layers in one launch. Each block streams its rows
+// of every weight matrix through a ring in shared memory, in the order of the phases. Activations travel from block to
+// block through device memory.
+//
+// Who does what in a layer with a parallel residual, one token, float16. h: hidden, i: intermediate, b: batch, n:
+// kv_len, d: head_dim. Formulas are bytes of the whole grid or, of who waits, of each block. The figures are
+// Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for counts tags: 8 bytes
+// a float32, 4 bytes an element.
+//
+// phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
+// ---------  --------------------------  --------------------------  --------------------------  ---------------------
+// qkv        W_qkv: 3 h h 2              both LayerNorms, then the   product warps, for all of   q, k, v: 3 h b 4
+//            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 8 h b               30.7 KB
+//                                                                    20.5 KB a block
+// up_first   W_up, about 3/8 of h i 2    28 of the block's 77 or 78  nobody                      mlp.act of these rows
+//            18.9 MB, 143 KB a block     rows of mlp.act                                         14.8 KB
+// attention  cached keys and values:     RoPE and the append of the  product warps, for q, k, v  partial results:
+//            4 h (n - 1) b               newest key, attention over  of one head: 12 d, 960 B    8 (d + 2) a key split
+//            1.3 MB at n 128,            the block's key splits;     helper warps of split 0,    656 B
+//            10.2 KB a split of 32 keys  helper warps: the merge     for the head's others       context: 4 h b
+//                                                                                                10.2 KB
+// up_rest    W_up, the other rows        the block's other rows of   nobody                      mlp.act of these rows
+//            33.5 MB, 254 KB a block     mlp.act                                                 26.2 KB
+// dense      W_dense: h h 2              the block's rows of the     helper warps, for all of    nothing
+//            13.1 MB, 99 KB a block      layer's input + attention,  the context: 4 h b
+//                                        kept in shared memory       10.2 KB a block
+// down       W_down: h i 2               the same rows of the MLP,   helper warps, for all of    hidden: 8 h b
+//            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              20.5 KB
+//                                                                    41.0 KB a block
+//
+// With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
+// (8 h b), and the product warps wait for all of it before up_first, whose input is its LayerNorm. Down adds
+// attn_residual.
+//
+// Of several tokens the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for a word
+// a head or a block, and the copy engine brings the elements.
+//
+// Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
+// at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
+// fence. And no warp leaves while others wait for it at a named barrier: Block::wait() receives every signal that was
+// given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on or none, and copies are awaited
+// in any case.
+#include <cooperative_groups.h>
+#include <cuda_runtime.h>
+
+#include "cuda/persistent/helper_warps.cuh"
+#include "cuda/persistent/launch.hpp"
+#include "cuda/persistent/product_warps.cuh"
+#include "cuda/persistent/stream_warp.cuh"
+
+namespace cf::cuda {
+
+/// Makes the block's shared memory ready: barriers, notice, the first layer's pointers, each sequence's length and cos
+/// and sin. All threads call.
+template <bool Tiles>
+__device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
+  const int thread = int(threadIdx.x), half = c.dims.half_rotary;
+  if (thread == 0) {
+    ring.init(Tiles ? kProductWarps : kProductWarps / 2);
+    for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), arrivals(Signal(s)));
+    publish_barriers();
+    block.notice() = {.stopped = 0,
+                      .product_warps_left = 0,
+                      .first_tag = (c.grid_state->launches - c.continues) * unsigned(c.layers + 1) + 1};
+  }
+  if (thread == 0) block.pointers(c.first_layer) = c.first_pointers;
+  for (int i = thread; i < c.dims.batch * 2 * half; i += kBlockThreads) {
+    const int sequence = i / (2 * half), at = i % (2 * half), position = c.positions[sequence];
+    const float* const table = at < half ? c.cos : c.sin;
+    block.at<float>(c.layout.angles)[i] =
+        position >= 0 && position < c.table_rows ? table[long(position) * half + at % half] : NAN;
+  }
+  if (thread < c.dims.batch) block.at<int>(c.layout.lengths)[thread] = c.kv_len[thread];
+  for (int i = thread; i < c.layout.inbox_bytes / 4; i += kBlockThreads)
+    block.at<unsigned>(c.layout.inbox)[i] = 0;  // no launch has the tag 0
+  __syncthreads();
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();  // before another block writes to the inbox
+}
+
+/// Leaves the kernel. The last block to leave makes the grid's state ready for the next launch.
+__device__ inline void end_block(const PersistentArguments& c) {
+  __syncthreads();
+  // A block's shared memory must exist until the cluster's other blocks have written to it.
+  if (c.plan.cluster_merge) cooperative_groups::this_cluster().sync();
+  if (threadIdx.x != 0) return;
+  GridState* const grid = c.grid_state;
+  if (fetch_add(&grid->blocks_left, 1) != unsigned(c.plan.grid) - 1) return;
+  grid->blocks_left = grid->stopped = 0;
+  ++grid->launches;
+}
+
+/// T: the dtype of weights and activations. Columns: one of kNarrowColumns for row products, 0 for tile products.
+/// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
+template <class T, int Columns, int BlocksPerSm>
+__global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
+    persistent_kernel(const __grid_constant__ PersistentArguments c) {
+  constexpr bool Tiles = Columns == 0;
+  const Ring ring{c};
+  const Block block = Block::products(c);
+  begin_block<Tiles>(block, ring, c);
+  if (threadIdx.x < kProductThreads) {
+    ProductWarps<T, Columns> product_warps(c);
+    for (int layer = c.first_layer; layer < c.end_layer && product_warps.run(layer); ++layer) {
+    }
+    if (threadIdx.x == 0) block.product_warps_left() = 1;
+  } else if (threadIdx.x < kProductThreads + kHelperThreads) {
+    HelperWarps<T, Tiles> helper_warps(c);
+    for (int layer = c.first_layer; layer < c.end_layer && helper_warps.run(layer); ++layer) {
+    }
+  } else {
+    stream_layers<Tiles>(block, ring, c);
+  }
+  end_block(c);
+}
+
+/// The instantiation for a plan's narrow_columns and a dtype, float16 or bfloat16.
+template <int BlocksPerSm>
+const void* find_persistent_kernel(int narrow_columns, DType dtype) {
+  const auto find = [&]<class T>(T) -> const void* {
+    switch (narrow_columns) {
+      case kNarrowColumns[0]:
+        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[0], BlocksPerSm>);
+      case kNarrowColumns[1]:
+        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[1], BlocksPerSm>);
+      case kNarrowColumns[2]:
+        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[2], BlocksPerSm>);
+      default: return reinterpret_cast<const void*>(persistent_kernel<T, 0, BlocksPerSm>);
+    }
+  };
+  return dtype == DType::f16 ? find(f16{}) : find(bf16{});
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,53 @@
+#include "cuda/persistent/launch.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/shared_memory.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Calls f(config) with the configuration of a plan's launch.
+template <class F>
+Status with_launch(const PersistentPlan& plan, bool cooperative, CUstream_st* stream, F f) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = cooperative;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(plan.attention_splits), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = {unsigned(plan.grid), 1, 1};
+  config.blockDim = {unsigned(kBlockThreads), 1, 1};
+  config.dynamicSmemBytes = std::size_t(plan.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = plan.cluster_merge ? 2 : 1;
+  return from_cuda(f(config), kPersistentName);
+}
+
+}  // namespace
+
+Status prepare_persistent(const void* kernel, const PersistentPlan& plan) {
+  return allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes));
+}
+
+Status launch_persistent(const void* kernel, const PersistentArguments& arguments, bool cooperative,
+                         CUstream_st* stream) {
+  return with_launch(arguments.plan, cooperative, stream, [&](const cudaLaunchConfig_t& config) {
+    void* parameters[] = {const_cast<PersistentArguments*>(&arguments)};
+    return cudaLaunchKernelExC(&config, kernel, parameters);
+  });
+}
+
+Result<int> resident_cluster_blocks(const void* kernel, const PersistentPlan& plan) {
+  int clusters = 0;
+  CF_TRY(prepare_persistent(kernel, plan));
+  const Status s = with_launch(plan, false, nullptr, [&](const cudaLaunchConfig_t& config) {
+    return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  });
+  if (!s) return s;
+  return clusters * plan.attention_splits;
+}
+
+}  // namespace cf::cuda

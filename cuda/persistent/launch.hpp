@@ -1,0 +1,25 @@
+#pragma once
+// How the persistent kernel is launched. Private to cuda.
+#include "core/status.hpp"
+#include "cuda/persistent/arguments.hpp"
+
+struct CUstream_st;
+
+namespace cf::cuda {
+
+/// The library's instantiations: for a plan's narrow_columns and a dtype, float16 or bfloat16.
+const void* persistent_kernels(int narrow_columns, DType dtype);
+
+/// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch.
+Status prepare_persistent(const void* kernel, const PersistentPlan& plan);
+
+/// Launches a kernel. A cooperative launch has all of its blocks resident at once, or is an error where the device
+/// cannot hold them. Blocks of any other launch may hold the SMs of blocks that they wait for, until a wait's limit.
+Status launch_persistent(const void* kernel, const PersistentArguments& arguments, bool cooperative,
+                         CUstream_st* stream);
+
+/// Blocks that the device holds at once in clusters of the plan. A cluster lies within one part of the GPU, so that
+/// fewer blocks may fit than there are SMs.
+Result<int> resident_cluster_blocks(const void* kernel, const PersistentPlan& plan);
+
+}  // namespace cf::cuda

@@ -1,0 +1,137 @@
+#pragma once
+// The shared memory of a block. Without CUDA: the plan depends on it.
+#include "cuda/persistent/deal.hpp"
+#include "cuda/persistent/plan.hpp"
+#include "cuda/persistent/protocol.hpp"
+
+namespace cf::cuda {
+
+/// Pointers to the weights of one layer, which a launch does not write.
+struct WeightPointers {
+  const char* gamma[2];  // input_layernorm, post_attention_layernorm
+  const char* beta[2];
+  const char* bias[kWeights];  // by Weight; null for none
+  const char* matrix[kWeights];
+};
+/// Pointers to the KV cache of one layer.
+struct CachePointers {
+  char *k, *v;
+};
+struct LayerPointers {
+  WeightPointers weights;
+  CachePointers cache;
+};
+inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*));
+
+/// What the threads of a block must know of the launch's course.
+struct BlockNotice {
+  int stopped;             // a wait took too long: all warps leave
+  int product_warps_left;  // nobody empties the ring any more
+  unsigned first_tag;      // the tag of layer 0 in this launch
+};
+
+/// Sizes of the model and of the batch, as the kernel counts.
+struct PersistentDims {
+  int hidden, heads, head_dim, half_rotary, intermediate, batch;
+};
+
+inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t batch) {
+  return {.hidden = int(m.hidden_size),
+          .heads = int(m.heads),
+          .head_dim = int(m.head_dim),
+          .half_rotary = int(m.rotary_dim / 2),
+          .intermediate = int(m.intermediate_size),
+          .batch = int(batch)};
+}
+
+/// A tile product divides a slice's columns among the product warps in lines of 64 columns. A warp has kMaxLines lines
+/// at most.
+inline constexpr int kLineColumns = 64, kMaxLines = kMaxSliceColumns / kLineColumns / kProductWarps;
+CF_HD constexpr int warp_lines(int slice_columns) {
+  constexpr int columns = kProductWarps * kLineColumns;
+  return (slice_columns + columns - 1) / columns;
+}
+
+/// The rows of mlp.dense_h_to_4h, of `rows` that a block has, that come before attention: they fill whole stages.
+CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
+  return rows * p.up_eighths / 8 / kStageSlices * kStageSlices;
+}
+
+/// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
+CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
+/// Elements of a warp's weighted values: head_dim, rounded up to the blocks of the tensor cores.
+CF_HD constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+/// Offsets of what lies in a block's shared memory, and sizes, in bytes. All offsets are multiples of 16, and of 128
+/// from `angles` on.
+struct PersistentLayout {
+  int barriers;        // of the ring's stages, then one a signal. At offset 0, on which TileTokens relies
+  int notice;          // BlockNotice
+  int layer_pointers;  // LayerPointers of two layers: layer l has the one of l % 2
+  int lengths;         // (batch) kv_len
+  int warp_states;     // (product warps) each warp's maximum and sum of weights
+  int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
+  int new_token;       // (3, head_dim) q, k and v of a head's new token
+  int warp_values;     // (product warps, padded head_dim) each warp's weighted values
+  int gathered;        // (splits, partial_floats) a head's partial results
+  int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
+  int moments;         // (2, product warps) each warp's mean and deviations
+  int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, where they are shared
+  int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
+  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
+  int residual;        // (batch, out_rows) a block's rows of the first of the two products that the output adds
+  int sums;            // partial sums of the products
+  int ring;            // (stages, stage_bytes)
+
+  int inbox_bytes;
+  int hidden_row;  // bytes from one token to the next
+  int act_row;     // of mlp.act: a whole row of one token, a slice of each of several
+  int bytes;       // of all
+};
+
+/// A norm's state of a warp: count, mean, deviations.
+inline constexpr int kMomentsBytes = 12;
+/// A softmax state: maximum, sum.
+inline constexpr int kSoftmaxStateBytes = 8;
+
+constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
+  PersistentLayout l{};
+  int end = 0;
+  const auto place = [&](int bytes, int alignment = 128) {
+    const int begin = (end + alignment - 1) / alignment * alignment;
+    end = begin + bytes;
+    return begin;
+  };
+  const bool tiles = p.narrow_columns == 0;
+  const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
+  l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
+  l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
+  const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
+  // A block has a slot of the inbox for each key split that it merges in a layer.
+  const int block_splits = (d.batch * d.heads * p.attention_splits + p.grid - 1) / p.grid;
+  l.inbox_bytes =
+      p.cluster_merge ? block_splits * p.attention_splits * partial_floats(d.head_dim) * int(sizeof(Tagged)) : 0;
+
+  // What is small lies close together, so that the ring loses no stage.
+  l.barriers = place((2 * p.stages + kSignals) * 8);
+  l.notice = place(int(sizeof(BlockNotice)), 16);
+  l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
+  l.lengths = place(d.batch * 4, 16);
+  l.warp_states = place(kProductWarps * kSoftmaxStateBytes, 16);
+  l.angles = place(d.batch * 2 * d.half_rotary * 4);
+  l.new_token = place(3 * d.head_dim * 2);
+  l.warp_values = place(kProductWarps * padded_head_dim(d.head_dim) * 4);
+  l.gathered = place(p.attention_splits > 1 ? p.attention_splits * partial_floats(d.head_dim) * 4 : 0);
+  l.inbox = place(l.inbox_bytes);
+  l.moments = place(2 * kProductWarps * kMomentsBytes);
+  l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
+  l.attn_x = place(tiles ? token_bytes : d.batch * l.hidden_row);
+  l.mlp_x = place(token_bytes);
+  l.residual = place(p.out_rows * d.batch * 4);
+  l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles ? 1 : 8) * 4);
+  l.ring = place(p.stages * p.stage_bytes);
+  l.bytes = (end + 127) / 128 * 128 + 512;  // a tile product may load up to 512 bytes beyond a slice's last columns
+  return l;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,174 @@
+#pragma once
+// The layer's two LayerNorms, which every block computes for itself.
+#include "cuda/device/norm.cuh"
+#include "cuda/persistent/block.cuh"
+
+namespace cf::cuda {
+
+/// Vectors of eight elements of a row that a thread holds, at most: with the norms' weights in registers too, and
+/// without, where a warp normalises one of several rows.
+inline constexpr int kMaxNormPieces = 3, kTokensNormPieces = 5;
+static_assert(kMaxPersistentHidden <= kMaxNormPieces * kVec * kProductThreads);
+
+/// How the product warps divide the tokens' rows among them: `tokens` rows at once, a power of two, each by as many
+/// warps.
+struct RowWarps {
+  int tokens;
+
+  /// As many rows at once as registers hold and the batch has.
+  static __device__ RowWarps for_batch(int hidden, int batch) {
+    int tokens = 1;
+    while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kTokensNormPieces * kVec * kProductThreads)
+      tokens *= 2;
+    return {tokens};
+  }
+  /// Threads of a row; the calling thread's number among them; its row.
+  __device__ int threads() const { return kProductThreads / tokens; }
+  __device__ int thread() const { return thread_index() & (threads() - 1); }
+  __device__ int token() const { return thread_index() / threads(); }
+};
+
+/// The elements of a row that a thread holds, as float32.
+template <int Pieces>
+struct RowPieces {
+  float x[Pieces][kVec] = {};
+};
+
+/// Calls f(p, column) for each piece of the row that the thread has.
+template <int Pieces, class F>
+__device__ void for_each_norm_piece(const RowWarps& of, int hidden, F f) {
+#pragma unroll
+  for (int p = 0; p < Pieces; ++p)
+    if (const int column = (p * of.threads() + of.thread()) * kVec; column < hidden) f(p, column);
+}
+
+/// Eight elements of gamma and of beta, as stored.
+struct NormWeightPiece {
+  uint4 gamma, beta;
+};
+/// A norm's weights in registers, loaded before there is a row to normalise.
+template <class T, int Pieces>
+struct NormWeights {
+  NormWeightPiece piece[Pieces] = {};
+
+  __device__ void load(const RowWarps& of, int hidden, const char* gamma, const char* beta) {
+    for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
+      piece[p] = {load_streaming(reinterpret_cast<const T*>(gamma) + column),
+                  load_streaming(reinterpret_cast<const T*>(beta) + column)};
+    });
+  }
+  __device__ NormWeightPiece at(int p, int) const { return piece[p]; }
+};
+/// A norm's weights in memory, shared or not.
+template <class T>
+struct StoredNormWeights {
+  const T *gamma, *beta;
+
+  __device__ NormWeightPiece at(int, int column) const { return {load_raw(gamma + column), load_raw(beta + column)}; }
+};
+
+/// Brings a norm's weights into the L2.
+template <class T, int Pieces>
+__device__ void prefetch_norm(const RowWarps& of, int hidden, const char* gamma, const char* beta) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int, int column) {
+    prefetch_line(reinterpret_cast<const T*>(gamma) + column);
+    prefetch_line(reinterpret_cast<const T*>(beta) + column);
+  });
+}
+
+/// The mean and the reciprocal standard deviation of a row: two passes over a thread's own elements, then Welford's
+/// merge over lanes and over warps, in a fixed order. All product warps call, each for its own row. `side` alternates
+/// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path:
+/// the second pass overlaps the sum over the lanes, which centre_warp() would wait for.
+template <int Pieces>
+__device__ RowMoments moments(const Block& block, const RowWarps& of, const RowPieces<Pieces>& row, int side) {
+  const int hidden = block.c.dims.hidden, vectors = hidden / kVec;
+  Welford state, warp;
+  float sum = 0;
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
+    state.count += kVec;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
+  });
+  state.mean = state.count > 0 ? sum / state.count : 0;
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) state.m2 += (row.x[p][e] - state.mean) * (row.x[p][e] - state.mean);
+  });
+#pragma unroll
+  for (int p = 0; p < Pieces; ++p)
+    warp.count += float(kVec * min(max(vectors - (p * of.threads() + of.thread() / 32 * 32), 0), 32));
+  warp.mean = warp.count > 0 ? warp_sum(sum) / warp.count : 0;
+  warp.m2 = warp_sum(state.m2_about(warp.mean));
+  Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kProductWarps;
+  if (of.thread() % 32 == 0) states[thread_index() / 32] = warp;
+  block.sync();
+  const int warps = of.threads() / 32;
+  return merge_warps<kProductWarps>(states + of.token() * warps, warps, of.thread() % kProductWarps, 1 / float(hidden),
+                                    block.c.eps);
+}
+
+/// Stores the thread's pieces of the normalised row at `to`; block 0 stores them at `tap` too, if there is one.
+template <class T, int Pieces, class Weights>
+__device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
+                          const Weights& weights, char* to, T* tap) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
+    float y[kVec], gamma[kVec], beta[kVec];
+    const NormWeightPiece piece = weights.at(p, column);
+    unpack(piece.gamma, gamma, T{});
+    unpack(piece.beta, beta, T{});
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
+    store_vec(reinterpret_cast<T*>(to) + column, y);
+    if (tap && blockIdx.x == 0) store_vec(tap + column, y);
+  });
+}
+
+/// Loads a row of the residual stream that other blocks make, and waits for each element's tag unless the row is
+/// complete. `d` is the dependency that a wait which takes too long reports.
+template <int Pieces>
+__device__ void await_row(const Block& block, const RowWarps& of, const Tagged* from, bool complete, int layer,
+                          Dependency d, RowPieces<Pieces>& row) {
+  const unsigned tag = block.tag(layer);
+  const int made_in = d == Dependency::hidden ? layer - 1 : layer;
+  // One lane of each warp first polls its first elements: while most are missing, loads of whole pieces would be in the
+  // way.
+  if (!complete && of.thread() % 32 == 0)
+    block.poll(made_in, d, [&] {
+      Tagged two[2];
+      load_tagged(from + min(of.thread() * kVec, block.c.dims.hidden - kVec), two);
+      return two[0].tag == tag && two[1].tag == tag;
+    });
+  __syncwarp();
+  constexpr int at_once = Pieces > kMaxNormPieces ? Pieces : 2;  // pieces whose loads are in flight together
+#pragma unroll
+  for (int begin = 0; begin < Pieces; begin += at_once) {
+    Tagged x[at_once][kVec] = {};
+    const auto column = [&](int p) { return ((begin + p) * of.threads() + of.thread()) * kVec; };
+    const auto in_row = [&](int p) { return begin + p < Pieces && column(p) < block.c.dims.hidden; };
+    const auto load = [&](int p) {
+      if (!in_row(p)) return;
+#pragma unroll
+      for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
+    };
+    const auto here = [&](int p) {
+      bool all = true;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
+      return complete || !in_row(p) || all;
+    };
+    await_pieces<at_once>(block, made_in, d, load, here);
+#pragma unroll
+    for (int p = 0; p < at_once; ++p)
+      if (begin + p < Pieces)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
+  }
+}
+/// Loads a row of a launch's input.
+template <class T, int Pieces>
+__device__ void load_row(const RowWarps& of, int hidden, const T* from, RowPieces<Pieces>& row) {
+  for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) { load_vec(from + column, row.x[p]); });
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,380 @@
+#include "cuda/persistent/persistent_kernel.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/contract.hpp"
+#include "cuda/persistent/arguments.hpp"
+#include "cuda/persistent/launch.hpp"
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/memory.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// The sites whose outputs blocks wait for, by Dependency.
+constexpr Site kAwaitedSites[kDependencies] = {site::query_key_value, site::context, site::dense, site::dense_h_to_4h,
+                                               site::dense_4h_to_h};
+
+Status refuse(std::string what) {
+  return Status::error(Code::unimplemented, std::string(kPersistentName) + ": cuda takes " + what);
+}
+Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
+
+/// Checks shapes, dtypes and places of the tensors that create() gets. `layer` is the model's number.
+class ViewCheck {
+ public:
+  ViewCheck(const Context& context, const PersistentModel& m, std::int64_t batch)
+      : context_(context), m_(m), batch_(batch) {}
+
+  Status layer(std::int64_t layer, const LayerWeights& w) const {
+    const std::int64_t h = m_.hidden_size, i = m_.intermediate_size;
+    Checks check(name(layer), context_);
+    const auto norm = [&](const char* gamma, const char* beta, const NormParams& n) {
+      check({Role::gain, gamma}, n.gamma, {h});
+      check({Role::weight, beta}, n.beta, {h});
+    };
+    const auto linear = [&](const char* weight, const char* bias, const LinearParams& l, std::int64_t out,
+                            std::int64_t in) {
+      check({Role::weight, weight}, std::get<DenseWeight>(l.weight).weight, {out, in});
+      check({Role::weight, bias, true}, l.bias, {out});
+    };
+    for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
+      if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
+    norm("input_layernorm.weight", "input_layernorm.bias", w.input_layernorm);
+    norm("post_attention_layernorm.weight", "post_attention_layernorm.bias", w.post_attention_layernorm);
+    linear("attention.query_key_value.weight", "attention.query_key_value.bias", w.query_key_value, 3 * h, h);
+    linear("attention.dense.weight", "attention.dense.bias", w.dense, h, h);
+    linear("mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", w.dense_h_to_4h, i, h);
+    linear("mlp.dense_4h_to_h.weight", "mlp.dense_4h_to_h.bias", w.dense_4h_to_h, h, i);
+    CF_TRY(check.status());
+    if (w.input_layernorm.gamma.dtype == m_.dtype) return {};
+    return bad_argument(name(layer), "weights have dtype " + std::string(to_string(w.input_layernorm.gamma.dtype)) +
+                                         ", expected the model's " + std::string(to_string(m_.dtype)));
+  }
+  Status cache(std::int64_t layer, const LayerCache& cache, std::int64_t capacity) const {
+    CF_TRY(check_weight_dtype(kPersistentName, cache.k.dtype, m_.dtype));
+    Checks check(name(layer), context_);
+    check({Role::state, "k_cache"}, cache.k, {batch_, m_.heads, capacity, m_.head_dim});
+    check({Role::state, "v_cache"}, cache.v, {batch_, m_.heads, capacity, m_.head_dim});
+    return check.status();
+  }
+  Status sequences(const PersistentSequences& s) const {
+    Checks check(std::string(kPersistentName), context_);
+    check({Role::length, "kv_len"}, s.kv_len, {batch_});
+    check({Role::position, "positions"}, s.positions, {batch_});
+    return check.status();
+  }
+  Status rope(const RopeTable& t) const {
+    Checks check(std::string(kPersistentName), context_);
+    check({Role::cosine, "cos"}, t.cos, {t.cos.shape[0], m_.rotary_dim / 2});
+    check({Role::sine, "sin"}, t.sin, {t.cos.shape[0], m_.rotary_dim / 2});
+    return check.status();
+  }
+
+ private:
+  /// The contract's check of a tensor, then the check that it lies on the device, aligned to the copy engine's 16
+  /// bytes.
+  class Checks {
+   public:
+    Checks(std::string op, const Context& context) : op_(std::move(op)), shape_(op_), device_(op_, context.device()) {}
+    template <class V>
+    void operator()(const TensorSpec& t, const V& v, std::array<std::int64_t, V::rank> shape) {
+      shape_(t, v, shape);
+      if (v.data && shape_.status()) device_(t, v, shape);
+    }
+    Status status() const { return shape_.status() ? device_.status() : shape_.status(); }
+
+   private:
+    std::string op_;
+    TensorCheck shape_;
+    DeviceCheck device_;
+  };
+  static std::string name(std::int64_t layer) {
+    return std::string(kPersistentName) + ": layer " + std::to_string(layer);
+  }
+
+  const Context& context_;
+  const PersistentModel& m_;
+  std::int64_t batch_;
+};
+
+WeightPointers weight_pointers(const LayerWeights& w) {
+  const auto bytes = [](const auto& view) { return static_cast<const char*>(view.data); };
+  const auto matrix = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight); };
+  return {.gamma = {bytes(w.input_layernorm.gamma), bytes(w.post_attention_layernorm.gamma)},
+          .beta = {bytes(w.input_layernorm.beta), bytes(w.post_attention_layernorm.beta)},
+          .bias = {bytes(w.query_key_value.bias), bytes(w.dense_h_to_4h.bias), bytes(w.dense.bias),
+                   bytes(w.dense_4h_to_h.bias)},
+          .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
+}
+CachePointers cache_pointers(const LayerCache& cache) {
+  return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
+}
+
+/// Gives what blocks write for each other its place in the scratch memory; without memory, the bytes that it must have.
+std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
+  std::size_t end = 0;
+  const auto place = [&](auto*& p, std::int64_t count) {
+    p = memory ? reinterpret_cast<std::remove_reference_t<decltype(p)>>(memory + end) : nullptr;
+    end += (std::size_t(count) * sizeof(*p) + 255) / 256 * 256;
+  };
+  const std::int64_t batch = a.dims.batch, hidden = a.dims.hidden, batch_heads = batch * a.dims.heads;
+  for (Tagged*& of_layer : a.hidden) place(of_layer, batch * hidden);
+  place(a.attn_residual, batch * hidden);
+  place(a.qkv, batch * 3 * hidden);
+  place(a.context, batch * hidden);
+  place(a.mlp_act, batch * a.dims.intermediate);
+  place(a.context_done, batch_heads);
+  place(a.act_done, a.plan.grid);
+  place(a.partials, batch_heads * a.plan.attention_splits * partial_floats(a.dims.head_dim));
+  place(a.grid_state, 1);
+  return end;
+}
+
+/// The plan; where it merges in clusters and no number of blocks is chosen, for as many as the device holds at once.
+Result<PersistentPlan> plan_for_device(const Context& context, const PersistentModel& model, std::int64_t batch,
+                                       PersistentChoices choices, PersistentKernelLookup kernels) {
+  Result<PersistentPlan> plan = plan_persistent(context.arch(), model, batch, choices);
+  if (!plan || !plan->cluster_merge || choices.blocks) return plan;
+  CF_TRY_ASSIGN(const int blocks, resident_cluster_blocks(kernels(plan->narrow_columns, model.dtype), *plan));
+  choices.blocks = std::min(plan->grid, blocks);
+  return plan_persistent(context.arch(), model, batch, choices);
+}
+
+}  // namespace
+
+struct PersistentKernel::State {
+  struct FreeHost {
+    void operator()(unsigned* p) const { (void)cudaFreeHost(p); }
+  };
+  State(const Context& c, const PersistentModel& m, const PersistentArguments& a)
+      : context(c), model(m), arguments(a) {}
+
+  Status check_step(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                    const AnyView<2>& output) const;
+  /// The arguments of a launch of layers [first, last).
+  PersistentArguments arguments_for(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                                    const AnyView<2>& output) const;
+  Status launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream);
+  /// Copies the pointers of all layers to device memory of their own, for the launches that follow.
+  Status add_table(const std::vector<LayerPointers>& all);
+
+  Context context;
+  PersistentModel model;
+  PersistentArguments arguments;        // of every launch, but for its layers, input, output and phases
+  std::vector<LayerPointers> pointers;  // of all layers
+  std::vector<DeviceMemory> tables;     // the last one holds `pointers`; launches may still read the others
+  std::int64_t first_model_layer = 0;
+  const void* kernel = nullptr;
+  std::uint64_t launched_wait_limit_ns = 0;
+  std::unique_ptr<unsigned, FreeHost> report;
+  DeviceMemory scratch;
+};
+
+PersistentKernel::PersistentKernel(std::unique_ptr<State> state) : state_(std::move(state)) {}
+PersistentKernel::PersistentKernel(PersistentKernel&&) noexcept = default;
+PersistentKernel& PersistentKernel::operator=(PersistentKernel&&) noexcept = default;
+PersistentKernel::~PersistentKernel() = default;
+
+Result<PersistentKernel> PersistentKernel::create(const Context& context, const PersistentModel& model,
+                                                  std::span<const PersistentLayer> layers,
+                                                  const PersistentSequences& sequences, const RopeTable& rope,
+                                                  const PersistentOptions& options) {
+  if (layers.empty()) return bad("layers are none, expected at least 1");
+  const std::int64_t batch = sequences.kv_len.shape[0], tokens = sequences.positions.shape[0];
+  if (tokens != batch)
+    return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
+  const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
+  CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, options.choices, kernels));
+
+  const ViewCheck check(context, model, batch);
+  const std::int64_t capacity = layers[0].cache.k.shape[2];
+  CF_TRY(check.sequences(sequences));
+  CF_TRY(check.rope(rope));
+  std::vector<LayerPointers> pointers;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::int64_t number = options.first_model_layer + std::int64_t(l);
+    CF_TRY(check.cache(number, layers[l].cache, capacity));
+    CF_TRY(check.layer(number, layers[l].weights));
+    pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache)});
+  }
+
+  const PersistentDims dims = persistent_dims(model, batch);
+  auto state = std::make_unique<State>(context, model,
+                                       PersistentArguments{
+                                           .plan = plan,
+                                           .layout = persistent_layout(dims, plan),
+                                           .dims = dims,
+                                           .capacity = int(capacity),
+                                           .table_rows = int(rope.cos.shape[0]),
+                                           .deals = LayerDeals(dims.hidden, dims.intermediate, plan.grid),
+                                           .attention_scale = float(model.attention_scale),
+                                           .eps = float(model.layer_norm_eps),
+                                           .parallel_residual = model.use_parallel_residual,
+                                           .gelu_tanh = model.hidden_act == Activation::gelu_tanh,
+                                           .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+                                           .two_act_places = plan.narrow_columns == 0,
+                                           .layers = int(layers.size()),
+                                           .positions = sequences.positions.data,
+                                           .kv_len = sequences.kv_len.data,
+                                           .cos = rope.cos.data,
+                                           .sin = rope.sin.data,
+                                           .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                                       });
+  CF_TRY(state->add_table(pointers));
+  state->pointers = std::move(pointers);
+  state->first_model_layer = options.first_model_layer;
+  state->kernel = kernels(plan.narrow_columns, model.dtype);
+  CF_TRY(prepare_persistent(state->kernel, plan));
+
+  PersistentArguments& a = state->arguments;
+  CF_TRY_ASSIGN(DeviceMemory scratch,
+                DeviceMemory::create(context, place_scratch(nullptr, a), "the persistent kernel's scratch memory"));
+  state->scratch = std::move(scratch);
+  place_scratch(state->scratch.data(), a);
+  CF_TRY(from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
+                   "cudaMemsetAsync"));
+  void* report = nullptr;
+  CF_TRY(from_cuda(cudaHostAlloc(&report, sizeof(unsigned), cudaHostAllocMapped), "cudaHostAlloc"));
+  state->report.reset(static_cast<unsigned*>(report));
+  *state->report = 0;
+  a.report = state->report.get();  // one address for host and device
+  return PersistentKernel(std::move(state));
+}
+
+Status PersistentKernel::set_caches(std::span<const LayerCache> caches, const PersistentSequences& sequences) {
+  State& s = *state_;
+  if (caches.size() != s.pointers.size())
+    return bad("caches must be one for each of " + std::to_string(s.pointers.size()) + " layers, got " +
+               std::to_string(caches.size()));
+  const ViewCheck check(s.context, s.model, s.arguments.dims.batch);
+  const std::int64_t capacity = caches[0].k.shape[2];
+  CF_TRY(check.sequences(sequences));
+  for (std::size_t l = 0; l < caches.size(); ++l)
+    CF_TRY(check.cache(s.first_model_layer + std::int64_t(l), caches[l], capacity));
+
+  std::vector<LayerPointers> pointers = s.pointers;
+  for (std::size_t l = 0; l < caches.size(); ++l) pointers[l].cache = cache_pointers(caches[l]);
+  CF_TRY(s.add_table(pointers));
+  s.pointers = std::move(pointers);
+  s.arguments.capacity = int(capacity);
+  s.arguments.positions = sequences.positions.data;
+  s.arguments.kv_len = sequences.kv_len.data;
+  return {};
+}
+
+const PersistentPlan& PersistentKernel::plan() const { return state_->arguments.plan; }
+
+Status PersistentKernel::State::check_step(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                                           const AnyView<2>& output) const {
+  const std::int64_t layers = std::int64_t(pointers.size());
+  if (first < 0 || first >= last || last > layers)
+    return bad("layers [first, last) must be a range within [0, " + std::to_string(layers) + "), got [" +
+               std::to_string(first) + ", " + std::to_string(last) + ")");
+  const std::array shape{std::int64_t(arguments.dims.batch), std::int64_t(arguments.dims.hidden)};
+  TensorCheck check(kPersistentName);
+  check({Role::input, "input", true}, input, shape);
+  check({Role::output, "output"}, output, shape);
+  CF_TRY(check.status());
+  return check_weight_dtype(kPersistentName, output.dtype, model.dtype);
+}
+
+PersistentArguments PersistentKernel::State::arguments_for(std::int64_t first, std::int64_t last,
+                                                           const ConstAnyView<2>& input,
+                                                           const AnyView<2>& output) const {
+  PersistentArguments a = arguments;
+  a.first_layer = int(first);
+  a.end_layer = int(last);
+  a.input = input.data;
+  a.output = output.data;
+  a.first_pointers = pointers[std::size_t(first)];
+  return a;
+}
+
+Status PersistentKernel::State::add_table(const std::vector<LayerPointers>& all) {
+  const std::size_t bytes = all.size() * sizeof(LayerPointers);
+  CF_TRY_ASSIGN(DeviceMemory table, DeviceMemory::create(context, bytes, "the persistent kernel's table of pointers"));
+  CF_TRY(copy_to_device(context, table.data(), all.data(), bytes));
+  tables.push_back(std::move(table));
+  arguments.layer_pointers = reinterpret_cast<const LayerPointers*>(tables.back().data());
+  return {};
+}
+
+Status PersistentKernel::State::launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream) {
+  launched_wait_limit_ns = a.wait_limit_ns;
+  return launch_persistent(kernel, a, cooperative, stream);
+}
+
+Status PersistentKernel::enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last,
+                                 const ConstAnyView<2>& input, const AnyView<2>& output) {
+  State& s = *state_;
+  CF_TRY(s.check_step(first, last, input, output));
+  CF_TRY(take_report());
+  return s.launch(s.arguments_for(first, last, input, output), true, stream);
+}
+
+Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input,
+                                       const AnyView<2>& output) {
+  State& s = *state_;
+  CF_TRY(s.check_step(layer, layer + 1, input, output));
+  CF_TRY(take_report());
+  PersistentArguments a = s.arguments_for(layer, layer + 1, input, output);
+  for (const bool second : {false, true}) {
+    a.phases = (a.parallel_residual ? kParallelSplit : kSequentialSplit)[second];
+    a.continues = second;
+    // A launch with dense fetches the context to attn_x while mlp.act is there, unless dense comes first.
+    a.two_act_places = a.plan.narrow_columns == 0 && !a.phases.contains(Phase::dense);
+    CF_TRY(s.launch(a, false, stream));
+  }
+  return {};
+}
+
+Status PersistentKernel::take_report() {
+  State& s = *state_;
+  volatile unsigned* const report = s.report.get();
+  const unsigned code = *report;
+  if (code == 0) return {};
+  *report = 0;
+  const Dependency missing = dependency_of_code(int(code));
+  const std::uint64_t limit_ms = s.launched_wait_limit_ns / 1'000'000;
+  return Status::error(Code::device_error,
+                       std::string(kPersistentName) + ": layer " +
+                           std::to_string(s.first_model_layer + layer_of_code(int(code))) + ": " +
+                           std::string(kAwaitedSites[int(missing)].name) + " was not complete within " +
+                           std::to_string(limit_ms + limit_ms * unsigned(missing) / 4) + " ms, expected all " +
+                           std::to_string(plan().grid) + " blocks to run at once");
+}
+
+Status PersistentKernel::set_probe(const Probe& probe) {
+  PersistentArguments& a = state_->arguments;
+  int withheld = 0;
+  if (probe.withheld_layer >= 0) {
+    const Site* const site = std::find_if(std::begin(kAwaitedSites), std::end(kAwaitedSites),
+                                          [&](const Site& s) { return s.name == probe.withheld_site; });
+    if (site == std::end(kAwaitedSites))
+      return bad("no block waits for site '" + std::string(probe.withheld_site) + "'");
+    withheld = dependency_code(int(probe.withheld_layer), Dependency(site - kAwaitedSites));
+  }
+  a.taps = {};
+  if (const auto& t = probe.taps)
+    a.taps = {.attn_in = t->attn_in.data,
+              .qkv = t->qkv.data,
+              .q = t->q.data,
+              .k = t->k.data,
+              .v = t->v.data,
+              .context = t->context.data,
+              .attn_residual = t->attn_residual.data,
+              .mlp_in = t->mlp_in.data,
+              .mlp_act = t->mlp_act.data};
+  a.delay_seed = probe.delay_seed;
+  a.withheld = withheld;
+  a.wait_limit_ns = std::uint64_t(probe.wait_limit_ms) * 1'000'000;
+  return {};
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,107 @@
+#pragma once
+// Private to cuda, apps and tests.
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "core/model/layer.hpp"
+#include "core/status.hpp"
+#include "cuda/persistent/plan.hpp"
+#include "cuda/runtime/context.hpp"
+
+struct CUstream_st;  // cudaStream_t is a pointer to it
+
+namespace cf::cuda {
+
+/// A layer on the device: dense weights of the model's dtype, and the cache that the layer's steps read and append to.
+struct PersistentLayer {
+  LayerWeights weights{};
+  LayerCache cache{};
+};
+
+/// The sequences' state on the device. The kernel reads both when it runs.
+struct PersistentSequences {
+  View<const std::int32_t, 1> positions{};  // (batch)  the new token's row of cos and sin
+  View<const std::int32_t, 1> kv_len{};     // (batch)  valid entries after the append
+};
+
+/// The RoPE table on the device: (table_rows, rotary_dim / 2).
+struct RopeTable {
+  View<const float, 2> cos{}, sin{};
+};
+
+/// Finds the kernel, compiled for one dtype and one of kNarrowColumns or 0, that a plan asks for.
+using PersistentKernelLookup = const void* (*)(int narrow_columns, DType dtype);
+
+struct PersistentOptions {
+  PersistentChoices choices{};
+  std::int64_t first_model_layer = 0;        // the model's number of layers[0], for errors
+  PersistentKernelLookup kernels = nullptr;  // for tests: other kernels than the library's
+};
+
+/// Runs layers of a model with the persistent kernel, each the layer of core/model/layer.hpp (Hugging Face's
+/// GPTNeoXLayer): ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for many layers. A step is one new token for
+/// each of batch sequences. It appends to the caches. Of the sites' outputs it writes the last layer's output and no
+/// other. Between the layers of a launch, and from a launch to the one that continues it, the residual stream is
+/// float32.
+///
+/// Layers are numbered as in `layers`; errors name the model's layer. Nothing that the views show is copied or owned:
+/// it must outlive the object and every launch, captured ones included. Not shared between threads.
+class PersistentKernel {
+ public:
+  /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
+  /// blocks is chosen, the grid is as many clusters as the device holds at once. Code::unimplemented for what
+  /// plan_persistent() refuses, quantised weights, and views of another dtype than the model's; Code::invalid_argument
+  /// for no layers and for views of other shapes; Code::out_of_memory without room.
+  static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
+                                         std::span<const PersistentLayer> layers, const PersistentSequences& sequences,
+                                         const RopeTable& rope, const PersistentOptions& options = {});
+  PersistentKernel(PersistentKernel&&) noexcept;
+  PersistentKernel& operator=(PersistentKernel&&) noexcept;
+  ~PersistentKernel();
+
+  /// Makes the launches that follow work on other sequences: a cache a layer, of one capacity, and as many sequences as
+  /// before. Takes memory for a table of pointers, a few KB; earlier launches keep their caches. Refuses what create()
+  /// refuses, and changes nothing then.
+  Status set_caches(std::span<const LayerCache> caches, const PersistentSequences& sequences);
+
+  const PersistentPlan& plan() const;
+
+  /// Launches layers [first, last) in one kernel: from `input`
+  /// (batch, hidden), or from the residual stream of the launch before where `input` is empty, to `output` (batch,
+  /// hidden). Launches nothing and returns the report where take_report() has one.
+  Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
+                 const AnyView<2>& output);
+  /// Launches one layer in two regular kernels, with the same bits. With a parallel residual the first makes what needs
+  /// the layer's input alone (norms, q, k, v and mlp.act), the second attention, mlp.dense_4h_to_h and attention.dense.
+  /// With a sequential residual the first ends with attention.dense, the second is the MLP. Blocks still wait for each
+  /// other within a kernel, and a regular launch does not guarantee that all of them are resident: beside another such
+  /// kernel on the same SMs a wait may take too long, which is a report.
+  Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
+
+  /// The report of a launch that was given up, once: Code::device_error, which names the model's layer and the site
+  /// whose output did not come in time. ok where there is none. After a synchronisation of the stream the
+  /// answer covers every launch that was enqueued before it.
+  Status take_report();
+
+  /// What tests ask for.
+  struct Probe {
+    std::optional<LayerTensors> taps = {};  // where every site's output of a launch's last layer is written
+    unsigned delay_seed = 0;                // random delays of the blocks; 0 for none
+    std::int64_t withheld_layer = -1;       // no block publishes this layer's
+    std::string_view withheld_site = {};    // output of this site
+    std::int64_t wait_limit_ms = kWaitLimitMs;
+  };
+  static constexpr std::int64_t kWaitLimitMs = 2000;  // longer than a block waits for another that runs
+  /// Applies to the launches that follow. Refuses a site that no block waits for.
+  Status set_probe(const Probe& probe);
+
+ private:
+  struct State;
+  explicit PersistentKernel(std::unique_ptr<State>);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cf::cuda

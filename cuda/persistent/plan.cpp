@@ -1,0 +1,207 @@
+#include "cuda/persistent/plan.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/contract.hpp"
+#include "cuda/persistent/deal.hpp"
+#include "cuda/persistent/layout.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Stages of the ring, at least and at most.
+constexpr int kMinStages = 3, kMaxStages = 16;
+/// Room for the barriers of the ring's stages, which the layout has only once their number is known.
+constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
+/// Keys of a tile of attention.
+constexpr int kTileKeys = 16;
+/// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
+/// cannot catch up while others wait for it; more makes every wait between blocks longer.
+constexpr int kBytesInFlight = 60 << 10;
+/// A head's gathered partial results take so much shared memory, at most.
+constexpr int kMaxGatheredBytes = 8 << 10;
+/// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
+/// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
+constexpr int kUpEighths = 3;
+
+Status refuse(std::string what) {
+  return Status::error(Code::unimplemented, std::string(kPersistentName) + ": cuda takes " + what);
+}
+Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
+std::string text(std::int64_t n) { return std::to_string(n); }
+
+Status check(const PersistentModel& m, std::int64_t batch) {
+  struct Size {
+    const char* name;
+    std::int64_t value;
+  };
+  for (const auto& [name, value] : {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads},
+                                    Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
+    if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
+  if (m.hidden_size != m.heads * m.head_dim)
+    return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
+  if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
+    return bad("rotary_dim must be even, 2 to head_dim " + text(m.head_dim) + ", got " + text(m.rotary_dim));
+  if (m.dtype != DType::f16 && m.dtype != DType::bf16)
+    return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
+  if (m.kv_heads != m.heads)
+    return refuse("as many key and value heads as query heads, got " + text(m.kv_heads) + " for " + text(m.heads));
+  if (batch < 1 || batch > kMaxPersistentBatch)
+    return refuse("1 to " + text(kMaxPersistentBatch) + " sequences, got " + text(batch));
+  for (const auto& [name, value] :
+       {Size{"hidden", m.hidden_size}, Size{"head_dim", m.head_dim}, Size{"intermediate", m.intermediate_size}})
+    if (value % 8) return refuse(std::string(name) + " a multiple of 8, got " + text(value));
+  if (m.head_dim > kMaxPersistentHeadDim)
+    return refuse("head_dim up to " + text(kMaxPersistentHeadDim) + ", got " + text(m.head_dim));
+  if (m.hidden_size > kMaxPersistentHidden)
+    return refuse("hidden up to " + text(kMaxPersistentHidden) + ", got " + text(m.hidden_size));
+  return {};
+}
+
+/// Replaces the plan's own value by the choice, if there is one.
+Status choose(std::string_view name, const std::optional<int>& choice, int lowest, int highest, int& own) {
+  if (!choice) return {};
+  if (*choice < lowest || *choice > highest)
+    return bad(std::string(name) + " must be " + text(lowest) + " to " + text(highest) + ", got " + text(*choice));
+  own = *choice;
+  return {};
+}
+
+/// The power of two, `least` to `limit`, that cuts a row into the fewest slices of at most `most_columns` columns, a
+/// multiple of eight each; 0 where there is none.
+int slices(int columns, int most_columns, int least, int limit) {
+  int n = least;
+  while (n <= limit && (columns > n * most_columns || columns % (8 * n))) n *= 2;
+  return n <= limit ? n : 0;
+}
+
+int most_rows(const RowCounts& rows) { return rows.each + (rows.rest > 0); }
+
+/// The grid, and how a head's keys are split over it.
+Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
+  p.grid = arch.sm_count;
+  CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
+  p.up_eighths = kUpEighths;
+  CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
+  // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
+  // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
+  const int most_splits = std::min(32, kMaxGatheredBytes / (partial_floats(d.head_dim) * 4));
+  p.attention_splits = std::clamp(p.grid / (d.batch * d.heads), 1, most_splits);
+  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
+  p.cluster_merge = choices.cluster_merge;
+  if (!p.cluster_merge) return {};
+  if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
+    return bad("cluster_merge takes 2 to " + text(arch.max_cluster_blocks) + " splits of a head's keys, got " +
+               text(p.attention_splits));
+  if (!choices.blocks) p.grid -= p.grid % p.attention_splits;
+  if (p.grid == 0 || p.grid % p.attention_splits)
+    return bad("cluster_merge takes blocks in clusters of " + text(p.attention_splits) + ", got " + text(p.grid));
+  return {};
+}
+
+/// Finds the slices of rows, and a ring that fits beside what they need.
+class Slicing {
+ public:
+  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid)
+      : smem_bytes_(arch.smem_per_block_bytes), d_(d), deals_(d.hidden, d.intermediate, grid.grid), plan(grid) {
+    plan.out_rows = most_rows(deals_.out);
+  }
+
+  /// Prefers the row product of one token, the longest slices first; then the tile product with shared norms, then
+  /// without. False where no ring of kMinStages fits.
+  bool find() {
+    if (d_.batch == 1)
+      for (int columns : kNarrowColumns)
+        if (row_product(columns)) return true;
+    for (bool shared_norms : {true, false})
+      for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
+        if (tile_product(most_columns, shared_norms)) return true;
+    return false;
+  }
+
+ private:
+  bool cut(int most_columns, int limit) {
+    plan.hidden_slices = slices(d_.hidden, most_columns, 1, limit);
+    plan.act_slices = plan.hidden_slices ? slices(d_.intermediate, most_columns, plan.hidden_slices, limit) : 0;
+    if (plan.act_slices == 0) return false;
+    plan.hidden_columns = d_.hidden / plan.hidden_slices;
+    plan.act_columns = d_.intermediate / plan.act_slices;
+    return true;
+  }
+  bool row_product(int columns) {
+    if (!cut(columns, kProductWarps) || plan.hidden_columns != columns || plan.act_columns != columns) return false;
+    plan.narrow_columns = columns;
+    plan.shared_norms = false;
+    const int rows = std::max(most_rows(deals_.qkv), most_rows(deals_.up));
+    const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products but, maybe, down
+    plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
+    plan.shared_sums = whole_rows && plan.act_slices == 1
+                           ? 0
+                           : std::max(whole_rows ? 0 : rows * plan.hidden_slices, plan.out_rows * plan.act_slices);
+    return ring_fits(kStageSlices * columns * 2);
+  }
+  bool tile_product(int most_columns, bool shared_norms) {
+    if (!cut(most_columns, 64)) return false;
+    plan.narrow_columns = 0;
+    plan.shared_norms = shared_norms;
+    const int up = most_rows(deals_.up), up_first = rows_before_attention(plan, up);
+    plan.warp_rows = 0;
+    plan.shared_sums = kProductWarps * std::max({most_rows(deals_.qkv), up_first,
+                                                 up - rows_before_attention(plan, up - 1), plan.out_rows});
+    return ring_fits(kStageSlices * std::max(plan.hidden_columns, plan.act_columns) * 2);
+  }
+  /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
+  bool ring_fits(int stage_bytes) {
+    const int tile_bytes = kTileKeys * d_.head_dim * 4;
+    plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
+    plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
+    plan.stages = 0;
+    const int room = smem_bytes_ - persistent_layout(d_, plan).bytes - kMaxBarrierBytes;
+    plan.stages = std::min(room / plan.stage_bytes, kMaxStages);
+    return plan.stages >= kMinStages;
+  }
+
+  int smem_bytes_;
+  PersistentDims d_;
+  LayerDeals deals_;
+
+ public:
+  PersistentPlan plan;
+};
+
+}  // namespace
+
+Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
+                                       const PersistentChoices& choices) {
+  CF_TRY(check(model, batch));
+  const PersistentDims d = persistent_dims(model, batch);
+  PersistentPlan p{};
+  CF_TRY(plan_grid(arch, d, choices, p));
+
+  Slicing slicing(arch, d, p);
+  // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
+  int& splits = slicing.plan.attention_splits;
+  while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;
+  p = slicing.plan;
+  if (p.stages < kMinStages)
+    return refuse("a hidden of which a ring of " + text(kMinStages) + " stages fits " +
+                  text(arch.smem_per_block_bytes) + " B of shared memory, got " + text(d.hidden) + " with " +
+                  text(batch) + " sequences");
+  CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
+  p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
+  CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
+  p.smem_bytes = persistent_layout(d, p).bytes;
+  return p;
+}
+
+std::string to_string(const PersistentPlan& p) {
+  return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
+         " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
+         text(p.stages_in_flight) + " in flight, " + (p.narrow_columns ? "row products" : "tile products") + ", " +
+         text(p.attention_splits) + " splits of a head's keys" + (p.cluster_merge ? " merged in a cluster" : "") +
+         ", " + text(p.up_eighths) + " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) +
+         " keys a stage, " + text(p.smem_bytes) + " B of shared memory";
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,108 @@
+#pragma once
+// Private to cuda and cf-layer. The persistent kernel's plan: a pure function of values, compiled with or without nvcc.
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/dtype.hpp"
+#include "core/model/shape.hpp"
+#include "core/status.hpp"
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+/// The name that errors begin with.
+inline constexpr std::string_view kPersistentName = "persistent";
+
+/// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
+/// dtype of weights and activations.
+struct PersistentModel {
+  std::int64_t hidden_size;  // heads * head_dim
+  std::int64_t heads;
+  std::int64_t kv_heads;
+  std::int64_t head_dim;
+  std::int64_t rotary_dim;
+  std::int64_t intermediate_size;
+  double attention_scale;
+  double layer_norm_eps;
+  bool use_parallel_residual;
+  Activation hidden_act;
+  DType dtype;
+};
+
+inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
+  return {.hidden_size = m.shape.hidden_size,
+          .heads = m.shape.num_heads,
+          .kv_heads = m.shape.num_kv_heads,
+          .head_dim = m.shape.head_dim,
+          .rotary_dim = m.shape.rotary_dim,
+          .intermediate_size = m.shape.intermediate_size,
+          .attention_scale = m.attention_scale(),
+          .layer_norm_eps = m.traits.layer_norm_eps,
+          .use_parallel_residual = m.traits.residual == Residual::parallel,
+          .hidden_act = m.traits.activation,
+          .dtype = dtype};
+}
+
+/// The warps of a block. Product warps multiply by the weights and attend to keys. Helper warps merge partial attention
+/// results and fetch what other blocks have made. The stream warp copies weights, keys and values into the ring. Three
+/// warps a scheduler leave each thread 168 registers.
+inline constexpr int kProductWarps = 8, kHelperWarps = 3, kStreamWarps = 1;
+inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
+inline constexpr int kBlockThreads = kProductThreads + kHelperThreads + 32 * kStreamWarps;
+
+inline constexpr int kMaxPersistentBatch = 8, kMaxPersistentHeadDim = 256;
+/// A thread normalises up to three vectors of eight elements of a row.
+inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
+
+/// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
+inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
+/// Columns of a slice for which there is a kernel that takes one token and keeps its activations in registers.
+inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
+
+/// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys
+/// of a head are summed.
+struct PersistentPlan {
+  int grid;              // blocks, one an SM, all resident at once
+  int narrow_columns;    // one of kNarrowColumns: a row product of one token; 0: a tile product of up to eight tokens
+  int hidden_slices;     // slices of a row of hidden columns, a power of two
+  int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
+  int hidden_columns;    // columns of a slice of a hidden row
+  int act_columns;       // columns of a slice of an intermediate row
+  bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
+  int stages;            // of the ring
+  int stages_in_flight;  // stages that are requested and have not arrived, at most
+  int stage_bytes;
+  int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int attention_splits;  // parts that a head's keys are split into
+  bool cluster_merge;    // the splits of a head are merged in a cluster's shared memory, not in device memory
+  int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
+  int out_rows;          // rows of hidden that a block owns, at most
+  int warp_rows;         // rows that a warp owns, at most, where rows are not sliced; else 0
+  int shared_sums;       // partial sums a token that all product warps of a block share
+  int smem_bytes;        // dynamic shared memory of a block
+};
+
+/// Values that replace the plan's own choices. An empty one leaves the choice to the plan.
+struct PersistentChoices {
+  std::optional<int> blocks = {};            // 1 to the number of SMs
+  std::optional<int> stages = {};            // 3 to what fits
+  std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
+  std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
+  std::optional<int> attention_splits = {};  // 1 to 32, or to as many as kMaxGatheredBytes hold
+  bool cluster_merge = false;                // of 2 splits to the size of a cluster, which divides the blocks
+};
+
+/// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
+/// Code::unimplemented, with the reason, for a dtype other than float16 and bfloat16, other kv_heads than heads, a
+/// hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond
+/// 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for
+/// sizes that no layer has and for choices out of their bounds.
+Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
+                                       const PersistentChoices& choices = {});
+
+std::string to_string(const PersistentPlan&);
+
+}  // namespace cf::cuda

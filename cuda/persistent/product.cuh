@@ -1,0 +1,318 @@
+#pragma once
+// Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
+//
+// A row product (Columns > 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie in
+// memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
+// slice of the activations in registers.
+//
+// A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
+// slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
+// eight rows. Each of eight warps multiplies some of the slice's columns, which it keeps of all tokens in registers.
+#include "cuda/persistent/block.cuh"
+#include "cuda/persistent/ring.cuh"
+
+namespace cf::cuda {
+
+/// The block's part of one phase's product.
+struct Product {
+  int columns, slices, slice_columns;
+  int first, count;  // rows of the deal that the phase has
+  Deal deal;
+
+  __device__ Product(const PersistentArguments& c, Phase phase, int layer)
+      : columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
+        slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
+        slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
+        first(0),
+        deal(c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
+    const int up_first = rows_before_attention(c.plan, deal.count);
+    count = phase == Phase::up_first ? up_first : deal.count;
+    if (phase == Phase::up_rest) first = up_first, count -= up_first;
+  }
+  static __device__ Weight weight_of(Phase phase) {
+    switch (phase) {
+      case Phase::qkv: return Weight::qkv;
+      case Phase::dense: return Weight::dense;
+      case Phase::down: return Weight::down;
+      default: return Weight::up;
+    }
+  }
+
+  /// The row of the matrix that is the phase's i-th.
+  __device__ int row(int i) const { return deal.row(first + i); }
+  template <bool Tiles>
+  __device__ int stages() const {
+    return Tiles ? slices * ((count + kStageSlices - 1) / kStageSlices)
+                 : (count * slices + kStageSlices - 1) / kStageSlices;
+  }
+};
+
+/// Streams the product's rows of `matrix`. False where nobody empties the ring any more.
+template <bool Tiles>
+__device__ bool stream_product(RingWriter& ring, const Product& p, const char* matrix) {
+  const int lane = int(threadIdx.x) % 32, slice_bytes = p.slice_columns * 2;
+  if constexpr (Tiles) {
+#pragma unroll 1
+    for (int slice = 0; slice < p.slices; ++slice)
+#pragma unroll 1
+      for (int i = 0; i < p.count; i += kStageSlices) {
+        const int rows = min(kStageSlices, p.count - i);
+        char* const stage = ring.next(rows * slice_bytes);
+        if (!stage) return false;
+        const char* const from = matrix + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
+        if (p.slices == 1) {
+          if (lane == 0) ring.copy(stage, from, rows * slice_bytes);
+        } else if (lane < rows) {
+          ring.copy(stage + lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
+        }
+      }
+  } else {
+    const char* const rows = matrix + long(p.row(0)) * p.columns * 2;
+    const int row_bytes = p.count * p.columns * 2;
+#pragma unroll 1
+    for (int begin = 0; begin < row_bytes; begin += kStageSlices * slice_bytes) {
+      const int bytes = min(kStageSlices * slice_bytes, row_bytes - begin);
+      char* const stage = ring.next(bytes);
+      if (!stage) return false;
+      if (lane == 0) ring.copy(stage, rows + begin, bytes);
+    }
+  }
+  return true;
+}
+
+/// The partial sums of a product in shared memory. A row product has eight partial sums for each slice of a row, a tile
+/// product eight for each row and token, one a product warp.
+template <bool Tiles>
+struct Sums {
+  float* data;
+  int batch, slices, rows;
+
+  /// A row product whose rows are not sliced gives whole rows to a warp. Then each warp has its own partial sums, in
+  /// which it numbers its own rows. Otherwise all warps share the partial sums, which lie behind those of the warps.
+  __device__ Sums(const Block& block, const Product& p, int warp)
+      : data(block.at<float>(block.c.layout.sums)),
+        batch(Tiles ? block.c.dims.batch : 1),
+        slices(p.slices),
+        rows(p.count) {
+    const int warp_floats = Tiles ? 0 : block.c.plan.warp_rows * 8;
+    data += warps_own_rows(p) ? warp * warp_floats : kProductWarps * warp_floats;
+  }
+  static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1; }
+  /// Of a row product: the eight partial sums of row i's slice.
+  __device__ float* of_slice(int i, int slice) const { return data + (i * slices + slice) * 8; }
+  /// Of a tile product: a warp's partial sum of row i and a token.
+  __device__ float* of_warp(int warp, int i, int token) const { return data + (warp * rows + i) * batch + token; }
+  __device__ float total(int i, int token) const {
+    const auto all = [](auto x) { return ((x(0) + x(1)) + (x(2) + x(3))) + ((x(4) + x(5)) + (x(6) + x(7))); };
+    if constexpr (Tiles) return all([&](int e) { return *of_warp(e, i, token); });
+    float sum = 0;
+#pragma unroll 1
+    for (int s = 0; s < slices; ++s) sum += all([x = of_slice(i, s)](int e) { return x[e]; });
+    return sum;
+  }
+};
+
+/// A warp's product of one slice of a row with one token. A chunk is 256 columns: 32 pieces of eight, one for each lane
+/// to load, 512 consecutive bytes in one instruction. The tensor core gets eight pieces of weights as its eight columns
+/// and sixteen pieces of activations as its sixteen rows. Wanted is the product of each piece of weights with its own
+/// piece of activations: pieces 0 to 7 and 16 to 23 of the weights have theirs on the diagonal of the upper eight rows,
+/// the others on that of the lower eight. A chunk of activations takes four registers a lane.
+template <class T>
+struct RowProduct {
+  static constexpr int kChunkBytes = 512;
+  float upper[2][4] = {}, lower[2][4] = {};
+
+  /// Where the lane loads from a chunk of weights and from one of activations, in bytes.
+  static __device__ std::uint32_t weight_lane(int lane) { return (lane % 8 + lane / 16 * 8 + lane / 8 % 2 * 16) * 16; }
+  static __device__ std::uint32_t token_lane(int lane) { return lane * 16; }
+  __device__ void add(const uint4& w, const uint4& x, int side) {
+    mma(upper[side], x.x, x.y, x.z, x.w, w.x, w.y, T{});
+    mma(lower[side], x.x, x.y, x.z, x.w, w.z, w.w, T{});
+  }
+  /// The sum over the elements [g][g] of the diagonals, g = lane / 4, which lane 4 g + g / 2 holds.
+  __device__ float diagonal(int lane) const {
+    const int odd = lane / 4 % 2;
+    return ((odd ? upper[0][1] : upper[0][0]) + (odd ? upper[1][1] : upper[1][0])) +
+           ((odd ? lower[0][3] : lower[0][2]) + (odd ? lower[1][3] : lower[1][2]));
+  }
+  static __device__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
+};
+
+/// A warp's activations of a tile product: its columns of a slice of up to eight tokens, in lines of 64 columns. A line
+/// is two halves of four pieces of eight columns. The tensor core's eight columns are the rows of the tile: the even
+/// rows bring one half of a line and the odd rows the other. Its upper eight rows are the tokens with the line's first
+/// half, its lower eight the tokens with the second half. So half of the sums are wanted. In return, the eight lanes
+/// that load together read two rows from different banks, whatever the distance of the rows.
+struct TileTokens {
+  // The left operands, two a line: the first four columns of each piece, then the other four.
+  uint4 half_line[2 * kMaxLines];
+  int pieces;  // pieces that the warp has
+
+  static __device__ int lane_offset(int lane) { return lane % 4 * 16; }
+
+  /// The slice lies at `x` in shared memory, the tokens `x_row` bytes apart.
+  __device__ TileTokens(const PersistentArguments& c, const char* x, int x_row, int tokens, int slice_columns,
+                        int warp) {
+    const int lane = thread_index() % 32, begin = warp * warp_lines(slice_columns) * kLineColumns;
+    pieces = max(min(slice_columns - begin, warp_lines(slice_columns) * kLineColumns), 0) / kVec;
+    x += min(lane / 4, tokens - 1) * x_row + begin * 2 + lane_offset(lane);
+#pragma unroll
+    for (int line = 0; line < kMaxLines; ++line) {
+      const uint4 low = load_piece<false>(x, line, 0), high = load_piece<false>(x, line, 1);
+      half_line[2 * line] = operand(c, {low.x, high.x, low.y, high.y});
+      half_line[2 * line + 1] = operand(c, {low.z, high.z, low.w, high.w});
+    }
+  }
+  /// The lane's piece of half a line; zero where the warp has no such piece.
+  template <bool Whole>
+  __device__ uint4 load_piece(const char* lane_at, int line, int half) const {
+    if (!Whole && 8 * line + 4 * half + thread_index() % 4 >= pieces) return {};
+    return *reinterpret_cast<const uint4*>(lane_at + line * kLineColumns * 2 + half * kLineColumns);
+  }
+
+ private:
+  /// The tensor core wants an operand in four consecutive registers. The compiler would copy plain loads into such a
+  /// group before every product. An exclusive or with a value that it cannot know makes the group once: layout.barriers
+  /// is 0.
+  static __device__ uint4 operand(const PersistentArguments& c, const uint4& x) {
+    const unsigned zero = c.layout.barriers;
+    return {x.x ^ zero, x.y ^ zero, x.z ^ zero, x.w ^ zero};
+  }
+};
+/// The sums of one tile of eight rows.
+template <class T>
+struct TileProduct {
+  // [even rows with a line's first half, or its second][first four columns of the pieces, or the other four]
+  float sum[2][2][4] = {};
+
+  /// `w` is where the lane's row of the warp's columns begins, plus lane_offset().
+  __device__ void add(const char* w, const TileTokens& tokens) {
+    constexpr int most = kMaxLines - 1;
+    add_lines<0, most>(w, tokens);
+    add_lines<most, kMaxLines>(w, tokens);
+  }
+  /// The sum of token lane / 4 and of the tile's row 2 (lane % 4) + next.
+  __device__ float of(int next) const {
+    return next ? (sum[0][0][3] + sum[0][1][3]) + (sum[1][0][1] + sum[1][1][1])
+                : (sum[0][0][0] + sum[0][1][0]) + (sum[1][0][2] + sum[1][1][2]);
+  }
+
+ private:
+  template <int First, int End>
+  __device__ void add_lines(const char* w, const TileTokens& tokens) {
+    if (8 * End <= tokens.pieces)
+      add_lines<First, End, true>(w, tokens);
+    else if (8 * First < tokens.pieces)
+      add_lines<First, End, false>(w, tokens);
+  }
+  /// Loads all pieces of the lines before it multiplies by any of them.
+  template <int First, int End, bool Whole>
+  __device__ void add_lines(const char* w, const TileTokens& tokens) {
+    const int odd = thread_index() / 4 % 2;
+    uint4 piece[End - First][2];
+#pragma unroll
+    for (int line = First; line < End; ++line)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn)
+        piece[line - First][turn] = tokens.template load_piece<Whole>(w, line, turn ^ odd);
+#pragma unroll
+    for (int line = First; line < End; ++line)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const uint4 &x = tokens.half_line[2 * line], &y = tokens.half_line[2 * line + 1],
+                    &at = piece[line - First][turn];
+        mma(sum[turn][0], x.x, x.y, x.z, x.w, at.x, at.y, T{});
+        mma(sum[turn][1], y.x, y.y, y.z, y.w, at.z, at.w, T{});
+      }
+  }
+};
+
+/// Multiplies the stages of a row product; its partial sums go to `sums`. `earlier_stages` counts the ring's stages
+/// before the product's. `x` is where the tokens lie in shared memory.
+template <class T, int Columns, class Reader>
+__device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
+                             const char* x) {
+  using Row = RowProduct<T>;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+  const int unit = warp % kStageSlices, first = (warp / kStageSlices + earlier_stages) % 2, stages = p.stages<false>();
+  const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
+  const int slice = (first * kStageSlices + unit) & (p.slices - 1);
+  const std::uint32_t x_lane = shared_address(x) + slice * Columns * 2 + Row::token_lane(lane);
+  constexpr int chunks = Columns * 2 / Row::kChunkBytes;
+  static_assert(Columns * 2 % Row::kChunkBytes == 0);
+  uint4 token[chunks];
+#pragma unroll
+  for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  // The slices of all rows are numbered through: row, then slice. A stage has four of them.
+  const bool own_rows = sums.warps_own_rows(p);
+  float* to = (own_rows ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
+  const int step = (own_rows ? 1 : 2 * kStageSlices) * 8;
+#pragma unroll 1
+  for (int s = first; s < stages; s += 2) {
+    const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
+    if (s * kStageSlices + unit < p.count * p.slices) {
+      Row product;
+#pragma unroll
+      for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Row::kChunkBytes), token[k], k % 2);
+      if (Row::on_diagonal(lane)) *to = product.diagonal(lane);
+    }
+    to += step;
+    ring.release(lane == 0);
+  }
+}
+
+/// Multiplies one slice of all rows of a tile product and adds to the partial sums of the slices before. The slice of
+/// the tokens is in registers.
+template <class T, class Reader>
+__device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& sums, int slice,
+                              const TileTokens& tokens) {
+  constexpr int tile_rows = 2 * kStageSlices;
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, slice_bytes = p.slice_columns * 2;
+  const int first_byte = warp * warp_lines(p.slice_columns) * kLineColumns * 2 + TileTokens::lane_offset(lane);
+#pragma unroll 1
+  for (int begin = 0; begin < p.count; begin += tile_rows) {
+    const int rows = min(tile_rows, p.count - begin), row = min(lane / 4, rows - 1);
+    const char* w = ring.wait();
+    const bool two_stages = rows > kStageSlices;
+    if (two_stages) {
+      const char* const second = ring.wait(1);
+      if (row >= kStageSlices) w = second;
+    }
+    TileProduct<T> product;
+    product.add(w + row % kStageSlices * slice_bytes + first_byte, tokens);
+    ring.release(lane == 0);
+    if (two_stages) ring.release(lane == 0);
+#pragma unroll
+    for (int next = 0; next < 2; ++next) {
+      const int of = lane % 4 * 2 + next, token = lane / 4;
+      if (of >= rows || token >= sums.batch) continue;
+      float* const to = sums.of_warp(warp, begin + of, token);
+      *to = product.of(next) + (slice > 0 ? *to : 0);
+    }
+  }
+}
+
+/// Multiplies all stages of a product. x_at(slice) waits for a slice of the tokens and returns where it lies, null to
+/// stop; x_used(slice) is called when the slice is in registers. A row product asks for slice 0 alone, which is the
+/// whole token.
+template <class T, int Columns, class Reader, class XAt, class XUsed>
+__device__ bool consume_product(const PersistentArguments& c, Reader& ring, const Product& p,
+                                const Sums<Columns == 0>& sums, int earlier_stages, int x_row, XAt x_at, XUsed x_used) {
+  if constexpr (Columns > 0) {
+    const char* const x = x_at(0);
+    if (!x) return false;
+    consume_rows<T, Columns>(ring, p, sums, earlier_stages, x);
+  } else {
+#pragma unroll 1
+    for (int slice = 0; slice < p.slices; ++slice) {
+      const char* const x = x_at(slice);
+      if (!x) return false;
+      const TileTokens tokens(c, x, x_row, sums.batch, p.slice_columns, thread_index() / 32);
+      x_used(slice);
+      consume_tiles<T>(ring, p, sums, slice, tokens);
+    }
+  }
+  return true;
+}
+
+}  // namespace cf::cuda

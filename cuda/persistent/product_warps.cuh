@@ -1,0 +1,286 @@
+#pragma once
+// What the product warps of a block do in each phase: norms, products, attention.
+#include "cuda/persistent/attention.cuh"
+#include "cuda/persistent/norm.cuh"
+#include "cuda/persistent/product.cuh"
+
+namespace cf::cuda {
+
+/// What is added to a row's product: the bias, as stored, and the residual.
+struct Addends {
+  std::uint16_t bias;
+  float residual;
+};
+
+template <class T, int Columns>
+class ProductWarps {
+  static constexpr bool Tiles = Columns == 0;
+
+ public:
+  __device__ explicit ProductWarps(const PersistentArguments& arguments)
+      : block(Block::products(arguments)),
+        c(arguments),
+        reader(Ring{arguments}, Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
+
+  /// Runs a layer. False where a wait took too long.
+  __device__ bool run(int number) {
+    layer = number;
+#pragma unroll 1
+    for (int step = 0; step < c.phases.count; ++step) {
+      const Phase phase = c.phases.at(step);
+      make_anew(layer);
+      block.maybe_delay(layer * kPhases + step);
+      if (phase == Phase::attention ? !attend() : !prepare(phase) || !multiply(phase)) return false;
+    }
+    return true;
+  }
+
+ private:
+  /// Makes or awaits the product's tokens, but for mlp.act, which arrives slice by slice.
+  __device__ bool prepare(Phase phase) {
+    // Where no row is sliced, a row of dense and the same row of down may belong to two warps.
+    if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
+    switch (phase) {
+      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
+      case Phase::up_first: return c.parallel_residual || norms(1, 2);
+      case Phase::dense: return block.wait(Signal::context_here);
+      default: return true;
+    }
+  }
+
+  /// LayerNorms [first, end) of each token: norm 0 is input_layernorm, norm 1 post_attention_layernorm. With a parallel
+  /// residual both are of the layer's input and share its moments; with a sequential one norm 1 is of attn_residual.
+  __device__ bool norms(int first, int end) {
+    if constexpr (Tiles)
+      return norms<kTokensNormPieces>(first, end);
+    else
+      return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
+  }
+  template <int Pieces>
+  __device__ bool norms(int first, int end) {
+    const int hidden = c.dims.hidden, batch = Tiles ? c.dims.batch : 1;
+    const RowWarps rows = Tiles ? RowWarps::for_batch(hidden, batch) : RowWarps{1};
+    const auto gamma = [&](int i) { return block.pointers(layer).weights.gamma[i]; };
+    const auto beta = [&](int i) { return block.pointers(layer).weights.beta[i]; };
+    // Registers have no room for weights beside several tokens. Beside three pieces of one token they have room for one
+    // norm's weights while the row is awaited; the other norm's are loaded late.
+    constexpr bool late = Pieces > 2;
+    NormWeights<T, Tiles ? 1 : Pieces> weights[2];
+    T* const shared = block.at<T>(c.layout.norm_weights);
+    const auto load = [&](int i) {
+      if constexpr (!Tiles) weights[i].load(rows, hidden, gamma(i), beta(i));
+    };
+    const bool are_shared = Tiles && c.plan.shared_norms;
+    if constexpr (Tiles) {
+      if (are_shared && thread_index() == 0) {
+        std::uint64_t* const here = block.signal_barrier(Signal::norms_here);
+        arrive_expecting(here, (end - first) * 2 * hidden * 2);
+        for (int i = first; i < end; ++i) {
+          copy_bulk(shared + 2 * i * hidden, gamma(i), hidden * 2, here);
+          copy_bulk(shared + (2 * i + 1) * hidden, beta(i), hidden * 2, here);
+        }
+      }
+    } else {
+      if (first == 0) load(0);
+      if (end == 2 && !late) load(1);
+      if (end == 2 && late) prefetch_norm<T, Pieces>(rows, hidden, gamma(1), beta(1));
+    }
+#pragma unroll 1
+    for (int begin = 0; begin < batch; begin += rows.tokens) {
+      const int token = begin + rows.token();
+      const bool has_token = token < batch;
+      const long at = long(token) * hidden;
+      RowPieces<Pieces> row;
+      if (!has_token) {
+      } else if (first == 0 && reads_input()) {
+        load_row(rows, hidden, static_cast<const T*>(c.input) + at, row);
+      } else {
+        await_row(block, rows, (first == 0 ? c.hidden[layer % 2] : c.attn_residual) + at,
+                  first == 0 && layer == c.first_layer, layer,
+                  first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
+      }
+      if (end == 2 && late) load(1);
+      const RowMoments m = moments(block, rows, row, (begin & rows.tokens) != 0);
+      if (are_shared && begin == 0) block.wait_for_copy(Signal::norms_here);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (has_token && first <= i && i < end) {
+          T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
+          char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
+          const auto store = [&](const auto& norm_weights) {
+            normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
+          };
+          if constexpr (Tiles)
+            store(are_shared ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
+                             : StoredNormWeights<T>{reinterpret_cast<const T*>(gamma(i)),
+                                                    reinterpret_cast<const T*>(beta(i))});
+          else
+            store(weights[i]);
+        }
+    }
+    return block.sync_unless_stopped();
+  }
+
+  /// The phase's product and its epilogue. A warp that owns whole rows finishes them itself. Where rows are sliced, all
+  /// product warps first wait for each other.
+  __device__ bool multiply(Phase phase) {
+    const Product product(c, phase, layer);
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const Sums<Tiles> sums(block, product, warp);
+    const bool own_rows = sums.warps_own_rows(product);
+    // A worker finishes elements: rows and their tokens. Of a warp that owns rows the lanes are the workers, and the
+    // warp's rows are one a stage of its own; otherwise all threads are workers of all rows.
+    const int first_row = own_rows ? (warp / kStageSlices + ring_stages) % 2 * kStageSlices + unit : 0;
+    const int row_step = own_rows ? 2 * kStageSlices : 1, worker = own_rows ? lane : thread;
+    const int elements = max(product.count - first_row + row_step - 1, 0) / row_step * c.dims.batch;
+    const auto place_of = [&](int element) { return Tiles ? element / c.dims.batch : element; };
+    const auto token_of = [&](int element) { return Tiles ? element % c.dims.batch : 0; };
+    const auto row_of = [&](int element) { return first_row + place_of(element) * row_step; };
+    // The first element's addends are loaded while the product runs.
+    Addends addends{};
+    if (worker < elements) addends = load_addends(phase, product, token_of(worker), row_of(worker));
+    const bool is_down = phase == Phase::down;
+    const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
+    // Of one token mlp.act arrives whole, of several slice by slice.
+    const auto x_at = [&](int slice) -> const char* {
+      if (is_down) {
+        const ActPlace place(c, slice);
+        return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
+      }
+      return block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x) + slice * product.slice_columns * 2;
+    };
+    const auto x_used = [&](int slice) {
+      // As often as the helper warps wait for it.
+      if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.two_act_places < product.slices))
+        block.signal(Signal::act_used);
+    };
+    if (!consume_product<T, Columns>(c, reader, product, sums, ring_stages,
+                                     is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used))
+      return false;
+    ring_stages += product.template stages<Tiles>();
+    if (phase == Phase::qkv) block.signal(Signal::qkv_done);
+    if (phase == Phase::up_rest) block.signal(Signal::up_done);
+    if (own_rows)
+      __syncwarp();
+    else
+      block.sync();
+#pragma unroll 1
+    for (int i = worker; i < elements; i += own_rows ? 32 : kProductThreads) {
+      const int token = token_of(i), row = row_of(i);
+      if (i > worker) addends = load_addends(phase, product, token, row);
+      finish(phase, token, row, product.row(row),
+             sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual);
+    }
+    if (Tiles && phase == Phase::up_rest)
+      publish_done(block, c.act_done + blockIdx.x, block.tag(layer, Dependency::mlp_act));
+    else if (own_rows)
+      __syncwarp();
+    else
+      block.sync();
+    return true;
+  }
+
+  /// The residual of dense is the layer's input. Down has one where the residual is sequential: attn_residual, in a row
+  /// that this block has stored itself. `row` counts the phase's rows.
+  __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
+    const int matrix_row = product.row(row);
+    const char* const bias = block.pointers(layer).weights.bias[int(Product::weight_of(phase))];
+    const long at = long(token) * c.dims.hidden + matrix_row;
+    Addends a{};
+    if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
+    if (phase == Phase::dense)
+      a.residual =
+          reads_input() ? to_float(static_cast<const T*>(c.input)[at]) : __ldcg(&c.hidden[layer % 2][at].value);
+    if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(&c.attn_residual[at].value);
+    return a;
+  }
+  /// Publishes v, a token's finished element: `row` counts the phase's rows, `matrix_row` the matrix's.
+  __device__ void finish(Phase phase, int token, int row, int matrix_row, float v) const {
+    const long at = long(token) * c.dims.hidden + matrix_row;
+    float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + row;
+    const auto publish = [&](Dependency d, TaggedElement* to, bool with_tag, void* tap, int columns, float value) {
+      const T element = from_float<T>(value);
+      const long index = long(token) * columns + matrix_row;
+      if (with_tag)
+        store_tagged(to + index, element, block.tag(layer, d));
+      else
+        reinterpret_cast<T*>(to)[index] = element;
+      if (tap) static_cast<T*>(tap)[index] = element;
+    };
+    switch (phase) {
+      case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, 3 * c.dims.hidden, v); break;
+      case Phase::dense:
+        if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
+        if (!c.parallel_residual) {
+          store_tagged(c.attn_residual + at, v, block.tag(layer, Dependency::attn_residual));
+          break;
+        }
+        [[fallthrough]];
+      case Phase::down:
+        // With a parallel residual the output is the sum of dense and down, which come in either order.
+        if (phase != c.phases.final_phase()) {
+          *residual = v;
+          break;
+        }
+        if (c.parallel_residual) v += *residual;
+        store_tagged(c.hidden[(layer + 1) % 2] + at, v, block.tag(layer, Dependency::hidden));
+        if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
+        break;
+      default:
+        publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate,
+                c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
+    }
+  }
+  /// Whether the layer's input is the launch's, not a residual stream in scratch memory.
+  __device__ bool reads_input() const { return layer == c.first_layer && c.input; }
+
+  /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
+  __device__ bool attend() {
+    return c.dims.head_dim <= 80 ? attend<5>() : c.dims.head_dim <= 128 ? attend<8>() : attend<16>();
+  }
+  template <int Blocks>
+  __device__ bool attend() {
+    const int head_dim = c.dims.head_dim;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
+    const T* const new_token = block.at<T>(c.layout.new_token);
+    constexpr int tile_keys = AttentionTile<T, Blocks>::kKeys;
+#pragma unroll 1
+    for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
+      const KeySplit split(c, item);
+      if (!prepare_head<T>(block, split, layer)) return false;
+      AttentionTile<T, Blocks> tile;
+      // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps
+      // 4 to 7 the others.
+      const int half = warp / kStageSlices, first_stage = Tiles ? half : (half + ring_stages) % 2,
+                stages = split.stages(c);
+#pragma unroll 1
+      for (int s = Tiles ? 0 : first_stage; s < stages + split.has_newest(); s += Tiles ? 1 : 2) {
+        const bool cached = s < stages;
+        const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
+        const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : new_token + head_dim;
+        if (!Tiles || s % 2 == half)
+#pragma unroll 1
+          for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
+            tile.add(new_token, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first),
+                     head_dim, c.attention_scale);
+        if (cached) reader.release(lane == 0);
+      }
+      ring_stages += stages;
+      if (!block.wait(Signal::partials_taken)) return false;
+      // The place depends on the keys, not on what the ring has brought before: the merge has one order.
+      const int place = first_stage * kStageSlices + unit;
+      tile.store(block.at<float>(c.layout.warp_values) + place * padded_head_dim(head_dim),
+                 block.at<SoftmaxState>(c.layout.warp_states) + place, head_dim);
+      block.signal(Signal::partials_ready);
+    }
+    return true;
+  }
+
+  Block block;
+  const PersistentArguments& c;
+  RingReader<Tiles ? 1 : 2> reader;
+  int ring_stages = 0;  // stages of the ring before the phase's
+  int layer = 0;
+};
+
+}  // namespace cf::cuda

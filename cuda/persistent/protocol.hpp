@@ -1,0 +1,94 @@
+#pragma once
+// What the blocks of the persistent kernel say to each other, what the warps of a block say to each other, and the
+// order of a layer's phases. Without CUDA.
+#include <cstdint>
+#include <initializer_list>
+
+#include "cuda/persistent/plan.hpp"
+
+namespace cf::cuda {
+
+/// A float that one block makes for others. Value and tag are stored and loaded in one access, so a reader that sees
+/// the tag has the value: no flag, fence or counter. A tag belongs to one layer of one launch.
+struct alignas(8) Tagged {
+  float value;
+  unsigned tag;
+};
+/// A 16-bit element with a tag: the element's bits below, the lower half of the tag above. Every layer writes all of
+/// its elements, so the tag that a reader finds is at most a launch old, and half of a tag is enough.
+using TaggedElement = std::uint32_t;
+
+/// What a block waits for in the work of the other blocks: all that they make of one kind in one layer.
+enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
+inline constexpr int kDependencies = 5;
+
+/// A dependency of a layer as one number above 0.
+CF_HD constexpr int dependency_code(int layer, Dependency d) { return layer * kDependencies + int(d) + 1; }
+constexpr int layer_of_code(int code) { return (code - 1) / kDependencies; }
+constexpr Dependency dependency_of_code(int code) { return Dependency((code - 1) % kDependencies); }
+
+/// What the warps of a block say to each other, each through a barrier in shared memory.
+enum class Signal : int {
+  // From the product warps to the helper warps.
+  qkv_done,        // all rows of q, k and v are multiplied: attn_x is free
+  up_done,         // all rows of mlp.dense_h_to_4h are multiplied: mlp_x is free
+  act_used,        // a slice of mlp.act is in registers: its place is free
+  partials_ready,  // the warps' partial results of a key split are in shared memory
+  // From the helper warps to the product warps.
+  partials_taken,  // those are merged: their place is free
+  context_here,    // the context is in attn_x; the next layer's pointers are in shared memory
+  act_here,        // mlp.act, or a slice of it, is in mlp_x
+  act_here_too,    // a slice of mlp.act is in attn_x
+  copied,          // from the copy engine to the helper warps: the requested tokens are in shared memory
+  norms_here       // from the copy engine to the product warps: gamma and beta are in shared memory
+};
+inline constexpr int kSignals = 10;
+/// Warps, or threads that expect copies, that arrive at a signal's barrier in one of its phases.
+CF_HD constexpr int arrivals(Signal s) {
+  return s < Signal::partials_taken ? kProductWarps : s < Signal::norms_here ? kHelperWarps : 1;
+}
+
+/// The phases of a layer. up_first and up_rest are the two parts of mlp.dense_h_to_4h: with a parallel residual neither
+/// needs attention, so up_first runs while q, k and v travel from block to block, and up_rest while the context does.
+enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
+inline constexpr int kPhases = 6;
+
+/// The phases of a launch, in order. All warps of a block follow the same order, and the ring brings the phases'
+/// weights and keys in it. A phase takes four bits of one register, the first phase the lowest.
+struct PhaseOrder {
+  unsigned packed = 0;
+  int count = 0;
+
+  constexpr PhaseOrder() = default;
+  constexpr PhaseOrder(std::initializer_list<Phase> phases) {
+    for (Phase p : phases) packed |= unsigned(p) << (4 * count++);
+  }
+  CF_HD constexpr Phase at(int step) const { return Phase(packed >> (4 * step) & 0xf); }
+  CF_HD constexpr Phase final_phase() const { return at(count - 1); }
+  constexpr bool contains(Phase p) const {
+    for (int step = 0; step < count; ++step)
+      if (at(step) == p) return true;
+    return false;
+  }
+};
+
+/// One launch for whole layers.
+inline constexpr PhaseOrder kParallelPhases{Phase::qkv,     Phase::up_first, Phase::attention,
+                                            Phase::up_rest, Phase::dense,    Phase::down};
+inline constexpr PhaseOrder kSequentialPhases{Phase::qkv,      Phase::attention, Phase::dense,
+                                              Phase::up_first, Phase::up_rest,   Phase::down};
+/// Two launches a layer. With a parallel residual the first has what needs the layer's input alone; in the second, down
+/// comes before dense and runs while the context travels from block to block.
+inline constexpr PhaseOrder kParallelSplit[2] = {{Phase::qkv, Phase::up_first, Phase::up_rest},
+                                                 {Phase::attention, Phase::down, Phase::dense}};
+inline constexpr PhaseOrder kSequentialSplit[2] = {{Phase::qkv, Phase::attention, Phase::dense},
+                                                   {Phase::up_first, Phase::up_rest, Phase::down}};
+
+/// What the blocks share in device memory. Between launches all is zero but for `launches`.
+struct GridState {
+  unsigned blocks_left;  // blocks that have left the kernel; the last one to leave clears it
+  unsigned stopped;      // not 0 once a wait took too long: all blocks leave
+  unsigned launches;     // launches so far
+};
+
+}  // namespace cf::cuda

@@ -1,0 +1,68 @@
+#pragma once
+// What the stream warp of a block does: it fills the ring with the phases' weights, keys and values, in their order,
+// and never waits for activations.
+#include "cuda/persistent/attention.cuh"
+#include "cuda/persistent/product.cuh"
+
+namespace cf::cuda {
+
+/// The pointers of a layer that the stream warp needs, one a lane. Those of the launch's first layer are chosen from the
+/// kernel's arguments by constant places: an argument that is read by a lane's number comes by way of device memory, and
+/// a launch's first weights would wait for it. Those of the other layers are loaded one layer ahead.
+class StreamPointers {
+ public:
+  __device__ explicit StreamPointers(const PersistentArguments& arguments) : c(arguments), next_(first()) {}
+
+  /// Makes the layer the current one, and loads those of the next layer.
+  __device__ void begin(int layer) {
+    current_ = next_;
+    next_ = load(min(layer + 1, c.end_layer - 1));
+    asm volatile("" : "+l"(next_));  // the load is not to be moved down to its use
+  }
+  __device__ const char* matrix(Weight w) const { return at(int(w)); }
+  __device__ const char* k_cache() const { return at(kWeights); }
+  __device__ const char* v_cache() const { return at(kWeights + 1); }
+
+ private:
+  static constexpr int kFirst = int(offsetof(WeightPointers, matrix) / sizeof(void*));
+  static_assert(offsetof(LayerPointers, cache) / sizeof(void*) == kFirst + kWeights && kLayerPointers == kFirst + 6);
+
+  __device__ static int lane() { return int(threadIdx.x) % 32; }
+  __device__ std::uint64_t first() const {
+    const void* pointer = c.first_pointers.cache.v;
+    if (lane() == kWeights) pointer = c.first_pointers.cache.k;
+#pragma unroll
+    for (int i = 0; i < kWeights; ++i)
+      if (lane() == i) pointer = c.first_pointers.weights.matrix[i];
+    return reinterpret_cast<std::uint64_t>(pointer);
+  }
+  __device__ std::uint64_t load(int layer) const {
+    const auto* const words = reinterpret_cast<const std::uint64_t*>(c.layer_pointers + layer);
+    return words[kFirst + min(lane(), kWeights + 1)];
+  }
+  __device__ const char* at(int i) const { return reinterpret_cast<const char*>(__shfl_sync(~0u, current_, i)); }
+
+  const PersistentArguments& c;
+  std::uint64_t current_ = 0, next_;
+};
+
+template <bool Tiles>
+__device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
+  RingWriter writer(ring, c.plan.stages_in_flight, block.product_warps_left());
+  StreamPointers pointers(c);
+  bool go = true;
+#pragma unroll 1
+  for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) {
+    pointers.begin(layer);
+#pragma unroll 1
+    for (int step = 0; go && step < c.phases.count; ++step) {
+      const Phase phase = c.phases.at(step);
+      go = phase == Phase::attention
+               ? stream_keys(writer, c, pointers.k_cache(), pointers.v_cache())
+               : stream_product<Tiles>(writer, Product(c, phase, layer), pointers.matrix(Product::weight_of(phase)));
+    }
+  }
+  writer.drain();
+}
+
+}  // namespace cf::cuda

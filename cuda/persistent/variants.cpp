@@ -1,0 +1,37 @@
+#include "cuda/persistent/variants.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace cf::cuda {
+
+std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan) {
+  const auto text = [](int n) { return std::to_string(n); };
+  const auto kilobytes = [&](int stages) { return text(stages * plan.stage_bytes >> 10) + " KB"; };
+  std::vector<PersistentVariant> all;
+  const auto add = [&](const char* choice, std::string value, PersistentChoices choices, bool same_bits = true) {
+    all.push_back({choice, std::move(value), choices, same_bits});
+  };
+  add("none", "the plan's own choice", {});
+  for (int stages = 1; stages <= plan.stages - 2; ++stages)
+    if (stages != plan.stages_in_flight) add("bytes in flight", kilobytes(stages), {.stages_in_flight = stages});
+  for (int stages = 3; stages < plan.stages; ++stages)
+    add("ring",
+        kilobytes(stages) + ", of them " + kilobytes(std::min(stages - 2, plan.stages_in_flight)) + " in flight",
+        {.stages = stages});
+  for (int eighths : {0, 2, 4, 6, 8})
+    if (eighths != plan.up_eighths)
+      add("dependencies",
+          eighths == 0   ? "nothing hides those on q, k and v"
+          : eighths == 8 ? "nothing hides those on the context"
+                         : text(eighths) + " eighths of the MLP's first product before attention",
+          {.up_eighths = eighths});
+  for (int splits : {1, 2, 4})
+    if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits}, false);
+  for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)
+    add("attention merge", text(splits) + " splits, in a cluster's shared memory",
+        {.attention_splits = splits, .cluster_merge = true}, splits == plan.attention_splits);
+  return all;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,24 @@
+#pragma once
+// Private to cuda, cf-layer and tests.
+#include <string>
+#include <vector>
+
+#include "cuda/persistent/plan.hpp"
+#include "cuda/runtime/arch.hpp"
+
+namespace cf::cuda {
+
+/// A plan that differs from a given one in one choice.
+struct PersistentVariant {
+  std::string choice;  // "bytes in flight"
+  std::string value;   // "20 KB"
+  PersistentChoices choices;
+  bool same_bits;  // the same output bits as the given plan: all but those that sum a head's keys in another order
+};
+
+/// The plans to compare a device's own plan with, choice by choice: bytes in flight, the size of the ring, which waits
+/// between blocks other work hides, splits of a head's keys, and where the splits are merged. The first is the plan
+/// itself.
+std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan);
+
+}  // namespace cf::cuda

@@ -1,0 +1,80 @@
+#pragma once
+// What is asked of every call before its launches are added to a list. Private to cuda.
+#include <cuda_runtime_api.h>
+
+#include "core/contract.hpp"
+#include "cuda/runtime/context.hpp"
+#include "cuda/runtime/launch_list.hpp"
+
+namespace cf::cuda {
+
+/// ok, or Code::device_error (out_of_memory where it is that) with CUDA's own words. The error is cleared, so that
+/// the next call starts clean.
+Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = SourceLocation::current());
+
+/// The limits of a device as its properties give them. Refuses a compute capability that there are no kernels for.
+Result<Arch> arch_of(const cudaDeviceProp& properties, int device);
+
+/// Refuses tensors that do not lie in the device's memory, by name, those not aligned to `alignment_bytes`,
+/// and float64 weights.
+class DeviceCheck {
+ public:
+  DeviceCheck(std::string_view op, int device, std::size_t alignment_bytes = 16)
+      : op_(op), device_(device), alignment_bytes_(alignment_bytes) {}
+
+  template <class V, class Shape>
+  void operator()(const TensorSpec& t, const V& v, const Shape&) {
+    look(t, v.data, v.dtype);
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  void look(const TensorSpec& t, const void* data, DType dtype);
+  Status examine(const TensorSpec& t, const void* data, DType dtype) const;
+
+  std::string_view op_;
+  int device_;
+  std::size_t alignment_bytes_;
+  Status status_;
+};
+
+/// The contract's own check, then where the tensors lie.
+template <class Args>
+Status check_call(const Args& args, const LaunchList& launches) {
+  using Op = typename Args::Op;
+  CF_TRY(Op::check(args));
+  DeviceCheck check(Op::name, launches.device());
+  Op::tensors(Op::dims(args), args, check);
+  return check.status();
+}
+
+/// Kernels read 16 bytes at a time: of a 16-bit type, eight elements.
+inline Status check_multiple_of_8(std::string_view op, std::string_view name, std::int64_t size) {
+  if (size % 8 == 0) return {};
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(name) +
+                                                " a multiple of 8, got " + std::to_string(size));
+}
+
+/// Tensor cores multiply what is of one 16-bit dtype.
+inline Status check_weight_dtype(std::string_view op, DType activation, DType weight) {
+  if (weight == activation) return {};
+  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(to_string(activation)) +
+                                                " activations with weights of the same dtype, got " +
+                                                std::string(to_string(weight)));
+}
+
+/// Calls f with the C++ type of a 16- or 32-bit floating-point dtype; anything else is unimplemented.
+template <class F>
+Status with_activation(std::string_view op, DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f16: return f(f16{});
+    case DType::bf16: return f(bf16{});
+    case DType::f32: return f(float{});
+    default:
+      return Status::error(Code::unimplemented, std::string(op) +
+                                                    ": cuda takes float16, bfloat16 or float32 activations, got " +
+                                                    std::string(to_string(dtype)));
+  }
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,82 @@
+#include "cuda/runtime/launch_list.hpp"
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstring>
+
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/launch.hpp"
+#include "cuda/runtime/range.hpp"
+#include "cuda/runtime/shared_memory.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr std::size_t kMaxArguments = 16;
+
+}  // namespace
+
+Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void* kernel, const Argument* arguments,
+                       std::size_t argument_count) {
+  if (argument_count > kMaxArguments)
+    return Status::error(Code::device_error, std::string(op) + ": expected a kernel of at most " +
+                                                 std::to_string(kMaxArguments) + " arguments, got " +
+                                                 std::to_string(argument_count));
+  CF_TRY(allow_shared_memory(op, kernel, shape.smem_bytes));
+  launches_.push_back({.op = op,
+                       .label = label_ ? label_ : op.data(),
+                       .kernel = kernel,
+                       .grid = {shape.grid.x, shape.grid.y, shape.grid.z},
+                       .block = {shape.block.x, shape.block.y, shape.block.z},
+                       .smem_bytes = shape.smem_bytes,
+                       .cluster_blocks = shape.cluster_blocks,
+                       .first_argument = offsets_.size(),
+                       .argument_count = argument_count});
+  for (std::size_t i = 0; i < argument_count; ++i) {
+    const std::size_t at = values_.size();
+    offsets_.push_back(at);
+    values_.resize(at + (arguments[i].bytes + sizeof(Unit) - 1) / sizeof(Unit));
+    std::memcpy(&values_[at], arguments[i].data, arguments[i].bytes);
+  }
+  return {};
+}
+
+Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
+  int least_priority = 0, greatest_priority = 0;
+  if (mode.urgent)
+    CF_TRY(from_cuda(cudaDeviceGetStreamPriorityRange(&least_priority, &greatest_priority), "stream priorities"));
+  for (const Launch& l : launches_) {
+    const Range range(l.label);
+    std::array<cudaLaunchAttribute, 4> attributes;
+    cudaLaunchConfig_t config{};
+    config.gridDim = {l.grid[0], l.grid[1], l.grid[2]};
+    config.blockDim = {l.block[0], l.block[1], l.block[2]};
+    config.dynamicSmemBytes = l.smem_bytes;
+    config.stream = stream;
+    config.attrs = attributes.data();
+    if (mode.early) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (mode.urgent) {
+      attributes[config.numAttrs].id = cudaLaunchAttributePriority;
+      attributes[config.numAttrs++].val.priority = greatest_priority;
+    }
+    if (mode.side_by_side) {
+      attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+      attributes[config.numAttrs++].val.sharedMemCarveout = kSideBySideSharedPercent;
+    }
+    if (l.cluster_blocks > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {unsigned(l.cluster_blocks), 1, 1};
+    }
+    std::array<void*, kMaxArguments> arguments;
+    for (std::size_t i = 0; i < l.argument_count; ++i)
+      arguments[i] = const_cast<Unit*>(&values_[offsets_[l.first_argument + i]]);
+    CF_TRY(from_cuda(cudaLaunchKernelExC(&config, l.kernel, arguments.data()), l.op));
+  }
+  return {};
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,46 @@
+#pragma once
+// Streams, events and graphs with an owner. Private to cuda and the programs' timer.
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "cuda/runtime/check.hpp"
+
+namespace cf::cuda {
+
+struct Destroy {
+  void operator()(CUstream_st* s) const { (void)cudaStreamDestroy(s); }
+  void operator()(CUevent_st* e) const { (void)cudaEventDestroy(e); }
+  void operator()(CUgraph_st* g) const { (void)cudaGraphDestroy(g); }
+  void operator()(CUgraphExec_st* g) const { (void)cudaGraphExecDestroy(g); }
+};
+using Stream = std::unique_ptr<CUstream_st, Destroy>;
+using Event = std::unique_ptr<CUevent_st, Destroy>;
+using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
+
+/// A stream beside the default one, with no order between the two.
+inline Result<Stream> make_stream() {
+  cudaStream_t stream = nullptr;
+  CF_TRY(from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
+  return Stream(stream);
+}
+
+/// A graph of what `enqueue` puts onto the stream, which is not the default one; its kernels keep their priorities.
+/// Nothing runs.
+template <class Enqueue>
+Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
+  CF_TRY(from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture"));
+  // A capture must end, whatever happened within.
+  const Status enqueued = enqueue();
+  cudaGraph_t captured = nullptr;
+  const Status ended = from_cuda(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
+  const std::unique_ptr<CUgraph_st, Destroy> graph(captured);
+  if (!enqueued) return enqueued;
+  if (!ended) return ended;
+  cudaGraphExec_t exec = nullptr;
+  CF_TRY(from_cuda(cudaGraphInstantiate(&exec, captured, cudaGraphInstantiateFlagUseNodePriority),
+                   "cudaGraphInstantiate"));
+  return GraphExec(exec);
+}
+
+}  // namespace cf::cuda

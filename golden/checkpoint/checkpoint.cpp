@@ -1,0 +1,511 @@
+#include "golden/checkpoint/checkpoint.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <new>
+#include <optional>
+#include <set>
+#include <system_error>
+
+#include "golden/checkpoint/hf_config.hpp"
+#include "golden/checkpoint/json.hpp"
+#include "golden/checkpoint/mapped_file.hpp"
+
+namespace cf::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kSingleFile = "model.safetensors";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr std::string_view kLayers = "gpt_neox.layers.";
+
+std::string layer_prefix(std::int64_t layer) { return std::string(kLayers) + std::to_string(layer) + "."; }
+
+/// The dtypes that a weight may have, as files spell them.
+std::optional<DType> weight_dtype(std::string_view stored) {
+  if (stored == "F16") return DType::f16;
+  if (stored == "BF16") return DType::bf16;
+  if (stored == "F32") return DType::f32;
+  return std::nullopt;
+}
+
+std::string join(const std::string& directory, const std::string& name) {
+  return (fs::path(directory) / name).string();
+}
+
+bool is_file(const std::string& path) {
+  std::error_code none;
+  return fs::is_regular_file(path, none);
+}
+
+/// The refusal of a directory without safetensors files.
+Status no_safetensors(const std::string& directory) {
+  std::error_code error;
+  std::string bin;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
+    if (it->path().extension() == ".bin") bin = std::max(bin, it->path().filename().string());
+  const std::string expected = std::string("expected ") + kSingleFile + " or " + kIndexFile;
+  if (bin.empty()) return Status::error(Code::not_found, directory + ": holds no safetensors file, " + expected);
+  return Status::error(Code::not_found,
+                       directory + ": holds " + quote(bin) + " but no safetensors file, " + expected +
+                           "; convert it with: python3 -c \"from transformers import AutoModelForCausalLM as M; "
+                           "M.from_pretrained('" +
+                           directory + "', torch_dtype='auto').save_pretrained('OUT', safe_serialization=True)\"");
+}
+
+/// Reads the index: tensor name -> shard, each of them a file beside it.
+Result<std::map<std::string, std::string>> read_index(const std::string& directory) {
+  const std::string path = join(directory, kIndexFile);
+  const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, path + ": " + what); };
+  const Result<MappedFile> file = map_file(path);
+  if (!file) return file.status();
+  const Result<Json> index = parse_json_object(file->text(), path);
+  if (!index) return index.status();
+
+  if (const auto metadata = index->find("metadata"); metadata != index->end() && !metadata->is_null()) {
+    if (!metadata->is_object()) return refuse("'metadata': expected an object, got " + shown(*metadata));
+    const auto total = metadata->find("total_size");
+    if (total != metadata->end() && !(total->is_number() && total->get<double>() >= 0))
+      return refuse("'metadata.total_size': expected a number of bytes, got " + shown(*total));
+  }
+  const auto weight_map = index->find("weight_map");
+  if (weight_map == index->end()) return refuse("'weight_map' is missing, expected an object of tensor to shard");
+  if (!weight_map->is_object()) return refuse("'weight_map': expected an object, got " + shown(*weight_map));
+  std::map<std::string, std::string> shard_of;
+  std::set<std::string> found;
+  for (const auto& [tensor, value] : weight_map->items()) {
+    const std::string where = "tensor " + quote(tensor) + ": ";
+    if (!value.is_string()) return refuse(where + "expected a shard's file name, got " + shown(value));
+    const std::string shard = value.get<std::string>();
+    if (shard.empty() || shard == "." || shard == ".." ||
+        shard.find_first_of(std::string_view("/\\\0", 3)) != shard.npos)
+      return refuse(where + "expected a plain file name for its shard, got " + quote(shard));
+    if (!found.contains(shard)) {
+      if (!is_file(join(directory, shard)))
+        return refuse(where + "expected its shard " + quote(shard) + " beside the index, got no such file");
+      found.insert(shard);
+    }
+    shard_of.emplace(tensor, shard);
+  }
+  return shard_of;
+}
+
+/// The directory's GPTQ config: that of the first file which has one. A note says where a later file differs.
+Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, std::vector<std::string>& notes) {
+  std::optional<GptqConfig> first;
+  std::string first_source;
+  const auto add = [&](std::string_view text, const std::string& source) -> Status {
+    const Result<GptqConfig> c = parse_gptq_config(text, source);
+    if (!c) return c.status();
+    if (first && *first != *c) notes.push_back(source + ": differs from " + first_source + ", which counts");
+    if (!first) {
+      first = *c;
+      first_source = source;
+    }
+    return {};
+  };
+  for (const char* name : {"quantize_config.json", "quant_config.json"}) {
+    const std::string path = join(directory, name);
+    if (!is_file(path)) continue;
+    const Result<MappedFile> file = map_file(path);
+    if (!file) return file.status();
+    CF_TRY(add(file->text(), path));
+  }
+  const std::string path = join(directory, "config.json");
+  const Result<MappedFile> file = map_file(path);
+  if (!file) return file.status();
+  const Result<Json> config = parse_json_object(file->text(), path);
+  if (!config) return config.status();
+  if (const auto it = config->find("quantization_config"); it != config->end() && !it->is_null())
+    CF_TRY(add(it->dump(), path + ": 'quantization_config'"));
+  return first;
+}
+
+/// Makes the weight of each Linear that the config names a GptqWeight, still without tensors.
+void mark_quantised(const ModelConfig& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
+  if (!gptq) return;
+  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, std::int64_t, std::int64_t in, bool) {
+    if (std::find(gptq->modules.begin(), gptq->modules.end(), module) != gptq->modules.end())
+      l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? in : gptq->group_size};
+  });
+}
+
+/// An element's coordinate: "(2, 5)".
+std::string coordinate(std::int64_t element, const Shape& shape) {
+  Shape at(shape.size());
+  for (std::size_t i = shape.size(); i-- > 0; element /= shape[i]) at[i] = element % shape[i];
+  return to_string(at);
+}
+
+/// What is wrong with an array that holds NaN or infinity, with the first such element and their number; otherwise "".
+/// Looks at the exponents alone: all of their bits are ones in these numbers and in no other.
+template <class Bits>
+std::string not_finite(const Bits* bits, const Shape& shape, Bits exponent) {
+  const std::int64_t size = element_count(shape);
+  const auto is_bad = [&](Bits x) { return (x & exponent) == exponent; };
+  Bits any = 0;  // without a branch, so that the compiler vectorises the loop
+  for (std::int64_t i = 0; i < size; ++i) any |= Bits(is_bad(bits[i]));
+  if (!any) return "";
+  const auto count = std::count_if(bits, bits + size, is_bad);
+  const Bits* first = std::find_if(bits, bits + size, is_bad);
+  const Bits mantissa = Bits(exponent & (~exponent + 1)) - 1;
+  return "element " + coordinate(first - bits, shape) + ": expected a finite number, got " +
+         (*first & mantissa ? "NaN" : "infinity") + "; " + std::to_string(count) + " of " + std::to_string(size) +
+         " elements are not finite";
+}
+
+std::string not_finite(const void* data, DType dtype, const Shape& shape) {
+  const auto* bits16 = static_cast<const std::uint16_t*>(data);
+  switch (dtype) {
+    case DType::f16: return not_finite<std::uint16_t>(bits16, shape, 0x7c00);
+    case DType::bf16: return not_finite<std::uint16_t>(bits16, shape, 0x7f80);
+    case DType::f32: return not_finite<std::uint32_t>(static_cast<const std::uint32_t*>(data), shape, 0x7f800000);
+    default: return "";  // integers
+  }
+}
+
+/// What is wrong with the values of a quantised matrix, as "part': what".
+std::string gptq_fault(const GptqWeight& w) {
+  const std::int64_t groups = w.scales.shape[0];
+  for (std::int64_t k = 0; k < w.g_idx.size(); ++k)
+    if (w.g_idx.data[k] < 0 || w.g_idx.data[k] >= groups)
+      return "g_idx': element " + std::to_string(k) + ": expected 0 to " + std::to_string(groups - 1) + ", got " +
+             std::to_string(w.g_idx.data[k]);
+  const std::string fault = not_finite(w.scales.data, DType::f16, {groups, w.scales.shape[1]});
+  return fault.empty() ? "" : "scales': " + fault;
+}
+
+/// The code in qzeros, where all of them hold the same.
+std::optional<std::int32_t> only_zero(const GptqWeight& w) {
+  const std::int32_t first = w.qzeros.data[0] & ((1 << w.bits) - 1);
+  std::uint32_t word = 0;
+  for (int shift = 0; shift < 32; shift += w.bits) word |= std::uint32_t(first) << shift;
+  for (std::int64_t i = 0; i < w.qzeros.size(); ++i)
+    if (std::uint32_t(w.qzeros.data[i]) != word) return std::nullopt;
+  return first;
+}
+
+/// The names of tensors in a GPT-NeoX checkpoint.
+class KnownNames {
+ public:
+  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq) : layers_(m.num_hidden_layers) {
+    ModelSpec untied = m.spec();  // some checkpoints hold a tied LM head beside the embedding
+    untied.traits.tied_embeddings = false;
+    ModelWeights rest;
+    for_each_model_weight(untied, rest, [&](const TensorSpec& t, auto&, auto) { outside_.emplace(t.name); });
+    LayerWeights weights;
+    mark_quantised(m, gptq, weights);
+    for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) { in_layer_.emplace(t.name); });
+  }
+  bool contains(std::string_view name) const {
+    if (!name.starts_with(kLayers)) return outside_.contains(name);
+    name.remove_prefix(kLayers.size());
+    std::int64_t layer = -1;
+    const auto [dot, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
+    if (error != std::errc() || layer < 0 || layer >= layers_) return false;
+    // "007" is not a name of layer 7.
+    const std::string number = std::to_string(layer) + ".";
+    return name.starts_with(number) && in_layer_.contains(name.substr(number.size()));
+  }
+
+ private:
+  using Names = std::set<std::string, std::less<>>;
+
+  std::int64_t layers_;
+  Names outside_;  // of the layers
+  // Below gpt_neox.layers.N: the weights, and the buffers that old versions of transformers saved.
+  Names in_layer_{"attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"};
+};
+
+}  // namespace
+
+Result<Checkpoint> Checkpoint::open(const std::string& directory) {
+  std::error_code none;
+  const fs::file_status status = fs::status(directory, none);
+  if (!fs::exists(status)) return Status::error(Code::not_found, directory + ": no such directory");
+  if (!fs::is_directory(status))
+    return Status::error(Code::invalid_file, directory + ": is no directory, expected a checkpoint's");
+  Result<ModelConfig> config = read_hf_config(join(directory, "config.json"));
+  if (!config) return config.status();
+
+  Checkpoint c;
+  c.directory_ = directory;
+  c.config_ = std::move(*config);
+  if (c.config_.name.empty()) {
+    const fs::path path(directory);
+    c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
+  }
+  Result<std::optional<GptqConfig>> gptq = read_gptq_config(directory, c.notes_);
+  if (!gptq) return gptq.status();
+  c.gptq_ = std::move(*gptq);
+  if (is_file(join(directory, kSingleFile))) return c;
+  if (!is_file(join(directory, kIndexFile))) return no_safetensors(directory);
+  auto shard_of = read_index(directory);
+  if (!shard_of) return shard_of.status();
+  c.sharded_ = true;
+  c.shard_of_ = std::move(*shard_of);
+  return c;
+}
+
+struct Checkpoint::OpenFiles {
+  std::mutex mutex;
+  std::map<std::string, File> files;
+};
+
+Checkpoint::Checkpoint() : open_files_(std::make_shared<OpenFiles>()) {}
+
+CheckpointStorage::~CheckpointStorage() {
+  for (const TensorEntry* t : mapped) drop_pages(t->data, std::uint64_t(t->bytes));
+}
+
+Result<Checkpoint::File> Checkpoint::file(const std::string& name) const {
+  const std::lock_guard lock(open_files_->mutex);
+  File& file = open_files_->files[name];
+  if (!file) {
+    Result<SafetensorsFile> opened = SafetensorsFile::open(join(directory_, name));
+    if (!opened) return opened.status();
+    file = std::make_shared<const SafetensorsFile>(std::move(*opened));
+  }
+  return file;
+}
+
+Result<Checkpoint::Found> Checkpoint::find(const std::string& name) const {
+  std::string file_name = kSingleFile;
+  if (sharded_) {
+    const auto it = shard_of_.find(name);
+    if (it == shard_of_.end())
+      return Status::error(Code::not_found, join(directory_, kIndexFile) + ": tensor " + quote(name) +
+                                                " is missing, expected its shard");
+    file_name = it->second;
+  }
+  CF_TRY_ASSIGN(File holder, file(file_name));
+  const TensorEntry* entry = holder->find(name);
+  if (!entry)
+    return Status::error(Code::not_found, holder->path() + ": tensor " + quote(name) + " is missing" +
+                                              (sharded_ ? ", expected by the index" : ""));
+  return Found{std::move(holder), entry};
+}
+
+bool Checkpoint::has(const std::string& name) const {
+  if (sharded_) return shard_of_.contains(name);
+  const Result<File> holder = file(kSingleFile);
+  return holder && (*holder)->find(name);
+}
+
+/// Points views to tensors. All that are not quantised have the dtype of the first.
+class Checkpoint::Loader {
+ public:
+  explicit Loader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+
+  template <class V>
+  Status load(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
+    CF_TRY_ASSIGN(const Found found, checkpoint_.find(name));
+    const TensorEntry& entry = *found.entry;
+    const auto refuse = [&](const std::string& what, const std::string& got) {
+      return Status::error(Code::invalid_file,
+                           found.file->path() + ": tensor " + quote(name) + ": expected " + what + ", got " + got);
+    };
+    const Shape expected(shape.begin(), shape.end());
+    if (entry.shape != expected) return refuse("shape " + to_string(expected), to_string(entry.shape));
+    auto dtype = weight_dtype(entry.stored_dtype);
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
+      if (!dtype) return refuse("dtype F16, BF16 or F32", entry.stored_dtype);
+      if (first_.empty()) {
+        first_ = name;
+        dtype_ = *dtype;
+      }
+      if (*dtype != dtype_)
+        return refuse("dtype " + std::string(to_string(dtype_)) + " as " + quote(first_) + " has",
+                      std::string(to_string(*dtype)));
+    } else {
+      const std::string_view part = V::dtype == DType::i32 ? "I32" : "F16";
+      if (entry.stored_dtype != part) return refuse("dtype " + std::string(part), entry.stored_dtype);
+      dtype = V::dtype;
+    }
+
+    const void* data = entry.data;
+    if (reinterpret_cast<std::uintptr_t>(data) % size_bytes(*dtype)) {
+      Tensor copy(*dtype, expected);
+      std::memcpy(copy.data(), data, std::size_t(entry.bytes));
+      data = copy.data();
+      storage_->copies.push_back(std::move(copy));
+    }
+    point(view, data, shape, *dtype);
+    storage_->mapped.push_back(&entry);
+    if (std::find(storage_->files.begin(), storage_->files.end(), found.file) == storage_->files.end())
+      storage_->files.push_back(found.file);
+    return {};
+  }
+  DType dtype() const { return dtype_; }
+  std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
+
+ private:
+  const Checkpoint& checkpoint_;
+  std::string first_;  // the tensor with which all others must share the dtype
+  DType dtype_ = DType::f16;
+  std::shared_ptr<CheckpointStorage> storage_ = std::make_shared<CheckpointStorage>();
+};
+
+Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const {
+  mark_quantised(config_, gptq_, weights);
+  Status status;
+  for_each_linear(
+      config_, weights, [&](std::string_view module, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
+        if (!status) return;
+        const std::string name = layer_prefix(layer) + std::string(module);
+        const auto refuse = [&](const char* part, const std::string& what) {
+          status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
+        };
+        const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+        if (!gptq && !has(name + ".weight") && has(name + ".qweight"))
+          return refuse(".weight", "expected a dense weight" +
+                                       std::string(gptq_ ? " of a Linear that is not quantised" : "") +
+                                       ", got qweight");
+        if (!gptq) return;
+        if (!has(name + ".qweight") && has(name + ".weight"))
+          return refuse(".qweight", "expected a quantised weight, got the dense weight");
+        for (std::int64_t size : {in, out})
+          if (size % gptq->codes_per_word())
+            return refuse(".qweight", "expected sizes that are multiples of the " +
+                                          std::to_string(gptq->codes_per_word()) + " codes in a word, got " +
+                                          to_string(Shape{out, in}));
+      });
+  return status;
+}
+
+Status Checkpoint::check_values(std::int64_t layer, LayerWeights& weights, std::vector<std::string>& notes) const {
+  Status status;
+  for_each_linear(config_, weights, [&](std::string_view module, LinearParams& l, auto...) {
+    auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (!gptq || !status) return;
+    const std::string name = "tensor '" + layer_prefix(layer) + std::string(module) + ".";
+    if (const std::string fault = gptq_fault(*gptq); !fault.empty()) {
+      status = Status::error(Code::invalid_file, directory_ + ": " + name + fault);
+      return;
+    }
+    const std::string said = gptq_->v2 ? "'gptq_v2'" : "'gptq'";
+    const auto note = [&](const std::string& what) { notes.push_back(directory_ + ": " + name + what); };
+    gptq->zero_offset = gptq_->v2 ? 0 : 1;
+    if (gptq_->sym) {
+      const std::int32_t middle = 1 << (gptq->bits - 1);
+      const std::optional<std::int32_t> zero = only_zero(*gptq);
+      if (zero && (*zero == middle || *zero == middle - 1)) {
+        const std::int32_t offset = middle - *zero;
+        if (offset != gptq->zero_offset)
+          note("qzeros': all are " + std::to_string(*zero) + " with sym, which is format " +
+               (offset ? "'gptq'" : "'gptq_v2'") + "; the config says " + said);
+        gptq->zero_offset = offset;
+      } else {
+        note("qzeros': expected all " + std::to_string(middle) + " or all " + std::to_string(middle - 1) +
+             " with sym, got others; read as the config's format " + said);
+      }
+    }
+    bool ordered = true;
+    for (std::int64_t k = 0; k < gptq->g_idx.size(); ++k)
+      ordered = ordered && gptq->g_idx.data[k] == k / gptq->group_size;
+    if (!ordered && !gptq_->desc_act)
+      note("g_idx': expected input / group_size without desc_act, got others; g_idx counts");
+  });
+  return status;
+}
+
+Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
+  if (index < 0 || index >= config_.num_hidden_layers)
+    return Status::error(Code::invalid_argument, directory_ + ": layer must be 0 to " +
+                                                     std::to_string(config_.num_hidden_layers - 1) + ", got " +
+                                                     std::to_string(index));
+  try {
+    CheckpointLayer layer{.index = index, .weights = {}, .storage = {}, .notes = notes_};
+    CF_TRY(check_kinds(index, layer.weights));
+    Loader loader(*this);
+    Status status;
+    for_each_weight(config_, layer.weights, [&](const TensorSpec& t, auto& view, auto shape) {
+      if (status) status = loader.load(layer_prefix(index) + std::string(t.name), view, shape);
+    });
+    CF_TRY(status);
+    CF_TRY(check_values(index, layer.weights, layer.notes));
+    layer.dtype = loader.dtype();
+    layer.storage = loader.storage();
+    return layer;
+  } catch (const std::bad_alloc&) {
+    return Status::error(Code::out_of_memory, directory_ + ": no memory for layer " + std::to_string(index));
+  }
+}
+
+Result<CheckpointModel> Checkpoint::model() const {
+  try {
+    CheckpointModel model{.weights = {}, .storage = {}, .notes = notes_};
+    std::vector<LayerWeights>& layers = model.weights.layers;
+    layers.resize(std::size_t(config_.num_hidden_layers));
+    for (std::size_t i = 0; i < layers.size(); ++i) CF_TRY(check_kinds(std::int64_t(i), layers[i]));
+    Loader loader(*this);
+    Status status;
+    for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, auto& view, auto shape) {
+      if (status) status = loader.load(std::string(t.name), view, shape);
+    });
+    CF_TRY(status);
+    for (std::size_t i = 0; i < layers.size(); ++i) CF_TRY(check_values(std::int64_t(i), layers[i], model.notes));
+    tie_embeddings(config_, model.weights);
+    model.dtype = loader.dtype();
+    model.storage = loader.storage();
+    return model;
+  } catch (const std::bad_alloc&) {
+    return Status::error(Code::out_of_memory, directory_ + ": no memory for the model");
+  }
+}
+
+template <class V>
+Status Checkpoint::check_finite(const std::string& name, const V& view, DType dtype) const {
+  const std::string fault = not_finite(view.data, dtype_of_view<V>(dtype), Shape(view.shape.begin(), view.shape.end()));
+  if (fault.empty()) return {};
+  const Result<Found> found = find(name);
+  return Status::error(Code::invalid_file,
+                       (found ? found->file->path() : directory_) + ": tensor " + quote(name) + ": " + fault);
+}
+
+Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
+  Status status;
+  for_each_weight(config_, layer.weights, [&](const TensorSpec& t, const auto& view, auto) {
+    if (status) status = check_finite(layer_prefix(layer.index) + std::string(t.name), view, layer.dtype);
+  });
+  return status;
+}
+
+Status Checkpoint::check_finite(const CheckpointModel& model) const {
+  Status status;
+  for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, const auto& view, auto) {
+    if (status) status = check_finite(std::string(t.name), view, model.dtype);
+  });
+  return status;
+}
+
+Status Checkpoint::check_names() const {
+  std::set<std::string> names;
+  for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
+  if (!sharded_) names.insert(kSingleFile);
+  const KnownNames known(config_, gptq_);
+  for (const std::string& name : names) {
+    const Result<File> shard = file(name);
+    if (!shard) return shard.status();
+    for (const TensorEntry& t : (*shard)->tensors()) {
+      const auto refuse = [&](const std::string& what) {
+        return Status::error(Code::invalid_file, (*shard)->path() + ": tensor " + quote(t.name) + what);
+      };
+      if (!known.contains(t.name))
+        return refuse(": expected names of a GPT-NeoX model of " + std::to_string(config_.num_hidden_layers) +
+                      " layers, got another");
+      if (!sharded_) continue;
+      const auto it = shard_of_.find(t.name);
+      if (it == shard_of_.end()) return refuse(" is not in the index, expected it there");
+      if (it->second != name) return refuse(" is duplicate, expected it in " + quote(it->second) + " alone");
+    }
+  }
+  return {};
+}
+
+}  // namespace cf::checkpoint

@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""Tests of the GPU benchmarks' scripts, as far as neither a GPU nor torch is needed."""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import unittest
+
+APPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "apps")
+sys.path.insert(0, APPS)
+
+import bench_page
+import bench_peers
+import plot_bench
+
+
+def configuration(kv_len, median_us, impl="graph", sites=()):
+    timing = {"median_us": median_us, "p10_us": median_us - 1, "p99_us": median_us + 1}
+    total = {"site": "total", "bytes": 158_000_000, "percent_of_read": 80.0} | timing
+    return {
+        "batch": 1, "kv_len": kv_len, "impl": impl, "read_best_gb_per_s": 4000.0, "sites": list(sites), "total": total
+    }  # fmt: skip
+
+
+SITES = [{"site": "input_layernorm", "percent_of_read": 1.5}, {"site": "attention.dense", "percent_of_read": 60.0}]
+LAYER = {
+    "program": "cf-layer",
+    "model": "pythia-2.8b",
+    "gpu": "a GPU",
+    "configurations": [configuration(128, 50.0, sites=SITES), configuration(2048, 60.0, sites=SITES)],
+}
+
+
+def step(layers, kv_len, median_us):
+    """A configuration of a stack of four layers, of which a step takes so many."""
+    step = {"site": f"{layers} layers", "median_us": median_us}
+    sizes = {"step_layers": layers, "resident_layers": 4, "step": step}
+    return configuration(kv_len, median_us / layers, "persistent") | sizes
+
+
+GROWTH = LAYER | {
+    "commit": "abc",
+    "command": "cf-layer",
+    "configurations": [step(1, 128, 50.0), step(2, 128, 90.0), step(4, 128, 170.0), step(4, 228, 173.0),
+                       step(4, 328, 172.0)],
+}  # fmt: skip
+
+
+def peer(system, kv_len, **fields):
+    return {"preset": "pythia-2.8b", "batch": 1, "kv_len": kv_len, "system": system} | fields
+
+
+def run(script, *argv):
+    """A script's exit status and what it printed on stdout and stderr."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        return script.main(list(argv)), stdout.getvalue(), stderr.getvalue()
+
+
+class Files(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = directory.name
+
+    def write(self, name, text, executable=False):
+        path = os.path.join(self.directory, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        if executable:
+            os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
+        return path
+
+
+class Rows(Files):
+    def test_spread_is_per_layer(self):
+        self.assertEqual(bench_peers.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
+
+    def test_a_layer_report_becomes_rows(self):
+        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        self.assertEqual([(r["kv_len"], r["median_us"], r["system"]) for r in rows],
+                         [(128, 50.0, "cf-layer graph"), (2048, 60.0, "cf-layer graph")])  # fmt: skip
+
+    def test_earlier_names_of_impls_are_read_as_today_s(self):
+        impls = "fused", "stack", "persistent"
+        report = LAYER | {"configurations": [configuration(128, 50.0, impl) for impl in impls]}
+        systems = [row["system"] for row in bench_peers.layer_rows(report, "pythia-2.8b")]
+        self.assertEqual(systems, ["cf-layer layer", "cf-layer persistent", "cf-layer persistent"])
+
+    def test_earlier_names_of_fields_are_read_as_today_s(self):
+        configurations = [step(1, 128, 50.0), step(2, 128, 90.0), step(4, 128, 170.0)]
+        earlier = []
+        for c in configurations:
+            times = {"stack": c["step"], "seq_len": c["kv_len"]}
+            earlier.append({key: c[key] for key in c if key not in ("step", "kv_len")} | times)
+        report = LAYER | {"configurations": configurations}
+        self.assertEqual(plot_bench.growths(report), [
+            ("pythia-2.8b, batch 1, persistent, kv_len 128", "layer", [(1, 50.0), (2, 90.0), (4, 170.0)])
+        ])  # fmt: skip
+        self.assertEqual(plot_bench.growths(LAYER | {"configurations": earlier}), plot_bench.growths(report))
+        self.assertEqual(bench_peers.layer_rows(LAYER | {"configurations": earlier}, "p"),
+                         bench_peers.layer_rows(report, "p"))  # fmt: skip
+
+    def test_of_the_products_the_four_together_count(self):
+        times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8}
+        times |= {"cold": True, "floor_us": 0.5, "limit": "read"}
+        results = [{"site": site, "batch": 1, "kv_len": 1} | times for site in ("attention.dense", "layer")]
+        self.assertEqual(len(bench_peers.op_rows({"op": "linear", "results": results}, "p")), 1)
+        self.assertEqual(len(bench_peers.op_rows({"op": "attention", "results": results}, "p")), 2)
+
+    def test_ratios_are_over_our_fastest_on_the_same_work(self):
+        rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
+                peer("torch_ops", 128, median_us=200.0), peer("torch_ops", 2048, median_us=300.0),
+                peer("hf_eager", 128, error="RuntimeError: no")]  # fmt: skip
+        expected = {"preset": "pythia-2.8b", "batch": 1, "kv_len": 128, "peer": "torch_ops", "ours": "cf-layer graph"}
+        self.assertEqual(bench_peers.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            bench_peers.print_table({"stack": rows})
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |", out.getvalue())
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |", out.getvalue())
+
+    def test_a_program_s_report_or_its_refusal(self):
+        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"a\": 1}' >\"$2\"\n"
+        good = self.write("good", script, True)
+        bad = self.write("bad", "#!/bin/sh\necho 'cf-op: no CUDA device' >&2\nexit 2\n", True)
+        self.assertEqual(bench_peers.run_program([good, "--runs", "1"], 10), {"a": 1})
+        with self.assertRaisesRegex(RuntimeError, "^exit code 2: cf-op: no CUDA device$"):
+            bench_peers.run_program([bad], 10)
+
+    def test_a_measurement_that_takes_too_long_ends(self):
+        with self.assertRaisesRegex(TimeoutError, "stopped after 1 s"):
+            with bench_peers.time_limit(1):
+                while True:
+                    pass
+
+    def test_what_was_measured_is_kept_and_what_comes_too_late_is_not_begun(self):
+        path = os.path.join(self.directory, "r.json")
+        arguments = argparse.Namespace(runs=1, warmup=0, time_limit_s=60, peer_timeout_s=30, json=path)
+        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"commit\": \"abc\"}' >\"$2\"\n"
+        program = self.write("cf-op", script, True)
+        bench = bench_peers.Bench(arguments, {"gpu": "a GPU"})
+        rows = lambda report, preset: [peer("cf-op", 128, median_us=10.0)]
+        bench.program("attention", "pythia-2.8b", [program], rows)
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)
+        self.assertEqual((kept["gpu"], kept["commit"]), ("a GPU", "abc"))
+        self.assertEqual(kept["results"]["attention"], rows(None, None))
+        bench.end_s -= 60
+        bench.program("attention", "pythia-2.8b", [program], rows)
+        with open(path, encoding="utf-8") as file:
+            kept = json.load(file)["results"]["attention"]
+        self.assertEqual(kept[0], rows(None, None)[0])
+        self.assertEqual(kept[1]["error"], "TimeoutError: not begun: the run's 60 s are over")
+
+    def test_an_error_is_one_line(self):
+        self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
+        self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
+
+
+class Refusals(Files):
+    def check(self, script, words, *argv):
+        code, out, error = run(script, *argv)
+        self.assertEqual((code, out), (2, ""))
+        self.assertEqual(error.count("\n"), 1, error)
+        self.assertIn(words, error)
+
+    def test_bench_peers(self):
+        program = self.write("program", "#!/bin/sh\n", True)
+        programs = ("--cf-layer", program, "--cf-op", program)
+        self.check(bench_peers, "--preset must be of pythia-14m, ", "--preset", "pythia-3b")
+        self.check(bench_peers, "--peers must be of torch_ops, ", "--peers", "torch_ops,vllm")
+        self.check(bench_peers, "expected a positive integer", "--batch", "0")
+        self.check(bench_peers, "--kv-len must be 2 to 2048, got 1 to 128", "--kv-len", "1,128")
+        self.check(bench_peers, "--kv-len must be 2 to 2048, got 128 to 4096", "--kv-len", "128,4096")
+        self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
+        self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
+
+    def test_bench_gpu(self):
+        done = subprocess.run([os.path.join(APPS, os.pardir, "scripts", "bench_gpu")], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertEqual(done.stderr, "usage: scripts/bench_gpu OUT_DIR [BUILD_DIR]\n")
+
+    def test_plot_bench(self):
+        self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
+        self.check(plot_bench, "expected JSON", self.write("a.json", "{"))
+        cpu = json.dumps(LAYER | {"gpu": None} | {"program": "cf-op"})
+        for text in ("[]", "{}", cpu):
+            self.check(plot_bench, "expected a file of bench_peers.py or of cf-layer", self.write("a.json", text))
+        other = self.write("other.json", json.dumps(LAYER | {"program": "cf-op"}))
+        self.check(plot_bench, "other.json: expected a file of bench_peers.py", "--tables", other)
+
+
+class Tables(Files):
+    def test_ways_to_run_a_stack_stand_beside_each_other(self):
+        report = LAYER | {"commit": "abc", "command": "cf-layer"}
+        code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
+        self.assertEqual((code, error), (0, ""))
+        lines = out.splitlines()
+        self.assertEqual(lines[0], "a GPU, commit abc: `cf-layer`")
+        impl = LAYER["configurations"][0]["impl"]
+        self.assertEqual(lines[2], f"| pythia-2.8b [ms] | batch | kv_len | cf-layer {impl} |")
+        self.assertEqual(len(lines), 6)
+        self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
+
+    def test_growth_is_a_line_with_its_largest_residual(self):
+        lines = plot_bench.tables(self.write("r.json", json.dumps(GROWTH)))
+        self.assertEqual([line for line in lines if "us a" in line], [
+            "pythia-2.8b, batch 1, persistent, kv_len 128: "
+            "10.0 us + 40 us a layer, largest residual 0.0 us (0.00 % of the longest)",
+            "pythia-2.8b, batch 1, persistent, 4 layers: "
+            "169.4 us + 0.01 us a cache entry, largest residual 1.3 us (0.78 % of the longest)",
+        ])  # fmt: skip
+        rows = [line for line in lines if line.startswith("| pythia-2.8b |")]
+        self.assertEqual(len(rows), 3, "a row for each kv_len, of whole models alone")
+
+    def test_a_share_above_100_percent_has_its_cause(self):
+        row = peer("cf-op", 128, median_us=10.0, floor_us=12.3, limit_note="fits the L2")
+        self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (123 %: fits the L2)")
+        del row["limit_note"]
+        self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (123 %: cause not recorded)")
+        row["floor_us"] = 10.0
+        self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (100 %)")
+        site = {"site": "rope", "percent_of_read": 130.0, "limit_note": "fits the L2"}
+        report = LAYER | {"configurations": [configuration(128, 50.0, sites=[site])]}
+        (_, sites), = plot_bench.shares([report])
+        self.assertEqual(sites[0], ("rope: fits the L2", 130.0))
+        times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8, "cold": True, "floor_us": 2.0}
+        result = {"site": "rope", "batch": 1, "kv_len": 1, "limit": "read", "limit_note": "fits the L2"} | times
+        (of_op,) = bench_peers.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
+        self.assertEqual(plot_bench.cell(of_op, "rope", None), "1.00 (200 %: fits the L2)")
+
+    def test_a_line_is_that_of_least_squares(self):
+        self.assertEqual(plot_bench.line_of([(1, 3.0), (2, 5.0), (3, 7.0)]), (2.0, 1.0, 0.0))
+        slope, intercept, farthest = plot_bench.line_of([(0, 0.0), (1, 3.0), (2, 0.0)])
+        self.assertEqual((slope, intercept, farthest), (0.0, 1.0, 2.0))
+
+    def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
+        stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
+        linear = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("cuBLAS in a graph", 1, median_us=52.0)]
+        results = {"stack": stack, "linear": linear, "attention": []}
+        report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py"}
+        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.splitlines(), [
+            "a GPU, torch 2, commit abc: `bench_peers.py`",
+            "",
+            "| stack [ms] | batch | kv_len | cf-layer graph | torch_graph | hf_compile |",
+            "|---|---:|---:|---:|---:|---:|",
+            "| pythia-2.8b | 1 | 128 | 1.600 (79 %) | 3.520 (2.20x) | - |",
+            "| pythia-2.8b | 1 | 2048 | 1.920 (66 %) |  |  |",
+            "",
+            "| linear [us] | batch | kv_len | cf-op | cuBLAS in a graph |",
+            "|---|---:|---:|---:|---:|",
+            "| pythia-2.8b | 1 | 1 | 40.00 (85 %) | 52.00 (1.30x) |",
+        ])  # fmt: skip
+
+
+class Page(Files):
+    def recorded(self, **fields):
+        """A directory that holds one recorded step of Pythia-2.8B."""
+        configurations = [step(4, 128, 1600.0) | fields]
+        configurations[0]["step"] |= {"percent_of_read": 80.0}
+        report = LAYER | {"commit": "abc", "command": "cf-layer", "configurations": configurations}
+        return os.path.dirname(self.write("stack-pythia-2.8b.json", json.dumps(report)))
+
+    def test_the_page_and_the_headline_are_made_of_what_is_recorded(self):
+        directory = self.recorded()
+        readme = self.write("front.md", f"before\n{bench_page.BEGIN}\nold\n{bench_page.END}\nafter\n")
+        code, out, error = run(bench_page, directory, readme)
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.split(), [os.path.join(directory, "README.md"), readme])
+        with open(readme, encoding="utf-8") as file:
+            front = file.read()
+        self.assertTrue(front.startswith(f"before\n{bench_page.BEGIN}\n| ms a token |"), front)
+        self.assertTrue(front.endswith(f"{bench_page.END}\nafter\n"), front)
+        self.assertIn("| pythia-2.8b | - | 1.600 (80 %) | - | - | - |", front)
+        self.assertNotIn("old", front)
+        with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600 (80 %) |", page)
+        self.assertIn("commit abc: `cf-layer`", page)
+
+    def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
+        directory = self.recorded()
+        for arguments, refusal in (
+            ((directory, self.write("front.md", "no marks")), "front.md: expected one"),
+            (("nowhere", "front.md"), "nowhere: no such directory"),
+        ):
+            code, out, error = run(bench_page, *arguments)
+            self.assertEqual((code, out, error.count("\n")), (2, "", 1))
+            self.assertIn(refusal, error)
+        self.assertFalse(os.path.exists(os.path.join(directory, "README.md")))
+
+    def test_the_project_s_own_headline_is_of_its_recorded_figures(self):
+        root = os.path.join(APPS, os.pardir)
+        with open(os.path.join(root, "README.md"), encoding="utf-8") as file:
+            front = file.read()
+        figures = bench_page.Figures(os.path.join(root, "data", "bench"))
+        self.assertEqual(bench_page.with_headline(front, bench_page.headline(figures)), front)
+        with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
+            self.assertEqual(bench_page.page(figures), file.read())
+
+
+class Pictures(Files):
+    def recorded(self):
+        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows += [peer("torch_graph", 128, median_us=110.0), peer("hf_eager", 128, error="no")]
+        return self.write("h200.json", json.dumps({"results": {"stack": rows}, "programs": [LAYER]}))
+
+    def test_curves_have_a_floor(self):
+        rows, _, gpu = plot_bench.read_report(self.recorded())
+        self.assertEqual(gpu, "a GPU")
+        self.assertEqual(plot_bench.curves(rows), {("pythia-2.8b", 1): {
+            "cf-layer graph": [(128, 50.0), (2048, 60.0)], "floor": [(128, 39.5), (2048, 39.5)],
+            "torch_graph": [(128, 110.0)]}})  # fmt: skip
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_growth_is_drawn_alone(self):
+        code, out, error = run(plot_bench, self.write("g.json", json.dumps(GROWTH)))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.split(), [os.path.join(self.directory, "g.svg")])
+
+    def test_shares_are_those_of_the_longest_sequence(self):
+        (heading, sites), = plot_bench.shares([LAYER])
+        self.assertEqual(heading, "pythia-2.8b, batch 1, graph, kv_len 2048")
+        self.assertEqual(sites, [("input_layernorm", 1.5), ("attention.dense", 60.0), ("total", 80.0)])
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_the_same_figures_give_the_same_pictures(self):
+        path = self.recorded()
+        pictures = []
+        for _ in range(2):
+            code, out, error = run(plot_bench, path)
+            self.assertEqual((code, error), (0, ""))
+            names = [os.path.join(self.directory, f"h200-{what}.svg") for what in ("layer", "sites")]
+            self.assertEqual(out.split(), names)
+            for name in names:
+                with open(name, encoding="utf-8") as file:
+                    pictures.append(file.read())
+        self.assertEqual(pictures[:2], pictures[2:])
+        self.assertLess(sum(map(len, pictures[:2])), 200_000)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,186 @@
+#include <array>
+#include <cstring>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/model/config.hpp"
+#include "golden/checkpoint/gptq_config.hpp"
+#include "golden/checkpoint/hf_config.hpp"
+#include "golden/checkpoint/safetensors.hpp"
+#include "tests/checkpoint/reader_invariants.hpp"
+#include "tests/checkpoint/safetensors_writer.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+#include "tests/support/temp_dir.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::checkpoint;
+using namespace cf::test;
+
+constexpr std::string_view kTokens[] = {"{",
+                                        "}",
+                                        "[",
+                                        "]",
+                                        ",",
+                                        ":",
+                                        "\"",
+                                        "\\",
+                                        "0",
+                                        "-",
+                                        "1e999",
+                                        "-1",
+                                        "8",
+                                        "9223372036854775807",
+                                        "9223372036854775808",
+                                        "18446744073709551616",
+                                        "0.25",
+                                        "null",
+                                        "true",
+                                        "[[[[",
+                                        "{\"a\":",
+                                        "\"F16\"",
+                                        "\"U8\"",
+                                        "\"dtype\"",
+                                        "\"shape\"",
+                                        "\"data_offsets\"",
+                                        "\"__metadata__\"",
+                                        "\"rope_type\"",
+                                        "\"gelu_new\"",
+                                        "\xff",
+                                        "\xc3\xa9",
+                                        "\\u0000"};
+
+/// Damages text in the ways that find a parser's faults. The same seed damages alike on every machine.
+class Mutator {
+ public:
+  explicit Mutator(std::uint64_t seed) : random_(seed) {}
+
+  std::string mutate(std::string text) {
+    for (std::size_t times = 1 + below(3); times-- > 0;) mutate_once(text);
+    return text;
+  }
+  std::size_t below(std::size_t n) { return std::size_t(random_() % n); }
+
+ private:
+  void mutate_once(std::string& text) {
+    const std::size_t at = below(text.size() + 1), length = 1 + below(12);
+    switch (below(7)) {
+      case 0:
+        if (at < text.size()) text[at] = char(text[at] ^ (1 << below(8)));
+        break;
+      case 1:
+        if (at < text.size()) text[at] = char(below(256));
+        break;
+      case 2: text.erase(at, length); break;
+      case 3: text.insert(below(text.size() + 1), text.substr(at, length)); break;
+      case 4: text.insert(at, kTokens[below(std::size(kTokens))]); break;
+      case 5: replace_number(text, at); break;
+      case 6: text.resize(at); break;
+    }
+  }
+  void replace_number(std::string& text, std::size_t at) {
+    constexpr std::string_view digits = "0123456789";
+    const std::size_t begin = text.find_first_of(digits, at);
+    if (begin == text.npos) return;
+    const std::size_t end = std::min(text.find_first_not_of(digits, begin), text.size());
+    const std::string values[] = {"0", "1", "2", "4294967296", "9223372036854775807", std::to_string(below(100))};
+    text.replace(begin, end - begin, values[below(std::size(values))]);
+  }
+
+  std::mt19937_64 random_;
+};
+
+}  // namespace
+
+TEST_CASE("fuzz: mutated safetensors headers") {
+  const std::vector<std::string> seeds{
+      safetensors_header({{"gpt_neox.layers.0.attention.dense.weight", "F16", {4, 8}, 64},
+                          {"gpt_neox.layers.0.attention.bias", "BOOL", {1, 1, 3, 3}, 9},
+                          {"embed_out.weight", "BF16", {2, 2}, 8},
+                          {"none", "I64", {0}, 0},
+                          {"scalar", "F32", {}, 4}}),
+      safetensors_header({{"w", "F32", {2}, 8}}), "{}"};
+  const std::string buffer(85, '\1');
+  Mutator mutator(20240229);
+  int accepted = 0;
+  for (int i = 0; i < 40000; ++i) {
+    const std::string header = mutator.mutate(seeds[mutator.below(seeds.size())]);
+    // Sizes that fit the seeds, so that what is accepted gets past the last check.
+    constexpr std::array<std::uint64_t, 4> sizes{85, 8, 0, 84};
+    const std::uint64_t buffer_bytes = sizes[mutator.below(sizes.size())];
+    const auto entries = parse_safetensors_header(header, buffer.data(), buffer_bytes, "f");
+    accepted += bool(entries);
+    const std::string fault = entries ? header_fault(*entries, buffer.data(), std::int64_t(buffer_bytes))
+                                      : message_fault(entries.status(), "f");
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << header);
+  }
+  // Otherwise the mutations are too coarse to test anything behind the JSON parser.
+  CHECK(accepted > 500);
+}
+
+TEST_CASE("fuzz: mutated safetensors files") {
+  const TempDir dir;
+  const std::string path = dir / "model.safetensors";
+  const std::string seed =
+      with_length(safetensors_header({{"w", "F32", {2}, 8}, {"b", "F16", {3}, 6}})) + std::string(14, '\1');
+  Mutator mutator(3);
+  int accepted = 0;
+  for (int i = 0; i < 1500; ++i) {
+    const std::string written = mutator.mutate(seed);
+    write_file(path, written);
+    const auto file = SafetensorsFile::open(path);
+    accepted += bool(file);
+    std::string fault = file ? "" : message_fault(file.status(), path);
+    if (file && !file->tensors().empty()) {
+      const void* buffer = file->tensors().front().data;
+      std::size_t bytes = 0;
+      for (const TensorEntry& t : file->tensors()) bytes += std::size_t(t.bytes);
+      fault = header_fault(file->tensors(), buffer, std::int64_t(bytes));
+      if (fault.empty() && std::memcmp(buffer, written.data() + written.size() - bytes, bytes) != 0)
+        fault = "the bytes are not the file's";
+    }
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault);
+  }
+  CHECK(accepted > 20);
+}
+
+TEST_CASE("fuzz: mutated configs") {
+  ModelConfig other = *find_preset("pythia-1b");
+  other.name = "other";
+  other.use_parallel_residual = false;
+  const std::vector<std::string> seeds{
+      to_hf_json(*find_preset("pythia-2.8b")), to_hf_json(other),
+      R"({"model_type":"gpt_neox","hidden_size":512,"num_hidden_layers":6,"num_attention_heads":8,"dtype":"bfloat16",)"
+      R"("intermediate_size":2048,"vocab_size":50304,"hidden_act":"gelu_new","rope_scaling":null,)"
+      R"("rope_parameters":{"rope_theta":10000.0,"partial_rotary_factor":0.25,"rope_type":"default"}})"};
+  Mutator mutator(11);
+  int accepted = 0;
+  for (int i = 0; i < 15000; ++i) {
+    const std::string text = mutator.mutate(seeds[mutator.below(seeds.size())]);
+    const auto m = parse_hf_config(text, "f");
+    accepted += bool(m);
+    const std::string fault = m ? config_fault(*m) : message_fault(m.status(), "f");
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
+  }
+  CHECK(accepted > 500);
+}
+
+TEST_CASE("fuzz: mutated GPTQ configs") {
+  const std::vector<std::string> seeds{
+      R"({"bits":4,"group_size":128,"desc_act":true,"sym":false,"quant_method":"gptq","checkpoint_format":"gptq_v2"})",
+      R"({"bits":8,"group_size":-1,"dynamic":{},"rotation":null,"modules_in_block_to_quantize":[["attention.dense"]]})"};
+  Mutator mutator(17);
+  int accepted = 0;
+  for (int i = 0; i < 15000; ++i) {
+    const std::string text = mutator.mutate(seeds[mutator.below(seeds.size())]);
+    const auto c = parse_gptq_config(text, "f");
+    accepted += bool(c);
+    const std::string fault = c ? gptq_config_fault(*c) : message_fault(c.status(), "f");
+    if (!fault.empty()) FAIL("mutation " << i << " of the seed: " << fault << "\n" << text);
+  }
+  CHECK(accepted > 500);
+}

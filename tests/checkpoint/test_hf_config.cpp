@@ -1,0 +1,280 @@
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "golden/checkpoint/hf_config.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+#include "tests/support/temp_dir.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::checkpoint;
+using namespace cf::test;
+
+constexpr std::string_view kPath = "dir/config.json";
+
+// As transformers 4.x writes Pythia-2.8B's.
+const std::string kConfig4 = R"({
+  "architectures": ["GPTNeoXForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "bos_token_id": 0,
+  "classifier_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu", "hidden_dropout": 0.0, "hidden_size": 2560,
+  "initializer_range": 0.02, "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+  "model_type": "gpt_neox", "num_attention_heads": 32, "num_hidden_layers": 32, "partial_rotary_factor": 0.25,
+  "rope_scaling": null, "rope_theta": 10000, "rotary_emb_base": 10000, "rotary_pct": 0.25,
+  "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.46.0", "use_cache": true,
+  "use_parallel_residual": true, "vocab_size": 50304})";
+
+// As transformers 5.x writes a model with every field off its default.
+const std::string kConfig5 = R"({
+  "architectures": ["GPTNeoXForCausalLM"], "attention_bias": false, "dtype": "bfloat16", "hidden_act": "gelu_new",
+  "hidden_size": 512, "intermediate_size": 1536, "layer_norm_eps": 1e-06, "max_position_embeddings": 4096,
+  "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 3,
+  "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 250000.5, "rope_type": "default"},
+  "transformers_version": "5.17.0", "use_parallel_residual": false, "vocab_size": 1000})";
+
+/// The least that a config must hold, with more members behind.
+std::string minimal(const std::string& more = "") {
+  return R"({"model_type":"gpt_neox","hidden_size":320,"num_hidden_layers":2,"num_attention_heads":4,)"
+         R"("intermediate_size":1280,"vocab_size":96)" +
+         more + "}";
+}
+
+/// The same with the first `from` replaced.
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+  return text.replace(text.find(from), from.size(), to);
+}
+
+Result<ModelConfig> parse(std::string_view text) { return parse_hf_config(text, std::string(kPath)); }
+
+/// The names of the fields in which two configs differ.
+std::vector<std::string> differences(const ModelConfig& a, const ModelConfig& b) {
+  std::vector<std::string> names;
+  const auto field = [&](const char* name, const auto& x, const auto& y) {
+    if (x != y) names.push_back(name);
+  };
+  field("name", a.name, b.name);
+  field("hidden_size", a.hidden_size, b.hidden_size);
+  field("num_hidden_layers", a.num_hidden_layers, b.num_hidden_layers);
+  field("num_attention_heads", a.num_attention_heads, b.num_attention_heads);
+  field("intermediate_size", a.intermediate_size, b.intermediate_size);
+  field("vocab_size", a.vocab_size, b.vocab_size);
+  field("max_position_embeddings", a.max_position_embeddings, b.max_position_embeddings);
+  field("rotary_dim", a.rotary_dim, b.rotary_dim);
+  field("rope_theta", a.rope_theta, b.rope_theta);
+  field("layer_norm_eps", a.layer_norm_eps, b.layer_norm_eps);
+  field("use_parallel_residual", a.use_parallel_residual, b.use_parallel_residual);
+  field("attention_bias", a.attention_bias, b.attention_bias);
+  field("tie_word_embeddings", a.tie_word_embeddings, b.tie_word_embeddings);
+  field("hidden_act", a.hidden_act, b.hidden_act);
+  field("dtype", a.dtype, b.dtype);
+  return names;
+}
+
+using Names = std::vector<std::string>;
+
+}  // namespace
+
+TEST_CASE("config: transformers 4.x") {
+  const auto m = parse(kConfig4);
+  REQUIRE(m.status().message() == "");
+  ModelConfig expected = *find_preset("pythia-2.8b");
+  expected.name = "";
+  CHECK(differences(*m, expected) == Names{});
+}
+
+TEST_CASE("config: transformers 5.x") {
+  const auto m = parse(kConfig5);
+  REQUIRE(m.status().message() == "");
+  const ModelConfig expected{.name = "",
+                             .hidden_size = 512,
+                             .num_hidden_layers = 3,
+                             .num_attention_heads = 8,
+                             .intermediate_size = 1536,
+                             .vocab_size = 1000,
+                             .max_position_embeddings = 4096,
+                             .rotary_dim = 32,
+                             .rope_theta = 250000.5,
+                             .layer_norm_eps = 1e-6,
+                             .use_parallel_residual = false,
+                             .attention_bias = false,
+                             .hidden_act = Activation::gelu_tanh,
+                             .dtype = DType::bf16};
+  CHECK(differences(*m, expected) == Names{});
+}
+
+TEST_CASE("config: absent fields have transformers' defaults") {
+  const auto m = parse(minimal());
+  REQUIRE(m.status().message() == "");
+  const ModelConfig expected{.name = "",
+                             .hidden_size = 320,
+                             .num_hidden_layers = 2,
+                             .num_attention_heads = 4,
+                             .intermediate_size = 1280,
+                             .vocab_size = 96,
+                             .max_position_embeddings = 2048,
+                             .rotary_dim = 20,
+                             .rope_theta = 10000,
+                             .layer_norm_eps = 1e-5,
+                             .use_parallel_residual = true,
+                             .attention_bias = true,
+                             .hidden_act = Activation::gelu_erf,
+                             .dtype = DType::f32};
+  CHECK(differences(*m, expected) == Names{});
+  const auto nulls = parse(minimal(R"(,"torch_dtype":null,"dtype":null,"rope_scaling":null,"rope_parameters":null)"));
+  REQUIRE(nulls.status().message() == "");
+  CHECK(differences(*nulls, expected) == Names{});
+}
+
+TEST_CASE("config: values with several spellings") {
+  const auto rotary_dim = [](const std::string& more) { return parse(minimal(more))->rotary_dim; };
+  CHECK(rotary_dim(R"(,"rotary_pct":1)") == 80);
+  CHECK(rotary_dim(R"(,"rotary_pct":1.0)") == 80);
+  CHECK(rotary_dim(R"(,"partial_rotary_factor":0.5)") == 40);
+  CHECK(rotary_dim(R"(,"rope_parameters":{"partial_rotary_factor":0.5})") == 40);
+  CHECK(rotary_dim(R"(,"rope_parameters":{"partial_rotary_factor":0.5},"rotary_pct":0.5)") == 40);
+  CHECK(rotary_dim(R"(,"rotary_pct":0.337)") == 26);  // of 26.96
+}
+
+TEST_CASE("config: activations and dtypes by name") {
+  for (const auto& [name, act] : {std::pair{"gelu", Activation::gelu_erf},
+                                  {"gelu_new", Activation::gelu_tanh},
+                                  {"gelu_fast", Activation::gelu_tanh},
+                                  {"gelu_pytorch_tanh", Activation::gelu_tanh}})
+    CHECK(parse(minimal(std::string(R"(,"hidden_act":")") + name + "\""))->hidden_act == act);
+  for (const char* field : {"dtype", "torch_dtype"})
+    for (DType d : {DType::f16, DType::bf16, DType::f32})
+      CHECK(parse(minimal(",\"" + std::string(field) + "\":\"" + std::string(to_string(d)) + "\""))->dtype == d);
+}
+
+TEST_CASE("config: its own text reads back exactly") {
+  for (ModelConfig m : pythia_presets()) {
+    const auto same = parse(to_hf_json(m));
+    REQUIRE(same.status().message() == "");
+    CHECK(differences(*same, m) == Names{});
+  }
+  const ModelConfig odd{.name = "a \"quoted\"\nna\xc3\xafve/path",
+                        .hidden_size = 96,
+                        .num_hidden_layers = 65536,
+                        .num_attention_heads = 3,
+                        .intermediate_size = 1,
+                        .vocab_size = 1,
+                        .max_position_embeddings = 1,
+                        .rotary_dim = 2,
+                        .rope_theta = 10000.000000000002,
+                        .layer_norm_eps = 0x1.23456789abcdfp-20,
+                        .use_parallel_residual = false,
+                        .attention_bias = false,
+                        .tie_word_embeddings = true,
+                        .hidden_act = Activation::gelu_tanh,
+                        .dtype = DType::bf16};
+  const auto same = parse(to_hf_json(odd));
+  REQUIRE(same.status().message() == "");
+  CHECK(differences(*same, odd) == Names{});
+}
+
+TEST_CASE("config: every rotary_dim of every head_dim reads back") {
+  ModelConfig m = *find_preset("pythia-14m");
+  int wrong = 0;
+  for (m.hidden_size = 2; m.hidden_size <= 256; ++m.hidden_size)
+    for (m.rotary_dim = 2, m.num_attention_heads = 1; m.rotary_dim <= m.hidden_size; m.rotary_dim += 2)
+      wrong += parse(to_hf_json(m))->rotary_dim != m.rotary_dim;
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("config: a name that is no UTF-8 does not spoil its text") {
+  ModelConfig m = *find_preset("pythia-14m");
+  m.name = "\xff";
+  CHECK(parse(to_hf_json(m))->hidden_size == m.hidden_size);
+}
+
+TEST_CASE("config: what is no config") {
+  struct Bad {
+    std::string text;
+    std::vector<std::string_view> parts;
+  };
+  const auto with = [](const std::string& field, const std::string& value) {
+    return minimal(",\"" + field + "\":" + value);
+  };
+  const auto size = [](const char* from, const char* to) { return replaced(minimal(), from, to); };
+  const std::vector<Bad> table{
+      {"", {"is empty, expected a JSON object"}},
+      {" \n", {"is empty, expected a JSON object"}},
+      {"hello", {"not JSON"}},
+      {minimal().substr(0, 40), {"not JSON"}},
+      {minimal() + "}", {"not JSON"}},
+      {"[]", {"expected a JSON object", "got an array"}},
+      {"7", {"expected a JSON object", "got 7"}},
+      {std::string(100'000, '['), {"nested deeper"}},
+      {with("hidden_size", "320"), {"duplicate name 'hidden_size'"}},
+      {"{}", {"'model_type' is missing", "expected a string"}},
+      {size("gpt_neox", "llama"), {"'model_type' is 'llama'", "expected 'gpt_neox'"}},
+      {size("\"gpt_neox\"", "5"), {"'model_type' is 5", "expected a string"}},
+      {size("\"hidden_size\":320,", ""), {"'hidden_size' is missing", "integer"}},
+      {size("\"num_hidden_layers\":2,", ""), {"'num_hidden_layers' is missing"}},
+      {size("\"num_attention_heads\":4,", ""), {"'num_attention_heads' is missing"}},
+      {size("\"intermediate_size\":1280,", ""), {"'intermediate_size' is missing"}},
+      {size(",\"vocab_size\":96", ""), {"'vocab_size' is missing"}},
+      {size(":320", ":null"), {"'hidden_size' is null", "expected a 64-bit integer"}},
+      {size(":320", ":320.0"), {"'hidden_size' is 320.0", "expected a 64-bit integer"}},
+      {size(":320", ":\"320\""), {"'hidden_size' is \"320\"", "expected a 64-bit integer"}},
+      {size(":320", ":[320]"), {"'hidden_size' is an array", "expected a 64-bit integer"}},
+      {size(":320", ":9223372036854775808"), {"'hidden_size' is 9223372036854775808", "64-bit integer"}},
+      {size(":320", ":20000000000000000000"), {"'hidden_size' is 2e+19", "64-bit integer"}},
+      {size(":320", ":1e999"), {"not JSON"}},
+      {size(":320", ":9223372036854775807"), {"hidden_size must be", "got 9223372036854775807"}},
+      {size(":320", ":0"), {"hidden_size must be", "got 0"}},
+      {size(":320", ":-320"), {"hidden_size must be", "got -320"}},
+      {size("heads\":4", "heads\":0"), {"num_attention_heads must be", "got 0"}},
+      {size("heads\":4", "heads\":-9223372036854775808"), {"num_attention_heads must be"}},
+      {size("heads\":4", "heads\":3"), {"num_attention_heads must divide hidden_size", "3 heads", "320"}},
+      {size("layers\":2", "layers\":0"), {"num_hidden_layers must be", "got 0"}},
+      {with("hidden_act", "\"relu\""),
+       {"'hidden_act' is 'relu'", "'gelu'", "'gelu_new'", "'gelu_fast'", "'gelu_pytorch_tanh'"}},
+      {with("hidden_act", "1"), {"'hidden_act' is 1", "expected a string"}},
+      {with("dtype", "\"int8\""), {"'dtype' is 'int8'", "'float16', 'bfloat16' or 'float32'"}},
+      {with("torch_dtype", "\"float64\""), {"dtype must be float16, bfloat16 or float32", "got float64"}},
+      {minimal(R"(,"torch_dtype":"float16","dtype":"float32")"),
+       {"'torch_dtype' is \"float16\"", "expected \"float32\" as 'dtype' is"}},
+      {with("rope_scaling", R"({"type":"linear","factor":2.0})"), {"'rope_type' is 'linear'", "expected 'default'"}},
+      {with("rope_scaling", R"({"rope_type":"dynamic"})"), {"'rope_type' is 'dynamic'", "expected 'default'"}},
+      {with("rope_scaling", "[]"), {"'rope_scaling' is an array", "expected an object"}},
+      {with("rope_parameters", R"({"rope_type":"yarn"})"), {"'rope_type' is 'yarn'", "expected 'default'"}},
+      {with("rope_parameters", R"({"rope_type":null})"), {"'rope_parameters.rope_type' is null", "expected a string"}},
+      {with("rope_parameters", R"({"rope_theta":"x"})"),
+       {"'rope_parameters.rope_theta' is \"x\"", "expected a number"}},
+      {with("rope_parameters", "5"), {"'rope_parameters' is 5", "expected an object"}},
+      {minimal(R"(,"rope_parameters":{"rope_theta":10000},"rotary_emb_base":20000)"),
+       {"'rotary_emb_base' is 20000", "10000", "'rope_parameters.rope_theta'"}},
+      {with("rotary_emb_base", "0"), {"rope_theta must be positive", "got 0"}},
+      {with("rotary_emb_base", "true"), {"'rotary_emb_base' is true", "expected a number"}},
+      {with("rotary_pct", "0"), {"'rotary_pct' is 0.0", "more than 0 and at most 1"}},
+      {with("rotary_pct", "1.01"), {"'rotary_pct' is 1.01", "more than 0 and at most 1"}},
+      {with("rotary_pct", "1e300"), {"'rotary_pct' is 1e+300", "more than 0 and at most 1"}},
+      {with("rotary_pct", "0.01"), {"rotary_dim must be even", "2 to head_dim 80", "got 0"}},
+      {with("rotary_pct", "0.32"), {"rotary_dim must be even", "got 25"}},
+      {with("layer_norm_eps", "0"), {"layer_norm_eps must be positive"}},
+      {with("layer_norm_eps", "\"1e-5\""), {"'layer_norm_eps' is \"1e-5\"", "expected a number"}},
+      {with("use_parallel_residual", "1"), {"'use_parallel_residual' is 1", "expected true or false"}},
+      {with("use_parallel_residual", "null"), {"'use_parallel_residual' is null", "expected true or false"}},
+      {with("attention_bias", "\"no\""), {"'attention_bias' is \"no\"", "expected true or false"}},
+      {with("max_position_embeddings", "2048.5"), {"'max_position_embeddings' is 2048.5", "64-bit integer"}},
+  };
+  for (const Bad& bad : table) {
+    CAPTURE(bad.text.substr(0, 300));
+    const Status s = parse(bad.text).status();
+    CHECK(refusal_fault(s, Code::invalid_file, {kPath}) == "");
+    for (std::string_view part : bad.parts) CHECK(refusal_fault(s, Code::invalid_file, {part}) == "");
+  }
+}
+
+TEST_CASE("config: from a file") {
+  const TempDir dir;
+  const std::string path = dir / "config.json";
+  CHECK(refusal_fault(read_hf_config(path).status(), Code::not_found, {path, "no such file"}) == "");
+  CHECK(refusal_fault(read_hf_config(dir.path()).status(), Code::invalid_file, {dir.path(), "is a directory"}) == "");
+  write_file(path, "");
+  CHECK(refusal_fault(read_hf_config(path).status(), Code::invalid_file, {path + ": is empty"}) == "");
+  write_file(path, kConfig4);
+  CHECK(read_hf_config(path)->hidden_size == 2560);
+}

@@ -1,0 +1,138 @@
+// Every op of ops.def: the float backend against the double oracle within the derived budget, guards and poison intact,
+// the same bits on every run and for every number of threads.
+#include <omp.h>
+
+#include "tests/support/op_test_case.hpp"
+#include "core/compare.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+template <class Op>
+void require_run(Problem<Op>& p) {
+  const Status s = cpu_ref::run(p.args());
+  INFO(s.message());
+  REQUIRE(s);
+  INFO("guard of " << p.broken_guard());
+  REQUIRE(p.broken_guard().empty());
+}
+
+/// Cache entries that the op must keep are unchanged; appended ones are finite.
+template <class Op>
+void check_state(Problem<Op>& before, Problem<Op>& after, std::size_t block) {
+  auto& b = before.blocks()[block];
+  auto& a = after.blocks()[block];
+  const std::size_t size = size_bytes(b.dtype);
+  for (std::size_t i = 0; i < b.bytes() / size; ++i) {
+    const auto* old_bytes = static_cast<const std::byte*>(b.data()) + i * size;
+    const auto* new_bytes = static_cast<const std::byte*>(a.data()) + i * size;
+    if (after.appended(std::int64_t(i), b.shape))
+      REQUIRE(std::isfinite(load_element(a.data(), b.dtype, std::int64_t(i))));
+    else
+      REQUIRE(std::equal(old_bytes, old_bytes + size, new_bytes));
+  }
+}
+
+template <class Op>
+Budget budget_of(Problem<Op>& p, DType compute, DType output) {
+  const auto condition = cpu_ref::condition(p.args());
+  INFO(condition.status().message());
+  REQUIRE(condition);
+  return Op::budget(p.dims(), {.compute = compute, .output = output}, *condition);
+}
+
+/// Runs the float backend and the oracle on the same numbers and holds every written tensor against the budget.
+template <class Op>
+void check_against_oracle(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+  Setup exact = s;
+  exact.activation = DType::f64;
+  Problem<Op> got(s, sizes), reference(exact, sizes), untouched(s, sizes);
+  require_run(got);
+  require_run(reference);
+  const Budget budget = budget_of(reference, DType::f32, s.activation);
+  for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+    auto& block = got.blocks()[i];
+    if (block.role == Role::state) check_state(untouched, got, i);
+    if (block.role != Role::output) continue;
+    const auto c = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
+    REQUIRE(c);
+    INFO(block.name << ": relative L2 " << c->rel_l2 << " (budget " << budget.rel_l2 << "), relative max " << c->rel_max
+                    << " (budget " << budget.rel_max << ") at " << c->worst_coordinate);
+    CHECK(c->non_finite == 0);
+    CHECK(c->within(budget));
+  }
+}
+
+template <class Op>
+void check_repeats(const Setup& s) {
+  std::vector<std::byte> first;
+  for (int threads : {1, 1, 2, 3}) {
+    Problem<Op> p(s);
+    omp_set_num_threads(threads);
+    require_run(p);
+    if (first.empty()) first = p.bytes();
+    CHECK(p.bytes() == first);
+  }
+  omp_set_num_threads(omp_get_num_procs());
+}
+
+}  // namespace
+
+OP_TEST_CASE("The float backend agrees with the oracle within the derived budget", "[ops]", ops::All) {
+  for (const Setup& s : setups(DType::f32)) {
+    INFO(TestType::name << ": " << describe(s));
+    check_against_oracle<TestType>(s, example_of<TestType>(s));
+  }
+}
+
+OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[ops]", ops::All) {
+  for (DType activation : {DType::f64, DType::f32})
+    for (const Setup& s : setups(activation)) {
+      INFO(TestType::name << ": " << describe(s));
+      check_repeats<TestType>(s);
+    }
+}
+
+TEST_CASE("linear: every epilogue, weight dtype and odd size", "[ops][linear]") {
+  using ops::Epilogue;
+  for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual})
+    for (DType weight : {DType::f16, DType::bf16, DType::f32, DType::f64})
+      for (std::int64_t tokens : {1, 2, 3, 8, 9, 17})
+        for (auto [in, out] :
+             {std::pair<std::int64_t, std::int64_t>{1, 1}, {7, 3}, {63, 33}, {64, 32}, {65, 31}, {300, 65}}) {
+          Setup s{.model = model_of(1, 2, 2, 2), .weight = weight, .seed = std::uint64_t(in)};
+          s.values = weight == DType::bf16 ? DType::bf16 : DType::f16;
+          INFO("epilogue " << int(epilogue) << ", weight " << to_string(weight) << ", tokens " << tokens << ", in "
+                           << in << ", out " << out);
+          check_against_oracle<ops::Linear>(
+              s, {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}});
+        }
+}
+
+TEST_CASE("linear: a token's bits do not depend on the tokens beside it", "[ops][linear]") {
+  const std::int64_t in = 301, out = 40;
+  const Setup s{.model = model_of(1, 2, 2, 2)};
+  Problem<ops::Linear> eight(s, {{8, in, out, false}, {}});
+  require_run(eight);
+  for (std::int64_t t = 0; t < 8; ++t) {
+    Tensor y(DType::f32, {1, out});
+    ops::Linear::Args one = eight.args();
+    one.x = View<const float, 2>{eight.args().x.as<const float>().data + t * in, {1, in}};
+    one.y = y.view<2>();
+    REQUIRE(cpu_ref::run(one));
+    CHECK(std::memcmp(y.data(), eight.args().y.as<float>().data + t * out, std::size_t(y.size_bytes())) == 0);
+  }
+}
+
+TEST_CASE("layernorm: any hidden size", "[ops][layernorm]") {
+  for (std::int64_t hidden : {1, 2, 3, 7, 8, 9, 31, 255, 2560, 5120})
+    for (Fill fill : {Fill::normal, Fill::heavy_tailed, Fill::shifted}) {
+      INFO("hidden " << hidden << ", fill " << int(fill));
+      check_against_oracle<ops::LayerNorm>({.model = model_of(1, 2, 2, 2), .fill = fill}, {{3, hidden}, {}});
+    }
+}

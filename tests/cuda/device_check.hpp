@@ -1,0 +1,100 @@
+#pragma once
+// One call of an op on the GPU against the double oracle within the derived budget: guards, poison and what of a cache
+// may not change intact, the same bits again, under the plans of every GPU that there are plans for.
+#include "core/compare.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "tests/cuda/device_problem.hpp"
+#include "tests/support/setups.hpp"
+
+namespace cf::test {
+
+inline cuda::Context context(cudaStream_t stream = nullptr) {
+  const auto c = cuda::Context::create(0, stream);
+  REQUIRE(c);
+  return *c;
+}
+
+/// Contexts on this device: with its own plans, and with those of an RTX 5090.
+inline std::array<cuda::Context, 2> contexts(cudaStream_t stream = nullptr) {
+  const cuda::Context own = context(stream);
+  std::array<cuda::Context, 2> all{own, own};
+  all[1].set_plan_arch(cuda::kRtx5090);
+  return all;
+}
+
+/// What of a cache may not change is as it was, bit by bit; what was appended is the reference's, to one rounding.
+template <class Op>
+void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& reference, std::size_t block,
+                 const Budget& budget) {
+  auto &old_block = untouched.blocks()[block], &new_block = got.blocks()[block];
+  const Tensor before = untouched.tensor(old_block), after = got.tensor(new_block);
+  const std::size_t size = size_bytes(before.dtype());
+  Tensor mine(DType::f64, {before.size()}), theirs(DType::f64, {before.size()});
+  for (std::int64_t i = 0; i < before.size(); ++i) {
+    if (got.appended(i, before.shape())) {
+      mine.as<double>()[i] = after.at(i);
+      theirs.as<double>()[i] = load_element(reference.blocks()[block].data(), DType::f64, i);
+    } else {
+      const auto offset = std::size_t(i) * size;
+      REQUIRE(std::memcmp(static_cast<const char*>(before.data()) + offset,
+                          static_cast<const char*>(after.data()) + offset, size) == 0);
+    }
+  }
+  const auto c = compare(mine, theirs);
+  REQUIRE(c);
+  INFO(new_block.name << ": relative L2 " << c->rel_l2);
+  CHECK(c->within(budget));
+}
+
+/// Whether the device runs the call; what it runs is held against the oracle. What it does not run must say why.
+template <class Op>
+bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+  INFO(Op::name << ": " << describe(s));
+  std::array<cuda::Context, 2> all = contexts();
+  Problem<Op> untouched(s, sizes);
+  DeviceProblem<Op> device(untouched), again(untouched);
+  {
+    cuda::LaunchList launches(all[0]);
+    if (const Status status = cuda::prepare(device.args(), launches); status.code() == Code::unimplemented) {
+      CHECK(status.message().find("cuda takes") != std::string::npos);
+      return false;
+    }
+  }
+  Problem<Op> reference(untouched, DType::f64);
+  REQUIRE(cpu_ref::run(reference.args()));
+  const auto condition = cpu_ref::condition(reference.args());
+  REQUIRE(condition);
+  const Budget budget = Op::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
+
+  std::vector<std::byte> checked;
+  for (cuda::Context& c : all) {
+    INFO("planned for " << to_string(c.arch()));
+    for (DeviceProblem<Op>* p : {&device, &again}) p->restore(untouched);
+    Problem<Op>& got = device.run(c);
+    const std::vector<std::byte> bytes = got.bytes();
+    CHECK(again.run(c).bytes() == bytes);
+    if (bytes == checked) continue;  // other plans, but the same bits
+    checked = bytes;
+    for (std::size_t i = 0; i < got.blocks().size(); ++i) {
+      auto& block = got.blocks()[i];
+      if (block.role == Role::state) check_state(untouched, got, reference, i, budget);
+      if (block.role != Role::output) continue;
+      const auto result = compare(got.tensor(block), reference.tensor(reference.blocks()[i]));
+      REQUIRE(result);
+      INFO(block.name << ": relative L2 " << result->rel_l2 << " (budget " << budget.rel_l2 << "), relative max "
+                      << result->rel_max << " (budget " << budget.rel_max << ") at " << result->worst_coordinate);
+      CHECK(result->within(budget));
+    }
+  }
+  return true;
+}
+
+/// The table of setups with weights that go with the activations.
+inline std::vector<Setup> device_setups(DType activation) {
+  std::vector<Setup> all = setups(activation);
+  if (activation != DType::f32)
+    for (Setup& s : all) s.weight = s.values = activation;
+  return all;
+}
+
+}  // namespace cf::test

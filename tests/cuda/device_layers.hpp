@@ -1,0 +1,143 @@
+#pragma once
+// Layers of a model on the device as the persistent kernel takes them: each tensor in an allocation of its own.
+#include <span>
+#include <vector>
+
+#include "cuda/persistent/persistent_kernel.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "tests/cuda/device_tensors.hpp"
+
+namespace cf::test {
+
+/// A model's layers on the host, with what a step starts from.
+struct HostLayers {
+  ModelConfig config;
+  Workload load;
+  std::vector<OwnedLayerWeights> weights;
+  std::vector<Tensor> k_caches, v_caches;
+  Tensor hidden;
+
+  /// Caches and hidden state differ from one `seed` to the next, the weights do not.
+  HostLayers(const ModelConfig& m, const Workload& w, const std::string& seed = "") : config(m), load(w) {
+    config.max_position_embeddings = std::max(m.max_position_embeddings, w.cache_capacity());
+    const Shape cache{w.batch, m.num_attention_heads, w.cache_capacity(), m.head_dim()};
+    for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
+      weights.push_back(procedural_layer(m, m.dtype, l, 7));
+      k_caches.push_back(activations(m.dtype, cache, seed + "k" + std::to_string(l)));
+      v_caches.push_back(activations(m.dtype, cache, seed + "v" + std::to_string(l)));
+    }
+    hidden = activations(m.dtype, {w.tokens(), m.hidden_size}, seed + "hidden");
+  }
+};
+
+class DeviceLayers {
+ public:
+  DeviceLayers(const cuda::Context& c, const HostLayers& host) : context_(c), host_(host) {
+    const ModelConfig& m = host.config;
+    const std::int64_t tokens = host.load.tokens(), h = m.hidden_size;
+    const ModelShape shape = m.spec().shape;
+    layers.resize(host.weights.size());
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      layers[l].weights = host.weights[l].weights;
+      for_each_weight(m, layers[l].weights, [&](const TensorSpec&, auto& view, const auto&) {
+        view.data = static_cast<decltype(view.data)>(copy(view.data, view.bytes()));
+      });
+      const auto cache = extents(host.load.batch, shape.num_kv_heads, host.load.cache_capacity(), shape.head_dim);
+      layers[l].cache = {place<4>(m.dtype, cache), place<4>(m.dtype, cache)};
+    }
+    for_each_activation(
+        shape, step_sizes(shape, host.load),
+        [&]<class V>(const TensorSpec& t, V& view, auto size) {
+          if constexpr (std::is_same_v<V, AnyView<V::rank>>)
+            if (t.role == Role::output) view = place<V::rank>(m.dtype, size);
+        },
+        tensors_);
+    hidden_ = place<2>(m.dtype, extents(tokens, h));
+    tensors_.hidden = hidden_;
+    positions = {static_cast<std::int32_t*>(allocate(tokens * 4)), {tokens}};
+    kv_len = {static_cast<std::int32_t*>(allocate(host.load.batch * 4)), {host.load.batch}};
+    tensors_.positions = positions;
+    tensors_.kv_len = kv_len;
+    tensors_.max_kv_len = host.load.cache_capacity();
+    Tensor cos(DType::f32, {m.max_position_embeddings, m.rotary_dim / 2}), sin = cos.clone();
+    const auto table = extents(m.max_position_embeddings, m.rotary_dim / 2);
+    ops::rope_table({cos.as<float>(), table}, {sin.as<float>(), table}, m.rope_theta);
+    tensors_.cos = {static_cast<const float*>(copy(cos.data(), cos.size_bytes())), table};
+    tensors_.sin = {static_cast<const float*>(copy(sin.data(), sin.size_bytes())), table};
+    reset();
+  }
+
+  const ModelConfig& config() const { return host_.config; }
+  cuda::PersistentSequences sequences() const { return {positions, kv_len}; }
+  cuda::RopeTable rope() const { return {tensors_.cos, tensors_.sin}; }
+  std::vector<LayerCache> caches() const {
+    std::vector<LayerCache> all;
+    for (const cuda::PersistentLayer& l : layers) all.push_back(l.cache);
+    return all;
+  }
+  LayerTensors tensors(std::size_t layer) const {
+    LayerTensors t = tensors_;
+    t.k_cache = layers[layer].cache.k;
+    t.v_cache = layers[layer].cache.v;
+    return t;
+  }
+  /// Brings the caches back to what they were before any append, and the hidden state.
+  void reset() {
+    for (std::size_t l = 0; l < layers.size(); ++l) {
+      bring(layers[l].cache.k.data, host_.k_caches[l]);
+      bring(layers[l].cache.v.data, host_.v_caches[l]);
+    }
+    bring(hidden_.data, host_.hidden);
+  }
+  void set_kv_len(const std::vector<std::int32_t>& lengths) {
+    std::vector<std::int32_t> last;
+    for (std::int32_t n : lengths) last.push_back(n - 1);
+    require_ok(cuda::copy_to_device(context_, kv_len.data, lengths.data(), lengths.size() * 4));
+    require_ok(cuda::copy_to_device(context_, positions.data, last.data(), last.size() * 4));
+  }
+  /// Makes the output NaN.
+  void scrub_output() { require_cuda(cudaMemset(tensors_.output.data, 0xff, std::size_t(tensors_.output.bytes()))); }
+  /// The output, then all caches.
+  std::vector<Tensor> results() const {
+    std::vector<Tensor> all;
+    all.push_back(fetch<2>(tensors_.output));
+    for (const cuda::PersistentLayer& l : layers) {
+      all.push_back(fetch<4>(l.cache.k));
+      all.push_back(fetch<4>(l.cache.v));
+    }
+    return all;
+  }
+
+  std::vector<cuda::PersistentLayer> layers;
+  View<std::int32_t, 1> positions, kv_len;
+
+ private:
+  void* allocate(std::int64_t bytes) {
+    Result<cuda::DeviceMemory> memory = cuda::DeviceMemory::create(context_, std::size_t(bytes), "a test's tensor");
+    require_ok(memory.status());
+    memory_.push_back(std::move(*memory));
+    return memory_.back().data();
+  }
+  const void* copy(const void* host, std::int64_t bytes) {
+    void* const device = allocate(bytes);
+    require_ok(cuda::copy_to_device(context_, device, host, std::size_t(bytes)));
+    return device;
+  }
+  template <int Rank>
+  AnyView<Rank> place(DType dtype, std::array<std::int64_t, Rank> shape) {
+    AnyView<Rank> view(nullptr, shape, dtype);
+    view.data = allocate(view.bytes());
+    return view;
+  }
+  void bring(void* device, const Tensor& from) {
+    require_ok(cuda::copy_to_device(context_, device, from.data(), std::size_t(from.size_bytes())));
+  }
+
+  cuda::Context context_;
+  const HostLayers& host_;
+  std::vector<cuda::DeviceMemory> memory_;
+  AnyView<2> hidden_;
+  LayerTensors tensors_;
+};
+
+}  // namespace cf::test

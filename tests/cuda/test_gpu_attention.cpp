@@ -1,0 +1,142 @@
+// Attention on the GPU: every split, ring and tile boundary against the oracle.
+#include "cuda/ops/attention/attention.hpp"
+#include "tests/cuda/device_check.hpp"
+#include "tests/support/grouped.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+namespace {
+
+Setup attention_setup(std::int64_t heads, std::int64_t head_dim, const Workload& load, DType activation) {
+  Setup s{.model = model_of(heads, head_dim, 2, 2), .load = load, .activation = activation};
+  if (activation == DType::bf16) s.values = DType::bf16;
+  s.seed = std::uint64_t(load.kv_len + head_dim);
+  return s;
+}
+
+bool agrees(const Setup& s) { return check_on_device<ops::Attention>(s, example_of<ops::Attention>(s)); }
+
+// One query a head of Pythia-2.8B.
+static_assert(cuda::attention_plan(cuda::kH200, 80, 32, 2048).splits == 4);
+static_assert(cuda::attention_plan(cuda::kH200, 80, 32, 128).splits == 1);
+// Sixteen sequences fill the device without splits.
+static_assert(cuda::attention_plan(cuda::kH200, 80, 512, 2048).splits == 1);
+
+}  // namespace
+
+// A case takes as long as the oracle and the inputs take. So one head_dim goes through every boundary, the others
+// through few.
+TEST_CASE("attention on the GPU: decoding at every boundary of keys, head_dim and batch", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32}) {
+    for (std::int64_t kv_len : {1, 2, 17, 127, 128, 129, 1023, 1024, 1025, 2047, 2048})
+      CHECK(agrees(attention_setup(1, 80, {1, 1, kv_len, kv_len + kv_len % 3}, activation)));
+    for (std::int64_t head_dim : {8, 32, 64, 72, 80, 96, 128, 256})
+      for (std::int64_t kv_len : {1, 65, 129, 1025})
+        CHECK(agrees(attention_setup(1, head_dim, {kv_len > 129 ? 1 : 3, 1, kv_len, kv_len + 2}, activation)));
+    CHECK(agrees(attention_setup(1, 80, {16, 1, 2048, 0}, activation)));
+  }
+}
+
+TEST_CASE("attention on the GPU: so many heads that keys are not split, or split unevenly", "[gpu][attention]") {
+  for (std::int64_t heads : {32, 40, 300})
+    for (std::int64_t kv_len : {65, 130}) CHECK(agrees(attention_setup(heads, 80, {1, 1, kv_len, 0}, DType::f16)));
+}
+
+TEST_CASE("attention on the GPU: peaked and heavy-tailed inputs", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (Fill fill : {Fill::heavy_tailed, Fill::peaked, Fill::shifted})
+      for (const Workload& load : {Workload{2, 1, 700, 0}, Workload{1, 70, 200, 0}}) {
+        Setup s = attention_setup(2, 80, load, activation);
+        s.fill = fill;
+        CHECK(agrees(s));
+      }
+}
+
+TEST_CASE("attention on the GPU: prefill with and without a past", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t past : {0, 1, 77}) {
+      const auto load = [&](std::int64_t q_len) {
+        return Workload{past == 77 ? 3 : 1, q_len, q_len + past, q_len + past + 5};
+      };
+      for (std::int64_t q_len : {2, 15, 16, 64, 65, 200})
+        CHECK(agrees(attention_setup(2, 80, load(q_len), activation)));
+      for (std::int64_t head_dim : {8, 32, 64, 72, 96, 128, 256})
+        for (std::int64_t q_len : {3, 70}) CHECK(agrees(attention_setup(2, head_dim, load(q_len), activation)));
+    }
+}
+
+TEST_CASE("attention on the GPU: grouped query heads agree with the oracle", "[gpu][attention][grouped]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (auto [heads, kv_heads] : kGroupedHeads)
+      for (std::int64_t head_dim : {64, 80, 128, 256})
+        for (const Workload& load : {Workload{2, 1, 129, 140}, Workload{1, 3, 40, 41}, Workload{2, 33, 70, 70}})
+          CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load, activation)));
+}
+
+TEST_CASE("attention on the GPU: grouped query heads give the bits of repeated kv heads", "[gpu][attention][grouped]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (auto [heads, kv_heads] : kGroupedHeads)
+      for (const Workload& load :
+           {Workload{1, 1, 1, 0}, Workload{3, 1, 700, 710}, Workload{2, 4, 90, 90}, Workload{1, 70, 200, 0}}) {
+        const Setup s = grouped_setup(heads, kv_heads, 80, load, activation);
+        DeviceProblem<ops::Attention> grouped(s), repeated(with_repeated_heads(s));
+        INFO(describe(s));
+        Problem<ops::Attention>&got = grouped.run(c), &expected = repeated.run(c);
+        CHECK(bool(got.blocks().back().memory == expected.blocks().back().memory));  // y and its guards
+      }
+}
+
+TEST_CASE("attention on the GPU: a plan for the cache's capacity gives the bits of one for kv_len",
+          "[gpu][attention]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::f32})
+    for (std::int64_t kv_len : {1, 17, 64, 65, 128, 129, 500}) {
+      const Setup s = attention_setup(4, 80, {1, 1, kv_len, 2048}, activation);
+      DeviceProblem<ops::Attention> of_kv_len(s), of_capacity(s);
+      of_capacity.args().max_kv_len = 2048;
+      INFO(describe(s));
+      CHECK(bool(of_capacity.run(c).bytes() == of_kv_len.run(c).bytes()));  // not expanded, byte by byte
+    }
+}
+
+TEST_CASE("attention on the GPU: a kv_len that the cache has no room for gives NaN and reads nothing",
+          "[gpu][attention][bad]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t q_len : {1, 3, 70})
+      for (std::int32_t bad : {0, -1, int(q_len) - 1, 131, 1 << 30, INT32_MIN, INT32_MAX}) {
+        const Setup s = attention_setup(2, 80, {3, q_len, 130, 130}, activation);
+        DeviceProblem<ops::Attention> good(s), p(s);
+        // The middle one of three sequences.
+        require_cuda(cudaMemcpy(const_cast<std::int32_t*>(p.args().kv_len.data) + 1, &bad, 4, cudaMemcpyHostToDevice));
+        const auto output = [&](DeviceProblem<ops::Attention>& problem) {
+          Problem<ops::Attention>& host = problem.run(c);
+          return host.tensor(host.blocks().back());
+        };
+        const Tensor expected = output(good), got = output(p);
+        INFO(describe(s) << ", kv_len " << bad);
+        const std::int64_t sequence = got.size() / 3;
+        std::int64_t wrong = 0;
+        for (std::int64_t i = 0; i < got.size(); ++i)
+          wrong += i / sequence == 1 ? !std::isnan(got.at(i)) : got.at(i) != expected.at(i);
+        CHECK(wrong == 0);
+      }
+}
+
+TEST_CASE("attention on the GPU gives the same bits a thousand times", "[gpu][attention]") {
+  cuda::Context c = context();
+  for (const Workload& load : {Workload{1, 1, 2048, 0}, Workload{1, 1, 300, 0}, Workload{1, 130, 200, 0}})
+    for (DType activation : {DType::f16, DType::f32}) {
+      const Setup s = attention_setup(8, 80, load, activation);
+      DeviceProblem<ops::Attention> p(s);
+      const auto first = p.run(c).bytes();
+      for (int i = 1; i < 1000; ++i) {
+        REQUIRE(cuda::run(p.args(), c));
+        if (i % 100 == 0) REQUIRE(bool(p.fetch().bytes() == first));
+      }
+      require_cuda(cudaDeviceSynchronize());
+      CHECK(bool(p.fetch().bytes() == first));
+    }
+}

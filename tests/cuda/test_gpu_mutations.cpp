@@ -1,0 +1,101 @@
+// The mutation gate on the GPU: every site of the walk, faulty or not, runs there. In float32 its kernels take no GPTQ
+// weights, whose faults are put into a walk of float16; the persistent kernel, of 16 bits too, gets the faults of what a
+// layer starts from.
+#include "apps/verify/device_ops.hpp"
+#include "tests/golden/mutations.hpp"
+
+using namespace cf;
+using namespace cf::test;
+
+TEST_CASE("Every fault on the GPU is caught at one tap at least, in every golden file", "[gpu][mutation]") {
+  auto device = apps::DeviceOps::create();
+  REQUIRE(device);
+  check_gate(false, [&](const auto& args) { return device->run(args); });
+}
+
+// A tap's budget is that of the walk without a fault: the faulty one's oracle has the fault too.
+TEST_CASE("Every fault of GPTQ weights on the GPU is caught at one tap at least", "[gpu][mutation][gptq]") {
+  const apps::WalkOptions options{.backend = apps::Backend::cuda, .activation = DType::f16};
+  std::map<std::string, int> files_caught;
+  int files = 0;
+  for (const std::string& path : golden_files()) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    if (quantised_linears(weights->weights) == 0 || file->meta().dtype != DType::f16) continue;
+    ++files;
+    const auto sound = apps::walk_golden(*file, *weights, options);
+    INFO(path << " " << sound.status().message());
+    REQUIRE(sound);
+    for (const apps::TapResult& tap : *sound) CHECK(tap.ok());
+    for (const Fault& fault : faults()) {
+      if (!fault.gptq) continue;
+      Fault::Scratch scratch;
+      golden::GoldenWeights faulty = *weights;
+      for_each_linear(file->meta().config, faulty.weights, [&](std::string_view, LinearParams& linear, auto...) {
+        if (auto* gptq = std::get_if<GptqWeight>(&linear.weight)) fault.gptq(*gptq, scratch);
+      });
+      const auto walked = apps::walk_golden(*file, faulty, options);
+      INFO(fault.name << ": " << walked.status().message());
+      REQUIRE(walked);
+      REQUIRE(walked->size() == sound->size());
+      bool is_caught = false;
+      for (std::size_t i = 0; i < sound->size(); ++i) {
+        const Comparison& error = (*walked)[i].error;
+        is_caught = is_caught || error.non_finite || error.rel_l2 > (*sound)[i].budget;
+      }
+      files_caught[fault.name] += is_caught;
+    }
+  }
+  REQUIRE(files >= 4);
+  for (const Fault& fault : faults()) {
+    INFO("fault: " << fault.name);
+    CHECK((!fault.quantised || files_caught[fault.name] > 0));
+  }
+}
+
+TEST_CASE("Every fault in what the persistent kernel starts from is caught at one tap at least, in most golden files",
+          "[gpu][mutation][fused]") {
+  auto device = apps::DeviceOps::create();
+  REQUIRE(device);
+  std::map<std::string, int> files_caught;
+  int files = 0;
+  for (const std::string& path : gate_files(false)) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    if (!fused_refusal(file->meta(), weights->weights).empty()) continue;
+    ++files;
+    const DType dtype = file->meta().dtype;
+    const auto sound = apps::walk_golden(*file, *weights,
+                                         {.backend = apps::Backend::cuda,
+                                          .activation = dtype,
+                                          .isolated = false,
+                                          .own_rope_table = true,
+                                          .impl = apps::WalkImpl::layer});
+    INFO(path << " " << sound.status().message());
+    REQUIRE(sound);
+    std::map<std::string, double> budgets;
+    for (const apps::TapResult& tap : *sound) budgets[tap.tap] = tap.budget;
+    const auto is_caught = [&](const Fault& fault) {
+      FaultyStep step(*file, *weights, fault, dtype);
+      const Status run =
+          device->run_layer({.model = step.config, .weights = step.weights, .t = step.state.tensors()});
+      INFO(fault.name << ": " << run.message());
+      REQUIRE(run);
+      const auto budget_of = [&](const std::string& tap) { return budgets.at(tap); };
+      return !taps_outside(*file, step, budget_of, [](const auto&) { return Status(); }).empty();
+    };
+    CHECK_FALSE(is_caught({.name = "no fault"}));
+    for (const Fault& fault : faults())
+      if (fault.before && !fault.fine) files_caught[fault.name] += is_caught(fault);
+  }
+  CHECK(files >= 4);
+  CHECK(files_caught.size() >= 7);
+  for (const auto& [fault, caught] : files_caught) {
+    INFO("fault: " << fault);
+    CHECK(2 * caught > files);  // one entry of a hundred may weigh less than a rounding
+  }
+}

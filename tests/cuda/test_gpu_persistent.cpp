@@ -1,0 +1,664 @@
+// The persistent kernel: each layer the oracle's within its budget, the same bits on every run whatever the blocks'
+// timing, in one launch or many, and an error instead of a hang. On layers that the test itself holds on the device.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/compare.hpp"
+#include "core/model/examples.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "cuda/model/extend.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/persistent/arguments.hpp"
+#include "cuda/persistent/persistent_kernel.hpp"
+#include "cuda/persistent/variants.hpp"
+#include "tests/cuda/device_layers.hpp"
+#include "tests/cuda/occupy.hpp"
+#include "tests/cuda/two_blocks_kernel.hpp"
+#include "tests/support/refusal.hpp"
+#include "tests/support/setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using cuda::PersistentKernel;
+
+namespace {
+
+using Layer = ops::DecodeLayer;
+
+/// The device's own plans with the library's kernels, or an RTX 5090's plans with kernels of which an SM holds two
+/// blocks.
+enum class Plans { own, rtx5090 };
+constexpr Plans kPlans[] = {Plans::own, Plans::rtx5090};
+const char* to_string(Plans p) { return p == Plans::own ? "own plans" : "an RTX 5090's plans"; }
+
+cuda::Context planned(Plans plans, cudaStream_t stream = nullptr) {
+  cuda::Context c = context(stream);
+  if (plans == Plans::rtx5090) c.set_plan_arch(cuda::kRtx5090);
+  return c;
+}
+
+PersistentKernel kernel_of(Plans plans, const cuda::Context& c, const DeviceLayers& on,
+                           const cuda::PersistentChoices& choices = {}, std::int64_t first_model_layer = 0) {
+  Result<PersistentKernel> kernel = PersistentKernel::create(
+      c, cuda::persistent_model(on.config(), on.config().dtype), on.layers, on.sequences(), on.rope(),
+      {.choices = choices,
+       .first_model_layer = first_model_layer,
+       .kernels = plans == Plans::own ? nullptr : two_blocks_kernels});
+  require_ok(kernel.status());
+  return std::move(*kernel);
+}
+
+/// One launch for all layers, one a layer, two a layer.
+enum class Launches { persistent, layer, split };
+const char* to_string(Launches l) {
+  return l == Launches::persistent ? "persistent" : l == Launches::layer ? "layer" : "split";
+}
+
+Status run(PersistentKernel& kernel, const cuda::Context& c, const DeviceLayers& on,
+           Launches launches = Launches::persistent) {
+  const LayerTensors t = on.tensors(0);
+  const std::int64_t layers = std::int64_t(on.layers.size());
+  if (launches == Launches::persistent) return kernel.enqueue(c.stream(), 0, layers, t.hidden, t.output);
+  for (std::int64_t l = 0; l < layers; ++l) {
+    const ConstAnyView<2> input = l == 0 ? t.hidden : ConstAnyView<2>();
+    CF_TRY(launches == Launches::layer ? kernel.enqueue(c.stream(), l, l + 1, input, t.output)
+                                       : kernel.enqueue_split(c.stream(), l, input, t.output));
+  }
+  return {};
+}
+
+bool same_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Tensor& x, const Tensor& y) { return test::same_bits(x, y); });
+}
+
+std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len) {
+  std::vector<std::int32_t> n;
+  for (std::int64_t b = 0; b < w.batch; ++b) n.push_back(std::max(1, kv_len - 3 * std::int32_t(b)));
+  return n;
+}
+
+ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
+  ModelConfig m = model_of(4, 64, 16, 512);
+  m.num_hidden_layers = layers;
+  m.dtype = dtype;
+  return m;
+}
+
+}  // namespace
+
+TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 has SMs, and row and tile products",
+          "[gpu][persistent]") {
+  std::set<int> narrow_columns;
+  for (const ModelConfig& m : pythia_presets()) {
+    const auto plan = cuda::plan_persistent(planned(Plans::rtx5090).arch(), cuda::persistent_model(m, m.dtype), 1);
+    REQUIRE(plan);
+    CHECK(plan->grid > cuda::kH200.sm_count);
+    CHECK(plan->smem_bytes <= cuda::kRtx5090.smem_per_block_bytes);
+    narrow_columns.insert(plan->narrow_columns);
+  }
+  CHECK(narrow_columns == std::set<int>{0, 1024, 2048, 2560});
+}
+
+namespace {
+
+/// Every tap of a layer, and what it appends to the cache, against the double oracle.
+void check_taps(const HostLayers& host, int kv_len, Plans plans) {
+  const ModelConfig& m = host.config;
+  const std::int64_t batch = host.load.batch, capacity = host.load.capacity;
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  on.set_kv_len(lengths(host.load, kv_len));
+  PersistentKernel kernel = kernel_of(plans, c, on);
+  const LayerTensors got = on.tensors(0);
+  require_ok(kernel.set_probe({.taps = got}));
+  require_ok(run(kernel, c, on));
+
+  LayerState oracle(m, {.batch = batch, .kv_len = capacity, .capacity = capacity}, DType::f64);
+  oracle.hidden = host.hidden.converted(DType::f64);
+  oracle.k_cache = host.k_caches[0].converted(DType::f64);
+  oracle.v_cache = host.v_caches[0].converted(DType::f64);
+  oracle.fill_rope_table(m.rope_theta);
+  oracle.set_kv_len(lengths(host.load, kv_len));
+  const Layer::Args args{.model = m, .weights = host.weights[0].weights, .t = oracle.tensors()};
+  require_ok(cpu_ref::run(args));
+  const auto condition = cpu_ref::condition(args);
+  REQUIRE(condition);
+  const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, m.dtype}, *condition);
+  // Of the caches this compares all entries: the append has changed its own alone.
+  for_each_activation(
+      args.model.shape, Layer::dims(args).step,
+      [&]<class V>(const TensorSpec& t, const V& tap, const Tensor& expected, auto) {
+        if (!is_written(t.role)) return;
+        const auto error = compare(fetch<V::rank>(tap), expected);
+        REQUIRE(error);
+        CAPTURE(t.name, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max, error->worst_coordinate);
+        CHECK(error->within(budget));
+      },
+      got, oracle);
+}
+
+}  // namespace
+
+TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", "[gpu][persistent]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const bool parallel = GENERATE(true, false);
+  for (const ModelConfig& shape : {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200),
+                                   model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096), model_of(3, 8, 2, 24)})
+    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 130}, {3, 17}, {8, 66}}) {
+      ModelConfig m = shape;
+      m.dtype = dtype;
+      m.use_parallel_residual = parallel;
+      if (batch == 3) {
+        m.hidden_act = Activation::gelu_tanh;
+        m.attention_bias = false;
+      }
+      CAPTURE(to_string(plans), m.name, batch, kv_len, parallel, to_string(dtype));
+      check_taps({m, {.batch = batch, .capacity = 131}}, kv_len, plans);
+    }
+}
+
+namespace {
+
+/// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
+/// what both should be.
+void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens) {
+  const HostLayers host(m, load);
+  const Layer::Dims dims = ops::example<Layer>(m, {.batch = load.batch, .kv_len = load.capacity}).first;
+  const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
+  for (Plans plans : kPlans) {
+    cuda::Context c = planned(plans);
+    DeviceLayers on(c, host);
+    PersistentKernel kernel = kernel_of(plans, c, on);
+    for (int kv_len : kv_lens) {
+      on.set_kv_len(lengths(load, kv_len));
+      require_ok(cuda::run(Layer::Args{.model = host.config, .weights = on.layers[0].weights, .t = on.tensors(0)}, c));
+      const Tensor expected = fetch<2>(on.tensors(0).output);
+      on.scrub_output();
+      require_ok(run(kernel, c, on));
+      const auto error = compare(fetch<2>(on.tensors(0).output), expected);
+      REQUIRE(error);
+      CAPTURE(to_string(plans), m.name, load.batch, kv_len, error->rel_l2, budget.rel_l2, error->rel_max,
+              budget.rel_max);
+      CHECK(error->within(budget));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("persistent: agrees with the ops one by one over all presets", "[gpu][persistent][presets]") {
+  for (const ModelConfig& preset : pythia_presets()) {
+    ModelConfig m = preset;
+    m.num_hidden_layers = 1;
+    check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 2, 17, 127, 128, 129, 1023, 1024, 1025, 2047, 2048});
+  }
+}
+
+TEST_CASE("persistent: agrees with the ops one by one whichever way it takes products", "[gpu][persistent]") {
+  // Slices of 2560 and of 2048 columns have row products of their own.
+  for (ModelConfig m : {model_of(32, 80, 20, 2560), model_of(16, 128, 32, 2048)})
+    for (bool parallel : {true, false})
+      for (DType dtype : {DType::f16, DType::bf16})
+        for (std::int64_t batch : {1, 2, 3}) {
+          m.use_parallel_residual = parallel;
+          m.dtype = dtype;
+          check_against_unfused(m, {.batch = batch, .capacity = 300}, {1, 130, 300});
+        }
+}
+
+namespace {
+
+/// All layers in one launch, one launch a layer and two: the same output and caches.
+void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch) {
+  const Workload load{.batch = batch, .capacity = 40};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  PersistentKernel kernel = kernel_of(plans, c, on);
+  for (int kv_len : {1, 33, 40}) {
+    CAPTURE(to_string(plans), m.name, to_string(m.dtype), m.use_parallel_residual, batch, kv_len);
+    on.set_kv_len(lengths(load, kv_len));
+    on.reset();
+    require_ok(run(kernel, c, on));
+    const auto expected = on.results();
+    for (Launches launches : {Launches::layer, Launches::split}) {
+      CAPTURE(to_string(launches));
+      on.reset();
+      on.scrub_output();
+      require_ok(run(kernel, c, on, launches));
+      CHECK(same_bits(on.results(), expected));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("persistent: one launch, one a layer and two a layer give the same bits",
+          "[gpu][persistent][launches][small]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  for (DType dtype : {DType::f16, DType::bf16}) {
+    ModelConfig m = small_model(dtype);
+    m.use_parallel_residual = parallel;
+    for (std::int64_t batch : {1, 2, 4, 8}) check_launches(plans, m, batch);
+  }
+}
+
+TEST_CASE("persistent: so they do whichever rows are sliced", "[gpu][persistent][launches]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  // None, only those of down, all; and a tile product.
+  for (ModelConfig m : {model_of(16, 64, 16, 1024), model_of(32, 80, 20, 10240), model_of(32, 128, 32, 4096),
+                        model_of(4, 64, 16, 4096)}) {
+    m.num_hidden_layers = 2;
+    m.use_parallel_residual = parallel;
+    check_launches(plans, m, 1);
+  }
+}
+
+TEST_CASE("persistent: 66 layers are one launch or one a layer, with the same bits",
+          "[gpu][persistent][launches]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  ModelConfig m = model_of(2, 32, 8, 96);
+  m.num_hidden_layers = 66;
+  check_launches(plans, m, 1);
+}
+
+namespace {
+
+/// One launch's bits, asked again `runs` times while blocks are delayed at random. before(i) comes before the i-th.
+template <class Before>
+void check_delayed(Plans plans, bool parallel, std::int64_t layers, std::int64_t batch, unsigned runs,
+                   Launches launches, Before before) {
+  ModelConfig m = model_of(32, 80, 20, 2560);
+  m.num_hidden_layers = layers;
+  m.use_parallel_residual = parallel;
+  const Workload load{.batch = batch, .capacity = 130};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  on.set_kv_len(lengths(load, 129));
+  PersistentKernel kernel = kernel_of(plans, c, on);
+  require_ok(run(kernel, c, on));
+  const auto expected = on.results();
+  for (unsigned i = 1; i <= runs; ++i) {
+    require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+    before(i);
+    on.scrub_output();
+    require_ok(run(kernel, c, on, launches));
+    if (i % 10 == 0) REQUIRE(test::same_bits(fetch<2>(on.tensors(0).output), expected[0]));
+  }
+  CHECK(same_bits(on.results(), expected));
+}
+
+}  // namespace
+
+TEST_CASE("persistent: two launches a layer give the same bits with delayed blocks", "[gpu][persistent][launches]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  check_delayed(plans, parallel, 3, 1, 100, Launches::split, [](unsigned) {});
+}
+
+TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks and other work on the GPU",
+          "[gpu][persistent]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  cudaStream_t other = nullptr;
+  require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+  check_delayed(plans, parallel, 4, 2, 1000, Launches::persistent, [&](unsigned i) {
+    if (i % 50 == 0) enqueue_occupy(other, 16, 1);
+  });
+  require_cuda(cudaStreamSynchronize(other));
+  require_cuda(cudaStreamDestroy(other));
+}
+
+namespace {
+
+/// Every variant of the plan that the device makes: the plan's own bits, or within twice a layer's budget of its
+/// output.
+void check_variants(Plans plans, const ModelConfig& m, std::int64_t batch) {
+  const Workload load{.batch = batch, .capacity = 300};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  on.set_kv_len(lengths(load, 300));
+  PersistentKernel own = kernel_of(plans, c, on);
+  require_ok(run(own, c, on));
+  const auto expected = on.results();
+  const Budget one =
+      Layer::budget(ops::example<Layer>(m, {.batch = batch, .kv_len = load.capacity}).first, {DType::f32, m.dtype});
+  for (const cuda::PersistentVariant& v : cuda::persistent_variants(c.arch(), own.plan())) {
+    on.reset();
+    on.scrub_output();
+    PersistentKernel kernel = kernel_of(plans, c, on, v.choices);
+    CAPTURE(to_string(plans), m.name, batch, v.choice, v.value, to_string(kernel.plan()));
+    require_ok(run(kernel, c, on));
+    if (v.same_bits) {
+      CHECK(same_bits(on.results(), expected));
+      on.reset();
+      on.scrub_output();
+      require_ok(run(kernel, c, on, Launches::split));
+      CHECK(same_bits(on.results(), expected));
+    } else {
+      const auto error = compare(fetch<2>(on.tensors(0).output), expected[0]);
+      REQUIRE(error);
+      CAPTURE(error->rel_l2, one.rel_l2, error->rel_max, one.rel_max);
+      CHECK(error->within({2 * one.rel_l2, 2 * one.rel_max}));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("persistent: plans that choose otherwise compute the same", "[gpu][persistent][variants]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  for (bool parallel : {true, false})
+    for (ModelConfig m : {model_of(32, 80, 20, 10240), small_model(DType::bf16, 1)}) {
+      m.use_parallel_residual = parallel;
+      check_variants(plans, m, 1);
+    }
+  check_variants(plans, small_model(DType::f16, 1), 3);
+}
+
+TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, many layers and runs long",
+          "[gpu][persistent][variants]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  // One key split a block, and several.
+  for (const auto& [heads, batch, splits] :
+       {std::tuple<std::int64_t, std::int64_t, int>{8, 1, 8}, {32, 1, 4}, {32, 2, 4}, {5, 4, 2}}) {
+    ModelConfig m = model_of(heads, 64, 16, 512);
+    m.num_hidden_layers = 4;
+    const Workload load{.batch = batch, .capacity = 130};
+    const HostLayers host(m, load);
+    const cuda::Context c = planned(plans);
+    DeviceLayers on(c, host);
+    on.set_kv_len(lengths(load, 129));
+    PersistentKernel own = kernel_of(plans, c, on, {.attention_splits = splits});
+    PersistentKernel kernel = kernel_of(plans, c, on, {.attention_splits = splits, .cluster_merge = true});
+    CAPTURE(to_string(plans), heads, batch, splits, to_string(kernel.plan()));
+    CHECK(kernel.plan().grid % splits == 0);
+    require_ok(run(own, c, on));
+    const auto expected = on.results();
+    for (unsigned i = 1; i <= 100; ++i) {
+      require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
+      require_ok(run(kernel, c, on));
+      if (i % 10 == 0) REQUIRE(same_bits(on.results(), expected));
+    }
+    // Blocks that have given up leave together, and the next launch is sound.
+    require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = "attention.context", .wait_limit_ms = 20}));
+    require_ok(run(kernel, c, on));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.set_probe({}));
+    CHECK(refusal_fault(run(kernel, c, on), Code::device_error, {"layer 1: attention.context"}) == "");
+    require_ok(run(kernel, c, on));
+    CHECK(same_bits(on.results(), expected));
+  }
+}
+
+TEST_CASE("persistent: waits for SMs that another kernel holds", "[gpu][persistent]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const Launches launches = GENERATE(Launches::persistent, Launches::split);
+  const HostLayers host(small_model(DType::f16), {.batch = 1, .capacity = 20});
+  cudaStream_t stream = nullptr, other = nullptr;
+  require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+  {
+    const cuda::Context c = planned(plans, stream);
+    DeviceLayers on(c, host);
+    on.set_kv_len({17});
+    PersistentKernel kernel = kernel_of(plans, c, on);
+    require_ok(run(kernel, c, on));
+    const auto expected = on.results();
+    enqueue_occupy(other, 40, 100);
+    require_ok(run(kernel, c, on, launches));
+    CHECK(same_bits(on.results(), expected));
+    require_ok(kernel.take_report());
+  }
+  require_cuda(cudaStreamDestroy(stream));
+  require_cuda(cudaStreamDestroy(other));
+}
+
+TEST_CASE("persistent: what no block publishes is an error that names the model's layer, and the next launch is sound",
+          "[gpu][persistent][report]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  const std::int64_t batch = GENERATE(1, 4);
+  ModelConfig m = small_model(DType::f16);
+  m.use_parallel_residual = parallel;
+  const Workload load{.batch = batch, .capacity = 20};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  on.set_kv_len(lengths(load, 17));
+  PersistentKernel kernel = kernel_of(plans, c, on, {}, /*first_model_layer=*/7);
+  require_ok(run(kernel, c, on));
+  const auto expected = on.results();
+  const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";
+  // Of two launches a layer the second lacks what the first has not made: what was missing first is named.
+  for (Launches launches : {Launches::persistent, Launches::layer, Launches::split})
+    for (const std::string site : {"attention.query_key_value", "attention.context", "attention.dense",
+                                   "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}) {
+      if (parallel && site == "attention.dense") continue;  // no block waits for it
+      // The next launch finds the whole hidden state, since only its tags are withheld.
+      if (launches != Launches::persistent && site == "mlp.dense_4h_to_h") continue;
+      CAPTURE(to_string(plans), parallel, batch, to_string(launches), site);
+      require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = site, .wait_limit_ms = 20}));
+      // The launches of one run may report before its last one is enqueued, which then is not.
+      const Status enqueued = run(kernel, c, on, launches);
+      require_cuda(cudaDeviceSynchronize());
+      require_ok(kernel.set_probe({}));
+      const Status reported = enqueued ? kernel.take_report() : enqueued;
+      CHECK(refusal_fault(reported, Code::device_error, {"persistent: layer 8: " + site, " ms, ", blocks}) == "");
+      // A launch behind the stopped one may have reported what it lacked in turn.
+      if (!enqueued) (void)kernel.take_report();
+      require_ok(kernel.take_report());
+      require_ok(run(kernel, c, on, launches));
+      CHECK(same_bits(on.results(), expected));
+    }
+  CHECK(refusal_fault(kernel.set_probe({.withheld_layer = 0, .withheld_site = "input_layernorm"}),
+                      Code::invalid_argument, {"'input_layernorm'"}) == "");
+}
+
+TEST_CASE("persistent: a report that nobody has taken stops the next launch, once", "[gpu][persistent][report]") {
+  const HostLayers host(small_model(DType::f16), {.batch = 1, .capacity = 20});
+  const cuda::Context c = planned(Plans::own);
+  DeviceLayers on(c, host);
+  on.set_kv_len({17});
+  PersistentKernel kernel = kernel_of(Plans::own, c, on);
+  require_ok(run(kernel, c, on));
+  const auto expected = on.results();
+  for (Launches launches : {Launches::persistent, Launches::split}) {
+    require_ok(kernel.set_probe({.withheld_layer = 2, .withheld_site = "attention.context", .wait_limit_ms = 20}));
+    require_ok(run(kernel, c, on));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.set_probe({}));
+    on.scrub_output();
+    const Tensor scrubbed = fetch<2>(on.tensors(0).output);
+    CHECK(refusal_fault(run(kernel, c, on, launches), Code::device_error,
+                        {"layer 2: attention.context was not complete within 25 ms"}) == "");
+    CHECK(test::same_bits(fetch<2>(on.tensors(0).output), scrubbed));  // nothing was launched
+    require_ok(run(kernel, c, on, launches));
+    CHECK(same_bits(on.results(), expected));
+  }
+}
+
+TEST_CASE("persistent: the same weights serve other caches, of another capacity", "[gpu][persistent][caches]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const std::int64_t batch = GENERATE(1, 3);
+  const ModelConfig m = small_model(DType::f16);
+  const Workload short_load{.batch = batch, .capacity = 20}, long_load{.batch = batch, .capacity = 70};
+  const HostLayers short_host(m, short_load), long_host(m, long_load, "other ");
+  const cuda::Context c = planned(plans);
+  DeviceLayers first(c, short_host), second(c, long_host);
+  first.set_kv_len(lengths(short_load, 20));
+  second.set_kv_len(lengths(long_load, 60));
+  PersistentKernel kernel = kernel_of(plans, c, first), other = kernel_of(plans, c, second);
+  require_ok(run(kernel, c, first));
+  require_ok(run(other, c, second));
+  const auto of_first = first.results(), of_second = second.results();
+
+  first.reset();
+  second.reset();
+  second.scrub_output();
+  const auto untouched = first.results();
+  require_ok(kernel.set_caches(second.caches(), second.sequences()));
+  require_ok(run(kernel, c, second));
+  CHECK(same_bits(second.results(), of_second));
+  CHECK(same_bits(first.results(), untouched));
+
+  // A refusal names the layer and changes nothing.
+  std::vector<LayerCache> caches = first.caches();
+  caches[1].v = caches[1].k, caches[1].v.shape[2] = 19;
+  CHECK(refusal_fault(kernel.set_caches(caches, first.sequences()), Code::invalid_argument,
+                      {"persistent: layer 1: 'v_cache' has shape", "19"}) == "");
+  CHECK(refusal_fault(kernel.set_caches(std::span(caches).first(2), first.sequences()), Code::invalid_argument,
+                      {"one for each of 3 layers, got 2"}) == "");
+  second.reset();
+  require_ok(run(kernel, c, second));
+  CHECK(same_bits(second.results(), of_second));
+  require_ok(kernel.set_caches(first.caches(), first.sequences()));
+  first.scrub_output();
+  require_ok(run(kernel, c, first));
+  CHECK(same_bits(first.results(), of_first));
+}
+
+namespace {
+
+Status advance(const cuda::Context& c, DeviceLayers& on) { return cuda::enqueue_extend(on.positions, on.kv_len, 1, c); }
+
+}  // namespace
+
+TEST_CASE("persistent: kernels with threads and streams of their own do not meet", "[gpu][persistent]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const HostLayers host(small_model(DType::f16), {.batch = 1, .capacity = 64});
+  constexpr int steps = 64;
+  const auto decode = [&](const cuda::Context& c, DeviceLayers& on, PersistentKernel& kernel) {
+    for (int i = 0; i < steps; ++i) {
+      if (!run(kernel, c, on)) return false;
+      if (i + 1 < steps && !advance(c, on)) return false;
+    }
+    return cudaStreamSynchronize(c.stream()) == cudaSuccess && bool(kernel.take_report());
+  };
+  const cuda::Context alone = planned(plans);
+  DeviceLayers reference(alone, host);
+  reference.set_kv_len({1});
+  PersistentKernel reference_kernel = kernel_of(plans, alone, reference);
+  REQUIRE(decode(alone, reference, reference_kernel));
+  const auto expected = reference.results();
+  cudaStream_t streams[2] = {};
+  for (cudaStream_t& s : streams) require_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  {
+    const cuda::Context contexts[2] = {planned(plans, streams[0]), planned(plans, streams[1])};
+    DeviceLayers on[2] = {{contexts[0], host}, {contexts[1], host}};
+    for (DeviceLayers& d : on) d.set_kv_len({1});
+    PersistentKernel kernels[2] = {kernel_of(plans, contexts[0], on[0]), kernel_of(plans, contexts[1], on[1])};
+    bool ok[2] = {};
+    std::thread threads[2];
+    for (int i = 0; i < 2; ++i) threads[i] = std::thread([&, i] { ok[i] = decode(contexts[i], on[i], kernels[i]); });
+    for (std::thread& t : threads) t.join();
+    for (int i = 0; i < 2; ++i) {
+      REQUIRE(ok[i]);
+      CHECK(same_bits(on[i].results(), expected));
+    }
+  }
+  for (cudaStream_t s : streams) require_cuda(cudaStreamDestroy(s));
+}
+
+TEST_CASE("persistent: steps can be captured into a graph, beyond a full cache too", "[gpu][persistent]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const Launches launches = GENERATE(Launches::persistent, Launches::split);
+  constexpr int steps = 20;
+  const HostLayers host(small_model(DType::f16), {.batch = 1, .capacity = steps});
+  cudaStream_t stream = nullptr;
+  require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  {
+    const cuda::Context c = planned(plans, stream);
+    DeviceLayers captured(c, host), plain(c, host);
+    for (DeviceLayers* d : {&captured, &plain}) d->set_kv_len({1});
+    PersistentKernel captured_kernel = kernel_of(plans, c, captured), kernel = kernel_of(plans, c, plain);
+    require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    require_ok(run(captured_kernel, c, captured, launches));
+    require_ok(advance(c, captured));
+    cudaGraph_t graph = nullptr;
+    require_cuda(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec = nullptr;
+    require_cuda(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < steps; ++i) {
+      require_cuda(cudaGraphLaunch(exec, stream));
+      require_ok(run(kernel, c, plain));
+      require_ok(advance(c, plain));
+    }
+    require_cuda(cudaStreamSynchronize(stream));
+    for (PersistentKernel* k : {&captured_kernel, &kernel}) require_ok(k->take_report());
+    require_cuda(cudaGraphExecDestroy(exec));
+    require_cuda(cudaGraphDestroy(graph));
+    CHECK(same_bits(captured.results(), plain.results()));
+    // The cache is full: the next step leaves it alone, and has nothing to attend to.
+    const auto full = plain.results();
+    require_ok(run(kernel, c, plain));
+    const auto beyond = plain.results();
+    CHECK(std::isnan(beyond[0].at(0)));
+    for (std::size_t i = 1; i < full.size(); ++i) CHECK(test::same_bits(beyond[i], full[i]));
+  }
+  require_cuda(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("persistent: what the kernel does not take is refused by name", "[gpu][persistent][bad]") {
+  const cuda::Context c = planned(Plans::own);
+  const HostLayers host(small_model(DType::f16), {.batch = 2, .capacity = 8});
+  DeviceLayers on(c, host);
+  const cuda::PersistentModel good = cuda::persistent_model(host.config, host.config.dtype);
+  struct Call {
+    cuda::PersistentModel model;
+    std::vector<cuda::PersistentLayer> layers;
+    cuda::PersistentSequences sequences;
+    cuda::RopeTable rope;
+  };
+  const auto refused = [&](auto change, Code code, std::initializer_list<std::string_view> parts) {
+    Call call{good, on.layers, on.sequences(), on.rope()};
+    change(call);
+    return refusal_fault(
+        PersistentKernel::create(c, call.model, call.layers, call.sequences, call.rope, {.first_model_layer = 5})
+            .status(),
+        code, parts);
+  };
+  const auto unimplemented = Code::unimplemented, invalid = Code::invalid_argument;
+  CHECK(refused([](Call& a) { a.model.dtype = DType::f32; }, unimplemented, {"float16", "got float32"}) == "");
+  CHECK(refused([](Call& a) { a.sequences.kv_len.shape[0] = a.sequences.positions.shape[0] = 9; }, unimplemented,
+                {"1 to 8 sequences, got 9"}) == "");
+  CHECK(refused([](Call& a) { a.sequences.positions.shape[0] = 4; }, unimplemented,
+                {"one new token a sequence, got 4 for 2"}) == "");
+  CHECK(refused([](Call& a) { a.layers.clear(); }, invalid, {"expected at least 1"}) == "");
+  CHECK(refused([](Call& a) { a.layers[1].weights.dense.weight = GptqWeight{}; }, unimplemented,
+                {"dense weights, got quantised ones"}) == "");
+  CHECK(refused([](Call& a) { a.layers[2].weights.input_layernorm.beta.data = nullptr; }, invalid,
+                {"persistent: layer 7: 'input_layernorm.bias' is null"}) == "");
+  CHECK(refused([](Call& a) { std::get<DenseWeight>(a.layers[1].weights.dense_4h_to_h.weight).weight.shape[1] = 8; },
+                invalid, {"layer 6: 'mlp.dense_4h_to_h.weight' has shape (256, 8), expected (256, 512)"}) == "");
+  CHECK(refused([](Call& a) { a.layers[1].cache.k.shape[2] = 7; }, invalid, {"layer 6: 'k_cache' has shape"}) == "");
+  CHECK(refused([](Call& a) { a.layers[1].cache.k.dtype = DType::f32; }, unimplemented, {"got float16"}) == "");
+  CHECK(refused([](Call& a) { a.rope.sin.shape[1] = 4; }, invalid, {"'sin' has shape"}) == "");
+  CHECK(refused([&](Call& a) { a.layers[0].cache.v.data = const_cast<void*>(host.hidden.data()); }, invalid,
+                {"layer 5: 'v_cache' points to host memory"}) == "");
+
+  PersistentKernel kernel = kernel_of(Plans::own, c, on);
+  const LayerTensors t = on.tensors(0);
+  const auto step = [&](std::int64_t first, std::int64_t last, const AnyView<2>& output) {
+    return kernel.enqueue(c.stream(), first, last, t.hidden, output);
+  };
+  CHECK(refusal_fault(step(1, 1, t.output), invalid, {"range within [0, 3), got [1, 1)"}) == "");
+  CHECK(refusal_fault(step(0, 4, t.output), invalid, {"range within [0, 3), got [0, 4)"}) == "");
+  CHECK(refusal_fault(kernel.enqueue_split(c.stream(), 3, t.hidden, t.output), invalid, {"got [3, 4)"}) == "");
+  CHECK(refusal_fault(step(0, 3, {}), invalid, {"'output' is null"}) == "");
+  CHECK(refusal_fault(step(0, 3, {t.output.data, {1, 256}, DType::f16}), invalid, {"'output' has shape (1, 256)"}) ==
+        "");
+}

@@ -1,0 +1,272 @@
+// The persistent kernel's plan, layout and protocol, without CUDA: for an H200 and an RTX 5090 on any machine.
+#include <algorithm>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "core/model/config.hpp"
+#include "cuda/persistent/arguments.hpp"
+#include "cuda/persistent/plan.hpp"
+#include "cuda/persistent/variants.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+#include "tests/support/setups.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+using cf::test::model_of;
+using cf::test::refusal_fault;
+
+namespace {
+
+/// What must hold of a plan that is no refusal; the first fault, or nothing.
+std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const PersistentPlan& p) {
+  const PersistentLayout l = persistent_layout(persistent_dims(persistent_model(m, m.dtype), batch), p);
+  if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
+  if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
+  if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
+  if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
+  if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
+  const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
+  if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
+  if (p.stage_bytes < kStageSlices * 2 * std::max(hidden / p.hidden_slices, act / p.act_slices)) return "stage";
+  for (const std::int64_t columns : {hidden / p.hidden_slices, act / p.act_slices})
+    if (warp_lines(int(columns)) > kMaxLines || kProductWarps * warp_lines(int(columns)) * kLineColumns < columns)
+      return "lines";
+  if (std::max(hidden / p.hidden_slices, act / p.act_slices) > kMaxSliceColumns) return "slice columns";
+  if (p.narrow_columns && (batch > 1 || hidden / p.hidden_slices != p.narrow_columns ||
+                           act / p.act_slices != p.narrow_columns || p.act_slices > kProductWarps))
+    return "narrow";
+  if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
+    return "keys of a stage";
+  if (p.attention_splits < 1) return "splits";
+  if (l.barriers != 0) return "the zero that TileTokens relies on";
+  // Every part begins behind the one before.
+  const std::pair<const char*, int> parts[] = {{"notice", l.notice},
+                                               {"layer_pointers", l.layer_pointers},
+                                               {"lengths", l.lengths},
+                                               {"warp_states", l.warp_states},
+                                               {"angles", l.angles},
+                                               {"new_token", l.new_token},
+                                               {"warp_values", l.warp_values},
+                                               {"gathered", l.gathered},
+                                               {"inbox", l.inbox},
+                                               {"moments", l.moments},
+                                               {"norm_weights", l.norm_weights},
+                                               {"attn_x", l.attn_x},
+                                               {"mlp_x", l.mlp_x},
+                                               {"residual", l.residual},
+                                               {"sums", l.sums},
+                                               {"ring", l.ring}};
+  int end = (2 * p.stages + kSignals) * 8;
+  for (const auto& [name, begin] : parts) {
+    if (begin < end) return std::string(name) + " overlaps what lies before it";
+    if (begin % (begin < l.angles ? 16 : 128)) return std::string(name) + " is misaligned";
+    end = begin;
+  }
+  if (l.lengths - l.layer_pointers < 2 * int(sizeof(LayerPointers))) return "pointers of two layers";
+  if (l.ring + p.stages * p.stage_bytes > l.bytes) return "ring";
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
+  for (const ModelConfig& m : pythia_presets())
+    for (std::int64_t batch = 1; batch <= 8; ++batch)
+      for (const Arch& arch : {kH200, kRtx5090}) {
+        CAPTURE(m.name, batch, arch.sm_count);
+        const auto plan = plan_persistent(arch, persistent_model(m, m.dtype), batch);
+        // Beyond this the tokens leave no room for a ring.
+        if (!plan && batch * m.hidden_size > (arch.sm_count == kH200.sm_count ? 32768 : 8192)) {
+          CHECK(refusal_fault(plan.status(), Code::unimplemented, {"B of shared memory"}) == "");
+          continue;
+        }
+        REQUIRE(plan);
+        CAPTURE(to_string(*plan));
+        CHECK(fault(arch, m, batch, *plan) == "");
+        CHECK(plan->grid == arch.sm_count);
+        CHECK(batch * m.num_attention_heads * plan->attention_splits <=
+              std::max<std::int64_t>(plan->grid, batch * m.num_attention_heads));
+      }
+}
+
+TEST_CASE("persistent: every variant of a preset's plan is a plan, and another one") {
+  for (const ModelConfig& m : pythia_presets())
+    for (const Arch& arch : {kH200, kRtx5090}) {
+      const auto own = plan_persistent(arch, persistent_model(m, m.dtype), 1);
+      REQUIRE(own);
+      const std::vector<PersistentVariant> variants = persistent_variants(arch, *own);
+      std::set<std::string> plans;
+      for (const PersistentVariant& v : variants) {
+        CAPTURE(m.name, arch.sm_count, v.choice, v.value);
+        const auto plan = plan_persistent(arch, persistent_model(m, m.dtype), 1, v.choices);
+        INFO(plan.status().message());
+        REQUIRE(plan);
+        CHECK(fault(arch, m, 1, *plan) == "");
+        CHECK(plans.insert(to_string(*plan)).second);
+        CHECK(v.same_bits == (plan->attention_splits == own->attention_splits));
+        CHECK(plan->narrow_columns == own->narrow_columns);
+      }
+      CHECK(plans.contains(to_string(*own)));
+    }
+}
+
+TEST_CASE("persistent: choices that cannot be are refused by name") {
+  const auto m = find_preset("pythia-2.8b");
+  REQUIRE(m);
+  const auto own = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
+  REQUIRE(own);
+  const auto refused = [&](const PersistentChoices& choices, std::initializer_list<std::string_view> parts) {
+    return refusal_fault(plan_persistent(kH200, persistent_model(*m, m->dtype), 1, choices).status(),
+                         Code::invalid_argument, parts);
+  };
+  const std::string most = std::to_string(own->stages);
+  CHECK(refused({.blocks = 133}, {"blocks must be 1 to 132, got 133"}) == "");
+  CHECK(refused({.blocks = 0}, {"blocks must be 1 to 132, got 0"}) == "");
+  CHECK(refused({.stages = 2}, {"stages must be 3 to " + most + ", got 2"}) == "");
+  CHECK(refused({.stages = own->stages + 1}, {"stages must be 3 to " + most}) == "");
+  CHECK(refused({.stages = 5, .stages_in_flight = 4}, {"stages_in_flight must be 1 to 3, got 4"}) == "");
+  CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
+  CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
+  CHECK(refused({.attention_splits = 1, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 1"}) == "");
+  CHECK(refused({.attention_splits = 9, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 9"}) == "");
+  CHECK(refused({.blocks = 130, .cluster_merge = true}, {"in clusters of 4, got 130"}) == "");
+  const auto clusters =
+      plan_persistent(kH200, persistent_model(*m, m->dtype), 1, {.attention_splits = 8, .cluster_merge = true});
+  REQUIRE(clusters);
+  CHECK(clusters->grid == 128);
+}
+
+TEST_CASE("persistent: odd models have plans") {
+  for (const ModelConfig& m : {model_of(1, 8, 2, 8), model_of(3, 80, 20, 200), model_of(4, 32, 8, 96),
+                               model_of(1, 256, 256, 72), model_of(2, 256, 64, 4096)})
+    for (std::int64_t batch : {1, 3, 8}) {
+      CAPTURE(m.name, batch);
+      const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), batch);
+      REQUIRE(plan);
+      CHECK(fault(kH200, m, batch, *plan) == "");
+    }
+}
+
+TEST_CASE("persistent: the plan of Pythia-2.8B prints what it is") {
+  const auto m = find_preset("pythia-2.8b");
+  REQUIRE(m);
+  const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
+  REQUIRE(plan);
+  const std::string text = to_string(*plan);
+  for (const char* part :
+       {"132 blocks", "ring of 9 stages", "3 in flight", "row products", "4 splits", "B of shared memory"}) {
+    CAPTURE(text, part);
+    CHECK(text.find(part) != std::string::npos);
+  }
+}
+
+TEST_CASE("persistent: every order of phases has each phase of a layer once") {
+  const auto phases = [](std::initializer_list<PhaseOrder> orders) {
+    std::vector<Phase> all;
+    for (const PhaseOrder& order : orders)
+      for (int step = 0; step < order.count; ++step) {
+        all.push_back(order.at(step));
+        CHECK(order.contains(order.at(step)));
+      }
+    return all;
+  };
+  const auto before = [](const std::vector<Phase>& all, Phase first, Phase second) {
+    return std::find(all.begin(), all.end(), first) < std::find(all.begin(), all.end(), second);
+  };
+  const auto check = [&](const std::vector<Phase>& all, bool parallel) {
+    CHECK(all.size() == std::size_t(kPhases));
+    CHECK(std::set<Phase>(all.begin(), all.end()).size() == std::size_t(kPhases));
+    CHECK(all.front() == Phase::qkv);
+    CHECK(before(all, Phase::qkv, Phase::attention));
+    CHECK(before(all, Phase::attention, Phase::dense));
+    CHECK(before(all, Phase::up_first, Phase::up_rest));
+    CHECK(before(all, Phase::up_rest, Phase::down));
+    if (!parallel) CHECK(before(all, Phase::dense, Phase::up_first));
+  };
+  check(phases({kParallelPhases}), true);
+  check(phases({kSequentialPhases}), false);
+  check(phases({kParallelSplit[0], kParallelSplit[1]}), true);
+  check(phases({kSequentialSplit[0], kSequentialSplit[1]}), false);
+  // The helper warps bring the next layer's pointers after qkv, and dense tells the product warps.
+  for (const PhaseOrder& order : {kParallelPhases, kSequentialPhases}) {
+    CHECK(order.at(0) == Phase::qkv);
+    CHECK(order.contains(Phase::dense));
+    CHECK(order.final_phase() == Phase::down);
+  }
+  CHECK(kParallelSplit[1].final_phase() == Phase::dense);
+  CHECK_FALSE(kParallelSplit[0].contains(Phase::attention));
+}
+
+TEST_CASE("persistent: a dependency's code names its layer, and 0 names none") {
+  int last = 0;
+  for (int layer : {0, 1, 31})
+    for (Dependency d :
+         {Dependency::qkv, Dependency::context, Dependency::attn_residual, Dependency::mlp_act, Dependency::hidden}) {
+      const int code = dependency_code(layer, d);
+      CHECK(code > last);
+      CHECK(layer_of_code(code) == layer);
+      CHECK(dependency_of_code(code) == d);
+      last = code;
+    }
+}
+
+TEST_CASE("persistent: rows are dealt once each, and as evenly as can be") {
+  struct Sizes {
+    int hidden, intermediate, grid;
+  };
+  for (const Sizes& s : {Sizes{2560, 10240, 132}, {2560, 10240, 170}, {240, 200, 132}, {8, 8, 132}, {5120, 20480, 1}}) {
+    CAPTURE(s.hidden, s.intermediate, s.grid);
+    const LayerDeals deals(s.hidden, s.intermediate, s.grid);
+    std::vector<long> read(std::size_t(s.grid));
+    constexpr int layers = 40;
+    for (int layer = 0; layer < layers; ++layer)
+      for (const auto& [of, rows, columns] : {std::tuple<Weight, int, int>{Weight::qkv, 3 * s.hidden, s.hidden},
+                                              {Weight::up, s.intermediate, s.hidden},
+                                              {Weight::dense, s.hidden, s.hidden},
+                                              {Weight::down, s.hidden, s.intermediate}}) {
+        std::vector<int> dealt(std::size_t(rows), 0);
+        for (int block = 0; block < s.grid; ++block) {
+          const Deal d = deals.deal(of, layer, block);
+          for (int i = 0; i < d.count; ++i) ++dealt.at(std::size_t(d.row(i)));
+          read[std::size_t(block)] += long(d.count) * columns;
+        }
+        CHECK(std::all_of(dealt.begin(), dealt.end(), [](int n) { return n == 1; }));
+      }
+    // A row or two more than another, over all layers.
+    const auto [least, most] = std::minmax_element(read.begin(), read.end());
+    CHECK(*most - *least <= 4l * (s.hidden + s.intermediate));
+  }
+}
+
+TEST_CASE("persistent: what the kernel does not take is refused by name") {
+  const ModelConfig good = model_of(4, 64, 16, 512);
+  const auto refused = [&](auto change, std::int64_t batch, std::initializer_list<std::string_view> parts,
+                           Code code = Code::unimplemented) {
+    ModelConfig m = good;
+    change(m);
+    return refusal_fault(plan_persistent(kH200, persistent_model(m, m.dtype), batch).status(), code, parts);
+  };
+  CHECK(refused([](ModelConfig& m) { m.dtype = DType::f32; }, 1, {"float16 or bfloat16", "got float32"}) == "");
+  CHECK(refused([](ModelConfig&) {}, 0, {"1 to 8 sequences, got 0"}) == "");
+  CHECK(refused([](ModelConfig&) {}, 9, {"1 to 8 sequences, got 9"}) == "");
+  CHECK(refused([](ModelConfig& m) { m.intermediate_size = 500; }, 1, {"intermediate a multiple of 8, got 500"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(4, 60, 16, 512); }, 1, {"head_dim a multiple of 8, got 60"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(1, 264, 16, 512); }, 1, {"head_dim up to 256, got 264"}) == "");
+  CHECK(refused([](ModelConfig& m) { m = model_of(33, 256, 32, 512); }, 1, {"hidden up to 6144, got 8448"}) == "");
+  CHECK(refused([](ModelConfig& m) { m.rotary_dim = 3; }, 1, {"rotary_dim must be even, 2 to head_dim 64, got 3"},
+                Code::invalid_argument) == "");
+  CHECK(refused([](ModelConfig& m) { m.intermediate_size = 0; }, 1, {"intermediate_size must be at least 1, got 0"},
+                Code::invalid_argument) == "");
+  PersistentModel model = persistent_model(good, good.dtype);
+  model.hidden_size = 512;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
+                      {"hidden_size must be heads * head_dim = 256, got 512"}) == "");
+  model = persistent_model(good, good.dtype);
+  model.kv_heads = 2;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"as many key and value heads as query heads, got 2 for 4"}) == "");
+}

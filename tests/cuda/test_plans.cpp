@@ -1,0 +1,396 @@
+// Launch plans without a GPU: for every Pythia model, up to 16 sequences and every length of the cache, what a plan
+// asks for is what the device has, and its blocks divide the work without gap or overlap.
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/contract.hpp"
+#include "core/model/config.hpp"
+#include "core/model/workload.hpp"
+#include "cuda/ops/attention/attention.hpp"
+#include "cuda/ops/linear/linear.hpp"
+#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/ln_qkv/ln_qkv.hpp"
+#include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/ops/rope/rope.hpp"
+#include "cuda/ops/token_plan.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+
+namespace {
+
+/// A half-open range of a launch's items: rows, tiles or keys.
+struct Range {
+  std::int64_t begin, end;
+};
+
+/// What a plan makes of a call. `share` tells, for each of the blocks that divide `items` among them, which are its
+/// own.
+struct Launch {
+  std::int64_t grid[3] = {1, 1, 1};
+  int threads = 0;
+  int blocks_per_sm = 1;  // that the plan counts on
+  int smem_bytes = 0;     // dynamic, of a block
+  int cluster_blocks = 1;
+  std::int64_t items = 0, sharers = 0;
+  std::function<std::vector<Range>(std::int64_t block)> share;
+};
+
+/// The first thing that is wrong with a launch, or an empty string.
+std::string fault(const Arch& arch, const Launch& l) {
+  // Shared memory that CUDA keeps of every block; the least registers that nvcc allots a thread of a busy kernel.
+  constexpr int reserved_smem_bytes = 1024, least_registers = 32;
+  const std::int64_t most[] = {(std::int64_t(1) << 31) - 1, 65535, 65535};
+  for (int i = 0; i < 3; ++i)
+    if (l.grid[i] < 1 || l.grid[i] > most[i]) return "grid of " + std::to_string(l.grid[i]);
+  if (l.threads < 32 || l.threads > 1024 || l.threads % 32) return std::to_string(l.threads) + " threads";
+  if (l.smem_bytes < 0 || l.smem_bytes > arch.smem_per_block_bytes)
+    return std::to_string(l.smem_bytes) + " bytes of shared memory";
+  if (l.blocks_per_sm < 1 || l.blocks_per_sm * l.threads > arch.threads_per_sm ||
+      l.blocks_per_sm * (l.smem_bytes + reserved_smem_bytes) > arch.smem_per_sm_bytes ||
+      l.blocks_per_sm * l.threads * least_registers > arch.registers_per_sm)
+    return std::to_string(l.blocks_per_sm) + " blocks an SM";
+  const int c = l.cluster_blocks;
+  if (c < 1 || c > arch.max_cluster_blocks || (c & (c - 1)) || l.grid[0] % c)
+    return "clusters of " + std::to_string(c) + " blocks";
+
+  std::vector<Range> ranges;
+  for (std::int64_t block = 0; block < l.sharers; ++block)
+    for (const Range& r : l.share(block))
+      if (r.begin < r.end) ranges.push_back(r);
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  std::int64_t covered = 0;
+  for (const Range& r : ranges) {
+    if (r.begin != covered) return "item " + std::to_string(std::min(r.begin, covered)) + " not covered once";
+    covered = r.end;
+  }
+  return covered == l.items ? "" : std::to_string(covered) + " of " + std::to_string(l.items) + " items covered";
+}
+
+/// Items dealt to the blocks in turn.
+std::vector<Range> dealt(std::int64_t block, std::int64_t blocks, std::int64_t items) {
+  std::vector<Range> ranges;
+  for (std::int64_t i = block; i < items; i += blocks) ranges.push_back({i, i + 1});
+  return ranges;
+}
+
+/// Items in one run a block, each as long as the others, the last ones shorter.
+std::vector<Range> run_of(std::int64_t block, std::int64_t blocks, std::int64_t items) {
+  const std::int64_t length = (items + blocks - 1) / blocks;
+  return {{std::min(block * length, items), std::min((block + 1) * length, items)}};
+}
+
+Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  const std::int64_t heads = m.num_attention_heads;
+  const int padded = padded_head_dim(m.head_dim()), tile = decode_tile(padded);
+  const AttentionPlan plan = attention_plan(arch, m.head_dim(), w.tokens() * heads, w.kv_len);
+  const int tiles = int((w.kv_len + tile - 1) / tile);
+  return {.grid = {w.q_len * plan.splits, heads, w.batch},
+          .threads = 32 * kAttentionWarps,
+          .blocks_per_sm = decode_blocks_per_sm(padded),
+          .smem_bytes = plan.smem_bytes,
+          .cluster_blocks = plan.splits,
+          .items = tiles,
+          .sharers = plan.splits,
+          .share = [=](std::int64_t split) {
+            const SplitTiles own(tiles, plan.splits, int(split));
+            return std::vector<Range>{{own.begin, own.end}};
+          }};
+}
+
+Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
+  const LinearPlan plan = linear_plan(arch, in, out, w.tokens());
+  const std::int64_t tiles = (out + kTileRows - 1) / kTileRows;
+  return {.grid = {plan.grid, 1, 1},
+          .threads = kLinearThreads,
+          .blocks_per_sm = plan.blocks_per_sm,
+          .items = tiles,
+          .sharers = plan.grid,
+          .share = [=](std::int64_t block) { return dealt(block, plan.grid, tiles); }};
+}
+
+Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  constexpr int static_smem_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;
+  const std::int64_t out = 3 * m.hidden_size, tiles = (out + kTileRows - 1) / kTileRows;
+  const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, w.tokens(), 2, 2);
+  if (plan.tokens == 0) return {.threads = 32, .share = {}};  // no token fits: the call is refused
+  return {.grid = {plan.product.grid, 1, 1},
+          .threads = kLinearThreads,
+          .smem_bytes = plan.smem_bytes + static_smem_bytes,
+          .items = tiles,
+          .sharers = plan.product.grid,
+          .share = [=](std::int64_t block) { return dealt(block, plan.product.grid, tiles); }};
+}
+
+/// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
+Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w,
+                          int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm) {
+  const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4};
+  const GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
+  if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
+  return {.grid = {plan.grid, 1, 1},
+          .threads = gptq_threads(turns),
+          .smem_bytes = plan.smem_bytes,
+          .cluster_blocks = plan.split,
+          .items = std::int64_t(sizes.tiles) * sizes.chunks,
+          .sharers = std::int64_t(plan.grid) * kGptqParts * turns,
+          .share = [=](std::int64_t warp) {
+            const int block = int(warp) / (kGptqParts * turns), part = int(warp) % kGptqParts,
+                      turn = int(warp) % (kGptqParts * turns) / kGptqParts;
+            const GptqSlice slice = gptq_slice(plan, block % plan.split * kGptqParts + part);
+            std::vector<Range> ranges;
+            for (int t = turn; t < plan.tiles; t += turns)
+              if (const std::int64_t tile = block / plan.split * plan.tiles + t; tile < sizes.tiles)
+                ranges.push_back({tile * sizes.chunks + slice.first, tile * sizes.chunks + slice.first + slice.count});
+            return ranges;
+          }};
+}
+
+/// The items are the heads of a token.
+Launch rope_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  const std::int64_t heads = m.num_attention_heads;
+  const RopePlan plan = rope_plan(arch, w.tokens(), heads, m.head_dim(), m.rotary_dim, 8);
+  const std::int64_t blocks = (heads + plan.heads - 1) / plan.heads;
+  return {.grid = {w.tokens(), blocks, 1},
+          .threads = 3 * plan.threads,
+          .items = heads,
+          .sharers = blocks,
+          .share = [=](std::int64_t block) {
+            return std::vector<Range>{{block * plan.heads, std::min((block + 1) * plan.heads, heads)}};
+          }};
+}
+
+/// The items are the vectors of a token's keys.
+Launch kv_append_launch(const Arch&, const ModelConfig& m, const Workload& w) {
+  const std::int64_t vectors = m.hidden_size * 2 / 16;
+  const TokenPlan plan = token_plan(vectors);
+  return {.grid = {w.tokens(), plan.blocks, 1},
+          .threads = plan.threads,
+          .items = vectors,
+          .sharers = plan.blocks,
+          .share = [=](std::int64_t block) {
+            return std::vector<Range>{{block * plan.threads, std::min((block + 1) * plan.threads, vectors)}};
+          }};
+}
+
+/// `inputs` tensors are added to give a row.
+template <int inputs>
+Launch layernorm_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
+  const LayerNormPlan plan = layernorm_plan(arch, w.tokens(), m.hidden_size, inputs);
+  const auto thread_end = [=](std::int64_t threads) { return std::min(threads * plan.elements, m.hidden_size); };
+  return {.grid = {w.tokens(), 1, 1},
+          .threads = plan.threads,
+          .items = m.hidden_size,
+          .sharers = plan.threads,
+          .share = [=](std::int64_t thread) {
+            return std::vector<Range>{{thread_end(thread), thread_end(thread + 1)}};
+          }};
+}
+
+/// One line a plan: its name, the launch that it makes, whether it depends on kv_len.
+struct Plan {
+  const char* name;
+  Launch (*launch)(const Arch&, const ModelConfig&, const Workload&);
+  bool reads_cache = false;
+};
+
+using Model = const ModelConfig&;
+using Load = const Workload&;
+const Plan plans[] = {
+    {"attention", attention_launch, true},
+    {"rope", rope_launch},
+    {"kv_append", kv_append_launch},
+    {"layernorm", layernorm_launch<1>},
+    {"residual_layernorm", layernorm_launch<2>},
+    {"ln_qkv", ln_qkv_launch},
+    {"query_key_value",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
+    {"dense", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.hidden_size, w); }},
+    {"dense_h_to_4h",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.intermediate_size, w); }},
+    {"dense_4h_to_h",
+     [](const Arch& a, Model m, Load w) { return linear_launch(a, m.intermediate_size, m.hidden_size, w); }},
+    {"ln_qkv of 4 bits",
+     [](const Arch& a, Model m, Load w) {
+       return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w, kLnQkvGptqTurns, 1);
+     }},
+    {"query_key_value of 4 bits",
+     [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
+    {"dense_4h_to_h of 4 bits",
+     [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.intermediate_size, m.hidden_size, w); }},
+    {"embed_out", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.vocab_size, w); }},
+};
+
+constexpr std::int64_t kMaxBatch = 16, kMaxKvLen = 2048;
+
+}  // namespace
+
+TEST_CASE("every plan fits its device and covers the work once", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const Plan& plan : plans)
+      for (const ModelConfig& m : pythia_presets())
+        for (std::int64_t batch = 1; batch <= kMaxBatch; ++batch)
+          for (std::int64_t kv_len = 1; kv_len <= (plan.reads_cache ? kMaxKvLen : 1); ++kv_len) {
+            const std::string found = fault(arch, plan.launch(arch, m, {.batch = batch, .kv_len = kv_len}));
+            if (found.empty()) continue;
+            FAIL(plan.name << ", " << m.name << ", sm_" << arch.compute_capability << ", batch " << batch << ", kv_len "
+                           << kv_len << ": " << found);
+          }
+  SUCCEED("no fault");
+}
+
+TEST_CASE("plans hold for prefill and for shapes beyond the suite's", "[plans]") {
+  const ModelConfig small{
+      .name = "one head", .hidden_size = 8, .num_attention_heads = 1, .intermediate_size = 8, .vocab_size = 1};
+  const ModelConfig large{.name = "large",
+                          .hidden_size = 32768,
+                          .num_attention_heads = 128,
+                          .intermediate_size = 131072,
+                          .vocab_size = 1 << 20};
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const Plan& plan : plans)
+      for (const ModelConfig& m : {small, large})
+        for (const Workload& w :
+             {Workload{1, 1, 1}, Workload{1, 17, 17}, Workload{4, 512, 4096}, Workload{1, 1, 131072}}) {
+          INFO(plan.name << ", " << m.name << ", sm_" << arch.compute_capability << ", batch " << w.batch << ", q_len "
+                         << w.q_len << ", kv_len " << w.kv_len);
+          CHECK(fault(arch, plan.launch(arch, m, w)) == "");
+        }
+}
+
+TEST_CASE("attention: a query head's kv head is head / group", "[plans][grouped]") {
+  constexpr int most = 65535;  // a grid's along y
+  for (int group = 1; group <= most; group = group < 300 ? group + 1 : group * 2 + 1) {
+    const KvHeadOf kv_head(group);
+    std::int64_t wrong = 0;
+    for (int head = 0; head < most; ++head) wrong += kv_head(head) != head / group;
+    INFO("group " << group);
+    CHECK(wrong == 0);
+  }
+  CHECK(KvHeadOf(most)(most - 1) == 0);
+}
+
+TEST_CASE("rope: a decode step rotates one head a thread, a long prefill four", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090}) {
+    CHECK(rope_plan(arch, 1, 32, 80, 20, 8).heads == 1);
+    CHECK(rope_plan(arch, 4096, 32, 80, 20, 8).heads == 4);
+  }
+  // 24 single elements and 7 vectors of eight; 256 single elements; more than a block takes at once.
+  CHECK(rope_plan(kH200, 1, 32, 80, 20, 8).threads == 32);
+  CHECK(rope_plan(kH200, 1, 32, 256, 256, 8).threads == 256);
+  CHECK(rope_plan(kH200, 1, 1, 4096, 4096, 8).threads == kMaxRopeThreads);
+  static_assert(3 * kMaxRopeThreads <= 1024);
+}
+
+TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (const ModelConfig& m : pythia_presets())
+      for (std::int64_t tokens : {1, 8, 9, 16})
+        for (std::int64_t out : {m.hidden_size, 3 * m.hidden_size, m.intermediate_size, m.vocab_size}) {
+          const Launch l = linear_launch(arch, m.hidden_size, out, {.batch = tokens});
+          const auto first = l.share(0), last = l.share(l.sharers - 1);
+          INFO(m.name << ", sm_" << arch.compute_capability << ", tokens " << tokens << ", out " << out);
+          REQUIRE(!last.empty());
+          CHECK(first.size() - last.size() <= 1);
+          CHECK(l.grid[0] <= arch.sm_count * l.blocks_per_sm);
+        }
+}
+
+TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and its ring have room for", "[plans]") {
+  for (const Arch& arch : {kH200, kRtx5090})
+    for (int halves : {1, 2, 3, 4, 8, 640})
+      for (int chunks : {1, 2, 7, 40, 64, 65, 160, 256, 319, 320})
+        for (std::int64_t tokens : {1, 8, 16}) {
+          const GptqPlan p = gptq_plan(arch, {160, chunks, halves}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+          INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability);
+          REQUIRE(p.grid > 0);
+          CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
+          CHECK((p.early >= 1 && p.early <= p.stages));
+          const int elements = p.tiles * kGptqRows << p.token_bits;
+          CHECK((p.share % kGptqRows == 0 && p.share <= elements && p.share * p.split >= elements));
+          CHECK((kGptqMaxChunks - 1) * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
+          for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
+          for (int i = 0; i < p.split * kGptqParts; ++i) {
+            const GptqSlice s = gptq_slice(p, i);
+            CHECK(s.count <= kGptqMaxChunks);
+            CHECK(s.count * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
+          }
+        }
+  // A weight of 2.8B's or 6.9B's keeps every SM of an H200 busy with one token; the larger have the longer rings.
+  for (auto [in, out] :
+       {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}, {4096, 12288}, {4096, 16384}, {16384, 4096}}) {
+    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    const bool small = in == 2560 || out == 2560;
+    CHECK(p.stages == (small ? kGptqAhead : kGptqFarAhead).stages);
+    CHECK(p.early == (small ? kGptqAhead : kGptqFarAhead).early);
+    CHECK(p.grid >= 200);
+    CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
+    const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;
+    CHECK(kLinearGptqBlocksPerSm * smem_bytes <= kH200.smem_per_sm_bytes);
+    CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
+  }
+  // One block of a cluster finishes up to four elements a thread, and all of them share out more.
+  const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
+    const GptqPlan p =
+        gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    return ((p.tiles * kGptqRows << p.token_bits) + p.share - 1) / p.share;
+  };
+  CHECK(finishers(10240, 2560, 8) == 1);
+  CHECK(finishers(16384, 4096, 1) == 1);
+  CHECK(finishers(16384, 4096, 8) == 8);
+  CHECK(finishers(5128, 9728, 8) == 4);
+  CHECK(finishers(5128, 5120, 16) == 4);
+  CHECK(finishers(2560, 50304, 8) == 1);  // of a cluster of one
+  CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
+}
+
+TEST_CASE("linear of 4 bits: lanes that load x from shared memory at once use every bank once", "[plans]") {
+  // Eight lanes load 16 bytes each: four vectors of two product columns.
+  for (int column = 0; column < 8; column += 2)
+    for (int vector = 0; vector < kGptqTokenBytes / 16; vector += 4) {
+      std::set<int> places;
+      for (int lane = 0; lane < 8; ++lane)
+        places.insert((gptq_token_of_column(column + lane / 4) * kGptqTokenBytes + (vector + lane % 4) * 16) % 128 /
+                      16);
+      CHECK(places.size() == 8);
+    }
+  std::set<int> tokens;
+  for (int column = 0; column < 8; ++column) tokens.insert(gptq_token_of_column(column));
+  CHECK((tokens.size() == 8 && *tokens.begin() == 0 && *tokens.rbegin() == 7));
+}
+
+TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
+  const Launch good{.grid = {8, 1, 1},
+                    .threads = 256,
+                    .blocks_per_sm = 2,
+                    .smem_bytes = 40 << 10,
+                    .cluster_blocks = 4,
+                    .items = 20,
+                    .sharers = 8,
+                    .share = [](std::int64_t block) { return run_of(block, 8, 20); }};
+  CHECK(fault(kH200, good) == "");
+  CHECK(fault(kRtx5090, good) == "");
+  const auto found = [&](auto change) {
+    Launch l = good;
+    change(l);
+    return fault(kRtx5090, l);
+  };
+  CHECK(found([](Launch& l) { l.grid[0] = 0; }) == "grid of 0");
+  CHECK(found([](Launch& l) { l.grid[1] = 65536; }) == "grid of 65536");
+  CHECK(found([](Launch& l) { l.threads = 1056; }) == "1056 threads");
+  CHECK(found([](Launch& l) { l.threads = 33; }) == "33 threads");
+  CHECK(found([](Launch& l) { l.smem_bytes = 101377; }) == "101377 bytes of shared memory");
+  CHECK(found([](Launch& l) { l.smem_bytes = 51 << 10; }) == "2 blocks an SM");
+  CHECK(found([](Launch& l) { l.blocks_per_sm = 7; }) == "7 blocks an SM");
+  CHECK(found([](Launch& l) { l.cluster_blocks = 16; }) == "clusters of 16 blocks");
+  CHECK(found([](Launch& l) { l.cluster_blocks = 3; }) == "clusters of 3 blocks");
+  CHECK(found([](Launch& l) { l.grid[0] = 6; }) == "clusters of 4 blocks");
+  CHECK(found([](Launch& l) { l.sharers = 6; }) == "18 of 20 items covered");
+  CHECK(found([](Launch& l) { l.share = [](std::int64_t) { return run_of(0, 1, 20); }; }) == "item 0 not covered once");
+  CHECK(found([](Launch& l) { l.share = [](std::int64_t block) { return dealt(block, 9, 20); }; }) ==
+        "item 8 not covered once");
+}

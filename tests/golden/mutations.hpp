@@ -1,0 +1,289 @@
+#pragma once
+// The suite proves that it can fail: each fault that a port of this layer could have is put into the walk over golden
+// files, and at least one tap must leave its budget. The list of faults, for every backend.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <map>
+
+#include "apps/verify/golden_walk.hpp"
+#include "core/compare.hpp"
+#include "tests/golden/golden_files.hpp"
+#include "tests/support/catch.hpp"
+
+namespace cf::test {
+
+/// A change of what a walk starts from, or of a site's arguments. `scratch` owns the tensors that the change makes.
+struct Fault {
+  using Scratch = std::vector<Tensor>;
+  std::string name;
+  bool everywhere = true;  // caught in every golden file, or in one at least
+  bool quantised = false;  // concerns GPTQ weights alone
+  bool fine = false;       // below the rounding errors of 16-bit activations
+  std::function<void(ModelConfig&, LayerWeights&, LayerState&, Scratch&)> before{};
+  std::function<void(GptqWeight&, Scratch&)> gptq{};
+  std::function<void(ops::Rope::Args&, Scratch&)> rope{};
+  std::function<void(ops::Attention::Args&, Scratch&)> attention{};
+
+  void apply(ops::Linear::Args& a, Scratch& t) const {
+    auto* const weight = std::get_if<GptqWeight>(&a.linear.weight);
+    if (gptq && weight) gptq(*weight, t);
+  }
+  void apply(ops::Rope::Args& a, Scratch& t) const {
+    if (rope) rope(a, t);
+  }
+  void apply(ops::Attention::Args& a, Scratch& t) const {
+    if (attention) attention(a, t);
+  }
+  void apply(ops::LayerNorm::Args&, Scratch&) const {}
+  void apply(ops::KvAppend::Args&, Scratch&) const {}
+};
+
+/// Moves a cache's entries so that the second comes first.
+inline void drop_oldest(Tensor& cache) {
+  const std::size_t entry = std::size_t(cache.shape()[3]) * size_bytes(cache.dtype()),
+                    row = std::size_t(cache.shape()[2]) * entry;
+  for (std::size_t at = 0; at < std::size_t(cache.size_bytes()); at += row) {
+    auto* const first = static_cast<std::byte*>(cache.data()) + at;
+    std::memmove(first, first + entry, row - entry);
+  }
+}
+
+inline void add_to(Tensor& integers, std::int32_t by) {
+  for (std::int64_t i = 0; i < integers.size(); ++i) integers.as<std::int32_t>()[i] += by;
+}
+
+/// The same Linear with a bias of zeros.
+inline void zero_bias(LinearParams& linear, Fault::Scratch& scratch) {
+  Tensor zeros(linear.bias.dtype, {linear.bias.size()});
+  std::memset(zeros.data(), 0, std::size_t(zeros.size_bytes()));
+  scratch.push_back(std::move(zeros));
+  linear.bias = scratch.back().view<1>();
+}
+
+inline View<const std::int32_t, 1> shifted(View<const std::int32_t, 1> v, std::int32_t by, Fault::Scratch& scratch) {
+  Tensor t(DType::i32, {v.size()});
+  for (std::int64_t i = 0; i < v.size(); ++i) t.as<std::int32_t>()[i] = v.data[i] + by;
+  scratch.push_back(std::move(t));
+  return {scratch.back().as<std::int32_t>(), v.shape};
+}
+
+/// A view of changed elements: element i is f(i) of the old ones.
+template <class T, int Rank, class F>
+View<const T, Rank> changed(View<const T, Rank> v, Fault::Scratch& scratch, F&& f) {
+  Tensor t(v.dtype, {v.size()});
+  for (std::int64_t i = 0; i < v.size(); ++i) t.as<T>()[i] = f(i);
+  scratch.push_back(std::move(t));
+  return {scratch.back().as<T>(), v.shape};
+}
+
+/// A float32 cache whose head h is head h + 1 of another, the last one its first.
+inline ConstAnyView<4> next_heads(ConstAnyView<4> cache, Fault::Scratch& scratch) {
+  const auto [batch, heads, capacity, head_dim] = cache.shape;
+  const std::int64_t head = capacity * head_dim;
+  Tensor t(DType::f32, {batch, heads, capacity, head_dim});
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t h = 0; h < heads; ++h)
+      std::copy_n(cache.as<const float>().data + (b * heads + (h + 1) % heads) * head, head,
+                  t.as<float>() + (b * heads + h) * head);
+  scratch.push_back(std::move(t));
+  return scratch.back().view<4>();
+}
+
+inline void round_to_f16(Tensor& table) {
+  for (std::int64_t i = 0; i < table.size(); ++i) table.as<float>()[i] = widen<float>(narrow<f16>(table.at(i)));
+}
+
+/// Every fault that the suite must catch.
+inline std::vector<Fault> faults() {
+  std::vector<Fault> all;
+  const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
+  add("the oldest cache entry is dropped").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    drop_oldest(s.k_cache);
+    drop_oldest(s.v_cache);
+    add_to(s.kv_len, -1);
+  };
+  add("the newest cache entry is not seen").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+    a.kv_len = shifted(a.kv_len, -1, s);
+  };
+  add("the scale is that of head_dim 64").attention = [](ops::Attention::Args& a, Fault::Scratch&) {
+    a.scale = 1 / std::sqrt(64.0);
+  };
+  add("a query head reads the next kv head").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+    a.k_cache = next_heads(a.k_cache, s);
+    a.v_cache = next_heads(a.v_cache, s);
+  };
+  add("positions are one too high").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    add_to(s.positions, 1);
+  };
+  add("QKV is read as if q, k and v were not interleaved").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
+    const auto [tokens, heads, three, head_dim] = a.qkv.shape;
+    Tensor t(DType::f32, {tokens, heads, three, head_dim});
+    const float* from = a.qkv.as<const float>().data;
+    for (std::int64_t i = 0; i < tokens; ++i)
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t part = 0; part < 3; ++part)
+          std::copy_n(from + ((i * 3 + part) * heads + h) * head_dim, head_dim,
+                      t.as<float>() + ((i * heads + h) * 3 + part) * head_dim);
+    s.push_back(std::move(t));
+    a.qkv = s.back().view<4>();
+  };
+  add("QKV has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+    zero_bias(w.query_key_value, t);
+  };
+  add("the attention's output has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+    zero_bias(w.dense, t);
+  };
+  Fault& gelu = add("GELU is the tanh form");
+  gelu.fine = true;
+  gelu.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
+    m.hidden_act = Activation::gelu_tanh;
+  };
+  // Changes a norm by 4.5e-6 / variance: below the budget of 2e-6 where the hidden state's variance is above 2.
+  Fault& eps = add("eps is 1e-6");
+  eps.everywhere = false;
+  eps.fine = true;
+  eps.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) { m.layer_norm_eps = 1e-6; };
+  add("the residual is sequential").before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
+    m.use_parallel_residual = !m.use_parallel_residual;
+  };
+  add("the two norms are exchanged").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch&) {
+    std::swap(w.input_layernorm, w.post_attention_layernorm);
+  };
+  Fault& table = add("cos and sin are float16");
+  table.fine = true;
+  table.before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    round_to_f16(s.cos);
+    round_to_f16(s.sin);
+  };
+  add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
+  };
+  // Each is caught in the files that use the format in question.
+  const auto add_gptq = [&](std::string name, std::function<void(GptqWeight&, Fault::Scratch&)> change) {
+    Fault& fault = add(std::move(name));
+    fault.everywhere = false;
+    fault.quantised = true;
+    fault.gptq = std::move(change);
+  };
+  add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; });
+  add_gptq("GPTQ zeros are one too low", [](GptqWeight& w, Fault::Scratch&) { --w.zero_offset; });
+  add_gptq("GPTQ codes are read high bits first", [](GptqWeight& w, Fault::Scratch& s) {
+    const View<const std::int32_t, 2> words = w.qweight;
+    const int bits = w.bits;
+    w.qweight = changed(words, s, [=](std::int64_t i) {
+      std::uint32_t from = std::uint32_t(words.data[i]), to = 0;
+      for (int shift = 0; shift < 32; shift += bits) to = to << bits | (from >> shift & ((1u << bits) - 1));
+      return std::int32_t(to);
+    });
+  });
+  add_gptq("GPTQ g_idx is ignored", [](GptqWeight& w, Fault::Scratch& s) {
+    w.g_idx = changed(w.g_idx, s, [&](std::int64_t k) { return std::int32_t(k / w.group_size); });
+  });
+  add_gptq("GPTQ scales are the neighbouring group's", [](GptqWeight& w, Fault::Scratch& s) {
+    const View<const f16, 2> scales = w.scales;
+    w.scales = changed(scales, s, [=](std::int64_t i) { return scales.data[(i + scales.shape[1]) % scales.size()]; });
+  });
+  return all;
+}
+
+/// A golden file's step on host tensors, with a fault in what it starts from.
+struct FaultyStep {
+  ModelConfig config;
+  LayerWeights weights;
+  LayerState state;
+  Fault::Scratch scratch;
+
+  FaultyStep(const golden::GoldenFile& file, const golden::GoldenWeights& sound, const Fault& fault, DType activation)
+      : config(file.meta().config), weights(sound.weights), state(config, file.meta().load, activation) {
+    scratch.reserve(8);  // views into it stay valid
+    REQUIRE(file.load(state));
+    state.fill_rope_table(config.rope_theta);
+    if (fault.before) fault.before(config, weights, state, scratch);
+  }
+};
+
+/// The taps that leave budget_of(tap) in a walk of the step where every error is passed on. run(args) runs a site.
+template <class BudgetOf, class Run>
+std::vector<std::string> taps_outside(const golden::GoldenFile& file, FaultyStep& step, BudgetOf&& budget_of,
+                                      Run&& run) {
+  std::vector<std::string> taps;
+  const LayerTensors t = step.state.tensors();
+  const Status walked = for_each_site(step.config, step.weights, t, [&](const Site& site, const auto& args) -> Status {
+    CF_TRY(run(args));
+    for (const apps::SiteOutput& output : apps::site_outputs(site, args)) {
+      const Result<Tensor> reference = file.tap(std::string(golden::kReference), output.tap);
+      if (!reference) return reference.status();
+      const Result<Comparison> c = compare(apps::read_tap(output, step.config, file.meta().load, t.kv_len), *reference);
+      if (!c) return c.status();
+      if (!(c->rel_l2 <= budget_of(output.tap)) || c->non_finite) taps.push_back(output.tap);
+    }
+    return {};
+  });
+  INFO(walked.message());
+  REQUIRE(walked);
+  return taps;
+}
+
+/// The taps that leave the float32 budget under a fault. run(args) runs a site.
+template <class Run>
+std::vector<std::string> caught(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
+                                const Fault& fault, Run&& run) {
+  FaultyStep step(file, weights, fault, DType::f32);
+  const double budget = apps::walk_budget({.activation = DType::f32});
+  return taps_outside(
+      file, step, [&](const std::string&) { return budget; },
+      [&](auto args) {
+        fault.apply(args, step.scratch);
+        return run(args);
+      });
+}
+
+/// Small golden files in which every sequence has an old cache entry: those of head_dim 80 and, with `quantised`, those
+/// with GPTQ weights.
+inline std::vector<std::string> gate_files(bool quantised) {
+  std::vector<std::string> files;
+  for (const std::string& path : golden_files()) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto& meta = file->meta();
+    const std::int32_t shortest = *std::min_element(meta.kv_len.begin(), meta.kv_len.end());
+    if (meta.config.hidden_size >= 1000 || shortest <= meta.load.q_len) continue;
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    if (quantised_linears(weights->weights) > 0 ? quantised : meta.config.head_dim() == 80) files.push_back(path);
+  }
+  return files;
+}
+
+/// Runs the gate: each fault is caught at one tap at least of every file that shows it, and no tap is outside without a
+/// fault. Unless `quantised`, `run` takes no GPTQ weights, and their files and faults are left out.
+template <class Run>
+void check_gate(bool quantised, Run&& run) {
+  std::vector<Fault> all = faults();
+  if (!quantised) std::erase_if(all, [](const Fault& fault) { return fault.quantised; });
+  const std::vector<std::string> files = gate_files(quantised);
+  REQUIRE(files.size() >= 4);
+  std::map<std::string, std::size_t> files_caught;
+  for (const std::string& path : files) {
+    const auto file = golden::GoldenFile::open(path);
+    REQUIRE(file);
+    const auto weights = file->weights();
+    INFO(path << " " << weights.status().message());
+    REQUIRE(weights);
+    CHECK(caught(*file, *weights, {.name = "no fault"}, run).empty());
+    for (const Fault& fault : all) {
+      INFO("fault: " << fault.name);
+      const bool is_caught = !caught(*file, *weights, fault, run).empty();
+      if (fault.everywhere) CHECK(is_caught);
+      files_caught[fault.name] += is_caught;
+    }
+  }
+  for (const Fault& fault : all) {
+    INFO("fault: " << fault.name);
+    CHECK(files_caught[fault.name] > 0);
+  }
+}
+
+}  // namespace cf::test

@@ -1,0 +1,49 @@
+// Every golden file in data/, against the CPU backend.
+#include <string>
+#include <vector>
+
+#include "apps/verify/golden_walk.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/golden/golden_files.hpp"
+
+using namespace cf;
+
+TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap") {
+  struct Case {
+    const char* what;
+    apps::WalkOptions options;
+    double budget;
+  };
+  const Case cases[] = {
+      {"the oracle, site by site", {.activation = DType::f64, .isolated = true}, 1e-11},
+      {"the oracle, chained", {.activation = DType::f64, .isolated = false}, 1e-11},
+      {"the oracle with its own table, site by site", {.isolated = true, .own_rope_table = true}, 1e-6},
+      {"the oracle with its own table, chained", {.isolated = false, .own_rope_table = true}, 1e-6},
+      {"the float backend, site by site", {.activation = DType::f32, .isolated = true}, 2e-6},
+      {"the float backend, chained", {.activation = DType::f32, .isolated = false}, 2e-6},
+  };
+  const std::vector<std::string> paths = test::golden_files();
+  CHECK_FALSE(paths.empty());
+  for (const std::string& path : paths) {
+    const auto file = golden::GoldenFile::open(path);
+    CAPTURE(path, file.status().message());
+    REQUIRE(file);
+    const auto weights = file->weights();
+    CAPTURE(weights.status().message());
+    REQUIRE(weights);
+    for (const Case& c : cases) {
+      CAPTURE(c.what);
+      const auto rows = apps::walk_golden(*file, *weights, c.options);
+      CAPTURE(rows.status().message());
+      REQUIRE(rows);
+      // Twelve of the walk, and each quantised weight.
+      CHECK(rows->size() == 12 + test::quantised_linears(weights->weights));
+      for (const apps::TapResult& r : *rows) {
+        CAPTURE(r.tap, r.worst);
+        CHECK(r.error.non_finite == 0);
+        CHECK(r.error.rel_l2 <= c.budget);
+        if (r.tap.ends_with(".weight")) CHECK(r.error.max_abs == 0);
+      }
+    }
+  }
+}

@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""Tests of scripts/, on a copy of it in a folder of its own. The programs that the scripts call are stubs, which append
+their command lines to a log."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+
+# cuobjdump -sass FILE: the file itself.
+CUOBJDUMP = 'exec cat "$2"'
+ROPE = "_ZN2cf4cuda39_GLOBAL__N__5f9db8cb_7_rope_cu_66fcd08511rope_kernelIfEEvi"
+MOVED_ROPE = "_ZN2cf4cuda3ops47_GLOBAL__N__0123abcd_14_rope_rotate_cu_66fcd08511rope_kernelIfEEvi"
+
+
+def sass(name, *instructions, arch="sm_90a"):
+    """What cuobjdump -sass prints of a kernel."""
+    lines = [f"\tcode for {arch}", f"\t\tFunction : {name}", '\t.headerflags\t@"EF_CUDA_SM90"']
+    for i, text in enumerate(instructions):
+        lines += [f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00000a00ff017b82 */", "   /* 0x000fe2 */"]
+    return "\n".join([*lines, "\t\t.........."]) + "\n"
+
+
+class Scripts(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = os.path.realpath(folder.name)
+        self.bin = os.path.join(self.root, "bin")
+        self.log = os.path.join(self.root, "log")
+        shutil.copytree(os.path.join(ROOT, "scripts"), os.path.join(self.root, "scripts"))
+        # Every package is installed, and there is no compiler cache, no GPU and no CUDA.
+        for name in ("cmake", "ctest", "apt-get", "g++", "gcc", "ninja"):
+            self.stub(f"bin/{name}")
+        self.stub("bin/dpkg-query", "printf installed", log=False)
+        self.stub("bin/nvidia-smi", "exit 9", log=False)
+
+    def stub(self, path, code="", log=True):
+        path = os.path.join(self.root, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        record = f'echo "${{0##*/}} $*" >>{self.log}\n' if log else ""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"#!/bin/sh\n{record}{code}\n")
+        os.chmod(path, 0o755)
+        return path
+
+    def run_script(self, name, *arguments, **environment):
+        path = f"{self.bin}:/usr/bin:/bin"
+        return subprocess.run([os.path.join(self.root, "scripts", name), *arguments], capture_output=True, text=True,
+                              env={"PATH": path, "HOME": self.root} | environment, cwd=self.root, check=False)  # fmt: skip
+
+    def calls(self):
+        if not os.path.exists(self.log):
+            return []
+        with open(self.log, encoding="utf-8") as file:
+            return file.read().splitlines()
+
+    def refused(self, result, *parts):
+        self.assertEqual(result.returncode, 2, result)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        for part in parts:
+            self.assertIn(part, result.stderr)
+
+
+class CommandLines(Scripts):
+    def test_help_is_printed_and_nothing_built(self):
+        for name in ("setup", "layer", "test", "bench_gpu", "sanitize_gpu"):
+            for option in ("--help", "-h"):
+                result = self.run_script(name, option)
+                self.assertEqual(result.returncode, 0, result)
+                self.assertTrue(result.stdout.startswith(f"usage: scripts/{name}"), result.stdout)
+                self.assertNotIn("set -", result.stdout)
+        result = self.run_script("compare_sass", "--help")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertEqual(self.calls(), [])
+
+    def test_unknown_arguments_are_refused(self):
+        for name in ("setup", "test", "sanitize_gpu"):
+            self.refused(self.run_script(name, "--what"), f"scripts/{name}", "'--what'", "expected")
+        self.refused(self.run_script("test", "--fast", "release"), "'release'")
+        self.assertEqual(self.run_script("compare_sass", "--what").returncode, 2)
+        self.assertEqual(self.run_script("bench_gpu").returncode, 2)
+        self.assertEqual(self.calls(), [])
+
+
+class Layer(Scripts):
+    def setUp(self):
+        super().setUp()
+        self.stub("build/release/apps/cf-layer")
+
+    def layers(self, *arguments):
+        result = self.run_script("layer", *arguments)
+        self.assertEqual(result.returncode, 0, result)
+        return [line for line in self.calls() if line.startswith("cf-layer")]
+
+    def test_without_arguments_two_models_are_checked(self):
+        small, large = self.layers()
+        self.assertEqual(small, f"cf-layer --model {self.root}/data/checkpoints/neox-d80 --layer 1 --kv-len 128 --check")
+        self.assertEqual(large, "cf-layer --preset pythia-2.8b --layer 3 --kv-len 128 --check")
+
+    def test_every_program_is_built(self):
+        self.layers()
+        self.assertTrue(any(line.startswith("cmake --preset release") for line in self.calls()))
+        self.assertTrue(any("--build --preset release --target cf_programs" in line for line in self.calls()))
+
+    def test_arguments_go_to_one_run(self):
+        self.assertEqual(self.layers("--kv-len", "128,2048", "--runs", "50"),
+                         ["cf-layer --preset pythia-2.8b --layer 0 --kv-len 128,2048 --runs 50"])  # fmt: skip
+
+    def test_another_model_takes_the_place_of_the_preset(self):
+        self.assertEqual(self.layers("--model=x", "--json", "y"), ["cf-layer --layer 0 --kv-len 128 --model=x --json y"])
+
+    def test_a_whole_model_has_no_single_layer(self):
+        self.assertEqual(self.layers("--whole-model", "--seq-len=9"),
+                         ["cf-layer --preset pythia-2.8b --whole-model --seq-len=9"])  # fmt: skip
+
+    def test_the_exit_code_is_cf_layers(self):
+        self.stub("build/release/apps/cf-layer", "exit 2")
+        self.assertEqual(self.run_script("layer", "--what").returncode, 2)
+
+
+class Test(Scripts):
+    def setUp(self):
+        super().setUp()
+        self.stub("bin/ctest", 'while [ "$1" != --output-log ]; do shift; done; echo "100% tests passed" >"$2"')
+
+    def presets(self, *arguments):
+        for preset in ("release", "asan"):
+            os.makedirs(os.path.join(self.root, "build", preset), exist_ok=True)
+        result = self.run_script("test", *arguments)
+        self.assertEqual(result.returncode, 0, result)
+        return [line.split()[2] for line in self.calls() if line.startswith("ctest")], result.stdout
+
+    def test_everything_is_built_and_tested(self):
+        presets, out = self.presets()
+        self.assertEqual(presets, ["release", "asan"])
+        self.assertIn("left out: nothing", out)
+
+    def test_fast_leaves_the_sanitizers_out(self):
+        presets, out = self.presets("--fast")
+        self.assertEqual(presets, ["release"])
+        self.assertIn("left out: --fast, the sanitizers", out)
+        self.assertFalse(any("asan" in line for line in self.calls()))
+
+    def test_a_failed_test_is_a_failure(self):
+        self.stub("bin/ctest", 'while [ "$1" != --output-log ]; do shift; done; echo "90% tests passed" >"$2"; exit 8')
+        os.makedirs(os.path.join(self.root, "build", "release"))
+        self.assertEqual(self.run_script("test", "--fast").returncode, 1)
+
+    def test_missing_packages_are_installed_after_an_update(self):
+        self.stub("bin/dpkg-query", "exit 1", log=False)
+        self.stub("bin/sudo", 'exec "$@"', log=False)
+        self.presets("--fast")
+        apt = [line for line in self.calls() if line.startswith("apt-get")]
+        self.assertEqual(len(apt), 2)
+        self.assertIn("update", apt[0])
+        self.assertIn("catch2", apt[1])
+
+
+class SanitizeGpu(Scripts):
+    def setUp(self):
+        super().setUp()
+        self.stub("bin/nvidia-smi", log=False)
+        # What each program lists for the tags that it is asked for.
+        self.program("test_gpu_ops", "*persistent*) case $2 in *~*) ;; *) exit;; esac;;")
+        self.program("test_gpu_persistent", "*~*) exit;;")
+        self.program("test_gpu_session", "")
+        self.program("test_gpu_cluster", "*) exit;;")
+        self.sanitizer()
+
+    def program(self, name, nothing_for):
+        self.stub(f"build/release/tests/{name}", f"case $2 in {nothing_for} esac; echo '  [gpu][small]'", log=False)
+
+    def sanitizer(self, code=""):
+        self.stub("bin/compute-sanitizer", code)
+
+    def test_clean_programs(self):
+        result = self.run_script("sanitize_gpu")
+        self.assertEqual(result.returncode, 0, result)
+        lines = [line.split() for line in result.stdout.splitlines()]
+        for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
+            self.assertIn([tool, "test_gpu_ops", "ok"], lines)
+        self.assertIn(["synccheck", "test_gpu_persistent", "ok"], lines)
+        races = [" ".join(line) for line in lines if line[0] == "racecheck"]
+        self.assertEqual(races[0], "racecheck test_gpu_ops ok")
+        self.assertTrue(races[1].startswith("racecheck test_gpu_persistent skipped, without the persistent"), races)
+        self.assertTrue(races[2].startswith("racecheck test_gpu_session ok, without the persistent"), races)
+        self.assertNotIn("test_gpu_cluster", result.stdout)
+        tags = [call.split()[-1] for call in self.calls() if "racecheck" in call]
+        self.assertEqual(tags, ["[small]", "[small]~[persistent]"])
+        self.assertEqual(len(self.calls()), 11)
+
+    def test_findings_are_named(self):
+        self.sanitizer('case "$*" in *initcheck*test_gpu_ops*) echo "==== ERROR SUMMARY: 3 errors"; exit 99;; esac')
+        result = self.run_script("sanitize_gpu")
+        self.assertEqual(result.returncode, 1, result)
+        failed = [" ".join(line.split()) for line in result.stdout.splitlines() if "FAILED" in line]
+        self.assertEqual(failed, ["initcheck test_gpu_ops FAILED: ERROR SUMMARY: 3 errors"])
+
+    def test_a_failed_case_is_a_failure(self):
+        self.sanitizer("exit 42")
+        result = self.run_script("sanitize_gpu")
+        self.assertEqual(result.returncode, 1, result)
+        self.assertIn("FAILED: exit 42", result.stdout)
+
+    def test_what_is_missing_is_named(self):
+        self.refused(self.run_script("sanitize_gpu", "nowhere"), "nowhere/tests/test_gpu_*")
+        self.stub("bin/nvidia-smi", "exit 9")
+        self.refused(self.run_script("sanitize_gpu"), "no GPU found")
+
+    @unittest.skipIf(shutil.which("compute-sanitizer", path="/usr/bin:/bin:/usr/local/cuda/bin"), "it is found here")
+    def test_no_sanitizer(self):
+        os.remove(os.path.join(self.bin, "compute-sanitizer"))
+        self.refused(self.run_script("sanitize_gpu"), "no compute-sanitizer found")
+
+
+class BenchGpu(Scripts):
+    def test_what_is_missing_is_named(self):
+        self.refused(self.run_script("bench_gpu", "out"), "scripts/bench_gpu: no GPU found")
+        self.stub("bin/nvidia-smi")
+        self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-layer: no such file")
+        self.assertFalse(os.path.exists(os.path.join(self.root, "out")))
+
+
+@unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")
+class CompareSass(Scripts):
+    def compare(self, old, new, *arguments):
+        self.stub("bin/cuobjdump", CUOBJDUMP, log=False)
+        for name, text in (("old", old), ("new", new)):
+            with open(os.path.join(self.root, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        return self.run_script("compare_sass", "old", "new", *arguments)
+
+    def test_a_moved_kernel_is_equal(self):
+        old, new = sass(ROPE, "LDC R1, c[0x0][0x28]", "EXIT"), sass(MOVED_ROPE, "LDC  R1, c[0x0][0x28]", "EXIT")
+        result = self.compare(old, new, "--all")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertIn("sm_90a  void rope_kernel<float>(int): equal", result.stdout)
+        self.assertIn("1 equal, 0 different, 0 only in OLD, 0 only in NEW", result.stdout)
+
+    def test_a_changed_instruction_is_named(self):
+        result = self.compare(sass(ROPE, "LDC R1", "EXIT"), sass(MOVED_ROPE, "LDC R2", "EXIT"))
+        self.assertEqual(result.returncode, 1, result)
+        self.assertIn("different (instruction 0: 'LDC R1' became 'LDC R2')", result.stdout)
+        result = self.compare(sass(ROPE, "EXIT"), sass(ROPE, "EXIT", "NOP"))
+        self.assertIn("1 instructions became 2", result.stdout)
+
+    def test_kernels_of_one_side_are_named(self):
+        both = sass(ROPE, "EXIT") + sass(ROPE, "EXIT", arch="sm_120a")
+        result = self.compare(both, sass(ROPE, "EXIT"))
+        self.assertEqual(result.returncode, 1, result)
+        self.assertIn("sm_120a  void rope_kernel<float>(int): only in OLD", result.stdout)
+        self.assertIn("only in NEW", self.compare(sass(ROPE, "EXIT"), both).stdout.splitlines()[0])
+
+    def test_kernels_of_one_plain_name_are_matched_by_their_instructions(self):
+        a, b = sass(ROPE, "LDC R1"), sass(MOVED_ROPE, "LDC R2")
+        self.assertEqual(self.compare(a + b, b + a).returncode, 0)
+        self.assertEqual(self.compare(a + b, a + a).returncode, 1)
+
+    def test_what_is_missing_is_named(self):
+        self.refused(self.compare("", sass(ROPE, "EXIT")), "old: no kernel in it")
+        self.refused(self.run_script("compare_sass", "nowhere", "new"), "nowhere: no such file")
+        self.refused(self.run_script("compare_sass", "scripts", "new"), "scripts/cuda/libcf_cuda.a: no such file")
+
+    @unittest.skipIf(shutil.which("cuobjdump", path="/usr/bin:/bin:/usr/local/cuda/bin"), "it is found here")
+    def test_no_cuobjdump(self):
+        self.refused(self.run_script("compare_sass", "old", "new"), "no cuobjdump found")
+
+
+if __name__ == "__main__":
+    unittest.main()
