@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "cuda/device/math.cuh"
 #include "cuda/persistent/plan.hpp"
 
 namespace cf::cuda {
