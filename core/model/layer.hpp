@@ -143,10 +143,6 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
 /// value head a query head.
 Status check_model(const ModelSpec& m);
 
-/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and other than one key and
-/// value head a query head.
-Status check_model(const ModelSpec& m);
-
 /// The host memory of one layer's step: inputs, cache, every site's output. One dtype for all activations.
 class LayerState {
  public:
