@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import sys
+import unittest.mock
 
 
 class Refusal(Exception):
@@ -17,10 +18,14 @@ def require(*packages):
 
 
 def require_numpy(program):
-    """Ends the program where numpy is missing: every program calls this before it imports numpy."""
+    """Ends the program where numpy is missing: every program calls this before it imports numpy. A program that was asked
+    for its help goes on with a stand-in: printing the help computes nothing."""
     try:
         require("numpy")
     except Refusal as refusal:
+        if {"-h", "--help"} & set(sys.argv):
+            sys.modules["numpy"] = unittest.mock.MagicMock()
+            return
         print(f"{program}: {refusal}", file=sys.stderr)
         sys.exit(2)
 
