@@ -20,6 +20,8 @@ def require(*packages):
 def require_numpy(program):
     """Ends the program where numpy is missing: every program calls this before it imports numpy. A program that was asked
     for its help goes on with a stand-in: printing the help computes nothing."""
+    if "numpy" in sys.modules:
+        return
     try:
         require("numpy")
     except Refusal as refusal:
