@@ -386,8 +386,8 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto procedural = [&]() -> Result<GoldenWeights> {
-    auto owned = std::make_shared<OwnedLayerWeights>(
-        procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
+    auto owned =
+        std::make_shared<OwnedLayerWeights>(procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto loaded = [&]() -> Result<GoldenWeights> {

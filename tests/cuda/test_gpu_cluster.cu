@@ -5,8 +5,8 @@
 #include <random>
 #include <vector>
 
-#include "tests/support/catch.hpp"
 #include "cuda/device/cluster.cuh"
+#include "tests/support/catch.hpp"
 
 namespace {
 
