@@ -85,15 +85,6 @@ Result<cuda::PersistentKernel> make_kernel(const cuda::Session& session, const c
                                         {t.positions, t.kv_len}, {t.cos, t.sin}, {.choices = choices});
 }
 
-/// Refuses a plan of more blocks than the device holds at once: one on each of its SMs.
-Status check_resident(const cuda::PersistentPlan& plan, const cuda::Context& context) {
-  CF_TRY_ASSIGN(const cuda::Context device, cuda::Context::create(context.device()));
-  if (plan.grid <= device.arch().sm_count) return {};
-  return Status::error(Code::unimplemented, "the plan's " + std::to_string(plan.grid) +
-                                                " blocks, one an SM, must run at once, expected at most this GPU's " +
-                                                std::to_string(device.arch().sm_count) + " SMs");
-}
-
 /// A request's layers on the device.
 class Bench {
  public:
@@ -133,10 +124,6 @@ class Bench {
   /// Steps the first layer, and waits for it. An error names the implementation.
   Status try_step(Impl impl) {
     const Status status = [&]() -> Status {
-      if (impl == Impl::split || impl == Impl::layer || impl == Impl::persistent) {
-        CF_TRY_ASSIGN(const cuda::PersistentKernel kernel, make_kernel(session_));
-        CF_TRY(check_resident(kernel.plan(), timer_.context()));
-      }
       CF_TRY(session_.step(impl, cuda::LayerRange{0, 1}));
       return session_.synchronize();
     }();
