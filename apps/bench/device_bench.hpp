@@ -55,8 +55,7 @@ struct DeviceBenchSink {
 };
 
 /// Refuses what bench_on_device() would refuse after its first measurement: creates the same executors, which takes the
-/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. A plan of
-/// more blocks than the device holds at once is refused before its kernel is launched. Weights that are not procedural
+/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. Weights that are not procedural
 /// are loaded once, for all resident layers.
 Status check_on_device(const DeviceBenchRequest& request);
 

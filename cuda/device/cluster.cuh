@@ -1,8 +1,6 @@
 #pragma once
-// What the blocks of a thread-block cluster do together, through distributed shared memory: the reduce and gather of
-// ClusterFusion (Luo et al. 2025, arXiv:2508.18850), and an inbox to which blocks send what one of them merges.
-#include <cooperative_groups.h>
-
+// Thread-block clusters: a block's place in its cluster, and an inbox in one block's shared memory, to which the other
+// blocks of the cluster send what that block merges.
 #include <cstdint>
 
 #include "cuda/device/address.cuh"
@@ -22,38 +20,6 @@ __device__ inline int cluster_index() {
   std::uint32_t index;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
   return int(index);
-}
-
-/// Makes `values` in every block of a cluster of `size` blocks (1, 2, 4 or 8) the element-wise combination of all
-/// blocks' values. The combination is a tree that depends on the ranks alone, so every block gets the same bits: in
-/// round i a block combines its value with that of the block whose rank differs in bit i, the lower rank's value on the
-/// left. `mine` holds the values and `other` is scratch. Both are the block's shared memory, n floats each, at the same
-/// offset in every block. All threads of all blocks call.
-template <class Combine>
-__device__ void cluster_reduce(float* mine, float* other, int n, unsigned size, Combine combine) {
-  auto cluster = cooperative_groups::this_cluster();
-  const unsigned rank = cluster.block_rank();
-  for (unsigned bit = 1; bit < size; bit *= 2) {
-    cluster.sync();  // every block has written `mine` and has read `other`
-    const float* peer = cluster.map_shared_rank(mine, rank ^ bit);
-    for (unsigned i = threadIdx.x; i < unsigned(n); i += blockDim.x) {
-      const float a = mine[i], b = peer[i];
-      other[i] = rank & bit ? combine(b, a) : combine(a, b);
-    }
-    cluster.sync();  // every peer has read `mine`
-    for (unsigned i = threadIdx.x; i < unsigned(n); i += blockDim.x) mine[i] = other[i];
-  }
-  cluster.sync();
-}
-
-/// all[r * n + i] = element i of rank r's `mine`, for every rank r, in every block of the cluster. All threads of all
-/// blocks call.
-__device__ inline void cluster_gather(const float* mine, float* all, int n, unsigned size) {
-  auto cluster = cooperative_groups::this_cluster();
-  cluster.sync();
-  for (unsigned i = threadIdx.x; i < size * unsigned(n); i += blockDim.x)
-    all[i] = cluster.map_shared_rank(const_cast<float*>(mine), i / unsigned(n))[i % unsigned(n)];
-  cluster.sync();  // no block leaves or overwrites `mine` while another block reads it
 }
 
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.

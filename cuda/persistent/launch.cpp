@@ -28,8 +28,14 @@ Status with_launch(const PersistentPlan& plan, bool cooperative, CUstream_st* st
 
 }  // namespace
 
-Status prepare_persistent(const void* kernel, const PersistentPlan& plan) {
-  return allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes));
+Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device) {
+  CF_TRY(allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes)));
+  int sm_count = 0, blocks_per_sm = 0;
+  CF_TRY(from_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device), kPersistentName));
+  CF_TRY(from_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, kBlockThreads,
+                                                                 std::size_t(plan.smem_bytes)),
+                   kPersistentName));
+  return check_resident(plan, sm_count, blocks_per_sm);
 }
 
 Status launch_persistent(const void* kernel, const PersistentArguments& arguments, bool cooperative,
@@ -42,11 +48,10 @@ Status launch_persistent(const void* kernel, const PersistentArguments& argument
 
 Result<int> resident_cluster_blocks(const void* kernel, const PersistentPlan& plan) {
   int clusters = 0;
-  CF_TRY(prepare_persistent(kernel, plan));
-  const Status s = with_launch(plan, false, nullptr, [&](const cudaLaunchConfig_t& config) {
+  CF_TRY(allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes)));
+  CF_TRY(with_launch(plan, false, nullptr, [&](const cudaLaunchConfig_t& config) {
     return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  });
-  if (!s) return s;
+  }));
   return clusters * plan.attention_splits;
 }
 

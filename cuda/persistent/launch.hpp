@@ -10,8 +10,9 @@ namespace cf::cuda {
 /// The library's instantiations: for a plan's narrow_columns and a dtype, float16 or bfloat16.
 const void* persistent_kernels(int narrow_columns, DType dtype);
 
-/// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch.
-Status prepare_persistent(const void* kernel, const PersistentPlan& plan);
+/// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch. Refuses a plan of more blocks
+/// than the device holds at once.
+Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device);
 
 /// Launches a kernel. A cooperative launch has all of its blocks resident at once, or is an error where the device
 /// cannot hold them. Blocks of any other launch may hold the SMs of blocks that they wait for, until a wait's limit.

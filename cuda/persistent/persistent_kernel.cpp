@@ -230,7 +230,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   state->pointers = std::move(pointers);
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan.narrow_columns, model.dtype);
-  CF_TRY(prepare_persistent(state->kernel, plan));
+  CF_TRY(prepare_persistent(state->kernel, plan, context.device()));
 
   PersistentArguments& a = state->arguments;
   CF_TRY_ASSIGN(DeviceMemory scratch,

@@ -39,6 +39,7 @@ Status check(const PersistentModel& m, std::int64_t batch) {
   for (const auto& [name, value] : {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads},
                                     Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
+  if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
   if (m.hidden_size != m.heads * m.head_dim)
     return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
   if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
@@ -193,6 +194,13 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.smem_bytes = persistent_layout(d, p).bytes;
   return p;
+}
+
+Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_sm) {
+  const int most = sm_count * blocks_per_sm;
+  if (plan.grid <= most) return {};
+  return refuse("at most the " + text(most) + " blocks that the device holds at once, " + text(blocks_per_sm) +
+                " on each of " + text(sm_count) + " SMs, got " + text(plan.grid));
 }
 
 std::string to_string(const PersistentPlan& p) {

@@ -28,6 +28,7 @@ struct PersistentModel {
   double attention_scale;
   double layer_norm_eps;
   bool use_parallel_residual;
+  bool adds_residual;  // the rank adds the residual and the biases of attention.dense and mlp.dense_4h_to_h
   Activation hidden_act;
   DType dtype;
 };
@@ -42,6 +43,7 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .attention_scale = m.attention_scale(),
           .layer_norm_eps = m.traits.layer_norm_eps,
           .use_parallel_residual = m.traits.residual == Residual::parallel,
+          .adds_residual = m.adds_residual,
           .hidden_act = m.traits.activation,
           .dtype = dtype};
 }
@@ -96,12 +98,17 @@ struct PersistentChoices {
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a dtype other than float16 and bfloat16, other kv_heads than heads, a
+/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16
+/// and bfloat16, other kv_heads than heads, a
 /// hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond
 /// 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for
 /// sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
+
+/// Refuses, as Code::unimplemented, a plan of more blocks than a device of `sm_count` SMs holds at once. An SM holds
+/// `blocks_per_sm` blocks.
+Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_sm);
 
 std::string to_string(const PersistentPlan&);
 

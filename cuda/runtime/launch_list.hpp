@@ -37,8 +37,8 @@ class LaunchList {
     const void* data;
     std::size_t bytes;
   };
-  Status add(std::string_view op, const LaunchShape& shape, const void* kernel,
-             const Argument* arguments, std::size_t argument_count);
+  Status add(std::string_view op, const LaunchShape& shape, const void* kernel, const Argument* arguments,
+             std::size_t argument_count);
 
   /// What profiles call the launches that are added from now on; without a label, the op's name. The text must outlive the
   /// list.

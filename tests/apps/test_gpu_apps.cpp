@@ -350,6 +350,7 @@ TEST_CASE("cf-layer on the GPU: what an implementation does not take is refused 
           "[gpu][cf-layer][bad]") {
   const auto device = cuda::Context::create();
   REQUIRE(device);
+  const std::string sms = std::to_string(device->arch().sm_count);
   for (const std::string impl : {"split", "layer", "persistent"}) {
     const std::string kernel = "--impl " + impl + ": persistent: cuda takes ",
                       tiny = "--preset pythia-14m --layer 0 --impl unfused," + impl + " ";
@@ -359,11 +360,9 @@ TEST_CASE("cf-layer on the GPU: what an implementation does not take is refused 
     check_refusal(tiny + "--kv-len 9 --quant gptq", kernel + "dense weights, got quantised ones");
     // The plan of an RTX 5090 has a block for each of 170 SMs.
     if (device->arch().sm_count < cuda::kRtx5090.sm_count)
-      check_refusal(tiny + "--kv-len 9 --arch-plan sm_120",
-                    "--impl " + impl +
-                        ": the plan's 170 blocks, one an SM, must run at once, expected at most this "
-                        "GPU's " +
-                        std::to_string(device->arch().sm_count) + " SMs");
+      check_refusal(tiny + "--kv-len 9 --arch-plan sm_120", kernel + "at most the " + sms +
+                                                                " blocks that the device holds at once, 1 on each of " +
+                                                                sms + " SMs, got 170");
   }
   check_refusal("--preset pythia-14m --whole-model --kv-len 9 --ablate --quant gptq",
                 "--impl persistent: persistent: cuda takes dense weights, got quantised ones");

@@ -249,8 +249,11 @@ TEST_CASE("checkpoint: what a model lacks or has wrong is refused by name") {
                 {"tensor 'embed_out.weight' is missing"}) == "");
   CHECK(refused([](Model& m) { m.erase("gpt_neox.layers.2.mlp.dense_4h_to_h.bias"); }, Code::not_found,
                 {"tensor 'gpt_neox.layers.2.mlp.dense_4h_to_h.bias' is missing"}) == "");
-  CHECK(refused([](Model& m) { m.tensor("gpt_neox.embed_in.weight").shape = {24, 5}; }, Code::invalid_file,
-                {"'gpt_neox.embed_in.weight': expected shape (5, 24), got (24, 5)"}) == "");
+  CHECK(refused(
+            [](Model& m) {
+              m.tensor("gpt_neox.embed_in.weight").shape = {24, 5};
+            },
+            Code::invalid_file, {"'gpt_neox.embed_in.weight': expected shape (5, 24), got (24, 5)"}) == "");
   CHECK(refused([](Model& m) { m.tensor("gpt_neox.final_layer_norm.bias").dtype = "BF16"; }, Code::invalid_file,
                 {"'gpt_neox.final_layer_norm.bias'", "float16", "'gpt_neox.embed_in.weight'", "bfloat16"}) == "");
 }

@@ -1,8 +1,8 @@
 // What every op refuses: each tensor of its contract in turn null, misshapen, misaligned or of a foreign dtype, and the
 // scalars and indices out of bounds. Nothing may be written by a call that is refused.
-#include "tests/support/op_test_case.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/op_test_case.hpp"
 #include "tests/support/setups.hpp"
 
 using namespace cf;
@@ -38,7 +38,7 @@ OP_TEST_CASE("Every tensor of every op is checked", "[bad]", ops::All) {
   for (int nth = 0;; ++nth) {
     Problem<TestType> null(setup), shape(setup), aligned(setup), dtype(setup);
     std::string name;
-    bool may_be_null = false, more = change_tensor(null, nth, [&](const TensorSpec& t, auto& view) {
+    bool may_be_null = false, more = change_tensor(null, nth, [&](const TensorSpec&t, auto&view) {
                                 name = std::string("'").append(t.name).append("'");
                                 may_be_null = t.optional;
                                 view.data = nullptr;

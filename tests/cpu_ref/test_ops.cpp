@@ -2,10 +2,10 @@
 // the same bits on every run and for every number of threads.
 #include <omp.h>
 
-#include "tests/support/op_test_case.hpp"
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/op_test_case.hpp"
 #include "tests/support/setups.hpp"
 
 using namespace cf;

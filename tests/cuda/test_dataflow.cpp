@@ -1,10 +1,10 @@
 // Which task waits for which, of a layer's and of made-up ones.
 #include <random>
 
-#include "tests/support/catch.hpp"
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
 #include "cuda/graph/dataflow.hpp"
+#include "tests/support/catch.hpp"
 
 using namespace cf;
 using cuda::Dataflow;
@@ -117,11 +117,10 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
     for (const LayerTensors* t : {&first, &second}) {
       const Status walked = for_each_site(m, LayerWeights{}, *t, [&]<class Args>(const Site&, const Args& args) {
         std::vector<const void*> reads, writes;
-        Args::Op::tensors(Args::Op::dims(args), args,
-                          [&](const TensorSpec& spec, const auto& v, const auto&) {
-                            if (is_read(spec.role)) reads.push_back(v.data);
-                            if (is_written(spec.role)) writes.push_back(v.data);
-                          });
+        Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
+          if (is_read(spec.role)) reads.push_back(v.data);
+          if (is_written(spec.role)) writes.push_back(v.data);
+        });
         all.push_back(flow.add(reads, writes));
         return Status();
       });

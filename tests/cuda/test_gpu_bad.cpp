@@ -240,8 +240,8 @@ void check_bad_index(const Setup& s, Problem<Op>& good, std::size_t block, std::
 
 }  // namespace
 
-OP_TEST_CASE("Indices out of bounds in device memory make NaN and touch no one else's memory",
-                        "[gpu][bad][small]", ops::All) {
+OP_TEST_CASE("Indices out of bounds in device memory make NaN and touch no one else's memory", "[gpu][bad][small]",
+             ops::All) {
   for (std::int64_t q_len : {1, 3}) {
     Setup s = kSetup;
     s.load.q_len = q_len;

@@ -1,42 +1,17 @@
-// The collectives of cuda/device/cluster.cuh by themselves, bit by bit against the same tree on the host.
+// The inbox of cuda/device/cluster.cuh by itself: what it receives is what was sent, bit by bit.
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <vector>
 
-#include "tests/support/catch.hpp"
 #include "cuda/device/cluster.cuh"
+#include "tests/support/catch.hpp"
 
 namespace {
 
 constexpr int kClusters = 100;  // of one launch, all with the same input
-
-struct Sum {
-  __host__ __device__ float operator()(float a, float b) const { return a + b; }
-};
-struct Max {
-  __host__ __device__ float operator()(float a, float b) const { return a > b ? a : b; }
-};
-
-/// in: (size, n); out: (clusters, size, n), what each block ended with.
-template <class Combine>
-__global__ void reduce_kernel(const float* in, float* out, int n, int size) {
-  extern __shared__ float4 smem[];
-  float *mine = reinterpret_cast<float*>(smem), *other = mine + n;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) mine[i] = in[blockIdx.x % size * n + i];
-  cf::cuda::cluster_reduce(mine, other, n, unsigned(size), Combine());
-  for (int i = threadIdx.x; i < n; i += blockDim.x) out[long(blockIdx.x) * n + i] = mine[i];
-}
-
-/// out: (clusters, size, size, n)
-__global__ void gather_kernel(const float* in, float* out, int n, int size) {
-  extern __shared__ float4 smem[];
-  float *mine = reinterpret_cast<float*>(smem), *all = mine + n;
-  for (int i = threadIdx.x; i < n; i += blockDim.x) mine[i] = in[blockIdx.x % size * n + i];
-  cf::cuda::cluster_gather(mine, all, n, unsigned(size));
-  for (int i = threadIdx.x; i < size * n; i += blockDim.x) out[long(blockIdx.x) * size * n + i] = all[i];
-}
 
 /// The first `used` blocks of each cluster send to the block of rank `to`; the rest leave. in: (size, n), out:
 /// (clusters, used, n). The sender's rank decides how late it comes.
@@ -63,10 +38,9 @@ void require_cuda(cudaError_t e) {
   REQUIRE(e == cudaSuccess);
 }
 
-/// Launches kClusters clusters of `size` blocks on `in` and brings `out_size` floats back.
-template <class... Params, class... Args>
-std::vector<float> run(void (*kernel)(const float*, float*, Params...), const std::vector<float>& in,
-                       std::size_t out_size, int size, std::size_t smem_bytes, Args... args) {
+/// Launches inbox_kernel on kClusters clusters of `size` blocks and brings its output back.
+std::vector<float> run_inbox(const std::vector<float>& in, int n, int size, int used, int to) {
+  const std::size_t out_size = std::size_t(kClusters * used * n);
   float *device_in = nullptr, *device_out = nullptr;
   std::vector<float> out(out_size);
   require_cuda(cudaMalloc(&device_in, in.size() * sizeof(float)));
@@ -80,10 +54,11 @@ std::vector<float> run(void (*kernel)(const float*, float*, Params...), const st
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(kClusters * size));
   config.blockDim = dim3(128);
-  config.dynamicSmemBytes = smem_bytes;
+  config.dynamicSmemBytes = std::size_t(size * n) * sizeof(float);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  require_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<const float*>(device_in), device_out, args...));
+  require_cuda(
+      cudaLaunchKernelEx(&config, inbox_kernel, static_cast<const float*>(device_in), device_out, n, size, used, to));
   require_cuda(cudaMemcpy(out.data(), device_out, out_size * sizeof(float), cudaMemcpyDeviceToHost));
   cudaFree(device_in);
   cudaFree(device_out);
@@ -98,21 +73,6 @@ std::vector<float> random_values(int n, unsigned seed) {
   return x;
 }
 
-/// The tree of cluster_reduce: neighbours first, the lower rank left.
-template <class Combine>
-std::vector<float> tree(std::vector<float> x, int n, Combine combine) {
-  while (int(x.size()) > n) {
-    std::vector<float> next;
-    for (std::size_t pair = 0; pair < x.size() / std::size_t(2 * n); ++pair)
-      for (int i = 0; i < n; ++i) {
-        const float* left = x.data() + pair * std::size_t(2 * n) + i;
-        next.push_back(combine(left[0], left[n]));
-      }
-    x = std::move(next);
-  }
-  return x;
-}
-
 /// How many of out's consecutive copies of `expected` differ in any bit.
 std::size_t wrong_copies(const std::vector<float>& out, const std::vector<float>& expected) {
   std::size_t wrong = 0;
@@ -121,35 +81,7 @@ std::size_t wrong_copies(const std::vector<float>& out, const std::vector<float>
   return wrong;
 }
 
-template <class Combine>
-void check_reduce(int size, int n) {
-  const std::vector<float> in = random_values(size * n, unsigned(n));
-  const auto out = run(reduce_kernel<Combine>, in, std::size_t(kClusters * size * n), size,
-                       std::size_t(2 * n) * sizeof(float), n, size);
-  CHECK(wrong_copies(out, tree(in, n, Combine())) == 0);
-}
-
 }  // namespace
-
-TEST_CASE("cluster reduce: every block gets the tree's bits", "[gpu][cluster]") {
-  for (int size : {1, 2, 4, 8})
-    for (int n : {1, 7, 256, 1000}) {
-      INFO("size " << size << ", n " << n);
-      check_reduce<Sum>(size, n);
-      check_reduce<Max>(size, n);
-    }
-}
-
-TEST_CASE("cluster gather: every block gets every rank's bits in order", "[gpu][cluster]") {
-  for (int size : {1, 2, 4, 8})
-    for (int n : {1, 7, 256, 1000}) {
-      INFO("size " << size << ", n " << n);
-      const std::vector<float> in = random_values(size * n, unsigned(n));
-      const auto out = run(gather_kernel, in, std::size_t(kClusters * size * size * n), size,
-                           std::size_t((1 + size) * n) * sizeof(float), n, size);
-      CHECK(wrong_copies(out, in) == 0);
-    }
-}
 
 TEST_CASE("cluster inbox: one block gets what the first ranks sent, whoever leaves before", "[gpu][cluster]") {
   for (int size : {2, 4, 8})
@@ -158,8 +90,7 @@ TEST_CASE("cluster inbox: one block gets what the first ranks sent, whoever leav
         for (int to : {0, size - 1}) {
           INFO("size " << size << ", n " << n << ", used " << used << ", to " << to);
           const std::vector<float> in = random_values(used * n, unsigned(n));
-          const auto out = run(inbox_kernel, in, std::size_t(kClusters * used * n), size,
-                               std::size_t(size * n) * sizeof(float), n, size, used, to);
+          const auto out = run_inbox(in, n, size, used, to);
           CHECK(wrong_copies(out, in) == 0);
         }
 }

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "apps/verify/golden_walk.hpp"
-#include "tests/support/catch.hpp"
 #include "tests/golden/golden_files.hpp"
+#include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
 
 using namespace cf;
@@ -92,9 +92,11 @@ TEST_CASE("The persistent kernel refuses every other golden file, and says what 
     REQUIRE(weights);
     const std::string_view reason = test::fused_refusal(file->meta(), weights->weights);
     if (reason.empty()) continue;
-    const auto rows = apps::walk_golden(
-        *file, *weights,
-        {.backend = apps::Backend::cuda, .activation = file->meta().dtype, .isolated = false, .impl = apps::WalkImpl::layer});
+    const auto rows = apps::walk_golden(*file, *weights,
+                                        {.backend = apps::Backend::cuda,
+                                         .activation = file->meta().dtype,
+                                         .isolated = false,
+                                         .impl = apps::WalkImpl::layer});
     CHECK(test::refusal_fault(rows.status(), Code::unimplemented, {path, "cuda takes ", reason}) == "");
     ++refused[reason];
   }

@@ -81,8 +81,7 @@ TEST_CASE("Every fault in what the persistent kernel starts from is caught at on
     for (const apps::TapResult& tap : *sound) budgets[tap.tap] = tap.budget;
     const auto is_caught = [&](const Fault& fault) {
       FaultyStep step(*file, *weights, fault, dtype);
-      const Status run =
-          device->run_layer({.model = step.config, .weights = step.weights, .t = step.state.tensors()});
+      const Status run = device->run_layer({.model = step.config, .weights = step.weights, .t = step.state.tensors()});
       INFO(fault.name << ": " << run.message());
       REQUIRE(run);
       const auto budget_of = [&](const std::string& tap) { return budgets.at(tap); };

@@ -59,8 +59,7 @@ void check_rounding(const Setup& s, std::int64_t tokens, std::int64_t hidden, cu
     const auto for_each_block = [&](auto&& f) {
       for (std::size_t i = 0; i < got.blocks().size(); ++i) {
         auto &from = got.blocks()[i], &to = reference.blocks()[i];
-        const std::int64_t offset =
-            is_weight(from.role) ? 0 : first * hidden * std::int64_t(size_bytes(from.dtype));
+        const std::int64_t offset = is_weight(from.role) ? 0 : first * hidden * std::int64_t(size_bytes(from.dtype));
         f(from, static_cast<const std::byte*>(from.data()) + offset, to);
       }
     };
@@ -101,8 +100,7 @@ OP_TEST_CASE("Norms on the GPU are one rounding away from the oracle", "[gpu][no
       for (std::int64_t tokens : {1, 3, 20}) check_rounding<TestType>(setup(activation), tokens, hidden, c);
 }
 
-OP_TEST_CASE("Norms on the GPU are one rounding away from the oracle for 4096 tokens", "[gpu][norms]",
-                        Norms) {
+OP_TEST_CASE("Norms on the GPU are one rounding away from the oracle for 4096 tokens", "[gpu][norms]", Norms) {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::f32}) check_rounding<TestType>(setup(activation), 4096, 2560, c);
 }

@@ -265,8 +265,7 @@ TEST_CASE("persistent: so they do whichever rows are sliced", "[gpu][persistent]
   }
 }
 
-TEST_CASE("persistent: 66 layers are one launch or one a layer, with the same bits",
-          "[gpu][persistent][launches]") {
+TEST_CASE("persistent: 66 layers are one launch or one a layer, with the same bits", "[gpu][persistent][launches]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   ModelConfig m = model_of(2, 32, 8, 96);
   m.num_hidden_layers = 66;

@@ -48,8 +48,9 @@ Inputs inputs(const ModelConfig& m, const Workload& load, DType activation, Weig
 }
 
 Session make_session(const cuda::Context& c, const ModelConfig& m, const Workload& load, DType activation,
-                 const Inputs& in) {
-  Result<Session> session = Session::create(c, m, {0, m.num_hidden_layers}, load, activation, m.dtype, in.weights[0].weights);
+                     const Inputs& in) {
+  Result<Session> session =
+      Session::create(c, m, {0, m.num_hidden_layers}, load, activation, m.dtype, in.weights[0].weights);
   require_ok(session.status());
   for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
     require_ok(session->weights.load_layer(l, in.weights[std::size_t(l)].weights));
@@ -302,7 +303,7 @@ TEST_CASE("session: two side by side, each on its stream, do not meet", "[gpu][s
     const auto first_alone = alone(in), second_alone = alone(other);
     CHECK(first_alone != second_alone);
     Session first = make_session(first_context, m, load, DType::f16, in),
-          second = make_session(second_context, m, load, DType::f16, other);
+            second = make_session(second_context, m, load, DType::f16, other);
     for (int n = 0; n < 64; ++n) {
       require_ok(first.step(Impl::graph));
       require_ok(second.step(n % 2 ? Impl::graph : Impl::unfused));
@@ -341,7 +342,8 @@ TEST_CASE("session: moved, it steps on with its graphs, and memory follows its o
   CHECK(bytes(*replaced) == expected);
 }
 
-TEST_CASE("session: a model takes its weights, its cache and at most 64 MB, and gives all of it back", "[gpu][session]") {
+TEST_CASE("session: a model takes its weights, its cache and at most 64 MB, and gives all of it back",
+          "[gpu][session]") {
   const auto preset = find_preset("pythia-410m");
   REQUIRE(preset);
   const ModelConfig& m = *preset;
@@ -355,7 +357,8 @@ TEST_CASE("session: a model takes its weights, its cache and at most 64 MB, and 
     const std::size_t before = free_bytes();
     Result<Session> session = Session::create(c, m, {0, m.num_hidden_layers}, load, DType::f16, m.dtype);
     require_ok(session.status());
-    for (std::int64_t l = 0; l < session->layers().last; ++l) require_ok(session->weights.load_layer(l, weights.weights));
+    for (std::int64_t l = 0; l < session->layers().last; ++l)
+      require_ok(session->weights.load_layer(l, weights.weights));
     require_ok(session->workspace.set_hidden(activations(DType::f16, {1, m.hidden_size}, "hidden")));
     for (Impl impl : {Impl::unfused, Impl::graph}) require_ok(session->step(impl));
     require_cuda(cudaDeviceSynchronize());
@@ -376,10 +379,11 @@ TEST_CASE("session: one that does not fit is refused in one line, and nothing is
   REQUIRE(preset);
   cuda::Context c = context();
   const std::size_t before = free_bytes();
-  const auto refused =
-      Session::create(c, *preset, {0, preset->num_hidden_layers}, {.batch = 4096, .capacity = 2048}, DType::f16, DType::f16);
-  CHECK(refusal_fault(refused.status(), Code::out_of_memory,
-                      {"cache of 4096 x 2048 entries in 36 layers: needs ", " GB of device memory, ", " GB are free"}) == "");
+  const auto refused = Session::create(c, *preset, {0, preset->num_hidden_layers}, {.batch = 4096, .capacity = 2048},
+                                       DType::f16, DType::f16);
+  CHECK(refusal_fault(
+            refused.status(), Code::out_of_memory,
+            {"cache of 4096 x 2048 entries in 36 layers: needs ", " GB of device memory, ", " GB are free"}) == "");
   CHECK(free_bytes() >= before);  // the driver may give back what it held in reserve
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   const ModelConfig m = small_model(DType::f16);
@@ -399,8 +403,10 @@ TEST_CASE("session: what cannot be is refused by name", "[gpu][session][bad]") {
   ModelConfig broken = m;
   broken.rotary_dim = 3;
   CHECK(refusal_fault(create(broken, 3, load, DType::f16), Code::invalid_argument, {"rotary_dim", "3"}) == "");
-  CHECK(refusal_fault(create(m, 0, load, DType::f16), Code::invalid_argument, {"must be a range within [0, 3), got [0, 0)"}) == "");
-  CHECK(refusal_fault(create(m, 4, load, DType::f16), Code::invalid_argument, {"must be a range within [0, 3), got [0, 4)"}) == "");
+  CHECK(refusal_fault(create(m, 0, load, DType::f16), Code::invalid_argument,
+                      {"must be a range within [0, 3), got [0, 0)"}) == "");
+  CHECK(refusal_fault(create(m, 4, load, DType::f16), Code::invalid_argument,
+                      {"must be a range within [0, 3), got [0, 4)"}) == "");
   CHECK(refusal_fault(create(m, 3, {.batch = 0, .capacity = 8}, DType::f16), Code::invalid_argument, {"batch"}) == "");
   CHECK(refusal_fault(create(m, 3, {.q_len = 9, .capacity = 8}, DType::f16), Code::invalid_argument,
                       {"q_len must be 1 to capacity 8, got 9"}) == "");
@@ -411,12 +417,14 @@ TEST_CASE("session: what cannot be is refused by name", "[gpu][session][bad]") {
   require_ok(session.status());
   const LayerWeights& weights = in.weights[0].weights;
   CHECK(refusal_fault(session->step(Impl::graph), Code::invalid_argument, {"layer 0 has no weights"}) == "");
-  CHECK(refusal_fault(session->weights.load_layer(3, weights), Code::invalid_argument, {"layer must be 0 to 2, got 3"}) == "");
+  CHECK(refusal_fault(session->weights.load_layer(3, weights), Code::invalid_argument,
+                      {"layer must be 0 to 2, got 3"}) == "");
   const auto refused = [&](auto change, Code code, std::initializer_list<std::string_view> parts) {
     LayerWeights changed = weights;
     change(changed);
     CHECK(refusal_fault(session->weights.load_layer(1, changed), code, parts) == "");
-    CHECK(refusal_fault(session->step(Impl::unfused, LayerRange{1, 2}), Code::invalid_argument, {"layer 1 has no weights"}) == "");
+    CHECK(refusal_fault(session->step(Impl::unfused, LayerRange{1, 2}), Code::invalid_argument,
+                        {"layer 1 has no weights"}) == "");
   };
   refused([](LayerWeights& w) { w.dense.bias.data = nullptr; }, Code::invalid_argument,
           {"layer 1: attention.dense.bias", "null"});
@@ -431,14 +439,16 @@ TEST_CASE("session: what cannot be is refused by name", "[gpu][session][bad]") {
                       {"'hidden' has shape (2, 255), expected (2, 256)"}) == "");
   CHECK(refusal_fault(session->workspace.set_hidden(Tensor(DType::f32, {2, 256})), Code::invalid_argument,
                       {"'hidden' has dtype float32, expected float16"}) == "");
-  CHECK(refusal_fault(session->workspace.set_hidden(Tensor(DType::f16, {512})), Code::invalid_argument, {"'hidden'", "rank 2"}) ==
+  CHECK(refusal_fault(session->workspace.set_hidden(Tensor(DType::f16, {512})), Code::invalid_argument,
+                      {"'hidden'", "rank 2"}) == "");
+  CHECK(refusal_fault(session->cache.set_layer(0, in.k_caches[0], Tensor(DType::f16, {2, 4, 7, 64})),
+                      Code::invalid_argument, {"'v_cache' has shape (2, 4, 7, 64), expected (2, 4, 8, 64)"}) == "");
+  CHECK(refusal_fault(session->set_kv_len(std::vector<std::int32_t>{1}), Code::invalid_argument, {"kv_len", "2"}) ==
         "");
-  CHECK(refusal_fault(session->cache.set_layer(0, in.k_caches[0], Tensor(DType::f16, {2, 4, 7, 64})), Code::invalid_argument,
-                      {"'v_cache' has shape (2, 4, 7, 64), expected (2, 4, 8, 64)"}) == "");
-  CHECK(refusal_fault(session->set_kv_len(std::vector<std::int32_t>{1}), Code::invalid_argument, {"kv_len", "2"}) == "");
   CHECK(refusal_fault(session->set_kv_len(std::vector<std::int32_t>{1, 9}), Code::invalid_argument,
                       {"kv_len[1] must be q_len 1 to capacity 8, got 9"}) == "");
-  CHECK(refusal_fault(session->set_kv_len(std::vector<std::int32_t>{0, 1}), Code::invalid_argument, {"kv_len[0]"}) == "");
+  CHECK(refusal_fault(session->set_kv_len(std::vector<std::int32_t>{0, 1}), Code::invalid_argument, {"kv_len[0]"}) ==
+        "");
   for (const auto& [first, last] : {std::pair{0, 4}, {-1, 2}, {2, 2}, {2, 1}})
     CHECK(refusal_fault(session->step(Impl::graph, LayerRange{first, last}), Code::invalid_argument, {"[0, 3)"}) == "");
 

@@ -265,8 +265,26 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
   model.hidden_size = 512;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
                       {"hidden_size must be heads * head_dim = 256, got 512"}) == "");
+  const Result<ModelSpec> second_rank = good.spec().of_rank(1, 2);
+  REQUIRE(second_rank);
+  CHECK(refusal_fault(plan_persistent(kH200, persistent_model(*second_rank, good.dtype), 1).status(),
+                      Code::unimplemented, {"a rank that adds the residual, got one that leaves it to another"}) == "");
   model = persistent_model(good, good.dtype);
   model.kv_heads = 2;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
                       {"as many key and value heads as query heads, got 2 for 4"}) == "");
+}
+
+TEST_CASE("persistent: a grid of more blocks than a device holds at once is refused") {
+  const ModelConfig m = model_of(4, 64, 16, 512);
+  const auto plan = plan_persistent(kRtx5090, persistent_model(m, m.dtype), 1);
+  REQUIRE(plan);
+  CHECK(plan->grid == 170);
+  for (const auto& [sm_count, blocks_per_sm] : {std::pair{170, 1}, {171, 1}, {85, 2}, {132, 2}})
+    CHECK(check_resident(*plan, sm_count, blocks_per_sm));
+  CHECK(refusal_fault(check_resident(*plan, 132, 1), Code::unimplemented,
+                      {"persistent: cuda takes at most the 132 blocks that the device holds at once, 1 on each of 132 "
+                       "SMs, got 170"}) == "");
+  CHECK(refusal_fault(check_resident(*plan, 84, 2), Code::unimplemented, {"the 168 blocks", "2 on each of 84"}) == "");
+  CHECK(refusal_fault(check_resident(*plan, 132, 0), Code::unimplemented, {"the 0 blocks", "got 170"}) == "");
 }

@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "tests/support/catch.hpp"
 #include "tests/apps/run_program.hpp"
+#include "tests/support/catch.hpp"
 
 using namespace cf::test;
 using Json = nlohmann::json;

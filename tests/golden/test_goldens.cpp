@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "apps/verify/golden_walk.hpp"
-#include "tests/support/catch.hpp"
 #include "tests/golden/golden_files.hpp"
+#include "tests/support/catch.hpp"
 
 using namespace cf;
 
