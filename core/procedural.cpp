@@ -56,6 +56,39 @@ void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_v
   }
 }
 
+/// Makes every Linear a GPTQ weight of this format, still without tensors. A format of 0 bits leaves them dense.
+void mark_quantised(const ModelSpec& m, WeightFormat format, LayerWeights& weights) {
+  if (!format.bits) return;
+  for_each_linear(m, weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
+    l.weight = GptqWeight{.bits = format.bits, .group_size = format.group_size == -1 ? size.in : format.group_size};
+  });
+}
+
+/// Makes the weight that spec names, and points the view to it.
+template <class V, class Extents>
+Tensor make_weight(const TensorSpec& spec, V& view, const Extents& shape, DType dense, std::uint64_t seed,
+                   WeightFormat linears) {
+  const DType dtype = dtype_of_view<V>(dense);
+  Tensor t(dtype, Shape(shape.begin(), shape.end()));
+  if (is_weight(spec.role)) {
+    fill_procedural(t.data(), dtype, 0, t.size(),
+                    spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight, seed, spec.name);
+  } else {
+    fill_gptq(t, linears, seed, spec.name);
+  }
+  point(view, t.data(), shape, dtype);
+  return t;
+}
+
+/// Adds up the tensors' checksums, each times its place.
+struct ChecksumInOrder {
+  template <class V, class Extents>
+  void operator()(const TensorSpec&, const V& view, const Extents&) {
+    value += checksum(view.data, std::size_t(view.bytes())) * ++place;
+  }
+  std::uint64_t value = 0, place = 0;
+};
+
 }  // namespace
 
 void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t count, ProceduralKind kind,
@@ -91,32 +124,37 @@ std::uint64_t checksum(const void* data, std::size_t bytes) {
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears) {
   OwnedLayerWeights owned;
-  if (linears.bits)
-    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
-      l.weight =
-          GptqWeight{.bits = linears.bits, .group_size = linears.group_size == -1 ? size.in : linears.group_size};
-    });
-  for_each_weight(m, owned.weights, [&]<class V>(const TensorSpec& spec, V& view, auto shape) {
-    const DType dtype = dtype_of_view<V>(dense);
-    Tensor t(dtype, Shape(shape.begin(), shape.end()));
-    const std::string full_name = "layers." + std::to_string(layer) + "." + std::string(spec.name);
-    if (is_weight(spec.role)) {
-      fill_procedural(t.data(), dtype, 0, t.size(),
-                      spec.role == Role::gain ? ProceduralKind::gain : ProceduralKind::weight, seed, full_name);
-    } else {
-      fill_gptq(t, linears, seed, full_name);
-    }
-    point(view, t.data(), shape, dtype);
-    owned.storage.push_back(std::move(t));
+  mark_quantised(m, linears, owned.weights);
+  for_each_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
+    const std::string name = "layers." + std::to_string(layer) + "." + std::string(spec.name);
+    owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
   });
   return owned;
 }
 
+OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears) {
+  OwnedModelWeights owned;
+  owned.weights.layers.resize(std::size_t(m.shape.num_layers));
+  for (LayerWeights& layer : owned.weights.layers) mark_quantised(m, linears, layer);
+  for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
+    std::string_view name = spec.name;
+    if (constexpr std::string_view prefix = "gpt_neox."; name.starts_with(prefix)) name.remove_prefix(prefix.size());
+    owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
+  });
+  tie_embeddings(m, owned.weights);
+  return owned;
+}
+
 std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w) {
-  std::uint64_t sum = 0, place = 0;
-  for_each_weight(
-      m, w, [&](const TensorSpec&, const auto& v, auto) { sum += checksum(v.data, std::size_t(v.bytes())) * ++place; });
-  return sum;
+  ChecksumInOrder sum;
+  for_each_weight(m, w, sum);
+  return sum.value;
+}
+
+std::uint64_t weights_checksum(const ModelSpec& m, const ModelWeights& w) {
+  ChecksumInOrder sum;
+  for_each_model_weight(m, w, sum);
+  return sum.value;
 }
 
 }  // namespace cf

@@ -13,7 +13,7 @@ namespace cf {
 ///   n    = sum of the four 9-bit fields of r's low 36 bits, minus 1022          (bell-shaped,
 ///          -1022 .. 1022, sigma 296)
 /// with mix = splitmix64's finaliser (Steele, Lea, Flood 2014), and then by kind
-///   weight      n * 2^-14           sigma 0.018; also biases
+///   weight      n * 2^-14           sigma 0.018; also biases and embeddings
 ///   gain        1 + (n >> 3) * 2^-10   within 1 +- 0.125; LayerNorm's gamma
 ///   activation  n * 2^-8            sigma 1.15; hidden states and cache entries
 /// All are exact in float16; bfloat16 rounds them once. golden/procedural.py writes the same bits.
@@ -44,7 +44,20 @@ struct OwnedLayerWeights {
 OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dtype, std::int64_t layer, std::uint64_t seed,
                                    WeightFormat linears = {});
 
+/// A whole model's weights in memory of its own.
+struct OwnedModelWeights {
+  ModelWeights weights;
+  std::vector<Tensor> storage;
+};
+
+/// The procedural weights of a model. A tensor's name is that of checkpoints without "gpt_neox.": the layers are those of
+/// procedural_layer(), and beside them there are "embed_in.weight", "final_layer_norm.weight", "final_layer_norm.bias"
+/// and, where the embeddings are not tied, "embed_out.weight".
+OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
+
 /// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
 std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w);
+/// The same of a whole model's weights, over for_each_model_weight.
+std::uint64_t weights_checksum(const ModelSpec& m, const ModelWeights& w);
 
 }  // namespace cf

@@ -17,7 +17,7 @@ require_numpy(NAME)
 
 import numpy as np
 
-from golden_file import SCHEMA_VERSION, atomic, attributes_of, read_sealed, write_golden
+from golden_file import SCHEMA, SCHEMA_VERSION, atomic, attributes_of, read_sealed, write_golden
 
 EXAMPLES = """
 examples
@@ -66,6 +66,8 @@ def convert(path):
     """Rewrites one file. Returns whether it had an older schema."""
     with read_sealed(path) as file:
         attributes = attributes_of(file)
+        if attributes.get("schema") != SCHEMA:
+            raise Refusal(f"{path}: schema must be {SCHEMA}, got {attributes.get('schema')!r}")
         version = int(attributes.get("schema_version", 0))
         if not 1 <= version <= SCHEMA_VERSION:
             raise Refusal(f"{path}: schema_version must be 1 to {SCHEMA_VERSION}, got {version}")

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
-"""Dumps one step of one GPT-NeoX layer from Hugging Face into a golden file.
+"""Dumps one step of one GPT-NeoX layer, or a whole model's greedy run, from Hugging Face into a golden file.
 
 The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
 bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.
 Before it is written, the float64 taps are compared with an independent layer in numpy, which finds a hook at the wrong
 place, a wrong mask or a lossy conversion.
+
+With --whole-model the model chooses tokens after a prompt in float64, and then runs over all of them in each
+arithmetic. The file holds the token ids, the logits and some layers' outputs, in the schema of model_golden.hpp. The
+whole model is compared with numpy in the same way.
 
 Needs torch, transformers (4.40 to 5.x), safetensors, numpy and h5py.
 """
@@ -24,10 +28,30 @@ require_numpy(NAME)
 import numpy as np
 
 import procedural
-from golden_file import SCHEMA_VERSION, check_writable, read_sealed, write_golden
+from golden_file import SCHEMA, SCHEMA_VERSION, check_writable, read_sealed, write_golden
 from gptq import LINEARS
-from neox import PRESETS, check_rope, check_taps, layer_shapes, made_step, preset_config, reference_layer
-from neox_hf import Checkpoint, attention_implementations, device_name, prefill_step, run_variant, versions
+from model_golden import dump_model
+from neox import (
+    MAX_ERROR,
+    PRESETS,
+    check_rope,
+    check_taps,
+    config_json,
+    layer_shapes,
+    made_step,
+    reference_layer,
+    rough_error,
+)
+from neox_hf import (
+    PACKAGES,
+    Checkpoint,
+    about,
+    attention_implementations,
+    prefill_step,
+    run_variant,
+    torch_device,
+    versions,
+)
 
 EXAMPLES = """
 examples
@@ -39,6 +63,8 @@ examples
     dump_hf.py --model path/to/checkpoint --kv-len 23 --q-len 7 --out prefill.h5
   a full-size layer without a download, its weights and cache made from a hash:
     dump_hf.py --preset pythia-2.8b --layer 3 --kv-len 2048 --seed 1 --out pythia.h5
+  a whole model that chooses 20 tokens after the prompt:
+    dump_hf.py --whole-model --model path/to/checkpoint --prompt-ids 11,48,7 --new-tokens 20 --out run.h5
 
 The checkpoint is a directory with config.json and safetensors files, as save_pretrained writes it:
     python3 -c "from transformers import AutoModelForCausalLM as M; \\
@@ -46,19 +72,36 @@ The checkpoint is a directory with config.json and safetensors files, as save_pr
 Exit status: 0 when the file is written, 2 when the arguments or the input are refused.
 """
 
-MAX_ERROR = 1e-10  # relative L2 between Hugging Face's float64 taps and numpy's
-PACKAGES = ("torch", "transformers", "safetensors", "h5py")
+# What one kind of dump alone takes, and its default. None stands for what the model decides.
+LAYER_OPTIONS = {"layer": 0, "kv_len": [17], "batch": None, "q_len": 1, "cache": None, "weights": None}
+MODEL_OPTIONS = {
+    "layers": None,
+    "prompt_ids": None,
+    "prompt_len": 5,
+    "new_tokens": 12,
+    "top": None,
+    "taps_of": None,
+}
 
 
-def lengths(text):
-    """A comma list of positive integers."""
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer or a comma list of them, got {text!r}")
-    return values
+def integers(least, what):
+    """The type of an argument that is a comma list of integers of at least `least`."""
+
+    def parse(text):
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or min(values) < least:
+            raise argparse.ArgumentTypeError(f"expected {what} or a comma list of them, got {text!r}")
+        return values
+
+    return parse
+
+
+def layers_or_none(text):
+    """The layers of --taps-of; an empty list for none."""
+    return [] if text == "none" else integers(0, "none, a layer from 0")(text)
 
 
 def parse_arguments(argv):
@@ -66,36 +109,6 @@ def parse_arguments(argv):
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="a checkpoint directory: config.json beside safetensors files")
     source.add_argument("--preset", metavar="NAME", help=f"a shape with procedural weights: {', '.join(PRESETS)}")
-    parser.add_argument("--layer", type=integer(0, 1 << 16), default=0, help="the layer's index, from 0 (default 0)")
-    parser.add_argument(
-        "--kv-len",
-        type=lengths,
-        default=[17],
-        metavar="N[,N...]",
-        help="valid cache entries after the new tokens are appended, one for all sequences or one each (default 17)",
-    )
-    parser.add_argument("--batch", type=integer(1, 1 << 16), help="sequences (default: as many as --kv-len names)")
-    parser.add_argument(
-        "--q-len",
-        type=integer(1, 1 << 16),
-        default=1,
-        metavar="N",
-        help="new tokens of each sequence: 1 is a decode step, more a prefill (default 1)",
-    )
-    parser.add_argument(
-        "--cache",
-        choices=["prefill", "random", "procedural"],
-        help="the old cache entries and the hidden state: from the model's own run over random tokens "
-        "(prefill, the default with --model), normally distributed beside a procedural hidden "
-        "state, or both procedural and the cache not stored (the default with --preset)",
-    )
-    parser.add_argument(
-        "--weights",
-        choices=["stored", "checkpoint", "procedural"],
-        help="where a reader finds the weights: in the file (the default with --model), in the "
-        "checkpoint's directory (the default where it is a GPTQ one, whose weights no file holds), or made from the "
-        "seed (the default with --preset)",
-    )
     parser.add_argument(
         "--dtype",
         choices=list(procedural.DTYPES),
@@ -116,6 +129,65 @@ def parse_arguments(argv):
         action="store_true",
         help="dump tiny models through every path into a temporary directory and print OK",
     )
+
+    layer = parser.add_argument_group("one step of one layer")
+    layer.add_argument("--layer", type=integer(0, 1 << 16), help="the layer's index, from 0 (default 0)")
+    layer.add_argument(
+        "--kv-len",
+        type=integers(1, "a positive integer"),
+        metavar="N[,N...]",
+        help="valid cache entries after the new tokens are appended, one for all sequences or one each (default 17)",
+    )
+    layer.add_argument("--batch", type=integer(1, 1 << 16), help="sequences (default: as many as --kv-len names)")
+    layer.add_argument(
+        "--q-len",
+        type=integer(1, 1 << 16),
+        metavar="N",
+        help="new tokens of each sequence: 1 is a decode step, more a prefill (default 1)",
+    )
+    layer.add_argument(
+        "--cache",
+        choices=["prefill", "random", "procedural"],
+        help="the old cache entries and the hidden state: from the model's own run over random tokens "
+        "(prefill, the default with --model), normally distributed beside a procedural hidden "
+        "state, or both procedural and the cache not stored (the default with --preset)",
+    )
+    layer.add_argument(
+        "--weights",
+        choices=["stored", "checkpoint", "procedural"],
+        help="where a reader finds the weights: in the file (the default with --model), in the "
+        "checkpoint's directory (the default where it is a GPTQ one, whose weights no file holds), or made from the "
+        "seed (the default with --preset)",
+    )
+
+    whole = parser.add_argument_group("a whole model's greedy run")
+    whole.add_argument("--whole-model", action="store_true", help="dump the model's run instead of a layer's step")
+    whole.add_argument(
+        "--layers", type=integer(1, 1 << 16), metavar="N", help="the first N layers of the preset (default: all)"
+    )
+    prompt = whole.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt-ids", type=integers(0, "a token id from 0"), metavar="ID[,ID...]", help="the prompt's token ids"
+    )
+    prompt.add_argument(
+        "--prompt-len", type=integer(1, 1 << 24), metavar="N", help="random token ids of the seed (default 5)"
+    )
+    whole.add_argument(
+        "--new-tokens", type=integer(1, 1 << 24), metavar="N", help="tokens that the model chooses (default 12)"
+    )
+    whole.add_argument(
+        "--top",
+        type=integer(0, 1 << 24),
+        metavar="K",
+        help="keep the K largest logits of a position, 0 for all (default: all of a vocabulary up to 4096, else 64)",
+    )
+    whole.add_argument(
+        "--taps-of",
+        type=layers_or_none,
+        metavar="N[,N...]",
+        help="the layers whose output is kept, beside the embedding and the final norm, or none for no taps at all "
+        "(default: all of up to 2 layers, else the first and the last)",
+    )
     args = parser.parse_args(argv)
     if args.selfcheck:
         return args
@@ -125,10 +197,21 @@ def parse_arguments(argv):
         raise Refusal("--out is required")
     if args.preset and args.preset not in PRESETS:
         raise Refusal(f"--preset must be one of {', '.join(PRESETS)}, got {args.preset!r}")
-    args.batch = args.batch or len(args.kv_len)
-    if len(args.kv_len) == 1:
-        args.kv_len *= args.batch
-    args.cache = args.cache or ("prefill" if args.model else "procedural")
+    for name, default in (LAYER_OPTIONS | MODEL_OPTIONS).items():
+        option = "--" + name.replace("_", "-")
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.whole_model and name in LAYER_OPTIONS:
+            raise Refusal(f"{option} is of one layer's step, got it with --whole-model")
+        elif not args.whole_model and name in MODEL_OPTIONS:
+            raise Refusal(f"{option} needs --whole-model")
+    if args.layers and args.model:
+        raise Refusal("--layers needs --preset, got --model")
+    if not args.whole_model:
+        args.batch = args.batch or len(args.kv_len)
+        if len(args.kv_len) == 1:
+            args.kv_len *= args.batch
+        args.cache = args.cache or ("prefill" if args.model else "procedural")
     return args
 
 
@@ -162,15 +245,10 @@ def dump(args, command):
     check_writable(args.out)
     require(*PACKAGES)
 
-    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda: torch finds no GPU")
+    device = torch_device(args.device)
 
     progress("weights")
     dtype = args.dtype or "float16"
@@ -201,13 +279,11 @@ def dump(args, command):
     check_rope(model, step, tables["cos"], tables["sin"])
     progress("float64 numpy")
     check_taps("float64", taps, reference_layer(model, weights, step, tables["cos"], tables["sin"]), MAX_ERROR)
-    # Rounding alone stays far below this bound; a wrong formula does not.
-    rough = 64 * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
     for implementation in implementations:
         progress(f"{dtype} {implementation}")
         low, _ = run_variant(model, weights, step, dtype, implementation, device)
         name = f"{dtype}_{implementation}"
-        check_taps(name, {tap: procedural.widen(array, dtype) for tap, array in low.items()}, taps, rough)
+        check_taps(name, {tap: procedural.widen(array, dtype) for tap, array in low.items()}, taps, rough_error(dtype))
         # Module outputs that are not taps of the layer are kept in the reference only.
         low = {tap: array for tap, array in low.items() if not tap.startswith("hf.")}
         variants[name] = (about(dtype, implementation, device), low, dtype)
@@ -222,12 +298,12 @@ def dump(args, command):
         inputs |= {"k_cache": (step.k_cache, dtype), "v_cache": (step.v_cache, dtype)}
     groups = {"inputs": inputs}
     attributes = {
-        "schema": "cf-golden",
+        "schema": SCHEMA,
         "schema_version": np.int64(SCHEMA_VERSION),
         "producer": "golden/dump_hf.py",
         "command": command,
         "versions": json.dumps(versions()),
-        "config": checkpoint.config_text if checkpoint else preset_config(args.preset),
+        "config": checkpoint.config_text if checkpoint else config_json(model),
         "model": os.path.basename(os.path.abspath(args.model)) if checkpoint else args.preset,
         "layer": np.int64(args.layer),
         "dtype": dtype,
@@ -250,8 +326,31 @@ def dump(args, command):
     progress("")
 
 
-def about(dtype, implementation, device):
-    return {"dtype": dtype, "attn_implementation": implementation, "device": device_name(device)}
+def check_layer_file(path, args, command):
+    """Refuses a file that does not hold the step that was asked for."""
+    with read_sealed(path) as file:
+        tokens = args.batch * args.q_len
+        for variant in file["taps"].values():
+            if len(variant["output"]) != tokens:
+                raise Refusal(f"{command}: expected {tokens} tokens in the file")
+        if ("weights" in file) != (args.weights == "stored"):
+            raise Refusal(f"{command}: the weights must be in the file when they are stored and only then")
+
+
+def check_model_file(path, args, command):
+    """Refuses a file that does not hold the run that was asked for."""
+    with read_sealed(path) as file:
+        tokens = file.attrs["prompt_len"] + args.new_tokens
+        if file["ids"].shape != (tokens,):
+            raise Refusal(f"{command}: expected {tokens} token ids in the file, got {file['ids'].shape}")
+        if len(file["logits"]) != 1 + len(attention_implementations()):
+            raise Refusal(f"{command}: expected the logits of every arithmetic, got {sorted(file['logits'])}")
+        for logits in file["logits"].values():
+            shape = logits["values"].shape if args.top else logits.shape
+            if shape[0] != tokens - 1 or (args.top and shape[1] != args.top):
+                raise Refusal(f"{command}: expected {tokens - 1} positions in the file, got {shape}")
+        if ("taps" in file) != bool(args.taps_of):
+            raise Refusal(f"{command}: the taps must be in the file when layers are named and only then")
 
 
 def selfcheck():
@@ -267,23 +366,24 @@ def selfcheck():
         "--kv-len 9 --q-len 9",
         "--kv-len 33,2,8 --q-len 2 --cache procedural --weights procedural",
     ]
+    runs = ["--prompt-len 1 --new-tokens 1", "--prompt-ids 3,0,7 --new-tokens 9 --top 5 --taps-of none"]
     with tempfile.TemporaryDirectory() as directory:
         out = os.path.join(directory, "x.h5")
         commands = [f"--preset pythia-14m --layer 5 {steps[5]} --dtype {dtype}" for dtype in procedural.DTYPES]
-        for spec in make_checkpoints.SPECS:
-            path = make_checkpoints.write(spec, directory, "selfcheck")
-            commands += [f"--model {shlex.quote(path)} --layer {spec.model.num_hidden_layers - 1} {s}" for s in steps]
+        commands.append("--preset pythia-14m --whole-model --layers 3 --prompt-len 2 --new-tokens 3 --dtype bfloat16")
+        for spec in [*make_checkpoints.SPECS, make_checkpoints.TIED]:
+            path = shlex.quote(make_checkpoints.write(spec, directory, "selfcheck"))
+            commands += [f"--model {path} --layer {spec.model.num_hidden_layers - 1} {s}" for s in steps]
+            commands += [f"--model {path} --whole-model {r}" for r in runs]
         for command in commands:
             argv = [*shlex.split(command), "--out", out]
             args = parse_arguments(argv)
-            dump(args, shlex.join(argv))
-            with read_sealed(out) as file:
-                tokens = args.batch * args.q_len
-                for variant in file["taps"].values():
-                    if len(variant["output"]) != tokens:
-                        raise Refusal(f"{command}: expected {tokens} tokens in the file")
-                if ("weights" in file) != (args.weights == "stored"):
-                    raise Refusal(f"{command}: the weights must be in the file when they are stored and only then")
+            if args.whole_model:
+                dump_model(args, shlex.join(argv))
+                check_model_file(out, args, command)
+            else:
+                dump(args, shlex.join(argv))
+                check_layer_file(out, args, command)
             os.unlink(out)
     print(f"OK: {len(commands)} dumps, {json.dumps(versions())}")
 
@@ -294,7 +394,7 @@ def main(argv):
         if args.selfcheck:
             selfcheck()
         else:
-            dump(args, shlex.join([NAME, *argv]))
+            (dump_model if args.whole_model else dump)(args, shlex.join([NAME, *argv]))
     except Refusal as refusal:
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)

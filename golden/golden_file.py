@@ -1,4 +1,4 @@
-"""Golden files in the schema of golden_file.hpp, and atomic writes of files."""
+"""Golden files in the schemas of golden_file.hpp and model_golden.hpp, and atomic writes of files."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ import numpy as np
 import procedural
 from console import Refusal
 
-SCHEMA_VERSION = 2
+SCHEMA, SCHEMA_VERSION = "cf-golden", 2
+MODEL_SCHEMA, MODEL_SCHEMA_VERSION = "cf-golden-model", 1
 SEAL_BYTES = 512
 MAX_TEXT_BYTES = 65000  # an object header has no room for more
 
@@ -72,10 +73,11 @@ def write_text(path, text):
         file.write(text)
 
 
-def write_golden(path, attributes, groups, variants):
+def write_golden(path, attributes, groups, variants, about=None):
     """Writes a golden file atomically.
 
-    groups: "inputs" and "weights" -> {name: (array, dtype name)}; variants: name -> (attributes, {tap: array}, dtype).
+    groups: a group, "" for the root -> {name: (array, dtype name)}; variants: name -> (attributes, {tap: array}, dtype
+    name); about: the path of an object that is not a variant's -> its attributes.
     """
     import h5py
 
@@ -101,14 +103,16 @@ def write_golden(path, attributes, groups, variants):
         with h5py.File(temporary, "w", libver=("earliest", "v110"), userblock_size=SEAL_BYTES) as file:
             put_attributes(file, attributes)
             for group_name, arrays in groups.items():
-                group = file.create_group(group_name)
+                group = file.require_group(group_name or "/")
                 for name, (array, dtype) in arrays.items():
                     put(group, name, array, dtype)
-            for variant, (about, taps, dtype) in variants.items():
+            for variant, (attributes_of_group, taps, dtype) in variants.items():
                 group = file.create_group(f"taps/{variant}")
-                put_attributes(group, about)
+                put_attributes(group, attributes_of_group)
                 for name, array in taps.items():
                     put(group, name, array, dtype)
+            for name, values in (about or {}).items():
+                put_attributes(file[name], values)
         seal(temporary)
 
 

@@ -21,9 +21,8 @@ NAME = "make_checkpoints.py"
 require_numpy(NAME)
 
 import gptq
-from dump_hf import PACKAGES
 from neox import Model
-from neox_hf import default_dtype, versions
+from neox_hf import PACKAGES, default_dtype, versions
 from quantize_gptq import Recipe, quantise_checkpoint
 
 
@@ -67,6 +66,9 @@ SPECS = [
     ),
 ]
 
+
+# Its golden file is a whole model's alone.
+TIED = Spec("neox-tied", "float16", shape(64, 2, 2, 256, tie_word_embeddings=True))
 
 GPTQ_SOURCE = Spec("neox-gptq-source", "float16", shape(64, 2, 2, 128))
 GPTQ_RECIPES = {
@@ -132,7 +134,7 @@ def main(argv):
         args = parser.parse_args(argv)
         require(*PACKAGES)
         os.makedirs(args.out, exist_ok=True)
-        for spec in SPECS:
+        for spec in [*SPECS, TIED]:
             progress(spec.name)
             write(spec, args.out, COMMAND)
         with tempfile.TemporaryDirectory() as directory:

@@ -25,6 +25,7 @@ class Model:
     layer_norm_eps: float = 1e-5
     use_parallel_residual: bool = True
     attention_bias: bool = True
+    tie_word_embeddings: bool = False
     hidden_act: str = "gelu"
 
     @property
@@ -114,12 +115,23 @@ def parse_config(text, source):
     return model
 
 
-def preset_config(name):
-    return json.dumps({"model_type": "gpt_neox", **PRESETS[name].hf_fields()}, indent=2)
+def config_json(model):
+    return json.dumps({"model_type": "gpt_neox", **model.hf_fields()}, indent=2)
 
 
 def layer_shapes(model):
     return procedural.weight_shapes(model.hidden_size, model.intermediate_size, model.attention_bias)
+
+
+def model_shapes(model, of_layer=None):
+    """Name -> shape of all weights as stored; of_layer is that of a layer's, where they are not all dense."""
+    return procedural.model_shapes(
+        of_layer or layer_shapes(model),
+        model.num_hidden_layers,
+        model.vocab_size,
+        model.hidden_size,
+        model.tie_word_embeddings,
+    )
 
 
 @dataclass
@@ -236,12 +248,37 @@ def reference_layer(model, weights, step, cos, sin):
     }
 
 
+def reference_model(model, weights, ids, cos, sin, dtype):
+    """The taps of one pass over `ids` in float64, and the logits (tokens, vocab), from weights of stored dtype `dtype` and
+    the given cos and sin (tokens, rotary_dim / 2)."""
+    no_entries = np.zeros((1, model.num_attention_heads, 0, model.head_dim), np.float64)
+    x = procedural.widen(weights["gpt_neox.embed_in.weight"][ids], dtype)
+    taps = {"embed_in": x}
+    for n in range(model.num_hidden_layers):
+        layer = {name: weights[f"gpt_neox.layers.{n}.{name}"] for name in layer_shapes(model)}
+        step = Step(dtype, len(ids), [len(ids)], x, "none", no_entries, no_entries)
+        x = taps[f"layers.{n}.output"] = reference_layer(model, layer, step, cos, sin)["output"]
+    gamma, beta = (procedural.widen(weights[f"gpt_neox.final_layer_norm.{part}"], dtype) for part in ("weight", "bias"))
+    x = taps["final_layer_norm"] = layernorm(x, gamma, beta, model.layer_norm_eps)
+    head = weights["gpt_neox.embed_in.weight" if model.tie_word_embeddings else "embed_out.weight"]
+    # Some rows at a time: a whole head of a large model in float64 would be the largest array of all.
+    return taps, np.concatenate([x @ procedural.widen(rows, dtype).T for rows in np.array_split(head, 16)], 1)
+
+
 def relative_l2(got, reference):
     """||got - reference|| / ||reference||; infinite where got has a non-finite element."""
     error = np.linalg.norm(got - reference)
     if not math.isfinite(error):
         return math.inf
     return error / (np.linalg.norm(reference) or 1)
+
+
+MAX_ERROR = 1e-10  # relative L2 between Hugging Face's float64 taps and numpy's
+
+
+def rough_error(dtype):
+    """A relative L2 of a layer computed in `dtype`: rounding alone stays far below it; a wrong formula does not."""
+    return 64 * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
 
 
 def check_taps(variant, taps, reference, limit):

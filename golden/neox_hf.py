@@ -1,5 +1,5 @@
-"""Hugging Face's GPT-NeoX of transformers 4.40 to 5.x: built from stored bits and run for one step with its taps
-recorded."""
+"""Hugging Face's GPT-NeoX of transformers 4.40 to 5.x: built from stored bits and run with its taps recorded, one layer
+for one step or a whole model over a sequence."""
 
 import contextlib
 import json
@@ -12,7 +12,9 @@ import numpy as np
 import gptq
 import procedural
 from console import Refusal
-from neox import Step, layer_shapes, parse_config
+from neox import Step, layer_shapes, model_shapes, parse_config
+
+PACKAGES = ("torch", "transformers", "safetensors", "h5py")
 
 
 def refuse_lfs_pointer(path):
@@ -70,6 +72,13 @@ class Checkpoint:
         wanted = self.gptq.part_shapes(dense_shapes) if self.gptq else dense_shapes
         arrays, dtype = self.tensors({prefix + name: shape for name, shape in wanted.items()})
         stored = {name.removeprefix(prefix): array for name, array in arrays.items()}
+        return stored, self.gptq.dense(stored) if self.gptq else stored, dtype
+
+    def whole(self):
+        """The same of all tensors of the model, by their names in the checkpoint."""
+        of_layer = layer_shapes(self.model)
+        wanted = model_shapes(self.model, self.gptq.part_shapes(of_layer) if self.gptq else None)
+        stored, dtype = self.tensors(wanted)
         return stored, self.gptq.dense(stored) if self.gptq else stored, dtype
 
     def tensors(self, names_and_shapes):
@@ -149,20 +158,21 @@ def default_dtype(name):
         torch.set_default_dtype(old)
 
 
-def build(model, state, stored, dtype, implementation, device, layers=1):
-    """A GPTNeoXModel of `layers` layers that computes in `dtype`, with weights from `state`: its parameters' names ->
-    stored arrays of dtype `stored`.
-
-    The model is built in its dtype: a conversion afterwards would round RoPE's inv_freq too."""
-    import torch
+def hf_config(model, implementation):
     from transformers import GPTNeoXConfig
 
-    # The given embedding sets the vocabulary's size.
-    model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
-    config = GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
-    with default_dtype(dtype):
-        hf = modeling().GPTNeoXModel(config)
-    hf.load_state_dict({name: to_torch(array, stored) for name, array in state.items()}, strict=True)
+    return GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
+
+
+def load(module, state, stored):
+    """Copies stored arrays of dtype `stored` into all parameters of a module."""
+    module.load_state_dict({name: to_torch(array, stored) for name, array in state.items()}, strict=True)
+
+
+def ready(hf, dtype, implementation, device):
+    """The model on its device, after a check that it computes as asked."""
+    import torch
+
     inv_freq = {name: buffer.dtype for name, buffer in hf.named_buffers() if name.endswith("inv_freq")}
     if not inv_freq or any(d != torch.float32 for d in inv_freq.values()):
         raise Refusal(f"transformers: RoPE's inv_freq must be float32, got {inv_freq}")
@@ -171,6 +181,34 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
     if hf.config._attn_implementation != implementation:
         raise Refusal(f"transformers: attention must be {implementation}, got {hf.config._attn_implementation}")
     return hf.to(device).eval().requires_grad_(False)
+
+
+def build(model, state, stored, dtype, implementation, device, layers=1):
+    """A GPTNeoXModel of `layers` layers that computes in `dtype`, with weights from `state`: its parameters' names ->
+    stored arrays of dtype `stored`.
+
+    The model is built in its dtype: a conversion afterwards would round RoPE's inv_freq too."""
+    # The given embedding sets the vocabulary's size.
+    model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
+    with default_dtype(dtype):
+        hf = modeling().GPTNeoXModel(hf_config(model, implementation))
+    load(hf, state, stored)
+    return ready(hf, dtype, implementation, device)
+
+
+def build_causal(model, weights, stored, dtype, implementation, device):
+    """A GPTNeoXForCausalLM that computes in `dtype`, with weights by their names in checkpoints."""
+    with default_dtype(dtype):
+        hf = modeling().GPTNeoXForCausalLM(hf_config(model, implementation))
+    prefix = "gpt_neox."
+    load(hf.gpt_neox, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, stored)
+    head = hf.get_output_embeddings()
+    if not model.tie_word_embeddings:
+        # The module's name differs between versions.
+        load(head, {"weight": weights["embed_out.weight"]}, stored)
+    elif head.weight is not hf.get_input_embeddings().weight:
+        raise Refusal("transformers: the head of tied embeddings must be the embedding")
+    return ready(hf, dtype, implementation, device)
 
 
 def one_layer(model, weights, stored, dtype, implementation, device):
@@ -214,39 +252,24 @@ def cache_entries(cache, layer):
 
 
 def call(hf, cache, **inputs):
-    """Runs the model and returns the cache with the new entries."""
+    """Runs the model and returns its result, whose past_key_values is the cache with the new entries."""
     import torch
 
     with torch.no_grad():
-        return hf(past_key_values=cache, use_cache=True, **inputs).past_key_values
+        return hf(past_key_values=cache, use_cache=True, **inputs)
 
 
 class Recorder:
-    """Records the intermediate results of a one-layer model in one run: inputs and outputs of modules through hooks,
-    RoPE through a wrapper of transformers' function."""
+    """Records tensors of one run by name, each once: outputs and inputs of modules through hooks, and what the first
+    layer gives to RoPE and gets from it through a wrapper of transformers' function."""
 
-    def __init__(self, hf, model):
-        self.hf, self.model, self.tensors = hf, model, {}
+    def __init__(self, outputs, inputs):
+        self.outputs, self.inputs, self.tensors, self.rope_calls = outputs, inputs, {}, 0
         self.rope = modeling().apply_rotary_pos_emb
 
     def __enter__(self):
-        layer = self.hf.layers[0]
-        outputs = {
-            "layer": layer,
-            "input_layernorm": layer.input_layernorm,
-            "query_key_value": layer.attention.query_key_value,
-            "dense": layer.attention.dense,
-            "post_attention_layernorm": layer.post_attention_layernorm,
-            "dense_h_to_4h": layer.mlp.dense_h_to_4h,
-            "dense_4h_to_h": layer.mlp.dense_4h_to_h,
-        }
-        inputs = {
-            "context": layer.attention.dense,
-            "norm_in": layer.post_attention_layernorm,
-            "act": layer.mlp.dense_4h_to_h,
-        }
-        self.handles = [m.register_forward_hook(self._output(name)) for name, m in outputs.items()]
-        self.handles += [m.register_forward_pre_hook(self._input(name)) for name, m in inputs.items()]
+        self.handles = [m.register_forward_hook(self._output(name)) for name, m in self.outputs.items()]
+        self.handles += [m.register_forward_pre_hook(self._input(name)) for name, m in self.inputs.items()]
         modeling().apply_rotary_pos_emb = self._rope
         return self
 
@@ -268,6 +291,9 @@ class Recorder:
 
     def _rope(self, q, k, cos, sin, *args, **kwargs):
         q_out, k_out = self.rope(q, k, cos, sin, *args, **kwargs)
+        self.rope_calls += 1
+        if self.rope_calls > 1:
+            return q_out, k_out
         # Versions before 4.46 pass whole tables and the positions to gather.
         positions = kwargs.get("position_ids", args[0] if args and hasattr(args[0], "dtype") else None)
         if positions is not None:
@@ -275,6 +301,38 @@ class Recorder:
         for name, tensor in (("q", q_out), ("k", k_out), ("cos", cos), ("sin", sin)):
             self._keep(name, tensor)
         return q_out, k_out
+
+    def tables(self, model, tokens):
+        """cos and sin, (tokens, rotary_dim / 2) each."""
+        half = model.rotary_dim // 2
+        for name in ("cos", "sin"):
+            table = self.tensors[name]
+            if not bool((table[..., :half] == table[..., half:]).all()):
+                raise Refusal(f"transformers: the two halves of {name} must be the same")
+        return {name: to_numpy(self.tensors[name].reshape(tokens, -1)[:, :half]) for name in ("cos", "sin")}
+
+
+class LayerRecorder(Recorder):
+    """Records the intermediate results of a one-layer GPTNeoXModel."""
+
+    def __init__(self, hf, model):
+        layer = hf.layers[0]
+        outputs = {
+            "layer": layer,
+            "input_layernorm": layer.input_layernorm,
+            "query_key_value": layer.attention.query_key_value,
+            "dense": layer.attention.dense,
+            "post_attention_layernorm": layer.post_attention_layernorm,
+            "dense_h_to_4h": layer.mlp.dense_h_to_4h,
+            "dense_4h_to_h": layer.mlp.dense_4h_to_h,
+        }
+        inputs = {
+            "context": layer.attention.dense,
+            "norm_in": layer.post_attention_layernorm,
+            "act": layer.mlp.dense_4h_to_h,
+        }
+        super().__init__(outputs, inputs)
+        self.model = model
 
     def taps(self, hidden, cache):
         """The taps of the run as arrays, and cos and sin (tokens, rotary_dim / 2)."""
@@ -309,12 +367,23 @@ class Recorder:
             "hf.mlp.dense_h_to_4h": t["dense_h_to_4h"][0],
             "hf.mlp.dense_4h_to_h": t["dense_4h_to_h"][0],
         }
-        half = model.rotary_dim // 2
-        for name in ("cos", "sin"):
-            if not bool((t[name][..., :half] == t[name][..., half:]).all()):
-                raise Refusal(f"transformers: the two halves of {name} must be the same")
-        tables = {name: to_numpy(t[name].reshape(tokens, -1)[:, :half]) for name in ("cos", "sin")}
-        return {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in taps.items()}, tables
+        if self.rope_calls != 1:
+            raise Refusal(f"transformers: expected RoPE once in a step of one layer, got {self.rope_calls} times")
+        return {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in taps.items()}, self.tables(model, tokens)
+
+
+class ModelRecorder(Recorder):
+    """Records the taps and the logits of a GPTNeoXForCausalLM."""
+
+    def __init__(self, hf):
+        base = hf.gpt_neox
+        outputs = {"embed_in": base.embed_in, "final_layer_norm": base.final_layer_norm}
+        outputs |= {f"layers.{n}.output": layer for n, layer in enumerate(base.layers)}
+        super().__init__(outputs | {"logits": hf.get_output_embeddings()}, {})
+
+    def taps(self):
+        """The taps by name, (tokens, hidden) each, and the logits (tokens, vocab) under "logits"."""
+        return {name: to_numpy(self.tensors[name][0]) for name in self.outputs}
 
 
 def run_variant(model, weights, step, dtype, implementation, device):
@@ -332,9 +401,9 @@ def run_variant(model, weights, step, dtype, implementation, device):
         rows = slice(b * step.q_len, (b + 1) * step.q_len)
         hidden = tensor(step.hidden[rows])[None]
         positions = torch.from_numpy(step.positions(b))[None].to(device)
-        with Recorder(hf, model) as recorder:
+        with LayerRecorder(hf, model) as recorder:
             cache = filled_cache([tuple(tensor(side)[None] for side in step.past(b))])
-            cache = call(hf, cache, inputs_embeds=hidden, position_ids=positions)
+            cache = call(hf, cache, inputs_embeds=hidden, position_ids=positions).past_key_values
             runs.append(recorder.taps(hidden, cache))
     return tuple(
         {name: np.concatenate([run[part][name] for run in runs]) for name in runs[0][part]} for part in range(2)
@@ -367,13 +436,40 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
         positions = torch.arange(n, device=device)[None]
         cache, past = empty_cache(), n - q_len
         if past:
-            cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past])
+            cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past]).past_key_values
             for side, entries in zip(caches, cache_entries(cache, layer)):
                 # Versions before 4.46 keep keys in float32, RoPE's dtype, for models of every dtype.
                 side[b, :, :past] = to_numpy(entries[0].to(hf.dtype))
         call(hf, cache, input_ids=ids[:, past:], position_ids=positions[:, past:])
         hidden.append(to_numpy(inputs[-1][0]))
     return Step(dtype, q_len, kv_len, np.concatenate(hidden), "prefill", *caches)
+
+
+def run_model(hf, model, ids):
+    """The taps and logits of one pass over the token ids (tokens), and cos and sin."""
+    import torch
+
+    positions = torch.arange(len(ids), device=hf.device)[None]
+    with ModelRecorder(hf) as recorder:
+        call(hf, empty_cache(), input_ids=torch.from_numpy(ids).long().to(hf.device)[None], position_ids=positions)
+        return recorder.taps(), recorder.tables(model, len(ids))
+
+
+def generate(hf, prompt, new_tokens):
+    """The prompt's token ids with the greedy ids behind them, and the logits (new_tokens, vocab) that chose these. Of
+    equal logits the lowest id is chosen. The prompt is one step, and so is each token after it."""
+    import torch
+
+    ids, cache, logits = list(prompt), empty_cache(), []
+    fed = 0
+    for _ in range(new_tokens):
+        step = torch.tensor(ids[fed:], device=hf.device)[None]
+        positions = torch.arange(fed, len(ids), device=hf.device)[None]
+        result = call(hf, cache, input_ids=step, position_ids=positions)
+        cache, fed = result.past_key_values, len(ids)
+        logits.append(to_numpy(result.logits[0, -1]))
+        ids.append(int(logits[-1].argmax()))
+    return np.array(ids, np.int32), np.stack(logits)
 
 
 def versions():
@@ -396,3 +492,19 @@ def device_name(device):
     import torch
 
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU {platform.machine()}"
+
+
+def about(dtype, implementation, device):
+    """The attributes of a variant."""
+    return {"dtype": dtype, "attn_implementation": implementation, "device": device_name(device)}
+
+
+def torch_device(name):
+    """A device of torch by the name that programs take: auto, cpu or cuda."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise Refusal("--device cuda: torch finds no GPU")
+    return name

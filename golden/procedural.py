@@ -15,6 +15,9 @@ KINDS = {
     "weight": lambda n: n * 2.0**-14,
     "gain": lambda n: 1 + (n >> 3) * 2.0**-10,
     "activation": lambda n: n * 2.0**-8,
+    # Of GPTQ weights with codes of 4 and of 8 bits.
+    "scale_4": lambda n: KINDS["gain"](n) * 2.0**-8,
+    "scale_8": lambda n: KINDS["gain"](n) * 2.0**-12,
 }
 
 
@@ -58,20 +61,28 @@ def widen(stored, dtype):
     return stored.astype(np.float64)
 
 
+def _filled(dtype, shape, seed, name, first, of_hash):
+    """An array of a numpy dtype whose elements from `first` on of_hash() makes of their hashes r, a chunk at a time."""
+    key = np.uint64(_mix(fnv1a64(name) ^ _mix(seed)))
+    out = np.empty(int(np.prod(shape, dtype=np.int64)), dtype)
+    for start in range(0, out.size, CHUNK):
+        count = min(CHUNK, out.size - start)
+        out[start : start + count] = of_hash(mix(key + _steps(first + start, count)))
+    return out.reshape(shape)
+
+
 def values(dtype, shape, kind, seed, name, first=0):
     """The elements from `first` on of tensor `name` under `seed`, as a stored array of dtype `dtype` and this shape."""
     table = round_to(KINDS[kind](np.arange(-1022, 1023)).astype(np.float32), dtype)
-    key = np.uint64(_mix(fnv1a64(name) ^ _mix(seed)))
-    out = np.empty(int(np.prod(shape, dtype=np.int64)), DTYPES[dtype])
     field = np.uint64(511)
-    for start in range(0, out.size, CHUNK):
-        count = min(CHUNK, out.size - start)
-        r = mix(key + _steps(first + start, count))
+
+    def of_hash(r):
         index = r & field  # the sum of the four fields is n + 1022
         for shift in (9, 18, 27):
             index += (r >> np.uint64(shift)) & field
-        out[start : start + count] = table[index.astype(np.int64)]
-    return out.reshape(shape)
+        return table[index.astype(np.int64)]
+
+    return _filled(DTYPES[dtype], shape, seed, name, first, of_hash)
 
 
 def checksum(data):
@@ -108,20 +119,55 @@ def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
     return {name: shape for name, shape in shapes.items() if attention_bias or name not in without_bias}
 
 
+def weight(dtype, shape, seed, name, bits=0, group_size=-1):
+    """The procedural weight that is called `name` in checkpoints. A part of a GPTQ weight has codes of `bits` bits; a
+    group_size of -1 is one group of all inputs."""
+    name = name.removeprefix("gpt_neox.")
+    part = name.rpartition(".")[2]
+    if part == "scales":
+        return values("float16", shape, f"scale_{bits}", seed, name)
+    if part == "g_idx":
+        inputs = np.arange(*shape, dtype=np.int32)
+        return inputs // np.int32(shape[0] if group_size == -1 else group_size)
+    if part in ("qweight", "qzeros"):
+        ones, below = {4: (0x11111111, 7), 8: (0x01010101, 127)}[bits]
+        low = np.uint64(ones if part == "qzeros" else 0xFFFFFFFF)
+        least = np.uint32(ones * below if part == "qzeros" else 0)
+        words = _filled(np.uint32, shape, seed, name, 0, lambda r: (r & low).astype(np.uint32) + least)
+        return words.view(np.int32)
+    return values(dtype, shape, "gain" if name.endswith("norm.weight") else "weight", seed, name)
+
+
 def layer_weights(shapes, layer, seed, dtype):
-    """The procedural weights of layer `layer`: each tensor is named "layers.N.<name>"."""
-    return {
-        name: values(
-            dtype,
-            shape,
-            "gain" if name.endswith("layernorm.weight") else "weight",
-            seed,
-            f"layers.{layer}.{name}",
-        )
-        for name, shape in shapes.items()
-    }
+    """The procedural weights of layer `layer`."""
+    return {name: weight(dtype, shape, seed, f"layers.{layer}.{name}") for name, shape in shapes.items()}
+
+
+def model_shapes(layer_shapes, num_layers, vocab_size, hidden_size, is_tied=False):
+    """Name -> shape of a model's weights in checkpoints, in the order of weights_checksum(). Tied embeddings are one
+    tensor."""
+    shapes = {"gpt_neox.embed_in.weight": (vocab_size, hidden_size)}
+    for layer in range(num_layers):
+        shapes |= {f"gpt_neox.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    shapes |= {f"gpt_neox.final_layer_norm.{part}": (hidden_size,) for part in ("weight", "bias")}
+    return shapes if is_tied else shapes | {"embed_out.weight": (vocab_size, hidden_size)}
+
+
+class WeightsChecksum:
+    """The sum of the tensors' checksums, each times its place (from 1), of tensors that are added one by one: a layer's
+    in the order of weight_shapes(), a model's in that of model_shapes()."""
+
+    def __init__(self):
+        self.value = self.place = 0
+
+    def add(self, array):
+        self.place += 1
+        self.value = (self.value + checksum(array) * self.place) & MASK
 
 
 def weights_checksum(weights):
-    """The sum of the tensors' checksums, each times its place (from 1) in the order of weight_shapes()."""
-    return sum(checksum(array) * (place + 1) for place, array in enumerate(weights.values())) & MASK
+    """The WeightsChecksum of a dict's arrays in the dict's order."""
+    total = WeightsChecksum()
+    for array in weights.values():
+        total.add(array)
+    return total.value

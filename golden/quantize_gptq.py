@@ -22,10 +22,9 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
-from dump_hf import PACKAGES
 from golden_file import current_umask
 from neox import layer_shapes
-from neox_hf import Checkpoint, build, to_numpy, to_torch, versions
+from neox_hf import PACKAGES, Checkpoint, build, to_numpy, to_torch, versions
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <set>
@@ -289,6 +290,48 @@ TEST_CASE("Procedural values and checksums are those that golden/procedural.py m
   m.dtype = DType::f16;
   m.attention_bias = false;
   CHECK(layer_sum(0, 1) == 11688534671166767482u);
+}
+
+TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[procedural]") {
+  // tests/golden/test_dump_hf.py holds the same numbers.
+  struct Expected {
+    std::int64_t layers;
+    std::uint64_t seed;
+    DType dtype;
+    bool tied;
+    WeightFormat linears;
+    std::uint64_t sum;
+  };
+  for (const Expected& e : {Expected{2, 7, DType::f16, false, {}, 5040128787465765401u},
+                            Expected{1, 7, DType::bf16, false, {}, 1981259006726477557u},
+                            Expected{1, 0, DType::f32, true, {}, 5696743861741765792u},
+                            Expected{1, 3, DType::f16, false, {4, 128}, 5976509386906160943u},
+                            Expected{2, 3, DType::bf16, false, {8, -1}, 8527875017976013586u}}) {
+    ModelConfig m = *find_preset("pythia-14m");
+    m.num_hidden_layers = e.layers;
+    m.tie_word_embeddings = e.tied;
+    const OwnedModelWeights model = procedural_model(m, e.dtype, e.seed, e.linears);
+    CAPTURE(e.sum);
+    CHECK(weights_checksum(m, model.weights) == e.sum);
+  }
+}
+
+TEST_CASE("A procedural model has the layers that procedural_layer() makes, and a head", "[procedural]") {
+  ModelConfig m = *find_preset("pythia-14m");
+  m.num_hidden_layers = 2;
+  m.vocab_size = 16;
+  for (const bool tied : {false, true}) {
+    m.tie_word_embeddings = tied;
+    const OwnedModelWeights model = procedural_model(m, m.dtype, 5);
+    REQUIRE(model.weights.layers.size() == 2);
+    for (std::int64_t n : {0, 1})
+      CHECK(weights_checksum(m, model.weights.layers[std::size_t(n)]) ==
+            weights_checksum(m, procedural_layer(m, m.dtype, n, 5).weights));
+    const auto& head = std::get<DenseWeight>(model.weights.embed_out.weight).weight;
+    CHECK(head.shape == model.weights.embed_in.shape);
+    CHECK((head.data == model.weights.embed_in.data) == tied);
+    CHECK((std::memcmp(head.data, model.weights.embed_in.data, std::size_t(head.bytes())) == 0) == tied);
+  }
 }
 
 TEST_CASE("The checksum sees every byte, the order and the length", "[procedural]") {

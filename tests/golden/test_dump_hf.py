@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from dataclasses import replace
 from unittest import mock
 
 GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
@@ -22,6 +23,7 @@ import numpy as np
 import convert_golden
 import dump_hf
 import golden_file
+import gptq
 import neox
 import procedural
 from neox import Model, Refusal, Step
@@ -88,6 +90,33 @@ class Procedural(unittest.TestCase):
         weights = procedural.layer_weights(without_bias, 0, 1, "float16")
         self.assertEqual(procedural.weights_checksum(weights), 11688534671166767482)
 
+    def test_model_checksums(self):
+        for layers, seed, dtype, is_tied, bits, group_size, expected in [
+            (2, 7, "float16", False, 0, -1, 5040128787465765401),
+            (1, 7, "bfloat16", False, 0, -1, 1981259006726477557),
+            (1, 0, "float32", True, 0, -1, 5696743861741765792),
+            (1, 3, "float16", False, 4, 128, 5976509386906160943),
+            (2, 3, "bfloat16", False, 8, -1, 8527875017976013586),
+        ]:
+            with self.subTest(dtype=dtype, bits=bits):
+                model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=layers, tie_word_embeddings=is_tied)
+                shapes = neox.layer_shapes(model)
+                if bits:
+                    shapes = gptq.Format({"bits": bits, "group_size": group_size}, "test").part_shapes(shapes)
+                total = procedural.WeightsChecksum()
+                for name, shape in neox.model_shapes(model, shapes).items():
+                    total.add(procedural.weight(dtype, shape, seed, name, bits, group_size))
+                self.assertEqual(total.value, expected)
+
+    def test_a_model_holds_the_layers(self):
+        shapes = neox.model_shapes(replace(MODEL, num_hidden_layers=2))
+        weights = {name: procedural.weight("float16", shape, 3, name) for name, shape in shapes.items()}
+        for name, array in procedural.layer_weights(neox.layer_shapes(MODEL), 1, 3, "float16").items():
+            self.assertTrue(np.array_equal(weights[f"gpt_neox.layers.1.{name}"], array), name)
+        self.assertEqual(next(iter(weights)), "gpt_neox.embed_in.weight")
+        self.assertEqual(list(weights)[-1], "embed_out.weight")
+        self.assertNotIn("embed_out.weight", neox.model_shapes(replace(MODEL, tie_word_embeddings=True)))
+
     def test_checksum_of_odd_lengths(self):
         self.assertEqual(procedural.checksum(b""), 0)
         self.assertEqual(procedural.checksum(b"golden"), 13826274397845189753)
@@ -127,7 +156,7 @@ class Config(unittest.TestCase):
 
     def test_presets_round_trip(self):
         for name, model in neox.PRESETS.items():
-            self.assertEqual(neox.parse_config(neox.preset_config(name), name), model)
+            self.assertEqual(neox.parse_config(neox.config_json(model), name), model)
 
     def test_refusals(self):
         for change, words in [
@@ -186,6 +215,7 @@ class Arguments(unittest.TestCase):
             ([*preset, "--seed", "18446744073709551616"], "got '18446744073709551616'"),
             ([*preset, "--cache", "prefill"], "--cache prefill needs the weights of a --model"),
             ([*preset, "--weights", "checkpoint"], "--weights checkpoint needs --model"),
+            ([*preset, "--top", "3"], "--top needs --whole-model"),
             ([*preset, "--dtype", "float64"], "invalid choice: 'float64'"),
             ([*preset, "--unknown"], "unrecognized arguments"),
         ]:
@@ -399,6 +429,10 @@ class Convert(unittest.TestCase):
         path = self.paths[0]
         for change, words in [
             (lambda file: file.attrs.__setitem__("schema_version", 3), "schema_version must be 1 to 2, got 3"),
+            (
+                lambda file: file.attrs.__setitem__("schema", "cf-golden-model"),
+                "schema must be cf-golden, got 'cf-golden-m",
+            ),
             (lambda file: file.create_group("more"), "cannot be converted without a loss: /more: in one file only"),
         ]:
             shutil.copy(os.path.join(SCHEMA_1, os.path.basename(path)), path)
