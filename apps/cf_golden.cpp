@@ -321,8 +321,8 @@ struct Difference {
 
 Status add_difference(const std::string& name, const Result<Tensor>& a, const Result<Tensor>& b,
                       std::vector<golden::TapDim> dims, double budget, std::vector<Difference>& out) {
-  if (!a) return a.status();
-  if (!b) return b.status();
+  CF_TRY(a.status());
+  CF_TRY(b.status());
   const Result<Comparison> c = compare(*a, *b);
   if (!c) return Status::error(c.status().code(), name + ": " + c.status().message());
   if (dims.empty()) dims = plain_dims(a->shape());

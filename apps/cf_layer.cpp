@@ -48,12 +48,11 @@ class Source {
  public:
   static Result<Source> open(const Options& o) {
     if (o.model.empty()) {
-      Result<ModelConfig> preset = find_preset(o.preset);
-      if (!preset) return preset.status();
-      preset->dtype = o.dtype.value_or(preset->dtype);
+      CF_TRY_ASSIGN(ModelConfig preset, find_preset(o.preset));
+      preset.dtype = o.dtype.value_or(preset.dtype);
       WeightFormat linears;
       if (!o.quant.empty()) linears = {.bits = 4, .group_size = o.group.value_or(128)};
-      return Source(o, std::move(*preset), linears);
+      return Source(o, std::move(preset), linears);
     }
     CF_TRY_ASSIGN(checkpoint::Checkpoint checkpoint, checkpoint::Checkpoint::open(o.model));
     const auto& gptq = checkpoint.gptq();
@@ -191,16 +190,13 @@ Status check_run(const Options& o, Plan& plan) {
   CF_TRY(check_threads("--threads", o.threads));
   if (source.is_checkpoint())
     for (std::int64_t layer : plan.layers) {
-      const auto loaded = source.load(layer);
-      if (!loaded) return loaded.status();
-      plan.notes.insert(plan.notes.end(), loaded->notes.begin(), loaded->notes.end());
-      if (o.cuda()) plan.activation = loaded->dtype;
+      CF_TRY_ASSIGN(const golden::GoldenWeights loaded, source.load(layer));
+      plan.notes.insert(plan.notes.end(), loaded.notes.begin(), loaded.notes.end());
+      if (o.cuda()) plan.activation = loaded.dtype;
     }
   if (!o.cuda()) return {};
   if (!source.is_checkpoint()) plan.activation = source.config().dtype;
-  Result<DeviceDescription> described = describe_device(o.device);
-  if (!described) return described.status();
-  plan.device = std::move(*described);
+  CF_TRY_ASSIGN(plan.device, describe_device(o.device));
   DeviceBenchRequest request = device_request(o, plan);
   for (std::int64_t layer : plan.layers) {
     request.layer = layer;
@@ -267,15 +263,11 @@ Result<LayerReport> measure(const Options& o, const Source& source, const RunInf
   LayerState state(m, report.load, kActivation);
   fill_inputs(m, report.load, o.seed, weights.dtype, state);
   std::int64_t done = 0;
-  Result<LayerTiming> timing = time_layer(m, weights.weights, state, o.bench, [&] { progress.set(++done); });
-  if (!timing) return timing.status();
-  report.timing = std::move(*timing);
+  CF_TRY_ASSIGN(report.timing, time_layer(m, weights.weights, state, o.bench, [&] { progress.set(++done); }));
   if (o.check) {
     LayerState oracle(m, report.load, DType::f64);
     fill_inputs(m, report.load, o.seed, weights.dtype, oracle);
-    Result<LayerCheck> check = check_layer(m, weights.weights, state.output, {kActivation, kActivation}, oracle);
-    if (!check) return check.status();
-    report.check = std::move(*check);
+    CF_TRY_ASSIGN(report.check, check_layer(m, weights.weights, state.output, {kActivation, kActivation}, oracle));
   }
   if (!o.dump.empty()) CF_TRY(write_dump(o, source, run, report, state, cpu_walk(m, weights.weights, state)));
   return report;
@@ -315,22 +307,20 @@ Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
   std::size_t place = 0;
   for (std::int64_t layer : plan.layers) {
     std::optional<Progress> loading(std::in_place, fmt::format("loading layer {}", layer), 1);
-    const Result<golden::GoldenWeights> weights = source.load(layer);
-    if (!weights) return weights.status();
-    const std::uint64_t checksum = weights_checksum(source.config(), weights->weights);
+    CF_TRY_ASSIGN(const golden::GoldenWeights weights, source.load(layer));
+    const std::uint64_t checksum = weights_checksum(source.config(), weights.weights);
     loading.reset();
     for (std::int64_t kv_len : plan.kv_lens) {
       const LayerReport todo{.layer = layer,
                              .load = {.batch = o.batch, .q_len = o.q_len, .kv_len = kv_len},
-                             .weights_dtype = weights->dtype,
+                             .weights_dtype = weights.dtype,
                              .weights_checksum = checksum,
                              .timing = {},
                              .check = {},
                              .device = {}};
       const std::string label = fmt::format("layer {}, kv_len {} ({} of {})", layer, kv_len, ++place, count);
-      const Result<LayerReport> measured = measure(o, source, info, todo, *weights, label);
-      if (!measured) return measured.status();
-      CF_TRY(report(*measured));
+      CF_TRY_ASSIGN(const LayerReport measured, measure(o, source, info, todo, weights, label));
+      CF_TRY(report(measured));
     }
   }
   return {};

@@ -92,8 +92,9 @@ OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t
                                    WeightFormat linears) {
   OwnedLayerWeights owned;
   if (linears.bits)
-    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, std::int64_t, std::int64_t in, bool) {
-      l.weight = GptqWeight{.bits = linears.bits, .group_size = linears.group_size == -1 ? in : linears.group_size};
+    for_each_linear(m, owned.weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
+      l.weight =
+          GptqWeight{.bits = linears.bits, .group_size = linears.group_size == -1 ? size.in : linears.group_size};
     });
   for_each_weight(m, owned.weights, [&]<class V>(const TensorSpec& spec, V& view, auto shape) {
     const DType dtype = dtype_of_view<V>(dense);

@@ -23,14 +23,6 @@ constexpr std::string_view kSchema = "cf-golden";
 constexpr double kMaxElements = 0x1p33;
 constexpr std::int64_t kMaxTokens = 1 << 24, kMaxGroupSize = 1 << 22;
 
-/// Stores a Result's value, or returns its error.
-template <class T>
-Status assign(T& to, Result<T> from) {
-  if (!from) return from.status();
-  to = std::move(*from);
-  return {};
-}
-
 /// Runs f. Returns an error where memory runs out.
 template <class F>
 auto guarded(const std::string& path, F&& f) -> decltype(f()) {
@@ -46,8 +38,7 @@ std::string described(DType dtype, const Shape& shape) {
 }
 
 Status expect(const Hdf5Reader& file, const std::string& name, DType dtype, const Shape& shape) {
-  Hdf5Reader::Info info;
-  CF_TRY(assign(info, file.info(name)));
+  CF_TRY_ASSIGN(const Hdf5Reader::Info info, file.info(name));
   if (info.dtype != dtype || info.shape != shape)
     return file.refuse(Code::invalid_file, name,
                        "expected " + described(dtype, shape) + ", got " + described(info.dtype, info.shape));
@@ -77,8 +68,7 @@ Status one_of(const Hdf5Reader& file, const std::string& attribute, const std::s
 Status check_integers(const Hdf5Reader& file, const std::string& name, std::int64_t count, std::int64_t least,
                       std::int64_t most, std::vector<std::int32_t>& values) {
   CF_TRY(expect(file, name, DType::i32, {count}));
-  Tensor t;
-  CF_TRY(assign(t, file.read(name)));
+  CF_TRY_ASSIGN(const Tensor t, file.read(name));
   values.assign(t.as<std::int32_t>(), t.as<std::int32_t>() + count);
   for (std::size_t i = 0; i < values.size(); ++i)
     CF_TRY(in_range(file, name + "[" + std::to_string(i) + "]", values[i], least, most));
@@ -86,53 +76,54 @@ Status check_integers(const Hdf5Reader& file, const std::string& name, std::int6
 }
 
 Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
-  std::string schema, dtype;
-  std::int64_t version = 0;
-  CF_TRY(assign(schema, file.text("", "schema")));
+  CF_TRY_ASSIGN(const std::string schema, file.text("", "schema"));
   CF_TRY(one_of(file, "schema", schema, {kSchema}));
-  CF_TRY(assign(version, file.integer("", "schema_version")));
+  CF_TRY_ASSIGN(const std::int64_t version, file.integer("", "schema_version"));
   CF_TRY(in_range(file, "attribute 'schema_version'", version, kOldestSchemaVersion, kSchemaVersion));
   if (const std::string& attribute = file.variable_length_text(); version > 1 && !attribute.empty())
     return file.refuse(
         Code::invalid_file, attribute,
         "expected a string of fixed length in schema " + std::to_string(version) + ", got a variable one");
-  CF_TRY(assign(m.producer, file.text("", "producer")));
-  CF_TRY(assign(m.command, file.text("", "command")));
-  CF_TRY(assign(m.versions, file.text("", "versions")));
-  CF_TRY(assign(m.model, file.text("", "model")));
-  CF_TRY(assign(m.config_json, file.text("", "config")));
-  CF_TRY(assign(m.config, checkpoint::parse_hf_config(m.config_json, file.path() + ": /attribute 'config'")));
+  CF_TRY_ASSIGN(m.producer, file.text("", "producer"));
+  CF_TRY_ASSIGN(m.command, file.text("", "command"));
+  CF_TRY_ASSIGN(m.versions, file.text("", "versions"));
+  CF_TRY_ASSIGN(m.model, file.text("", "model"));
+  CF_TRY_ASSIGN(m.config_json, file.text("", "config"));
+  CF_TRY_ASSIGN(m.config, checkpoint::parse_hf_config(m.config_json, file.path() + ": /attribute 'config'"));
   m.config.name = m.model;
-  CF_TRY(assign(m.layer, file.integer("", "layer")));
+  CF_TRY_ASSIGN(m.layer, file.integer("", "layer"));
   CF_TRY(in_range(file, "attribute 'layer'", m.layer, 0, m.config.num_hidden_layers - 1));
-  CF_TRY(assign(dtype, file.text("", "dtype")));
+  CF_TRY_ASSIGN(const std::string dtype, file.text("", "dtype"));
   CF_TRY(one_of(file, "dtype", dtype, {to_string(DType::f16), to_string(DType::bf16), to_string(DType::f32)}));
   m.dtype = m.config.dtype = *dtype_from_string(dtype);
-  CF_TRY(assign(m.seed, file.unsigned_integer("", "seed")));
+  CF_TRY_ASSIGN(m.seed, file.unsigned_integer("", "seed"));
 
-  CF_TRY(assign(m.load.batch, file.integer("", "batch")));
+  CF_TRY_ASSIGN(m.load.batch, file.integer("", "batch"));
   CF_TRY(in_range(file, "attribute 'batch'", m.load.batch, 1, kMaxTokens));
-  CF_TRY(assign(m.load.q_len, file.integer("", "q_len")));
+  CF_TRY_ASSIGN(m.load.q_len, file.integer("", "q_len"));
   CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.max_position_embeddings));
   CF_TRY(in_range(file, "batch * q_len", m.load.tokens(), 1, kMaxTokens));
   CF_TRY(check_integers(file, "inputs/kv_len", m.load.batch, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
   m.load.kv_len = *std::max_element(m.kv_len.begin(), m.kv_len.end());
 
-  CF_TRY(assign(m.cache, file.text("", "cache")));
+  CF_TRY_ASSIGN(m.cache, file.text("", "cache"));
   CF_TRY(one_of(file, "cache", m.cache, {"prefill", "random", "procedural", "none"}));
   if (m.cache == "none") CF_TRY(in_range(file, "largest kv_len with cache = 'none'", m.load.kv_len, 1, m.load.q_len));
-  if (m.cache == "procedural") CF_TRY(assign(m.cache_checksum, file.unsigned_integer("", "cache_checksum")));
-  CF_TRY(assign(m.weights, file.text("", "weights")));
+  if (m.cache == "procedural") {
+    CF_TRY_ASSIGN(m.cache_checksum, file.unsigned_integer("", "cache_checksum"));
+  }
+  CF_TRY_ASSIGN(m.weights, file.text("", "weights"));
   CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural", "procedural_gptq"}));
-  CF_TRY(assign(m.weights_checksum, file.unsigned_integer("", "weights_checksum")));
-  if (m.weights == "checkpoint") CF_TRY(assign(m.weights_checkpoint, file.text("", "weights_checkpoint")));
+  CF_TRY_ASSIGN(m.weights_checksum, file.unsigned_integer("", "weights_checksum"));
+  if (m.weights == "checkpoint") {
+    CF_TRY_ASSIGN(m.weights_checkpoint, file.text("", "weights_checkpoint"));
+  }
   if (m.weights == "procedural_gptq") {
-    std::int64_t bits = 0;
-    CF_TRY(assign(bits, file.integer("", "weights_bits")));
+    CF_TRY_ASSIGN(const std::int64_t bits, file.integer("", "weights_bits"));
     if (bits != 4 && bits != 8)
       return file.refuse(Code::invalid_file, "attribute 'weights_bits'",
                          "expected 4 or 8, got " + std::to_string(bits));
-    CF_TRY(assign(m.linears.group_size, file.integer("", "weights_group_size")));
+    CF_TRY_ASSIGN(m.linears.group_size, file.integer("", "weights_group_size"));
     if (const std::int64_t size = m.linears.group_size; size != -1 && (size < 1 || size > kMaxGroupSize))
       return file.refuse(Code::invalid_file, "attribute 'weights_group_size'",
                          "expected -1 or 1 to " + std::to_string(kMaxGroupSize) + ", got " + std::to_string(size));
@@ -183,22 +174,21 @@ Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
 }
 
 Status read_variants(const Hdf5Reader& file, const GoldenMeta& m, std::vector<VariantInfo>& variants) {
-  std::vector<std::string> names;
-  CF_TRY(assign(names, file.names("taps")));
-  for (std::string& name : names) {
+  CF_TRY_ASSIGN(const std::vector<std::string> names, file.names("taps"));
+  for (const std::string& name : names) {
     const std::string group = "taps/" + name;
     VariantInfo v;
-    v.name = std::move(name);
-    CF_TRY(assign(v.dtype, file.text(group, "dtype")));
-    CF_TRY(assign(v.attn_implementation, file.text(group, "attn_implementation")));
-    CF_TRY(assign(v.device, file.text(group, "device")));
+    v.name = name;
+    CF_TRY_ASSIGN(v.dtype, file.text(group, "dtype"));
+    CF_TRY_ASSIGN(v.attn_implementation, file.text(group, "attn_implementation"));
+    CF_TRY_ASSIGN(v.device, file.text(group, "device"));
     const std::optional<DType> dtype = dtype_from_string(v.dtype);
     if (!dtype || *dtype == DType::i32)
       return file.refuse(Code::invalid_file, group + " attribute 'dtype'",
                          "expected a floating-point type, got " + quote(v.dtype));
     if (v.name == kReference && *dtype != DType::f64)
       return file.refuse(Code::invalid_file, group + " attribute 'dtype'", "expected float64, got " + v.dtype);
-    CF_TRY(assign(v.taps, file.names(group)));
+    CF_TRY_ASSIGN(v.taps, file.names(group));
     for (const std::string& tap : v.taps) {
       Shape shape;
       for (const TapDim& d : tap_dims(m.config, m.load, tap)) shape.push_back(d.size);
@@ -253,10 +243,9 @@ std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::st
   for (const Site& s : {site::input_layernorm, site::dense, site::post_attention_layernorm, site::dense_4h_to_h})
     if (tap == s.tap) return {token, hidden};
   std::vector<TapDim> weight;
-  for_each_linear(m, LayerWeights{},
-                  [&](std::string_view module, const auto&, std::int64_t out, std::int64_t in, bool) {
-                    if (tap == weight_tap(module)) weight = {{"out", out}, {"in", in}};
-                  });
+  for_each_linear(m, LayerWeights{}, [&](std::string_view module, const auto&, const LinearSize& size) {
+    if (tap == weight_tap(module)) weight = {{"out", size.out}, {"in", size.in}};
+  });
   return weight;
 }
 
@@ -270,8 +259,8 @@ struct GoldenFile::Impl {
     const Shape shape = old_cache_shape(meta);
     Tensor k, v;
     if (element_count(shape) > 0 && meta.cache != "procedural") {
-      CF_TRY(assign(k, file.read("inputs/k_cache")));
-      CF_TRY(assign(v, file.read("inputs/v_cache")));
+      CF_TRY_ASSIGN(k, file.read("inputs/k_cache"));
+      CF_TRY_ASSIGN(v, file.read("inputs/v_cache"));
       return std::pair{std::move(k), std::move(v)};
     }
     k = Tensor(meta.dtype, shape);
@@ -290,8 +279,7 @@ struct GoldenFile::Impl {
 
   /// Copies the row of each token's cos or sin to the row of its position in a table.
   Status load_table(const std::string& name, Tensor& table, const Tensor& positions) const {
-    Tensor rows;
-    CF_TRY(assign(rows, file.read("inputs/" + name)));
+    CF_TRY_ASSIGN(const Tensor rows, file.read("inputs/" + name));
     fill_nan(table);
     const std::int64_t half = rows.shape()[1];
     std::set<std::int32_t> filled;
@@ -311,17 +299,16 @@ struct GoldenFile::Impl {
 
 Result<GoldenFile> GoldenFile::open(const std::string& path) {
   return guarded(path, [&]() -> Result<GoldenFile> {
-    Result<Hdf5Reader> file = Hdf5Reader::open(path);
-    if (!file) return file.status();
+    CF_TRY_ASSIGN(Hdf5Reader file, Hdf5Reader::open(path));
     GoldenMeta meta;
-    CF_TRY(read_meta(*file, meta));
-    CF_TRY(check_size(*file, meta));
-    CF_TRY(check_inputs(*file, meta));
-    if (meta.weights == "stored") CF_TRY(check_stored_weights(*file, meta));
+    CF_TRY(read_meta(file, meta));
+    CF_TRY(check_size(file, meta));
+    CF_TRY(check_inputs(file, meta));
+    if (meta.weights == "stored") CF_TRY(check_stored_weights(file, meta));
     std::vector<VariantInfo> variants;
-    CF_TRY(read_variants(*file, meta, variants));
+    CF_TRY(read_variants(file, meta, variants));
     GoldenFile golden;
-    golden.impl_ = std::make_shared<const Impl>(Impl{std::move(*file), std::move(meta), std::move(variants)});
+    golden.impl_ = std::make_shared<const Impl>(Impl{std::move(file), std::move(meta), std::move(variants)});
     return golden;
   });
 }
@@ -333,9 +320,8 @@ const std::vector<VariantInfo>& GoldenFile::variants() const { return impl_->var
 Result<Tensor> GoldenFile::input(const std::string& name) const {
   return guarded(path(), [&]() -> Result<Tensor> {
     if (name != "k_cache" && name != "v_cache") return impl_->file.read("inputs/" + name);
-    auto old = impl_->old_cache();
-    if (!old) return old.status();
-    return std::move(name == "k_cache" ? old->first : old->second);
+    CF_TRY_ASSIGN(auto old, impl_->old_cache());
+    return std::move(name == "k_cache" ? old.first : old.second);
   });
 }
 
@@ -354,19 +340,17 @@ Status GoldenFile::load(LayerState& state) const {
   if (!fits)
     return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
   return guarded(path(), [&]() -> Status {
-    Tensor hidden, positions;
-    CF_TRY(assign(hidden, impl_->file.read("inputs/hidden")));
-    CF_TRY(assign(positions, impl_->file.read("inputs/positions")));
-    auto old = impl_->old_cache();
-    if (!old) return old.status();
+    CF_TRY_ASSIGN(const Tensor hidden, impl_->file.read("inputs/hidden"));
+    CF_TRY_ASSIGN(const Tensor positions, impl_->file.read("inputs/positions"));
+    CF_TRY_ASSIGN(const auto old, impl_->old_cache());
 
     state.set_kv_len(m.kv_len);
     convert(hidden.data(), hidden.dtype(), state.hidden.data(), state.hidden.dtype(), hidden.size());
     std::memcpy(state.positions.data(), positions.data(), std::size_t(positions.size_bytes()));
     CF_TRY(impl_->load_table("cos", state.cos, positions));
     CF_TRY(impl_->load_table("sin", state.sin, positions));
-    fill_cache(state.k_cache, old->first, m);
-    fill_cache(state.v_cache, old->second, m);
+    fill_cache(state.k_cache, old.first, m);
+    fill_cache(state.v_cache, old.second, m);
     return {};
   });
 }
@@ -377,12 +361,14 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     auto owned = std::make_shared<OwnedLayerWeights>();
     Status status;
     for_each_weight(m.config, owned->weights, [&](const TensorSpec& spec, auto& view, auto shape) {
-      Tensor t;
-      if (status) status = assign(t, impl_->file.read("weights/" + std::string(spec.name)));
-      point(view, t.data(), shape, m.dtype);
-      owned->storage.push_back(std::move(t));
+      if (!status) return;
+      Result<Tensor> t = impl_->file.read("weights/" + std::string(spec.name));
+      status = t.status();
+      if (!status) return;
+      point(view, t->data(), shape, m.dtype);
+      owned->storage.push_back(std::move(*t));
     });
-    if (!status) return status;
+    CF_TRY(status);
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto procedural = [&]() -> Result<GoldenWeights> {
@@ -392,29 +378,26 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
   };
   const auto loaded = [&]() -> Result<GoldenWeights> {
     const auto beside = std::filesystem::path(path()).parent_path() / m.weights_checkpoint;
-    Result<checkpoint::Checkpoint> opened =
-        checkpoint::Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint);
-    if (!opened) return opened.status();
-    const ModelConfig& c = opened->config();
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
+                  checkpoint::Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint));
+    const ModelConfig& c = opened.config();
     const auto sizes = [](const ModelConfig& s) {
       return "hidden_size " + std::to_string(s.hidden_size) + ", intermediate_size " +
              std::to_string(s.intermediate_size) + ", " + std::to_string(s.num_attention_heads) + " heads, " +
              (s.attention_bias ? "with" : "without") + " attention bias";
     };
     if (sizes(c) != sizes(m.config))
-      return Status::error(Code::invalid_argument, opened->directory() + ": expected " + sizes(m.config) + " as " +
+      return Status::error(Code::invalid_argument, opened.directory() + ": expected " + sizes(m.config) + " as " +
                                                        path() + " has, got " + sizes(c));
-    Result<checkpoint::CheckpointLayer> layer = opened->layer(m.layer);
-    if (!layer) return layer.status();
-    CF_TRY(opened->check_finite(*layer));
-    auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(*layer));
+    CF_TRY_ASSIGN(checkpoint::CheckpointLayer layer, opened.layer(m.layer));
+    CF_TRY(opened.check_finite(layer));
+    auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(layer));
     return GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
   };
   return guarded(path(), [&]() -> Result<GoldenWeights> {
     const bool from_checkpoint = !checkpoint.empty() || m.weights == "checkpoint";
-    Result<GoldenWeights> w = from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural();
-    if (!w) return w;
-    if (const std::uint64_t sum = weights_checksum(m.config, w->weights); sum != m.weights_checksum)
+    CF_TRY_ASSIGN(GoldenWeights w, from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural());
+    if (const std::uint64_t sum = weights_checksum(m.config, w.weights); sum != m.weights_checksum)
       return impl_->file.refuse(Code::invalid_file, "attribute 'weights_checksum'",
                                 "expected " + std::to_string(m.weights_checksum) + ", got " + std::to_string(sum) +
                                     " from the " + (from_checkpoint ? "checkpoint" : m.weights) + " weights");
@@ -431,30 +414,29 @@ GoldenWriter::GoldenWriter(GoldenWriter&&) noexcept = default;
 GoldenWriter::~GoldenWriter() = default;
 
 Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenMeta& m) {
-  Result<Hdf5Writer> file = Hdf5Writer::create(path);
-  if (!file) return file.status();
-  CF_TRY(file->text("", "schema", std::string(kSchema)));
-  CF_TRY(file->integer("", "schema_version", kSchemaVersion));
-  CF_TRY(file->text("", "producer", m.producer));
-  CF_TRY(file->text("", "command", m.command));
-  CF_TRY(file->text("", "versions", m.versions));
-  CF_TRY(file->text("", "config", m.config_json.empty() ? checkpoint::to_hf_json(m.config) : m.config_json));
-  CF_TRY(file->text("", "model", m.model));
-  CF_TRY(file->integer("", "layer", m.layer));
-  CF_TRY(file->text("", "dtype", std::string(to_string(m.dtype))));
-  CF_TRY(file->unsigned_integer("", "seed", m.seed));
-  CF_TRY(file->integer("", "batch", m.load.batch));
-  CF_TRY(file->integer("", "q_len", m.load.q_len));
-  CF_TRY(file->text("", "cache", m.cache));
-  if (m.cache == "procedural") CF_TRY(file->unsigned_integer("", "cache_checksum", m.cache_checksum));
-  CF_TRY(file->text("", "weights", m.weights));
-  CF_TRY(file->unsigned_integer("", "weights_checksum", m.weights_checksum));
-  if (m.weights == "checkpoint") CF_TRY(file->text("", "weights_checkpoint", m.weights_checkpoint));
+  CF_TRY_ASSIGN(Hdf5Writer file, Hdf5Writer::create(path));
+  CF_TRY(file.text("", "schema", std::string(kSchema)));
+  CF_TRY(file.integer("", "schema_version", kSchemaVersion));
+  CF_TRY(file.text("", "producer", m.producer));
+  CF_TRY(file.text("", "command", m.command));
+  CF_TRY(file.text("", "versions", m.versions));
+  CF_TRY(file.text("", "config", m.config_json.empty() ? checkpoint::to_hf_json(m.config) : m.config_json));
+  CF_TRY(file.text("", "model", m.model));
+  CF_TRY(file.integer("", "layer", m.layer));
+  CF_TRY(file.text("", "dtype", std::string(to_string(m.dtype))));
+  CF_TRY(file.unsigned_integer("", "seed", m.seed));
+  CF_TRY(file.integer("", "batch", m.load.batch));
+  CF_TRY(file.integer("", "q_len", m.load.q_len));
+  CF_TRY(file.text("", "cache", m.cache));
+  if (m.cache == "procedural") CF_TRY(file.unsigned_integer("", "cache_checksum", m.cache_checksum));
+  CF_TRY(file.text("", "weights", m.weights));
+  CF_TRY(file.unsigned_integer("", "weights_checksum", m.weights_checksum));
+  if (m.weights == "checkpoint") CF_TRY(file.text("", "weights_checkpoint", m.weights_checkpoint));
   if (m.weights == "procedural_gptq") {
-    CF_TRY(file->integer("", "weights_bits", m.linears.bits));
-    CF_TRY(file->integer("", "weights_group_size", m.linears.group_size));
+    CF_TRY(file.integer("", "weights_bits", m.linears.bits));
+    CF_TRY(file.integer("", "weights_group_size", m.linears.group_size));
   }
-  return GoldenWriter(std::make_unique<Impl>(Impl{std::move(*file)}));
+  return GoldenWriter(std::make_unique<Impl>(Impl{std::move(file)}));
 }
 
 Status GoldenWriter::add_input(const std::string& name, const Tensor& tensor) {

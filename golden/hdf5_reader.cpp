@@ -189,9 +189,8 @@ class Hdf5Reader::Parser {
   }
 
   Status parse_header(const std::string& name, std::uint64_t address, Messages& m) {
-    const Result<std::string_view> header = enter(name, "object header", address);
-    if (!header) return header.status();
-    Cursor prefix(*header);
+    CF_TRY_ASSIGN(const std::string_view header, enter(name, "object header", address));
+    Cursor prefix(header);
     const std::uint64_t version = prefix.number(1);
     prefix.skip(1);
     const std::uint64_t messages = prefix.number(2);
@@ -258,9 +257,8 @@ class Hdf5Reader::Parser {
   Status parse_group(const std::string& name, std::string_view message, std::size_t depth, Object group) {
     Cursor c(message);
     const std::uint64_t tree = c.number(8), heap_address = c.number(8);
-    const Result<std::string_view> heap = enter(name, "local heap", heap_address);
-    if (!heap) return heap.status();
-    Cursor h(*heap);
+    CF_TRY_ASSIGN(const std::string_view heap, enter(name, "local heap", heap_address));
+    Cursor h(heap);
     const bool is_heap = h.starts_with("HEAP\0"sv);
     h.skip(3);
     const std::uint64_t bytes = h.number(8);
@@ -285,9 +283,8 @@ class Hdf5Reader::Parser {
   /// A node of a group's b-tree (section III.A.1). Below the root its level is known.
   Status parse_tree(const std::string& name, std::uint64_t address, std::optional<std::uint64_t> expected_level,
                     std::string_view heap, std::vector<std::pair<std::string, std::uint64_t>>& members) {
-    const Result<std::string_view> node = enter(name, "b-tree node", address);
-    if (!node) return node.status();
-    Cursor c(*node);
+    CF_TRY_ASSIGN(const std::string_view node, enter(name, "b-tree node", address));
+    Cursor c(node);
     const bool is_tree = c.starts_with("TREE\0"sv);  // with the node type of groups
     const std::uint64_t level = c.number(1), entries = c.number(2);
     c.skip(8 + 8 + 8);  // the siblings and the first key
@@ -306,9 +303,8 @@ class Hdf5Reader::Parser {
   /// A symbol table node (section III.B) and its entries (III.C).
   Status parse_symbols(const std::string& name, std::uint64_t address, std::string_view heap,
                        std::vector<std::pair<std::string, std::uint64_t>>& members) {
-    const Result<std::string_view> node = enter(name, "symbol table node", address);
-    if (!node) return node.status();
-    Cursor c(*node);
+    CF_TRY_ASSIGN(const std::string_view node, enter(name, "symbol table node", address));
+    Cursor c(node);
     const bool is_node = c.starts_with("SNOD\1"sv);
     c.skip(1);
     const std::uint64_t symbols = c.number(2);
@@ -484,10 +480,9 @@ Result<const Hdf5Reader::Attribute*> Hdf5Reader::find_integer(const std::string&
 }
 
 Result<std::int64_t> Hdf5Reader::integer(const std::string& object, const std::string& attribute) const {
-  const Result<const Attribute*> a = find_integer(object, attribute);
-  if (!a) return a.status();
-  const std::uint64_t bits = (*a)->bits;
-  if ((*a)->kind == Attribute::Kind::unsigned_integer && bits > std::uint64_t(std::numeric_limits<std::int64_t>::max()))
+  CF_TRY_ASSIGN(const Attribute* const a, find_integer(object, attribute));
+  const std::uint64_t bits = a->bits;
+  if (a->kind == Attribute::Kind::unsigned_integer && bits > std::uint64_t(std::numeric_limits<std::int64_t>::max()))
     return refuse(Code::invalid_file, "attribute '" + attribute + "'",
                   "expected a signed 64-bit integer, got " + std::to_string(bits));
   return std::int64_t(bits);

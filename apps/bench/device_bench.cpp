@@ -41,12 +41,11 @@ Result<std::vector<Impl>> parse_impls(const std::string& text) {
 
 /// The timer, with a context that makes the launch plans that the options ask for.
 Result<DeviceTimer> make_timer(const DeviceOptions& options) {
-  Result<DeviceTimer> timer = DeviceTimer::create();
-  if (!timer) return timer.status();
+  CF_TRY_ASSIGN(DeviceTimer timer, DeviceTimer::create());
   if (options.arch_plan == "sm_90")
-    timer->context().set_plan_arch(cuda::kH200);
+    timer.context().set_plan_arch(cuda::kH200);
   else if (options.arch_plan == "sm_120")
-    timer->context().set_plan_arch(cuda::kRtx5090);
+    timer.context().set_plan_arch(cuda::kRtx5090);
   else if (!options.arch_plan.empty())
     return Status::error(Code::invalid_argument, "--arch-plan " + options.arch_plan + ": expected sm_90 or sm_120");
   return timer;
@@ -99,11 +98,10 @@ class Bench {
     for (std::int64_t next = 0, slot = 0; slot < layers(); ++slot) {
       for (; next < layers() && ahead.size() < window; ++next)
         ahead.push_back(std::async(std::launch::async, r_.load, (first + next) % r_.config.num_hidden_layers));
-      const Result<golden::GoldenWeights> weights = ahead.front().get();
+      CF_TRY_ASSIGN(const golden::GoldenWeights weights, ahead.front().get());
       ahead.pop_front();
-      if (!weights) return weights.status();
-      CF_TRY(session_.weights.load_layer(slot, weights->weights));
-      if (slot == 0) weights_ = *weights;
+      CF_TRY(session_.weights.load_layer(slot, weights.weights));
+      if (slot == 0) weights_ = weights;
       progress.set(slot + 1);
     }
     return {};
@@ -143,14 +141,14 @@ class Bench {
         timing.own_bytes = timing.bytes - activation_bytes(args);
         return {};
       }));
-      const auto series = timer_.time_graph_us(r_.bench, [&]() -> Status {
+      const auto all_layers = [&]() -> Status {
         for (std::int64_t l = 0; l < layers(); ++l)
           CF_TRY(
               walk(site, session_.tensors(l), l, [&](const auto& args) { return cuda::run(args, timer_.context()); }));
         return {};
-      });
-      if (!series) return series.status();
-      timing.time_us = spread(a_layer(*series, layers()));
+      };
+      CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_graph_us(r_.bench, all_layers));
+      timing.time_us = spread(a_layer(series, layers()));
       result.sites.push_back(std::move(timing));
     }
     CF_TRY_ASSIGN(std::vector<double> read, timer_.read_bytes_per_s(r_.bench));
@@ -161,14 +159,15 @@ class Bench {
   /// A step through the first `layers`.
   Status time_step(Impl impl, std::int64_t layers, LayerTiming& result) {
     using Layer = ops::DecodeLayer;
-    const auto series = timer_.time_us(r_.bench, [&] { return session_.step(impl, cuda::LayerRange{0, layers}); });
-    if (!series) return series.status();
+    CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_us(r_.bench, [&] {
+      return session_.step(impl, cuda::LayerRange{0, layers});
+    }));
     const Layer::Args args{.model = r_.config, .weights = session_.weights.layer(0), .t = counted(0)};
     const double bytes = Layer::cost(Layer::dims(args), r_.config.dtype, r_.config.dtype).bytes;
     const double own_bytes = own_bytes_of(result.sites), count = double(layers);
-    result.total = {"total", std::string(Layer::name), spread(a_layer(*series, layers)), bytes, own_bytes};
+    result.total = {"total", std::string(Layer::name), spread(a_layer(series, layers)), bytes, own_bytes};
     if (r_.whole_model)
-      result.step = Timing{std::to_string(layers) + " layers", std::string(Layer::name), spread(*series), bytes * count,
+      result.step = Timing{std::to_string(layers) + " layers", std::string(Layer::name), spread(series), bytes * count,
                            own_bytes * count};
     return {};
   }
@@ -339,7 +338,7 @@ class Bench {
 }  // namespace
 
 Result<DeviceDescription> describe_device(const DeviceOptions& options) {
-  if (const Result<std::vector<Impl>> impls = parse_impls(options.impls); !impls) return impls.status();
+  CF_TRY(parse_impls(options.impls).status());
   CF_TRY_ASSIGN(DeviceTimer timer, make_timer(options));
   return DeviceDescription{timer.info(), to_string(timer.context().arch())};
 }
@@ -351,10 +350,9 @@ Status check_on_device(const DeviceBenchRequest& r) {
   const std::int64_t resident = resident_layers(r, like.weights, timer.info().l2_bytes);
   if (!r.procedural)
     for (std::int64_t slot = 1; slot < resident; ++slot)
-      if (const auto other = r.load((first_layer(r) + slot) % r.config.num_hidden_layers); !other)
-        return other.status();
+      CF_TRY(r.load((first_layer(r) + slot) % r.config.num_hidden_layers).status());
   // Takes all memory, and gives it back.
-  if (const Result<cuda::Session> all = make_session(r, timer, like.weights, resident); !all) return all.status();
+  CF_TRY(make_session(r, timer, like.weights, resident).status());
   CF_TRY_ASSIGN(cuda::Session one, make_session(r, timer, like.weights, 1));
   Bench bench(r, timer, std::move(one));
   CF_TRY(bench.load(first_layer(r)));

@@ -53,7 +53,7 @@ DeviceTimer::~DeviceTimer() = default;
 
 Result<DeviceTimer> DeviceTimer::create(int device) {
   // A stream belongs to the current device, which Context::create() sets.
-  if (const Result<cuda::Context> current = cuda::Context::create(device); !current) return current.status();
+  CF_TRY(cuda::Context::create(device).status());
   CF_TRY_ASSIGN(cuda::Stream stream, cuda::make_stream());
   CF_TRY_ASSIGN(cuda::Context context, cuda::Context::create(device, stream.get()));
   CF_TRY_ASSIGN(DeviceInfo info, device_info(context));
@@ -109,12 +109,11 @@ Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions& op
   const cudaStream_t stream = state_->stream.get();
   enqueue_random_fill(stream, block.data(), kProbeBytes);
   auto* const sink = reinterpret_cast<unsigned*>(block.data() + kProbeBytes);
-  Result<std::vector<double>> series = time_graph_us(options, [&] {
-    enqueue_stream_read(stream, block.data(), kProbeBytes, sink);
-    return from_cuda(cudaGetLastError(), "streaming read");
-  });
-  if (!series) return series.status();
-  for (double& value : *series) value = double(kProbeBytes) / (value * 1e-6);
+  CF_TRY_ASSIGN(std::vector<double> series, time_graph_us(options, [&] {
+                  enqueue_stream_read(stream, block.data(), kProbeBytes, sink);
+                  return from_cuda(cudaGetLastError(), "streaming read");
+                }));
+  for (double& value : series) value = double(kProbeBytes) / (value * 1e-6);
   return series;
 }
 
@@ -124,12 +123,11 @@ Result<std::vector<double>> DeviceTimer::copy_bytes_per_s(const BenchOptions& op
   const cudaStream_t stream = state_->stream.get();
   constexpr std::size_t half = kProbeBytes / 2;
   enqueue_random_fill(stream, block.data(), kProbeBytes);
-  Result<std::vector<double>> series = time_graph_us(options, [&] {
-    enqueue_stream_copy(stream, block.data(), block.data() + half, half);
-    return from_cuda(cudaGetLastError(), "streaming copy");
-  });
-  if (!series) return series.status();
-  for (double& value : *series) value = double(kProbeBytes) / (value * 1e-6);
+  CF_TRY_ASSIGN(std::vector<double> series, time_graph_us(options, [&] {
+                  enqueue_stream_copy(stream, block.data(), block.data() + half, half);
+                  return from_cuda(cudaGetLastError(), "streaming copy");
+                }));
+  for (double& value : series) value = double(kProbeBytes) / (value * 1e-6);
   return series;
 }
 

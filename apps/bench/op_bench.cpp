@@ -200,14 +200,13 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
   std::vector<OpTiming> timings;
   const auto measure = [&](Timing timing, double written_bytes, const auto& enqueue_layer) -> Status {
     const cuda::Range range(timing.site.c_str());
-    const auto time_us = timer.time_graph_us(r.bench, [&]() -> Status {
+    const auto all_layers = [&]() -> Status {
       for (std::int64_t layer = 0; layer < layers; ++layer) CF_TRY(enqueue_layer(layer));
       return {};
-    });
-    if (!time_us) return time_us.status();
-    std::vector<double> a_layer = *time_us;
-    for (double& t : a_layer) t /= double(layers);
-    timing.time_us = spread(std::move(a_layer));
+    };
+    CF_TRY_ASSIGN(std::vector<double> time_us, timer.time_graph_us(r.bench, all_layers));
+    for (double& t : time_us) t /= double(layers);
+    timing.time_us = spread(std::move(time_us));
     timings.push_back({.timing = timing,
                        .layers = layers,
                        .cold = timing.bytes * double(layers) >= rotated_bytes,

@@ -32,16 +32,22 @@ struct ModelWeights {
   LinearParams embed_out{};  // (vocab, hidden), no bias; where the embeddings are tied, a view of embed_in
 };
 
-/// Calls f(module, params, out, in, has_bias) for every Linear of a layer, by Hugging Face's name below
-/// gpt_neox.layers.N, in the order of the walk.
+/// The rows and columns of a Linear's matrix, and whether the model gives it a bias.
+struct LinearSize {
+  std::int64_t out, in;
+  bool has_bias;
+};
+
+/// Calls f(module, params, size) for every Linear of a layer, by Hugging Face's name below gpt_neox.layers.N, in the
+/// order of the walk.
 template <class W, class F>
 void for_each_linear(const ModelSpec& m, W&& w, F&& f) {
   const ModelShape& s = m.shape;
   const ModelTraits& t = m.traits;
-  f(site::query_key_value.name, w.query_key_value, s.qkv_size(), s.hidden_size, t.attention_bias);
-  f(site::dense.name, w.dense, s.hidden_size, s.attention_size(), t.attention_bias);
-  f(site::dense_h_to_4h.name, w.dense_h_to_4h, s.intermediate_size, s.hidden_size, t.mlp_bias);
-  f(site::dense_4h_to_h.name, w.dense_4h_to_h, s.hidden_size, s.intermediate_size, t.mlp_bias);
+  f(site::query_key_value.name, w.query_key_value, LinearSize{s.qkv_size(), s.hidden_size, t.attention_bias});
+  f(site::dense.name, w.dense, LinearSize{s.hidden_size, s.attention_size(), t.attention_bias});
+  f(site::dense_h_to_4h.name, w.dense_h_to_4h, LinearSize{s.intermediate_size, s.hidden_size, t.mlp_bias});
+  f(site::dense_4h_to_h.name, w.dense_4h_to_h, LinearSize{s.hidden_size, s.intermediate_size, t.mlp_bias});
 }
 
 /// Calls f(spec, view, shape) for every weight of a layer, by the same names: the one list that loaders, generators and
@@ -54,16 +60,16 @@ void for_each_weight(const ModelSpec& m, W& w, F&& f) {
   };
   norm("input_layernorm.weight", "input_layernorm.bias", w.input_layernorm);
   norm("post_attention_layernorm.weight", "post_attention_layernorm.bias", w.post_attention_layernorm);
-  for_each_linear(m, w, [&](std::string_view module, auto& l, std::int64_t out, std::int64_t in, bool has_bias) {
+  for_each_linear(m, w, [&](std::string_view module, auto& l, const LinearSize& size) {
     const std::string prefix = std::string(module) + ".", weight = prefix + "weight", bias = prefix + "bias";
     if (auto* dense = std::get_if<DenseWeight>(&l.weight))
-      f(TensorSpec{Role::weight, weight}, dense->weight, extents(out, in));
+      f(TensorSpec{Role::weight, weight}, dense->weight, extents(size.out, size.in));
     if (auto* gptq = std::get_if<GptqWeight>(&l.weight))
-      for_each_gptq_tensor(*gptq, out, in, [&](const TensorSpec& part, auto& view, auto shape) {
+      for_each_gptq_tensor(*gptq, size.out, size.in, [&](const TensorSpec& part, auto& view, auto shape) {
         const std::string name = prefix + std::string(part.name);
         f(TensorSpec{part.role, name}, view, shape);
       });
-    if (has_bias) f(TensorSpec{Role::weight, bias}, l.bias, extents(out));
+    if (size.has_bias) f(TensorSpec{Role::weight, bias}, l.bias, extents(size.out));
   });
 }
 

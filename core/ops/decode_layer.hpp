@@ -38,11 +38,10 @@ struct DecodeLayer {
   static Status check(const Args& a) {
     CF_TRY(check_model(a.model));
     Status status;
-    for_each_linear(a.model, a.weights,
-                    [&](std::string_view, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
-                      // nvcc takes the assignment's own result for one that is ignored.
-                      if (status) (void)(status = Linear::check_linear(name, out, in, l));
-                    });
+    for_each_linear(a.model, a.weights, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
+      // nvcc takes the assignment's own result for one that is ignored.
+      if (status) (void)(status = Linear::check_linear(name, size.out, size.in, l));
+    });
     CF_TRY(status);
     return check_tensors<DecodeLayer>(a);
   }
@@ -63,12 +62,11 @@ struct DecodeLayer {
     // Gamma and beta of two norms.
     c.bytes += 4 * double(s.hidden_size) * double(size_bytes(weight));
     std::size_t i = 0;
-    for_each_linear(d.model, LayerWeights{},
-                    [&](std::string_view, const LinearParams&, std::int64_t out, std::int64_t in, bool has_bias) {
-                      c.bytes += d.linears[i++].bytes(out, in, weight);
-                      if (has_bias) c.bytes += double(out) * double(size_bytes(weight));
-                      c.flops += 2 * double(d.step.tokens()) * double(out) * double(in);
-                    });
+    for_each_linear(d.model, LayerWeights{}, [&](std::string_view, const LinearParams&, const LinearSize& size) {
+      c.bytes += d.linears[i++].bytes(size.out, size.in, weight);
+      if (size.has_bias) c.bytes += double(size.out) * double(size_bytes(weight));
+      c.flops += 2 * double(d.step.tokens()) * double(size.out) * double(size.in);
+    });
     return c;
   }
   /// To first order each site passes on the relative error of its input and adds its own. `condition` is the sum over

@@ -97,26 +97,21 @@ class PreparedPersistent : public Prepared {
 
 Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const Layers& layers) {
   LaunchList launches(context);
-  if (Status s = for_each_layer(layers,
-                                [&](const LayerWeights& w, const LayerTensors& t) {
-                                  return prepare(ops::DecodeLayer::Args{.model = layers.model, .weights = w, .t = t},
-                                                 launches);
-                                });
-      !s)
-    return s;
+  CF_TRY(for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
+    return prepare(ops::DecodeLayer::Args{.model = layers.model, .weights = w, .t = t}, launches);
+  }));
   return std::unique_ptr<Prepared>(std::make_unique<PreparedLaunches>(std::move(launches), context.overlap()));
 }
 
 Result<std::unique_ptr<Prepared>> prepare_graph(const Context& context, const Layers& layers, CUstream_st* stream) {
-  Result<GraphExec> graph = capture_dataflow(context, [&](DataflowCapture& capture) {
-    return for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
-      return capture_layer(layers.model, w, t, capture);
-    });
-  });
-  if (!graph) return graph.status();
+  CF_TRY_ASSIGN(GraphExec graph, capture_dataflow(context, [&](DataflowCapture& capture) {
+                  return for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
+                    return capture_layer(layers.model, w, t, capture);
+                  });
+                }));
   // The graph's own memory is taken now rather than at the first launch.
-  CF_TRY(from_cuda(cudaGraphUpload(graph->get(), stream), "cudaGraphUpload"));
-  return std::unique_ptr<Prepared>(std::make_unique<PreparedGraph>(std::move(*graph)));
+  CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream), "cudaGraphUpload"));
+  return std::unique_ptr<Prepared>(std::make_unique<PreparedGraph>(std::move(graph)));
 }
 
 Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Impl impl, DType dtype,

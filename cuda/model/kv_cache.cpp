@@ -63,7 +63,7 @@ Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, 
     if (size < 1 || size > most)
       return bad_argument(
           kName, std::string(name) + " must be 1 to " + std::to_string(most) + ", got " + std::to_string(size));
-  if (Status s = with_activation(kName, dtype, [](auto) { return Status(); }); !s) return s;
+  CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
 
   auto state = std::make_unique<State>(context, model.shape, dtype, layers, batch, capacity);
   CF_TRY_ASSIGN(DeviceMemory memory,

@@ -68,32 +68,31 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
   std::vector<Packed> packed(places.size());
   Status status;
   std::size_t i = 0;
-  for_each_linear(
-      model, source, [&](std::string_view module, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
-        const std::size_t at = i++;
-        const bool expected = places[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
-        const std::string name = layer_prefix(layer) + std::string(module);
-        if (!status) return;
-        if (expected != quantised) {
-          status = bad_argument(
-              kName, "'" + name + ".weight' " +
-                         (expected ? "is dense, expected a GPTQ weight" : "is quantised, expected a dense weight"));
-          return;
-        }
-        if (!quantised) return;
-        const std::string owner = std::string(kName) + ": " + name;
-        status = ops::Linear::check_linear(owner, out, in, l);
-        if (!status) return;
-        TensorCheck check(owner);
-        ops::Linear::linear_tensors(out, in, l, check);
-        status = check.status();
-        if (!status) return;
-        Result<Packed> made = pack(l.weight, hint_for(module, model), context);
-        if (made)
-          packed[at] = std::move(*made);
-        else
-          status = bad_argument(kName, "'" + name + ".weight' " + made.status().message());
-      });
+  for_each_linear(model, source, [&](std::string_view module, const LinearParams& l, const LinearSize& size) {
+    const std::size_t at = i++;
+    const bool expected = places[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
+    const std::string name = layer_prefix(layer) + std::string(module);
+    if (!status) return;
+    if (expected != quantised) {
+      status = bad_argument(
+          kName, "'" + name + ".weight' " +
+                     (expected ? "is dense, expected a GPTQ weight" : "is quantised, expected a dense weight"));
+      return;
+    }
+    if (!quantised) return;
+    const std::string owner = std::string(kName) + ": " + name;
+    status = ops::Linear::check_linear(owner, size.out, size.in, l);
+    if (!status) return;
+    TensorCheck check(owner);
+    ops::Linear::linear_tensors(size.out, size.in, l, check);
+    status = check.status();
+    if (!status) return;
+    Result<Packed> made = pack(l.weight, hint_for(module, model), context);
+    if (made)
+      packed[at] = std::move(*made);
+    else
+      status = bad_argument(kName, "'" + name + ".weight' " + made.status().message());
+  });
   CF_TRY(status);
 
   const auto lay_out = [&](Arena& arena) {
@@ -130,7 +129,7 @@ Result<ResidentWeights> ResidentWeights::create(const Context& context, const Mo
   if (layers.first < 0 || layers.first >= layers.last || layers.last > all)
     return bad_argument(kName, "layers [first, last) must be a range within [0, " + std::to_string(all) + "), got [" +
                                    std::to_string(layers.first) + ", " + std::to_string(layers.last) + ")");
-  if (Status s = with_activation(kName, dtype, [](auto) { return Status(); }); !s) return s;
+  CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
 
   auto state = std::make_unique<State>(context, model, dtype, layers);
   std::vector<bool> quantised;

@@ -61,7 +61,7 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
   CF_TRY(check_model(model));
   for (const auto& [name, size] : {std::pair{"tokens", tokens}, {"table_rows", table_rows}})
     if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
-  if (Status s = with_activation(kName, activation, [](auto) { return Status(); }); !s) return s;
+  CF_TRY(with_activation(kName, activation, [](auto) { return Status(); }));
 
   auto state = std::make_unique<State>(context, model, activation, tokens, table_rows);
   CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),

@@ -62,19 +62,17 @@ Status no_safetensors(const std::string& directory) {
 Result<std::map<std::string, std::string>> read_index(const std::string& directory) {
   const std::string path = join(directory, kIndexFile);
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, path + ": " + what); };
-  const Result<MappedFile> file = map_file(path);
-  if (!file) return file.status();
-  const Result<Json> index = parse_json_object(file->text(), path);
-  if (!index) return index.status();
+  CF_TRY_ASSIGN(const MappedFile file, map_file(path));
+  CF_TRY_ASSIGN(const Json index, parse_json_object(file.text(), path));
 
-  if (const auto metadata = index->find("metadata"); metadata != index->end() && !metadata->is_null()) {
+  if (const auto metadata = index.find("metadata"); metadata != index.end() && !metadata->is_null()) {
     if (!metadata->is_object()) return refuse("'metadata': expected an object, got " + shown(*metadata));
     const auto total = metadata->find("total_size");
     if (total != metadata->end() && !(total->is_number() && total->get<double>() >= 0))
       return refuse("'metadata.total_size': expected a number of bytes, got " + shown(*total));
   }
-  const auto weight_map = index->find("weight_map");
-  if (weight_map == index->end()) return refuse("'weight_map' is missing, expected an object of tensor to shard");
+  const auto weight_map = index.find("weight_map");
+  if (weight_map == index.end()) return refuse("'weight_map' is missing, expected an object of tensor to shard");
   if (!weight_map->is_object()) return refuse("'weight_map': expected an object, got " + shown(*weight_map));
   std::map<std::string, std::string> shard_of;
   std::set<std::string> found;
@@ -100,11 +98,10 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
   std::optional<GptqConfig> first;
   std::string first_source;
   const auto add = [&](std::string_view text, const std::string& source) -> Status {
-    const Result<GptqConfig> c = parse_gptq_config(text, source);
-    if (!c) return c.status();
-    if (first && *first != *c) notes.push_back(source + ": differs from " + first_source + ", which counts");
+    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source));
+    if (first && *first != c) notes.push_back(source + ": differs from " + first_source + ", which counts");
     if (!first) {
-      first = *c;
+      first = std::move(c);
       first_source = source;
     }
     return {};
@@ -112,16 +109,13 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
   for (const char* name : {"quantize_config.json", "quant_config.json"}) {
     const std::string path = join(directory, name);
     if (!is_file(path)) continue;
-    const Result<MappedFile> file = map_file(path);
-    if (!file) return file.status();
-    CF_TRY(add(file->text(), path));
+    CF_TRY_ASSIGN(const MappedFile file, map_file(path));
+    CF_TRY(add(file.text(), path));
   }
   const std::string path = join(directory, "config.json");
-  const Result<MappedFile> file = map_file(path);
-  if (!file) return file.status();
-  const Result<Json> config = parse_json_object(file->text(), path);
-  if (!config) return config.status();
-  if (const auto it = config->find("quantization_config"); it != config->end() && !it->is_null())
+  CF_TRY_ASSIGN(const MappedFile file, map_file(path));
+  CF_TRY_ASSIGN(const Json config, parse_json_object(file.text(), path));
+  if (const auto it = config.find("quantization_config"); it != config.end() && !it->is_null())
     CF_TRY(add(it->dump(), path + ": 'quantization_config'"));
   return first;
 }
@@ -129,9 +123,9 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
 /// Makes the weight of each Linear that the config names a GptqWeight, still without tensors.
 void mark_quantised(const ModelConfig& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
   if (!gptq) return;
-  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, std::int64_t, std::int64_t in, bool) {
+  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
     if (std::find(gptq->modules.begin(), gptq->modules.end(), module) != gptq->modules.end())
-      l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? in : gptq->group_size};
+      l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? size.in : gptq->group_size};
   });
 }
 
@@ -230,25 +224,19 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory) {
   if (!fs::exists(status)) return Status::error(Code::not_found, directory + ": no such directory");
   if (!fs::is_directory(status))
     return Status::error(Code::invalid_file, directory + ": is no directory, expected a checkpoint's");
-  Result<ModelConfig> config = read_hf_config(join(directory, "config.json"));
-  if (!config) return config.status();
 
   Checkpoint c;
   c.directory_ = directory;
-  c.config_ = std::move(*config);
+  CF_TRY_ASSIGN(c.config_, read_hf_config(join(directory, "config.json")));
   if (c.config_.name.empty()) {
     const fs::path path(directory);
     c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
   }
-  Result<std::optional<GptqConfig>> gptq = read_gptq_config(directory, c.notes_);
-  if (!gptq) return gptq.status();
-  c.gptq_ = std::move(*gptq);
+  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.notes_));
   if (is_file(join(directory, kSingleFile))) return c;
   if (!is_file(join(directory, kIndexFile))) return no_safetensors(directory);
-  auto shard_of = read_index(directory);
-  if (!shard_of) return shard_of.status();
   c.sharded_ = true;
-  c.shard_of_ = std::move(*shard_of);
+  CF_TRY_ASSIGN(c.shard_of_, read_index(directory));
   return c;
 }
 
@@ -267,9 +255,8 @@ Result<Checkpoint::File> Checkpoint::file(const std::string& name) const {
   const std::lock_guard lock(open_files_->mutex);
   File& file = open_files_->files[name];
   if (!file) {
-    Result<SafetensorsFile> opened = SafetensorsFile::open(join(directory_, name));
-    if (!opened) return opened.status();
-    file = std::make_shared<const SafetensorsFile>(std::move(*opened));
+    CF_TRY_ASSIGN(SafetensorsFile opened, SafetensorsFile::open(join(directory_, name)));
+    file = std::make_shared<const SafetensorsFile>(std::move(opened));
   }
   return file;
 }
@@ -354,27 +341,24 @@ class Checkpoint::Loader {
 Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const {
   mark_quantised(config_, gptq_, weights);
   Status status;
-  for_each_linear(
-      config_, weights, [&](std::string_view module, const LinearParams& l, std::int64_t out, std::int64_t in, bool) {
-        if (!status) return;
-        const std::string name = layer_prefix(layer) + std::string(module);
-        const auto refuse = [&](const char* part, const std::string& what) {
-          status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
-        };
-        const auto* gptq = std::get_if<GptqWeight>(&l.weight);
-        if (!gptq && !has(name + ".weight") && has(name + ".qweight"))
-          return refuse(".weight", "expected a dense weight" +
-                                       std::string(gptq_ ? " of a Linear that is not quantised" : "") +
-                                       ", got qweight");
-        if (!gptq) return;
-        if (!has(name + ".qweight") && has(name + ".weight"))
-          return refuse(".qweight", "expected a quantised weight, got the dense weight");
-        for (std::int64_t size : {in, out})
-          if (size % gptq->codes_per_word())
-            return refuse(".qweight", "expected sizes that are multiples of the " +
-                                          std::to_string(gptq->codes_per_word()) + " codes in a word, got " +
-                                          to_string(Shape{out, in}));
-      });
+  for_each_linear(config_, weights, [&](std::string_view module, const LinearParams& l, const LinearSize& size) {
+    if (!status) return;
+    const std::string name = layer_prefix(layer) + std::string(module);
+    const auto refuse = [&](const char* part, const std::string& what) {
+      status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
+    };
+    const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (!gptq && !has(name + ".weight") && has(name + ".qweight"))
+      return refuse(".weight", "expected a dense weight" +
+                                   std::string(gptq_ ? " of a Linear that is not quantised" : "") + ", got qweight");
+    if (!gptq) return;
+    if (!has(name + ".qweight") && has(name + ".weight"))
+      return refuse(".qweight", "expected a quantised weight, got the dense weight");
+    for (std::int64_t extent : {size.in, size.out})
+      if (extent % gptq->codes_per_word())
+        return refuse(".qweight", "expected sizes that are multiples of the " + std::to_string(gptq->codes_per_word()) +
+                                      " codes in a word, got " + to_string(Shape{size.out, size.in}));
+  });
   return status;
 }
 
@@ -490,11 +474,10 @@ Status Checkpoint::check_names() const {
   if (!sharded_) names.insert(kSingleFile);
   const KnownNames known(config_, gptq_);
   for (const std::string& name : names) {
-    const Result<File> shard = file(name);
-    if (!shard) return shard.status();
-    for (const TensorEntry& t : (*shard)->tensors()) {
+    CF_TRY_ASSIGN(const File shard, file(name));
+    for (const TensorEntry& t : shard->tensors()) {
       const auto refuse = [&](const std::string& what) {
-        return Status::error(Code::invalid_file, (*shard)->path() + ": tensor " + quote(t.name) + what);
+        return Status::error(Code::invalid_file, shard->path() + ": tensor " + quote(t.name) + what);
       };
       if (!known.contains(t.name))
         return refuse(": expected names of a GPT-NeoX model of " + std::to_string(config_.num_hidden_layers) +

@@ -110,11 +110,10 @@ Result<std::vector<TensorEntry>> parse_safetensors_header(std::string_view json,
   if (!json.starts_with('{'))
     return Status::error(Code::invalid_file, source + ": header: expected it to start with '{', got " +
                                                  (json.empty() ? "an empty header" : quote(json.substr(0, 1))));
-  const Result<Json> header = parse_json_object(json, source + ": header");
-  if (!header) return header.status();
+  CF_TRY_ASSIGN(const Json header, parse_json_object(json, source + ": header"));
 
   std::vector<PlacedTensor> placed;
-  for (const auto& [name, value] : header->items()) {
+  for (const auto& [name, value] : header.items()) {
     if (name == "__metadata__") {
       CF_TRY(check_metadata(value, source));
       continue;

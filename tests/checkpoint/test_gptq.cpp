@@ -95,9 +95,8 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 }
 
 Result<CheckpointLayer> load_layer(const std::string& directory, std::int64_t layer = 1) {
-  auto checkpoint = Checkpoint::open(directory);
-  if (!checkpoint) return checkpoint.status();
-  return checkpoint->layer(layer);
+  CF_TRY_ASSIGN(const Checkpoint checkpoint, Checkpoint::open(directory));
+  return checkpoint.layer(layer);
 }
 
 }  // namespace

@@ -91,12 +91,12 @@ OwnedLayerWeights part_of(const ModelSpec& whole, const LayerWeights& from, cons
   std::vector<const LinearParams*> sources;
   for_each_linear(whole, from, [&](std::string_view, const LinearParams& l, auto...) { sources.push_back(&l); });
   std::size_t i = 0;
-  for_each_linear(part, owned.weights, [&](std::string_view, LinearParams& l, std::int64_t out, std::int64_t in, bool) {
+  for_each_linear(part, owned.weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
     const LinearParams& source = *sources[i++];
     const ConstAnyView<2> matrix = std::get<DenseWeight>(source.weight).weight;
-    l.weight = DenseWeight{cut(matrix, out, in)};
-    if (source.bias && out < source.bias.shape[0])
-      l.bias = reshape<1>(cut(reshape<2>(source.bias, {source.bias.shape[0], 1}), out, 1), {out});
+    l.weight = DenseWeight{cut(matrix, size.out, size.in)};
+    if (source.bias && size.out < source.bias.shape[0])
+      l.bias = reshape<1>(cut(reshape<2>(source.bias, {source.bias.shape[0], 1}), size.out, 1), {size.out});
   });
   return owned;
 }

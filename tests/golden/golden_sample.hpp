@@ -124,13 +124,12 @@ inline GoldenSample make_sample(const SampleOptions& o = {}) {
 }
 
 inline Status write_sample(const GoldenSample& s, const std::string& path) {
-  Result<golden::GoldenWriter> writer = golden::GoldenWriter::create(path, s.meta);
-  if (!writer) return writer.status();
-  for (const auto& [name, tensor] : s.inputs) CF_TRY(writer->add_input(name, tensor));
-  for (const auto& [name, tensor] : s.weights) CF_TRY(writer->add_weight(name, tensor));
+  CF_TRY_ASSIGN(golden::GoldenWriter writer, golden::GoldenWriter::create(path, s.meta));
+  for (const auto& [name, tensor] : s.inputs) CF_TRY(writer.add_input(name, tensor));
+  for (const auto& [name, tensor] : s.weights) CF_TRY(writer.add_weight(name, tensor));
   for (const auto& [variant, taps] : s.taps)
-    for (const auto& [name, tensor] : taps) CF_TRY(writer->add_tap(s.variants.at(variant), name, tensor));
-  return writer->commit();
+    for (const auto& [name, tensor] : taps) CF_TRY(writer.add_tap(s.variants.at(variant), name, tensor));
+  return writer.commit();
 }
 
 /// Fills in the seal of a golden file's bytes, by the schema's words.

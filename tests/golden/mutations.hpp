@@ -213,11 +213,10 @@ std::vector<std::string> taps_outside(const golden::GoldenFile& file, FaultyStep
   const Status walked = for_each_site(step.config, step.weights, t, [&](const Site& site, const auto& args) -> Status {
     CF_TRY(run(args));
     for (const apps::SiteOutput& output : apps::site_outputs(site, args)) {
-      const Result<Tensor> reference = file.tap(std::string(golden::kReference), output.tap);
-      if (!reference) return reference.status();
-      const Result<Comparison> c = compare(apps::read_tap(output, step.config, file.meta().load, t.kv_len), *reference);
-      if (!c) return c.status();
-      if (!(c->rel_l2 <= budget_of(output.tap)) || c->non_finite) taps.push_back(output.tap);
+      CF_TRY_ASSIGN(const Tensor reference, file.tap(std::string(golden::kReference), output.tap));
+      CF_TRY_ASSIGN(const Comparison c,
+                    compare(apps::read_tap(output, step.config, file.meta().load, t.kv_len), reference));
+      if (!(c.rel_l2 <= budget_of(output.tap)) || c.non_finite) taps.push_back(output.tap);
     }
     return {};
   });

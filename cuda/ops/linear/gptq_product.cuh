@@ -102,7 +102,7 @@ __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const
 /// The product of one tile with tokens in shared memory, whose activations are added up along the way.
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
-                              const GptqChunkOrder<C>& order, bool, const GptqSharedX<T, C>& x,
+                              const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqSharedX<T, C>& x,
                               float (&sum)[C.octets()][4]) {
   GptqSums sums[C.octets()] = {};
   float ones[C.octets()][4] = {};
