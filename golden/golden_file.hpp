@@ -1,6 +1,6 @@
 #pragma once
-// A golden file holds one step of one layer in HDF5: the inputs, and the output of every site ("taps"). dump_hf.py writes
-// golden files from Hugging Face, GoldenWriter from this library's backends. The schema:
+// A golden file holds one step of one layer in HDF5: the inputs, and the output of every site ("taps"). dump_hf.py
+// writes golden files from Hugging Face, GoldenWriter from this library's backends. The schema:
 //
 //   seal: the first 512 bytes, HDF5's user block, cover all bytes after them
 //     bytes 0-7     "cfgolden"
@@ -45,11 +45,11 @@
 //                       Names that begin with "hf." are outputs of Hugging Face's modules which are not taps of a site.
 //
 // float16 is HDF5's IEEE half; bfloat16 is uint16 with the attribute dtype = "bfloat16" on the dataset. All numbers are
-// little-endian, attributes are 64-bit integers and UTF-8 strings, checksums and seeds are unsigned. hdf5_reader.hpp says
-// which part of HDF5 a file may use.
+// little-endian, attributes are 64-bit integers and UTF-8 strings, checksums and seeds are unsigned. hdf5_reader.hpp
+// says which part of HDF5 a file may use.
 //
-// Versions: in schema 1 strings have a variable length and lie in global heaps; in schema 2 all have a fixed length, of at
-// most 65000 bytes. Both are read, schema 2 is written; convert_golden.py rewrites files of schema 1.
+// Versions: in schema 1 strings have a variable length and lie in global heaps; in schema 2 all have a fixed length, of
+// at most 65000 bytes. Both are read, schema 2 is written; convert_golden.py rewrites files of schema 1.
 #include <cstdint>
 #include <memory>
 #include <string>

@@ -39,8 +39,8 @@ struct Step {
 
 /// A way of stepping layers. It holds no weights, no cache and no activations: it is given them at each step, and any
 /// executor may take over from another between two steps. What a step needs is checked and prepared when the same
-/// objects, layers and q_len first meet; the steps that follow launch and check nothing else. A step that is to be captured
-/// into a graph of the caller's is prepared before. Not shared between threads.
+/// objects, layers and q_len first meet; the steps that follow launch and check nothing else. A step that is to be
+/// captured into a graph of the caller's is prepared before. Not shared between threads.
 class Executor {
  public:
   /// Works on the context's device, with its launch plans. The context is copied; its stream is not used.
