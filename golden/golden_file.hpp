@@ -25,18 +25,18 @@
 //     weights           "stored" | "checkpoint" | "procedural" | "procedural_gptq"
 //     weights_checksum  cf::weights_checksum of the layer, for every source
 //     weights_checkpoint  the checkpoint's directory, relative to this file's directory; with weights = "checkpoint"
-//     weights_bits, weights_group_size   of every Linear's GPTQ weight: 4 or 8, and the inputs that share a scale, -1 for
-//                       all; with weights = "procedural_gptq"
+//     weights_bits, weights_group_size   of every Linear's GPTQ weight: 4 or 8, and the inputs that share a scale, -1
+//                       for all; with weights = "procedural_gptq"
 //   /inputs/hidden      (tokens, hidden)                        stored dtype
 //   /inputs/kv_len      (batch)             int32               valid cache entries after the append: from q_len to
 //                       max_position_embeddings
 //   /inputs/positions   (tokens)            int32               below max_position_embeddings
 //   /inputs/cos, sin    (tokens, rotary_dim / 2)  float32       the producer's values; tokens at the same position have
 //                       the same row
-//   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the append.
-//                       The rows beyond a shorter sequence's entries are zero. Absent where max(kv_len) = q_len.
-//                       With cache = "procedural" they are absent too: they are the tensors "k_cache" and "v_cache" of
-//                       this shape, of kind activation (core/procedural.hpp)
+//   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the
+//                       append. The rows beyond a shorter sequence's entries are zero. Absent where
+//                       max(kv_len) = q_len. With cache = "procedural" they are absent too: they are the tensors
+//                       "k_cache" and "v_cache" of this shape, of kind activation (core/procedural.hpp)
 //   /weights/<name>     by the name below gpt_neox.layers.N, with weights = "stored"
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.

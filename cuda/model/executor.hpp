@@ -18,8 +18,9 @@ namespace cf::cuda {
 ///   graph       a CUDA graph in which an op waits for those alone whose data it needs: with a parallel residual the
 ///               attention and the MLP's first product run side by side. For few tokens ln_qkv makes q, k and v, and
 ///               attn_in and qkv are not written
-///   split       the persistent kernel in two launches a layer, neither of which waits for the whole grid: what needs the
-///               layer's input alone, then the rest; with a sequential residual attention, then the MLP
+///   split       the persistent kernel in two launches a layer, neither of them cooperative. With a parallel residual
+///               the first makes what needs the layer's input alone, the second the rest; with a sequential residual
+///               the first is the attention, the second the MLP
 ///   layer       one launch of the persistent kernel a layer
 ///   persistent  one launch of the persistent kernel for all layers
 enum class Impl { unfused, graph, split, layer, persistent };
