@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made, and the
-table of headline figures between its two marks in README:
+"""Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made, and
+the table of headline figures between its two marks in README:
   bench_page.py data/bench README.md
 Every table names the command and the commit of its figures. Needs numpy, and no GPU.
 """
@@ -8,6 +8,7 @@ Every table names the command and the commit of its figures. Needs numpy, and no
 import json
 import os
 import sys
+import textwrap
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
@@ -130,7 +131,13 @@ def quantised(figures):
         int4 = steps.get(("graph", 1, 128))
         rows.append([model, share(int4), factor(dense.get(("graph", 1, 128)), int4), *cells])
         sources += [figures.source(f"stack-{model}-gptq"), figures.source(f"gptq-linears-{model}")]
-    headers = ["int4, group 128", "`graph` [ms]", "faster than float16", "four products [us]", "of eight sequences [us]"]
+    headers = [
+        "int4, group 128",
+        "`graph` [ms]",
+        "faster than float16",
+        "four products [us]",
+        "of eight sequences [us]",
+    ]
     return [*table(headers, rows), "", *(f"- {s}" for s in sources)]
 
 
@@ -147,7 +154,10 @@ def ablation(figures):
     kv_lens = [bench_peers.kv_len_of(a) for a in report["ablations"]]
     rows = [[part, value, *(f"{of[k]['ratio']:.2f}x" if k in of else "-" for k in kv_lens)]
             for (part, value), of in found.items()]  # fmt: skip
-    lines = [f"| choice | instead | {' | '.join(f'kv_len {k}' for k in kv_lens)} |", "|---|---|" + "---:|" * len(kv_lens)]
+    lines = [
+        f"| choice | instead | {' | '.join(f'kv_len {k}' for k in kv_lens)} |",
+        "|---|---|" + "---:|" * len(kv_lens),
+    ]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), "", figures.source("ablation-pythia-2.8b")]
 
 
@@ -155,7 +165,9 @@ def growth(figures):
     report = figures["growth-pythia-2.8b"]
     if not report:
         return ["Not recorded."]
-    lines = [f"- {heading}: {plot_bench.line_text(unit, points)}" for heading, unit, points in plot_bench.growths(report)]
+    lines = [
+        f"- {heading}: {plot_bench.line_text(unit, points)}" for heading, unit, points in plot_bench.growths(report)
+    ]
     return [*lines, "", "![A step's time against layers and kv_len](growth-pythia-2.8b.svg)", "",
             figures.source("growth-pythia-2.8b")]  # fmt: skip
 
@@ -197,10 +209,10 @@ records all of them again in about ten minutes and needs a GPU with 80 GB, torch
 holds the GPU, the command and the commit of its figures.
 
 How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
-streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at the
-best copy by a kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's factor
-is its time over our fastest in the same run; a dash is what was not measured or did not finish. torch in a graph is torch
-op by op, captured; Hugging Face is transformers with a static cache and torch.compile.
+streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at
+the best copy by a kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's
+factor is its time over our fastest in the same run; a dash is what was not measured or did not finish. torch in a graph
+is torch op by op, captured; Hugging Face is transformers with a static cache and torch.compile.
 
 ## Ways to step a model
 
@@ -214,8 +226,8 @@ Pythia-2.8B, kv_len 128. All sequences share one pass over the weights.
 
 ## Quantised weights
 
-GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not wait for
-each other.
+GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not
+wait for each other.
 
 {quantised}
 
@@ -238,9 +250,18 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 """
 
 
+def wrapped(line):
+    """The line in lines of at most 120 columns; a table's row stays whole."""
+    if line.startswith("|"):
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def page(figures):
     parts = (ways_to_step, batches, quantised, ablation, growth, peers, cpu)
-    return PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
+    text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
+    return "\n".join(map(wrapped, text.split("\n")))
 
 
 def with_headline(readme, lines):

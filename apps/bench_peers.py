@@ -132,11 +132,7 @@ def ratios(results):
 
 def print_table(results):
     print("| what | preset | batch | kv_len | system | median us | of ours |\n|-|-|-:|-:|-|-:|-:|")
-    of_ours = {
-        (what, *work(r), r["peer"]): r["ratio"]
-        for what, rows in ratios(results).items()
-        for r in rows
-    }
+    of_ours = {(what, *work(r), r["peer"]): r["ratio"] for what, rows in ratios(results).items() for r in rows}
     for what, rows in results.items():
         for r in sorted(rows, key=work):
             who = (*work(r), r["system"])
@@ -304,9 +300,7 @@ def hf_stack(hf, step, cache_class):
 
     def run():
         with torch.no_grad():
-            out = hf(
-                inputs_embeds=step.hidden, position_ids=step.position, past_key_values=cache, use_cache=True
-            )
+            out = hf(inputs_embeds=step.hidden, position_ids=step.position, past_key_values=cache, use_cache=True)
         return out.last_hidden_state
 
     return run, back

@@ -152,7 +152,8 @@ std::string producer_error(const GoldenFile& file, const TapResult& r) {
   return std::isfinite(least) ? scientific(least) : "-";
 }
 
-/// The activations that --dtype accepts: on the CPU the oracle's and the float backend's, on a GPU those of its kernels.
+/// The activations that --dtype accepts: on the CPU the oracle's and the float backend's, on a GPU those of its
+/// kernels.
 std::vector<DType> accepted_dtypes(const Options& o) {
   if (o.cuda()) return {DType::f16, DType::bf16, DType::f32};
   return {DType::f64, DType::f32};
@@ -288,16 +289,16 @@ Result<VariantInfo> choose_variant(const GoldenFile& file, const std::string& na
 
 DType coarser(DType a, DType b) { return unit_roundoff(a) < unit_roundoff(b) ? b : a; }
 
-/// What two runs in a dtype may differ by. Each site sums at most the layer's longest reduction, in that dtype or, for a
-/// 16-bit dtype, in float32, and stores its result once. The sites' errors are independent and add in quadrature.
+/// What two runs in a dtype may differ by. Each site sums at most the layer's longest reduction, in that dtype or, for
+/// a 16-bit dtype, in float32, and stores its result once. The sites' errors are independent and add in quadrature.
 double compare_budget(DType dtype, const GoldenMeta& m) {
   const DType compute = size_bytes(dtype) < size_bytes(DType::f32) ? DType::f32 : dtype;
   const std::int64_t longest = std::max({m.config.hidden_size, m.config.intermediate_size, m.load.kv_len});
   return std::sqrt(double(sites.size())) * reduction_budget(longest, {compute, dtype}, {}).rel_l2;
 }
 
-/// What an input may differ by. In one dtype both files hold the same bits, in two dtypes one rounding is between them. cos
-/// and sin are computed in float32 by each file's producer.
+/// What an input may differ by. In one dtype both files hold the same bits, in two dtypes one rounding is between them.
+/// cos and sin are computed in float32 by each file's producer.
 double input_budget(std::string_view name, DType a, DType b) {
   if (name == "cos" || name == "sin") return kTableBudget;
   return a == b ? 0 : unit_roundoff(coarser(a, b));
@@ -401,7 +402,8 @@ int compare_files(const Options& o, const std::string& command) {
   return finish(passed);
 }
 
-/// What --help says below the options of a command that prints tables. `more` describes the columns of that command alone.
+/// What --help says below the options of a command that prints tables. `more` describes the columns of that command
+/// alone.
 std::string table_notes(const std::string& start, const std::string& more) {
   return fmt::format(R"({}
 rel L2    ||got - reference|| / ||reference||

@@ -175,10 +175,10 @@ Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
 
 Status read_variants(const Hdf5Reader& file, const GoldenMeta& m, std::vector<VariantInfo>& variants) {
   CF_TRY_ASSIGN(const std::vector<std::string> names, file.names("taps"));
-  for (std::string& name : names) {
+  for (const std::string& name : names) {
     const std::string group = "taps/" + name;
     VariantInfo v;
-    v.name = std::move(name);
+    v.name = name;
     CF_TRY_ASSIGN(v.dtype, file.text(group, "dtype"));
     CF_TRY_ASSIGN(v.attn_implementation, file.text(group, "attn_implementation"));
     CF_TRY_ASSIGN(v.device, file.text(group, "device"));

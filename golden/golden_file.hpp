@@ -1,6 +1,6 @@
 #pragma once
-// A golden file holds one step of one layer in HDF5: the inputs, and the output of every site ("taps"). dump_hf.py writes
-// golden files from Hugging Face, GoldenWriter from this library's backends. The schema:
+// A golden file holds one step of one layer in HDF5: the inputs, and the output of every site ("taps"). dump_hf.py
+// writes golden files from Hugging Face, GoldenWriter from this library's backends. The schema:
 //
 //   seal: the first 512 bytes, HDF5's user block, cover all bytes after them
 //     bytes 0-7     "cfgolden"
@@ -25,18 +25,18 @@
 //     weights           "stored" | "checkpoint" | "procedural" | "procedural_gptq"
 //     weights_checksum  cf::weights_checksum of the layer, for every source
 //     weights_checkpoint  the checkpoint's directory, relative to this file's directory; with weights = "checkpoint"
-//     weights_bits, weights_group_size   of every Linear's GPTQ weight: 4 or 8, and the inputs that share a scale, -1 for
-//                       all; with weights = "procedural_gptq"
+//     weights_bits, weights_group_size   of every Linear's GPTQ weight: 4 or 8, and the inputs that share a scale, -1
+//                       for all; with weights = "procedural_gptq"
 //   /inputs/hidden      (tokens, hidden)                        stored dtype
 //   /inputs/kv_len      (batch)             int32               valid cache entries after the append: from q_len to
 //                       max_position_embeddings
 //   /inputs/positions   (tokens)            int32               below max_position_embeddings
 //   /inputs/cos, sin    (tokens, rotary_dim / 2)  float32       the producer's values; tokens at the same position have
 //                       the same row
-//   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the append.
-//                       The rows beyond a shorter sequence's entries are zero. Absent where max(kv_len) = q_len.
-//                       With cache = "procedural" they are absent too: they are the tensors "k_cache" and "v_cache" of
-//                       this shape, of kind activation (core/procedural.hpp)
+//   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the
+//                       append. The rows beyond a shorter sequence's entries are zero. Absent where
+//                       max(kv_len) = q_len. With cache = "procedural" they are absent too: they are the tensors
+//                       "k_cache" and "v_cache" of this shape, of kind activation (core/procedural.hpp)
 //   /weights/<name>     by the name below gpt_neox.layers.N, with weights = "stored"
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.
@@ -45,11 +45,11 @@
 //                       Names that begin with "hf." are outputs of Hugging Face's modules which are not taps of a site.
 //
 // float16 is HDF5's IEEE half; bfloat16 is uint16 with the attribute dtype = "bfloat16" on the dataset. All numbers are
-// little-endian, attributes are 64-bit integers and UTF-8 strings, checksums and seeds are unsigned. hdf5_reader.hpp says
-// which part of HDF5 a file may use.
+// little-endian, attributes are 64-bit integers and UTF-8 strings, checksums and seeds are unsigned. hdf5_reader.hpp
+// says which part of HDF5 a file may use.
 //
-// Versions: in schema 1 strings have a variable length and lie in global heaps; in schema 2 all have a fixed length, of at
-// most 65000 bytes. Both are read, schema 2 is written; convert_golden.py rewrites files of schema 1.
+// Versions: in schema 1 strings have a variable length and lie in global heaps; in schema 2 all have a fixed length, of
+// at most 65000 bytes. Both are read, schema 2 is written; convert_golden.py rewrites files of schema 1.
 #include <cstdint>
 #include <memory>
 #include <string>

@@ -80,7 +80,7 @@ class Format:
         self.modules = LINEARS if modules is None else tuple(m for inner in modules for m in inner)
 
     def part_shapes(self, weight_shapes):
-        """Name -> shape of the stored tensors, given the shapes of the dense ones, in the order of weights_checksum()."""
+        """Name -> shape of the stored tensors, in the order of weights_checksum(), from the dense tensors' shapes."""
         stored = {}
         for name, shape in weight_shapes.items():
             module, _, kind = name.rpartition(".")

@@ -13,9 +13,9 @@
 // These are the formats that libhdf5 writes with H5Pset_libver_bounds(H5F_LIBVER_EARLIEST, ...). Format: "HDF5 File
 // Format Specification Version 2.0", whose section names the parsing functions cite.
 //
-// The reader is safe for any content: it looks at bytes within the mapped file only, enters each structure once, so that
-// no cycle holds it, and enters a bounded number of them. What remains is the file system's: a file that another process
-// shortens while it is read raises SIGBUS, as any mapped file does.
+// The reader is safe for any content: it looks at bytes within the mapped file only, enters each structure once, so
+// that no cycle holds it, and enters a bounded number of them. What remains is the file system's: a file that another
+// process shortens while it is read raises SIGBUS, as any mapped file does.
 #include <cstdint>
 #include <map>
 #include <memory>

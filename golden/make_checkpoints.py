@@ -2,8 +2,8 @@
 """Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained.
 
 Their weights are random. Biases and LayerNorm parameters differ from 0 and 1, attention is peaked, and each matrix
-keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are quantised
-from one such model, which is not kept.
+keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are
+quantised from one such model, which is not kept.
 
 Needs torch, transformers, safetensors, numpy and h5py.
 """
@@ -24,7 +24,6 @@ import gptq
 from neox import Model
 from neox_hf import PACKAGES, default_dtype, versions
 from quantize_gptq import Recipe, quantise_checkpoint
-
 
 COMMAND = "python3 golden/make_checkpoints.py"
 
@@ -78,7 +77,10 @@ GPTQ_RECIPES = {
     "neox-gptq-v2": Recipe(group_size=-1, sym=False, checkpoint_format="gptq_v2"),
     "neox-gptq-8bit": Recipe(bits=8, group_size=32, desc_act=True, checkpoint_format="gptq_v2"),
     "neox-gptq-mixed": Recipe(
-        group_size=32, sym=False, round_to_nearest=True, modules=tuple(m for m in gptq.LINEARS if m != "attention.dense")
+        group_size=32,
+        sym=False,
+        round_to_nearest=True,
+        modules=tuple(m for m in gptq.LINEARS if m != "attention.dense"),
     ),
 }
 

@@ -39,8 +39,8 @@ def small_dumps(spec):
 
 
 def dumps():
-    """(file name, arguments) of all golden files: of small checkpoints, and of full-size layers whose weights and caches
-    are made from the seed."""
+    """(file name, arguments) of all golden files: of small checkpoints, and of full-size layers whose weights and
+    caches are made from the seed."""
     for spec in make_checkpoints.SPECS:
         yield from small_dumps(spec)
     for name in make_checkpoints.GPTQ_RECIPES:

@@ -136,7 +136,7 @@ def model_shapes(model, of_layer=None):
 
 @dataclass
 class Step:
-    """The inputs of one step, as stored: each sequence has q_len new tokens, and kv_len cache entries after the append."""
+    """The inputs of one step, as stored. A sequence has q_len new tokens, and kv_len cache entries after the append."""
 
     dtype: str
     q_len: int

@@ -172,8 +172,8 @@ class Bench {
     return {};
   }
 
-  /// The host's time to put a step through the first `layers` onto an idle stream, in microseconds. A step of hundreds of
-  /// launches fits the driver's queue, so that the host does not wait for the device.
+  /// The host's time to put a step through the first `layers` onto an idle stream, in microseconds. A step of hundreds
+  /// of launches fits the driver's queue, so that the host does not wait for the device.
   Result<Spread> time_host(Impl impl, std::int64_t layers) {
     std::vector<double> series_us;
     for (std::int64_t run = 0; run < r_.bench.runs; ++run) {

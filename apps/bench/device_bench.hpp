@@ -55,8 +55,8 @@ struct DeviceBenchSink {
 };
 
 /// Refuses what bench_on_device() would refuse after its first measurement: creates the same executors, which takes the
-/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. Weights that are not procedural
-/// are loaded once, for all resident layers.
+/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. Weights that
+/// are not procedural are loaded once, for all resident layers.
 Status check_on_device(const DeviceBenchRequest& request);
 
 /// Calls sink.report for every kv_len and every implementation. As many layers are resident as make a product's weights

@@ -53,8 +53,8 @@ std::optional<T> parse_integer(std::string_view text) {
   return value;
 }
 
-/// The dtype with that name or short form: float16 (f16, fp16), bfloat16 (bf16), float32 (f32, fp32), float64 (f64, fp64),
-/// int32. Nothing for any other text.
+/// The dtype with that name or short form: float16 (f16, fp16), bfloat16 (bf16), float32 (f32, fp32), float64 (f64,
+/// fp64), int32. Nothing for any other text.
 std::optional<DType> parse_dtype(std::string_view name);
 
 /// The names of dtypes or choices as a message lists them: "a, b or c".
@@ -63,9 +63,9 @@ std::string list_of(const std::vector<DType>& dtypes);
 
 /// The options of a program or of one of its subcommands. Every option is declared with the variable that takes its
 /// value; a value that the option refuses leaves the variable as it was. `name` is "--batch"; "--batch,--tokens" for an
-/// option of two names, which messages call by the first; "op" for the word that belongs to no option. An option that is
-/// not a flag takes one value, at most once. parse() collects all faults: unknown options, missing ones, refused values,
-/// and what the checks add.
+/// option of two names, which messages call by the first; "op" for the word that belongs to no option. An option that
+/// is not a flag takes one value, at most once. parse() collects all faults: unknown options, missing ones, refused
+/// values, and what the checks add.
 ///
 ///     CommandLine line("Times one layer.", "cf-layer 1.0");
 ///     line.integer("--batch", o.batch, {1, 4096}, "Sequences");
@@ -107,8 +107,8 @@ class CommandLine {
   /// option or argument names. `dash` accepts "-", for standard output.
   void output(const std::string& name, std::string& path, const std::string& help, bool dash = false);
   static constexpr std::size_t kMany = std::size_t(-1);  // any number of files
-  /// The words of the command line that belong to no option, as `least` to `most` files that the program reads. Refuses an
-  /// empty path.
+  /// The words of the command line that belong to no option, as `least` to `most` files that the program reads. Refuses
+  /// an empty path.
   void files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,
              const std::string& help);
 
@@ -121,15 +121,15 @@ class CommandLine {
   /// Refuses a command line with both options.
   void excludes(const std::string& a, const std::string& b);
   /// Calls `check` when all options have taken their values, to add what is wrong with them together. `check` is called
-  /// although there are faults, so that one run shows all of them: given() tells an option that was refused from one that
-  /// was left out.
+  /// although there are faults, so that one run shows all of them: given() tells an option that was refused from one
+  /// that was left out.
   void check(std::function<void(Faults&)> check);
 
   /// Adds text below the options that --help lists.
   void notes(const std::string& text);
 
-  /// Parses the command line. Returns the exit code where the program ends here: kOk after --help or --version, kBadInput
-  /// after one line on stderr with all faults; nothing where the program goes on.
+  /// Parses the command line. Returns the exit code where the program ends here: kOk after --help or --version,
+  /// kBadInput after one line on stderr with all faults; nothing where the program goes on.
   std::optional<int> parse(int argc, const char* const* argv);
 
  private:

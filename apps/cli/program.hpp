@@ -34,12 +34,12 @@ void print_notes(const std::vector<std::string>& notes);
 std::string shell_command(const std::vector<std::string>& words);
 std::string shell_command(int argc, const char* const* argv);
 
-/// Runs what main() does and returns its exit code. Where memory or threads run out, that is kBadInput after one line on
-/// stderr.
+/// Runs what main() does and returns its exit code. Where memory or threads run out, that is kBadInput after one line
+/// on stderr.
 int run_main(const std::function<int()>& body);
 
-/// Refuses a number of threads that this process cannot start now, the calling thread among them. OpenMP does not report
-/// such a failure: it ends the process. `option` is what the message calls the number.
+/// Refuses a number of threads that this process cannot start now, the calling thread among them. OpenMP does not
+/// report such a failure: it ends the process. `option` is what the message calls the number.
 Status check_threads(std::string_view option, std::int64_t threads);
 
 }  // namespace cf::apps

@@ -6,8 +6,8 @@
 
 namespace cf::apps {
 
-/// A markdown table whose columns are padded to one width. A column of numbers is aligned to the right; "-" and empty cells
-/// count as numbers. A cell that says FAIL is red on a terminal.
+/// A markdown table whose columns are padded to one width. A column of numbers is aligned to the right; "-" and empty
+/// cells count as numbers. A cell that says FAIL is red on a terminal.
 class Table {
  public:
   explicit Table(std::vector<std::string> headers) : headers_(std::move(headers)) {}

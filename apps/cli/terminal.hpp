@@ -13,12 +13,12 @@ inline constexpr std::string_view kFail = "FAIL";
 /// The text in red, where `out` is a terminal and the environment variable NO_COLOR is not set or empty; else the text.
 std::string in_colour(std::string_view text, std::FILE* out);
 
-/// "label [#####.........]  37%" in at most `columns` columns. Where they are few, the bar becomes shorter, then the label
-/// loses its beginning, then the bar and the label are left out.
+/// "label [#####.........]  37%" in at most `columns` columns. Where they are few, the bar becomes shorter, then the
+/// label loses its beginning, then the bar and the label are left out.
 std::string progress_line(std::string_view label, int percent, std::size_t columns);
 
-/// A progress bar on stderr, which fits the terminal's width at any time. The line is cleared in the end. Where stderr is no
-/// terminal, nothing is printed.
+/// A progress bar on stderr, which fits the terminal's width at any time. The line is cleared in the end. Where stderr
+/// is no terminal, nothing is printed.
 class Progress {
  public:
   Progress(std::string label, std::int64_t total);

@@ -18,8 +18,8 @@ struct Mirror {
   void* host;
 };
 
-/// Copies the tensors to the device, calls `launch` with arguments that point to the copies, and copies back what the op
-/// writes. `launch` puts the op onto the context's stream.
+/// Copies the tensors to the device, calls `launch` with arguments that point to the copies, and copies back what the
+/// op writes. `launch` puts the op onto the context's stream.
 template <class Args, class Launch>
 Status run_on_device(const Args& host, const cuda::Context& context, Launch&& launch) {
   using Op = typename Args::Op;

@@ -10,8 +10,8 @@ namespace cf::apps {
 /// The error of every call in a build without the CUDA backend.
 Status no_cuda();
 
-/// Runs one op at a time. A call copies the op's tensors to the device, waits for the op, and copies its outputs and states
-/// back.
+/// Runs one op at a time. A call copies the op's tensors to the device, waits for the op, and copies its outputs and
+/// states back.
 class DeviceOps {
  public:
   /// Refuses a device that is missing or that the kernels were not compiled for, and a build without the CUDA backend.
@@ -23,8 +23,9 @@ class DeviceOps {
 #define CF_OP(Op) Status run(const ops::Op::Args&);
 #include "core/ops/ops.def"
 #undef CF_OP
-  /// Runs a layer as one launch of the persistent kernel, which writes the output of every site. Refuses what that kernel
-  /// does not take. Where a block's wait exceeds its bound, the call is an error and the outputs stay as they were.
+  /// Runs a layer as one launch of the persistent kernel, which writes the output of every site. Refuses what that
+  /// kernel does not take. Where a block's wait exceeds its bound, the call is an error and the outputs stay as they
+  /// were.
   Status run_layer(const ops::DecodeLayer::Args&);
 
  private:

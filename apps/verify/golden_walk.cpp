@@ -14,11 +14,11 @@
 namespace cf::apps {
 namespace {
 
-// The oracle and Hugging Face in float64 differ in their order of summation alone. For a sum of K = 10^4 terms u sqrt(K) is
-// 1e-14; cancellation costs two digits, and one digit is margin.
+// The oracle and Hugging Face in float64 differ in their order of summation alone. For a sum of K = 10^4 terms u
+// sqrt(K) is 1e-14; cancellation costs two digits, and one digit is margin.
 constexpr double kBudgetF64 = 1e-11;
-// The taps of a layer in float32 were measured 1e-7 to 4e-7 from float64. The bound is five times that, and a hundredth of
-// the error of one float16 store.
+// The taps of a layer in float32 were measured 1e-7 to 4e-7 from float64. The bound is five times that, and a hundredth
+// of the error of one float16 store.
 constexpr double kBudgetF32 = 2e-6;
 
 /// A copy of a site's arguments whose activations are float64, for the oracle. It owns the activations.
@@ -122,9 +122,10 @@ class Walk {
 
  private:
   /// The GPU's bound for each output of a site. The op's budget bounds the distance to the oracle on the same inputs.
-  /// Isolated, the inputs are Hugging Face's float64 taps rounded to the activations' dtype. The oracle runs on the rounded
-  /// inputs, too, and its own distance to the tap is added (the triangle inequality). Chained, the inputs carry the errors
-  /// of the sites before: to first order a site's error is that of its inputs plus its own, as in DecodeLayer::budget.
+  /// Isolated, the inputs are Hugging Face's float64 taps rounded to the activations' dtype. The oracle runs on the
+  /// rounded inputs, too, and its own distance to the tap is added (the triangle inequality). Chained, the inputs carry
+  /// the errors of the sites before: to first order a site's error is that of its inputs plus its own, as in
+  /// DecodeLayer::budget.
   template <class Args>
   Status derive_budgets(const Site& site, const Args& args, std::vector<double>& budgets) {
     const Widened<Args> wide(args);
@@ -153,8 +154,8 @@ class Walk {
     return add(site, output.tap, read_tap(output, m.config, m.load, kv_len_), golden, budget);
   }
 
-  /// Compares a quantised weight as the CPU dequantises it, which takes no rounding. A GPU dequantises inside its products
-  /// and does not show the weight.
+  /// Compares a quantised weight as the CPU dequantises it, which takes no rounding. A GPU dequantises inside its
+  /// products and does not show the weight.
   Status add_weight(const Site& site, const ops::Linear::Args& args) {
     const auto* gptq = std::get_if<GptqWeight>(&args.linear.weight);
     if (!gptq || device_) return {};

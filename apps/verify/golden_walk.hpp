@@ -1,5 +1,6 @@
 #pragma once
-// The walk over a golden file: a backend runs every site of the layer, and its outputs are compared with the file's taps.
+// The walk over a golden file: a backend runs every site of the layer, and its outputs are compared with the file's
+// taps.
 #include <array>
 #include <map>
 #include <string>
@@ -71,7 +72,8 @@ enum class Backend { cpu, cuda };
 /// The backend of that name. Refuses another name, and a backend that this build or machine cannot run.
 Result<Backend> choose_backend(std::string_view name);
 
-/// How the sites are launched: each site as an op of its own, or the whole layer as one launch of the persistent kernel.
+/// How the sites are launched: each site as an op of its own, or the whole layer as one launch of the persistent
+/// kernel.
 enum class WalkImpl { unfused, layer };
 
 /// How a golden file is walked.
@@ -84,12 +86,12 @@ struct WalkOptions {
   WalkImpl impl = WalkImpl::unfused;  // layer: with Backend::cuda alone, and not isolated
 };
 
-/// The relative L2 error of a float32 RoPE table, and of what is computed with it, against the table of another producer:
-/// the angles differ by a rounding.
+/// The relative L2 error of a float32 RoPE table, and of what is computed with it, against the table of another
+/// producer: the angles differ by a rounding.
 inline constexpr double kTableBudget = 1e-6;
 
-/// The bound of the CPU backend on a tap's relative L2 error against Hugging Face's float64. The bound of the CUDA backend
-/// is derived for each tap, from its op's budget and the file's inputs.
+/// The bound of the CPU backend on a tap's relative L2 error against Hugging Face's float64. The bound of the CUDA
+/// backend is derived for each tap, from its op's budget and the file's inputs.
 double walk_budget(const WalkOptions& options);
 
 /// A tap of the walk, compared with the file's reference.
@@ -102,13 +104,13 @@ struct TapResult {
   std::map<std::string, double> producer_rel_l2;  // variant -> relative L2 error of its tap against the reference
 
   bool ok() const { return error.non_finite == 0 && error.rel_l2 <= budget; }
-  /// The relative L2 error over its budget. At most 1 where ok(); infinite with an element that is not finite, and with an
-  /// error where the budget is 0.
+  /// The relative L2 error over its budget. At most 1 where ok(); infinite with an element that is not finite, and with
+  /// an error where the budget is 0.
   double error_over_budget() const;
 };
 
-/// Runs the walk. Refuses a site that the layer does not have and a tap that the file does not have. WalkImpl::layer refuses
-/// what the persistent kernel does not take, with Code::unimplemented.
+/// Runs the walk. Refuses a site that the layer does not have and a tap that the file does not have. WalkImpl::layer
+/// refuses what the persistent kernel does not take, with Code::unimplemented.
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options);
 

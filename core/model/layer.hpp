@@ -51,8 +51,9 @@ struct StepSizes {
 
 StepSizes step_sizes(const ModelShape& s, const Workload& load);
 
-/// Calls f(spec, t..., shape) for every tensor of one layer's step, in the order of LayerTensors. Each t has the members
-/// of LayerTensors: it is a LayerTensors or a LayerState. Of several, f is handed the members of one name side by side.
+/// Calls f(spec, t..., shape) for every tensor of one layer's step, in the order of LayerTensors. Each t has the
+/// members of LayerTensors: it is a LayerTensors or a LayerState. Of several, f is handed the members of one name side
+/// by side.
 template <class F, class... T>
 void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t) {
   const std::int64_t tokens = n.tokens(), half = s.rotary_dim / 2;
@@ -83,9 +84,9 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
 ///   sequential residual  h = x + attn(LN1(x)),  out = h + mlp(LN2(h))
 /// The forms differ in what LN2 reads. Both sums are epilogues of products: attn_residual = x + attn(LN1(x)), output =
 /// attn_residual + mlp(...).
-/// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the layer's.
-/// With a sequential one their attn_residual must be summed before post_attention_layernorm, and their outputs again.
-/// Source: transformers GPTNeoXLayer.forward.
+/// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the
+/// layer's. With a sequential one their attn_residual must be summed before post_attention_layernorm, and their outputs
+/// again. Source: transformers GPTNeoXLayer.forward.
 template <class F>
 Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const ModelTraits& traits = m.traits;

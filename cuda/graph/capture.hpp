@@ -21,8 +21,8 @@ class DataflowCapture {
 
   const Arch& arch() const { return context_.arch(); }
 
-  /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it overwrites.
-  /// With `mode.early` its kernel may start before these are done.
+  /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it
+  /// overwrites. With `mode.early` its kernel may start before these are done.
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
     using Op = typename Args::Op;
@@ -45,8 +45,8 @@ class DataflowCapture {
   std::vector<CUgraphNode_st*> nodes_;  // the last node of each op
 };
 
-/// Captures a graph of what `record` adds to the DataflowCapture that it is given. Nothing runs. Launch plans are those of
-/// the context; its stream is not used, since a default stream cannot be captured.
+/// Captures a graph of what `record` adds to the DataflowCapture that it is given. Nothing runs. Launch plans are those
+/// of the context; its stream is not used, since a default stream cannot be captured.
 template <class Record>
 Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
   CF_TRY_ASSIGN(Stream stream, make_stream());

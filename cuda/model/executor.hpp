@@ -18,8 +18,9 @@ namespace cf::cuda {
 ///   graph       a CUDA graph in which an op waits for those alone whose data it needs: with a parallel residual the
 ///               attention and the MLP's first product run side by side. For few tokens ln_qkv makes q, k and v, and
 ///               attn_in and qkv are not written
-///   split       the persistent kernel in two launches a layer, neither of which waits for the whole grid: what needs the
-///               layer's input alone, then the rest; with a sequential residual attention, then the MLP
+///   split       the persistent kernel in two launches a layer, neither of them cooperative. With a parallel residual
+///               the first makes what needs the layer's input alone, the second the rest; with a sequential residual
+///               the first is the attention, the second the MLP
 ///   layer       one launch of the persistent kernel a layer
 ///   persistent  one launch of the persistent kernel for all layers
 enum class Impl { unfused, graph, split, layer, persistent };
@@ -39,8 +40,8 @@ struct Step {
 
 /// A way of stepping layers. It holds no weights, no cache and no activations: it is given them at each step, and any
 /// executor may take over from another between two steps. What a step needs is checked and prepared when the same
-/// objects, layers and q_len first meet; the steps that follow launch and check nothing else. A step that is to be captured
-/// into a graph of the caller's is prepared before. Not shared between threads.
+/// objects, layers and q_len first meet; the steps that follow launch and check nothing else. A step that is to be
+/// captured into a graph of the caller's is prepared before. Not shared between threads.
 class Executor {
  public:
   /// Works on the context's device, with its launch plans. The context is copied; its stream is not used.

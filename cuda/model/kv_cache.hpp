@@ -16,13 +16,14 @@ namespace cf::cuda {
 /// The keys and values of a batch of sequences, for a range of layers, with the sequences' lengths; all on a device. A
 /// cache belongs to a conversation, not to weights or to a way of stepping: any executor may step it.
 ///
-/// kv_len is the number of a sequence's valid entries after the step's new tokens are appended. extend() or set_kv_len()
-/// comes before a step and says how many tokens that step appends to each sequence. Not shared between threads.
+/// kv_len is the number of a sequence's valid entries after the step's new tokens are appended. extend() or
+/// set_kv_len() comes before a step and says how many tokens that step appends to each sequence. Not shared between
+/// threads.
 class KvCache {
  public:
-  /// Memory for keys and values of `dtype`, (batch, kv_heads, capacity, head_dim) each in every layer. Every kv_len is 0.
-  /// Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype other
-  /// than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
+  /// Memory for keys and values of `dtype`, (batch, kv_heads, capacity, head_dim) each in every layer. Every kv_len is
+  /// 0. Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype
+  /// other than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
   static Result<KvCache> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
                                 std::int64_t batch, std::int64_t capacity);
   KvCache(KvCache&&) noexcept;

@@ -9,9 +9,9 @@
 namespace cf::cuda {
 namespace {
 
-/// Whether ln_qkv takes the place of the four sites from input_layernorm to kv_append. On an H200 ln_qkv is faster for up
-/// to four tokens; with a dense weight it is slower from eight tokens on. Its shared memory must hold the tokens. Its bits
-/// are those of the four sites only where layernorm gives each thread the same eight elements of a row.
+/// Whether ln_qkv takes the place of the four sites from input_layernorm to kv_append. On an H200 ln_qkv is faster for
+/// up to four tokens; with a dense weight it is slower from eight tokens on. Its shared memory must hold the tokens.
+/// Its bits are those of the four sites only where layernorm gives each thread the same eight elements of a row.
 bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   constexpr std::int64_t most_tokens = 4;
   const std::int64_t tokens = t.hidden.shape[0], h = m.shape.hidden_size,
@@ -50,17 +50,18 @@ ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const La
           .eps = m.traits.layer_norm_eps};
 }
 
-/// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while it
-/// waits. Attention and attention.dense run beside the MLP's first product, which needs those SMs more: both start late.
-/// Where that product has quantised weights its blocks are resident before attention begins, so that attention.dense may
-/// start early.
+/// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
+/// it waits. Attention and attention.dense run beside the MLP's first product, which needs those SMs more: both start
+/// late. Where that product has quantised weights its blocks are resident before attention begins, so that
+/// attention.dense may start early.
 bool starts_early(const Site& s, const LayerWeights& w) {
   if (s.name == site::dense.name) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
   return s.name != site::context.name;
 }
 
-/// Whether attention's blocks come in clusters. The SMs of a cluster are free sooner where all kernels divide an SM's L1
-/// alike. Attention without clusters, as for four tokens of 32 heads, is slower with the shared memory of that division.
+/// Whether attention's blocks come in clusters. The SMs of a cluster are free sooner where all kernels divide an SM's
+/// L1 alike. Attention without clusters, as for four tokens of 32 heads, is slower with the shared memory of that
+/// division.
 bool attends_in_clusters(const Arch& arch, const LayerTensors& t) {
   return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
 }

@@ -19,20 +19,20 @@ struct LayerRange {
   bool operator==(const LayerRange&) const = default;
 };
 
-/// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels read. They are read by any
-/// number of executors and belong to none. layer(i) is the table of a layer's pointers: where one layer lies says nothing
-/// of the next. Not shared between threads while layers are loaded.
+/// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels
+/// read. They are read by any number of executors and belong to none. layer(i) is the table of a layer's pointers:
+/// where one layer lies says nothing of the next. Not shared between threads while layers are loaded.
 class ResidentWeights {
  public:
-  /// Takes the memory of all layers' dense tensors, in one block. `like` says which Linears are quantised, in every layer;
-  /// nothing else of it is looked at. A layer's packed weights are in a block of their own, which load_layer() takes.
-  /// Refuses a model that describes no layer, a range outside its layers, and a dtype other than float16, bfloat16 and
-  /// float32 (Code::unimplemented). Code::out_of_memory says how much was needed and how much is free.
+  /// Takes the memory of all layers' dense tensors, in one block. `like` says which Linears are quantised, in every
+  /// layer; nothing else of it is looked at. A layer's packed weights are in a block of their own, which load_layer()
+  /// takes. Refuses a model that describes no layer, a range outside its layers, and a dtype other than float16,
+  /// bfloat16 and float32 (Code::unimplemented). Code::out_of_memory says how much was needed and how much is free.
   static Result<ResidentWeights> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
                                         const LayerWeights& like = {});
-  /// Takes memory for a whole model and copies its weights there: the embedding, all layers, the final LayerNorm and the LM
-  /// head, which is the embedding itself where the model's embeddings are tied. Refuses what create() and load_layer()
-  /// refuse, other than num_layers layers, and shapes and dtypes that are not the model's.
+  /// Takes memory for a whole model and copies its weights there: the embedding, all layers, the final LayerNorm and
+  /// the LM head, which is the embedding itself where the model's embeddings are tied. Refuses what create() and
+  /// load_layer() refuse, other than num_layers layers, and shapes and dtypes that are not the model's.
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
                                       const ModelWeights& model);
   ResidentWeights(ResidentWeights&&) noexcept;
@@ -40,9 +40,9 @@ class ResidentWeights {
   /// Waits for the device: the weights may be in use.
   ~ResidentWeights();
 
-  /// Copies a layer's weights from the memory of the host or of a device, and packs what is quantised. Waits until all is
-  /// there. Refuses shapes and dtypes that are not the model's, a dense weight where a quantised one is expected and the
-  /// reverse, and what pack() refuses.
+  /// Copies a layer's weights from the memory of the host or of a device, and packs what is quantised. Waits until all
+  /// is there. Refuses shapes and dtypes that are not the model's, a dense weight where a quantised one is expected and
+  /// the reverse, and what pack() refuses.
   Status load_layer(std::int64_t layer, const LayerWeights& source);
 
   const ModelSpec& model() const;

@@ -13,13 +13,13 @@
 
 namespace cf::cuda {
 
-/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for whoever steps layers in several
-/// ways on one stream, as benchmarks and tests do. The parts are open, so that any of them may be used apart.
+/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for whoever steps layers in
+/// several ways on one stream, as benchmarks and tests do. The parts are open, so that any of them may be used apart.
 class Session {
  public:
-  /// Takes the memory of all parts. `load` gives batch, q_len and the cache's capacity; kv_len starts at q_len. The RoPE
-  /// table has as many rows as the model has positions, or the cache entries. Refuses what the parts refuse, and a q_len
-  /// beyond the capacity.
+  /// Takes the memory of all parts. `load` gives batch, q_len and the cache's capacity; kv_len starts at q_len. The
+  /// RoPE table has as many rows as the model has positions, or the cache entries. Refuses what the parts refuse, and a
+  /// q_len beyond the capacity.
   static Result<Session> create(const Context& context, const ModelSpec& model, LayerRange layers, const Workload& load,
                                 DType activation, DType weights_dtype, const LayerWeights& like = {});
 

@@ -12,9 +12,9 @@
 
 namespace cf::cuda {
 
-/// The activations of a step on a device: the hidden state that goes in, what the sites hand each other, and the RoPE table.
-/// All layers share it, so that after a step it holds what the last layer's sites made. Steps that run at the same time
-/// need a workspace each.
+/// The activations of a step on a device: the hidden state that goes in, what the sites hand each other, and the RoPE
+/// table. All layers share it, so that after a step it holds what the last layer's sites made. Steps that run at the
+/// same time need a workspace each.
 class Workspace {
  public:
   /// Memory for steps of up to `tokens` tokens (batch * q_len), and a table of `table_rows` positions.
@@ -33,8 +33,8 @@ class Workspace {
 
   std::int64_t max_tokens() const;
   DType activation() const;
-  /// The tensors of a layer's step of q_len tokens a sequence. The layer `first` reads hidden(), every other the output of
-  /// the layer before it. Outputs lie in two buffers in turn.
+  /// The tensors of a layer's step of q_len tokens a sequence. The layer `first` reads hidden(), every other the output
+  /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
   std::size_t device_bytes() const;
   /// No two workspaces share one.

@@ -57,8 +57,8 @@ struct PersistentArguments {
   unsigned delay_seed = 0;          // for tests: blocks are delayed at random; 0 for not
   int withheld = 0;                 // for tests: the dependency_code() of what no block publishes; 0 for none
 
-  // The pointers of first_layer are arguments: they are there when a block begins. Those of the other layers lie in device
-  // memory and are loaded one layer ahead.
+  // The pointers of first_layer are arguments: they are there when a block begins. Those of the other layers lie in
+  // device memory and are loaded one layer ahead.
   LayerPointers first_pointers = {};
   const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
 };

@@ -48,8 +48,8 @@ struct Block {
 
   /// The layer's pointers. The helper warps bring the next layer's while the product warps are in this one.
   __device__ LayerPointers& pointers(int layer) const { return at<LayerPointers>(c.layout.layer_pointers)[layer & 1]; }
-  /// Copies the pointers of a layer behind the launch's first to shared memory; the first kLayerPointers threads of those
-  /// that call do it.
+  /// Copies the pointers of a layer behind the launch's first to shared memory; the first kLayerPointers threads of
+  /// those that call do it.
   __device__ void bring_pointers(int layer, int thread) const {
     if (thread >= kLayerPointers) return;
     reinterpret_cast<std::uint64_t*>(&pointers(layer))[thread] =

@@ -53,8 +53,9 @@ class PersistentKernel {
  public:
   /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
   /// blocks is chosen, the grid is as many clusters as the device holds at once. Code::unimplemented for what
-  /// plan_persistent() refuses, a grid of more blocks than the device holds at once, quantised weights, and views of another dtype than the model's; Code::invalid_argument
-  /// for no layers and for views of other shapes; Code::out_of_memory without room.
+  /// plan_persistent() refuses, a grid of more blocks than the device holds at once, quantised weights, and views of
+  /// another dtype than the model's; Code::invalid_argument for no layers and for views of other shapes;
+  /// Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,
                                          const RopeTable& rope, const PersistentOptions& options = {});

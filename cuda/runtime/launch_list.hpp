@@ -19,9 +19,9 @@ struct LaunchMode {
   bool side_by_side = false;  // it divides an SM's memory into L1 and shared memory as its neighbours do
 };
 
-/// Kernel launches with their arguments. Ops check and plan their call once, when they add their launches; submit() only
-/// launches, any number of times. A list holds the addresses of the call's tensors: these must still be there when it is
-/// submitted. It may be submitted from one thread at a time.
+/// Kernel launches with their arguments. Ops check and plan their call once, when they add their launches; submit()
+/// only launches, any number of times. A list holds the addresses of the call's tensors: these must still be there when
+/// it is submitted. It may be submitted from one thread at a time.
 class LaunchList {
  public:
   /// An empty list for the context's device and launch plans.
@@ -40,8 +40,8 @@ class LaunchList {
   Status add(std::string_view op, const LaunchShape& shape, const void* kernel, const Argument* arguments,
              std::size_t argument_count);
 
-  /// What profiles call the launches that are added from now on; without a label, the op's name. The text must outlive the
-  /// list.
+  /// What profiles call the launches that are added from now on; without a label, the op's name. The text must outlive
+  /// the list.
   void set_label(const char* label) { label_ = label; }
 
   /// Launches everything in order. Code::device_error names the op whose launch failed.

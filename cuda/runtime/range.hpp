@@ -4,8 +4,8 @@
 
 namespace cf::cuda {
 
-/// A range of this thread's time with a name, from construction to destruction, in a profile of Nsight Systems or Nsight
-/// Compute (NVTX). Without such a tool a range costs the call of an empty function.
+/// A range of this thread's time with a name, from construction to destruction, in a profile of Nsight Systems or
+/// Nsight Compute (NVTX). Without such a tool a range costs the call of an empty function.
 class Range {
  public:
   explicit Range(const char* name) { nvtxRangePushA(name); }

@@ -28,7 +28,8 @@ struct CheckpointStorage {
   std::vector<Tensor> copies;                                 // of the tensors that are misaligned in their file
 };
 
-/// One layer's weights: views into the checkpoint's mapped files. They are valid as long as a copy of this struct lives.
+/// One layer's weights: views into the checkpoint's mapped files. They are valid as long as a copy of this struct
+/// lives.
 struct CheckpointLayer {
   std::int64_t index = 0;
   LayerWeights weights;
@@ -46,30 +47,30 @@ struct CheckpointModel {
 };
 
 /// A Hugging Face GPT-NeoX checkpoint directory: config.json beside model.safetensors, or beside
-/// model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the shards that
-/// hold its tensors and reads their headers, but no dense weight. A shard is mapped once, whatever is asked of it. layer()
-/// and model() may be called from several threads.
-/// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
-/// quantization_config in config.json. The first of these counts; a note says where a later one differs.
+/// model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the shards
+/// that hold its tensors and reads their headers, but no dense weight. A shard is mapped once, whatever is asked of it.
+/// layer() and model() may be called from several threads. A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has
+/// quantize_config.json, quant_config.json, or quantization_config in config.json. The first of these counts; a note
+/// says where a later one differs.
 class Checkpoint {
  public:
   /// Refuses, naming the file: a directory that is missing or holds no safetensors file (where it holds .bin files, the
-  /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config and
-  /// parse_gptq_config refuse.
+  /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config
+  /// and parse_gptq_config refuse.
   static Result<Checkpoint> open(const std::string& directory);
 
   const std::string& directory() const { return directory_; }
   const ModelConfig& config() const { return config_; }  // its name is the directory's where config.json has none
   const std::optional<GptqConfig>& gptq() const { return gptq_; }
 
-  /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a tensor
-  /// that is missing, of a wrong shape, or of a dtype other than F16, BF16 and F32; weights of different dtypes. Of a
-  /// quantised Linear it refuses a dense weight, and of a dense one a quantised weight; a size that is not a multiple of
-  /// the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite.
-  /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not read.
-  /// With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros that all
-  /// hold one less mean v1. Otherwise the config's format counts.
-  /// Dense weights are not read, so that loading stays as cheap as mapping: call check_finite() where they matter.
+  /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a
+  /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16 and F32; weights of different dtypes.
+  /// Of a quantised Linear it refuses a dense weight, and of a dense one a quantised weight; a size that is not a
+  /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite. The buffers in old
+  /// checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not read. With sym all
+  /// zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros that all hold one
+  /// less mean v1. Otherwise the config's format counts. Dense weights are not read, so that loading stays as cheap as
+  /// mapping: call check_finite() where they matter.
   Result<CheckpointLayer> layer(std::int64_t index) const;
 
   /// The weights of all layers, the embeddings, the final norm and the LM head, which is the embedding where

@@ -1,6 +1,6 @@
 #pragma once
-// Private to the checkpoint library: JSON from files of unknown origin. The parser and the writer, large templates both,
-// are compiled in json.cpp alone.
+// Private to the checkpoint library: JSON from files of unknown origin. The parser and the writer, large templates
+// both, are compiled in json.cpp alone.
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>

@@ -5,8 +5,8 @@
 
 namespace cf::checkpoint {
 
-/// Text of a file as part of a one-line message: other characters than printable ASCII are escaped, and what goes beyond
-/// 160 characters is cut.
+/// Text of a file as part of a one-line message: other characters than printable ASCII are escaped, and what goes
+/// beyond 160 characters is cut.
 inline std::string printable(std::string_view text) {
   constexpr std::size_t most = 160;
   constexpr char hex[] = "0123456789abcdef";

@@ -25,8 +25,8 @@ struct TensorEntry {
 class SafetensorsFile {
  public:
   /// Refuses, naming the file and the tensor, with expected and got: a file shorter than its header asks for
-  /// ("truncated"), a git-lfs pointer, a header that is not a JSON object, offsets that overlap or leave holes, sizes that
-  /// do not match shape and dtype, unknown dtypes, duplicate names.
+  /// ("truncated"), a git-lfs pointer, a header that is not a JSON object, offsets that overlap or leave holes, sizes
+  /// that do not match shape and dtype, unknown dtypes, duplicate names.
   static Result<SafetensorsFile> open(const std::string& path);
 
   const std::string& path() const { return path_; }

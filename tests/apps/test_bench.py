@@ -127,7 +127,7 @@ class Rows(Files):
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |", out.getvalue())
 
     def test_a_program_s_report_or_its_refusal(self):
-        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"a\": 1}' >\"$2\"\n"
+        script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"a": 1}\' >"$2"\n'
         good = self.write("good", script, True)
         bad = self.write("bad", "#!/bin/sh\necho 'cf-op: no CUDA device' >&2\nexit 2\n", True)
         self.assertEqual(bench_peers.run_program([good, "--runs", "1"], 10), {"a": 1})
@@ -143,7 +143,7 @@ class Rows(Files):
     def test_what_was_measured_is_kept_and_what_comes_too_late_is_not_begun(self):
         path = os.path.join(self.directory, "r.json")
         arguments = argparse.Namespace(runs=1, warmup=0, time_limit_s=60, peer_timeout_s=30, json=path)
-        script = "#!/bin/sh\nwhile [ \"$1\" != --json ]; do shift; done\necho '{\"commit\": \"abc\"}' >\"$2\"\n"
+        script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"commit": "abc"}\' >"$2"\n'
         program = self.write("cf-op", script, True)
         bench = bench_peers.Bench(arguments, {"gpu": "a GPU"})
         rows = lambda report, preset: [peer("cf-op", 128, median_us=10.0)]
@@ -229,7 +229,7 @@ class Tables(Files):
         self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (100 %)")
         site = {"site": "rope", "percent_of_read": 130.0, "limit_note": "fits the L2"}
         report = LAYER | {"configurations": [configuration(128, 50.0, sites=[site])]}
-        (_, sites), = plot_bench.shares([report])
+        ((_, sites),) = plot_bench.shares([report])
         self.assertEqual(sites[0], ("rope: fits the L2", 130.0))
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8, "cold": True, "floor_us": 2.0}
         result = {"site": "rope", "batch": 1, "kv_len": 1, "limit": "read", "limit_note": "fits the L2"} | times
@@ -330,7 +330,7 @@ class Pictures(Files):
         self.assertEqual(out.split(), [os.path.join(self.directory, "g.svg")])
 
     def test_shares_are_those_of_the_longest_sequence(self):
-        (heading, sites), = plot_bench.shares([LAYER])
+        ((heading, sites),) = plot_bench.shares([LAYER])
         self.assertEqual(heading, "pythia-2.8b, batch 1, graph, kv_len 2048")
         self.assertEqual(sites, [("input_layernorm", 1.5), ("attention.dense", 60.0), ("total", 80.0)])
 

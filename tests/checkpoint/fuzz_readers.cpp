@@ -172,7 +172,8 @@ TEST_CASE("fuzz: mutated configs") {
 TEST_CASE("fuzz: mutated GPTQ configs") {
   const std::vector<std::string> seeds{
       R"({"bits":4,"group_size":128,"desc_act":true,"sym":false,"quant_method":"gptq","checkpoint_format":"gptq_v2"})",
-      R"({"bits":8,"group_size":-1,"dynamic":{},"rotation":null,"modules_in_block_to_quantize":[["attention.dense"]]})"};
+      R"({"bits":8,"group_size":-1,"dynamic":{},"rotation":null,)"
+      R"("modules_in_block_to_quantize":[["attention.dense"]]})"};
   Mutator mutator(17);
   int accepted = 0;
   for (int i = 0; i < 15000; ++i) {

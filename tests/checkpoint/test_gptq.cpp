@@ -444,9 +444,9 @@ TEST_CASE("gptq: Linears that the config does not name are dense", "[gptq]") {
   for (std::int64_t i : {0, 1})
     for (StoredTensor& t : layer_tensors(model.config, i, plain.weights))
       if (t.name.ends_with(".dense.weight")) model.tensors.push_back(std::move(t));
-  model.quantize_config = replaced(
-      model.quantize_config, "{",
-      R"({"modules_in_block_to_quantize":[["attention.query_key_value"],["mlp.dense_h_to_4h"],["mlp.dense_4h_to_h"]],)");
+  model.quantize_config = replaced(model.quantize_config, "{",
+                                   R"({"modules_in_block_to_quantize":[["attention.query_key_value"],)"
+                                   R"(["mlp.dense_h_to_4h"],["mlp.dense_4h_to_h"]],)");
   model.write(dir.path());
   const auto layer = load_layer(dir.path());
   REQUIRE(layer.status().message() == "");

@@ -1,6 +1,6 @@
 // The mutation gate on the GPU: every site of the walk, faulty or not, runs there. In float32 its kernels take no GPTQ
-// weights, whose faults are put into a walk of float16; the persistent kernel, of 16 bits too, gets the faults of what a
-// layer starts from.
+// weights, whose faults are put into a walk of float16; the persistent kernel, of 16 bits too, gets the faults of what
+// a layer starts from.
 #include "apps/verify/device_ops.hpp"
 #include "tests/golden/mutations.hpp"
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of the GPTQ packing and of the quantiser. Runs with numpy and h5py alone; what needs torch is skipped without it."""
+"""Tests of the GPTQ packing and of the quantiser. They need numpy and h5py; those that need torch are skipped without
+it."""
 
 import contextlib
 import importlib.util
@@ -66,7 +67,11 @@ class Packing(unittest.TestCase):
 
 class Quantiser(unittest.TestCase):
     def test_round_to_nearest_is_within_half_a_step(self):
-        for recipe in (Recipe(group_size=32, sym=False), Recipe(group_size=-1, sym=False, bits=8), Recipe(group_size=64)):
+        for recipe in (
+            Recipe(group_size=32, sym=False),
+            Recipe(group_size=-1, sym=False, bits=8),
+            Recipe(group_size=64),
+        ):
             parts = quantise(WEIGHT, None, recipe)
             step = parts["scales"].astype(np.float64)[parts["g_idx"]].T
             error = np.abs(dense(parts, recipe) - WEIGHT) / step

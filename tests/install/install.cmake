@@ -1,6 +1,6 @@
 # cmake -DBUILD=... -DPREFIX=... -DDOC=<the documentation's folder> -P: installs the build into the empty prefix. The
-# component, which has every file of the project, makes a manifest with a name of its own: install_manifest.txt belongs to
-# whoever installs the build.
+# component, which has every file of the project, makes a manifest with a name of its own: install_manifest.txt belongs
+# to whoever installs the build.
 cmake_minimum_required(VERSION 3.25)
 set(manifest ${BUILD}/install_manifest.txt)
 function(state variable)

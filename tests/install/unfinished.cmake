@@ -2,8 +2,8 @@
 # nothing and installs. The installation must refuse with one line and write nothing.
 cmake_minimum_required(VERSION 3.25)
 file(REMOVE_RECURSE ${FOLDER})
-execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${FOLDER}/build -DCMAKE_CXX_COMPILER=${COMPILER}
-                        -DCF_CUDA=OFF -DCF_APPS=OFF -DCF_TESTS=OFF
+execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${FOLDER}/build
+                        -DCMAKE_CXX_COMPILER=${COMPILER} -DCF_CUDA=OFF -DCF_APPS=OFF -DCF_TESTS=OFF
                 OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 execute_process(COMMAND ${CMAKE_COMMAND} --install ${FOLDER}/build --prefix ${FOLDER}/prefix
                 RESULT_VARIABLE result ERROR_VARIABLE error)

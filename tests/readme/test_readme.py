@@ -2,7 +2,8 @@
 """Runs the commands of README.md's ```sh blocks in a copy of the tree with the programs of an existing build.
   test_readme.py BUILD_DIR [TestCase...]
 `cmake` is a stub there, since the programs are built already. path/to/checkpoint is a model of 32 small layers,
-path/to/quantised one of the GPTQ checkpoints, and the golden files that a dump would have made are two of data/golden."""
+path/to/quantised one of the GPTQ checkpoints, and the golden files that a dump would have made are two of data/golden.
+"""
 
 import glob
 import json
@@ -22,7 +23,10 @@ LAYERS = 32
 # What a command is, by the first pattern that is found in it.
 KINDS = [
     # The tests themselves, and what reaches out of the tree.
-    ("elsewhere", r"^(scripts/test|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)"),
+    (
+        "elsewhere",
+        r"^(scripts/test|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)",
+    ),
     ("gpu", r"--backend[ =]cuda|/cf-op\b|^scripts/(bench_gpu|sanitize_gpu)"),
     # Scripts whose libraries (torch, matplotlib) need not be there.
     ("script", r"^(\w+=\S+ )*(python3? )?\S+\.py\b"),
@@ -111,7 +115,9 @@ class Readme(unittest.TestCase):
         cls.environment = os.environ | {"PATH": os.path.dirname(stub) + ":" + os.environ["PATH"]}
 
         write_model(os.path.join(ROOT, "data/checkpoints/neox-d80"), os.path.join(cls.tree, "path/to/checkpoint"))
-        shutil.copytree(os.path.join(ROOT, "data/checkpoints/neox-gptq-sym"), os.path.join(cls.tree, "path/to/quantised"))
+        shutil.copytree(
+            os.path.join(ROOT, "data/checkpoints/neox-gptq-sym"), os.path.join(cls.tree, "path/to/quantised")
+        )
         for name, golden in (("mine.h5", "neox-d80-kv17-b1.h5"), ("other.h5", "neox-d80-kv17-b1.h5")):
             shutil.copy(os.path.join(ROOT, "data/golden", golden), os.path.join(cls.tree, name))
         with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
@@ -166,7 +172,8 @@ class Readme(unittest.TestCase):
 
 class Parsing(unittest.TestCase):
     def test_commands_are_found(self):
-        text = "a\n```sh\nscripts/layer    # why\nx --y 1 \\\n  --z#2\n\n# no\n```\n```cmake\nno(x)\n```\n```sh\nlast\n```\n"
+        text = "a\n```sh\nscripts/layer    # why\nx --y 1 \\\n  --z#2\n\n# no\n```\n"
+        text += "```cmake\nno(x)\n```\n```sh\nlast\n```\n"
         self.assertEqual(commands(text), ["scripts/layer", "x --y 1 --z#2", "last"])
 
     def test_kinds(self):

@@ -20,7 +20,10 @@ def sass(name, *instructions, arch="sm_90a"):
     """What cuobjdump -sass prints of a kernel."""
     lines = [f"\tcode for {arch}", f"\t\tFunction : {name}", '\t.headerflags\t@"EF_CUDA_SM90"']
     for i, text in enumerate(instructions):
-        lines += [f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00000a00ff017b82 */", "   /* 0x000fe2 */"]
+        lines += [
+            f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00000a00ff017b82 */",
+            "   /* 0x000fe2 */",
+        ]
     return "\n".join([*lines, "\t\t.........."]) + "\n"
 
 
@@ -49,8 +52,14 @@ class Scripts(unittest.TestCase):
 
     def run_script(self, name, *arguments, **environment):
         path = f"{self.bin}:/usr/bin:/bin"
-        return subprocess.run([os.path.join(self.root, "scripts", name), *arguments], capture_output=True, text=True,
-                              env={"PATH": path, "HOME": self.root} | environment, cwd=self.root, check=False)  # fmt: skip
+        return subprocess.run(
+            [os.path.join(self.root, "scripts", name), *arguments],
+            capture_output=True,
+            text=True,
+            env={"PATH": path, "HOME": self.root} | environment,
+            cwd=self.root,
+            check=False,
+        )
 
     def calls(self):
         if not os.path.exists(self.log):
@@ -98,7 +107,9 @@ class Layer(Scripts):
 
     def test_without_arguments_two_models_are_checked(self):
         small, large = self.layers()
-        self.assertEqual(small, f"cf-layer --model {self.root}/data/checkpoints/neox-d80 --layer 1 --kv-len 128 --check")
+        self.assertEqual(
+            small, f"cf-layer --model {self.root}/data/checkpoints/neox-d80 --layer 1 --kv-len 128 --check"
+        )
         self.assertEqual(large, "cf-layer --preset pythia-2.8b --layer 3 --kv-len 128 --check")
 
     def test_every_program_is_built(self):
@@ -111,7 +122,9 @@ class Layer(Scripts):
                          ["cf-layer --preset pythia-2.8b --layer 0 --kv-len 128,2048 --runs 50"])  # fmt: skip
 
     def test_another_model_takes_the_place_of_the_preset(self):
-        self.assertEqual(self.layers("--model=x", "--json", "y"), ["cf-layer --layer 0 --kv-len 128 --model=x --json y"])
+        self.assertEqual(
+            self.layers("--model=x", "--json", "y"), ["cf-layer --layer 0 --kv-len 128 --model=x --json y"]
+        )
 
     def test_a_whole_model_has_no_single_layer(self):
         self.assertEqual(self.layers("--whole-model", "--seq-len=9"),

@@ -1,4 +1,5 @@
-"""list_python_tests.py FILE: one line "Class.test" for each unittest test of the file; CMake makes a CTest entry of each."""
+"""list_python_tests.py FILE: one line "Class.test" for each unittest test of the file. CMake makes a CTest entry of
+each line."""
 
 import os
 import sys

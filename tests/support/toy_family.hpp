@@ -1,6 +1,6 @@
 #pragma once
-// A family of models of two sites, which shows what a new one needs: sizes, weights, tensors and a walk. No backend knows
-// of it.
+// A family of models of two sites, which shows what a new one needs: sizes, weights, tensors and a walk. No backend
+// knows of it.
 #include <vector>
 
 #include "core/model/site.hpp"
@@ -51,8 +51,8 @@ void for_each_toy_tensor(const ToySpec& m, std::int64_t tokens, ToyWeights& w, T
   f(TensorSpec{Role::output, "output"}, t.output, extents(tokens, h));
 }
 
-/// A model of the family on the host, its numbers procedural and exact in 16 bits; activations are of one dtype, weights
-/// of another.
+/// A model of the family on the host, its numbers procedural and exact in 16 bits; activations are of one dtype,
+/// weights of another.
 struct ToyModel {
   ToySpec spec;
   std::int64_t tokens;

@@ -96,8 +96,8 @@ constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   return s;
 }
 
-/// The token of product column n among an octet of tokens. So eight lanes, those of two columns, can load a whole line of
-/// one of tokens 0 to 3 from device memory, then of one of tokens 4 to 7, and exchange halves.
+/// The token of product column n among an octet of tokens. So eight lanes, those of two columns, can load a whole line
+/// of one of tokens 0 to 3 from device memory, then of one of tokens 4 to 7, and exchange halves.
 constexpr int gptq_token_of_column(int n) { return n / 2 + n % 2 * 4; }
 
 /// Bytes from one token to the next of a part of x in shared memory. Four tokens are half a line of 128 bytes more than
