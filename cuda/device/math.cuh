@@ -2,11 +2,7 @@
 // Arithmetic that kernels share. The host can call what has CF_HD too; its tests run there.
 #include <cmath>
 
-#ifdef __CUDACC__
-#define CF_HD __host__ __device__
-#else
-#define CF_HD
-#endif
+#include "core/host_device.hpp"
 
 namespace cf::cuda {
 

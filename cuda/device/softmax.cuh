@@ -1,5 +1,6 @@
 #pragma once
 // Softmax over scores that come in parts. The host can call what has CF_HD too; its tests run there.
+#include "core/host_device.hpp"
 #include "cuda/device/math.cuh"
 
 namespace cf::cuda {

@@ -1,6 +1,6 @@
 #pragma once
 // Which rows of a layer's weight matrices each block multiplies. Without CUDA: the host tests it.
-#include "cuda/device/math.cuh"
+#include "core/host_device.hpp"
 
 namespace cf::cuda {
 

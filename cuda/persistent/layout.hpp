@@ -1,5 +1,6 @@
 #pragma once
 // The shared memory of a block. Without CUDA: the plan depends on it.
+#include "core/host_device.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/protocol.hpp"

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "cuda/device/math.cuh"
+#include "core/host_device.hpp"
 #include "cuda/persistent/plan.hpp"
 
 namespace cf::cuda {
