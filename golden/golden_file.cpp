@@ -2,130 +2,35 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <limits>
-#include <new>
 #include <set>
 
 #include "core/procedural.hpp"
-#include "golden/checkpoint/checkpoint.hpp"
-#include "golden/checkpoint/hf_config.hpp"
-#include "golden/checkpoint/printable.hpp"
-#include "golden/hdf5_reader.hpp"
-#include "golden/hdf5_writer.hpp"
+#include "golden/schema.hpp"
 
 namespace cf::golden {
 namespace {
 
-using checkpoint::quote;
-
-constexpr std::string_view kSchema = "cf-golden";
 constexpr double kMaxElements = 0x1p33;
 constexpr std::int64_t kMaxTokens = 1 << 24, kMaxGroupSize = 1 << 22;
 
-/// Stores a Result's value, or returns its error.
-template <class T>
-Status assign(T& to, Result<T> from) {
-  if (!from) return from.status();
-  to = std::move(*from);
-  return {};
-}
-
-/// Runs f. Returns an error where memory runs out.
-template <class F>
-auto guarded(const std::string& path, F&& f) -> decltype(f()) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status::error(Code::out_of_memory, path + ": not enough memory for its tensors");
-  }
-}
-
-std::string described(DType dtype, const Shape& shape) {
-  return std::string(to_string(dtype)) + " " + to_string(shape);
-}
-
-Status expect(const Hdf5Reader& file, const std::string& name, DType dtype, const Shape& shape) {
-  Hdf5Reader::Info info;
-  CF_TRY(assign(info, file.info(name)));
-  if (info.dtype != dtype || info.shape != shape)
-    return file.refuse(Code::invalid_file, name,
-                       "expected " + described(dtype, shape) + ", got " + described(info.dtype, info.shape));
-  return {};
-}
-
-Status in_range(const Hdf5Reader& file, const std::string& what, std::int64_t value, std::int64_t least,
-                std::int64_t most) {
-  if (value >= least && value <= most) return {};
-  return file.refuse(
-      Code::invalid_file, what,
-      "expected " + std::to_string(least) + " to " + std::to_string(most) + ", got " + std::to_string(value));
-}
-
-Status one_of(const Hdf5Reader& file, const std::string& attribute, const std::string& value,
-              std::initializer_list<std::string_view> allowed) {
-  std::string names;
-  for (std::string_view a : allowed) {
-    if (a == value) return {};
-    names += (names.empty() ? "" : ", ") + std::string(a);
-  }
-  return file.refuse(Code::invalid_file, "attribute '" + attribute + "'",
-                     "expected one of " + names + ", got " + quote(value));
-}
-
-/// Reads an int32 dataset whose elements must lie between `least` and `most`.
-Status check_integers(const Hdf5Reader& file, const std::string& name, std::int64_t count, std::int64_t least,
-                      std::int64_t most, std::vector<std::int32_t>& values) {
-  CF_TRY(expect(file, name, DType::i32, {count}));
-  Tensor t;
-  CF_TRY(assign(t, file.read(name)));
-  values.assign(t.as<std::int32_t>(), t.as<std::int32_t>() + count);
-  for (std::size_t i = 0; i < values.size(); ++i)
-    CF_TRY(in_range(file, name + "[" + std::to_string(i) + "]", values[i], least, most));
-  return {};
-}
-
 Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
-  std::string schema, dtype;
-  std::int64_t version = 0;
-  CF_TRY(assign(schema, file.text("", "schema")));
-  CF_TRY(one_of(file, "schema", schema, {kSchema}));
-  CF_TRY(assign(version, file.integer("", "schema_version")));
-  CF_TRY(in_range(file, "attribute 'schema_version'", version, kOldestSchemaVersion, kSchemaVersion));
-  if (const std::string& attribute = file.variable_length_text(); version > 1 && !attribute.empty())
-    return file.refuse(
-        Code::invalid_file, attribute,
-        "expected a string of fixed length in schema " + std::to_string(version) + ", got a variable one");
-  CF_TRY(assign(m.producer, file.text("", "producer")));
-  CF_TRY(assign(m.command, file.text("", "command")));
-  CF_TRY(assign(m.versions, file.text("", "versions")));
-  CF_TRY(assign(m.model, file.text("", "model")));
-  CF_TRY(assign(m.config_json, file.text("", "config")));
-  CF_TRY(assign(m.config, checkpoint::parse_hf_config(m.config_json, file.path() + ": /attribute 'config'")));
-  m.config.name = m.model;
+  CF_TRY(read_origin(file, kLayerSchema, {"stored", "checkpoint", "procedural", "procedural_gptq"}, m));
   CF_TRY(assign(m.layer, file.integer("", "layer")));
   CF_TRY(in_range(file, "attribute 'layer'", m.layer, 0, m.config.num_hidden_layers - 1));
-  CF_TRY(assign(dtype, file.text("", "dtype")));
-  CF_TRY(one_of(file, "dtype", dtype, {to_string(DType::f16), to_string(DType::bf16), to_string(DType::f32)}));
-  m.dtype = m.config.dtype = *dtype_from_string(dtype);
-  CF_TRY(assign(m.seed, file.unsigned_integer("", "seed")));
-
   CF_TRY(assign(m.load.batch, file.integer("", "batch")));
   CF_TRY(in_range(file, "attribute 'batch'", m.load.batch, 1, kMaxTokens));
   CF_TRY(assign(m.load.q_len, file.integer("", "q_len")));
   CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.max_position_embeddings));
   CF_TRY(in_range(file, "batch * q_len", m.load.tokens(), 1, kMaxTokens));
-  CF_TRY(check_integers(file, "inputs/kv_len", m.load.batch, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
+  CF_TRY(
+      check_integers(file, "inputs/kv_len", {m.load.batch}, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
   m.load.kv_len = *std::max_element(m.kv_len.begin(), m.kv_len.end());
 
   CF_TRY(assign(m.cache, file.text("", "cache")));
   CF_TRY(one_of(file, "cache", m.cache, {"prefill", "random", "procedural", "none"}));
   if (m.cache == "none") CF_TRY(in_range(file, "largest kv_len with cache = 'none'", m.load.kv_len, 1, m.load.q_len));
   if (m.cache == "procedural") CF_TRY(assign(m.cache_checksum, file.unsigned_integer("", "cache_checksum")));
-  CF_TRY(assign(m.weights, file.text("", "weights")));
-  CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural", "procedural_gptq"}));
-  CF_TRY(assign(m.weights_checksum, file.unsigned_integer("", "weights_checksum")));
-  if (m.weights == "checkpoint") CF_TRY(assign(m.weights_checkpoint, file.text("", "weights_checkpoint")));
   if (m.weights == "procedural_gptq") {
     std::int64_t bits = 0;
     CF_TRY(assign(bits, file.integer("", "weights_bits")));
@@ -165,7 +70,8 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
 Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
   CF_TRY(expect(file, "inputs/hidden", m.dtype, {m.load.tokens(), m.config.hidden_size}));
   std::vector<std::int32_t> positions;
-  CF_TRY(check_integers(file, "inputs/positions", m.load.tokens(), 0, m.config.max_position_embeddings - 1, positions));
+  CF_TRY(
+      check_integers(file, "inputs/positions", {m.load.tokens()}, 0, m.config.max_position_embeddings - 1, positions));
   CF_TRY(expect(file, "inputs/cos", DType::f32, table_shape(m)));
   CF_TRY(expect(file, "inputs/sin", DType::f32, table_shape(m)));
   if (m.cache == "procedural" || m.load.kv_len == m.load.q_len) return {};
@@ -189,20 +95,13 @@ Status read_variants(const Hdf5Reader& file, const GoldenMeta& m, std::vector<Va
     const std::string group = "taps/" + name;
     VariantInfo v;
     v.name = std::move(name);
-    CF_TRY(assign(v.dtype, file.text(group, "dtype")));
-    CF_TRY(assign(v.attn_implementation, file.text(group, "attn_implementation")));
-    CF_TRY(assign(v.device, file.text(group, "device")));
-    const std::optional<DType> dtype = dtype_from_string(v.dtype);
-    if (!dtype || *dtype == DType::i32)
-      return file.refuse(Code::invalid_file, group + " attribute 'dtype'",
-                         "expected a floating-point type, got " + quote(v.dtype));
-    if (v.name == kReference && *dtype != DType::f64)
-      return file.refuse(Code::invalid_file, group + " attribute 'dtype'", "expected float64, got " + v.dtype);
+    DType dtype{};
+    CF_TRY(read_variant(file, group, v, dtype));
     CF_TRY(assign(v.taps, file.names(group)));
     for (const std::string& tap : v.taps) {
       Shape shape;
       for (const TapDim& d : tap_dims(m.config, m.load, tap)) shape.push_back(d.size);
-      if (!shape.empty()) CF_TRY(expect(file, group + "/" + tap, *dtype, shape));
+      if (!shape.empty()) CF_TRY(expect(file, group + "/" + tap, dtype, shape));
     }
     variants.push_back(std::move(v));
   }
@@ -386,38 +285,23 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto procedural = [&]() -> Result<GoldenWeights> {
-    auto owned = std::make_shared<OwnedLayerWeights>(
-        procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
+    auto owned =
+        std::make_shared<OwnedLayerWeights>(procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto loaded = [&]() -> Result<GoldenWeights> {
-    const auto beside = std::filesystem::path(path()).parent_path() / m.weights_checkpoint;
-    Result<checkpoint::Checkpoint> opened =
-        checkpoint::Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint);
-    if (!opened) return opened.status();
-    const ModelConfig& c = opened->config();
-    const auto sizes = [](const ModelConfig& s) {
-      return "hidden_size " + std::to_string(s.hidden_size) + ", intermediate_size " +
-             std::to_string(s.intermediate_size) + ", " + std::to_string(s.num_attention_heads) + " heads, " +
-             (s.attention_bias ? "with" : "without") + " attention bias";
-    };
-    if (sizes(c) != sizes(m.config))
-      return Status::error(Code::invalid_argument, opened->directory() + ": expected " + sizes(m.config) + " as " +
-                                                       path() + " has, got " + sizes(c));
-    Result<checkpoint::CheckpointLayer> layer = opened->layer(m.layer);
-    if (!layer) return layer.status();
-    CF_TRY(opened->check_finite(*layer));
-    auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(*layer));
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, open_checkpoint(path(), m, checkpoint, layer_sizes));
+    CF_TRY_ASSIGN(checkpoint::CheckpointLayer layer, opened.layer(m.layer));
+    CF_TRY(opened.check_finite(layer));
+    auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(layer));
     return GoldenWeights{owned->weights, owned->dtype, owned, owned->notes};
   };
   return guarded(path(), [&]() -> Result<GoldenWeights> {
     const bool from_checkpoint = !checkpoint.empty() || m.weights == "checkpoint";
     Result<GoldenWeights> w = from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural();
     if (!w) return w;
-    if (const std::uint64_t sum = weights_checksum(m.config, w->weights); sum != m.weights_checksum)
-      return impl_->file.refuse(Code::invalid_file, "attribute 'weights_checksum'",
-                                "expected " + std::to_string(m.weights_checksum) + ", got " + std::to_string(sum) +
-                                    " from the " + (from_checkpoint ? "checkpoint" : m.weights) + " weights");
+    CF_TRY(check_weights(impl_->file, m, weights_checksum(m.config, w->weights),
+                         from_checkpoint ? "checkpoint" : m.weights));
     return w;
   });
 }
@@ -433,23 +317,12 @@ GoldenWriter::~GoldenWriter() = default;
 Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenMeta& m) {
   Result<Hdf5Writer> file = Hdf5Writer::create(path);
   if (!file) return file.status();
-  CF_TRY(file->text("", "schema", std::string(kSchema)));
-  CF_TRY(file->integer("", "schema_version", kSchemaVersion));
-  CF_TRY(file->text("", "producer", m.producer));
-  CF_TRY(file->text("", "command", m.command));
-  CF_TRY(file->text("", "versions", m.versions));
-  CF_TRY(file->text("", "config", m.config_json.empty() ? checkpoint::to_hf_json(m.config) : m.config_json));
-  CF_TRY(file->text("", "model", m.model));
+  CF_TRY(write_origin(*file, kLayerSchema, m));
   CF_TRY(file->integer("", "layer", m.layer));
-  CF_TRY(file->text("", "dtype", std::string(to_string(m.dtype))));
-  CF_TRY(file->unsigned_integer("", "seed", m.seed));
   CF_TRY(file->integer("", "batch", m.load.batch));
   CF_TRY(file->integer("", "q_len", m.load.q_len));
   CF_TRY(file->text("", "cache", m.cache));
   if (m.cache == "procedural") CF_TRY(file->unsigned_integer("", "cache_checksum", m.cache_checksum));
-  CF_TRY(file->text("", "weights", m.weights));
-  CF_TRY(file->unsigned_integer("", "weights_checksum", m.weights_checksum));
-  if (m.weights == "checkpoint") CF_TRY(file->text("", "weights_checkpoint", m.weights_checkpoint));
   if (m.weights == "procedural_gptq") {
     CF_TRY(file->integer("", "weights_bits", m.linears.bits));
     CF_TRY(file->integer("", "weights_group_size", m.linears.group_size));
@@ -467,9 +340,7 @@ Status GoldenWriter::add_weight(const std::string& name, const Tensor& tensor) {
 
 Status GoldenWriter::add_tap(const VariantInfo& variant, const std::string& tap, const Tensor& tensor) {
   const std::string group = "taps/" + variant.name;
-  CF_TRY(impl_->file.text(group, "dtype", variant.dtype));
-  CF_TRY(impl_->file.text(group, "attn_implementation", variant.attn_implementation));
-  CF_TRY(impl_->file.text(group, "device", variant.device));
+  CF_TRY(write_variant(impl_->file, group, variant));
   return impl_->file.write(group + "/" + tap, tensor);
 }
 
