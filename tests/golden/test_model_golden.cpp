@@ -4,6 +4,7 @@
 #include <limits>
 #include <random>
 
+#include "tests/golden/golden_files.hpp"
 #include "tests/golden/model_sample.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -408,4 +409,36 @@ TEST_CASE("a model's golden file against the schema is refused by name") {
     CHECK(refusal_fault(status, c.code, {"x.h5: /"}) == "");
     for (std::string_view part : c.parts) CHECK(refusal_fault(status, c.code, {part}) == "");
   }
+}
+
+TEST_CASE("every golden file of a whole model in data is read, and its weights are found") {
+  const std::vector<std::string> paths = golden_files("golden_model");
+  CHECK_FALSE(paths.empty());
+  std::int64_t positions = 0;
+  for (const std::string& path : paths) {
+    const auto file = ModelGolden::open(path);
+    CAPTURE(path, file.status().message());
+    REQUIRE(file);
+    CHECK(*golden::golden_schema(path) == golden::GoldenSchema::model);
+    positions += file->meta().fed();
+    CHECK(file->variants().size() == 3);
+    const auto weights = file->weights();
+    CAPTURE(weights.status().message());
+    REQUIRE(weights);
+    CHECK(std::holds_alternative<DenseWeight>(weights->weights.embed_out.weight));
+
+    // The embedding's tap is the rows that the ids name.
+    const Tensor ids = std::move(*file->ids());
+    const std::int64_t hidden = file->meta().config.hidden_size;
+    for (const golden::VariantInfo& v : file->variants()) {
+      if (v.taps.empty()) continue;
+      const Tensor tap = std::move(*file->tap(v.name, "embed_in"));
+      std::int64_t other = 0;
+      for (std::int64_t i = 0; i < tap.size(); ++i)
+        other += tap.at(i) != load_element(weights->weights.embed_in.data, weights->dtype,
+                                           ids.as<std::int32_t>()[i / hidden] * hidden + i % hidden);
+      CHECK(other == 0);
+    }
+  }
+  CHECK(positions > 1000);
 }
