@@ -50,9 +50,9 @@ struct OwnedModelWeights {
   std::vector<Tensor> storage;
 };
 
-/// The procedural weights of a model. A tensor's name is that of checkpoints without "gpt_neox.": the layers are those of
-/// procedural_layer(), and beside them there are "embed_in.weight", "final_layer_norm.weight", "final_layer_norm.bias"
-/// and, where the embeddings are not tied, "embed_out.weight".
+/// The procedural weights of a model. A tensor's name is that of checkpoints without "gpt_neox.": the layers are those
+/// of procedural_layer(), and beside them there are "embed_in.weight", "final_layer_norm.weight",
+/// "final_layer_norm.bias" and, where the embeddings are not tied, "embed_out.weight".
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
 
 /// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).

@@ -2,108 +2,29 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <limits>
-#include <new>
 #include <set>
 
 #include "core/procedural.hpp"
-#include "golden/checkpoint/checkpoint.hpp"
-#include "golden/checkpoint/hf_config.hpp"
-#include "golden/checkpoint/printable.hpp"
-#include "golden/hdf5_reader.hpp"
-#include "golden/hdf5_writer.hpp"
+#include "golden/schema.hpp"
 
 namespace cf::golden {
 namespace {
 
-using checkpoint::quote;
-
-constexpr std::string_view kSchema = "cf-golden";
 constexpr double kMaxElements = 0x1p33;
 constexpr std::int64_t kMaxTokens = 1 << 24, kMaxGroupSize = 1 << 22;
 
-/// Runs f. Returns an error where memory runs out.
-template <class F>
-auto guarded(const std::string& path, F&& f) -> decltype(f()) {
-  try {
-    return f();
-  } catch (const std::bad_alloc&) {
-    return Status::error(Code::out_of_memory, path + ": not enough memory for its tensors");
-  }
-}
-
-std::string described(DType dtype, const Shape& shape) {
-  return std::string(to_string(dtype)) + " " + to_string(shape);
-}
-
-Status expect(const Hdf5Reader& file, const std::string& name, DType dtype, const Shape& shape) {
-  CF_TRY_ASSIGN(const Hdf5Reader::Info info, file.info(name));
-  if (info.dtype != dtype || info.shape != shape)
-    return file.refuse(Code::invalid_file, name,
-                       "expected " + described(dtype, shape) + ", got " + described(info.dtype, info.shape));
-  return {};
-}
-
-Status in_range(const Hdf5Reader& file, const std::string& what, std::int64_t value, std::int64_t least,
-                std::int64_t most) {
-  if (value >= least && value <= most) return {};
-  return file.refuse(
-      Code::invalid_file, what,
-      "expected " + std::to_string(least) + " to " + std::to_string(most) + ", got " + std::to_string(value));
-}
-
-Status one_of(const Hdf5Reader& file, const std::string& attribute, const std::string& value,
-              std::initializer_list<std::string_view> allowed) {
-  std::string names;
-  for (std::string_view a : allowed) {
-    if (a == value) return {};
-    names += (names.empty() ? "" : ", ") + std::string(a);
-  }
-  return file.refuse(Code::invalid_file, "attribute '" + attribute + "'",
-                     "expected one of " + names + ", got " + quote(value));
-}
-
-/// Reads an int32 dataset whose elements must lie between `least` and `most`.
-Status check_integers(const Hdf5Reader& file, const std::string& name, std::int64_t count, std::int64_t least,
-                      std::int64_t most, std::vector<std::int32_t>& values) {
-  CF_TRY(expect(file, name, DType::i32, {count}));
-  CF_TRY_ASSIGN(const Tensor t, file.read(name));
-  values.assign(t.as<std::int32_t>(), t.as<std::int32_t>() + count);
-  for (std::size_t i = 0; i < values.size(); ++i)
-    CF_TRY(in_range(file, name + "[" + std::to_string(i) + "]", values[i], least, most));
-  return {};
-}
-
 Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
-  CF_TRY_ASSIGN(const std::string schema, file.text("", "schema"));
-  CF_TRY(one_of(file, "schema", schema, {kSchema}));
-  CF_TRY_ASSIGN(const std::int64_t version, file.integer("", "schema_version"));
-  CF_TRY(in_range(file, "attribute 'schema_version'", version, kOldestSchemaVersion, kSchemaVersion));
-  if (const std::string& attribute = file.variable_length_text(); version > 1 && !attribute.empty())
-    return file.refuse(
-        Code::invalid_file, attribute,
-        "expected a string of fixed length in schema " + std::to_string(version) + ", got a variable one");
-  CF_TRY_ASSIGN(m.producer, file.text("", "producer"));
-  CF_TRY_ASSIGN(m.command, file.text("", "command"));
-  CF_TRY_ASSIGN(m.versions, file.text("", "versions"));
-  CF_TRY_ASSIGN(m.model, file.text("", "model"));
-  CF_TRY_ASSIGN(m.config_json, file.text("", "config"));
-  CF_TRY_ASSIGN(m.config, checkpoint::parse_hf_config(m.config_json, file.path() + ": /attribute 'config'"));
-  m.config.name = m.model;
+  CF_TRY(read_origin(file, kLayerSchema, {"stored", "checkpoint", "procedural", "procedural_gptq"}, m));
   CF_TRY_ASSIGN(m.layer, file.integer("", "layer"));
   CF_TRY(in_range(file, "attribute 'layer'", m.layer, 0, m.config.num_hidden_layers - 1));
-  CF_TRY_ASSIGN(const std::string dtype, file.text("", "dtype"));
-  CF_TRY(one_of(file, "dtype", dtype, {to_string(DType::f16), to_string(DType::bf16), to_string(DType::f32)}));
-  m.dtype = m.config.dtype = *dtype_from_string(dtype);
-  CF_TRY_ASSIGN(m.seed, file.unsigned_integer("", "seed"));
-
   CF_TRY_ASSIGN(m.load.batch, file.integer("", "batch"));
   CF_TRY(in_range(file, "attribute 'batch'", m.load.batch, 1, kMaxTokens));
   CF_TRY_ASSIGN(m.load.q_len, file.integer("", "q_len"));
   CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.max_position_embeddings));
   CF_TRY(in_range(file, "batch * q_len", m.load.tokens(), 1, kMaxTokens));
-  CF_TRY(check_integers(file, "inputs/kv_len", m.load.batch, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
+  CF_TRY(
+      check_integers(file, "inputs/kv_len", {m.load.batch}, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
   m.load.kv_len = *std::max_element(m.kv_len.begin(), m.kv_len.end());
 
   CF_TRY_ASSIGN(m.cache, file.text("", "cache"));
@@ -112,14 +33,9 @@ Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
   if (m.cache == "procedural") {
     CF_TRY_ASSIGN(m.cache_checksum, file.unsigned_integer("", "cache_checksum"));
   }
-  CF_TRY_ASSIGN(m.weights, file.text("", "weights"));
-  CF_TRY(one_of(file, "weights", m.weights, {"stored", "checkpoint", "procedural", "procedural_gptq"}));
-  CF_TRY_ASSIGN(m.weights_checksum, file.unsigned_integer("", "weights_checksum"));
-  if (m.weights == "checkpoint") {
-    CF_TRY_ASSIGN(m.weights_checkpoint, file.text("", "weights_checkpoint"));
-  }
   if (m.weights == "procedural_gptq") {
-    CF_TRY_ASSIGN(const std::int64_t bits, file.integer("", "weights_bits"));
+    std::int64_t bits = 0;
+    CF_TRY_ASSIGN(bits, file.integer("", "weights_bits"));
     if (bits != 4 && bits != 8)
       return file.refuse(Code::invalid_file, "attribute 'weights_bits'",
                          "expected 4 or 8, got " + std::to_string(bits));
@@ -156,7 +72,8 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
 Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
   CF_TRY(expect(file, "inputs/hidden", m.dtype, {m.load.tokens(), m.config.hidden_size}));
   std::vector<std::int32_t> positions;
-  CF_TRY(check_integers(file, "inputs/positions", m.load.tokens(), 0, m.config.max_position_embeddings - 1, positions));
+  CF_TRY(
+      check_integers(file, "inputs/positions", {m.load.tokens()}, 0, m.config.max_position_embeddings - 1, positions));
   CF_TRY(expect(file, "inputs/cos", DType::f32, table_shape(m)));
   CF_TRY(expect(file, "inputs/sin", DType::f32, table_shape(m)));
   if (m.cache == "procedural" || m.load.kv_len == m.load.q_len) return {};
@@ -174,25 +91,19 @@ Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
 }
 
 Status read_variants(const Hdf5Reader& file, const GoldenMeta& m, std::vector<VariantInfo>& variants) {
-  CF_TRY_ASSIGN(const std::vector<std::string> names, file.names("taps"));
-  for (const std::string& name : names) {
+  std::vector<std::string> names;
+  CF_TRY_ASSIGN(names, file.names("taps"));
+  for (std::string& name : names) {
     const std::string group = "taps/" + name;
     VariantInfo v;
-    v.name = name;
-    CF_TRY_ASSIGN(v.dtype, file.text(group, "dtype"));
-    CF_TRY_ASSIGN(v.attn_implementation, file.text(group, "attn_implementation"));
-    CF_TRY_ASSIGN(v.device, file.text(group, "device"));
-    const std::optional<DType> dtype = dtype_from_string(v.dtype);
-    if (!dtype || *dtype == DType::i32)
-      return file.refuse(Code::invalid_file, group + " attribute 'dtype'",
-                         "expected a floating-point type, got " + quote(v.dtype));
-    if (v.name == kReference && *dtype != DType::f64)
-      return file.refuse(Code::invalid_file, group + " attribute 'dtype'", "expected float64, got " + v.dtype);
+    v.name = std::move(name);
+    DType dtype{};
+    CF_TRY(read_variant(file, group, v, dtype));
     CF_TRY_ASSIGN(v.taps, file.names(group));
     for (const std::string& tap : v.taps) {
       Shape shape;
       for (const TapDim& d : tap_dims(m.config, m.load, tap)) shape.push_back(d.size);
-      if (!shape.empty()) CF_TRY(expect(file, group + "/" + tap, *dtype, shape));
+      if (!shape.empty()) CF_TRY(expect(file, group + "/" + tap, dtype, shape));
     }
     variants.push_back(std::move(v));
   }
@@ -279,7 +190,8 @@ struct GoldenFile::Impl {
 
   /// Copies the row of each token's cos or sin to the row of its position in a table.
   Status load_table(const std::string& name, Tensor& table, const Tensor& positions) const {
-    CF_TRY_ASSIGN(const Tensor rows, file.read("inputs/" + name));
+    Tensor rows;
+    CF_TRY_ASSIGN(rows, file.read("inputs/" + name));
     fill_nan(table);
     const std::int64_t half = rows.shape()[1];
     std::set<std::int32_t> filled;
@@ -299,16 +211,17 @@ struct GoldenFile::Impl {
 
 Result<GoldenFile> GoldenFile::open(const std::string& path) {
   return guarded(path, [&]() -> Result<GoldenFile> {
-    CF_TRY_ASSIGN(Hdf5Reader file, Hdf5Reader::open(path));
+    Result<Hdf5Reader> file = Hdf5Reader::open(path);
+    if (!file) return file.status();
     GoldenMeta meta;
-    CF_TRY(read_meta(file, meta));
-    CF_TRY(check_size(file, meta));
-    CF_TRY(check_inputs(file, meta));
-    if (meta.weights == "stored") CF_TRY(check_stored_weights(file, meta));
+    CF_TRY(read_meta(*file, meta));
+    CF_TRY(check_size(*file, meta));
+    CF_TRY(check_inputs(*file, meta));
+    if (meta.weights == "stored") CF_TRY(check_stored_weights(*file, meta));
     std::vector<VariantInfo> variants;
-    CF_TRY(read_variants(file, meta, variants));
+    CF_TRY(read_variants(*file, meta, variants));
     GoldenFile golden;
-    golden.impl_ = std::make_shared<const Impl>(Impl{std::move(file), std::move(meta), std::move(variants)});
+    golden.impl_ = std::make_shared<const Impl>(Impl{std::move(*file), std::move(meta), std::move(variants)});
     return golden;
   });
 }
@@ -320,8 +233,9 @@ const std::vector<VariantInfo>& GoldenFile::variants() const { return impl_->var
 Result<Tensor> GoldenFile::input(const std::string& name) const {
   return guarded(path(), [&]() -> Result<Tensor> {
     if (name != "k_cache" && name != "v_cache") return impl_->file.read("inputs/" + name);
-    CF_TRY_ASSIGN(auto old, impl_->old_cache());
-    return std::move(name == "k_cache" ? old.first : old.second);
+    auto old = impl_->old_cache();
+    if (!old) return old.status();
+    return std::move(name == "k_cache" ? old->first : old->second);
   });
 }
 
@@ -340,17 +254,19 @@ Status GoldenFile::load(LayerState& state) const {
   if (!fits)
     return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
   return guarded(path(), [&]() -> Status {
-    CF_TRY_ASSIGN(const Tensor hidden, impl_->file.read("inputs/hidden"));
-    CF_TRY_ASSIGN(const Tensor positions, impl_->file.read("inputs/positions"));
-    CF_TRY_ASSIGN(const auto old, impl_->old_cache());
+    Tensor hidden, positions;
+    CF_TRY_ASSIGN(hidden, impl_->file.read("inputs/hidden"));
+    CF_TRY_ASSIGN(positions, impl_->file.read("inputs/positions"));
+    auto old = impl_->old_cache();
+    if (!old) return old.status();
 
     state.set_kv_len(m.kv_len);
     convert(hidden.data(), hidden.dtype(), state.hidden.data(), state.hidden.dtype(), hidden.size());
     std::memcpy(state.positions.data(), positions.data(), std::size_t(positions.size_bytes()));
     CF_TRY(impl_->load_table("cos", state.cos, positions));
     CF_TRY(impl_->load_table("sin", state.sin, positions));
-    fill_cache(state.k_cache, old.first, m);
-    fill_cache(state.v_cache, old.second, m);
+    fill_cache(state.k_cache, old->first, m);
+    fill_cache(state.v_cache, old->second, m);
     return {};
   });
 }
@@ -377,18 +293,7 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto loaded = [&]() -> Result<GoldenWeights> {
-    const auto beside = std::filesystem::path(path()).parent_path() / m.weights_checkpoint;
-    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
-                  checkpoint::Checkpoint::open(checkpoint.empty() ? beside.string() : checkpoint));
-    const ModelConfig& c = opened.config();
-    const auto sizes = [](const ModelConfig& s) {
-      return "hidden_size " + std::to_string(s.hidden_size) + ", intermediate_size " +
-             std::to_string(s.intermediate_size) + ", " + std::to_string(s.num_attention_heads) + " heads, " +
-             (s.attention_bias ? "with" : "without") + " attention bias";
-    };
-    if (sizes(c) != sizes(m.config))
-      return Status::error(Code::invalid_argument, opened.directory() + ": expected " + sizes(m.config) + " as " +
-                                                       path() + " has, got " + sizes(c));
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, open_checkpoint(path(), m, checkpoint, layer_sizes));
     CF_TRY_ASSIGN(checkpoint::CheckpointLayer layer, opened.layer(m.layer));
     CF_TRY(opened.check_finite(layer));
     auto owned = std::make_shared<checkpoint::CheckpointLayer>(std::move(layer));
@@ -396,11 +301,10 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
   };
   return guarded(path(), [&]() -> Result<GoldenWeights> {
     const bool from_checkpoint = !checkpoint.empty() || m.weights == "checkpoint";
-    CF_TRY_ASSIGN(GoldenWeights w, from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural());
-    if (const std::uint64_t sum = weights_checksum(m.config, w.weights); sum != m.weights_checksum)
-      return impl_->file.refuse(Code::invalid_file, "attribute 'weights_checksum'",
-                                "expected " + std::to_string(m.weights_checksum) + ", got " + std::to_string(sum) +
-                                    " from the " + (from_checkpoint ? "checkpoint" : m.weights) + " weights");
+    Result<GoldenWeights> w = from_checkpoint ? loaded() : m.weights == "stored" ? stored() : procedural();
+    if (!w) return w;
+    CF_TRY(check_weights(impl_->file, m, weights_checksum(m.config, w->weights),
+                         from_checkpoint ? "checkpoint" : m.weights));
     return w;
   });
 }
@@ -414,29 +318,19 @@ GoldenWriter::GoldenWriter(GoldenWriter&&) noexcept = default;
 GoldenWriter::~GoldenWriter() = default;
 
 Result<GoldenWriter> GoldenWriter::create(const std::string& path, const GoldenMeta& m) {
-  CF_TRY_ASSIGN(Hdf5Writer file, Hdf5Writer::create(path));
-  CF_TRY(file.text("", "schema", std::string(kSchema)));
-  CF_TRY(file.integer("", "schema_version", kSchemaVersion));
-  CF_TRY(file.text("", "producer", m.producer));
-  CF_TRY(file.text("", "command", m.command));
-  CF_TRY(file.text("", "versions", m.versions));
-  CF_TRY(file.text("", "config", m.config_json.empty() ? checkpoint::to_hf_json(m.config) : m.config_json));
-  CF_TRY(file.text("", "model", m.model));
-  CF_TRY(file.integer("", "layer", m.layer));
-  CF_TRY(file.text("", "dtype", std::string(to_string(m.dtype))));
-  CF_TRY(file.unsigned_integer("", "seed", m.seed));
-  CF_TRY(file.integer("", "batch", m.load.batch));
-  CF_TRY(file.integer("", "q_len", m.load.q_len));
-  CF_TRY(file.text("", "cache", m.cache));
-  if (m.cache == "procedural") CF_TRY(file.unsigned_integer("", "cache_checksum", m.cache_checksum));
-  CF_TRY(file.text("", "weights", m.weights));
-  CF_TRY(file.unsigned_integer("", "weights_checksum", m.weights_checksum));
-  if (m.weights == "checkpoint") CF_TRY(file.text("", "weights_checkpoint", m.weights_checkpoint));
+  Result<Hdf5Writer> file = Hdf5Writer::create(path);
+  if (!file) return file.status();
+  CF_TRY(write_origin(*file, kLayerSchema, m));
+  CF_TRY(file->integer("", "layer", m.layer));
+  CF_TRY(file->integer("", "batch", m.load.batch));
+  CF_TRY(file->integer("", "q_len", m.load.q_len));
+  CF_TRY(file->text("", "cache", m.cache));
+  if (m.cache == "procedural") CF_TRY(file->unsigned_integer("", "cache_checksum", m.cache_checksum));
   if (m.weights == "procedural_gptq") {
-    CF_TRY(file.integer("", "weights_bits", m.linears.bits));
-    CF_TRY(file.integer("", "weights_group_size", m.linears.group_size));
+    CF_TRY(file->integer("", "weights_bits", m.linears.bits));
+    CF_TRY(file->integer("", "weights_group_size", m.linears.group_size));
   }
-  return GoldenWriter(std::make_unique<Impl>(Impl{std::move(file)}));
+  return GoldenWriter(std::make_unique<Impl>(Impl{std::move(*file)}));
 }
 
 Status GoldenWriter::add_input(const std::string& name, const Tensor& tensor) {
@@ -449,9 +343,7 @@ Status GoldenWriter::add_weight(const std::string& name, const Tensor& tensor) {
 
 Status GoldenWriter::add_tap(const VariantInfo& variant, const std::string& tap, const Tensor& tensor) {
   const std::string group = "taps/" + variant.name;
-  CF_TRY(impl_->file.text(group, "dtype", variant.dtype));
-  CF_TRY(impl_->file.text(group, "attn_implementation", variant.attn_implementation));
-  CF_TRY(impl_->file.text(group, "device", variant.device));
+  CF_TRY(write_variant(impl_->file, group, variant));
   return impl_->file.write(group + "/" + tap, tensor);
 }
 

@@ -68,20 +68,24 @@ namespace cf::golden {
 inline constexpr std::int64_t kSchemaVersion = 2, kOldestSchemaVersion = 1;  // the version written, the oldest read
 inline constexpr std::string_view kReference = "float64";  // the variant with which others are compared
 
-struct GoldenMeta {
+/// The attributes that golden files of every schema have.
+struct GoldenOrigin {
   std::string producer, command, versions, config_json, model;
   ModelConfig config;  // parsed from config_json, with dtype = the file's
-  std::int64_t layer = 0;
   DType dtype = DType::f16;
   std::uint64_t seed = 0;
+  std::string weights = "stored";
+  std::uint64_t weights_checksum = 0;
+  std::string weights_checkpoint;
+};
+
+struct GoldenMeta : GoldenOrigin {
+  std::int64_t layer = 0;
   Workload load;                     // its kv_len is the largest of all sequences, which is the capacity too
   std::vector<std::int32_t> kv_len;  // (batch)
   std::string cache = "none";
   std::uint64_t cache_checksum = 0;
-  std::string weights = "stored";
   WeightFormat linears{};  // with weights = "procedural_gptq"
-  std::uint64_t weights_checksum = 0;
-  std::string weights_checkpoint;
 };
 
 /// A dimension of a tap: its name, which coordinates are printed with, and its size.

@@ -448,6 +448,11 @@ Result<const Hdf5Reader::Object*> Hdf5Reader::find(const std::string& object) co
   return &it->second;
 }
 
+bool Hdf5Reader::is_group(const std::string& object) const {
+  const auto it = objects_.find(object);
+  return it != objects_.end() && it->second.is_group;
+}
+
 Result<std::vector<std::string>> Hdf5Reader::names(const std::string& group) const {
   CF_TRY_ASSIGN(const Object* const object, find(group));
   if (!(object)->is_group) return refuse(Code::invalid_file, group, "expected a group, got a dataset");

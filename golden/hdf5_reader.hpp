@@ -35,6 +35,7 @@ class Hdf5Reader {
   static Result<Hdf5Reader> open(const std::string& path);
 
   const std::string& path() const { return path_; }
+  bool is_group(const std::string& object) const;
   /// The names in a group, sorted.
   Result<std::vector<std::string>> names(const std::string& group) const;
 

@@ -131,9 +131,10 @@ Status Hdf5Writer::text(const std::string& object, hid_t owner, const std::strin
   return attribute(object, owner, name, type, value.c_str());
 }
 
-Status Hdf5Writer::text(const std::string& group, const std::string& name, const std::string& value) {
+Status Hdf5Writer::text(const std::string& object, const std::string& name, const std::string& value) {
   const Quiet quiet;
-  return text(group, open_group(group), name, value);
+  const Hdf5Id dataset(H5Dopen2(file_, object.c_str(), H5P_DEFAULT), H5Dclose);
+  return dataset.valid() ? text(object, dataset, name, value) : text(object, open_group(object), name, value);
 }
 
 Status Hdf5Writer::integer(const std::string& group, const std::string& name, std::int64_t value) {

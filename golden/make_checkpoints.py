@@ -21,6 +21,7 @@ NAME = "make_checkpoints.py"
 require_numpy(NAME)
 
 import gptq
+from golden_file import current_umask
 from neox import Model
 from neox_hf import PACKAGES, default_dtype, versions
 from quantize_gptq import Recipe, quantise_checkpoint
@@ -124,6 +125,8 @@ def write(spec, directory, command, seed=1):
         }
         json.dump(about, file, indent=2)
         file.write("\n")
+    for name in os.listdir(temporary):
+        os.chmod(os.path.join(temporary, name), 0o666 & ~current_umask())  # safetensors lets the owner alone read
     shutil.rmtree(path, ignore_errors=True)
     os.replace(temporary, path)
     return path

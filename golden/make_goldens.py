@@ -3,8 +3,9 @@
 
     golden/make_goldens.py --out data
 
-The attribute "command" of each golden file is the command that makes this file alone, run in the output directory.
-Takes about five minutes on 16 cores and writes less than 30 MB.
+Layers' golden files go to golden/, those of whole models to golden_model/. The attribute "command" of each file is the
+command that makes this file alone, run in the output directory.
+Takes about five minutes on 16 cores and writes less than 40 MB.
 
 Needs torch, transformers, safetensors, numpy and h5py.
 """
@@ -38,9 +39,9 @@ def small_dumps(spec):
         yield f"{spec.name}-stored", f"{base} --kv-len 17".replace("checkpoint ", "stored ")
 
 
-def dumps():
-    """(file name, arguments) of all golden files: of small checkpoints, and of full-size layers whose weights and
-    caches are made from the seed."""
+def layer_dumps():
+    """(file name, arguments) of the golden files of layers: of small checkpoints, and of full-size ones whose weights
+    and caches are made from the seed."""
     for spec in make_checkpoints.SPECS:
         yield from small_dumps(spec)
     for name in make_checkpoints.GPTQ_RECIPES:
@@ -52,31 +53,56 @@ def dumps():
             yield f"{preset}-kv{n}", f"--preset {preset} --layer 3 --kv-len {n}"
 
 
+def model_dumps():
+    """(file name, arguments) of the golden files of whole models: of every small checkpoint over a few positions, of two
+    over all 512, and of two layers of a full-size model."""
+    dense = [spec.name for spec in (*make_checkpoints.SPECS, make_checkpoints.TIED)]
+    for name in (*dense, *make_checkpoints.GPTQ_RECIPES):
+        yield f"{name}-16", f"--whole-model --model checkpoints/{name} --prompt-len 5 --new-tokens 12"
+    for name in ("neox-d80", "neox-bf16"):
+        run = "--prompt-len 501 --new-tokens 12 --top 64 --taps-of none"
+        yield f"{name}-512", f"--whole-model --model checkpoints/{name} {run}"
+    yield "pythia-2.8b-2-layers-7", "--whole-model --preset pythia-2.8b --layers 2 --prompt-len 4 --new-tokens 4 --top 64"
+
+
+# Folder -> its golden files.
+FOLDERS = {"golden": layer_dumps, "golden_model": model_dumps}
+
+
 def main(argv):
     parser = Parser(prog=NAME, description=__doc__)
     parser.add_argument(
-        "--out", metavar="DIR", default="data", help="writes DIR/checkpoints and DIR/golden (default: data)"
+        "--out", metavar="DIR", default="data", help="where the folders that are named below lie (default: data)"
+    )
+    parser.add_argument(
+        "--only",
+        choices=["checkpoints", *FOLDERS],
+        help="make this folder alone; golden files need the checkpoints (default: all)",
     )
     try:
         args = parser.parse_args(argv)
         require(*dump_hf.PACKAGES)
-        os.makedirs(os.path.join(args.out, "golden"), exist_ok=True)
+        folders = [folder for folder in FOLDERS if args.only in (None, folder)]
+        for folder in folders:
+            os.makedirs(os.path.join(args.out, folder), exist_ok=True)
         os.chdir(args.out)
     except (Refusal, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 2
     start = time.monotonic()
-    if status := make_checkpoints.main(["--out", "checkpoints"]):
-        return status
-    made = 0
-    for name, arguments in dumps():
-        if status := dump_hf.main([*arguments.split(), "--seed", "1", "--out", f"golden/{name}.h5"]):
-            print(f"{NAME}: {name} was refused", file=sys.stderr)
+    if args.only in (None, "checkpoints"):
+        if status := make_checkpoints.main(["--out", "checkpoints"]):
             return status
-        made += 1
+    made = 0
+    for folder in folders:
+        for name, arguments in FOLDERS[folder]():
+            if status := dump_hf.main([*arguments.split(), "--seed", "1", "--out", f"{folder}/{name}.h5"]):
+                print(f"{NAME}: {name} was refused", file=sys.stderr)
+                return status
+            made += 1
     size_bytes = sum(
         os.path.getsize(os.path.join(root, f))
-        for d in ("golden", "checkpoints")
+        for d in ("checkpoints", *FOLDERS)
         for root, _, files in os.walk(d)
         for f in files
     )

@@ -69,8 +69,8 @@ def top_ids(logits, count):
 
 
 def float64_run(model, weights, dtype, prompt, new_tokens, device):
-    """Hugging Face in float64, checked against its own decoding with a cache and against numpy: the greedy token ids, the
-    taps and logits of one pass over all but the last of them, cos and sin, and the attention implementation."""
+    """Hugging Face in float64, checked against its own decoding with a cache and against numpy: the greedy token ids,
+    the taps and logits of one pass over all but the last of them, cos and sin, and the attention implementation."""
     implementation = attention_implementations()[-1]
     progress(f"float64 {implementation}")
     hf = build_causal(model, weights, dtype, "float64", implementation, device)

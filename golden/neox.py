@@ -249,8 +249,8 @@ def reference_layer(model, weights, step, cos, sin):
 
 
 def reference_model(model, weights, ids, cos, sin, dtype):
-    """The taps of one pass over `ids` in float64, and the logits (tokens, vocab), from weights of stored dtype `dtype` and
-    the given cos and sin (tokens, rotary_dim / 2)."""
+    """The taps of one pass over `ids` in float64, and the logits (tokens, vocab), from weights of stored dtype `dtype`
+    and the given cos and sin (tokens, rotary_dim / 2)."""
     no_entries = np.zeros((1, model.num_attention_heads, 0, model.head_dim), np.float64)
     x = procedural.widen(weights["gpt_neox.embed_in.weight"][ids], dtype)
     taps = {"embed_in": x}

@@ -7,11 +7,13 @@
 
 #include "tests/checkpoint/reader_invariants.hpp"
 #include "tests/golden/golden_sample.hpp"
+#include "tests/golden/model_sample.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
 using namespace cf::test;
 using golden::GoldenFile;
+using golden::ModelGolden;
 
 namespace {
 
@@ -176,6 +178,15 @@ void change_text(Random& random, std::string& text) {
     text[below(random, text.size())] = char(random());
 }
 
+/// Puts an odd number into one of the config's fields, which hold these numbers.
+void change_config(Random& random, std::string& config, const std::vector<std::string_view>& fields) {
+  const std::string_view field = fields[below(random, fields.size())];
+  const std::size_t at = config.find(field);
+  if (at != std::string::npos)
+    config.replace(at, field.size(),
+                   std::string(field.substr(0, field.find(':') + 1)) + std::to_string(odd_integer(random)));
+}
+
 /// Changes one thing that the schema speaks of.
 void change_content(Random& random, GoldenSample& s) {
   golden::GoldenMeta& m = s.meta;
@@ -186,17 +197,11 @@ void change_content(Random& random, GoldenSample& s) {
     case 3: m.seed = random(); break;
     case 4: change_text(random, below(random, 2) ? m.cache : m.weights); break;
     case 5: (below(random, 2) ? m.cache_checksum : m.weights_checksum) ^= random(); break;
-    case 6: {
-      constexpr std::string_view fields[] = {"\"hidden_size\": 32", "\"num_attention_heads\": 4",
-                                             "\"intermediate_size\": 48", "\"max_position_embeddings\": 64",
-                                             "\"num_hidden_layers\": 2"};
-      const std::string_view field = fields[below(random, std::size(fields))];
-      const std::size_t at = m.config_json.find(field);
-      if (at != std::string::npos)
-        m.config_json.replace(at, field.size(),
-                              std::string(field.substr(0, field.find(':') + 1)) + std::to_string(odd_integer(random)));
+    case 6:
+      change_config(random, m.config_json,
+                    {"\"hidden_size\": 32", "\"num_attention_heads\": 4", "\"intermediate_size\": 48",
+                     "\"max_position_embeddings\": 64", "\"num_hidden_layers\": 2"});
       break;
-    }
     case 7: change_text(random, m.config_json); break;
     case 8: {
       golden::VariantInfo& v = any_of(random, s.variants)->second;
@@ -233,24 +238,126 @@ std::string use_fault(const GoldenFile& file, const std::string& path) {
   return rows ? "" : message_fault(rows.status(), path);
 }
 
+ModelSample clone(const ModelSample& s) {
+  ModelSample copy{.meta = s.meta,
+                   .ids = s.ids.clone(),
+                   .inputs = clone(s.inputs),
+                   .logits = clone(s.logits),
+                   .top = {},
+                   .taps = {},
+                   .variants = s.variants};
+  for (const auto& [variant, top] : s.top)
+    copy.top[variant] = {top.ids.clone(), top.values.clone(), top.log_sum_exp.clone()};
+  for (const auto& [variant, taps] : s.taps) copy.taps[variant] = clone(taps);
+  return copy;
+}
+
+/// Changes a tensor that is in no map; it may be lost.
+void change_tensor(Random& random, Tensor& t) {
+  std::map<std::string, Tensor> alone;
+  alone["t"] = std::move(t);
+  change_tensor(random, alone);
+  t = alone.empty() ? Tensor(DType::i32, {0}) : std::move(alone["t"]);
+}
+
+void change_content(Random& random, ModelSample& s) {
+  golden::ModelGoldenMeta& m = s.meta;
+  switch (below(random, 10)) {
+    case 0: m.prompt_len = odd_integer(random); break;
+    case 1: m.seed = random(); break;
+    case 2: change_text(random, below(random, 2) ? m.weights : m.config_json); break;
+    case 3: m.weights_checksum ^= random(); break;
+    case 4:
+      change_config(random, m.config_json,
+                    {"\"hidden_size\": 16", "\"num_attention_heads\": 2", "\"vocab_size\": 20",
+                     "\"max_position_embeddings\": 16", "\"num_hidden_layers\": 2"});
+      break;
+    case 5: {
+      golden::VariantInfo& v = any_of(random, s.variants)->second;
+      change_text(random, below(random, 2) ? v.dtype : v.device);
+      break;
+    }
+    case 6: change_tensor(random, s.ids); break;
+    case 7: change_tensor(random, any_of(random, s.taps)->second); break;
+    case 8: change_tensor(random, s.inputs); break;
+    default: {
+      if (s.top.empty()) return change_tensor(random, s.logits);
+      golden::TopLogits& top = any_of(random, s.top)->second;
+      Tensor* const parts[] = {&top.ids, &top.values, &top.log_sum_exp};
+      change_tensor(random, *parts[below(random, std::size(parts))]);
+    }
+  }
+}
+
+/// Reads all of an accepted file. Empty, or what is wrong with it.
+std::string use_fault(const ModelGolden& file, const std::string& path) {
+  const golden::ModelGoldenMeta& m = file.meta();
+  if (const Status s = m.config.validate(); !s) return s.message();
+  if (m.tokens < 2 || m.fed() > m.config.max_position_embeddings || m.prompt_len < 1 || m.prompt_len >= m.tokens ||
+      m.top < 0 || m.top > m.config.vocab_size)
+    return "sizes";
+  const auto ids = file.ids();
+  if (!ids) return message_fault(ids.status(), path);
+  for (std::int64_t i = 0; i < ids->size(); ++i)
+    if (const std::int32_t id = ids->as<std::int32_t>()[i]; id < 0 || id >= m.config.vocab_size) return "ids";
+  for (const char* name : {"cos", "sin"})
+    if (const auto t = file.input(name); !t || t->shape() != Shape{m.fed(), m.config.rotary_dim / 2}) return "inputs";
+  for (const golden::VariantInfo& v : file.variants()) {
+    const DType dtype = *dtype_from_string(v.dtype);
+    if (m.top == 0) {
+      const auto t = file.logits(v.name);
+      if (!t || t->dtype() != dtype || t->shape() != Shape{m.fed(), m.config.vocab_size}) return "logits";
+    } else {
+      const auto t = file.top_logits(v.name);
+      if (!t || t->values.dtype() != dtype || t->values.shape() != Shape{m.fed(), m.top}) return "top logits";
+      for (std::int64_t i = 0; i < t->ids.size(); ++i)
+        if (const std::int32_t id = t->ids.as<std::int32_t>()[i]; id < 0 || id >= m.config.vocab_size) return "top ids";
+    }
+    for (const std::string& tap : v.taps)
+      if (const auto t = file.tap(v.name, tap); !t || t->shape() != Shape{m.fed(), m.config.hidden_size}) return tap;
+  }
+  // A file may ask for 2^34 parameters, and its checkpoint may lie anywhere.
+  if (m.config.num_parameters() > 1 << 20 || m.weights == "checkpoint") return "";
+  const auto weights = file.weights();
+  return weights ? "" : message_fault(weights.status(), path);
+}
+
+/// Opens as File each of the files that `changed` makes of a seed, and uses it. Returns how many were accepted.
+template <class File, class Changed>
+int accepted_of(int rounds, const std::string& path, Changed&& changed) {
+  int accepted = 0;
+  for (std::uint64_t seed = 0; seed < std::uint64_t(rounds); ++seed) {
+    Random random(seed);
+    if (!changed(random)) continue;
+    CAPTURE(seed);
+    const auto file = File::open(path);
+    accepted += bool(file);
+    REQUIRE((file ? use_fault(*file, path) : message_fault(file.status(), path)) == "");
+  }
+  return accepted;
+}
+
+/// How many files of a sample with damaged bytes are accepted.
+template <class File, class Sample>
+int accepted_damaged(const Sample& sample) {
+  const TempDir dir;
+  const std::string path = dir / "x.h5";
+  check_ok(write_sample(sample, path));
+  const std::string whole = read_file(path);
+  return accepted_of<File>(2000, path, [&](Random& random) {
+    std::string bytes = whole;
+    damage_bytes(random, bytes);
+    write_file(path, bytes);
+    return bytes != whole;
+  });
+}
+
 }  // namespace
 
 TEST_CASE("no golden file with damaged bytes is accepted") {
-  const TempDir dir;
-  const std::string path = dir / "x.h5";
-  check_ok(write_sample(make_sample({.cache = "procedural", .weights = "procedural"}), path));
-  const std::string whole = read_file(path);
-  for (std::uint64_t seed = 0; seed < 2000; ++seed) {
-    Random random(seed);
-    std::string bytes = whole;
-    damage_bytes(random, bytes);
-    if (bytes == whole) continue;
-    write_file(path, bytes);
-    CAPTURE(seed);
-    const Status status = GoldenFile::open(path).status();
-    REQUIRE_FALSE(status);
-    REQUIRE(message_fault(status, path) == "");
-  }
+  CHECK(accepted_damaged<GoldenFile>(make_sample({.cache = "procedural", .weights = "procedural"})) == 0);
+  CHECK(accepted_damaged<ModelGolden>(make_model_sample()) == 0);
+  CHECK(accepted_damaged<ModelGolden>(make_model_sample({.top = 3})) == 0);
 }
 
 TEST_CASE("a golden file changed behind a valid seal is refused, or of use") {
@@ -265,19 +372,24 @@ TEST_CASE("a golden file changed behind a valid seal is refused, or of use") {
   }
   for (const char* name : {"layer.h5", "neox-bf16-kv1-b1.h5"}) files.emplace_back(read_file(old + name));
 
+  std::vector<Reseal> models;
+  for (const ModelSampleOptions& options : {ModelSampleOptions{}, ModelSampleOptions{.dtype = DType::bf16, .top = 3}}) {
+    check_ok(write_sample(make_model_sample(options), path));
+    models.emplace_back(read_file(path));
+  }
+
   constexpr int rounds = 800;
-  for (std::size_t f = 0; f < files.size(); ++f) {
-    int accepted = 0;
-    for (std::uint64_t seed = 0; seed < rounds; ++seed) {
-      Random random(seed * files.size() + f);
-      write_file(path, files[f].changed(random));
-      CAPTURE(f, seed);
-      const auto file = GoldenFile::open(path);
-      accepted += bool(file);
-      REQUIRE((file ? use_fault(*file, path) : message_fault(file.status(), path)) == "");
-    }
-    // Some changes hit data or spare room, and most do not.
+  for (std::size_t f = 0; f < files.size() + models.size(); ++f) {
+    const bool of_layer = f < files.size();
+    const Reseal& file = of_layer ? files[f] : models[f - files.size()];
+    const auto change = [&](Random& random) {
+      write_file(path, file.changed(random));
+      return true;
+    };
     CAPTURE(f);
+    const int accepted =
+        of_layer ? accepted_of<GoldenFile>(rounds, path, change) : accepted_of<ModelGolden>(rounds, path, change);
+    // Some changes hit data or spare room, and most do not.
     CHECK(accepted > rounds / 20);
     CHECK(accepted < rounds * 3 / 4);
   }
@@ -311,21 +423,22 @@ TEST_CASE("a golden file with wrong content is refused, or of use") {
   omp_set_num_threads(1);
   GoldenSample small = make_sample({.cache = "procedural", .weights = "procedural"}), full = make_sample();
   for (GoldenSample* s : {&small, &full}) s->meta.config_json = checkpoint::to_hf_json(s->meta.config);
+  ModelSample all = make_model_sample(), some = make_model_sample({.top = 3});
+  for (ModelSample* s : {&all, &some}) s->meta.config_json = checkpoint::to_hf_json(s->meta.config);
   const TempDir dir;
   const std::string path = dir / "x.h5";
+  const auto write_changed = [&](Random& random, auto sample) {
+    for (std::size_t n = below(random, 3) + 1; n > 0; --n) change_content(random, sample);
+    return bool(write_sample(sample, path));
+  };
   constexpr int files = 700;
-  int accepted = 0;
-  for (std::uint64_t seed = 0; seed < files; ++seed) {
-    Random random(seed);
-    GoldenSample s = clone(below(random, 4) == 0 ? full : small);
-    for (std::size_t n = below(random, 3) + 1; n > 0; --n) change_content(random, s);
-    if (!write_sample(s, path)) continue;
-    CAPTURE(seed);
-    const auto file = GoldenFile::open(path);
-    accepted += bool(file);
-    REQUIRE((file ? use_fault(*file, path) : message_fault(file.status(), path)) == "");
+  const int layers = accepted_of<GoldenFile>(
+      files, path, [&](Random& random) { return write_changed(random, clone(below(random, 4) == 0 ? full : small)); });
+  const int models = accepted_of<ModelGolden>(
+      files, path, [&](Random& random) { return write_changed(random, clone(below(random, 2) == 0 ? all : some)); });
+  for (const int accepted : {layers, models}) {
+    // Otherwise the changes are too coarse or too fine to test anything.
+    CHECK(accepted > files / 20);
+    CHECK(accepted < files);
   }
-  // Otherwise the changes are too coarse or too fine to test anything.
-  CHECK(accepted > files / 20);
-  CHECK(accepted < files);
 }

@@ -10,10 +10,11 @@
 
 namespace cf::test {
 
-/// The paths of all golden files in data/, sorted.
-inline std::vector<std::string> golden_files() {
+/// The paths of all golden files of a folder of data/, sorted. Those of layers are in "golden", those of whole models
+/// in "golden_model".
+inline std::vector<std::string> golden_files(const std::string& folder = "golden") {
   std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR))
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(CF_DATA_DIR "/" + folder))
     if (entry.path().extension() == ".h5") paths.push_back(entry.path().string());
   std::sort(paths.begin(), paths.end());
   return paths;

@@ -1,0 +1,76 @@
+#pragma once
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "core/model/layer.hpp"
+#include "core/ops/embedding.hpp"
+
+namespace cf {
+
+/// A step of a whole model: a site of one of its layers, or a module outside them.
+struct ModelSite {
+  std::int64_t layer = -1;  // -1 outside the layers
+  Site site{};
+
+  /// Hugging Face's module: "gpt_neox.layers.3.attention.dense", "gpt_neox.embed_in", "embed_out".
+  std::string name() const;
+  /// The name under which golden files hold what the step makes: "layers.3.attention.residual", "embed_in", "logits".
+  std::string tap() const;
+};
+
+namespace site {
+inline constexpr Site embed_in{"gpt_neox.embed_in", "embed_in"};
+inline constexpr Site final_layer_norm{"gpt_neox.final_layer_norm", "final_layer_norm"};
+inline constexpr Site embed_out{"embed_out", "logits"};
+}  // namespace site
+
+/// Every tensor of a model's step. All layers share one set of activations.
+struct ModelTensors {
+  View<const std::int32_t, 1> ids{};     // (tokens)
+  std::array<AnyView<2>, 2> hidden{};    // (tokens, hidden)  the embedding, then the layers' outputs in turn
+  LayerTensors layer{};                  // hidden, output, k_cache and v_cache are not used: the walk sets them
+  std::span<const LayerCache> caches{};  // (layers)
+  AnyView<2> final_norm{};               // (rows, hidden)    final_layer_norm of the last `rows` tokens
+  AnyView<2> logits{};                   // (rows, vocab)     embed_out of the same
+};
+
+/// The GPT-NeoX model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
+/// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the layers.
+///   h = embed_in[ids];  h = layer_i(h) for every i;  logits = LayerNorm(h) embed_out^T
+/// A padded vocabulary has as many logits as the head has rows.
+/// Source: transformers GPTNeoXModel.forward and GPTNeoXForCausalLM.forward.
+template <class F>
+Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const ModelTensors& t, F&& f) {
+  CF_TRY(
+      f(ModelSite{.site = site::embed_in}, ops::Embedding::Args{.ids = t.ids, .table = w.embed_in, .y = t.hidden[0]}));
+  for (std::size_t i = 0; i < w.layers.size(); ++i) {
+    LayerTensors layer = t.layer;
+    layer.hidden = t.hidden[i % 2];
+    layer.output = t.hidden[(i + 1) % 2];
+    layer.k_cache = t.caches[i].k;
+    layer.v_cache = t.caches[i].v;
+    CF_TRY(for_each_site(m, w.layers[i], layer, [&](const Site& site, const auto& args) {
+      return f(ModelSite{std::int64_t(i), site}, args);
+    }));
+  }
+  const std::int64_t rows = t.logits.shape[0];
+  if (rows == 0) return {};
+  // The last rows, as many as the logits have.
+  AnyView<2> last = t.hidden[w.layers.size() % 2];
+  last.data =
+      static_cast<char*>(last.data) + (last.shape[0] - rows) * last.shape[1] * std::int64_t(size_bytes(last.dtype));
+  last.shape[0] = rows;
+  CF_TRY(f(
+      ModelSite{.site = site::final_layer_norm},
+      ops::LayerNorm::Args{.x = last, .norm = w.final_layer_norm, .y = t.final_norm, .eps = m.traits.layer_norm_eps}));
+  return f(ModelSite{.site = site::embed_out},
+           ops::Linear::Args{.x = t.final_norm, .linear = w.embed_out, .y = t.logits});
+}
+
+/// Refuses weights that are not those of a whole model: other than num_layers layers, or tensors of other shapes than
+/// for_each_model_weight lists.
+Status check_model_weights(const ModelSpec& m, const ModelWeights& w);
+
+}  // namespace cf

@@ -1,0 +1,337 @@
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/compare.hpp"
+#include "core/model/config.hpp"
+#include "core/model/decoder.hpp"
+#include "core/procedural.hpp"
+#include "cpu_ref/model.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::test;
+using cpu_ref::Model;
+using Ids = std::vector<std::int32_t>;
+using Emitted = std::vector<Decoder::Emitted>;
+
+template <class T>
+T taken(Result<T> r) {
+  INFO(r.status().message());
+  REQUIRE(r);
+  return std::move(*r);
+}
+
+const Status& status_of(const Status& s) { return s; }
+template <class T>
+const Status& status_of(const Result<T>& r) {
+  return r.status();
+}
+
+/// "" if the call was refused with this text in its message; otherwise what is wrong.
+template <class R>
+std::string fault_of(const R& refused, std::string_view text) {
+  return refusal_fault(status_of(refused), Code::invalid_argument, {text});
+}
+
+void require_ok(const Status& s) {
+  INFO(s.message());
+  REQUIRE(s);
+}
+
+ModelSpec small_spec(std::int64_t layers = 3) {
+  ModelConfig m;
+  m.name = "small";
+  m.hidden_size = 48;
+  m.num_hidden_layers = layers;
+  m.num_attention_heads = 3;
+  m.intermediate_size = 100;
+  m.vocab_size = 61;
+  m.max_position_embeddings = 64;
+  m.rotary_dim = 8;
+  return m;
+}
+
+/// A small model with its weights.
+struct Small {
+  ModelSpec spec;
+  std::shared_ptr<OwnedModelWeights> weights;
+
+  explicit Small(ModelSpec m = small_spec(), WeightFormat linears = {})
+      : spec(m), weights(std::make_shared<OwnedModelWeights>(procedural_model(m, DType::f16, 7, linears))) {}
+
+  std::unique_ptr<Model> model(const Model::Options& options = {}) const {
+    return taken(Model::create(spec, weights->weights, weights, options));
+  }
+  Decoder decoder(std::int64_t slots, DType activation = DType::f32) const {
+    return Decoder(model({.slots = slots, .capacity = 64, .chunk = 8, .activation = activation}));
+  }
+};
+
+Ids ids_of(std::int64_t count, std::uint64_t seed) {
+  Tensor t(DType::f32, {count});
+  fill_procedural(t.data(), DType::f32, 0, count, ProceduralKind::activation, seed, "ids");
+  Ids ids;
+  for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::int32_t(std::abs(t.at(i)) * 1000) % 61);
+  return ids;
+}
+
+/// The bytes of a tensor.
+std::string bits(const Tensor& t) { return {static_cast<const char*>(t.data()), std::size_t(t.size_bytes())}; }
+
+/// The ids of each sequence among what a decoder emitted.
+std::map<Decoder::Sequence, Ids> by_sequence(const Emitted& emitted) {
+  std::map<Decoder::Sequence, Ids> ids;
+  for (const auto& [sequence, id] : emitted) ids[sequence].push_back(id);
+  return ids;
+}
+
+}  // namespace
+
+TEST_CASE("The walk of a model names every module in Hugging Face's order", "[model]") {
+  const Small small(small_spec(2));
+  const auto model = small.model({.capacity = 8});
+  std::vector<std::string> names, taps;
+  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor>) -> Status {
+    names.push_back(site.name());
+    taps.push_back(site.tap());
+    return {};
+  });
+  require_ok(model->prefill(0, 0, Ids{1, 2, 3}));
+  REQUIRE(names.size() == 2 * sites.size() + 3);
+  CHECK(names.front() == "gpt_neox.embed_in");
+  CHECK(names[1] == "gpt_neox.layers.0.input_layernorm");
+  CHECK(names[sites.size()] == "gpt_neox.layers.0.mlp.dense_4h_to_h");
+  CHECK(taps[sites.size()] == "layers.0.output");
+  CHECK(names[sites.size() + 1] == "gpt_neox.layers.1.input_layernorm");
+  CHECK(names[names.size() - 2] == "gpt_neox.final_layer_norm");
+  CHECK(names.back() == "embed_out");
+  CHECK(taps.back() == "logits");
+}
+
+TEST_CASE("A step reads each weight once for all slots", "[model]") {
+  const Small small;
+  const std::int64_t slots = GENERATE(1, 3, 17);
+  CAPTURE(slots);
+  const auto model = small.model({.slots = slots, .capacity = 8});
+  // The embedding is read by rows, and the head whole.
+  std::int64_t expected = 0, read = 0;
+  for_each_model_weight(small.spec, small.weights->weights, [&](const TensorSpec& t, const auto& view, const auto&) {
+    if (t.name != "gpt_neox.embed_in.weight") expected += view.bytes();
+  });
+  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
+    for (const auto& t : tensors)
+      if (is_weight(t.role) && site.name() != "gpt_neox.embed_in") read += t.size * std::int64_t(size_bytes(t.dtype));
+    return {};
+  });
+  std::vector<ModelRunner::Token> tokens;
+  for (std::int64_t s = 0; s < slots; ++s) tokens.push_back({.slot = s, .id = std::int32_t(s), .position = 0});
+  require_ok(model->step(tokens));
+  CHECK(read == expected);
+}
+
+TEST_CASE("A prefill and the steps behind it make the logits of one prefill", "[model]") {
+  const Small small;
+  const Ids ids = ids_of(61, 3);
+  const auto [activation, bound] = GENERATE(table<DType, double>({{DType::f64, 1e-13}, {DType::f32, 1e-5}}));
+  const std::int64_t chunk = GENERATE(1, 7, 8, 64);
+  CAPTURE(to_string(activation), chunk);
+  const auto whole = small.model({.capacity = 64, .chunk = 64, .activation = activation});
+  Tensor expected(activation, {std::int64_t(ids.size()), small.spec.shape.vocab_size});
+  require_ok(whole->forward(0, 0, ids, expected.view<2>()));
+  for (const std::size_t split : {1u, 7u, 8u, 9u, 60u}) {
+    CAPTURE(split);
+    const auto model = small.model({.capacity = 64, .chunk = chunk, .activation = activation});
+    require_ok(model->prefill(0, 0, std::span(ids).first(split)));
+    for (std::size_t i = split - 1; i < ids.size(); ++i) {
+      if (i >= split) require_ok(model->step(std::vector{ModelRunner::Token{0, ids[i], std::int64_t(i)}}));
+      const Tensor logits = taken(model->logits(0));
+      const std::int64_t vocab = logits.size();
+      ConstAnyView<1> reference{
+          static_cast<const char*>(expected.data()) + i * std::size_t(vocab) * size_bytes(activation),
+          {vocab},
+          activation};
+      double error2 = 0, norm2 = 0;
+      for (std::int64_t v = 0; v < vocab; ++v) {
+        const double r = load_element(reference.data, activation, v);
+        error2 += (logits.at(v) - r) * (logits.at(v) - r);
+        norm2 += r * r;
+      }
+      CHECK(std::sqrt(error2 / norm2) < bound);
+    }
+  }
+}
+
+TEST_CASE("Models whose last rows are asked for make the bits of those that make all", "[model]") {
+  const Small small;
+  const Ids ids = ids_of(20, 5);
+  const std::int64_t vocab = small.spec.shape.vocab_size, rows = GENERATE(0, 1, 4, 5, 19, 20);
+  CAPTURE(rows);
+  const Model::Options options{.capacity = 20, .chunk = 4};
+  Tensor all(DType::f32, {20, vocab}), last(DType::f32, {20, vocab});
+  require_ok(small.model(options)->forward(0, 0, ids, all.view<2>()));
+  require_ok(small.model(options)->forward(0, 0, ids, {last.data(), {rows, vocab}, DType::f32}));
+  const auto* expected = all.as<float>() + (20 - rows) * vocab;
+  double most = 0;
+  for (std::int64_t i = 0; i < rows * vocab; ++i)
+    most = std::max(most, double(std::abs(last.as<float>()[i] - expected[i])));
+  // The head takes few rows and many in different orders.
+  CHECK(most < 1e-5);
+  if (rows % 4 == 0) CHECK(std::equal(expected, expected + rows * vocab, last.as<float>()));
+}
+
+TEST_CASE("Sequences that share steps make the bits of each alone", "[model]") {
+  const std::int64_t slots = GENERATE(3, 9);
+  const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{4, 16});
+  ModelSpec spec = small_spec();
+  spec.shape.intermediate_size = 128;
+  const Small small(spec, linears);
+  CAPTURE(slots, linears.bits);
+  const std::vector<Ids> prompts{ids_of(5, 1), ids_of(1, 2), ids_of(17, 3)};
+  const Sampling sampled{.temperature = 1.5, .top_k = 20, .seed = 5};
+  std::vector<Ids> alone;
+  std::vector<std::string> logits;
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    Decoder d = small.decoder(slots);
+    const auto s = taken(d.add(prompts[i], {.sampling = sampled, .id = i}));
+    taken(d.decode(12));
+    alone.push_back(taken(d.ids(s)));
+    logits.push_back(bits(taken(d.logits(s))));
+    CHECK(alone.back().size() == 12);
+  }
+  // The third joins when the others have three tokens, and the first is dropped before that.
+  Decoder d = small.decoder(slots);
+  const auto first = taken(d.add(prompts[0], {.sampling = sampled, .id = 0}));
+  const auto second = taken(d.add(prompts[1], {.sampling = sampled, .id = 1}));
+  Emitted emitted = taken(d.decode(3));
+  const auto third = taken(d.add(prompts[2], {.sampling = sampled, .id = 2}));
+  for (const auto& e : taken(d.decode(9))) emitted.push_back(e);
+  CHECK(bits(taken(d.logits(second))) == logits[1]);
+  CHECK(by_sequence(emitted)[first] == alone[0]);
+  CHECK(by_sequence(emitted)[second] == alone[1]);
+  require_ok(d.drop(first));
+  emitted = taken(d.decode(3));
+  CHECK(taken(d.ids(third)) == alone[2]);
+  CHECK(bits(taken(d.logits(third))) == logits[2]);
+  // The slot of the dropped one starts anew.
+  const auto again = taken(d.add(prompts[0], {.sampling = sampled, .id = 0}));
+  taken(d.decode(12));
+  CHECK(taken(d.ids(again)) == alone[0]);
+}
+
+TEST_CASE("A decoder makes the same bits a hundred times, on 1 to 3 threads", "[model]") {
+  const Small small;
+  std::set<std::string> seen;
+  const int threads = omp_get_max_threads();
+  for (int i = 0; i < 100; ++i) {
+    omp_set_num_threads(1 + i % 3);
+    Decoder d = small.decoder(2);
+    const auto s = taken(d.add(ids_of(9, 1)));
+    taken(d.decode(6));
+    seen.insert(bits(taken(d.logits(s))));
+  }
+  omp_set_num_threads(threads);
+  CHECK(seen.size() == 1);
+}
+
+TEST_CASE("Sequences end at their stop ids and limits", "[model]") {
+  const Small small;
+  const Ids prompt = ids_of(6, 4);
+  Decoder d = small.decoder(2);
+  const auto whole = taken(d.add(prompt));
+  taken(d.decode(10));
+  const Ids ids = taken(d.ids(whole));
+  require_ok(d.drop(whole));
+
+  const std::int32_t stop = ids[4];
+  const auto place = std::find(ids.begin(), ids.end(), stop) - ids.begin();
+  const auto stopped = taken(d.add(prompt, {.stop = {stop, 60}}));
+  const auto limited = taken(d.add(prompt, {.max_new_tokens = 3}));
+  const Emitted emitted = taken(d.decode(100));
+  CHECK_FALSE(d.active());
+  CHECK(taken(d.finish(stopped)) == Finish::stop);
+  CHECK(taken(d.finish(limited)) == Finish::length);
+  CHECK(taken(d.ids(stopped)) == Ids(ids.begin(), ids.begin() + place + 1));
+  CHECK(taken(d.ids(limited)) == Ids(ids.begin(), ids.begin() + 3));
+  CHECK(by_sequence(emitted)[limited] == taken(d.ids(limited)));
+  CHECK(d.free_slots() == 2);
+  CHECK(taken(d.decode(5)).empty());
+  CHECK(d.status(stopped));
+}
+
+TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the others go on", "[model]") {
+  const Small small;
+  Decoder d(small.model({.slots = 2, .capacity = 12, .chunk = 5}));
+  const auto longer = taken(d.add(ids_of(9, 1))), shorter = taken(d.add(ids_of(2, 2)));
+  taken(d.decode(6));
+  CHECK(taken(d.finish(longer)) == Finish::failed);
+  CHECK(d.status(longer).message() ==
+        "decoder: sequence 0: the cache's capacity of 12 entries is reached after 4 new tokens");
+  CHECK(taken(d.ids(longer)).size() == 4);
+  CHECK(taken(d.finish(shorter)) == Finish::running);
+  CHECK(taken(d.ids(shorter)).size() == 6);
+  // A prompt that fills the cache has room for no entry, but for one id.
+  const auto full = taken(d.add(ids_of(12, 3)));
+  taken(d.decode(1));
+  CHECK(taken(d.ids(full)).size() == 1);
+}
+
+TEST_CASE("A NaN is reported with the site that made it, and ends its own sequence alone", "[model]") {
+  Small small;
+  // Token 7's embedding alone meets this weight.
+  ModelWeights& w = small.weights->weights;
+  for (Tensor& t : small.weights->storage)
+    if (t.data() == w.embed_in.data)
+      t.as<f16>()[7 * small.spec.shape.hidden_size] = f16{0x7e00};  // a NaN
+  Decoder d = small.decoder(2);
+  const auto bad = taken(d.add(Ids{1, 7})), good = taken(d.add(Ids{1, 2}));
+  taken(d.decode(4));
+  CHECK(taken(d.finish(bad)) == Finish::failed);
+  INFO(d.status(bad).message());
+  CHECK(d.status(bad).message().find("sequence 0") != std::string::npos);
+  CHECK(d.status(bad).message().find("made by gpt_neox.embed_in") != std::string::npos);
+  const Ids ids = taken(d.ids(good));
+  // The small model may choose token 7 itself.
+  CHECK((ids.size() == 4 || ids.back() == 7));
+}
+
+TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]") {
+  const Small small;
+  Decoder d = small.decoder(1);
+  CHECK(fault_of(d.add({}), "decoder: prompt: expected at least one id, got none") == "");
+  CHECK(fault_of(d.add(Ids(65, 1)), "expected at most 64 ids, the cache's capacity, got 65") == "");
+  CHECK(fault_of(d.add(Ids{0, 61}), "decoder: prompt[1]: expected an id of 0 to 60, got 61") == "");
+  CHECK(fault_of(d.add(Ids{-1}), "decoder: prompt[0]: expected an id of 0 to 60, got -1") == "");
+  CHECK(fault_of(d.add(Ids{1}, {.stop = {99}}), "decoder: stop[0]: expected an id of 0 to 60, got 99") == "");
+  CHECK(fault_of(d.add(Ids{1}, {.max_new_tokens = 0}), "max_new_tokens: expected at least 1, got 0") == "");
+  CHECK(fault_of(d.add(Ids{1}, {.sampling = {.temperature = -1}}), "temperature") == "");
+  CHECK(fault_of(d.decode(0), "steps: expected at least 1, got 0") == "");
+  CHECK(fault_of(d.drop(0), "sequence 0 is unknown or was dropped") == "");
+  CHECK(fault_of(d.ids(3), "sequence 3 is unknown or was dropped") == "");
+  CHECK(d.free_slots() == 1);
+  const auto s = taken(d.add(Ids{1}));
+  CHECK(fault_of(d.add(Ids{1}), "no slot is free: expected at most 1 running sequences") == "");
+  CHECK(fault_of(d.logits(s), "has no logits") == "");
+  taken(d.prefill());
+  CHECK(taken(d.logits(s)).size() == 61);
+
+  ModelWeights few = small.weights->weights;
+  few.layers.pop_back();
+  CHECK(fault_of(Model::create(small.spec, few, {}, {}), "expected weights of 3 layers, got 2") == "");
+  CHECK(fault_of(Model::create(small.spec, small.weights->weights, {}, {.slots = 0}), "slots must be 1") == "");
+  CHECK(fault_of(Model::create(small.spec, small.weights->weights, {}, {.activation = DType::f16}),
+                 "expected activations of float32 or float64, got float16") == "");
+  const auto model = small.model({.slots = 2, .capacity = 4});
+  CHECK(fault_of(model->prefill(2, 0, Ids{1}), "slot: expected 0 to 1, got 2") == "");
+  CHECK(fault_of(model->prefill(0, 1, Ids{1}), "slot 0: expected a first position of 0 to 0, its entries, got 1") ==
+        "");
+  CHECK(fault_of(model->prefill(0, 0, Ids(5, 1)), "slot 0: expected at most 4 entries, the capacity, got 5") == "");
+}
