@@ -12,7 +12,7 @@
 
 namespace cf::cuda {
 
-/// Puts ops onto a stream that is being captured, each behind those alone whose data it needs, so that the others may
+/// Puts ops onto a stream that is being captured. An op waits only for the ops whose data it needs, so that others may
 /// run at the same time.
 class DataflowCapture {
  public:
@@ -45,8 +45,8 @@ class DataflowCapture {
   std::vector<CUgraphNode_st*> nodes_;  // the last node of each op
 };
 
-/// Captures a graph of what `record` adds to the DataflowCapture that it is given. Nothing runs. Launch plans are those
-/// of the context; its stream is not used, since a default stream cannot be captured.
+/// Captures a graph of the ops that `record` adds to the DataflowCapture it is given. Nothing runs. The context gives
+/// the launch plans. Its stream is not used, since a default stream cannot be captured.
 template <class Record>
 Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
   CF_TRY_ASSIGN(Stream stream, make_stream());
@@ -57,7 +57,7 @@ Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
 }
 
 /// Captures a graph of any walk over ops: `walk(add)` calls add(site, args) for each of its ops in order, as
-/// for_each_site() does, and returns a Status. Each kernel may start before those are done whose data it needs.
+/// for_each_site() does, and returns a Status. A kernel may start before the kernels whose data it needs are done.
 template <class Walk>
 Result<GraphExec> capture_walk(const Context& context, Walk&& walk) {
   return capture_dataflow(context, [&](DataflowCapture& graph) {

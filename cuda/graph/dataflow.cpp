@@ -14,7 +14,7 @@ std::vector<int> Dataflow::add(std::span<const void* const> reads, std::span<con
     for (int reader : tensors_[tensor].readers) want(reader);
   }
 
-  // The latest first: what it runs after needs no edge of its own.
+  // The latest task first: the tasks that it waits for need no edge of their own.
   std::vector<bool> after(after_.size(), false);
   std::vector<int> direct;
   for (std::size_t other = after_.size(); other-- > 0;) {

@@ -1,23 +1,24 @@
 #pragma once
-// The order that tasks' reads and writes ask for. Private to cuda.
+// The order of tasks that follows from what they read and write. Private to cuda.
 #include <map>
 #include <span>
 #include <vector>
 
 namespace cf::cuda {
 
-/// Tasks told one after the other, each with the tensors that it reads and writes. A tensor is known by its first byte:
-/// two of them are the same or have no byte in common.
+/// Tasks in the order in which they are added, each with the tensors that it reads and writes. A tensor is known by its
+/// first byte: two of them are the same or have no byte in common.
 class Dataflow {
  public:
-  /// Adds a task; they are numbered from 0. Returns those that it must wait for, in order: whose data it reads, and who
-  /// read or wrote what it overwrites, but for those that another of them waits for.
+  /// Adds a task, and returns the numbers of the tasks that it must wait for, in order and counted from 0: those that
+  /// wrote what it reads, and those that read or wrote what it overwrites. A task that another one of these waits for
+  /// is left out.
   std::vector<int> add(std::span<const void* const> reads, std::span<const void* const> writes);
 
  private:
   struct Uses {
     int writer = -1;
-    std::vector<int> readers;  // since
+    std::vector<int> readers;  // since that write
   };
 
   std::map<const void*, Uses> tensors_;

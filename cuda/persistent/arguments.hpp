@@ -9,7 +9,8 @@
 
 namespace cf::cuda {
 
-/// Where the sites' outputs of a launch's final layer go, shaped as in LayerTensors; null for nowhere.
+/// Where a launch stores the sites' outputs of its final layer, in the shapes of LayerTensors. An output whose pointer
+/// is null is not stored.
 struct TapPointers {
   void *attn_in, *qkv, *q, *k, *v, *context, *attn_residual, *mlp_in, *mlp_act;
 };
@@ -26,10 +27,10 @@ struct PersistentArguments {
   bool parallel_residual, gelu_tanh;
 
   PhaseOrder phases = {};
-  // Of several tokens: slices of mlp.act lie in mlp_x and attn_x by turns, not in mlp_x alone.
+  // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
   bool two_act_places = false;
   bool continues = false;       // the second launch of a layer, which reads the first one's tags
-  int layers = 0;               // of all launches: tags are numbered by it
+  int layers = 0;               // that launches may run; a launch has one tag more
   int first_layer = 0;          // of the launch
   int end_layer = 0;            // one past the launch's final layer
   const void* input = nullptr;  // (batch, hidden), or null: the residual stream of the launch before
@@ -39,8 +40,8 @@ struct PersistentArguments {
   const std::int32_t* kv_len = nullptr;        // (batch)
   const float *cos = nullptr, *sin = nullptr;  // (table_rows, half_rotary)
 
-  // Scratch memory, in which blocks write for each other. Of several tokens the elements of context and mlp_act have no
-  // tags: the copy engine brings them, once context_done and act_done say that they are complete.
+  // Scratch memory, through which blocks hand each other results. With several tokens the elements of context and
+  // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
   Tagged* hidden[2] = {};            // (batch, hidden): layer l reads hidden[l % 2]
   Tagged* attn_residual = nullptr;   // (batch, hidden), of a sequential residual
   TaggedElement* qkv = nullptr;      // (batch, heads, 3, head_dim)
@@ -52,13 +53,13 @@ struct PersistentArguments {
   GridState* grid_state = nullptr;
 
   unsigned* report = nullptr;       // in host memory: the dependency_code() of what did not come in time; 0 for none
-  std::uint64_t wait_limit_ns = 0;  // a wait's limit
+  std::uint64_t wait_limit_ns = 0;  // how long a block waits for others
   TapPointers taps = {};            // for tests
-  unsigned delay_seed = 0;          // for tests: blocks are delayed at random; 0 for not
+  unsigned delay_seed = 0;          // for tests: the seed of the blocks' random delays; 0 for none
   int withheld = 0;                 // for tests: the dependency_code() of what no block publishes; 0 for none
 
-  // The pointers of first_layer are arguments: they are there when a block begins. Those of the other layers lie in
-  // device memory and are loaded one layer ahead.
+  // The pointers of first_layer are arguments, so that a block has them when it begins. Those of the other layers lie
+  // in device memory and are loaded one layer ahead.
   LayerPointers first_pointers = {};
   const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
 };

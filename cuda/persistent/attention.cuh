@@ -36,7 +36,7 @@ struct KeySplit {
   __device__ long batch_head(const PersistentArguments& c) const { return long(sequence) * c.dims.heads + head; }
   /// The row of the cache (batch, heads, capacity, head_dim) that holds a key.
   __device__ long row(const PersistentArguments& c, int key) const { return batch_head(c) * c.capacity + key; }
-  /// Stages of the ring that bring the cached keys, each some keys and then their values.
+  /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
   __device__ int stages(const PersistentArguments& c) const {
     return (end_of_cached - begin + c.plan.stage_keys - 1) / c.plan.stage_keys;
   }
@@ -63,8 +63,8 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
   return true;
 }
 
-/// A warp's softmax-weighted sum in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: Blocks
-/// of them hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. All eight groups
+/// A warp's softmax-weighted sum in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: `Blocks`
+/// blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. All eight groups
 /// of four lanes hold the same weights, four keys a lane.
 template <class T, int Blocks>
 struct AttentionTile {
@@ -142,17 +142,17 @@ struct AttentionTile {
   }
 };
 
-/// Waits for q, k and v of a head's new token, turns q and k by RoPE, rounds them to T and stores all three in the
+/// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the
 /// block's shared memory. The block of the split with the newest key appends k and v to the cache. A position outside
-/// the RoPE table makes the turned elements NaN. False where the wait took too long.
+/// the RoPE table makes the rotated elements NaN. False where the wait took too long.
 template <class T>
 __device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
   const PersistentArguments& c = block.c;
   const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
   static_assert(kProductThreads >= kMaxPersistentHeadDim);
   const unsigned tag = block.tag(layer);
-  // A thread has one element each of q, k and v, and the elements that those of q and k are turned with.
-  const bool has_element = d < head_dim, turned = has_element && d < 2 * half;
+  // A thread has one element each of q, k and v, and the partners that RoPE rotates those of q and k with.
+  const bool has_element = d < head_dim, rotated = has_element && d < 2 * half;
   const TaggedElement* const qkv = c.qkv + split.batch_head(c) * 3 * head_dim;
   const int other = d < half ? d + half : d - half;
   TaggedElement element[3] = {}, partner[2] = {};
@@ -161,16 +161,16 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
       if (has_element) element[of] = load_relaxed(qkv + of * head_dim + d);
-      if (of < 2 && turned) partner[of] = load_relaxed(qkv + of * head_dim + other);
+      if (of < 2 && rotated) partner[of] = load_relaxed(qkv + of * head_dim + other);
     }
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
       if (has_element) here = here && has_tag(element[of], tag);
-      if (of < 2 && turned) here = here && has_tag(partner[of], tag);
+      if (of < 2 && rotated) here = here && has_tag(partner[of], tag);
     }
     return here;
   });
-  block.sync();  // no warp reads the new token of the split before any more
+  block.sync();  // all warps have read the new token of the split before
 
   T* const new_token = block.at<T>(c.layout.new_token);
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
@@ -179,7 +179,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
       T stored{std::uint16_t(element[of])};
-      if (of < 2 && turned) {
+      if (of < 2 && rotated) {
         float value = to_float(stored), with = to_float(T{std::uint16_t(partner[of])});
         if (d < half)
           rotate(value, with, angles[0], angles[half]);
@@ -198,8 +198,8 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   return block.sync_unless_stopped();
 }
 
-/// Merges `count` partial results, up to 32, in a fixed order; each helper warp does all of it for its own elements.
-/// state(i) and value(i, d) read the i-th; store(d, sum, state) takes the merged element d.
+/// Merges `count` partial results, up to 32, in a fixed order; each helper warp merges all of them for its own
+/// elements. state(i) and value(i, d) read the i-th; store(d, sum, state) takes the merged element d.
 template <class State, class Value, class Store>
 __device__ void merge_partials(const Block& block, int count, State state, Value value, Store store) {
   const int thread = block.thread(), lane = thread % 32;

@@ -20,11 +20,11 @@ extern __shared__ __align__(128) char block_smem[];
 struct Block {
   const PersistentArguments& c;
   int first_thread, threads, barrier;
-  unsigned parities = 0;  // a bit a signal: the parity of the barrier's phase that comes next
+  unsigned parities = 0;  // a bit for each signal: the parity of its barrier's next phase
 
   static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
-  /// Before the first key split there are no partial results whose place must become free. A wait for the phase before
-  /// a barrier's first returns at once, so the product warps begin with that one.
+  /// The product warps wait for partials_taken before they store a key split's partial results. Their first wait must
+  /// return at once: it is for the phase before the barrier's first, which counts as complete.
   static __device__ Block products(const PersistentArguments& c) {
     return {c, 0, kProductThreads, kProductBarrier, 1u << int(Signal::partials_taken)};
   }
@@ -37,7 +37,7 @@ struct Block {
   __device__ U* at(int offset) const {
     return reinterpret_cast<U*>(block_smem + offset);
   }
-  /// A barrier of this kind's warps.
+  /// A barrier of all warps of this kind.
   __device__ void sync() const { named_barrier(barrier, threads); }
   /// The same barrier; true where no thread had seen the notice to stop. All threads get the same answer.
   __device__ bool sync_unless_stopped() const { return named_barrier_none(barrier, threads, stopped() != 0); }
@@ -46,10 +46,10 @@ struct Block {
   __device__ volatile int& stopped() const { return notice().stopped; }
   __device__ volatile int& product_warps_left() const { return notice().product_warps_left; }
 
-  /// The layer's pointers. The helper warps bring the next layer's while the product warps are in this one.
+  /// The layer's pointers. The helper warps copy the next layer's while the product warps are in this layer.
   __device__ LayerPointers& pointers(int layer) const { return at<LayerPointers>(c.layout.layer_pointers)[layer & 1]; }
-  /// Copies the pointers of a layer behind the launch's first to shared memory; the first kLayerPointers threads of
-  /// those that call do it.
+  /// Copies a layer's pointers from device memory to shared memory. Of the threads that call, each of the first
+  /// kLayerPointers copies one pointer.
   __device__ void bring_pointers(int layer, int thread) const {
     if (thread >= kLayerPointers) return;
     reinterpret_cast<std::uint64_t*>(&pointers(layer))[thread] =
@@ -57,7 +57,7 @@ struct Block {
   }
 
   /// The tag of everything that a layer reads. What the layer makes has the same tag, but for the hidden state, which
-  /// has the next layer's. A launch has a tag for each layer and one more, which no other launch uses.
+  /// has the next layer's. A launch has a tag for each layer and one more; no other launch uses any of them.
   __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(layer); }
   /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for.
   __device__ unsigned tag(int layer, Dependency d) const {
@@ -67,7 +67,7 @@ struct Block {
   __device__ std::uint64_t* signal_barrier(Signal s) const {
     return at<std::uint64_t>(c.layout.barriers) + 2 * c.plan.stages + int(s);
   }
-  /// Each warp of the one kind signals, then each warp of the other kind waits.
+  /// Every warp of the kind that signals calls this; every warp of the kind that is told calls wait().
   __device__ void signal(Signal s) const {
     __syncwarp();
     if (thread() % 32 == 0) arrive(signal_barrier(s));
@@ -97,7 +97,7 @@ struct Block {
   __device__ void maybe_delay(int step) const {
     if (c.delay_seed && thread() == 0) delay(c.delay_seed + unsigned(step));
   }
-  /// Polls until ready() is true. Where that takes too long it stops the block.
+  /// Polls until ready() is true, and stops the block where that takes too long.
   template <class Ready>
   __device__ void poll(int layer, Dependency d, Ready ready) const {
     std::uint64_t start = 0;
@@ -145,7 +145,7 @@ struct ActPlace {
 };
 
 /// Loads a thread's pieces 0 to AtOnce - 1. load(u) issues the loads of piece u; here(u) is true where the piece is
-/// complete or not the thread's. Loads of all missing pieces are in flight together, and repeated until none is
+/// complete or is not this thread's. Loads of all missing pieces are in flight together, and repeated until none is
 /// missing. False where that took too long.
 template <int AtOnce, class Load, class Here>
 __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load load, Here here) {
@@ -194,7 +194,7 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
   return __all_sync(~0u, !block.stopped());
 }
 
-/// Publishes a word that says: what the block's threads of this kind have stored before is complete.
+/// Stores a word that tells other blocks that what this block's threads of this kind have stored before is complete.
 __device__ inline void publish_done(const Block& block, unsigned* word, unsigned tag) {
   block.sync();
   if (block.thread() != 0) return;
@@ -211,7 +211,8 @@ __device__ inline bool await_done(const Block& block, int layer, Dependency d, c
   __threadfence();
   return block.sync_unless_stopped();
 }
-/// The helper warps copy `bytes` of each token, `from_row` bytes apart, to shared memory, and wait for them.
+/// Copies `bytes` bytes of each token to shared memory, and waits for them. The tokens lie `from_row` bytes apart in
+/// device memory and `to_row` bytes apart in shared memory. All helper warps call.
 __device__ inline void copy_tokens(Block& block, const char* from, long from_row, int bytes, char* to, int to_row) {
   const int warp = block.thread() / 32, tokens = block.c.dims.batch;
   if (block.thread() % 32 == 0) {

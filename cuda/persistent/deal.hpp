@@ -22,10 +22,10 @@ CF_HD constexpr RowCounts row_counts(int rows, int grid) { return {rows / grid, 
 enum class Weight : int { qkv, up, dense, down };
 inline constexpr int kWeights = 4;
 
-/// Deals the rows of a layer's products to the blocks, in the order qkv, up, then dense and down together. The blocks
-/// that get one row more are consecutive, and each deal begins behind the last such block of the deal before; the first
-/// deal of a layer begins behind the last such block of the layer before. So the blocks of a layer read nearly the same
-/// number of bytes, and over many layers all blocks read the same number.
+/// Deals the rows of a layer's products to the blocks: those of qkv, then those of up, then those of dense and down
+/// together. Where rows do not divide evenly, some consecutive blocks get one row more. The next deal, also that of the
+/// next layer, begins with the block behind these. So the blocks of a layer read nearly the same number of bytes, and
+/// over many layers all blocks read the same number.
 struct LayerDeals {
   int grid;
   RowCounts qkv, up, out;

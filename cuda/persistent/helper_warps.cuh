@@ -17,9 +17,9 @@ class HelperWarps {
   __device__ bool run(int number) {
     layer = number;
     block.maybe_delay(-1 - layer);
-    bool after_up = false;  // up reads its tokens where mlp.act goes
-    // The second launch of a layer with a parallel residual finds mlp.act complete. One token's is fetched while the
-    // product warps attend.
+    bool after_up = false;  // mlp.act goes where up reads its tokens
+    // The second launch of a layer with a parallel residual finds mlp.act complete. With one token it is fetched while
+    // the product warps attend.
     const bool early = !Tiles && c.continues && c.parallel_residual;
     if (early && !fetch_act()) return false;
 #pragma unroll 1
@@ -28,7 +28,7 @@ class HelperWarps {
       switch (c.phases.at(step)) {
         case Phase::qkv:
           go = block.wait(Signal::qkv_done);
-          // The next layer's pointers take the place of the layer before, which the product warps have left. The
+          // The next layer's pointers take the place of the previous layer's, which the product warps have left. The
           // product warps wait for context_here before they begin the next layer.
           if (go && layer + 1 < c.end_layer) block.bring_pointers(layer + 1, block.thread());
           break;
@@ -62,8 +62,8 @@ class HelperWarps {
 #pragma unroll 1
       for (int slice = 0; slice < c.plan.act_slices; ++slice) {
         const ActPlace place(c, slice);
-        // A place is free when the slice before in it is used. attn_x, the place of slice 1, is free when slice 0 is
-        // used: dense, which reads the context there, is over then.
+        // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice
+        // 0 has been used: dense, which reads the context there, is done by then.
         if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
         copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + slice * c.plan.act_columns * 2,
                     c.dims.intermediate * 2, c.plan.act_columns * 2, block.at<char>(place.offset), c.layout.act_row);
@@ -92,8 +92,8 @@ class HelperWarps {
     Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * head_floats;
     return split.split == 0 ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, 0);
   }
-  /// Merges the partial results of the block's warps. Of a head that is split, the block of split 0 then merges those
-  /// of all splits; the other blocks send theirs.
+  /// Merges the partial results of the block's warps. Where a head is split, the blocks of its other splits send theirs
+  /// to the block of split 0, which then merges those of all splits.
   __device__ bool merge(const KeySplit& split, int item) {
     const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim);
     const long head = split.batch_head(c);

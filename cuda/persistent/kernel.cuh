@@ -4,9 +4,9 @@
 // block through device memory.
 //
 // Who does what in a layer with a parallel residual, one token, float16. h: hidden, i: intermediate, b: batch, n:
-// kv_len, d: head_dim. Formulas are bytes of the whole grid or, of who waits, of each block. The figures are
-// Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for counts tags: 8 bytes
-// a float32, 4 bytes an element.
+// kv_len, d: head_dim. A formula counts the bytes of the whole grid; in the column of who waits, those of each block.
+// The figures are Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for
+// counts tags: 8 bytes a float32, 4 bytes an element.
 //
 // phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
 // ---------  --------------------------  --------------------------  --------------------------  ---------------------
@@ -33,8 +33,8 @@
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its LayerNorm. Down adds
 // attn_residual.
 //
-// Of several tokens the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for a word
-// a head or a block, and the copy engine brings the elements.
+// With several tokens the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for one
+// word a head or a block, and the copy engine brings the elements.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a

@@ -24,14 +24,14 @@ struct LayerPointers {
 };
 inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*));
 
-/// What the threads of a block must know of the launch's course.
+/// What all threads of a block are told while the launch runs.
 struct BlockNotice {
-  int stopped;             // a wait took too long: all warps leave
-  int product_warps_left;  // nobody empties the ring any more
+  int stopped;             // 1 where a wait took too long: all warps leave
+  int product_warps_left;  // 1 where nobody empties the ring any more
   unsigned first_tag;      // the tag of layer 0 in this launch
 };
 
-/// Sizes of the model and of the batch, as the kernel counts.
+/// The sizes of the model and of the batch, as the kernel's integers.
 struct PersistentDims {
   int hidden, heads, head_dim, half_rotary, intermediate, batch;
 };
@@ -53,22 +53,22 @@ CF_HD constexpr int warp_lines(int slice_columns) {
   return (slice_columns + columns - 1) / columns;
 }
 
-/// The rows of mlp.dense_h_to_4h, of `rows` that a block has, that come before attention: they fill whole stages.
+/// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
   return rows * p.up_eighths / 8 / kStageSlices * kStageSlices;
 }
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// Elements of a warp's weighted values: head_dim, rounded up to the blocks of the tensor cores.
+/// Elements of a warp's weighted values: head_dim, rounded up to the tensor cores' blocks of 16.
 CF_HD constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
-/// Offsets of what lies in a block's shared memory, and sizes, in bytes. All offsets are multiples of 16, and of 128
-/// from `angles` on.
+/// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
+/// of 128 from `angles` on.
 struct PersistentLayout {
-  int barriers;        // of the ring's stages, then one a signal. At offset 0, on which TileTokens relies
+  int barriers;        // of the ring's stages, then one for each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
-  int layer_pointers;  // LayerPointers of two layers: layer l has the one of l % 2
+  int layer_pointers;  // (2) LayerPointers: layer l's are at place l % 2
   int lengths;         // (batch) kv_len
   int warp_states;     // (product warps) each warp's maximum and sum of weights
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
@@ -76,23 +76,23 @@ struct PersistentLayout {
   int warp_values;     // (product warps, padded head_dim) each warp's weighted values
   int gathered;        // (splits, partial_floats) a head's partial results
   int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
-  int moments;         // (2, product warps) each warp's mean and deviations
-  int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, where they are shared
+  int moments;         // (2, product warps) each warp's Welford state
+  int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
   int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
-  int residual;        // (batch, out_rows) a block's rows of the first of the two products that the output adds
+  int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
 
   int inbox_bytes;
   int hidden_row;  // bytes from one token to the next
-  int act_row;     // of mlp.act: a whole row of one token, a slice of each of several
+  int act_row;     // the same of mlp.act: the whole row of one token, a slice of each of several tokens
   int bytes;       // of all
 };
 
-/// A norm's state of a warp: count, mean, deviations.
+/// A warp's state of a norm (Welford): count, mean, sum of squared deviations.
 inline constexpr int kMomentsBytes = 12;
-/// A softmax state: maximum, sum.
+/// A warp's state of a softmax: maximum, sum.
 inline constexpr int kSoftmaxStateBytes = 8;
 
 constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
@@ -113,7 +113,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.inbox_bytes =
       p.cluster_merge ? block_splits * p.attention_splits * partial_floats(d.head_dim) * int(sizeof(Tagged)) : 0;
 
-  // What is small lies close together, so that the ring loses no stage.
+  // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = place((2 * p.stages + kSignals) * 8);
   l.notice = place(int(sizeof(BlockNotice)), 16);
   l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);

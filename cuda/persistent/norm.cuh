@@ -5,17 +5,17 @@
 
 namespace cf::cuda {
 
-/// Vectors of eight elements of a row that a thread holds, at most: with the norms' weights in registers too, and
-/// without, where a warp normalises one of several rows.
+/// Vectors of eight elements of a row that a thread holds, at most: kMaxNormPieces where registers hold the norms'
+/// weights too, kTokensNormPieces where they do not, as with several tokens.
 inline constexpr int kMaxNormPieces = 3, kTokensNormPieces = 5;
 static_assert(kMaxPersistentHidden <= kMaxNormPieces * kVec * kProductThreads);
 
-/// How the product warps divide the tokens' rows among them: `tokens` rows at once, a power of two, each by as many
-/// warps.
+/// How the product warps share the tokens' rows: they normalise `tokens` rows at once, a power of two, with equally
+/// many warps a row.
 struct RowWarps {
   int tokens;
 
-  /// As many rows at once as registers hold and the batch has.
+  /// As many rows at once as the batch has and as registers hold.
   static __device__ RowWarps for_batch(int hidden, int batch) {
     int tokens = 1;
     while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kTokensNormPieces * kVec * kProductThreads)
@@ -59,7 +59,7 @@ struct NormWeights {
   }
   __device__ NormWeightPiece at(int p, int) const { return piece[p]; }
 };
-/// A norm's weights in memory, shared or not.
+/// A norm's weights in shared memory or in device memory.
 template <class T>
 struct StoredNormWeights {
   const T *gamma, *beta;
@@ -78,8 +78,8 @@ __device__ void prefetch_norm(const RowWarps& of, int hidden, const char* gamma,
 
 /// The mean and the reciprocal standard deviation of a row: two passes over a thread's own elements, then Welford's
 /// merge over lanes and over warps, in a fixed order. All product warps call, each for its own row. `side` alternates
-/// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path:
-/// the second pass overlaps the sum over the lanes, which centre_warp() would wait for.
+/// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path,
+/// so the second pass runs beside the sum over the lanes; in centre_warp() it would wait for that sum.
 template <int Pieces>
 __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowPieces<Pieces>& row, int side) {
   const int hidden = block.c.dims.hidden, vectors = hidden / kVec;

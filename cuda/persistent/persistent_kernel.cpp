@@ -25,7 +25,7 @@ Status refuse(std::string what) {
 }
 Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
 
-/// Checks shapes, dtypes and places of the tensors that create() gets. `layer` is the model's number.
+/// Checks shapes, dtypes and places of the tensors that create() gets. `layer` is the layer's number in the model.
 class ViewCheck {
  public:
   ViewCheck(const Context& context, const PersistentModel& m, std::int64_t batch)
@@ -116,7 +116,8 @@ CachePointers cache_pointers(const LayerCache& cache) {
   return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
 }
 
-/// Gives what blocks write for each other its place in the scratch memory; without memory, the bytes that it must have.
+/// Places what blocks write for each other in the scratch memory, and returns the bytes that this takes. Without memory
+/// it only counts them.
 std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   std::size_t end = 0;
   const auto place = [&](auto*& p, std::int64_t count) {
@@ -136,7 +137,7 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   return end;
 }
 
-/// The plan; where it merges in clusters and no number of blocks is chosen, for as many as the device holds at once.
+/// The plan. Where it merges in clusters and no number of blocks is chosen, it has as many as the device holds at once.
 Result<PersistentPlan> plan_for_device(const Context& context, const PersistentModel& model, std::int64_t batch,
                                        PersistentChoices choices, PersistentKernelLookup kernels) {
   Result<PersistentPlan> plan = plan_persistent(context.arch(), model, batch, choices);
@@ -327,7 +328,7 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
   for (const bool second : {false, true}) {
     a.phases = (a.parallel_residual ? kParallelSplit : kSequentialSplit)[second];
     a.continues = second;
-    // A launch with dense fetches the context to attn_x while mlp.act is there, unless dense comes first.
+    // Where dense comes after down, attn_x takes the context while down still reads mlp.act: mlp.act has one place.
     a.two_act_places = a.plan.narrow_columns == 0 && !a.phases.contains(Phase::dense);
     CF_TRY(s.launch(a, false, stream));
   }

@@ -70,9 +70,9 @@ class PersistentKernel {
 
   const PersistentPlan& plan() const;
 
-  /// Launches layers [first, last) in one kernel: from `input`
-  /// (batch, hidden), or from the residual stream of the launch before where `input` is empty, to `output` (batch,
-  /// hidden). Launches nothing and returns the report where take_report() has one.
+  /// Launches layers [first, last) in one kernel. They read `input` (batch, hidden) or, where it is empty, the residual
+  /// stream of the launch before, and write `output` (batch, hidden). Launches nothing and returns the report where
+  /// take_report() has one.
   Status enqueue(CUstream_st* stream, std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                  const AnyView<2>& output);
   /// Launches one layer in two regular kernels, with the same bits. With a parallel residual the first makes what needs
@@ -83,8 +83,8 @@ class PersistentKernel {
   Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
 
   /// The report of a launch that was given up, once: Code::device_error, which names the model's layer and the site
-  /// whose output did not come in time. ok where there is none. After a synchronisation of the stream the
-  /// answer covers every launch that was enqueued before it.
+  /// whose output did not come in time. ok where there is none. After a synchronisation of the stream the answer covers
+  /// every launch that was enqueued before it.
   Status take_report();
 
   /// What tests ask for.
@@ -95,7 +95,7 @@ class PersistentKernel {
     std::string_view withheld_site = {};    // output of this site
     std::int64_t wait_limit_ms = kWaitLimitMs;
   };
-  static constexpr std::int64_t kWaitLimitMs = 2000;  // longer than a block waits for another that runs
+  static constexpr std::int64_t kWaitLimitMs = 2000;  // far more than a block waits for another that runs
   /// Applies to the launches that follow. Refuses a site that no block waits for.
   Status set_probe(const Probe& probe);
 

@@ -10,7 +10,7 @@
 namespace cf::cuda {
 namespace {
 
-/// Stages of the ring, at least and at most.
+/// The fewest and the most stages of the ring.
 constexpr int kMinStages = 3, kMaxStages = 16;
 /// Room for the barriers of the ring's stages, which the layout has only once their number is known.
 constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
@@ -19,7 +19,7 @@ constexpr int kTileKeys = 16;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// A head's gathered partial results take so much shared memory, at most.
+/// The most shared memory that a head's gathered partial results take.
 constexpr int kMaxGatheredBytes = 8 << 10;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
 /// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
@@ -69,8 +69,8 @@ Status choose(std::string_view name, const std::optional<int>& choice, int lowes
   return {};
 }
 
-/// The power of two, `least` to `limit`, that cuts a row into the fewest slices of at most `most_columns` columns, a
-/// multiple of eight each; 0 where there is none.
+/// The fewest slices of a row: a power of two, `least` to `limit`, whose slices have equally many columns, a multiple
+/// of eight and at most `most_columns`. 0 where there is none.
 int slices(int columns, int most_columns, int least, int limit) {
   int n = least;
   while (n <= limit && (columns > n * most_columns || columns % (8 * n))) n *= 2;

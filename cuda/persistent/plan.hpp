@@ -61,7 +61,7 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 
 /// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Columns of a slice for which there is a kernel that takes one token and keeps its activations in registers.
+/// Columns of a slice for which there are kernels of one token, which keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys
@@ -83,7 +83,7 @@ struct PersistentPlan {
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;          // rows of hidden that a block owns, at most
   int warp_rows;         // rows that a warp owns, at most, where rows are not sliced; else 0
-  int shared_sums;       // partial sums a token that all product warps of a block share
+  int shared_sums;       // partial sums of a token that a block's product warps share
   int smem_bytes;        // dynamic shared memory of a block
 };
 
@@ -94,15 +94,14 @@ struct PersistentChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, or to as many as kMaxGatheredBytes hold
-  bool cluster_merge = false;                // of 2 splits to the size of a cluster, which divides the blocks
+  bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16
-/// and bfloat16, other kv_heads than heads, a
-/// hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond
-/// 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for
-/// sizes that no layer has and for choices out of their bounds.
+/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
+/// bfloat16, other kv_heads than heads, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a
+/// head_dim beyond 256, a hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring
+/// of three stages. Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

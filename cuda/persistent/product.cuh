@@ -7,7 +7,8 @@
 //
 // A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
 // slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
-// eight rows. Each of eight warps multiplies some of the slice's columns, which it keeps of all tokens in registers.
+// eight rows. Each of eight warps multiplies some of the slice's columns, and keeps these columns of all tokens in
+// registers.
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
 
@@ -16,7 +17,7 @@ namespace cf::cuda {
 /// The block's part of one phase's product.
 struct Product {
   int columns, slices, slice_columns;
-  int first, count;  // rows of the deal that the phase has
+  int first, count;  // of the deal's rows those of the phase
   Deal deal;
 
   __device__ Product(const PersistentArguments& c, Phase phase, int layer)
@@ -38,7 +39,7 @@ struct Product {
     }
   }
 
-  /// The row of the matrix that is the phase's i-th.
+  /// The matrix's row that is row i of the phase.
   __device__ int row(int i) const { return deal.row(first + i); }
   template <bool Tiles>
   __device__ int stages() const {
@@ -81,14 +82,14 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
 }
 
 /// The partial sums of a product in shared memory. A row product has eight partial sums for each slice of a row, a tile
-/// product eight for each row and token, one a product warp.
+/// product has eight for each row and token, one of each product warp.
 template <bool Tiles>
 struct Sums {
   float* data;
   int batch, slices, rows;
 
-  /// A row product whose rows are not sliced gives whole rows to a warp. Then each warp has its own partial sums, in
-  /// which it numbers its own rows. Otherwise all warps share the partial sums, which lie behind those of the warps.
+  /// Where the rows of a row product are not sliced, each warp owns whole rows: it has partial sums of its own and
+  /// counts its own rows. Otherwise all warps share partial sums, which lie behind the warps' own.
   __device__ Sums(const Block& block, const Product& p, int warp)
       : data(block.at<float>(block.c.layout.sums)),
         batch(Tiles ? block.c.dims.batch : 1),
@@ -129,7 +130,7 @@ struct RowProduct {
     mma(upper[side], x.x, x.y, x.z, x.w, w.x, w.y, T{});
     mma(lower[side], x.x, x.y, x.z, x.w, w.z, w.w, T{});
   }
-  /// The sum over the elements [g][g] of the diagonals, g = lane / 4, which lane 4 g + g / 2 holds.
+  /// The sum of the elements [g][g] of the diagonals, g = lane / 4. It is right in lane 4 g + g / 2, which holds them.
   __device__ float diagonal(int lane) const {
     const int odd = lane / 4 % 2;
     return ((odd ? upper[0][1] : upper[0][0]) + (odd ? upper[1][1] : upper[1][0])) +
@@ -141,8 +142,8 @@ struct RowProduct {
 /// A warp's activations of a tile product: its columns of a slice of up to eight tokens, in lines of 64 columns. A line
 /// is two halves of four pieces of eight columns. The tensor core's eight columns are the rows of the tile: the even
 /// rows bring one half of a line and the odd rows the other. Its upper eight rows are the tokens with the line's first
-/// half, its lower eight the tokens with the second half. So half of the sums are wanted. In return, the eight lanes
-/// that load together read two rows from different banks, whatever the distance of the rows.
+/// half, its lower eight the tokens with the second half. So only half of the sums are wanted. In return, the eight
+/// lanes that load together read two rows from different banks, whatever the distance of the rows.
 struct TileTokens {
   // The left operands, two a line: the first four columns of each piece, then the other four.
   uint4 half_line[2 * kMaxLines];
@@ -172,8 +173,8 @@ struct TileTokens {
 
  private:
   /// The tensor core wants an operand in four consecutive registers. The compiler would copy plain loads into such a
-  /// group before every product. An exclusive or with a value that it cannot know makes the group once: layout.barriers
-  /// is 0.
+  /// group before every product. An exclusive or with layout.barriers, which is 0 but which the compiler does not know,
+  /// makes the group once.
   static __device__ uint4 operand(const PersistentArguments& c, const uint4& x) {
     const unsigned zero = c.layout.barriers;
     return {x.x ^ zero, x.y ^ zero, x.z ^ zero, x.w ^ zero};
@@ -243,7 +244,7 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   uint4 token[chunks];
 #pragma unroll
   for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
-  // The slices of all rows are numbered through: row, then slice. A stage has four of them.
+  // The slices of all rows have consecutive numbers, row after row. A stage has four of them.
   const bool own_rows = sums.warps_own_rows(p);
   float* to = (own_rows ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
   const int step = (own_rows ? 1 : 2 * kStageSlices) * 8;

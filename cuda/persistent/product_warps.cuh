@@ -36,9 +36,9 @@ class ProductWarps {
   }
 
  private:
-  /// Makes or awaits the product's tokens, but for mlp.act, which arrives slice by slice.
+  /// Makes the product's activations or waits for them, except for mlp.act, which arrives slice by slice.
   __device__ bool prepare(Phase phase) {
-    // Where no row is sliced, a row of dense and the same row of down may belong to two warps.
+    // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     switch (phase) {
       case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
@@ -62,8 +62,8 @@ class ProductWarps {
     const RowWarps rows = Tiles ? RowWarps::for_batch(hidden, batch) : RowWarps{1};
     const auto gamma = [&](int i) { return block.pointers(layer).weights.gamma[i]; };
     const auto beta = [&](int i) { return block.pointers(layer).weights.beta[i]; };
-    // Registers have no room for weights beside several tokens. Beside three pieces of one token they have room for one
-    // norm's weights while the row is awaited; the other norm's are loaded late.
+    // With several tokens no registers are left for the norms' weights. With three pieces of one token there is room
+    // for one norm's weights while the row is awaited; the other norm's are loaded after that.
     constexpr bool late = Pieces > 2;
     NormWeights<T, Tiles ? 1 : Pieces> weights[2];
     T* const shared = block.at<T>(c.layout.norm_weights);
@@ -128,8 +128,9 @@ class ProductWarps {
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const Sums<Tiles> sums(block, product, warp);
     const bool own_rows = sums.warps_own_rows(product);
-    // A worker finishes elements: rows and their tokens. Of a warp that owns rows the lanes are the workers, and the
-    // warp's rows are one a stage of its own; otherwise all threads are workers of all rows.
+    // A worker is a thread that finishes elements. An element is one token's value in one row. Where a warp owns rows,
+    // one from each of its stages, its lanes are the workers of these rows. Otherwise all threads are the workers of
+    // all rows.
     const int first_row = own_rows ? (warp / kStageSlices + ring_stages) % 2 * kStageSlices + unit : 0;
     const int row_step = own_rows ? 2 * kStageSlices : 1, worker = own_rows ? lane : thread;
     const int elements = max(product.count - first_row + row_step - 1, 0) / row_step * c.dims.batch;
@@ -141,7 +142,7 @@ class ProductWarps {
     if (worker < elements) addends = load_addends(phase, product, token_of(worker), row_of(worker));
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
-    // Of one token mlp.act arrives whole, of several slice by slice.
+    // With one token mlp.act arrives whole, with several tokens slice by slice.
     const auto x_at = [&](int slice) -> const char* {
       if (is_down) {
         const ActPlace place(c, slice);
@@ -150,7 +151,7 @@ class ProductWarps {
       return block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x) + slice * product.slice_columns * 2;
     };
     const auto x_used = [&](int slice) {
-      // As often as the helper warps wait for it.
+      // Signals as often as the helper warps wait for the signal.
       if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.two_act_places < product.slices))
         block.signal(Signal::act_used);
     };
@@ -180,8 +181,8 @@ class ProductWarps {
     return true;
   }
 
-  /// The residual of dense is the layer's input. Down has one where the residual is sequential: attn_residual, in a row
-  /// that this block has stored itself. `row` counts the phase's rows.
+  /// Loads what is added to a row's product. Dense adds the layer's input. Down adds attn_residual where the residual
+  /// is sequential; this block has stored that row of attn_residual itself. `row` counts the phase's rows.
   __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
     const int matrix_row = product.row(row);
     const char* const bias = block.pointers(layer).weights.bias[int(Product::weight_of(phase))];
@@ -231,7 +232,7 @@ class ProductWarps {
                 c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
     }
   }
-  /// Whether the layer's input is the launch's, not a residual stream in scratch memory.
+  /// Whether the layer reads the launch's input, not the residual stream in scratch memory.
   __device__ bool reads_input() const { return layer == c.first_layer && c.input; }
 
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
@@ -267,7 +268,7 @@ class ProductWarps {
       }
       ring_stages += stages;
       if (!block.wait(Signal::partials_taken)) return false;
-      // The place depends on the keys, not on what the ring has brought before: the merge has one order.
+      // A warp's place depends on its keys, not on what the ring has brought before, so that the merge has one order.
       const int place = first_stage * kStageSlices + unit;
       tile.store(block.at<float>(c.layout.warp_values) + place * padded_head_dim(head_dim),
                  block.at<SoftmaxState>(c.layout.warp_states) + place, head_dim);
@@ -279,7 +280,7 @@ class ProductWarps {
   Block block;
   const PersistentArguments& c;
   RingReader<Tiles ? 1 : 2> reader;
-  int ring_stages = 0;  // stages of the ring before the phase's
+  int ring_stages = 0;  // stages that the ring has brought before this phase
   int layer = 0;
 };
 

@@ -10,7 +10,7 @@
 namespace cf::cuda {
 
 /// A float that one block makes for others. Value and tag are stored and loaded in one access, so a reader that sees
-/// the tag has the value: no flag, fence or counter. A tag belongs to one layer of one launch.
+/// the tag has the value: no flag, fence or counter is needed. A tag belongs to one layer of one launch.
 struct alignas(8) Tagged {
   float value;
   unsigned tag;
@@ -19,7 +19,7 @@ struct alignas(8) Tagged {
 /// its elements, so the tag that a reader finds is at most a launch old, and half of a tag is enough.
 using TaggedElement = std::uint32_t;
 
-/// What a block waits for in the work of the other blocks: all that they make of one kind in one layer.
+/// What a block waits for: everything of one kind that the other blocks make in one layer.
 enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
 inline constexpr int kDependencies = 5;
 
@@ -28,7 +28,7 @@ CF_HD constexpr int dependency_code(int layer, Dependency d) { return layer * kD
 constexpr int layer_of_code(int code) { return (code - 1) / kDependencies; }
 constexpr Dependency dependency_of_code(int code) { return Dependency((code - 1) % kDependencies); }
 
-/// What the warps of a block say to each other, each through a barrier in shared memory.
+/// What one kind of warps tells another in a block. Each signal has a barrier in shared memory.
 enum class Signal : int {
   // From the product warps to the helper warps.
   qkv_done,        // all rows of q, k and v are multiplied: attn_x is free
@@ -36,7 +36,7 @@ enum class Signal : int {
   act_used,        // a slice of mlp.act is in registers: its place is free
   partials_ready,  // the warps' partial results of a key split are in shared memory
   // From the helper warps to the product warps.
-  partials_taken,  // those are merged: their place is free
+  partials_taken,  // the partial results are merged: their place is free
   context_here,    // the context is in attn_x; the next layer's pointers are in shared memory
   act_here,        // mlp.act, or a slice of it, is in mlp_x
   act_here_too,    // a slice of mlp.act is in attn_x
@@ -44,7 +44,8 @@ enum class Signal : int {
   norms_here       // from the copy engine to the product warps: gamma and beta are in shared memory
 };
 inline constexpr int kSignals = 10;
-/// Warps, or threads that expect copies, that arrive at a signal's barrier in one of its phases.
+/// How many arrivals complete a phase of a signal's barrier: one of each warp that signals, or of each thread that
+/// expects copies.
 CF_HD constexpr int arrivals(Signal s) {
   return s < Signal::partials_taken ? kProductWarps : s < Signal::norms_here ? kHelperWarps : 1;
 }
@@ -54,8 +55,8 @@ CF_HD constexpr int arrivals(Signal s) {
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
 inline constexpr int kPhases = 6;
 
-/// The phases of a launch, in order. All warps of a block follow the same order, and the ring brings the phases'
-/// weights and keys in it. A phase takes four bits of one register, the first phase the lowest.
+/// The phases of a launch, in order. All warps of a block follow this order, and the ring brings weights and keys in
+/// it. Each phase takes four bits of one register, the first phase the lowest four.
 struct PhaseOrder {
   unsigned packed = 0;
   int count = 0;
@@ -85,7 +86,7 @@ inline constexpr PhaseOrder kParallelSplit[2] = {{Phase::qkv, Phase::up_first, P
 inline constexpr PhaseOrder kSequentialSplit[2] = {{Phase::qkv, Phase::attention, Phase::dense},
                                                    {Phase::up_first, Phase::up_rest, Phase::down}};
 
-/// What the blocks share in device memory. Between launches all is zero but for `launches`.
+/// What the blocks share in device memory. Between launches every member but `launches` is zero.
 struct GridState {
   unsigned blocks_left;  // blocks that have left the kernel; the last one to leave clears it
   unsigned stopped;      // not 0 once a wait took too long: all blocks leave

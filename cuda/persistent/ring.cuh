@@ -5,8 +5,8 @@
 
 namespace cf::cuda {
 
-/// The ring's addresses in shared memory. Of one token, product warps 0 to 3 empty every second stage and warps 4 to 7
-/// the others. Of several tokens, all product warps empty every stage.
+/// The ring's addresses in shared memory. With one token, product warps 0 to 3 empty every second stage and warps 4 to
+/// 7 the others. With several tokens, all product warps empty every stage.
 struct Ring {
   const PersistentArguments& c;
 
@@ -40,8 +40,8 @@ class RingWriter {
   __device__ RingWriter(const Ring& ring, int stages_in_flight, const volatile int& product_warps_left)
       : ring_(ring), may_request_(stages_in_flight), product_warps_left_(product_warps_left) {}
 
-  /// Waits until the next stage is free and fewer than stages_in_flight are in flight, and returns it for `bytes` bytes
-  /// of copies. Null where nobody empties the ring.
+  /// Waits until the next stage is free and fewer than stages_in_flight stages are in flight. Returns the stage, which
+  /// then expects copies of `bytes` bytes; null where nobody empties the ring any more.
   __device__ char* next(int bytes) {
     while (!try_wait_barrier(ring_.empty(head_.stage), head_.parity ^ 1))
       if (product_warps_left_) return nullptr;
@@ -78,10 +78,10 @@ class RingWriter {
   const volatile int& product_warps_left_;
 };
 
-/// Empties every stage, or every second one; each warp has a reader. The parity of a stage's barrier tells its round
-/// from the one before, not from older ones. So a warp must not wait for a stage while that stage's earlier round,
-/// which may be the other warps', is in flight. It never does: the stage two positions earlier has arrived, and at most
-/// count - 2 stages are in flight.
+/// Empties every stage, or every second one; each warp has a reader. A stage is filled in one round after another, and
+/// the parity of its barrier tells a round from the one before, not from older ones. So a warp must not wait for a
+/// round of a stage while the round before, which may be for other warps, is in flight. It never does: the stage two
+/// positions earlier has arrived, and at most count - 2 stages are in flight.
 template <int Every>
 class RingReader {
  public:

@@ -16,9 +16,9 @@ struct PersistentVariant {
   bool same_bits;  // the same output bits as the given plan: all but those that sum a head's keys in another order
 };
 
-/// The plans to compare a device's own plan with, choice by choice: bytes in flight, the size of the ring, which waits
-/// between blocks other work hides, splits of a head's keys, and where the splits are merged. The first is the plan
-/// itself.
+/// The plans to compare a given one with, each with one choice made another way: the bytes in flight, the size of the
+/// ring, what work hides which waits between blocks, the splits of a head's keys, and where these are merged. The first
+/// plan is the given one.
 std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan);
 
 }  // namespace cf::cuda

@@ -42,7 +42,8 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
   }
 }
 
-/// a or b, chosen by value: a choice between variables is one of addresses, which puts the variables into local memory.
+/// a or b. They come by value: the compiler would turn a choice between variables into one between their addresses, and
+/// put the variables into local memory.
 __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a : b; }
 
 /// Up to eight tokens in registers. A product has eight columns. Lanes 4n to 4n + 3 hold the activations of column n,
@@ -73,7 +74,7 @@ class GptqRegisterX {
     const auto column_of = [&](int c, int i) { return column(i) + order_(c) * kGptqColumns; };
     const GptqSlice& slice = warp_.slice;
     // A slice of several tokens with four or five whole chunks loads every vector unconditionally. For a chunk that it
-    // lacks it loads one of its own again, which nothing reads.
+    // lacks it loads another of its chunks once more, and nothing reads that.
     const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
     if (m_.order || !(C.one_token() || is_whole)) [[unlikely]] {
 #pragma unroll 1
@@ -119,7 +120,7 @@ class GptqRegisterX {
 
   /// The activations of the half chunk that comes i-th.
   __device__ const uint4& operator()(int i, int half) const { return x_[i][half]; }
-  /// The sums of the activations that belong to the sums of products that end with the i-th chunk. Of one token these
+  /// The sums of the activations that belong to the sums of products that end with the i-th chunk. With one token these
   /// are the sums of all chunks.
   __device__ const float2& sums(int i) const { return sums_[C.one_token() ? 0 : i]; }
 
@@ -182,7 +183,7 @@ class GptqSharedX {
       own_at_[o] = min(gptq_token_of_column(warp.g) + 8 * o, tokens - 1) * vectors + warp.t;
   }
 
-  /// Copies the part's columns of all tokens. The part's warps share the tokens out.
+  /// Copies the part's columns of all tokens. The part's warps share the tokens.
   template <class X>
   __device__ void load(X x) const {
     constexpr int at_once = 8 / C.octets();

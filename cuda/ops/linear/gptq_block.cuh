@@ -20,8 +20,8 @@ namespace cf::cuda {
 ///   ready()                 called by all threads after the first weights' loads, before the first use of x
 ///   x(token)                where a token's activations lie
 ///   begin(element)          called early, after ready(): loads the rest of what the element needs
-///   finish(element, sums)   takes each element once, with its rows' sums; where C.rows is 1, sums[1] is that of the row
-///                           beside it, row ^ 1
+///   finish(element, sums)   takes each element once, with its rows' sums; where C.rows is 1, sums[1] is that of the
+///                           neighbouring row, row ^ 1
 /// A block runs for a few thousand cycles, and most of its code once. So what can be computed before ready() is
 /// computed there, while the block waits for x.
 template <class T, GptqConfig C, class Epilogue>

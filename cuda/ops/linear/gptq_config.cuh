@@ -17,7 +17,7 @@ struct GptqConfig {
   constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
   /// Whether a warp holds its slice of x in registers.
   constexpr bool x_in_registers() const { return octets() == 1 && !half_chunks; }
-  /// Whether one token's activations are added up beside the first tile's products. It needs registers.
+  /// Whether one token's activations are added up beside the first tile's products, which needs registers.
   constexpr bool sums_x_late() const { return one_token() && turns == 1; }
   /// How many elements a thread prepares before x is there, as registers have room.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }

@@ -34,8 +34,8 @@ struct GptqDecode<f16> {
   }
 };
 
-/// bfloat16: its subnormal numbers have too few bits. 128 has room for a code in its last bits and becomes 128 + code,
-/// so every zero grows by 128.
+/// bfloat16: its subnormal numbers have too few bits. The number 128 has room for a code in its last four bits and
+/// becomes 128 + code. So 128 is added to every zero.
 template <>
 struct GptqDecode<bf16> {
   static constexpr float unit = 1;

@@ -44,9 +44,9 @@ class GptqPartial {
   float* to_[2];
 };
 
-/// The elements that a block finishes. A cluster's sums are in the order tile, token, row. The block finishes those
-/// from first_own_ on: count_ elements, each of C.rows rows of one token. A cluster's first block finishes all of them,
-/// or each block its share where they are many. An Epilogue is that of gptq_block().
+/// The elements that a block finishes, each of C.rows rows of one token. A cluster's sums are in the order tile, token,
+/// row. The cluster's first block finishes all of them or, where they are many, each block its share: count_ elements,
+/// the first of which begins at sum first_own_. An Epilogue is that of gptq_block().
 template <class T, GptqConfig C, class Epilogue>
 class GptqElements {
  public:
@@ -83,8 +83,8 @@ class GptqElements {
       if (exists_[i]) epilogue_.begin(own_[i]);
   }
 
-  /// Sends this block's sums of other blocks' elements to those blocks and receives theirs. False in a block that has
-  /// nothing to finish.
+  /// Sends this block's sums of other blocks' elements to those blocks, and receives their sums of this block's
+  /// elements. False in a block that has nothing to finish.
   __device__ bool exchange(ClusterInbox& inbox) const {
     inbox.connect();
     if (shared_out_ || warp_.rank > 0)
@@ -165,7 +165,8 @@ class GptqElements {
     for (float& s : sum) s *= GptqDecode<T>::unit;
   }
 
-  /// All lanes of a warp call where one of them has an element: those of one row exchange sums with their neighbours.
+  /// Where one lane of a warp has an element, all its lanes call: elements of one row exchange sums with their
+  /// neighbours.
   __device__ void finish_element(int e, bool exists, const Element& element) const {
     float sum[C.rows] = {};
     if (e < count_) sum_cluster(e, sum);

@@ -34,7 +34,7 @@ struct GptqWarp {
 struct GptqSmem {
   char* ring;              // the warp's stages
   uint4* x;                // the part's activations of every token, where they are not in registers
-  float* partial;          // [tile][part][token][row] sums; of every second two tokens rows 8 .. 15 come before 0 .. 7
+  float* partial;          // [tile][part][token][row] sums; in every second pair of tokens rows 8 .. 15 come first
   float* received;         // [other rank][element] sums that the cluster's other blocks sent
   std::uint64_t* arrived;  // the barrier of what they send
   std::uint64_t* full;     // [stage] the barriers of the warp's stages

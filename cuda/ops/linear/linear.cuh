@@ -34,7 +34,7 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
                              Begin begin, Finish finish, LinearSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int steps = (in + kStepColumns - 1) / kStepColumns;
-  const int rounds = ((steps + kLinearWarps - 1) / kLinearWarps + Depth - 1) / Depth;  // of Depth steps, a tile
+  const int rounds = ((steps + kLinearWarps - 1) / kLinearWarps + Depth - 1) / Depth;  // of Depth steps, for a tile
   const int tiles = (rows + kTileRows - 1) / kTileRows;
 
   const auto column = [&](int step) { return (step * kLinearWarps + warp) * kStepColumns + t * kVec; };
@@ -108,7 +108,7 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
   }
 }
 
-/// v = f(v) of an epilogue but for the residual's addition.
+/// Applies an epilogue's activation function to v. Adding the residual is finish()'s.
 template <int N>
 __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
   if (epilogue == ops::Epilogue::gelu_erf)

@@ -121,7 +121,8 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
                                                       std::to_string(kGptqMaxColumns) + " columns, got " +
                                                       std::to_string(kGptqColumns * sizes.chunks));
       c.tokens = c.plan.tokens;
-      // Elements of two rows where a thread has at most one of them. A cluster's first block has more: four rows then.
+      // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
+      // there an element has four rows.
       const bool pairs_fit =
           c.plan.split == 1 && (c.plan.tiles * kGptqRows << c.plan.token_bits) <= 2 * gptq_threads(kLinearGptqTurns);
       c.x = static_cast<const T*>(a.x.data) + first * d.in;

@@ -13,9 +13,9 @@ namespace cf::cuda {
 inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5;
 /// A part has `turns` warps, which take the block's tiles in turn.
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
-/// linear has one warp a part and two blocks an SM. Two warps a part, which would have half the registers each but
-/// would leave the next kernel's first tiles room to arrive, are slower on an H200 for the four linears of a
-/// Pythia-2.8B layer.
+/// linear has one warp a part and two blocks an SM. With two warps a part each would have half the registers, and the
+/// next kernel's first tiles would have room to arrive; that is slower on an H200 for the four linears of a Pythia-2.8B
+/// layer.
 inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
 /// ln_qkv has two warps a part and one block an SM, so that an SM normalises the tokens once.
 inline constexpr int kLnQkvGptqTurns = 2;
@@ -55,7 +55,7 @@ struct GptqAhead {
 };
 
 /// One early stage keeps device memory busy until the activations come. The activations' loads queue up behind early
-/// stages, so more of them are slower.
+/// stages, so more early stages are slower.
 inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
 /// One token's product of kGptqManyTiles tiles a block or more is faster with a longer ring: its blocks wait longer for
 /// the kernel beside it.
@@ -65,7 +65,7 @@ inline constexpr int kGptqManyTiles = 4;
 /// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes `tiles`
 /// tiles of 16 rows. The chunks of 64 columns are divided among the parts of the cluster's blocks. A warp's ring in
 /// shared memory has `stages` stages for the codes and scales of its part of its next tiles. The cluster's first block
-/// sums up and finishes all elements; where they are many, block r finishes `share` of them, from r * share on.
+/// sums up and finishes all elements. Where the elements are many, block r finishes `share` of them, from r * share on.
 struct GptqPlan {
   int split, tiles, share, stages;
   int early;  // stages that are asked for before the activations are there
@@ -74,7 +74,7 @@ struct GptqPlan {
   int halves_a_group;          // half chunks of a group
   std::uint32_t halves_magic;  // 2^31 / halves_a_group, rounded up
   int turns;                   // warps of a part
-  int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two that is no less
+  int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two not below tokens
   int grid = 0, smem_bytes = 0;
 };
 
@@ -96,12 +96,12 @@ constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   return s;
 }
 
-/// The token of product column n among an octet of tokens. So eight lanes, those of two columns, can load a whole line
-/// of one of tokens 0 to 3 from device memory, then of one of tokens 4 to 7, and exchange halves.
+/// The token of product column n among an octet of tokens. In this order eight lanes, those of two columns, can load a
+/// whole line of one of tokens 0 to 3 from device memory, then of one of tokens 4 to 7, and exchange halves.
 constexpr int gptq_token_of_column(int n) { return n / 2 + n % 2 * 4; }
 
-/// Bytes from one token to the next of a part of x in shared memory. Four tokens are half a line of 128 bytes more than
-/// whole lines, so that eight lanes, those of two columns, load 16 bytes each from different banks.
+/// Bytes from one token to the next of a part of x in shared memory. Four tokens take some whole lines of 128 bytes and
+/// half a line, so that eight lanes, those of two columns, load 16 bytes each from different banks.
 inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 16;
 
 /// A warp holds its part of x in registers for up to this many tokens, the columns of a product. For more tokens, and
@@ -123,7 +123,7 @@ inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqP
 
 /// The dynamic shared memory of linear's blocks: so much that an SM has room for kLinearGptqBlocksPerSm of them and no
 /// further block. Where blocks of the next kernel found room beside them, SMs would get unequal shares of the work, and
-/// the four linears of a layer take longer.
+/// the four linears of a layer would take longer.
 constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
@@ -163,7 +163,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
-    // One block finishes up to four elements a thread. More elements are faster shared out than sent to one block.
+    // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(turns) ? runs : (runs + p.split - 1) / p.split);
     const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;

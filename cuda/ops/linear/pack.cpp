@@ -59,7 +59,7 @@ Result<Columns> columns_of(const GptqWeight& w) {
       c.inputs.insert(c.inputs.end(), group.begin(), group.end());
       c.inputs.resize(c.inputs.size() + std::size_t(c.per_group) - group.size(), -1);
     }
-  while (c.inputs.back() < 0) c.inputs.pop_back();  // chunks end with the last input's
+  while (c.inputs.back() < 0) c.inputs.pop_back();  // the last chunk is that of the last input
   c.chunks = round_up(std::int64_t(c.inputs.size()), kGptqColumns) / kGptqColumns;
   c.inputs.resize(std::size_t(c.chunks * kGptqColumns), -1);
   c.in_order = c.planes == 1;

@@ -14,9 +14,9 @@ namespace cf::cuda {
 
 class Context;
 
-/// An order of a QKV product's rows in which the two elements that RoPE turns together are neighbours. Of each part of
-/// a head (q, k or v, head_dim rows) the first rotary_dim rows of q and k are reordered: rows i and rotary_dim / 2 + i
-/// become rows 2i and 2i + 1. Every other row keeps its place. Without a head_dim every row does.
+/// An order of a QKV product's rows in which the two elements that RoPE rotates together are neighbours. A head has
+/// three parts of head_dim rows: q, k and v. Of q and k the first rotary_dim rows are reordered: rows i and rotary_dim
+/// / 2 + i become rows 2i and 2i + 1. Every other row keeps its place. Where head_dim is 0, every row does.
 struct RopePairs {
   std::int64_t head_dim = 0, rotary_dim = 0;
 
@@ -59,18 +59,18 @@ struct Packed {
 inline constexpr std::string_view kCudaPacker = "cf::cuda::pack()";
 
 /// Packs a weight whose tensors lie on the host: once, when a model is loaded. A GptqWeight becomes a PackedWeight in
-/// host memory, which the caller copies to a device. Dense and packed weights pass through unchanged.
-/// Refuses GPTQ tensors that do not fit each other, a g_idx outside the groups, and scales of 8-bit codes whose
-/// sixteenfold no float16 holds.
+/// host memory, which the caller copies to a device. Dense and packed weights pass through unchanged. Refuses GPTQ
+/// tensors that do not fit each other, a g_idx outside the groups, and scales of 8-bit codes that are too large for a
+/// float16 once multiplied by 16.
 Result<Packed> pack(const LinearWeight& weight, const PackHint& hint = {});
 
-/// What pack() asks of a GptqWeight's shapes. It reads no element.
+/// Checks what pack() asks of a GptqWeight's shapes, and reads no element.
 Status check_packable(const GptqWeight& weight);
 
 /// pack() for tensors that lie on the host or on a device: GPTQ tensors on a device are copied to the host first.
 Result<Packed> pack(const LinearWeight& weight, const PackHint& hint, const Context& context);
 
-/// Packs the weight of a call in place, where the op has one. `packed` owns its memory.
+/// Packs the weight of a call in place, where the op has one. `packed` then owns the weight's memory.
 template <class Args>
 Status pack_call(Args& args, Packed& packed) {
   if constexpr (requires { args.linear; }) {
