@@ -1,0 +1,251 @@
+#include "cpu_ref/model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "core/ops/rope.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/sample.hpp"
+
+namespace cf::cpu_ref {
+namespace {
+
+Status refused(std::string what) { return Status::error(Code::invalid_argument, "model: " + std::move(what)); }
+
+/// Whether a tensor is among the activations of the walk that are made for each call and kept by no one.
+bool is_made(const TensorSpec& spec) { return spec.role == Role::output && spec.name != "output"; }
+
+/// Row `row` of a matrix.
+AnyView<2> row_of(Tensor& matrix, std::int64_t row, std::int64_t rows = 1) {
+  AnyView<2> v = matrix.view<2>();
+  v.data = static_cast<char*>(v.data) + row * v.shape[1] * std::int64_t(size_bytes(v.dtype));
+  v.shape[0] = rows;
+  return v;
+}
+
+/// Op::tensors of a call, as a visitor of sites sees them.
+template <class Args>
+std::vector<Model::SiteTensor> tensors_of(const Args& args) {
+  using Op = typename Args::Op;
+  std::vector<Model::SiteTensor> tensors;
+  Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, const auto& view, const auto&) {
+    if (view) tensors.push_back({spec.role, view.data, view.dtype, view.size()});
+  });
+  return tensors;
+}
+
+bool has_nan(const Model::SiteTensor& t) {
+  for (std::int64_t i = 0; i < t.size; ++i)
+    if (std::isnan(load_element(t.data, t.dtype, i))) return true;
+  return false;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeights weights,
+                                             std::shared_ptr<const void> owner, const Options& o) {
+  CF_TRY(check_model_weights(model, weights));
+  constexpr std::int64_t most = std::int64_t(1) << 31;
+  CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
+  if (o.activation != DType::f32 && o.activation != DType::f64)
+    return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
+  return std::unique_ptr<Model>(new Model(model, std::move(weights), std::move(owner), o));
+}
+
+ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+  const ModelShape& s = m.shape;
+  const auto element = std::int64_t(size_bytes(o.activation));
+  const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  ModelBytes b;
+  b.cache = 2 * s.num_layers * o.slots * s.num_kv_heads * (o.capacity + 1) * s.head_dim * element;
+  std::int64_t elements = tokens * 3 * s.hidden_size + 2 * o.slots * s.vocab_size;
+  LayerTensors views;
+  for_each_activation(
+      s, {.batch = tokens},
+      [&](const TensorSpec& spec, auto&, const auto& shape) {
+        if (!is_made(spec)) return;
+        std::int64_t n = 1;
+        for (std::int64_t d : shape) n *= d;
+        elements += n;
+      },
+      views);
+  b.workspace = elements * element + (o.capacity + 1) * s.rotary_dim * std::int64_t(sizeof(float));
+  return b;
+}
+
+Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& o)
+    : spec_(model),
+      options_(o),
+      weights_(std::move(weights)),
+      owner_(std::move(owner)),
+      lengths_(std::size_t(o.slots)),
+      last_ids_(std::size_t(o.slots)) {
+  const ModelShape& s = spec_.shape;
+  // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.
+  const std::int64_t entries = o.capacity + 1, tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  for (std::int64_t i = 0; i < s.num_layers; ++i) {
+    k_caches_.emplace_back(o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
+    v_caches_.emplace_back(o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
+  }
+  LayerTensors views;
+  for_each_activation(
+      s, {.batch = tokens},
+      [&](const TensorSpec& spec, auto&, const auto& shape) {
+        if (is_made(spec)) activations_.emplace_back(o.activation, Shape(shape.begin(), shape.end()));
+      },
+      views);
+  for (Tensor& h : hidden_) h = Tensor(o.activation, {tokens, s.hidden_size});
+  final_norm_ = Tensor(o.activation, {tokens, s.hidden_size});
+  logits_ = Tensor(o.activation, {o.slots, s.vocab_size});
+  step_logits_ = Tensor(o.activation, {o.slots, s.vocab_size});
+  cos_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
+  sin_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
+  ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
+                  spec_.traits.rope_theta);
+}
+
+Status Model::check_slot(std::int64_t slot, std::int64_t first, std::int64_t tokens) const {
+  if (slot < 0 || slot >= slots())
+    return refused("slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
+  const std::string name = "slot " + std::to_string(slot) + ": ";
+  if (tokens < 1) return refused(name + "expected at least one id, got none");
+  if (first < 0 || first > length(slot))
+    return refused(name + "expected a first position of 0 to " + std::to_string(length(slot)) + ", its entries, got " +
+                   std::to_string(first));
+  if (first + tokens > capacity())
+    return refused(name + "expected at most " + std::to_string(capacity()) + " entries, the capacity, got " +
+                   std::to_string(first + tokens));
+  return {};
+}
+
+Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+                  AnyView<2> logits, const Visit& visit) {
+  const ModelShape& s = spec_.shape;
+  const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
+  const std::int64_t entries = options_.capacity + 1;
+  std::vector<std::int32_t> positions;
+  for (std::int32_t n : kv_len)
+    for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(n - q_len + i));
+
+  ModelTensors t;
+  t.ids = {ids.data(), {tokens}};
+  for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = row_of(hidden_[i], 0, tokens);
+  std::size_t next = 0;
+  for_each_activation(
+      s, {.batch = batch, .q_len = q_len, .table_rows = entries, .capacity = entries},
+      [&](const TensorSpec& spec, auto& view, auto shape) {
+        if (is_made(spec)) point(view, activations_[next++].data(), shape, options_.activation);
+      },
+      t.layer);
+  t.layer.positions = {positions.data(), {tokens}};
+  t.layer.kv_len = {kv_len.data(), {batch}};
+  t.layer.cos = {cos_.as<float>(), cos_.view<2>().shape};
+  t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
+  t.layer.max_kv_len = *std::max_element(kv_len.begin(), kv_len.end());
+  std::vector<LayerCache> caches;
+  for (std::size_t i = 0; i < k_caches_.size(); ++i) {
+    const auto slots_of = [&](Tensor& cache) {
+      AnyView<4> v = cache.view<4>();
+      v.data =
+          static_cast<char*>(v.data) + slot * s.num_kv_heads * entries * s.head_dim * std::int64_t(size_bytes(v.dtype));
+      v.shape[0] = batch;
+      return v;
+    };
+    caches.push_back({slots_of(k_caches_[i]), slots_of(v_caches_[i])});
+  }
+  t.caches = caches;
+  t.logits = logits;
+  t.final_norm = row_of(final_norm_, 0, logits.shape[0]);
+  return for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
+    if (const Status status = cpu_ref::run(args); !status)
+      return Status::error(status.code(), site.name() + ": " + status.message());
+    return visit ? visit(site, tensors_of(args)) : Status{};
+  });
+}
+
+Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
+  CF_TRY(check_slot(slot, first, std::int64_t(ids.size())));
+  return forward(slot, first, ids, row_of(logits_, slot));
+}
+
+Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
+  CF_TRY(check_slot(slot, first, std::int64_t(ids.size())));
+  if (logits.shape[0] < 0 || logits.shape[0] > std::int64_t(ids.size()))
+    return refused("logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " +
+                   std::to_string(logits.shape[0]));
+  std::int64_t rows_left = logits.shape[0];
+  while (!ids.empty()) {
+    const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options_.chunk)));
+    ids = ids.subspan(chunk.size());
+    const auto kv_len = std::int32_t(first + std::int64_t(chunk.size()));
+    // The chunk's tokens that are among the last rows of the call.
+    AnyView<2> rows = logits;
+    rows.data = static_cast<char*>(logits.data) +
+                (logits.shape[0] - rows_left) * logits.shape[1] * std::int64_t(size_bytes(logits.dtype));
+    rows.shape[0] = std::max<std::int64_t>(0, rows_left - std::int64_t(ids.size()));
+    rows_left -= rows.shape[0];
+    CF_TRY(run(slot, chunk, std::span(&kv_len, 1), rows, visit_));
+    first = lengths_[std::size_t(slot)] = kv_len;
+    last_ids_[std::size_t(slot)] = chunk.back();
+  }
+  return {};
+}
+
+Status Model::step(std::span<const Token> tokens) {
+  std::vector<std::int32_t> ids(lengths_.size()), kv_len;
+  for (std::int64_t length : lengths_) kv_len.push_back(std::int32_t(length + 1));
+  for (const Token& t : tokens) {
+    CF_TRY(check_slot(t.slot, t.position, 1));
+    ids[std::size_t(t.slot)] = t.id;
+    kv_len[std::size_t(t.slot)] = std::int32_t(t.position + 1);
+  }
+  CF_TRY(run(0, ids, kv_len, step_logits_.view<2>(), visit_));
+  for (const Token& t : tokens) {
+    lengths_[std::size_t(t.slot)] = t.position + 1;
+    last_ids_[std::size_t(t.slot)] = t.id;
+    const AnyView<2> from = row_of(step_logits_, t.slot), to = row_of(logits_, t.slot);
+    std::memcpy(to.data, from.data, std::size_t(from.bytes()));
+  }
+  return {};
+}
+
+std::string Model::first_nan(std::int64_t slot) {
+  std::string found;
+  const std::int32_t id = last_ids_[std::size_t(slot)], kv_len = std::int32_t(length(slot));
+  const Status ended = run(slot, std::span(&id, 1), std::span(&kv_len, 1), row_of(logits_, slot),
+                           [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
+                             for (const SiteTensor& t : tensors)
+                               if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
+                             return {};
+                           });
+  return ended ? found : "";
+}
+
+std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
+  std::vector<Result<std::int32_t>> ids;
+  for (const Draw& d : draws) {
+    const auto choose_from = [&](auto* row) {
+      return sample(std::span(row, std::size_t(spec_.shape.vocab_size)), d.sampling, d.history, d.sequence, d.position);
+    };
+    const AnyView<2> row = row_of(logits_, d.slot);
+    Result<std::int32_t> id = options_.activation == DType::f64 ? choose_from(row.as<const double>().data)
+                                                                : choose_from(row.as<const float>().data);
+    if (!id)
+      if (const std::string site = first_nan(d.slot); !site.empty())
+        id = Status::error(id.status().code(),
+                           id.status().message() + "; the first NaN of this token is made by " + site);
+    ids.push_back(std::move(id));
+  }
+  return ids;
+}
+
+Result<Tensor> Model::logits(std::int64_t slot) {
+  CF_TRY(check_slot(slot, 0, 1));
+  Tensor row(options_.activation, {spec_.shape.vocab_size});
+  std::memcpy(row.data(), row_of(logits_, slot).data, std::size_t(row.size_bytes()));
+  return row;
+}
+
+}  // namespace cf::cpu_ref

@@ -1,0 +1,89 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/contract.hpp"
+#include "core/model/decoder.hpp"
+#include "core/model/model.hpp"
+
+namespace cf::cpu_ref {
+
+/// The memory that a model takes beside its weights.
+struct ModelBytes {
+  std::int64_t cache = 0, workspace = 0;
+};
+
+/// A whole model on the CPU: in float64 the oracle, in float32 the fast backend. Weights are read as they are stored,
+/// where they lie. With a prompt's tokens many rows share a product (Eigen); a step of few slots reads each weight once
+/// for all of them. The same calls give the same bits on any number of threads.
+class Model final : public ModelRunner {
+ public:
+  struct Options {
+    std::int64_t slots = 1;
+    std::int64_t capacity = 2048;   // cache entries of a slot
+    std::int64_t chunk = 512;       // tokens that a prefill takes through the model at once
+    DType activation = DType::f32;  // or f64
+  };
+  /// A tensor of a site's call: what the op reads, what it has written, or a weight.
+  struct SiteTensor {
+    Role role;
+    const void* data;
+    DType dtype;
+    std::int64_t size;  // elements
+  };
+  /// Called after a site has run, with all its tensors in the order of Op::tensors.
+  using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
+
+  /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
+  /// check_model_weights() refuses, sizes below 1, and another activation dtype.
+  static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
+                                               std::shared_ptr<const void> owner, const Options& options);
+  /// What create() takes for these options.
+  static ModelBytes bytes(const ModelSpec& model, const Options& options);
+
+  const ModelSpec& model() const override { return spec_; }
+  std::int64_t slots() const override { return options_.slots; }
+  std::int64_t capacity() const override { return options_.capacity; }
+
+  /// Refuses a slot that is none, tokens beyond the capacity, and `first` beyond the slot's entries. Entries from `first`
+  /// on are replaced.
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
+  /// The same with the logits of the last `rows` tokens: `logits` is (rows, vocab), of the activations' dtype.
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  Status step(std::span<const Token> tokens) override;
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
+  Result<Tensor> logits(std::int64_t slot) override;
+  void release(std::int64_t slot) override { lengths_[std::size_t(slot)] = 0; }
+
+  /// Calls `visit` for every site of every prefill and step from now on; an empty one ends that.
+  void watch(Visit visit) { visit_ = std::move(visit); }
+  DType activation() const { return options_.activation; }
+  /// The valid cache entries of a slot.
+  std::int64_t length(std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
+
+ private:
+  Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
+  Status check_slot(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
+  /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
+  /// last rows. `kv_len` is each slot's, with the new tokens.
+  Status run(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+             AnyView<2> logits, const Visit& visit);
+  /// Goes through a slot's last step again, and names the first site that makes a NaN.
+  std::string first_nan(std::int64_t slot);
+
+  ModelSpec spec_;
+  Options options_;
+  Visit visit_;
+  ModelWeights weights_;
+  std::shared_ptr<const void> owner_;
+  std::vector<std::int64_t> lengths_;        // by slot
+  std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
+  std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity + 1, head_dim)
+  std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
+  Tensor cos_, sin_, hidden_[2], final_norm_, logits_, step_logits_;
+};
+
+}  // namespace cf::cpu_ref
