@@ -1,12 +1,16 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/gptq_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "golden/checkpoint/safetensors.hpp"
+#include "golden/checkpoint/token_file.hpp"
+#include "golden/checkpoint/vocabulary.hpp"
 
 namespace cf::test {
 
@@ -46,6 +50,31 @@ inline std::string gptq_config_fault(const checkpoint::GptqConfig& c) {
   if (c.bits != 4 && c.bits != 8) return "has " + std::to_string(c.bits) + " bits";
   if (c.group_size != -1 && c.group_size < 1) return "has group_size " + std::to_string(c.group_size);
   return "";
+}
+
+/// The text of a vocabulary's ids is UTF-8, and ids from size() on stand for nothing.
+inline std::string vocabulary_fault(const checkpoint::Vocabulary& v) {
+  if (v.size() < 1 || v.size() > v.kMaxIds) return "has size " + std::to_string(v.size());
+  std::vector<std::int32_t> ids;
+  for (std::int64_t id = std::max<std::int64_t>(v.size() - 64, 0); id < v.size(); ++id) ids.push_back(std::int32_t(id));
+  const std::string text = v.text(ids);
+  checkpoint::Utf8Stream stream;
+  if (stream.put(text) != text || !stream.finish().empty()) return "has a text that is no UTF-8";
+  return v.bytes(std::int32_t(v.size())).empty() ? "" : "has a token beyond its size";
+}
+
+inline std::string token_file_fault(const checkpoint::TokenFile& file) {
+  if (file.shape.size() != 1 && file.shape.size() != 2) return "has rank " + std::to_string(file.shape.size());
+  if (file.ids.empty()) return "has no ids";
+  return element_count(file.shape) == std::int64_t(file.ids.size()) ? "" : "has another shape than ids";
+}
+
+inline std::string generation_config_fault(const checkpoint::GenerationConfig& c) {
+  const bool valid = std::all_of(c.eos_token_ids.begin(), c.eos_token_ids.end(), [](auto id) { return id >= 0; }) &&
+                     c.max_new_tokens.value_or(1) >= 1 && c.temperature.value_or(0) >= 0 && c.top_p.value_or(1) > 0 &&
+                     c.top_p.value_or(1) <= 1 && c.min_p.value_or(0) >= 0 && c.min_p.value_or(0) <= 1 &&
+                     c.repetition_penalty.value_or(1) > 0 && c.top_k.value_or(0) >= 0;
+  return valid ? "" : "has a value out of range";
 }
 
 /// What a refusal must be: one printable line that begins with the source's name.
