@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -13,6 +14,7 @@
 #include "apps/cli/table.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "apps/verify/model_walk.hpp"
 
 namespace cf::apps {
 namespace {
@@ -89,20 +91,14 @@ std::string shape_of(const GoldenMeta& m, const std::string& tap) {
   return shape.empty() ? "the producer's own" : shape;
 }
 
-int info(const Options& o) {
-  const Result<GoldenFile> opened = GoldenFile::open(o.files.front());
-  if (!opened) return fail(opened.status());
-  const GoldenMeta& m = opened->meta();
+/// What every golden file says of its origin and its model; rows of its own kind come between.
+void add_origin(const std::string& path, const golden::GoldenOrigin& m, const std::string& model, Table& attributes) {
   const ModelConfig& c = m.config;
-
-  std::string kv_len;
-  for (std::int32_t n : m.kv_len) kv_len += (kv_len.empty() ? "" : ", ") + std::to_string(n);
-  Table attributes({"attribute", "value"});
-  attributes.add({"file", opened->path()});
+  attributes.add({"file", path});
   attributes.add({"producer", m.producer});
   attributes.add({"command", m.command});
   attributes.add({"versions", m.versions});
-  attributes.add({"model", fmt::format("{}, layer {} of {}", m.model, m.layer, c.num_hidden_layers)});
+  attributes.add({"model", model});
   attributes.add(
       {"sizes", fmt::format("hidden {}, heads {}, head_dim {}, rotary_dim {}, intermediate {}", c.hidden_size,
                             c.num_attention_heads, c.head_dim(), c.rotary_dim, c.intermediate_size)});
@@ -111,29 +107,67 @@ int info(const Options& o) {
                                  c.use_parallel_residual ? "parallel" : "sequential", c.layer_norm_eps, c.rope_theta)});
   attributes.add({"dtype", std::string(to_string(m.dtype))});
   attributes.add({"seed", std::to_string(m.seed)});
-  attributes.add({"batch, q_len", fmt::format("{}, {}", m.load.batch, m.load.q_len)});
-  attributes.add({"kv_len", kv_len});
-  attributes.add({"cache", m.cache});
   attributes.add({"weights", m.weights + (m.weights_checkpoint.empty() ? "" : ", " + m.weights_checkpoint)});
   attributes.add({"weights checksum", fmt::format("{:016x}", m.weights_checksum)});
-  attributes.print(stdout);
+}
 
+/// Prints which variant has which tap, below the attributes.
+int print_info(const Table& attributes, const std::vector<VariantInfo>& variants,
+               const std::function<std::string(const std::string&)>& shape_of_tap) {
+  attributes.print(stdout);
   std::vector<std::string> headers{"tap", "shape"}, taps;
-  for (const VariantInfo& v : opened->variants()) {
+  for (const VariantInfo& v : variants) {
     headers.push_back(fmt::format("{} ({}, {})", v.name, v.attn_implementation, v.device));
     for (const std::string& tap : v.taps)
       if (!std::count(taps.begin(), taps.end(), tap)) taps.push_back(tap);
   }
   Table table(headers);
   for (const std::string& tap : taps) {
-    std::vector<std::string> row{tap, shape_of(m, tap)};
-    for (const VariantInfo& v : opened->variants())
-      row.push_back(std::count(v.taps.begin(), v.taps.end(), tap) ? "yes" : "");
+    std::vector<std::string> row{tap, shape_of_tap(tap)};
+    for (const VariantInfo& v : variants) row.push_back(std::count(v.taps.begin(), v.taps.end(), tap) ? "yes" : "");
     table.add(row);
   }
   print("\n");
   table.print(stdout);
   return finish(true);
+}
+
+int model_info(const std::string& path) {
+  const Result<golden::ModelGolden> opened = golden::ModelGolden::open(path);
+  if (!opened) return fail(opened.status());
+  const golden::ModelGoldenMeta& m = opened->meta();
+  Table attributes({"attribute", "value"});
+  add_origin(path, m, fmt::format("{}, {} layers", m.model, m.config.num_hidden_layers), attributes);
+  attributes.add({"vocab_size", std::to_string(m.config.vocab_size)});
+  attributes.add({"ids", fmt::format("{} of the prompt, then {} greedy ones", m.prompt_len, m.tokens - m.prompt_len)});
+  const std::string logits = m.top ? fmt::format("the {} largest, and the log of the sum", m.top) : std::string("all");
+  attributes.add({"logits a position", logits});
+  std::vector<VariantInfo> variants = opened->variants();
+  for (VariantInfo& v : variants) v.taps.push_back("logits");
+  return print_info(attributes, variants, [&](const std::string& tap) {
+    return fmt::format("position={}, {}", m.fed(),
+                       tap != "logits" ? fmt::format("i={}", m.config.hidden_size)
+                       : m.top         ? fmt::format("rank={}", m.top)
+                                       : fmt::format("id={}", m.config.vocab_size));
+  });
+}
+
+int info(const Options& o) {
+  const std::string& path = o.files.front();
+  const Result<golden::GoldenSchema> schema = golden::golden_schema(path);
+  if (!schema) return fail(schema.status());
+  if (*schema == golden::GoldenSchema::model) return model_info(path);
+  const Result<GoldenFile> opened = GoldenFile::open(path);
+  if (!opened) return fail(opened.status());
+  const GoldenMeta& m = opened->meta();
+  std::string kv_len;
+  for (std::int32_t n : m.kv_len) kv_len += (kv_len.empty() ? "" : ", ") + std::to_string(n);
+  Table attributes({"attribute", "value"});
+  add_origin(path, m, fmt::format("{}, layer {} of {}", m.model, m.layer, m.config.num_hidden_layers), attributes);
+  attributes.add({"batch, q_len", fmt::format("{}, {}", m.load.batch, m.load.q_len)});
+  attributes.add({"kv_len", kv_len});
+  attributes.add({"cache", m.cache});
+  return print_info(attributes, opened->variants(), [&](const std::string& tap) { return shape_of(m, tap); });
 }
 
 std::string variant_names(const GoldenFile& file) {
@@ -143,11 +177,10 @@ std::string variant_names(const GoldenFile& file) {
 }
 
 /// The smallest error of the producer's own runs in the file's dtype, or "-".
-std::string producer_error(const GoldenFile& file, const TapResult& r) {
+std::string producer_error(const std::vector<VariantInfo>& variants, DType stored, const TapResult& r) {
   double least = INFINITY;
-  for (const VariantInfo& v : file.variants())
-    if (const auto e = r.producer_rel_l2.find(v.name);
-        e != r.producer_rel_l2.end() && v.dtype == to_string(file.meta().dtype))
+  for (const VariantInfo& v : variants)
+    if (const auto e = r.producer_rel_l2.find(v.name); e != r.producer_rel_l2.end() && v.dtype == to_string(stored))
       least = std::min(least, e->second);
   return std::isfinite(least) ? scientific(least) : "-";
 }
@@ -210,6 +243,8 @@ class Summary {
       worst_ = name_of(path, r);
     }
   }
+  /// Counts a failure that no tap shows.
+  void fail() { failed_ += 1; }
   bool passed() const { return failed_ == 0; }
   std::string line(std::size_t files) const {
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
@@ -224,8 +259,67 @@ class Summary {
   std::string worst_;
 };
 
+/// Adds a walk's taps to the rows and the summary, and prints what failed, with --verbose a table under `title`.
+/// `command` repeats what failed.
+void report_taps(const Options& o, const std::string& path, const std::vector<TapResult>& results,
+                 const std::vector<VariantInfo>& variants, DType stored, const std::string& title,
+                 const std::function<std::string(const TapResult&)>& command, Json& rows, Summary& summary_of_all) {
+  Table table(joined({"tap"}, error_headers(), {"HF", "verdict"}));
+  std::string failures, last_command;
+  for (const TapResult& r : results) {
+    table.add(joined({r.tap}, error_cells(r.error, r.budget, r.worst),
+                     {producer_error(variants, stored, r), verdict(r.ok())}));
+    rows.push_back(row_json(path, o, r));
+    summary_of_all.add(path, r);
+    if (r.ok()) continue;
+    failures += failure(path, r);
+    // Several taps of one site fail with the same command, which is printed once.
+    if (const std::string repeats = command(r); repeats != last_command) failures += last_command = repeats;
+  }
+  if (o.verbose) {
+    print("## " + title + "\n\n");
+    table.print(stdout);
+    print("\n");
+  }
+  print(failures);
+  std::fflush(stdout);
+}
+
+/// The same for a file of a whole model, which the CPU runs.
+Status run_model_file(const Options& o, const std::string& path, Json& rows, Summary& summary_of_all) {
+  if (o.cuda() || !o.site.empty() || o.isolated)
+    return Status::error(Code::invalid_argument,
+                         path +
+                             ": a whole model's file is run on the CPU from its ids on: expected no --backend cuda, "
+                             "--site or --isolated");
+  CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(path));
+  CF_TRY_ASSIGN(const golden::GoldenModelWeights weights, file.weights(o.model));
+  print_notes(weights.notes);
+  const golden::ModelGoldenMeta& m = file.meta();
+  for (DType dtype : chosen_dtypes(o, m.dtype)) {
+    CF_TRY_ASSIGN(const ModelWalk walk, walk_model(file, weights, dtype));
+    const std::string same = fmt::format("{} of {} greedy ids are the file's{}", walk.same, walk.chosen,
+                                         walk.excused ? fmt::format(", {} as close as the bound", walk.excused) : "");
+    std::vector<std::string> words{"cf-golden", "run", path, "--dtype", std::string(to_string(dtype))};
+    if (!o.model.empty()) words.insert(words.end(), {"--model", o.model});
+    const std::string repeats = "reproduce: " + shell_command(words) + "\n";
+    report_taps(
+        o, path, walk.taps, file.variants(), m.dtype,
+        fmt::format("{}: {} of {} layers, {} ids, cpu backend, {} activations; {}", path, m.model,
+                    m.config.num_hidden_layers, m.tokens, to_string(dtype), same),
+        [&](const TapResult&) { return repeats; }, rows, summary_of_all);
+    if (walk.same + walk.excused < walk.chosen) {
+      summary_of_all.fail();
+      print(fmt::format("{} {}, {}: {}\n{}", in_colour(kFail, stdout), path, to_string(dtype), same, repeats));
+    }
+  }
+  return {};
+}
+
 /// Walks one file in every chosen dtype, prints what failed, and adds every tap to the rows and the summary.
 Status run_file(const Options& o, const std::string& path, Json& rows, Summary& summary_of_all) {
+  CF_TRY_ASSIGN(const golden::GoldenSchema schema, golden::golden_schema(path));
+  if (schema == golden::GoldenSchema::model) return run_model_file(o, path, rows, summary_of_all);
   CF_TRY_ASSIGN(const GoldenFile file, GoldenFile::open(path));
   if (file.variants().end() == std::find_if(file.variants().begin(), file.variants().end(),
                                             [](const VariantInfo& v) { return v.name == golden::kReference; }))
@@ -242,26 +336,11 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
                                                    .isolated = !o.chained,
                                                    .site = o.site,
                                                    .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused}));
-    Table table(joined({"tap"}, error_headers(), {"HF", "verdict"}));
-    std::string failures, last_command;
-    for (const TapResult& r : results) {
-      table.add(joined({r.tap}, error_cells(r.error, r.budget, r.worst), {producer_error(file, r), verdict(r.ok())}));
-      rows.push_back(row_json(path, o, r));
-      summary_of_all.add(path, r);
-      if (r.ok()) continue;
-      failures += failure(path, r);
-      // Several taps of one site fail with the same command, which is printed once.
-      if (const std::string command = reproduce(o, path, r); command != last_command)
-        failures += last_command = command;
-    }
-    if (o.verbose) {
-      print(fmt::format("## {}, {}, {} backend, {}, {} activations\n\n", summary(file),
-                        o.chained ? "chained" : "isolated", o.backend, o.impl, to_string(dtype)));
-      table.print(stdout);
-      print("\n");
-    }
-    print(failures);
-    std::fflush(stdout);
+    report_taps(
+        o, path, results, file.variants(), file.meta().dtype,
+        fmt::format("{}, {}, {} backend, {}, {} activations", summary(file), o.chained ? "chained" : "isolated",
+                    o.backend, o.impl, to_string(dtype)),
+        [&](const TapResult& r) { return reproduce(o, path, r); }, rows, summary_of_all);
   }
   return {};
 }

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 
@@ -18,6 +17,7 @@
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "apps/verify/model_source.hpp"
 #include "core/procedural.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 #include "golden/checkpoint/hf_config.hpp"
@@ -68,10 +68,7 @@ class Source {
   const std::string& directory() const { return directory_; }
   /// The weights, as the report names them.
   std::string description() const {
-    const std::string format = linears_.bits == 0 ? ""
-                               : linears_.group_size == -1
-                                   ? fmt::format("GPTQ of {} bits, one group", linears_.bits)
-                                   : fmt::format("GPTQ of {} bits, group {}", linears_.bits, linears_.group_size);
+    const std::string format = describe(linears_);
     if (is_checkpoint()) return "checkpoint " + directory_ + (format.empty() ? "" : ", " + format);
     return fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, seed_);
   }
@@ -204,14 +201,6 @@ Status check_run(const Options& o, Plan& plan) {
     if (request.procedural) break;  // the others have the same sizes and formats
   }
   return {};
-}
-
-std::string cpu_name() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);)
-    if (line.starts_with("model name"))
-      if (const std::size_t colon = line.find(": "); colon != line.npos) return line.substr(colon + 2);
-  return "unknown CPU";
 }
 
 /// The checkpoint's directory as seen from the dump's.

@@ -7,6 +7,7 @@
 
 #include "core/ops/rope.hpp"
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/ops/chain.hpp"
 #include "cpu_ref/sample.hpp"
 
 namespace cf::cpu_ref {
@@ -106,6 +107,17 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
                   spec_.traits.rope_theta);
 }
 
+Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {
+  const std::array<std::int64_t, 2> own = cos_.view<2>().shape;
+  if (cos.shape != sin.shape || cos.shape[1] != own[1] || cos.shape[0] > capacity())
+    return refused("RoPE table: expected up to " + std::to_string(capacity()) + " rows of " + std::to_string(own[1]) +
+                   " each for cos and sin, got " + to_string(Shape(cos.shape.begin(), cos.shape.end())) + " and " +
+                   to_string(Shape(sin.shape.begin(), sin.shape.end())));
+  std::copy_n(cos.data, cos.size(), cos_.as<float>());
+  std::copy_n(sin.data, sin.size(), sin_.as<float>());
+  return {};
+}
+
 Status Model::check_slot(std::int64_t slot, std::int64_t first, std::int64_t tokens) const {
   if (slot < 0 || slot >= slots())
     return refused("slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
@@ -161,6 +173,7 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
   return for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
     if (const Status status = cpu_ref::run(args); !status)
       return Status::error(status.code(), site.name() + ": " + status.message());
+    if (condition_) CF_TRY(add_part(args, *condition_));
     return visit ? visit(site, tensors_of(args)) : Status{};
   });
 }

@@ -60,6 +60,12 @@ class Model final : public ModelRunner {
 
   /// Calls `visit` for every site of every prefill and step from now on; an empty one ends that.
   void watch(Visit visit) { visit_ = std::move(visit); }
+  /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses other
+  /// sizes, and more rows than the capacity.
+  Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
+  /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
+  /// conditions take several times longer than the model.
+  void measure(Condition* total) { condition_ = total; }
   DType activation() const { return options_.activation; }
   /// The valid cache entries of a slot.
   std::int64_t length(std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
@@ -77,6 +83,7 @@ class Model final : public ModelRunner {
   ModelSpec spec_;
   Options options_;
   Visit visit_;
+  Condition* condition_ = nullptr;
   ModelWeights weights_;
   std::shared_ptr<const void> owner_;
   std::vector<std::int64_t> lengths_;        // by slot

@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <numeric>
 
@@ -176,6 +177,17 @@ void CommandLine::integer(const std::string& name, std::optional<std::int64_t>& 
   option(name, "INT", value ? std::to_string(*value) : "", help, [&value, range](const std::string& text) {
     const auto number = parse_integer<std::int64_t>(text);
     if (!number || !range.holds(*number)) return range.text();
+    value = number;
+    return std::string();
+  });
+}
+
+void CommandLine::number(const std::string& name, double& value, const std::string& help) {
+  option(name, "NUMBER", fmt::format("{}", value), help, [&value](const std::string& text) {
+    double number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number);
+    if (error != std::errc() || stop != end || !std::isfinite(number)) return std::string("a number such as 0.7");
     value = number;
     return std::string();
   });

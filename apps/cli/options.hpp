@@ -97,6 +97,8 @@ class CommandLine {
   void integer(const std::string& name, std::int64_t& value, const Range& range, const std::string& help);
   void integer(const std::string& name, std::optional<std::int64_t>& value, const Range& range,
                const std::string& help);
+  /// A decimal number such as 0.7 or 1e-3 that is finite.
+  void number(const std::string& name, double& value, const std::string& help);
   /// A decimal integer of 64 bits without a sign.
   void seed(const std::string& name, std::uint64_t& value, const std::string& help);
   /// One of these dtypes, by a name that parse_dtype() knows.

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fmt/format.h>
+#include <fstream>
 
 #include <algorithm>
 #include <cstdio>
@@ -86,6 +87,14 @@ Status check_threads(std::string_view option, std::int64_t threads) {
   }
   all_started.count_down();
   return status;
+}
+
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);)
+    if (line.starts_with("model name"))
+      if (const std::size_t colon = line.find(": "); colon != line.npos) return line.substr(colon + 2);
+  return "unknown CPU";
 }
 
 }  // namespace cf::apps

@@ -23,6 +23,9 @@ std::string program_name();
 /// The commit that the program was built from, or "unknown".
 std::string_view commit();
 
+/// The processor's name, or "unknown CPU".
+std::string cpu_name();
+
 /// Prints "PROGRAM: message" as one line on stderr; returns kBadInput.
 int fail(std::string_view message);
 int fail(const Status& status);

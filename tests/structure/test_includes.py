@@ -25,6 +25,8 @@ ROOMS = {
     "cpu_ref": ["core/*"],
     "cpu_ref/simd": ["core/*"],
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
+    # A whole model, which runs ops.
+    "cpu_ref/model": ["core/*", "cpu_ref", "cpu_ref/ops"],
     "cuda/runtime": ["core/*"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
@@ -44,6 +46,8 @@ ROOMS = {
     "apps/cli": ["core/*", "golden/*"],
     "apps/verify": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli"],
     "apps/bench": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli", "apps/verify"],
+    # The commands of cf-model.
+    "apps/model": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli", "apps/verify", "apps/bench"],
     "apps": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/*"],
     "python": ["core/*", "cpu_ref/*", "cuda/*", "golden/*"],
     "tests": ["*"],

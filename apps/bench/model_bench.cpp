@@ -1,0 +1,113 @@
+#include "apps/bench/model_bench.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "apps/bench/host_probe.hpp"
+#include "apps/cli/statistics.hpp"
+#include "core/model/model.hpp"
+#include "core/ops/decode_layer.hpp"
+
+namespace cf::apps {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds(Clock::duration d) { return std::chrono::duration<double, std::milli>(d).count(); }
+
+/// The rate of a streaming read of all weights. Vectors are too short to measure one.
+double read_rate(const ModelSpec& m, const ModelWeights& weights) {
+  double bytes = 0, seconds = 0;
+  for_each_model_weight(m, weights, [&](const TensorSpec&, const auto& view, const auto& shape) {
+    if (shape.size() != 2) return;
+    bytes += double(view.bytes());
+    seconds += double(view.bytes()) / stream_read_bytes_per_s(view.data, std::size_t(view.bytes()));
+  });
+  return bytes / seconds;
+}
+
+/// Ids that spread over the vocabulary, the same for the same slot.
+std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std::int64_t vocab_size) {
+  std::vector<std::int32_t> ids;
+  for (std::int64_t i = 0; i < length; ++i)
+    ids.push_back(
+        std::int32_t((std::uint64_t(i + 1) * 2654435761u + std::uint64_t(slot) * 40503u) % std::uint64_t(vocab_size)));
+  return ids;
+}
+
+}  // namespace
+
+double ModelTiming::best_read() const { return *std::max_element(read_bytes_per_s.begin(), read_bytes_per_s.end()); }
+
+double ModelTiming::tokens_per_s(const ModelLoad& load) const {
+  return 1e3 * double(load.new_tokens * load.slots) / total_ms.median;
+}
+
+double ModelTiming::percent_of_read() const {
+  const double seconds = (total_ms.median - first_token_ms.median) * 1e-3;
+  return seconds > 0 ? 100 * steps.bytes / seconds / best_read() : 0;
+}
+
+Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
+               DType activation) {
+  const DType dense = w.embed_in.dtype;
+  const std::int64_t tokens = load.tokens(), hidden = m.shape.hidden_size;
+  Cost cost = ops::Embedding::cost({tokens, m.shape.vocab_size, hidden}, activation, dense);
+  for (const LayerWeights& layer : w.layers) {
+    ops::DecodeLayer::Dims dims{m, step_sizes(m.shape, load), load.kv_len};
+    dims.linears = {format_of(layer.query_key_value.weight), format_of(layer.dense.weight),
+                    format_of(layer.dense_h_to_4h.weight), format_of(layer.dense_4h_to_h.weight)};
+    cost += ops::DecodeLayer::cost(dims, activation, dense);
+  }
+  cost += ops::LayerNorm::cost({logit_rows, hidden}, activation, dense);
+  return cost += ops::Linear::cost({logit_rows, hidden, m.shape.vocab_size, false}, activation, dense);
+}
+
+Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, DType activation,
+                               std::int64_t runs, std::int64_t warmup, const std::function<void()>& done) {
+  const ModelSpec& m = decoder.runner().model();
+  ModelTiming timing;
+  std::vector<double> first_ms, total_ms, token_ms;
+  for (std::int64_t run = -warmup; run < runs; ++run) {
+    const double read = read_rate(m, weights);
+    std::vector<Decoder::Sequence> sequences;
+    for (std::int64_t slot = 0; slot < load.slots; ++slot) {
+      CF_TRY_ASSIGN(const Decoder::Sequence s, decoder.add(prompt_of(load.prompt_len, slot, m.shape.vocab_size),
+                                                           {.max_new_tokens = load.new_tokens}));
+      sequences.push_back(s);
+    }
+    const Clock::time_point start = Clock::now();
+    CF_TRY(decoder.prefill().status());
+    std::vector<Clock::time_point> times{Clock::now()};
+    while (decoder.active()) {
+      CF_TRY(decoder.decode(1).status());
+      times.push_back(Clock::now());
+    }
+    for (Decoder::Sequence s : sequences) {
+      CF_TRY(decoder.status(s));
+      CF_TRY(decoder.drop(s));
+    }
+    done();
+    if (run < 0) continue;
+    timing.read_bytes_per_s.push_back(read);
+    first_ms.push_back(milliseconds(times.front() - start));
+    total_ms.push_back(milliseconds(times.back() - start));
+    for (std::size_t i = 1; i < times.size(); ++i) token_ms.push_back(milliseconds(times[i] - times[i - 1]));
+  }
+  timing.first_token_ms = spread(first_ms);
+  timing.total_ms = spread(total_ms);
+  if (!token_ms.empty()) {
+    timing.token_ms = spread(token_ms);
+    std::sort(token_ms.begin(), token_ms.end());
+    timing.inter_token_p90_ms = percentile(token_ms, 0.9);
+    timing.time_per_token_ms = (timing.total_ms.median - timing.first_token_ms.median) / double(load.new_tokens - 1);
+  }
+  // Prompts go through the model one after the other.
+  for (std::int64_t slot = 0; slot < load.slots; ++slot)
+    timing.prompt += pass_cost(m, weights, {1, load.prompt_len, load.prompt_len, 0}, 1, activation);
+  for (std::int64_t i = 1; i < load.new_tokens; ++i)
+    timing.steps += pass_cost(m, weights, {load.slots, 1, load.prompt_len + i, 0}, load.slots, activation);
+  return timing;
+}
+
+}  // namespace cf::apps

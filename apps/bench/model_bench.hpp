@@ -1,0 +1,45 @@
+#pragma once
+// Times a decoder: prompts, tokens, slots.
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "apps/bench/timing.hpp"
+#include "core/contract.hpp"
+#include "core/model/decoder.hpp"
+#include "core/model/weights.hpp"
+#include "core/model/workload.hpp"
+
+namespace cf::apps {
+
+/// As many prompts as there are slots, all of one length, and as many new tokens for each.
+struct ModelLoad {
+  std::int64_t prompt_len = 1, new_tokens = 1, slots = 1;
+};
+
+struct ModelTiming {
+  Spread first_token_ms;          // TTFT, over the runs: from the prompts to the last slot's first id
+  Spread total_ms;                // over the runs: to the last id
+  Spread token_ms;                // the time between two steps, over all steps of all runs; 0 without a second token
+  double inter_token_p90_ms = 0;  // the same
+  double time_per_token_ms = 0;   // TPOT: (total - first token) / (new tokens - 1), by medians; 0 for one token
+  Cost prompt, steps;             // what the prompts' pass moves and computes, and all steps together
+  std::vector<double> read_bytes_per_s;  // a streaming read of the weights in each run
+
+  double best_read() const;
+  /// New tokens of all slots a second, prompts included.
+  double tokens_per_s(const ModelLoad& load) const;
+  /// The share of the best read that the steps' bytes reach, in percent.
+  double percent_of_read() const;
+};
+
+/// The bytes that a pass of q_len tokens a slot must move and its flops: each weight once, of the embedding the tokens' rows,
+/// `logit_rows` rows of the head.
+Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
+               DType activation);
+
+/// Times a load `runs` times after `warmup` runs; `done` is called after each.
+Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, DType activation,
+                               std::int64_t runs, std::int64_t warmup, const std::function<void()>& done);
+
+}  // namespace cf::apps

@@ -1,0 +1,33 @@
+// cf-model: tokens from a whole GPT-NeoX model, with their quality and their time.
+#include "apps/cli/options.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/model/commands.hpp"
+
+namespace cf::apps {
+namespace {
+
+int main(int argc, char** argv) {
+  CommandLine line("Makes tokens with a whole GPT-NeoX model on the CPU, scores texts, and times both.",
+                   std::string("cf-model ") + CF_VERSION);
+  CommandLine& generate_line = line.subcommand("generate", "Continue prompts");
+  CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");
+  CommandLine& bench_line = line.subcommand("bench", "Time prompts and tokens");
+  CommandLine& info_line = line.subcommand("info", "Print a model's sizes and what fits this machine");
+  Generate generate(generate_line);
+  Evaluate evaluate(eval_line);
+  Bench bench(bench_line);
+  Info info(info_line);
+  if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
+  const std::string command = shell_command(argc, argv);
+  if (generate_line.chosen()) return generate.run(command);
+  if (eval_line.chosen()) return evaluate.run(command);
+  if (bench_line.chosen()) return bench.run(command);
+  return info.run();
+}
+
+}  // namespace
+}  // namespace cf::apps
+
+int main(int argc, char** argv) {
+  return cf::apps::run_main([&] { return cf::apps::main(argc, argv); });
+}

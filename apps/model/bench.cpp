@@ -1,0 +1,145 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "apps/bench/model_bench.hpp"
+#include "apps/bench/report_file.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/cli/sweep.hpp"
+#include "apps/cli/table.hpp"
+#include "apps/cli/terminal.hpp"
+#include "apps/model/commands.hpp"
+
+namespace cf::apps {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Row {
+  ModelLoad load;
+  ModelTiming timing;
+};
+
+/// A row's figures by the names of JSON and CSV.
+Json fields(const Row& r) {
+  const ModelTiming& t = r.timing;
+  const double total_s = t.total_ms.median * 1e-3;
+  return {{"prompt_len", r.load.prompt_len},
+          {"new_tokens", r.load.new_tokens},
+          {"slots", r.load.slots},
+          {"ttft_ms", t.first_token_ms.median},
+          {"tpot_ms", t.time_per_token_ms},
+          {"inter_token_p50_ms", t.token_ms.median},
+          {"inter_token_p90_ms", t.inter_token_p90_ms},
+          {"inter_token_p99_ms", t.token_ms.p99},
+          {"total_ms", t.total_ms.median},
+          {"tokens_per_s", t.tokens_per_s(r.load)},
+          {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
+          {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
+          {"decode_bytes", t.steps.bytes},
+          {"read_best_gb_per_s", t.best_read() * 1e-9},
+          {"decode_percent_of_read", t.percent_of_read()}};
+}
+
+}  // namespace
+
+Bench::Bench(CommandLine& line) {
+  declare_model(line, model_);
+  line.text("--prompt-len", prompt_lens_, "Ids of a prompt: numbers and ranges, such as 16,128,512");
+  line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges");
+  line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges");
+  line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration");
+  line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones");
+  line.output("--json", json_, "Write everything as JSON, anew after each configuration");
+  line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
+  line.check([this](Faults& faults) {
+    const auto take = [&](const char* option, const std::string& text, std::int64_t most,
+                          std::vector<std::int64_t>& to) {
+      Result<std::vector<std::int64_t>> values = parse_sweep(option, text, {1, most});
+      faults.add(values.status());
+      if (values) to = std::move(*values);
+    };
+    take("--prompt-len", prompt_lens_, kMaxCapacity / 2, prompts_);
+    take("--new-tokens", new_tokens_, kMaxCapacity / 2, outputs_);
+    take("--slots", slots_, kMaxSlots, batches_);
+  });
+}
+
+int Bench::run(const std::string& command) {
+  const std::int64_t capacity =
+      *std::max_element(prompts_.begin(), prompts_.end()) + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
+  Table table({"prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s",
+               "GFLOP", "TFLOP/s", "% of read"});
+  std::vector<Row> rows;
+  std::string weights;
+  const auto write_files = [&](bool complete) -> Status {
+    CF_TRY(write_report(json_, complete, [&] {
+      Json results = Json::array();
+      for (const Row& r : rows) results.push_back(fields(r));
+      const Json report = {
+          {"program", "cf-model bench"},
+          {"version", CF_VERSION},
+          {"commit", commit()},
+          {"command", command},
+          {"cpu", cpu_name()},
+          {"threads", model_.threads},
+          {"model", choice_of(model_).directory.empty() ? model_.choice.preset : model_.choice.directory},
+          {"weights", weights},
+          {"activation_dtype", to_string(model_.activation.value_or(DType::f32))},
+          {"runs", runs_},
+          {"warmup", warmup_},
+          {"complete", complete},
+          {"results", std::move(results)}};
+      return report.dump(2) + "\n";
+    }));
+    return write_report(csv_, complete, [&] {
+      std::string text;
+      for (const Row& r : rows) {
+        const Json row = fields(r);
+        if (text.empty())
+          for (const auto& [key, value] : row.items()) text += (text.empty() ? "" : ",") + key;
+        std::string line;
+        for (const auto& [key, value] : row.items()) line += (line.empty() ? "\n" : ",") + value.dump();
+        text += line;
+      }
+      return text + "\n";
+    });
+  };
+  for (std::int64_t slots : batches_) {
+    Result<RunningModel> running = open_model(model_, slots, capacity);
+    if (!running) return fail(running.status());
+    weights = running->loaded.description;
+    const ModelWeights model_weights = running->loaded.weights;
+    const std::shared_ptr<const void> owner = running->loaded.owner;
+    Decoder decoder(std::move(running->model));
+    for (std::int64_t prompt_len : prompts_)
+      for (std::int64_t new_tokens : outputs_) {
+        Row row{.load = {prompt_len, new_tokens, slots}, .timing = {}};
+        {
+          std::int64_t runs = 0;
+          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup_ + runs_);
+          Result<ModelTiming> timed =
+              time_model(decoder, model_weights, row.load, model_.activation.value_or(DType::f32), runs_, warmup_,
+                         [&] { progress.set(++runs); });
+          if (!timed) return fail(timed.status());
+          row.timing = std::move(*timed);
+        }
+        const Json f = fields(row);
+        const auto cell = [&](const char* key, int digits) { return fmt::format("{:.{}f}", double(f[key]), digits); };
+        table.add({std::to_string(prompt_len), std::to_string(new_tokens), std::to_string(slots), cell("ttft_ms", 2),
+                   cell("tpot_ms", 3), cell("inter_token_p50_ms", 3), cell("inter_token_p90_ms", 3),
+                   cell("inter_token_p99_ms", 3), cell("total_ms", 1), cell("tokens_per_s", 1), cell("gflop", 2),
+                   cell("tflop_per_s", 4), cell("decode_percent_of_read", 1)});
+        rows.push_back(std::move(row));
+        if (const Status s = write_files(false); !s) return fail(s);
+      }
+  }
+  fmt::print("{} threads of {}, {}\n\n", model_.threads, cpu_name(), weights);
+  table.print(stdout);
+  if (const Status s = write_files(true); !s) return fail(s);
+  if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
+  return kOk;
+}
+
+}  // namespace cf::apps

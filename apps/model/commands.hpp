@@ -1,0 +1,67 @@
+#pragma once
+// The commands of cf-model: each declares its options on a subcommand's line, then runs.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "apps/cli/options.hpp"
+#include "apps/model/common.hpp"
+#include "core/sampling.hpp"
+
+namespace cf::apps {
+
+/// Continues prompts and prints ids or text as they come.
+class Generate {
+ public:
+  explicit Generate(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  Sampling sampling_;
+  std::string prompt_ids_, stop_, json_;
+  std::vector<std::vector<std::int32_t>> prompts_;
+  std::vector<std::int32_t> stop_ids_;
+  std::optional<std::int64_t> slots_, capacity_;
+  std::int64_t max_new_tokens_ = 32, top_k_ = 0;
+  bool print_ids_ = false, check_ = false;
+};
+
+/// Perplexity over a text's ids, and how far a model is from a reference.
+class Evaluate {
+ public:
+  explicit Evaluate(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  std::string tokens_, json_, feed_ = "token";
+  std::int64_t context_ = 2048;
+  std::optional<std::int64_t> stride_, limit_;
+  bool oracle_ = false;
+};
+
+/// Time to first token, time per token and throughput over prompts, outputs and slots.
+class Bench {
+ public:
+  explicit Bench(CommandLine& line);
+  int run(const std::string& command);
+
+ private:
+  ModelOptions model_;
+  std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", json_, csv_;
+  std::int64_t runs_ = 3, warmup_ = 1;
+  std::vector<std::int64_t> prompts_, outputs_, batches_;
+};
+
+/// A model's sizes, bytes and what fits this machine.
+class Info {
+ public:
+  explicit Info(CommandLine& line);
+  int run();
+
+ private:
+  ModelOptions model_;
+};
+
+}  // namespace cf::apps

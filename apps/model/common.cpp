@@ -1,0 +1,105 @@
+#include "apps/model/common.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "apps/cli/program.hpp"
+#include "golden/checkpoint/token_file.hpp"
+
+namespace cf::apps {
+
+void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
+  constexpr std::int64_t most_threads = 1024, most_group = 1 << 22, most_chunk = 1 << 20;
+  o.threads = omp_get_max_threads();
+  line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors");
+  line.text("--preset", o.choice.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
+  line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
+             "Stored dtype of a preset's weights, float16 when left out");
+  line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
+  line.integer("--group", o.group, {1, most_group, "", -1},
+               "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  line.seed("--weights-seed", o.choice.seed, "Seed of a preset's weights");
+  line.require_one("--model", "--preset");
+  line.needs("--dtype", "--preset");
+  line.needs("--quant", "--preset");
+  line.needs("--group", "--quant");
+  line.needs("--weights-seed", "--preset");
+  if (!runs) return;
+  line.dtype("--activation", o.activation, {DType::f32, DType::f64},
+             "Activations, float32 when left out; float64 is the oracle");
+  line.integer("--chunk", o.chunk, {1, most_chunk}, "Tokens of a prompt that go through the model at once");
+  line.integer("--threads", o.threads, {1, most_threads}, "Threads");
+}
+
+ModelChoice choice_of(const ModelOptions& o) {
+  ModelChoice choice = o.choice;
+  if (!o.quant.empty()) choice.linears = {.bits = 4, .group_size = o.group.value_or(128)};
+  return choice;
+}
+
+Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+  CF_TRY(check_threads("--threads", o.threads));
+  omp_set_num_threads(int(o.threads));
+  const ModelChoice choice = choice_of(o);
+  const cpu_ref::Model::Options options{
+      .slots = slots, .capacity = capacity, .chunk = o.chunk, .activation = o.activation.value_or(DType::f32)};
+  // Before the weights are loaded, which may take long.
+  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
+  const cpu_ref::ModelBytes bytes = cpu_ref::Model::bytes(config, options);
+  const double needed = double(bytes.cache) + double(bytes.workspace), free = free_memory_bytes();
+  if (needed > free)
+    return Status::error(
+        Code::out_of_memory,
+        fmt::format("{}: {} slots of {} entries need {:.2f} GB for the cache and {:.2f} GB for activations, "
+                    "expected at most the {:.2f} GB of memory that are free",
+                    config.name, slots, capacity, double(bytes.cache) * 1e-9, double(bytes.workspace) * 1e-9,
+                    free * 1e-9));
+  CF_TRY_ASSIGN(LoadedModel loaded, load_model(choice));
+  print_notes(loaded.notes);
+  if (capacity > config.max_position_embeddings)
+    fmt::print(stderr, "{}: positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}\n",
+               program_name(), config.max_position_embeddings, capacity);
+  CF_TRY_ASSIGN(std::unique_ptr<cpu_ref::Model> model,
+                cpu_ref::Model::create(loaded.config, loaded.weights, loaded.owner, options));
+  return RunningModel{std::move(loaded), std::move(model)};
+}
+
+Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& text) {
+  std::vector<std::vector<std::int32_t>> prompts;
+  if (text.ends_with(".npy")) {
+    CF_TRY_ASSIGN(const checkpoint::TokenFile file, checkpoint::read_token_file(text));
+    const std::int64_t length = file.shape.back();
+    for (auto row = file.ids.begin(); row != file.ids.end(); row += length) prompts.emplace_back(row, row + length);
+    return prompts;
+  }
+  const auto refused = [&](std::string_view part) {
+    return Status::error(
+        Code::invalid_argument,
+        fmt::format("--prompt-ids: expected ids such as 1,2,3, prompts separated by \";\", or a .npy file, "
+                    "got '{}'",
+                    part));
+  };
+  std::string_view rest = text;
+  while (true) {
+    const std::string_view prompt = rest.substr(0, rest.find(';'));
+    std::vector<std::int32_t> ids;
+    for (std::string_view left = prompt;;) {
+      const std::string_view id = left.substr(0, left.find(','));
+      const auto number = parse_integer<std::int32_t>(id);
+      if (!number) return refused(id);
+      ids.push_back(*number);
+      if (id.size() == left.size()) break;
+      left.remove_prefix(id.size() + 1);
+    }
+    prompts.push_back(std::move(ids));
+    if (prompt.size() == rest.size()) return prompts;
+    rest.remove_prefix(prompt.size() + 1);
+  }
+}
+
+std::string list_of(std::span<const std::int32_t> ids) { return fmt::format("{}", fmt::join(ids, ", ")); }
+
+}  // namespace cf::apps

@@ -1,0 +1,240 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "apps/bench/report_file.hpp"
+#include "apps/cli/interrupt.hpp"
+#include "apps/cli/program.hpp"
+#include "apps/model/commands.hpp"
+#include "core/model/decoder.hpp"
+#include "golden/checkpoint/generation_config.hpp"
+#include "golden/checkpoint/vocabulary.hpp"
+
+namespace cf::apps {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+/// One prompt on its way.
+struct Job {
+  std::size_t prompt;
+  Clock::time_point added;
+  double first_s = 0, last_s = 0;  // from `added` to the first id and to the last
+  std::vector<std::int32_t> ids{};
+  Finish finish = Finish::running;
+  std::string fault{};
+  checkpoint::Utf8Stream text{};
+};
+
+std::string finish_name(const Job& j) {
+  return j.finish == Finish::running ? "interrupted" : std::string(to_string(j.finish));
+}
+
+/// What continues prompts prints. A single prompt's text or ids come as they are made; several prompts have a line each
+/// when they end.
+class Output {
+ public:
+  Output(bool streams, std::optional<checkpoint::Vocabulary> vocabulary)
+      : streams_(streams), vocabulary_(std::move(vocabulary)) {}
+
+  void add(Job& job, std::int32_t id) {
+    const bool first = job.ids.empty();
+    job.ids.push_back(id);
+    if (!streams_) return;
+    if (vocabulary_)
+      print(job.text.put(vocabulary_->bytes(id)));
+    else
+      print(fmt::format("{}{}", first ? "" : ",", id));
+  }
+  void end(Job& job) {
+    if (streams_) return print((vocabulary_ ? job.text.finish() : "") + "\n");
+    print(fmt::format("{}: {}\n", job.prompt, vocabulary_ ? text_of(job) : fmt::format("{}", fmt::join(job.ids, ","))));
+  }
+  std::optional<std::string> text(const Job& job) const {
+    return vocabulary_ ? std::optional(text_of(job)) : std::nullopt;
+  }
+
+ private:
+  std::string text_of(const Job& job) const { return vocabulary_->text(job.ids); }
+  static void print(const std::string& text) {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+  }
+  bool streams_;
+  std::optional<checkpoint::Vocabulary> vocabulary_;
+};
+
+}  // namespace
+
+Generate::Generate(CommandLine& line) {
+  declare_model(line, model_);
+  line.text("--prompt-ids", prompt_ids_,
+            "Prompts: ids such as 1,2,3, several separated by \";\", or a .npy file whose rows are prompts");
+  line.integer("--max-new-tokens", max_new_tokens_, {1, kMaxCapacity}, "New tokens of each prompt");
+  line.integer("--slots", slots_, {1, kMaxSlots},
+               "Prompts that decode at once, when left out as many as there are, up to 64; the others wait");
+  line.integer("--capacity", capacity_, {1, kMaxCapacity},
+               "Cache entries of a slot; when left out, what the longest prompt and its new tokens need");
+  line.text("--stop", stop_,
+            "Ids that end a sequence, such as 0,2, or \"none\"; the checkpoint's eos_token_id when left out");
+  line.number("--temperature", sampling_.temperature, "0 for the most likely token");
+  line.integer("--top-k", top_k_, {0, std::numeric_limits<int>::max()}, "Keep so many tokens, 0 for all");
+  line.number("--top-p", sampling_.top_p, "Keep the fewest tokens whose probabilities reach this sum");
+  line.number("--min-p", sampling_.min_p, "Keep tokens of at least this share of the largest probability");
+  line.number("--repetition-penalty", sampling_.repetition_penalty,
+              "Divide or multiply the logits of ids that were seen");
+  line.seed("--seed", sampling_.seed, "Seed of the draws; a prompt's place decides besides");
+  line.flag("--ids", print_ids_, "Print ids although the checkpoint has a vocabulary");
+  line.output("--json", json_, "Write prompts, ids, text and times as JSON");
+  line.require("--prompt-ids");
+  line.check([&line, this](Faults& faults) {
+    sampling_.top_k = int(top_k_);
+    faults.add(sampling_.validate());
+    if (line.given("--prompt-ids")) {
+      Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(prompt_ids_);
+      faults.add(parsed.status());
+      if (parsed) prompts_ = std::move(*parsed);
+    }
+    if (line.given("--stop") && stop_ != "none") {
+      Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(stop_);
+      if (!parsed || parsed->size() != 1)
+        faults.expected("--stop", "ids such as 0,2, or none", stop_);
+      else
+        stop_ids_ = parsed->front();
+    }
+  });
+}
+
+int Generate::run(const std::string& command) {
+  std::optional<checkpoint::Vocabulary> vocabulary;
+  if (!model_.choice.directory.empty()) {
+    const std::string path = model_.choice.directory + "/tokenizer.json";
+    if (std::filesystem::exists(path) && !print_ids_) {
+      Result<checkpoint::Vocabulary> read = checkpoint::Vocabulary::open(path);
+      // Ids do as well: a tokenizer of another kind is no reason to refuse the model.
+      if (read)
+        vocabulary = std::move(*read);
+      else
+        fmt::print(stderr, "{}: ids are printed: {}\n", program_name(), read.status().message());
+    }
+    if (stop_.empty()) {
+      const Result<checkpoint::GenerationConfig> read = checkpoint::read_generation_config(model_.choice.directory);
+      if (!read) return fail(read.status());
+      stop_ids_ = read->eos_token_ids;
+    }
+  }
+  std::size_t longest = 0;
+  for (const auto& prompt : prompts_) longest = std::max(longest, prompt.size());
+  const std::int64_t slots = slots_.value_or(std::min<std::int64_t>(kMaxSlots, std::int64_t(prompts_.size())));
+  // The last token is not appended.
+  const std::int64_t capacity = capacity_.value_or(std::int64_t(longest) + max_new_tokens_ - 1);
+  Result<RunningModel> running = open_model(model_, slots, capacity);
+  if (!running) return fail(running.status());
+  const LoadedModel loaded = std::move(running->loaded);
+  Decoder decoder(std::move(running->model));
+
+  Output output(prompts_.size() == 1, std::move(vocabulary));
+  std::map<Decoder::Sequence, Job> jobs;
+  std::vector<Job> done;
+  std::size_t next = 0;
+  const auto collect = [&](Decoder::Sequence sequence) {
+    Job job = std::move(jobs.at(sequence));
+    jobs.erase(sequence);
+    job.finish = *decoder.finish(sequence);
+    job.fault = decoder.status(sequence).message();
+    output.end(job);
+    done.push_back(std::move(job));
+    return decoder.drop(sequence);
+  };
+  const Clock::time_point start = Clock::now();
+  int signal = 0;
+  {
+    const Interrupts interrupts;
+    while ((next < prompts_.size() || decoder.active()) && !interrupts.noted()) {
+      for (; next < prompts_.size() && decoder.free_slots() > 0; ++next) {
+        const Result<Decoder::Sequence> added = decoder.add(
+            prompts_[next], {.sampling = sampling_, .id = next, .stop = stop_ids_, .max_new_tokens = max_new_tokens_});
+        if (!added) return fail(fmt::format("prompt {}: {}", next, added.status().message()));
+        jobs.emplace(*added, Job{.prompt = next, .added = Clock::now()});
+      }
+      const Result<std::vector<Decoder::Emitted>> emitted = decoder.decode(1);
+      if (!emitted) return fail(emitted.status());
+      for (const auto& [sequence, id] : *emitted) {
+        Job& job = jobs.at(sequence);
+        job.last_s = seconds_since(job.added);
+        if (job.ids.empty()) job.first_s = job.last_s;
+        output.add(job, id);
+      }
+      std::vector<Decoder::Sequence> ended;
+      for (const auto& [sequence, job] : jobs)
+        if (*decoder.finish(sequence) != Finish::running) ended.push_back(sequence);
+      for (Decoder::Sequence sequence : ended)
+        if (const Status s = collect(sequence); !s) return fail(s);
+    }
+    signal = interrupts.noted();
+  }
+  while (!jobs.empty())
+    if (const Status s = collect(jobs.begin()->first); !s) return fail(s);
+
+  const double total_s = seconds_since(start);
+  std::size_t tokens = 0;
+  double first_s = 0, later_s = 0, later = 0;
+  for (const Job& job : done) {
+    tokens += job.ids.size();
+    first_s += job.first_s / double(done.size());
+    later_s += job.last_s - job.first_s;
+    later += double(job.ids.size()) - (job.ids.empty() ? 0 : 1);
+  }
+  fmt::print(stderr,
+             "{} prompts, {} new tokens in {:.2f} s: first token after {:.1f} ms on average{}, {:.1f} tokens/s\n",
+             done.size(), tokens, total_s, 1e3 * first_s,
+             later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "", double(tokens) / total_s);
+  std::sort(done.begin(), done.end(), [](const Job& a, const Job& b) { return a.prompt < b.prompt; });
+  bool failed = false;
+  for (const Job& job : done) {
+    if (job.fault.empty()) continue;
+    failed = true;
+    fmt::print(stderr, "{}: prompt {}: {}\n", program_name(), job.prompt, job.fault);
+  }
+  const Status written = write_report(json_, true, [&] {
+    Json sequences = Json::array();
+    for (const Job& job : done) {
+      Json j = {{"prompt", prompts_[job.prompt]},
+                {"ids", job.ids},
+                {"finish", finish_name(job)},
+                {"first_token_s", job.first_s},
+                {"total_s", job.last_s}};
+      if (const auto text = output.text(job)) j["text"] = *text;
+      if (!job.fault.empty()) j["fault"] = job.fault;
+      sequences.push_back(std::move(j));
+    }
+    const Json report = {{"program", "cf-model generate"},
+                         {"version", CF_VERSION},
+                         {"commit", commit()},
+                         {"command", command},
+                         {"cpu", cpu_name()},
+                         {"threads", model_.threads},
+                         {"model", loaded.config.name},
+                         {"weights", loaded.description},
+                         {"sampling", to_string(sampling_)},
+                         {"slots", slots},
+                         {"capacity", capacity},
+                         {"total_s", total_s},
+                         {"sequences", std::move(sequences)}};
+    return report.dump(2) + "\n";
+  });
+  if (!written) return fail(written);
+  if (std::ferror(stdout)) return fail("standard output: cannot be written");
+  if (signal != 0) return 128 + signal;
+  return failed ? kBadInput : kOk;
+}
+
+}  // namespace cf::apps

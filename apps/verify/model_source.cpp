@@ -1,0 +1,81 @@
+#include "apps/verify/model_source.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <utility>
+
+#include "core/procedural.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
+
+namespace cf::apps {
+
+std::int64_t LoadedModel::bytes() const {
+  std::int64_t sum = 0;
+  for_each_model_weight(config.spec(), weights,
+                        [&](const TensorSpec&, const auto& view, const auto&) { sum += view.bytes(); });
+  return sum;
+}
+
+Result<ModelConfig> config_of(const ModelChoice& choice) {
+  if (!choice.directory.empty()) {
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));
+    return opened.config();
+  }
+  CF_TRY_ASSIGN(ModelConfig preset, find_preset(choice.preset));
+  preset.dtype = choice.dtype.value_or(preset.dtype);
+  return preset;
+}
+
+Result<LoadedModel> load_model(const ModelChoice& choice) {
+  if (!choice.directory.empty()) {
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));
+    CF_TRY_ASSIGN(checkpoint::CheckpointModel model, opened.model());
+    CF_TRY(opened.check_finite(model));
+    const auto& gptq = opened.gptq();
+    const std::string format = describe(gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
+    LoadedModel loaded{.config = opened.config(),
+                       .weights = std::move(model.weights),
+                       .dtype = model.dtype,
+                       .owner = std::move(model.storage),
+                       .description = "checkpoint " + choice.directory + (format.empty() ? "" : ", " + format),
+                       .notes = std::move(model.notes)};
+    loaded.config.dtype = model.dtype;
+    return loaded;
+  }
+  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
+  // The Linears' bits decide; embeddings and head are dense whatever the format is.
+  const double needed = double(config.num_parameters()) * double(size_bytes(config.dtype));
+  if (const double free = free_memory_bytes(); choice.linears.bits == 0 && needed > free)
+    return Status::error(
+        Code::out_of_memory,
+        fmt::format("{}: the weights need {:.2f} GB of memory, expected at most the {:.2f} GB that are free",
+                    config.name, needed * 1e-9, free * 1e-9));
+  auto owned =
+      std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), config.dtype, choice.seed, choice.linears));
+  const std::string format = describe(choice.linears);
+  return LoadedModel{
+      .config = config,
+      .weights = owned->weights,
+      .dtype = config.dtype,
+      .owner = owned,
+      .description = fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, choice.seed)};
+}
+
+std::string describe(const WeightFormat& linears) {
+  if (linears.bits == 0) return "";
+  if (linears.group_size == -1) return fmt::format("GPTQ of {} bits, one group", linears.bits);
+  return fmt::format("GPTQ of {} bits, group {}", linears.bits, linears.group_size);
+}
+
+double free_memory_bytes() {
+  std::ifstream info("/proc/meminfo");
+  for (std::string line; std::getline(info, line);) {
+    long long kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) return double(kib) * 1024;
+  }
+  return double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
+}
+
+}  // namespace cf::apps

@@ -1,0 +1,49 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/model/config.hpp"
+#include "core/model/weights.hpp"
+#include "core/status.hpp"
+
+namespace cf::apps {
+
+/// Where a program's model comes from.
+struct ModelChoice {
+  std::string directory;       // of a checkpoint; where it is empty, the preset counts
+  std::string preset;          // with procedural weights
+  std::optional<DType> dtype;  // of a preset's weights
+  WeightFormat linears{};      // a preset's quantisation
+  std::uint64_t seed = 0;      // of a preset's weights
+};
+
+/// A whole model in memory. A checkpoint's weights lie in its mapped files.
+struct LoadedModel {
+  ModelConfig config;
+  ModelWeights weights;
+  DType dtype = DType::f16;           // of every weight that is not quantised
+  std::shared_ptr<const void> owner;  // of the weights' memory
+  std::string description;            // "checkpoint DIR, GPTQ of 4 bits, group 128"
+  std::vector<std::string> notes{};   // of the checkpoint
+
+  /// The bytes of all weights.
+  std::int64_t bytes() const;
+};
+
+/// The config of a choice, without its weights. Refuses what Checkpoint::open() and find_preset() refuse.
+Result<ModelConfig> config_of(const ModelChoice& choice);
+
+/// Loads all weights. Refuses besides: a weight that is NaN or infinite, and procedural weights that the machine's free
+/// memory does not hold.
+Result<LoadedModel> load_model(const ModelChoice& choice);
+
+/// "GPTQ of 4 bits, group 128"; empty for dense weights.
+std::string describe(const WeightFormat& linears);
+
+/// The bytes that this machine can give without swapping; what Linux calls available.
+double free_memory_bytes();
+
+}  // namespace cf::apps

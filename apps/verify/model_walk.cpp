@@ -1,0 +1,172 @@
+#include "apps/verify/model_walk.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "apps/verify/quality.hpp"
+#include "cpu_ref/model.hpp"
+
+namespace cf::apps {
+namespace {
+
+using cpu_ref::Model;
+using golden::ModelGolden;
+
+/// A tap's rows over all positions, and the bound that its sites give it.
+struct Made {
+  std::string site;
+  Tensor rows;
+  Condition condition{};
+};
+
+/// The names of taps that the file has.
+std::vector<std::string> reference_taps(const ModelGolden& file) {
+  for (const golden::VariantInfo& v : file.variants())
+    if (v.name == golden::kReference) return v.taps;
+  return {};
+}
+
+/// Runs the file's ids, and collects the rows of the taps and of the logits.
+Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::GoldenModelWeights& weights,
+                                        DType activation, bool one_by_one, bool measure) {
+  const golden::ModelGoldenMeta& m = file.meta();
+  const ModelSpec spec = m.config;
+  const std::int64_t fed = m.fed(), hidden = spec.shape.hidden_size;
+  CF_TRY_ASSIGN(const Tensor ids, file.ids());
+  CF_TRY_ASSIGN(const Tensor cos, file.input("cos"));
+  CF_TRY_ASSIGN(const Tensor sin, file.input("sin"));
+  CF_TRY_ASSIGN(
+      const std::unique_ptr<Model> model,
+      Model::create(spec, weights.weights, weights.owner, {.capacity = fed, .chunk = fed, .activation = activation}));
+  const std::array<std::int64_t, 2> table{fed, spec.shape.rotary_dim / 2};
+  CF_TRY(model->set_rope_table({cos.as<float>(), table}, {sin.as<float>(), table}));
+
+  std::map<std::string, Made> made;
+  for (const std::string& tap : reference_taps(file)) made[tap].rows = Tensor(activation, {fed, hidden});
+  made["logits"].rows = Tensor(activation, {fed, spec.shape.vocab_size});
+  Condition total{0, 0};
+  if (measure) model->measure(&total);
+  std::int64_t first = 0;  // position of the rows that a site makes
+  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
+    const auto found = made.find(site.tap());
+    if (found == made.end()) return {};
+    found->second.site = site.name();
+    found->second.condition = total;
+    for (const Model::SiteTensor& t : tensors) {
+      if (t.role != Role::output) continue;
+      Tensor& rows = found->second.rows;
+      convert(t.data, t.dtype,
+              static_cast<char*>(rows.data()) + first * rows.shape()[1] * std::int64_t(size_bytes(activation)),
+              activation, t.size);
+    }
+    return {};
+  });
+  const std::span<const std::int32_t> all(ids.as<std::int32_t>(), std::size_t(fed));
+  Tensor logits(activation, {fed, spec.shape.vocab_size});
+  if (!one_by_one) {
+    CF_TRY(model->forward(0, 0, all, logits.view<2>()));
+    return made;
+  }
+  for (; first < fed; ++first) {
+    const ModelRunner::Token token{.slot = 0, .id = all[std::size_t(first)], .position = first};
+    CF_TRY(model->step(std::span(&token, 1)));
+  }
+  return made;
+}
+
+/// The columns of `rows` that each row's ids name.
+Tensor chosen_columns(const Tensor& rows, const Tensor& ids) {
+  Tensor chosen(DType::f64, ids.shape());
+  const std::int64_t top = ids.shape()[1];
+  for (std::int64_t i = 0; i < ids.size(); ++i)
+    chosen.as<double>()[i] = rows.at(i / top * rows.shape()[1] + ids.as<std::int32_t>()[i]);
+  return chosen;
+}
+
+std::vector<double> row_of(const Tensor& rows, std::int64_t row) {
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < rows.shape()[1]; ++i) values.push_back(rows.at(row * rows.shape()[1] + i));
+  return values;
+}
+
+}  // namespace
+
+bool ModelWalk::ok() const {
+  return same + excused == chosen && std::all_of(taps.begin(), taps.end(), [](const TapResult& r) { return r.ok(); });
+}
+
+Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelWeights& weights, DType activation,
+                             bool one_by_one) {
+  const golden::ModelGoldenMeta& m = file.meta();
+  CF_TRY_ASSIGN(auto made, run(file, weights, activation, one_by_one, false));
+  if (activation != DType::f64) {
+    CF_TRY_ASSIGN(auto measured, run(file, weights, DType::f64, false, true));
+    for (auto& [tap, rows] : made) rows.condition = measured.at(tap).condition;
+  }
+  // As a layer's: every site before the tap stores its output once more.
+  const double stores = double(sites.size()) * double(m.config.num_hidden_layers) * unit_roundoff(activation);
+  const auto budget_of = [&](const Made& rows) -> Budget {
+    if (activation == DType::f64) return {kModelBudget, kModelBudget};
+    Budget b = reduction_budget(1, {activation, activation}, rows.condition);
+    return b += {stores, stores};
+  };
+  ModelWalk walk;
+  Tensor reference_logits, reference_ids;
+  for (auto& [tap, rows] : made) {
+    TapResult r;
+    r.site = rows.site;
+    r.tap = tap;
+    r.dtype = activation;
+    r.budget = budget_of(rows).rel_l2;
+    std::map<std::string, Tensor> variants;
+    Tensor ours = rows.rows.clone();
+    for (const golden::VariantInfo& v : file.variants()) {
+      if (tap == "logits" && m.top > 0) {
+        CF_TRY_ASSIGN(golden::TopLogits top, file.top_logits(v.name));
+        ours = chosen_columns(rows.rows, top.ids);
+        reference_ids = std::move(top.ids);
+        variants[v.name] = std::move(top.values);
+      } else if (tap == "logits") {
+        CF_TRY_ASSIGN(variants[v.name], file.logits(v.name));
+      } else if (std::find(v.taps.begin(), v.taps.end(), tap) != v.taps.end()) {
+        CF_TRY_ASSIGN(variants[v.name], file.tap(v.name, tap));
+      }
+    }
+    const Tensor& reference = variants.at(std::string(golden::kReference));
+    CF_TRY_ASSIGN(r.error, compare(ours, reference));
+    const char* const column = tap == "logits" ? (m.top > 0 ? "rank" : "id") : "i";
+    r.worst = name_coordinate({{"position", m.fed()}, {column, reference.shape()[1]}}, r.error.worst);
+    for (const auto& [name, tensor] : variants) {
+      if (name == golden::kReference) continue;
+      CF_TRY_ASSIGN(const Comparison theirs, compare(tensor, reference));
+      r.producer_rel_l2[name] = theirs.rel_l2;
+    }
+    if (tap == "logits") reference_logits = reference.clone();
+    walk.taps.push_back(std::move(r));
+  }
+
+  const Made& logits = made.at("logits");
+  const double bound = budget_of(logits).rel_max;
+  CF_TRY_ASSIGN(const Tensor ids, file.ids());
+  for (std::int64_t p = m.prompt_len - 1; p < m.fed(); ++p) {
+    ++walk.chosen;
+    const std::int32_t ours = best_id(row_of(logits.rows, p)), theirs = ids.as<std::int32_t>()[p + 1];
+    if (ours == theirs) {
+      ++walk.same;
+      continue;
+    }
+    const std::vector<double> reference = row_of(reference_logits, p);
+    double most = 0, margin = INFINITY;
+    for (double v : reference) most = std::max(most, std::abs(v));
+    for (std::size_t i = 0; i < reference.size(); ++i) {
+      const auto id = reference_ids ? reference_ids.as<std::int32_t>()[p * m.top + std::int64_t(i)] : std::int32_t(i);
+      if (id == ours) margin = *std::max_element(reference.begin(), reference.end()) - reference[i];
+    }
+    walk.excused += margin <= 2 * bound * most;
+  }
+  return walk;
+}
+
+}  // namespace cf::apps

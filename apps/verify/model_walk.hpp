@@ -1,0 +1,31 @@
+#pragma once
+// A golden file of a whole model: the CPU backend runs the file's ids, and what it makes is compared with the file.
+#include <cstdint>
+#include <vector>
+
+#include "apps/verify/golden_walk.hpp"
+#include "core/status.hpp"
+#include "golden/model_golden.hpp"
+
+namespace cf::apps {
+
+/// The bound of the oracle's relative L2 error against Hugging Face's float64, of logits and of taps.
+inline constexpr double kModelBudget = 1e-10;
+
+/// What a model made of a file's ids, beside the file.
+struct ModelWalk {
+  std::vector<TapResult> taps;  // the site is the module's whole name; the logits are a tap, too
+  // Of the ids that the file's float64 run chose:
+  std::int64_t chosen = 0;
+  std::int64_t same = 0;     // our logits choose the same
+  std::int64_t excused = 0;  // they choose another, and its reference logit is within twice the budget of the largest
+
+  bool ok() const;
+};
+
+/// Feeds the file's ids to the CPU backend, all at once or one by one, with the file's RoPE table. The bound in float64 is
+/// kModelBudget; in float32 it is derived as a layer's is, from the conditions that the oracle measures.
+Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
+                             DType activation, bool one_by_one = false);
+
+}  // namespace cf::apps

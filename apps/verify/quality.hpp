@@ -1,0 +1,58 @@
+#pragma once
+// How good a model's predictions are, and how far they are from a reference's: the figures of llama.cpp's perplexity tool.
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "apps/cli/statistics.hpp"
+
+namespace cf::apps {
+
+/// The logits of one position: all of them, or the largest with their ids and the log of the sum of exp over all.
+struct LogitsRow {
+  std::span<const double> values;
+  std::span<const std::int32_t> ids{};  // of the values; empty where there is a value for each id
+  std::optional<double> log_sum_exp{};  // over all ids; computed where it is not given
+};
+
+/// log(sum of exp(v)), from the largest value.
+double log_sum_exp(std::span<const double> values);
+
+/// The id of the largest value, the lowest of equal ones.
+std::int32_t best_id(std::span<const double> values);
+
+/// Our predictions beside a reference's, over the same positions. p is the reference's probability, q ours.
+struct Divergence {
+  std::vector<double> kl;  // by position: sum of p log(p / q); the ids that the reference leaves out are one
+  std::vector<double> probability_change;  // by position: q - p of the id that came next
+  std::int64_t top_1 = 0;                  // positions where both have the same largest logit
+  double top_5 = 0, top_10 = 0;      // summed over positions: the share of the reference's largest that ours has too
+  double absolute = 0, largest = 0;  // of the differences between logits: the sum, and the largest
+  std::int64_t logits = 0;           // that were compared
+  double error2 = 0, norm2 = 0;      // sums of squares: of the differences, and of the reference's logits
+  std::optional<std::int64_t> diverged{};  // the first position where the largest logits differ
+  double margin = 0;                       // there: how far the reference's largest logit is above that of our choice
+
+  double rel_l2() const;
+};
+
+/// What is known of a series of positions, teacher-forced.
+struct Quality {
+  std::vector<double> nll;            // by position: -log q of the id that came next
+  std::vector<double> reference_nll;  // the same of the reference, where it says
+  std::vector<double> nll_change;     // there: ours minus the reference's
+  std::optional<Divergence> divergence{};
+
+  std::int64_t positions() const { return std::int64_t(nll.size()); }
+  /// Adds a position: our logits, all of them, and the id that came next.
+  void add(std::span<const double> ours, std::int32_t next);
+  /// The same beside a reference. Its ids are within ours.
+  void add(std::span<const double> ours, std::int32_t next, const LogitsRow& reference);
+
+  /// exp of the mean nll; to first order its error is the mean's times itself.
+  Mean perplexity() const;
+  Mean reference_perplexity() const;
+};
+
+}  // namespace cf::apps
