@@ -158,7 +158,7 @@ def default_dtype(name):
         torch.set_default_dtype(old)
 
 
-def hf_config(model, implementation):
+def transformers_config(model, implementation):
     from transformers import GPTNeoXConfig
 
     return GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
@@ -191,7 +191,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
     # The given embedding sets the vocabulary's size.
     model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXModel(hf_config(model, implementation))
+        hf = modeling().GPTNeoXModel(transformers_config(model, implementation))
     load(hf, state, stored)
     return ready(hf, dtype, implementation, device)
 
@@ -199,7 +199,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
 def build_causal(model, weights, stored, dtype, implementation, device):
     """A GPTNeoXForCausalLM that computes in `dtype`, with weights by their names in checkpoints."""
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXForCausalLM(hf_config(model, implementation))
+        hf = modeling().GPTNeoXForCausalLM(transformers_config(model, implementation))
     prefix = "gpt_neox."
     load(hf.gpt_neox, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, stored)
     head = hf.get_output_embeddings()

@@ -22,7 +22,7 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
-from golden_file import current_umask
+from golden_file import current_umask, write_json
 from neox import layer_shapes
 from neox_hf import PACKAGES, Checkpoint, build, to_numpy, to_torch, versions
 
@@ -191,12 +191,15 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     path = os.path.join(temporary, "model.safetensors")
     save_file(tensors, path, {"format": "pt"})
     os.chmod(path, 0o666 & ~current_umask())
-    about = {"command": command, "seed": seed, "from": os.path.basename(os.path.abspath(source)), "versions": versions()}
+    about = {
+        "command": command,
+        "seed": seed,
+        "from": os.path.basename(os.path.abspath(source)),
+        "versions": versions(),
+    }
     config = json.loads(checkpoint.config_text) | {"quantization_config": recipe.config()}
     for name, content in (("config", config), ("quantize_config", recipe.config()), ("provenance", about)):
-        with open(os.path.join(temporary, name + ".json"), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+        write_json(os.path.join(temporary, name + ".json"), content)
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)
     progress("")
@@ -204,7 +207,9 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
 
 def parse_arguments(argv):
     parser = Parser(prog=NAME, description=__doc__)
-    parser.add_argument("--model", metavar="DIR", required=True, help="the checkpoint to quantise, as dump_hf.py takes it")
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="the checkpoint to quantise, as dump_hf.py takes it"
+    )
     parser.add_argument("--out", metavar="DIR", required=True, help="the checkpoint to write")
     parser.add_argument("--bits", type=int, choices=[4, 8], default=4, help="of a code (default 4)")
     parser.add_argument(
@@ -214,10 +219,14 @@ def parse_arguments(argv):
     parser.add_argument("--desc-act", action="store_true", help="round the inputs with the largest activations first")
     parser.add_argument("--format", choices=["gptq", "gptq_v2"], default="gptq", help="gptq (v1) stores zeros less one")
     parser.add_argument("--rtn", action="store_true", help="round to nearest, without a calibration run")
-    parser.add_argument("--damp", type=float, default=0.01, help="of the Hessian's mean diagonal, added to it (default 0.01)")
+    parser.add_argument(
+        "--damp", type=float, default=0.01, help="of the Hessian's mean diagonal, added to it (default 0.01)"
+    )
     parser.add_argument("--samples", type=integer(1, 1 << 16), default=16, help="calibration sequences (default 16)")
     parser.add_argument("--length", type=integer(1, 1 << 16), default=64, help="tokens of each (default 64)")
-    parser.add_argument("--seed", type=integer(0, (1 << 63) - 1), default=0, help="of the calibration tokens (default 0)")
+    parser.add_argument(
+        "--seed", type=integer(0, (1 << 63) - 1), default=0, help="of the calibration tokens (default 0)"
+    )
     parser.add_argument("--modules", metavar="NAME[,NAME...]", help="the Linears to quantise (default: all four)")
     args = parser.parse_args(argv)
     if args.group == 0:
