@@ -2,6 +2,7 @@
 for one step or a whole model over a sequence."""
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -472,20 +473,10 @@ def generate(hf, prompt, new_tokens):
     return np.array(ids, np.int32), np.stack(logits)
 
 
-def versions():
-    import h5py
-    import safetensors
-    import torch
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "safetensors": safetensors.__version__,
-        "numpy": np.__version__,
-        "h5py": h5py.__version__,
-    }
+def versions(*packages):
+    """The versions of Python and of packages, those that dumps need where none are named."""
+    named = packages or ("torch", "transformers", "safetensors", "numpy", "h5py")
+    return {"python": platform.python_version(), **{name: importlib.import_module(name).__version__ for name in named}}
 
 
 def device_name(device):

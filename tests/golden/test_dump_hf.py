@@ -457,6 +457,7 @@ class Programs(unittest.TestCase):
         "make_goldens.py": ("numpy", "h5py", *TORCH),
         "quantize_gptq.py": ("numpy", "h5py", *TORCH),
         "tokenize_text.py": ("numpy", "tokenizers"),
+        "train_small.py": ("numpy", "tokenizers", *TORCH),
     }
 
     def run_without(self, packages, program, *argv):
@@ -497,6 +498,7 @@ class Programs(unittest.TestCase):
                 "make_goldens.py": ["--out", out],
                 "quantize_gptq.py": ["--model", model, "--out", out],
                 "tokenize_text.py": ["--tokenizer", out, "--literal", "text", "--out", f"{out}.npy"],
+                "train_small.py": ["--out", out],
             }
             for name, needs in self.NEEDS.items():
                 for packages in (needs[:1], needs[1:]):
