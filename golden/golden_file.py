@@ -1,8 +1,10 @@
 """Golden files in the schemas of golden_file.hpp and model_golden.hpp, and atomic writes of files."""
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import struct
 import tempfile
 
@@ -61,6 +63,25 @@ def atomic(path):
             os.unlink(temporary)
 
 
+@contextlib.contextmanager
+def new_directory(path):
+    """Gives a temporary directory beside `path`, which must not be there, and renames it to `path` after the block. On
+    a failure the temporary directory is removed."""
+    path = os.path.abspath(path)
+    if os.path.lexists(path):
+        raise Refusal(f"{path}: is there already")
+    check_writable(path)
+    temporary = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", suffix=".tmp", dir=os.path.dirname(path))
+    try:
+        yield temporary
+        os.chmod(temporary, 0o777 & ~current_umask())
+        os.rename(temporary, path)
+    except OSError as error:
+        raise Refusal(f"{path}: {reason(error)}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def reason(error):
     """The system's message of an OSError. HDF5 puts it into a text of several lines."""
     hidden = re.search("error message = '([^']*)'", str(error))
@@ -71,6 +92,13 @@ def write_text(path, text):
     """Writes a text file atomically."""
     with atomic(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
+
+
+def write_json(path, content):
+    """Writes a JSON file, for a directory that is not at its final name yet."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
 
 
 def write_golden(path, attributes, groups, variants, about=None):

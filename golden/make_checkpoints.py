@@ -1,29 +1,36 @@
 #!/usr/bin/env python3
-"""Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained.
+"""Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained, or a full-size one.
 
-Their weights are random. Biases and LayerNorm parameters differ from 0 and 1, attention is peaked, and each matrix
-keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are
+The small ones' weights are random. Biases and LayerNorm parameters differ from 0 and 1, attention is peaked, and each
+matrix keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are
 quantised from one such model, which is not kept.
 
-Needs torch, transformers, safetensors, numpy and h5py.
+With --preset the weights of a Pythia model are made from a hash (core/procedural.hpp) and written one tensor at a time,
+dense or as GPTQ weights, into a new directory.
+
+Needs torch, transformers, safetensors, numpy and h5py; with --preset numpy alone.
 """
 
-import json
+import argparse
 import os
+import re
+import shlex
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from console import Parser, Refusal, progress, require, require_numpy
+from console import Parser, Refusal, integer, progress, require, require_numpy
 
 NAME = "make_checkpoints.py"
 require_numpy(NAME)
 
 import gptq
-from golden_file import current_umask
-from neox import Model
+import procedural
+from golden_file import current_umask, write_json
+from neox import PRESETS, Model
 from neox_hf import PACKAGES, default_dtype, versions
+from preset_checkpoint import write_checkpoint
 from quantize_gptq import Recipe, quantise_checkpoint
 
 COMMAND = "python3 golden/make_checkpoints.py"
@@ -116,15 +123,13 @@ def write(spec, directory, command, seed=1):
         hf = GPTNeoXForCausalLM(GPTNeoXConfig(**spec.model.hf_fields(), bos_token_id=0, eos_token_id=0))
         fill(hf.named_parameters(), seed)
     hf.save_pretrained(temporary, max_shard_size=spec.max_shard_size, safe_serialization=True)
-    with open(os.path.join(temporary, "provenance.json"), "w", encoding="utf-8") as file:
-        about = {
-            "command": command,
-            "seed": seed,
-            "weights": "random: golden/make_checkpoints.py fill()",
-            "versions": versions(),
-        }
-        json.dump(about, file, indent=2)
-        file.write("\n")
+    about = {
+        "command": command,
+        "seed": seed,
+        "weights": "random: golden/make_checkpoints.py fill()",
+        "versions": versions(),
+    }
+    write_json(os.path.join(temporary, "provenance.json"), about)
     for name in os.listdir(temporary):
         os.chmod(os.path.join(temporary, name), 0o666 & ~current_umask())  # safetensors lets the owner alone read
     shutil.rmtree(path, ignore_errors=True)
@@ -132,22 +137,109 @@ def write(spec, directory, command, seed=1):
     return path
 
 
+EXAMPLES = """
+examples
+  the small checkpoints of this repository:
+    make_checkpoints.py --out data/checkpoints
+  5.6 GB of weights in the shape of Pythia-2.8B:
+    make_checkpoints.py --preset pythia-2.8b --out pythia-2.8b
+  the same in 4 bits:
+    make_checkpoints.py --preset pythia-2.8b --gptq 4 --group-size 128 --out pythia-2.8b-int4
+Exit status: 0 when all is written, 2 when it is refused: bad arguments, a directory that is there, too small a disk.
+"""
+
+# What --preset alone takes, and its default. None stands for what the preset decides.
+PRESET_OPTIONS = {"layers": None, "dtype": "float16", "seed": 0, "shard_size": 4 * 10**9, "gptq": 0, "group_size": None}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def byte_count(text):
+    """The type of an argument such as 4GB or 500MB."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8})(B|KB|MB|GB)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a number of B, KB, MB or GB, such as 4GB, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def parse_arguments(argv):
+    parser = Parser(prog=NAME, description=__doc__, epilog=EXAMPLES)
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where the small ones lie (default: data/checkpoints), or the directory of a preset's",
+    )
+    preset = parser.add_argument_group("a full-size checkpoint")
+    preset.add_argument("--preset", metavar="NAME", help=f"its shape: {', '.join(PRESETS)}")
+    preset.add_argument(
+        "--layers", type=integer(1, 1 << 16), metavar="N", help="the first N layers of the preset (default: all)"
+    )
+    preset.add_argument("--dtype", choices=list(procedural.DTYPES), help="of the dense weights (default float16)")
+    preset.add_argument("--seed", type=integer(0, procedural.MASK), help="of the weights (default 0)")
+    preset.add_argument(
+        "--shard-size", type=byte_count, metavar="BYTES", help="at most, of a file of several tensors (default 4GB)"
+    )
+    preset.add_argument("--gptq", type=int, choices=[4, 8], help="quantised Linears with codes of so many bits")
+    preset.add_argument(
+        "--group-size",
+        type=integer(-1, 1 << 22),
+        metavar="N",
+        help="inputs that share a scale, -1 for all (default 128)",
+    )
+    args = parser.parse_args(argv)
+    if not args.preset:
+        for name in PRESET_OPTIONS:
+            if getattr(args, name) is not None:
+                raise Refusal(f"--{name.replace('_', '-')} needs --preset")
+        args.out = args.out or "data/checkpoints"
+        return args
+    if args.preset not in PRESETS:
+        raise Refusal(f"--preset must be one of {', '.join(PRESETS)}, got {args.preset!r}")
+    if not args.out:
+        raise Refusal("--out is required with --preset")
+    if args.group_size == 0:
+        raise Refusal("--group-size must be -1 or at least 1, got 0")
+    if args.group_size is not None and not args.gptq:
+        raise Refusal("--group-size needs --gptq")
+    for name, default in PRESET_OPTIONS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if args.layers and args.layers > PRESETS[args.preset].num_hidden_layers:
+        raise Refusal(f"--layers must be at most {PRESETS[args.preset].num_hidden_layers}, got {args.layers}")
+    return args
+
+
+def write_preset(args, command):
+    model = PRESETS[args.preset]
+    if args.layers:
+        model = replace(model, num_hidden_layers=args.layers)
+    write_checkpoint(
+        args.out, model, args.dtype, args.seed, args.shard_size, command, args.gptq, args.group_size or 128
+    )
+
+
+def write_small(out):
+    """Writes the checkpoints of data/checkpoints into a directory."""
+    require(*PACKAGES)
+    os.makedirs(out, exist_ok=True)
+    for spec in [*SPECS, TIED]:
+        progress(spec.name)
+        write(spec, out, COMMAND)
+    with tempfile.TemporaryDirectory() as directory:
+        source = write(GPTQ_SOURCE, directory, COMMAND)
+        for name, recipe in GPTQ_RECIPES.items():
+            quantise_checkpoint(source, os.path.join(out, name), recipe, COMMAND, seed=1)
+    progress("")
+
+
 def main(argv):
-    parser = Parser(prog=NAME, description=__doc__)
-    parser.add_argument("--out", metavar="DIR", default="data/checkpoints", help="default: data/checkpoints")
     try:
-        args = parser.parse_args(argv)
-        require(*PACKAGES)
-        os.makedirs(args.out, exist_ok=True)
-        for spec in [*SPECS, TIED]:
-            progress(spec.name)
-            write(spec, args.out, COMMAND)
-        with tempfile.TemporaryDirectory() as directory:
-            source = write(GPTQ_SOURCE, directory, COMMAND)
-            for name, recipe in GPTQ_RECIPES.items():
-                quantise_checkpoint(source, os.path.join(args.out, name), recipe, COMMAND, seed=1)
-        progress("")
+        args = parse_arguments(argv)
+        if args.preset:
+            write_preset(args, shlex.join([NAME, *argv]))
+        else:
+            write_small(args.out)
     except (Refusal, OSError) as error:
+        progress("")
         print(f"{NAME}: {error}", file=sys.stderr)
         return 2
     return 0

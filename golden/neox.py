@@ -115,8 +115,13 @@ def parse_config(text, source):
     return model
 
 
+def hf_config(model):
+    """The content of a config.json."""
+    return {"model_type": "gpt_neox", **model.hf_fields()}
+
+
 def config_json(model):
-    return json.dumps({"model_type": "gpt_neox", **model.hf_fields()}, indent=2)
+    return json.dumps(hf_config(model), indent=2)
 
 
 def layer_shapes(model):

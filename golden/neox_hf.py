@@ -2,6 +2,7 @@
 for one step or a whole model over a sequence."""
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -158,7 +159,7 @@ def default_dtype(name):
         torch.set_default_dtype(old)
 
 
-def hf_config(model, implementation):
+def transformers_config(model, implementation):
     from transformers import GPTNeoXConfig
 
     return GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
@@ -191,7 +192,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
     # The given embedding sets the vocabulary's size.
     model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXModel(hf_config(model, implementation))
+        hf = modeling().GPTNeoXModel(transformers_config(model, implementation))
     load(hf, state, stored)
     return ready(hf, dtype, implementation, device)
 
@@ -199,7 +200,7 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
 def build_causal(model, weights, stored, dtype, implementation, device):
     """A GPTNeoXForCausalLM that computes in `dtype`, with weights by their names in checkpoints."""
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXForCausalLM(hf_config(model, implementation))
+        hf = modeling().GPTNeoXForCausalLM(transformers_config(model, implementation))
     prefix = "gpt_neox."
     load(hf.gpt_neox, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, stored)
     head = hf.get_output_embeddings()
@@ -472,20 +473,10 @@ def generate(hf, prompt, new_tokens):
     return np.array(ids, np.int32), np.stack(logits)
 
 
-def versions():
-    import h5py
-    import safetensors
-    import torch
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "safetensors": safetensors.__version__,
-        "numpy": np.__version__,
-        "h5py": h5py.__version__,
-    }
+def versions(*packages):
+    """The versions of Python and of packages, those that dumps need where none are named."""
+    named = packages or ("torch", "transformers", "safetensors", "numpy", "h5py")
+    return {"python": platform.python_version(), **{name: importlib.import_module(name).__version__ for name in named}}
 
 
 def device_name(device):

@@ -22,7 +22,7 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
-from golden_file import current_umask
+from golden_file import current_umask, write_json
 from neox import layer_shapes
 from neox_hf import PACKAGES, Checkpoint, build, to_numpy, to_torch, versions
 
@@ -199,9 +199,7 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     }
     config = json.loads(checkpoint.config_text) | {"quantization_config": recipe.config()}
     for name, content in (("config", config), ("quantize_config", recipe.config()), ("provenance", about)):
-        with open(os.path.join(temporary, name + ".json"), "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+        write_json(os.path.join(temporary, name + ".json"), content)
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)
     progress("")

@@ -449,7 +449,16 @@ class Convert(unittest.TestCase):
 class Programs(unittest.TestCase):
     """The programs without the packages that they need."""
 
-    NAMES = ("convert_golden.py", "dump_hf.py", "make_checkpoints.py", "make_goldens.py", "quantize_gptq.py")
+    TORCH = ("torch", "transformers", "safetensors")
+    NEEDS = {
+        "convert_golden.py": ("numpy", "h5py"),
+        "dump_hf.py": ("numpy", "h5py", *TORCH),
+        "make_checkpoints.py": ("numpy", "h5py", *TORCH),
+        "make_goldens.py": ("numpy", "h5py", *TORCH),
+        "quantize_gptq.py": ("numpy", "h5py", *TORCH),
+        "tokenize_text.py": ("numpy", "tokenizers"),
+        "train_small.py": ("numpy", "tokenizers", *TORCH),
+    }
 
     def run_without(self, packages, program, *argv):
         code = (
@@ -467,13 +476,13 @@ class Programs(unittest.TestCase):
                 path = os.path.join(GOLDEN, name)
                 with open(path, "rb") as file:
                     is_program = file.read(2) == b"#!"
-                self.assertEqual(is_program, name in self.NAMES, name)
+                self.assertEqual(is_program, name in self.NEEDS, name)
                 self.assertEqual(os.access(path, os.X_OK), is_program, name)
 
-    def test_help_needs_no_torch_and_no_h5py(self):
-        for name in self.NAMES:
+    def test_help_needs_numpy_alone(self):
+        for name, needs in self.NEEDS.items():
             with self.subTest(name=name):
-                result = self.run_without(("torch", "transformers", "safetensors", "h5py"), name, "--help")
+                result = self.run_without(needs[1:], name, "--help")
                 self.assertEqual((result.returncode, result.stderr), (0, ""))
                 self.assertIn(f"usage: {name}", result.stdout)
                 self.assertIn("\nNeeds ", result.stdout)
@@ -488,18 +497,18 @@ class Programs(unittest.TestCase):
                 "make_checkpoints.py": ["--out", out],
                 "make_goldens.py": ["--out", out],
                 "quantize_gptq.py": ["--model", model, "--out", out],
+                "tokenize_text.py": ["--tokenizer", out, "--literal", "text", "--out", f"{out}.npy"],
+                "train_small.py": ["--out", out],
             }
-            for name in self.NAMES:
-                cases = [(("numpy",), "numpy"), (("h5py",), "h5py")]
-                if name != "convert_golden.py":
-                    cases.append((("torch", "transformers", "safetensors"), "torch, transformers, safetensors"))
-                for packages, missing in cases:
-                    with self.subTest(name=name, missing=missing):
+            for name, needs in self.NEEDS.items():
+                for packages in (needs[:1], needs[1:]):
+                    with self.subTest(name=name, packages=packages):
                         result = self.run_without(packages, name, *arguments[name])
                         self.assertEqual((result.returncode, result.stdout), (2, ""))
                         self.assertEqual(result.stderr.count("\n"), 1, result.stderr)
                         self.assertTrue(result.stderr.startswith(f"{name}: needs "), result.stderr)
-                        self.assertIn(missing, result.stderr)
+                        for package in packages:
+                            self.assertIn(package, result.stderr)
             self.assertEqual(os.listdir(directory), [])
 
 
