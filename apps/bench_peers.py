@@ -74,12 +74,12 @@ def impl_of(configuration):
 
 
 def kv_len_of(configuration):
-    """Its kv_len, which earlier files call seq_len."""
+    """A configuration's kv_len. Earlier files say seq_len."""
     return configuration["kv_len" if "kv_len" in configuration else "seq_len"]
 
 
 def step_of(configuration):
-    """The times of its step through many layers, which earlier files call stack; None of a single layer."""
+    """The times of a configuration's step through many layers; None where it has one layer. Earlier files say stack."""
     return configuration.get("step", configuration.get("stack"))
 
 
@@ -96,7 +96,7 @@ def layer_rows(report, preset):
 
 
 def op_rows(report, preset):
-    """cf-op's results as rows of this report. Of the products, the four together."""
+    """cf-op's results as rows of this report. Of the layer's products only the row of all four counts."""
     return [
         {"preset": preset, "batch": r["batch"], "kv_len": r["kv_len"], "system": "cf-op"}
         | {key: r[key] for key in ("median_us", "p10_us", "p99_us", "bytes", "cold", "floor_us", "limit")}
@@ -107,7 +107,7 @@ def op_rows(report, preset):
 
 
 def work(row):
-    """What a row was timed on: rows of the same work compare."""
+    """The work that a row was timed on. Only rows of the same work are compared."""
     return row["preset"], row["batch"], row["kv_len"]
 
 
@@ -324,7 +324,7 @@ def check_same(hf, step):
 
 
 def time_stack(peer, hf, step, timer, compile_modes):
-    """The series of a peer's steps, and what is to be said of it. Of torch.compile's modes the best one counts."""
+    """The series of a peer's steps, and a note on it. Of torch.compile's modes the best one counts."""
     import torch
     from transformers import DynamicCache, StaticCache
 
@@ -343,7 +343,7 @@ def time_stack(peer, hf, step, timer, compile_modes):
                 back()
                 run()
             series = timer.eager(run, back) if mode == "reduce-overhead" else timer.graph(run, back)
-        except Exception as error:  # the other mode may do
+        except Exception as error:  # the other mode may work
             if isinstance(error, TimeoutError) and best is None:
                 raise
             tried[mode] = one_line(error)
@@ -449,7 +449,7 @@ class Bench:
         try:
             with time_limit(self.seconds()):
                 row |= measured()
-        except Exception as error:  # whatever a peer fails of, the others are to be measured
+        except Exception as error:  # whatever makes a peer fail, the others are measured
             row["error"] = one_line(error)
         self.results[what].append(row)
         self.free()

@@ -81,8 +81,8 @@ def shares(layers):
 
 
 def growths(report):
-    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least kv_len, and of the most
-    layers against kv_len; each where there are three or more."""
+    """[(heading, unit, [(count, time_us)])]: a stack's time against its number of layers, at the least kv_len, and the
+    time of the most layers against kv_len; each where there are three points or more."""
     found = []
     times = {}
     for c in report["configurations"]:
@@ -228,7 +228,7 @@ def cause(percent, timing):
 
 
 def cell(row, what, ratio):
-    """A row's time, of a stack all layers' in milliseconds, and its share of the floor or how many times ours it is."""
+    """A row's time, and its share of the floor or its factor over ours. A stack's time is all layers', in milliseconds."""
     if row is None:
         return ""
     if "median_us" not in row:
@@ -258,7 +258,7 @@ def stack_table(report):
 
 
 def tables(path):
-    """The lines of a table for each thing that a file of bench_peers.py has times of, or cf-layer's stacks."""
+    """The lines of a table for each kind of work in a file of bench_peers.py, or for the stacks in one of cf-layer."""
     report = read_json(path)
     if isinstance(report, dict) and report.get("program") == "cf-layer" and "gpu" in report:
         return stack_table(report)

@@ -37,7 +37,7 @@ constexpr float value(ProceduralKind kind, int n) {
 
 std::uint64_t key_of(std::uint64_t seed, std::string_view name) { return mix(fnv1a64(name) ^ mix(seed)); }
 
-/// A part of a GPTQ weight, which its name says.
+/// Fills a part of a GPTQ weight. The name says which part.
 void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_view name) {
   const std::uint64_t key = key_of(seed, name);
   if (name.ends_with("scales")) {

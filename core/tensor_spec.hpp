@@ -27,7 +27,8 @@ constexpr bool is_activation(Role r) {
 constexpr bool is_weight(Role r) { return r == Role::weight || r == Role::gain; }
 constexpr bool is_table(Role r) { return r == Role::cosine || r == Role::sine; }
 constexpr bool is_index(Role r) { return r == Role::length || r == Role::position || r == Role::token_id; }
-/// Of the activations, which an op reads whole and which it changes. A state counts as changed.
+/// Whether an op reads an activation of that role without changing it, and whether it changes it. A state counts as
+/// changed.
 constexpr bool is_read(Role r) { return r == Role::input || r == Role::cache; }
 constexpr bool is_written(Role r) { return r == Role::output || r == Role::state; }
 

@@ -21,7 +21,7 @@ using namespace std::literals;
 constexpr std::uint64_t kUndefined = ~std::uint64_t{0};  // HDF5's address of what is not there
 constexpr std::size_t kMaxDepth = 8;                     // groups within groups; levels of a b-tree
 constexpr std::size_t kMaxRank = 32;                     // libhdf5's own limit
-// Structures and entries of structures in a file. The largest golden files have a few thousand.
+// The most structures and entries of structures in a file. The largest golden files have a few thousand.
 constexpr std::size_t kMaxParts = std::size_t{1} << 18;
 
 /// Datatype messages, byte for byte: class and version, bit field, size in bytes, properties.
@@ -157,7 +157,7 @@ class Hdf5Reader::Parser {
     return refuse(object, "expected at most " + std::to_string(kMaxParts) + " HDF5 structures in a file, got more");
   }
 
-  /// The file from an address on, once: no other structure may begin there.
+  /// The file from an address on. Each address is entered once: no two structures may begin there.
   Result<std::string_view> enter(const std::string& object, const char* structure, std::uint64_t address) {
     CF_TRY(count(object));
     if (address >= file_.size())

@@ -63,7 +63,7 @@ struct LayerCheck {
 Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const Tensor& output,
                                Precision precision, LayerState& inputs);
 
-/// Takes a site's output, in host memory, on its way into a golden file.
+/// Adds a site's output, which lies in host memory, to a golden file.
 using AddTap = std::function<Status(const SiteOutput&)>;
 /// Runs a layer's sites and hands every output to an AddTap, in the walk's order.
 using SiteWalk = std::function<Status(const AddTap&)>;

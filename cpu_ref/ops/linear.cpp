@@ -74,7 +74,7 @@ void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t t
   }
 }
 
-/// Rows of the weight in the arithmetic type, one behind the other.
+/// Rows of the weight in the arithmetic type, one after the other.
 template <class Real>
 void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, std::int64_t rows, Real* to) {
   if (const auto* gptq = std::get_if<GptqWeight>(&weight)) return dequantise_rows(*gptq, first, rows, to);

@@ -6,8 +6,8 @@
 
 namespace cf::cuda {
 
-/// The state of a warp's part of a row, in every lane. Replaces the part's elements by their deviations from the part's
-/// mean. x[p] are the lane's pieces; each(f) calls f(p) for those pieces that exist.
+/// Returns the state of a warp's part of a row, in every lane, and replaces the part's elements by their deviations
+/// from the part's mean. x[p] are the lane's pieces; each(f) calls f(p) for those pieces that exist.
 template <class Each, int Pieces, int N>
 __device__ Welford centre_warp(Each each, float (&x)[Pieces][N]) {
   int count = 0;

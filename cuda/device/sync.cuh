@@ -108,7 +108,7 @@ __device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
 
 // Time.
 
-/// The device's clock, in nanoseconds, as bounds on waits read it.
+/// The device's clock in nanoseconds, for limits on waits.
 __device__ inline std::uint64_t time_ns() {
   std::uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

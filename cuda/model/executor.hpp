@@ -32,7 +32,7 @@ std::optional<Impl> impl_from_string(std::string_view name);
 
 /// What one step runs, and where.
 struct Step {
-  std::int64_t q_len = 1;                 // tokens appended to each sequence; what the cache was told last
+  std::int64_t q_len = 1;                 // tokens appended to each sequence; the cache's q_len()
   std::optional<LayerRange> layers = {};  // all that are resident where it is empty
   CUstream_st* stream = nullptr;          // may differ from step to step; ordering the streams is the caller's
   ConstAnyView<2> input = {};             // (tokens, hidden_size) on the device, in place of the workspace's own

@@ -13,8 +13,8 @@
 
 namespace cf::cuda {
 
-/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for whoever steps layers in
-/// several ways on one stream, as benchmarks and tests do. The parts are open, so that any of them may be used apart.
+/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for benchmarks and tests, which
+/// step layers in several ways on one stream. The parts are public, so that each may also be used by itself.
 class Session {
  public:
   /// Takes the memory of all parts. `load` gives batch, q_len and the cache's capacity; kv_len starts at q_len. The

@@ -37,7 +37,7 @@ class Workspace {
   /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
   std::size_t device_bytes() const;
-  /// No two workspaces share one.
+  /// A number that no other workspace has.
   std::uint64_t version() const;
 
  private:

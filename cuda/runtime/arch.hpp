@@ -33,8 +33,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .l2_bytes = 96 << 20,
                                .max_cluster_blocks = 8};
 
-/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Besides it each takes as much as
-/// the largest block leaves of the SM's.
+/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Each block also takes as many bytes
+/// as the largest block leaves free of the SM's.
 constexpr int smem_per_block_bytes(const Arch& arch, int blocks) {
   return arch.smem_per_sm_bytes / blocks - (arch.smem_per_sm_bytes - arch.smem_per_block_bytes);
 }

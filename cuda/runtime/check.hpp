@@ -48,14 +48,14 @@ Status check_call(const Args& args, const LaunchList& launches) {
   return check.status();
 }
 
-/// Kernels read 16 bytes at a time: of a 16-bit type, eight elements.
+/// Refuses a size that is not a multiple of 8: kernels read 16 bytes at a time, eight elements of a 16-bit type.
 inline Status check_multiple_of_8(std::string_view op, std::string_view name, std::int64_t size) {
   if (size % 8 == 0) return {};
   return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(name) +
                                                 " a multiple of 8, got " + std::to_string(size));
 }
 
-/// Tensor cores multiply what is of one 16-bit dtype.
+/// Refuses weights of another dtype than the activations': tensor cores multiply elements of one dtype.
 inline Status check_weight_dtype(std::string_view op, DType activation, DType weight) {
   if (weight == activation) return {};
   return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(to_string(activation)) +

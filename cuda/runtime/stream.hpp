@@ -25,8 +25,8 @@ inline Result<Stream> make_stream() {
   return Stream(stream);
 }
 
-/// A graph of what `enqueue` puts onto the stream, which is not the default one; its kernels keep their priorities.
-/// Nothing runs.
+/// Captures a graph of what `enqueue` puts onto the stream, which must not be the default stream. Nothing runs. The
+/// graph's kernels keep their priorities.
 template <class Enqueue>
 Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
   CF_TRY(from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture"));
