@@ -251,7 +251,7 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 
 
 def wrapped(line):
-    """The line in lines of at most 120 columns; a table's row stays whole."""
+    """Breaks a line into lines of at most 120 columns. A table's row stays whole."""
     if line.startswith("|"):
         return line
     indent = "  " if line.startswith("- ") else ""

@@ -143,7 +143,7 @@ def print_table(results):
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError within the block when it takes longer."""
+    """Raises TimeoutError within the block when the block takes longer."""
 
     def stop(*_):
         raise TimeoutError(f"stopped after {seconds} s")
@@ -167,7 +167,7 @@ class Timer:
         self.runs, self.warmup = runs, warmup
 
     def eager(self, step, before=lambda: None):
-        """The series of step's times; `before` runs ahead of each, outside the time."""
+        """The series of step's times. `before` runs before each step and is not timed."""
         import torch
 
         series = []
@@ -205,7 +205,7 @@ def captured(step, before=lambda: None):
 
 
 def build_model(preset, device="cuda"):
-    """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that nobody reads."""
+    """Hugging Face's model of the preset with random float16 weights, sdpa and a small vocabulary that no step reads."""
     import torch
     from dataclasses import replace
     from transformers import GPTNeoXConfig, GPTNeoXModel

@@ -228,7 +228,7 @@ def cause(percent, timing):
 
 
 def cell(row, what, ratio):
-    """A row's time, and its share of the floor or its factor over ours. A stack's time is all layers', in milliseconds."""
+    """A row's time, and its share of the floor or its factor over ours. A stack's time is all layers', in ms."""
     if row is None:
         return ""
     if "median_us" not in row:

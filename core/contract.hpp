@@ -79,7 +79,7 @@ class TensorCheck {
 
   template <class View>
   void operator()(const TensorSpec& spec, const View& v, std::array<std::int64_t, View::rank> expected) {
-    // nvcc does not parse the list as add()'s argument.
+    // A variable, since nvcc does not parse the list as add()'s argument.
     const TensorInfo tensor{spec, v.data, v.dtype, v.shape.data(), expected.data(), View::rank};
     add(tensor);
   }

@@ -36,7 +36,7 @@ class [[nodiscard]] Status {
   explicit operator bool() const { return code_ == Code::ok; }
   Code code() const { return code_; }
   const std::string& message() const { return message_; }
-  const SourceLocation& where() const { return at_; }  // where the error was made, for a debugger's eye
+  const SourceLocation& where() const { return at_; }  // the line that made the error, for debugging
 
  private:
   Code code_ = Code::ok;

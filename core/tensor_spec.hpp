@@ -8,7 +8,7 @@ namespace cf {
 /// What a tensor is to its op. Activations share one dtype, weights another.
 enum class Role : std::uint8_t {
   input,     // an activation that is read
-  output,    // an activation that is written, every element
+  output,    // an activation of which every element is written
   state,     // an activation that is read and written in part: a KV cache that grows
   cache,     // an activation that is read up to its sequence's length: a KV cache
   weight,    // a parameter as stored: f16, bf16 or f32 (or f64, for tests)
@@ -32,14 +32,14 @@ constexpr bool is_index(Role r) { return r == Role::length || r == Role::positio
 constexpr bool is_read(Role r) { return r == Role::input || r == Role::cache; }
 constexpr bool is_written(Role r) { return r == Role::output || r == Role::state; }
 
-/// What a list of tensors says of each beside its view and its shape. Every list calls f(spec, view, shape).
+/// What a list of tensors says of each tensor beside its view and its shape. Every list calls f(spec, view, shape).
 struct TensorSpec {
   Role role;
-  std::string_view name;  // lives as long as the call
+  std::string_view name;  // valid during f's call
   bool optional = false;  // the view may be empty
 };
 
-/// A tensor's expected shape, as lists of tensors hand it on.
+/// A tensor's expected shape, as lists of tensors pass it to f.
 template <class... Size>
 constexpr std::array<std::int64_t, sizeof...(Size)> extents(Size... size) {
   return {std::int64_t(size)...};

@@ -62,7 +62,7 @@ struct PackedWeight {
   WeightFormat format{};               // of the matrix before it was packed
   std::int64_t out = 0, in = 0;        // the matrix is (out, in)
   View<const std::int32_t, 1> data{};  // (words)  one block, on the host or on a device
-  std::array<std::byte, 64> layout{};  // what lies where in the block
+  std::array<std::byte, 64> layout{};  // the packer's description of the block
 };
 
 using LinearWeight = std::variant<DenseWeight, GptqWeight, PackedWeight>;

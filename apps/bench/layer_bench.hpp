@@ -23,9 +23,9 @@ struct LayerTiming {
   std::vector<Timing> sites;
   Timing total;                // of one layer
   std::optional<Timing> step;  // of a step through many layers, where that was timed
-  std::vector<double>
-      read_bytes_per_s;      // a streaming read of cold memory in each run; on the CPU of the layer's matrices
-  double best_read() const;  // 100 % of every share of the read
+  /// The rate of a streaming read in each run. The read is cold; on the CPU it is that of the layer's matrices.
+  std::vector<double> read_bytes_per_s;
+  double best_read() const;  // shares of the read are shares of this rate
   double median_read() const;
   double percent_of_read(const Timing& t) const { return 1e11 * t.gb_per_s() / best_read(); }
 };

@@ -38,14 +38,14 @@ struct LayerTensors {
   AnyView<2> mlp_in{};                      // (tokens, hidden)               post_attention_layernorm
   AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU(mlp.dense_h_to_4h)
   AnyView<2> output{};                      // (tokens, hidden)
-  std::int64_t max_kv_len = 0;              // no kv_len[b] is larger
+  std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
 };
 
 /// The sizes that the shapes of a step's tensors are made of, beside those of the model.
 struct StepSizes {
   std::int64_t batch = 1, q_len = 1;
-  std::int64_t table_rows = 0;  // of RoPE's table: more than the largest position
-  std::int64_t capacity = 0;    // of the cache
+  std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position
+  std::int64_t capacity = 0;    // entries that the cache has room for
   std::int64_t tokens() const { return batch * q_len; }
 };
 
@@ -157,7 +157,7 @@ class LayerState {
   /// Views of all tensors.
   LayerTensors tensors();
 
-  // As in LayerTensors.
+  // The tensors of LayerTensors.
   Tensor hidden, positions, kv_len, cos, sin, k_cache, v_cache;
   Tensor attn_in, qkv, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
 

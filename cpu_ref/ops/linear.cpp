@@ -105,7 +105,7 @@ void run_blocks(const ops::Linear::Args& a) {
   }
 }
 
-/// Refuses a packed weight, and a map of inputs to groups that leaves the groups.
+/// Refuses a packed weight, and a g_idx that names a group which does not exist.
 Status check_weight(const ops::Linear::Args& a) {
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight))
     return Status::error(Code::unimplemented, "linear: cpu_ref takes dense or GPTQ weights, got a weight packed by " +

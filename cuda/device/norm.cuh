@@ -1,6 +1,6 @@
 #pragma once
-// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps alike
-// give the same bits: __fmul_rn and fmaf fix which products are rounded, where the compiler would have a choice.
+// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps in the
+// same way give the same bits: __fmul_rn and fmaf fix which products are rounded, so that the compiler has no choice.
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
 

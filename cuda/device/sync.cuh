@@ -21,7 +21,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// named_barrier() that returns true in all threads where `yes` is true in none of them.
+/// named_barrier() that returns, in all threads, whether `yes` is true in none of them.
 __device__ inline bool named_barrier_none(int id, int threads, bool yes) {
   std::uint32_t any;
   asm volatile(
@@ -58,7 +58,8 @@ __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
 /// see what the thread sees.
 __device__ inline void let_copies_see() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Relaxed accesses: one access of all bytes, whole to every thread of the device, without order among several.
+// Relaxed accesses. Every thread of the device sees all bytes of such an access or none. Several accesses have no
+// order.
 
 /// Stores four bytes.
 __device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t bits) {

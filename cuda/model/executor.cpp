@@ -39,7 +39,7 @@ Status for_each_layer(const Layers& layers, F&& f) {
   return {};
 }
 
-/// What is prepared of a step.
+/// A prepared step.
 class Prepared {
  public:
   virtual ~Prepared() = default;

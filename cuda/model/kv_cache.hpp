@@ -34,7 +34,8 @@ class KvCache {
 
   /// Copies a layer's entries, (batch, kv_heads, capacity, head_dim) each, and waits until they are there.
   Status set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache);
-  /// Sets each sequence's kv_len after a step of q_len tokens, q_len to capacity, and waits until it is there.
+  /// Sets the kv_len that each sequence has after a step of q_len tokens, from q_len to the capacity, and waits until
+  /// it is there.
   Status set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_len = 1);
   /// Adds q_len to every kv_len, on the device and without waiting. Nothing is checked: beyond the capacity a step's
   /// results are NaN and the cache stays as it is. May be captured into a graph.
@@ -44,7 +45,8 @@ class KvCache {
   std::int64_t capacity() const;
   DType dtype() const;
   LayerRange layers() const;
-  /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before.
+  /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before the
+  /// first call.
   std::int64_t q_len() const;
   /// A layer's keys and values; `layer` is within layers().
   LayerCache layer(std::int64_t layer) const;

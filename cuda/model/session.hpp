@@ -46,7 +46,7 @@ class Session {
   LayerRange layers() const { return weights.layers(); }
   std::int64_t q_len() const { return q_len_; }
   const Context& context() const { return context_; }
-  /// A layer's step on the device, for whoever walks its sites.
+  /// The tensors of a layer's step on the device, for callers that walk its sites.
   LayerTensors tensors(std::int64_t layer) const { return workspace.tensors(cache, layers().first, layer, q_len_); }
   std::size_t device_bytes() const { return weights.device_bytes() + cache.device_bytes() + workspace.device_bytes(); }
 

@@ -28,7 +28,7 @@ class Workspace {
 
   /// Copies the hidden state that the first layer reads, (tokens, hidden_size) of a step, and waits until it is there.
   Status set_hidden(const Tensor& hidden);
-  /// The same memory, (tokens, hidden_size), for whoever writes it on the device.
+  /// The same memory, (tokens, hidden_size), for callers that write it on the device.
   AnyView<2> hidden(std::int64_t tokens) const;
 
   std::int64_t max_tokens() const;

@@ -15,7 +15,7 @@ namespace cf::cuda {
 struct LaunchShape {
   dim3 grid, block;
   std::size_t smem_bytes = 0;  // dynamic shared memory
-  int cluster_blocks = 1;      // along x
+  int cluster_blocks = 1;      // blocks of a cluster, along x
 };
 
 /// The percentage of an SM's L1 that is shared memory where kernels run side by side. On an H200 this is 132 KB:

@@ -64,7 +64,7 @@ class LaunchList {
   int device_;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
-  std::vector<std::size_t> offsets_;  // the first unit of every argument
+  std::vector<std::size_t> offsets_;  // of each argument in values_, its first unit
   std::vector<Unit> values_;          // the arguments' bytes
 };
 

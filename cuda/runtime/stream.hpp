@@ -18,7 +18,7 @@ using Stream = std::unique_ptr<CUstream_st, Destroy>;
 using Event = std::unique_ptr<CUevent_st, Destroy>;
 using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
 
-/// A stream beside the default one, with no order between the two.
+/// A stream that has no order with the default stream.
 inline Result<Stream> make_stream() {
   cudaStream_t stream = nullptr;
   CF_TRY(from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));

@@ -15,8 +15,8 @@
 
 namespace cf::checkpoint {
 
-/// The memory of tensors that were loaded together. When it goes, the pages that were read of them leave this process;
-/// the system may keep them in its cache.
+/// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors
+/// leave this process; the system may keep them in its cache.
 struct CheckpointStorage {
   CheckpointStorage() = default;
   CheckpointStorage(const CheckpointStorage&) = delete;

@@ -96,7 +96,7 @@ class GptqRing {
       parity_ ^= 1;
     }
   }
-  /// Where a stage's scales begin.
+  /// Bytes of a stage's codes. The stage's scales lie behind them.
   __device__ int code_bytes() const { return code_bytes_; }
 
  private:

@@ -194,7 +194,8 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
 /// there are. The kernel of one adds in another order; calls of one token take it, because it is a tenth faster.
 enum class GptqTokens { one, eight, sixteen };
 
-/// Kernels::kernel<GptqTokens, HalfChunks> for a plan of a call of call_tokens tokens.
+/// Chooses a Kernels::kernel<GptqTokens, HalfChunks> for a plan. The plan may be for a part of a call of call_tokens
+/// tokens.
 template <class Kernels>
 auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
   const bool sixteen = p.tokens > kGptqRegisterTokens;
