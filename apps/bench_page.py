@@ -69,7 +69,7 @@ def factor(slower, faster):
 
 
 def peer_factor(figures, model, system, batch, kv_len):
-    """How many times our fastest a peer takes, of one run with us."""
+    """A peer's time over our fastest, both of one run."""
     report = figures[model]
     for r in report["ratios"]["stack"] if report else ():
         if (r["peer"], r["batch"], r["kv_len"]) == (system, batch, kv_len):

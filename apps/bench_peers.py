@@ -205,7 +205,7 @@ def captured(step, before=lambda: None):
 
 
 def build_model(preset, device="cuda"):
-    """Hugging Face's model of the preset with random float16 weights, sdpa and a small vocabulary that no step reads."""
+    """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that no step reads."""
     import torch
     from dataclasses import replace
     from transformers import GPTNeoXConfig, GPTNeoXModel
@@ -280,7 +280,7 @@ def torch_stack(hf, step):
 
 
 def hf_stack(hf, step, cache_class):
-    """A callable that runs Hugging Face's model for the step, and one that puts its cache back to before the step."""
+    """A callable that runs Hugging Face's model for the step, and a callable that takes the step out of its cache."""
     import torch
     from transformers import DynamicCache, StaticCache
 

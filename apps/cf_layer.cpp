@@ -101,7 +101,7 @@ class Source {
 /// The configurations that the options ask for.
 struct Plan {
   std::optional<Source> source{};
-  std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // first_layers is empty for all
+  std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // an empty first_layers stands for all layers
   std::optional<DeviceDescription> device{};                      // with --backend cuda
   DType activation = kActivation;                                 // on a GPU the dtype of the stored weights
   std::vector<std::string> notes{};                               // of the checkpoint

@@ -63,7 +63,7 @@ void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t co
   const std::uint64_t key = key_of(seed, name);
   dispatch_float(dtype, [&](auto zero) {
     using T = decltype(zero);
-    // 2045 values are possible: rounding each once spares the loop the conversion.
+    // There are 2045 possible values. Each is rounded once here, so that the loop need not convert.
     std::vector<T> table(2045);
     for (int n = -1022; n <= 1022; ++n) table[std::size_t(n + 1022)] = narrow<T>(value(kind, n));
     T* o = static_cast<T*>(out);

@@ -41,7 +41,7 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   f(TensorSpec{Role::gptq, "g_idx"}, w.g_idx, extents(in));
 }
 
-/// How a matrix is stored, from which follow the bytes that a product must read.
+/// How a matrix is stored: enough to count the bytes that a product must read.
 struct WeightFormat {
   int bits = 0;  // of a GPTQ code; 0 for a dense weight
   std::int64_t group_size = 0;

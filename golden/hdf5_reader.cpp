@@ -129,7 +129,7 @@ class Hdf5Reader::Parser {
   Status parse() {
     Cursor c(file_);
     const bool signed_hdf5 = c.starts_with("\x89HDF\r\n\x1a\n"sv);
-    // The versions of the superblock, the free space and the root group, a reserved byte, that of shared messages.
+    // Versions of the superblock, the free space and the root group; a reserved byte; the version of shared messages.
     const std::string_view versions = c.take(5);
     const std::uint64_t offset_bytes = c.number(1), length_bytes = c.number(1);
     c.skip(1 + 2 + 2 + 4 + 8 + 8 + 8 + 8);  // the superblock's other fields

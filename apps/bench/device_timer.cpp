@@ -15,7 +15,7 @@ namespace {
 
 using cuda::from_cuda;
 
-// Events in flight at a time.
+// Runs whose events are in flight at a time.
 constexpr std::int64_t kRunsAtOnce = 256;
 
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }

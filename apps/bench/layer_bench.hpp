@@ -43,7 +43,7 @@ double activation_bytes(const Args& args) {
   return bytes;
 }
 
-/// The sum of the sites' own bytes: the layer's.
+/// A layer's own bytes: the sum of its sites' own bytes.
 double own_bytes_of(const std::vector<Timing>& sites);
 
 /// Times the walk site by site. `step` is called after every run, warm-up included. The state keeps the last run's

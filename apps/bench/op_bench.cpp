@@ -154,8 +154,8 @@ template <>
 std::vector<Step> steps_of<ops::Linear>(const ModelConfig& m, const Workload& load, DType dtype,
                                         const LayerWeights& weights) {
   const std::int64_t t = load.tokens(), h = m.hidden_size, i = m.intermediate_size;
-  // Stand for the tensors through which the products of a layer with a parallel residual wait for each other. The
-  // products that are timed have tensors of their own.
+  // Addresses that stand for the tensors through which the products of a layer with a parallel residual wait for each
+  // other. The products that are timed have tensors of their own.
   static constexpr char hidden = 0, qkv = 0, attn_residual = 0, mlp_act = 0;
   using Names = std::vector<const void*>;
   const auto linear = [&](const Site& site, const LinearParams& params, std::int64_t in, std::int64_t out,

@@ -32,7 +32,7 @@ struct ModelConfig {
   std::int64_t head_dim() const { return hidden_size / num_attention_heads; }
   /// The model's sizes and arithmetic, on one rank. Refuses nothing: validate() does.
   ModelSpec spec() const;
-  /// A config is taken wherever a spec is asked for.
+  /// Lets a config be passed wherever a spec is asked for.
   operator ModelSpec() const { return spec(); }  // NOLINT(google-explicit-constructor)
   /// Parameters of the whole model.
   std::int64_t num_parameters() const;

@@ -27,7 +27,7 @@ struct ResidualLayerNorm : NormContract<ResidualLayerNorm> {
     f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) { return row_cost(d, 5, activation, weight); }
-  /// y's bound, which is h's too: y carries h's rounding beside its own.
+  /// The bound of y and of h. y carries h's rounding beside its own.
   static Budget budget(const Dims& d, Precision p, Condition c = {}) {
     Budget b = reduction_budget(d.hidden, p, c);
     return b += {unit_roundoff(p.output) * c.l2, unit_roundoff(p.output) * c.max};

@@ -78,7 +78,7 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
   return bits;
 }
 
-/// Loads four times four bytes. Each four are whole; the fours have no order with each other.
+/// Loads four words of four bytes. Each word is whole; the words have no order with each other.
 __device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
   uint4 bits;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -88,7 +88,7 @@ __device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
   return bits;
 }
 
-/// Loads twice eight bytes. Each eight are whole; the eights have no order with each other.
+/// Loads two words of eight bytes. Each word is whole; the words have no order with each other.
 __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
   ulonglong2 bits;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");

@@ -210,8 +210,8 @@ Result<Prepared*> Executor::State::find(const ResidentWeights& weights, const Kv
                                                 : impl == Impl::graph
                                                     ? prepare_graph(context, layers, step.stream)
                                                     : prepare_persistent(context, impl, weights.dtype(), layers));
-  // A step may run on another stream than the one that a graph is uploaded or the persistent kernel's scratch memory
-  // cleared on.
+  // A graph is uploaded, and the persistent kernel's scratch memory is cleared, on a stream that need not be the
+  // step's.
   if (impl != Impl::unfused) CF_TRY(from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
   return (prepared[key] = std::move(made)).get();
 }

@@ -17,7 +17,7 @@ namespace cf::cuda {
 /// The block's part of one phase's product.
 struct Product {
   int columns, slices, slice_columns;
-  int first, count;  // of the deal's rows those of the phase
+  int first, count;  // the phase's rows, counted within the deal
   Deal deal;
 
   __device__ Product(const PersistentArguments& c, Phase phase, int layer)

@@ -63,7 +63,7 @@ __device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_di
   }
 }
 
-/// A lane's registers of a 16 x 16 operand a of mma().
+/// A lane's registers of mma()'s operand a, which is 16 x 16.
 struct Fragment {
   std::uint32_t a[4];
 };
