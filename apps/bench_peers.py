@@ -45,7 +45,7 @@ NORM_TOKENS = (1, 4096)
 
 
 def spread(times_us, per=1):
-    """Median and percentiles of a series in microseconds, each over `per`."""
+    """Median and percentiles of a series in microseconds, each divided by `per`."""
     p10, median, p99 = (float(x) / per for x in np.percentile(times_us, (10, 50, 99)))
     return {"median_us": median, "p10_us": p10, "p99_us": p99}
 
@@ -187,7 +187,7 @@ class Timer:
 
 
 def captured(step, before=lambda: None):
-    """A CUDA graph of one step, which has run on a side stream before, as torch asks."""
+    """A CUDA graph of one step. The step first runs on a side stream, as torch asks."""
     import torch
 
     side = torch.cuda.Stream()

@@ -118,7 +118,7 @@ void check_together(const Options& o, const CommandLine& line, Faults& faults) {
     faults.add("--dump: expected with --impl unfused, the only one to keep every site's output");
 }
 
-/// Opens the model, and takes the numbers that its sizes bound.
+/// Opens the model, and takes the options whose bounds are the model's sizes.
 void take_model(const Options& o, Plan& plan, Faults& faults) {
   Result<Source> source = Source::open(o);
   if (!source) return faults.add(source.status());

@@ -4,7 +4,7 @@ and each site's share of that limit. Reads what bench_peers.py or cf-layer --bac
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
   plot_bench.py --hero data/bench/hero.svg data/bench/h200.json   ->   the bars of every system at the least kv_len
-  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --first-layers
+  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a report by cf-layer --first-layers
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
 its layers and against kv_len, with the least-squares line. Needs matplotlib.
 With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
@@ -64,7 +64,7 @@ def curves(rows):
 
 
 def shares(layers):
-    """[(heading, [(site, percent of the limit)])], the longest kv_len of each model, batch and implementation."""
+    """[(heading, [(site, percent of the limit)])] at the longest kv_len of each model, batch and implementation."""
     longest = {}
     for report in layers:
         for c in report["configurations"]:

@@ -1,5 +1,5 @@
 #pragma once
-// Times and checks a model's layers on a GPU. The header holds no CUDA types, as device_timer.hpp.
+// Times and checks a model's layers on a GPU. Like device_timer.hpp this header holds no CUDA types.
 #include <cstdint>
 #include <functional>
 #include <string>

@@ -4,7 +4,7 @@
 namespace cf::ops {
 
 /// y1[t,h] = LayerNorm(x; norm1)[t,h];  y2[t,h] = LayerNorm(x; norm2)[t,h]: the norm of LayerNorm twice, on one mean
-/// and variance of x. The head of a parallel-residual layer, with norm1 = input_layernorm and norm2 =
+/// and variance of x. The beginning of a parallel-residual layer, with norm1 = input_layernorm and norm2 =
 /// post_attention_layernorm.
 /// Source: transformers GPTNeoXLayer.forward.
 /// Refuses eps <= 0.

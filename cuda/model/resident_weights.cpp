@@ -46,7 +46,7 @@ struct ResidentWeights::State {
   DType dtype;
   LayerRange range;
   std::vector<Layer> layers;
-  ModelWeights outside;  // of a whole model: what belongs to no layer
+  ModelWeights outside;  // of a whole model: the weights that belong to no layer
   DeviceMemory dense, outside_memory;
   std::uint64_t version = next_version();
 };

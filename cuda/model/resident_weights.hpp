@@ -33,7 +33,7 @@ class ResidentWeights {
                                         const LayerWeights& like = {});
   /// Takes memory for a whole model and copies its weights there: the embedding, all layers, the final LayerNorm and
   /// the LM head, which is the embedding itself where the model's embeddings are tied. Refuses what create() and
-  /// load_layer() refuse, other than num_layers layers, and shapes and dtypes that are not the model's.
+  /// load_layer() refuse, a number of layers that is not num_layers, and shapes and dtypes that are not the model's.
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
                                       const ModelWeights& model);
   ResidentWeights(ResidentWeights&&) noexcept;

@@ -120,8 +120,8 @@ class GptqRegisterX {
 
   /// The activations of a half of the chunk that is multiplied i-th.
   __device__ const uint4& operator()(int i, int half) const { return x_[i][half]; }
-  /// The sums of the activations that belong to the sums of products that end with the i-th chunk. With one token these
-  /// are the sums of all chunks.
+  /// Sums of activations: of those whose products are scaled together after the i-th chunk. With one token these are
+  /// the activations of all chunks.
   __device__ const float2& sums(int i) const { return sums_[C.one_token() ? 0 : i]; }
 
  private:
