@@ -69,7 +69,7 @@ def factor(slower, faster):
 
 
 def peer_factor(figures, model, system, batch, kv_len):
-    """How many times our fastest a peer takes, of one run with us."""
+    """A peer's time over our fastest, both of one run."""
     report = figures[model]
     for r in report["ratios"]["stack"] if report else ():
         if (r["peer"], r["batch"], r["kv_len"]) == (system, batch, kv_len):
@@ -251,7 +251,7 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 
 
 def wrapped(line):
-    """The line in lines of at most 120 columns; a table's row stays whole."""
+    """Breaks a line into lines of at most 120 columns. A table's row stays whole."""
     if line.startswith("|"):
         return line
     indent = "  " if line.startswith("- ") else ""

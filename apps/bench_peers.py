@@ -45,7 +45,7 @@ NORM_TOKENS = (1, 4096)
 
 
 def spread(times_us, per=1):
-    """Median and percentiles of a series in microseconds, each over `per`."""
+    """Median and percentiles of a series in microseconds, each divided by `per`."""
     p10, median, p99 = (float(x) / per for x in np.percentile(times_us, (10, 50, 99)))
     return {"median_us": median, "p10_us": p10, "p99_us": p99}
 
@@ -74,12 +74,12 @@ def impl_of(configuration):
 
 
 def kv_len_of(configuration):
-    """Its kv_len, which earlier files call seq_len."""
+    """A configuration's kv_len. Earlier files say seq_len."""
     return configuration["kv_len" if "kv_len" in configuration else "seq_len"]
 
 
 def step_of(configuration):
-    """The times of its step through many layers, which earlier files call stack; None of a single layer."""
+    """The times of a configuration's step through many layers; None where it has one layer. Earlier files say stack."""
     return configuration.get("step", configuration.get("stack"))
 
 
@@ -96,7 +96,7 @@ def layer_rows(report, preset):
 
 
 def op_rows(report, preset):
-    """cf-op's results as rows of this report. Of the products, the four together."""
+    """cf-op's results as rows of this report. Of the layer's products only the row of all four counts."""
     return [
         {"preset": preset, "batch": r["batch"], "kv_len": r["kv_len"], "system": "cf-op"}
         | {key: r[key] for key in ("median_us", "p10_us", "p99_us", "bytes", "cold", "floor_us", "limit")}
@@ -107,7 +107,7 @@ def op_rows(report, preset):
 
 
 def work(row):
-    """What a row was timed on: rows of the same work compare."""
+    """The work that a row was timed on. Only rows of the same work are compared."""
     return row["preset"], row["batch"], row["kv_len"]
 
 
@@ -143,7 +143,7 @@ def print_table(results):
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError within the block when it takes longer."""
+    """Raises TimeoutError within the block when the block takes longer."""
 
     def stop(*_):
         raise TimeoutError(f"stopped after {seconds} s")
@@ -167,7 +167,7 @@ class Timer:
         self.runs, self.warmup = runs, warmup
 
     def eager(self, step, before=lambda: None):
-        """The series of step's times; `before` runs ahead of each, outside the time."""
+        """The series of step's times. `before` runs before each step and is not timed."""
         import torch
 
         series = []
@@ -187,7 +187,7 @@ class Timer:
 
 
 def captured(step, before=lambda: None):
-    """A CUDA graph of one step, which has run on a side stream before, as torch asks."""
+    """A CUDA graph of one step. The step first runs on a side stream, as torch asks."""
     import torch
 
     side = torch.cuda.Stream()
@@ -205,7 +205,7 @@ def captured(step, before=lambda: None):
 
 
 def build_model(preset, device="cuda"):
-    """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that nobody reads."""
+    """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that no step reads."""
     import torch
     from dataclasses import replace
     from transformers import GPTNeoXConfig, GPTNeoXModel
@@ -280,7 +280,7 @@ def torch_stack(hf, step):
 
 
 def hf_stack(hf, step, cache_class):
-    """A callable that runs Hugging Face's model for the step, and one that puts its cache back to before the step."""
+    """A callable that runs Hugging Face's model for the step, and a callable that takes the step out of its cache."""
     import torch
     from transformers import DynamicCache, StaticCache
 
@@ -324,7 +324,7 @@ def check_same(hf, step):
 
 
 def time_stack(peer, hf, step, timer, compile_modes):
-    """The series of a peer's steps, and what is to be said of it. Of torch.compile's modes the best one counts."""
+    """The series of a peer's steps, and a note on it. Of torch.compile's modes the best one counts."""
     import torch
     from transformers import DynamicCache, StaticCache
 
@@ -343,7 +343,7 @@ def time_stack(peer, hf, step, timer, compile_modes):
                 back()
                 run()
             series = timer.eager(run, back) if mode == "reduce-overhead" else timer.graph(run, back)
-        except Exception as error:  # the other mode may do
+        except Exception as error:  # the other mode may work
             if isinstance(error, TimeoutError) and best is None:
                 raise
             tried[mode] = one_line(error)
@@ -449,7 +449,7 @@ class Bench:
         try:
             with time_limit(self.seconds()):
                 row |= measured()
-        except Exception as error:  # whatever a peer fails of, the others are to be measured
+        except Exception as error:  # whatever makes a peer fail, the others are measured
             row["error"] = one_line(error)
         self.results[what].append(row)
         self.free()

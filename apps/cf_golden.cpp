@@ -368,8 +368,9 @@ Result<VariantInfo> choose_variant(const GoldenFile& file, const std::string& na
 
 DType coarser(DType a, DType b) { return unit_roundoff(a) < unit_roundoff(b) ? b : a; }
 
-/// What two runs in a dtype may differ by. Each site sums at most the layer's longest reduction, in that dtype or, for
-/// a 16-bit dtype, in float32, and stores its result once. The sites' errors are independent and add in quadrature.
+/// What two runs in a dtype may differ by. Each site sums at most as many terms as the layer's longest reduction has,
+/// in that dtype or, for a 16-bit dtype, in float32, and stores its result once. The sites' errors are independent and
+/// add in quadrature.
 double compare_budget(DType dtype, const GoldenMeta& m) {
   const DType compute = size_bytes(dtype) < size_bytes(DType::f32) ? DType::f32 : dtype;
   const std::int64_t longest = std::max({m.config.hidden_size, m.config.intermediate_size, m.load.kv_len});

@@ -98,7 +98,7 @@ class Source {
 /// The configurations that the options ask for.
 struct Plan {
   std::optional<Source> source{};
-  std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // first_layers is empty for all
+  std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // an empty first_layers stands for all layers
   std::optional<DeviceDescription> device{};                      // with --backend cuda
   DType activation = kActivation;                                 // on a GPU the dtype of the stored weights
   std::vector<std::string> notes{};                               // of the checkpoint
@@ -115,7 +115,7 @@ void check_together(const Options& o, const CommandLine& line, Faults& faults) {
     faults.add("--dump: expected with --impl unfused, the only one to keep every site's output");
 }
 
-/// Opens the model, and takes the numbers that its sizes bound.
+/// Opens the model, and takes the options whose bounds are the model's sizes.
 void take_model(const Options& o, Plan& plan, Faults& faults) {
   Result<Source> source = Source::open(o);
   if (!source) return faults.add(source.status());

@@ -51,7 +51,7 @@ struct Report {
 
 double best(const std::vector<double>& series) { return *std::max_element(series.begin(), series.end()); }
 
-/// Opens the model, and fills the request with what its sizes bound.
+/// Finds the model, and takes the options whose bounds are the model's sizes.
 void take_model(Options& o, Faults& faults) {
   OpBenchRequest& r = o.request;
   Result<ModelConfig> model = find_preset(o.preset);

@@ -4,7 +4,7 @@ and each site's share of that limit. Reads what bench_peers.py or cf-layer --bac
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
   plot_bench.py --hero data/bench/hero.svg data/bench/h200.json   ->   the bars of every system at the least kv_len
-  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a cf-layer --first-layers
+  plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a report by cf-layer --first-layers
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
 its layers and against kv_len, with the least-squares line. Needs matplotlib.
 With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
@@ -64,7 +64,7 @@ def curves(rows):
 
 
 def shares(layers):
-    """[(heading, [(site, percent of the limit)])], the longest kv_len of each model, batch and implementation."""
+    """[(heading, [(site, percent of the limit)])] at the longest kv_len of each model, batch and implementation."""
     longest = {}
     for report in layers:
         for c in report["configurations"]:
@@ -81,8 +81,8 @@ def shares(layers):
 
 
 def growths(report):
-    """[(heading, unit, [(count, time_us)])]: a stack's time against its layers, at the least kv_len, and of the most
-    layers against kv_len; each where there are three or more."""
+    """[(heading, unit, [(count, time_us)])]: a stack's time against its number of layers, at the least kv_len, and the
+    time of the most layers against kv_len; each where there are three points or more."""
     found = []
     times = {}
     for c in report["configurations"]:
@@ -228,7 +228,7 @@ def cause(percent, timing):
 
 
 def cell(row, what, ratio):
-    """A row's time, of a stack all layers' in milliseconds, and its share of the floor or how many times ours it is."""
+    """A row's time, and its share of the floor or its factor over ours. A stack's time is all layers', in ms."""
     if row is None:
         return ""
     if "median_us" not in row:
@@ -258,7 +258,7 @@ def stack_table(report):
 
 
 def tables(path):
-    """The lines of a table for each thing that a file of bench_peers.py has times of, or cf-layer's stacks."""
+    """The lines of a table for each kind of work in a file of bench_peers.py, or for the stacks in one of cf-layer."""
     report = read_json(path)
     if isinstance(report, dict) and report.get("program") == "cf-layer" and "gpu" in report:
         return stack_table(report)

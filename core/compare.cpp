@@ -7,7 +7,7 @@
 namespace cf {
 namespace {
 
-/// The distance between float16 numbers at x: 2^(e - 10), and 2^-24 among the subnormals.
+/// The distance between float16 numbers at x: 2^(e - 10) where 2^e <= |x| < 2^(e + 1), and 2^-24 among the subnormals.
 double ulp16(double x) {
   const int exponent = x == 0 ? -14 : std::max(std::ilogb(x), -14);
   return std::ldexp(1.0, exponent - 10);

@@ -79,7 +79,7 @@ class TensorCheck {
 
   template <class View>
   void operator()(const TensorSpec& spec, const View& v, std::array<std::int64_t, View::rank> expected) {
-    // nvcc does not parse the list as add()'s argument.
+    // A variable, since nvcc does not parse the list as add()'s argument.
     const TensorInfo tensor{spec, v.data, v.dtype, v.shape.data(), expected.data(), View::rank};
     add(tensor);
   }
@@ -98,7 +98,8 @@ class TensorCheck {
 /// The refusal of an op's argument: "<op>: <what>".
 Status bad_argument(std::string_view op, std::string what, SourceLocation at = SourceLocation::current());
 
-/// Refuses query heads that kv_heads does not divide: grouped-query attention gives each kv head as many query heads.
+/// Refuses query heads that kv_heads does not divide: in grouped-query attention all kv heads have the same number of
+/// query heads.
 Status check_kv_heads(std::string_view op, std::int64_t heads, std::int64_t kv_heads);
 
 /// Checks every tensor that Op::tensors lists.

@@ -37,7 +37,7 @@ constexpr float value(ProceduralKind kind, int n) {
 
 std::uint64_t key_of(std::uint64_t seed, std::string_view name) { return mix(fnv1a64(name) ^ mix(seed)); }
 
-/// A part of a GPTQ weight, which its name says.
+/// Fills a part of a GPTQ weight. The name says which part.
 void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_view name) {
   const std::uint64_t key = key_of(seed, name);
   if (name.ends_with("scales")) {
@@ -96,7 +96,7 @@ void fill_procedural(void* out, DType dtype, std::int64_t first, std::int64_t co
   const std::uint64_t key = key_of(seed, name);
   dispatch_float(dtype, [&](auto zero) {
     using T = decltype(zero);
-    // 2045 values are possible: rounding each once spares the loop the conversion.
+    // There are 2045 possible values. Each is rounded once here, so that the loop need not convert.
     std::vector<T> table(2045);
     for (int n = -1022; n <= 1022; ++n) table[std::size_t(n + 1022)] = narrow<T>(value(kind, n));
     T* o = static_cast<T*>(out);

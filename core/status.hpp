@@ -36,7 +36,7 @@ class [[nodiscard]] Status {
   explicit operator bool() const { return code_ == Code::ok; }
   Code code() const { return code_; }
   const std::string& message() const { return message_; }
-  const SourceLocation& where() const { return at_; }  // where the error was made, for a debugger's eye
+  const SourceLocation& where() const { return at_; }  // the line that made the error, for debugging
 
  private:
   Code code_ = Code::ok;
@@ -73,7 +73,7 @@ class [[nodiscard]] Result {
 /// Gives `target`, a declaration or a variable, the value of `expr`, a Result, or leaves the current function with its
 /// Status: CF_TRY_ASSIGN(const Tensor t, file.read("inputs/hidden"));
 #define CF_TRY_ASSIGN(target, ...) CF_TRY_ASSIGN_AT(__LINE__, target, (__VA_ARGS__))
-// The line is expanded here, before CF_TRY_ASSIGN_NAMED makes a part of a name of it.
+// __LINE__ is expanded here, before CF_TRY_ASSIGN_NAMED makes it a part of a name.
 #define CF_TRY_ASSIGN_AT(line, target, expr) CF_TRY_ASSIGN_NAMED(line, target, expr)
 #define CF_TRY_ASSIGN_NAMED(line, target, expr)            \
   auto cf_result_##line = expr;                            \

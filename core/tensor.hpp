@@ -37,7 +37,7 @@ class Tensor {
     return reinterpret_cast<const T*>(data_.get());
   }
 
-  /// The whole tensor as a view of the given rank, which is the tensor's own rank.
+  /// A view of the whole tensor, which must have this rank.
   template <int Rank>
   AnyView<Rank> view() {
     return {data(), extents<Rank>(), dtype_};

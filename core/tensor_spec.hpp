@@ -8,7 +8,7 @@ namespace cf {
 /// What a tensor is to its op. Activations share one dtype, weights another.
 enum class Role : std::uint8_t {
   input,     // an activation that is read
-  output,    // an activation that is written, every element
+  output,    // an activation of which every element is written
   state,     // an activation that is read and written in part: a KV cache that grows
   cache,     // an activation that is read up to its sequence's length: a KV cache
   weight,    // a parameter as stored: f16, bf16 or f32 (or f64, for tests)
@@ -27,18 +27,19 @@ constexpr bool is_activation(Role r) {
 constexpr bool is_weight(Role r) { return r == Role::weight || r == Role::gain; }
 constexpr bool is_table(Role r) { return r == Role::cosine || r == Role::sine; }
 constexpr bool is_index(Role r) { return r == Role::length || r == Role::position || r == Role::token_id; }
-/// Of the activations, which an op reads whole and which it changes. A state counts as changed.
+/// Whether an op reads an activation of that role without changing it, and whether it changes it. A state counts as
+/// changed.
 constexpr bool is_read(Role r) { return r == Role::input || r == Role::cache; }
 constexpr bool is_written(Role r) { return r == Role::output || r == Role::state; }
 
-/// What a list of tensors says of each beside its view and its shape. Every list calls f(spec, view, shape).
+/// What a list of tensors says of each tensor beside its view and its shape. Every list calls f(spec, view, shape).
 struct TensorSpec {
   Role role;
-  std::string_view name;  // lives as long as the call
+  std::string_view name;  // valid during f's call
   bool optional = false;  // the view may be empty
 };
 
-/// A tensor's expected shape, as lists of tensors hand it on.
+/// A tensor's expected shape, as lists of tensors pass it to f.
 template <class... Size>
 constexpr std::array<std::int64_t, sizeof...(Size)> extents(Size... size) {
   return {std::int64_t(size)...};

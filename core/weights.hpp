@@ -41,12 +41,12 @@ void for_each_gptq_tensor(W& w, std::int64_t out, std::int64_t in, F&& f) {
   f(TensorSpec{Role::gptq, "g_idx"}, w.g_idx, extents(in));
 }
 
-/// How many bytes a matrix takes, for what a product must read.
+/// How a matrix is stored: enough to count the bytes that a product must read.
 struct WeightFormat {
   int bits = 0;  // of a GPTQ code; 0 for a dense weight
   std::int64_t group_size = 0;
 
-  /// g_idx is not counted: where it is more than k / group_size, a permutation of the inputs stands for it.
+  /// g_idx is not counted: kernels do not read it. At most they read a permutation of the inputs in its place.
   constexpr double bytes(std::int64_t out, std::int64_t in, DType dense) const {
     const double elements = double(out) * double(in);
     if (bits == 0) return elements * double(size_bytes(dense));
@@ -62,7 +62,7 @@ struct PackedWeight {
   WeightFormat format{};               // of the matrix before it was packed
   std::int64_t out = 0, in = 0;        // the matrix is (out, in)
   View<const std::int32_t, 1> data{};  // (words)  one block, on the host or on a device
-  std::array<std::byte, 64> layout{};  // what lies where in the block
+  std::array<std::byte, 64> layout{};  // the packer's description of the block
 };
 
 using LinearWeight = std::variant<DenseWeight, GptqWeight, PackedWeight>;

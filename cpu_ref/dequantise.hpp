@@ -9,7 +9,7 @@ namespace cf::cpu_ref {
 /// group.
 Tensor dequantise(const GptqWeight& w, DType dtype);
 
-/// Rows first .. first + rows - 1 of it, one behind the other.
+/// Rows first .. first + rows - 1 of W, one after the other.
 template <class Real>
 void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows, Real* to);
 

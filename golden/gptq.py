@@ -36,7 +36,7 @@ def unpack(words, bits, axis):
 
 
 def shapes(out_features, in_features, bits, group_size):
-    """Part -> shape."""
+    """Part's name -> shape."""
     groups = 1 if group_size == -1 else -(-in_features // group_size)
     return {
         "qweight": (in_features * bits // 32, out_features),

@@ -19,9 +19,9 @@ namespace {
 using namespace std::literals;
 
 constexpr std::uint64_t kUndefined = ~std::uint64_t{0};  // HDF5's address of what is not there
-constexpr std::size_t kMaxDepth = 8;                     // groups within groups; levels of a b-tree
+constexpr std::size_t kMaxDepth = 8;                     // of groups within groups, and of a b-tree
 constexpr std::size_t kMaxRank = 32;                     // libhdf5's own limit
-// Structures and entries of structures in a file. The largest golden files have a few thousand.
+// The most structures and entries of structures in a file. The largest golden files have a few thousand.
 constexpr std::size_t kMaxParts = std::size_t{1} << 18;
 
 /// Datatype messages, byte for byte: class and version, bit field, size in bytes, properties.
@@ -120,20 +120,20 @@ Status Hdf5Reader::refuse(Code code, std::string_view object, std::string_view w
   return Status::error(code, path_ + ": /" + checkpoint::printable(object) + ": " + std::string(what), at);
 }
 
-/// Parses the file behind the seal, where all of HDF5's addresses count from.
+/// Parses the file behind the seal. All of HDF5's addresses count from there.
 class Hdf5Reader::Parser {
  public:
   Parser(Hdf5Reader& reader, std::string_view file) : reader_(reader), file_(file) {}
 
-  /// The superblock (section II.A) and all that hangs from it.
+  /// Parses the superblock (section II.A) and everything that can be reached from it.
   Status parse() {
     Cursor c(file_);
     const bool signed_hdf5 = c.starts_with("\x89HDF\r\n\x1a\n"sv);
-    const std::string_view versions =
-        c.take(5);  // of the superblock, free space, root group; reserved; shared messages
+    // Versions of the superblock, the free space and the root group; a reserved byte; the version of shared messages.
+    const std::string_view versions = c.take(5);
     const std::uint64_t offset_bytes = c.number(1), length_bytes = c.number(1);
-    c.skip(1 + 2 + 2 + 4 + 8 + 8 + 8 + 8);  // to the driver's address; then the root group's entry, with no name
-    c.skip(8);
+    c.skip(1 + 2 + 2 + 4 + 8 + 8 + 8 + 8);  // the superblock's other fields
+    c.skip(8);                              // the name in the root group's entry
     const std::uint64_t root = c.number(8);
     if (!signed_hdf5 || versions != "\0\0\0\0\0"sv || offset_bytes != 8 || length_bytes != 8 || !c.ok())
       return Status::error(Code::invalid_file,
@@ -157,7 +157,7 @@ class Hdf5Reader::Parser {
     return refuse(object, "expected at most " + std::to_string(kMaxParts) + " HDF5 structures in a file, got more");
   }
 
-  /// The file from an address on, once: no other structure may begin there.
+  /// The file from an address on. Each address is entered once: no two structures may begin there.
   Result<std::string_view> enter(const std::string& object, const char* structure, std::uint64_t address) {
     CF_TRY(count(object));
     if (address >= file_.size())
@@ -194,7 +194,7 @@ class Hdf5Reader::Parser {
     const std::uint64_t version = prefix.number(1);
     prefix.skip(1);
     const std::uint64_t messages = prefix.number(2);
-    prefix.skip(4);  // how many links lead here
+    prefix.skip(4);  // the number of links to this object
     const std::uint64_t first_bytes = prefix.number(4);
     prefix.skip(4);
     std::vector<std::string_view> blocks{prefix.take(first_bytes)};

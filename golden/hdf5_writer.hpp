@@ -38,8 +38,8 @@ class Hdf5Writer {
   static Result<Hdf5Writer> create(const std::string& path);
 
   const std::string& path() const { return path_; }
-  /// A UTF-8 string of fixed length, an attribute of a group or of a dataset. Refuses more than 65000 bytes, for which
-  /// an object header has no room, and text with a zero byte, which would end it.
+  /// Writes a UTF-8 string of fixed length, an attribute of a group or of a dataset. Refuses more than 65000 bytes, for
+  /// which an object header has no room, and text with a zero byte, which would end it.
   Status text(const std::string& object, const std::string& attribute, const std::string& value);
   Status integer(const std::string& group, const std::string& attribute, std::int64_t value);
   Status unsigned_integer(const std::string& group, const std::string& attribute, std::uint64_t value);

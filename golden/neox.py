@@ -301,7 +301,7 @@ def check_taps(variant, taps, reference, limit):
 
 
 def check_rope(model, step, cos, sin):
-    """Refuses cos and sin that are not those of float32 angles: an inv_freq of 16 bits is off by far more."""
+    """Refuses cos and sin that do not come from float32 angles. Those of a 16-bit inv_freq are far beyond the bound."""
     exponent = np.arange(0, model.rotary_dim, 2) / model.rotary_dim
     position = step.all_positions()[:, None].astype(np.float64)
     angle = position * model.rope_theta**-exponent

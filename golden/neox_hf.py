@@ -142,7 +142,7 @@ def modeling():
 
 
 def attention_implementations():
-    """The attention implementations of this version of transformers, of eager and sdpa. The last one computes float64
+    """Those of eager and sdpa that this version of transformers has. The last one computes float64
     in double throughout: sdpa where there is one, because eager then computes its softmax in float32."""
     return ["eager", "sdpa"] if getattr(modeling().GPTNeoXPreTrainedModel, "_supports_sdpa", False) else ["eager"]
 

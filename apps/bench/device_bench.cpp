@@ -129,7 +129,7 @@ class Bench {
     return Status::error(status.code(), "--impl " + std::string(to_string(impl)) + ": " + status.message());
   }
 
-  /// The sites' times and the streaming read, which are the same for all implementations.
+  /// Times the sites and the streaming read, which all implementations share.
   Status time_sites(LayerTiming& result) {
     for (const Site& site : sites) {
       const cuda::Range range(site.name.data());  // a literal, which ends in a zero byte
@@ -156,7 +156,7 @@ class Bench {
     return {};
   }
 
-  /// A step through the first `layers`.
+  /// Times a step through the first `layers` layers.
   Status time_step(Impl impl, std::int64_t layers, LayerTiming& result) {
     using Layer = ops::DecodeLayer;
     CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_us(r_.bench, [&] {
@@ -172,8 +172,8 @@ class Bench {
     return {};
   }
 
-  /// The host's time to put a step through the first `layers` onto an idle stream, in microseconds. A step of hundreds
-  /// of launches fits the driver's queue, so that the host does not wait for the device.
+  /// The host's time to put a step through the first `layers` layers onto an idle stream, in microseconds. A step of
+  /// hundreds of launches fits the driver's queue, so that the host does not wait for the device.
   Result<Spread> time_host(Impl impl, std::int64_t layers) {
     std::vector<double> series_us;
     for (std::int64_t run = 0; run < r_.bench.runs; ++run) {
@@ -186,7 +186,7 @@ class Bench {
     return spread(std::move(series_us));
   }
 
-  /// The first layer's step against the oracle on the same inputs.
+  /// Checks the first layer's step against the oracle on the same inputs.
   Result<LayerCheck> check(Impl impl) {
     CF_TRY(session_.step(impl, cuda::LayerRange{0, 1}));
     CF_TRY(session_.synchronize());
@@ -310,7 +310,8 @@ class Bench {
     CF_TRY(cuda::copy_to_host(timer_.context(), output.data(), made.data, std::size_t(output.size_bytes())));
     return output;
   }
-  /// A layer's tensors for its cost. The session's max_kv_len is the capacity; a step moves the valid entries alone.
+  /// A layer's tensors, from which a cost is counted. A step moves only valid cache entries, so max_kv_len is the
+  /// step's own; the session's is the capacity.
   LayerTensors counted(std::int64_t layer) const {
     LayerTensors t = session_.tensors(layer);
     t.max_kv_len = load_.kv_len;

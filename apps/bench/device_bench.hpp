@@ -1,5 +1,5 @@
 #pragma once
-// Times and checks a model's layers on a GPU. The header holds no CUDA types, as device_timer.hpp.
+// Times and checks a model's layers on a GPU. Like device_timer.hpp this header holds no CUDA types.
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -62,9 +62,9 @@ Status check_on_device(const DeviceBenchRequest& request);
 /// Calls sink.report for every kv_len and every implementation. As many layers are resident as make a product's weights
 /// cold: those of the smallest product take twice the L2. With bench.warm one layer is resident. A site's time is that
 /// of a graph that runs the site for every resident layer, divided by their number. The total's time is that of a step
-/// through all of them, or through the first of first_layers, divided by theirs. A step through few layers is cold only
-/// as far as their weights exceed the L2. With request.ablate sink.ablation is called for every kv_len, after
-/// sink.report.
+/// through all resident layers, or through so many first layers as first_layers says, divided by the step's layers. A
+/// step through few layers is cold only as far as their weights exceed the L2. With request.ablate sink.ablation is
+/// called for every kv_len, after sink.report.
 Status bench_on_device(const DeviceBenchRequest& request, const DeviceBenchSink& sink);
 
 }  // namespace cf::apps

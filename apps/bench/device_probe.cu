@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) stream_copy_kernel(const uint4* from
     if (first + u * kThreads < vectors) to[first + u * kThreads] = v[u];
 }
 
-/// Blocks that take a part each.
+/// How many blocks it takes, with one part each.
 unsigned parts(long vectors) {
   constexpr long part = kThreads * kLoadsInFlight;
   return unsigned((vectors + part - 1) / part);

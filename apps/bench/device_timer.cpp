@@ -15,7 +15,7 @@ namespace {
 
 using cuda::from_cuda;
 
-// Events in flight at a time.
+// Runs whose events are in flight at a time.
 constexpr std::int64_t kRunsAtOnce = 256;
 
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
@@ -75,7 +75,7 @@ Result<std::vector<double>> DeviceTimer::time_us(const BenchOptions& options, co
     for (std::int64_t run = 0; run < options.warmup; ++run) CF_TRY(enqueue());
     for (std::int64_t first = 0; first < options.runs; first += kRunsAtOnce) {
       const std::int64_t count = std::min(kRunsAtOnce, options.runs - first);
-      // The device runs this one while the host prepares the first that is timed.
+      // The device is busy with this run while the host prepares the first run that is timed.
       CF_TRY(enqueue());
       for (std::int64_t i = 0; i <= count; ++i) {
         if (i > 0) CF_TRY(enqueue());

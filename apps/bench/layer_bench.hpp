@@ -23,9 +23,9 @@ struct LayerTiming {
   std::vector<Timing> sites;
   Timing total;                // of one layer
   std::optional<Timing> step;  // of a step through many layers, where that was timed
-  std::vector<double>
-      read_bytes_per_s;      // a streaming read of cold memory in each run; on the CPU of the layer's matrices
-  double best_read() const;  // 100 % of every share of the read
+  /// The rate of a streaming read in each run. The read is cold; on the CPU it is that of the layer's matrices.
+  std::vector<double> read_bytes_per_s;
+  double best_read() const;  // shares of the read are shares of this rate
   double median_read() const;
   double percent_of_read(const Timing& t) const { return 1e11 * t.gb_per_s() / best_read(); }
 };
@@ -43,7 +43,7 @@ double activation_bytes(const Args& args) {
   return bytes;
 }
 
-/// The sum of the sites' own bytes: the layer's.
+/// A layer's own bytes: the sum of its sites' own bytes.
 double own_bytes_of(const std::vector<Timing>& sites);
 
 /// Times the walk site by site. `step` is called after every run, warm-up included. The state keeps the last run's
@@ -63,7 +63,7 @@ struct LayerCheck {
 Result<LayerCheck> check_layer(const ModelConfig& m, const LayerWeights& weights, const Tensor& output,
                                Precision precision, LayerState& inputs);
 
-/// Takes a site's output, in host memory, on its way into a golden file.
+/// Adds a site's output, which lies in host memory, to a golden file.
 using AddTap = std::function<Status(const SiteOutput&)>;
 /// Runs a layer's sites and hands every output to an AddTap, in the walk's order.
 using SiteWalk = std::function<Status(const AddTap&)>;

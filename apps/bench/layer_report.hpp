@@ -76,8 +76,8 @@ void print_report(std::FILE* out, const RunInfo& run, const LayerReport& report)
 void print_ablation(std::FILE* out, const RunInfo& run, const AblationReport& report);
 
 /// The run as one object. "configurations" lists the reports, each with its "sites", "total" and, for a step through
-/// many layers, "step". "ablations" lists the ablations, each with its "variants". "complete" is false as long as
-/// configurations are to come.
+/// many layers, "step". "ablations" lists the ablations, each with its "variants". "complete" is false while there are
+/// configurations to come.
 std::string report_json(const RunInfo& run, const std::vector<LayerReport>& reports,
                         const std::vector<AblationReport>& ablations, bool complete);
 

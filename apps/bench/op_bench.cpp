@@ -26,7 +26,7 @@ struct Block {
   DType dtype;
   std::int64_t elements;
   std::size_t offset;
-  const void* contents;  // null for procedural ones
+  const void* contents;  // what it is filled with; null for procedural elements
 };
 
 /// A site's op, its type erased, with one set of tensors for each layer.
@@ -36,7 +36,7 @@ struct Step {
   std::size_t set_bytes = 0;
   std::function<Status(cuda::Context&, std::int64_t layers)> allocate;
   std::function<Status(cuda::LaunchList&, std::int64_t layer)> prepare;
-  std::vector<const void*> reads{}, writes{};  // among a layer's tensors, where several steps make a layer
+  std::vector<const void*> reads{}, writes{};  // of a layer's tensors, where a layer is several steps
 };
 
 /// A block's procedural elements, or the indices that the workload asks for.
@@ -79,10 +79,9 @@ class Sets {
     });
   }
   std::size_t bytes() const { return bytes_; }
-  /// Of the cost's bytes, those that are written. An op without outputs writes into its state all that it does not
-  /// read.
+  /// The bytes of the cost that are written. An op without outputs writes to its state all bytes that it does not read.
   double written_bytes(const Cost& cost) const { return output_bytes_ > 0 ? output_bytes_ : cost.bytes - input_bytes_; }
-  /// Of the cost's bytes, those that each set has in memory of its own.
+  /// The bytes of the cost that each set has in memory of its own.
   double own_bytes(const Cost& cost) const { return cost.bytes - (HoldsLinear<Op> ? input_bytes_ + output_bytes_ : 0); }
 
   Status allocate(cuda::Context& context, std::int64_t layers) {
@@ -155,8 +154,8 @@ template <>
 std::vector<Step> steps_of<ops::Linear>(const ModelConfig& m, const Workload& load, DType dtype,
                                         const LayerWeights& weights) {
   const std::int64_t t = load.tokens(), h = m.hidden_size, i = m.intermediate_size;
-  // The names of the tensors by which one product of a parallel residual waits for another. The products themselves
-  // have tensors of their own.
+  // Addresses that stand for the tensors through which the products of a layer with a parallel residual wait for each
+  // other. The products that are timed have tensors of their own.
   static constexpr char hidden = 0, qkv = 0, attn_residual = 0, mlp_act = 0;
   using Names = std::vector<const void*>;
   const auto linear = [&](const Site& site, const LinearParams& params, std::int64_t in, std::int64_t out,

@@ -1,5 +1,5 @@
 #pragma once
-// Times single ops of the CUDA backend in a CUDA graph. The header holds no CUDA types, as device_timer.hpp.
+// Times single ops of the CUDA backend in a CUDA graph. Like device_timer.hpp this header holds no CUDA types.
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -40,11 +40,11 @@ concept HoldsLinear = requires(typename Op::Args args) {
   args.linear;
 };
 
-/// The ops that time_op() knows: all of ops.def; and those of them that hold a Linear.
+/// The names of all ops of ops.def, and of those among them that hold a Linear.
 std::vector<std::string_view> op_names();
 std::vector<std::string_view> linear_op_names();
 
-/// The rates of the GPU's memory, one of each run. The best of each is a limit.
+/// The rates of the GPU's memory, one for each run. The best read and the best copy are the limits.
 struct MemoryRates {
   std::vector<double> read_bytes_per_s, copy_bytes_per_s;
 };

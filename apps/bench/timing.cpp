@@ -17,7 +17,7 @@ std::string limit_note(double percent, double bytes, double own_bytes, const Cac
   if (percent <= 100) return "";
   const double run_bytes = own_bytes * use.layers, kept_bytes = use.evicts_weights ? 0 : use.cache_bytes;
   if (run_bytes <= kept_bytes) return fmt::format("fits {}", use.name);
-  // Whether the figure is at most 100 % where memory moves so many bytes of a run alone.
+  // Whether the figure would be at most 100 % if memory moved only `memory_bytes` in a run.
   const auto explained_by = [&](double memory_bytes) { return percent * memory_bytes <= 100 * bytes * use.layers; };
   const double activations_beyond = std::max(bytes - own_bytes - use.cache_bytes, 0.0) * use.layers;
   if (activations_beyond == 0 && explained_by(run_bytes)) return fmt::format("activations stay in {}", use.name);

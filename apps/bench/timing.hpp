@@ -40,11 +40,11 @@ struct CacheUse {
 };
 
 /// Why a measurement reached more than 100 % of the rate that memory was measured to have. Empty for up to 100 %.
-/// `bytes` and `own_bytes` are a layer's. A cause is named where memory can move, within the measured time, all that
+/// `bytes` and `own_bytes` are a layer's. A cause is possible where memory can move, within the measured time, all that
 /// the cache then does not hold. The causes, in the order in which they are tried:
 ///   "fits <cache>"                 all layers' own bytes fit the cache, which keeps them from run to run
 ///   "activations stay in <cache>"  the cache holds a kernel's activations for the next; memory moves own bytes alone
-///   "<cache> may keep N % ..."     besides, the cache keeps as many own bytes from run to run as it is large
+///   "<cache> may keep N % ..."     besides, the cache keeps own bytes from run to run, as many as fit
 /// Where none of them is possible, the note says to doubt the probe.
 std::string limit_note(double percent, double bytes, double own_bytes, const CacheUse& use);
 

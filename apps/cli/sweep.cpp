@@ -24,7 +24,7 @@ Result<std::vector<std::int64_t>> parse_sweep(std::string_view option, std::stri
     const auto last = dash == part.npos ? first : number(part.substr(dash + 1));
     if (!first || !last) return refuse("numbers and ranges such as 0-3,7", text);
     if (*first > *last) return refuse("a range that runs upwards", part);
-    // Before the range is walked: the bounds keep its length small.
+    // Checked before the range is expanded: the bounds keep it short.
     if (!range.holds(*first) || !range.holds(*last)) return refuse(range.text(), part);
     for (std::int64_t v = *first; v <= *last; ++v) values.push_back(v);
   }

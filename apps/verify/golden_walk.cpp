@@ -99,7 +99,7 @@ class Walk {
       const auto named = [&](const Status& s) {
         return Status::error(s.code(), file_.path() + ": site " + std::string(site.name) + ": " + s.message());
       };
-      // Before the run, which appends to the cache that the budget is derived from.
+      // Derived before the run, which appends to the cache that the budgets depend on.
       if (device_)
         if (const Status s = derive_budgets(site, args, budgets); !s) return named(s);
       if (options_.impl == WalkImpl::unfused)

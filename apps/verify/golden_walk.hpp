@@ -90,7 +90,7 @@ struct WalkOptions {
 /// producer: the angles differ by a rounding.
 inline constexpr double kTableBudget = 1e-6;
 
-/// The bound of the CPU backend on a tap's relative L2 error against Hugging Face's float64. The bound of the CUDA
+/// The bound on the relative L2 error of the CPU backend's taps against Hugging Face's float64. That of the CUDA
 /// backend is derived for each tap, from its op's budget and the file's inputs.
 double walk_budget(const WalkOptions& options);
 

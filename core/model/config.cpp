@@ -49,7 +49,7 @@ std::int64_t ModelConfig::num_parameters() const {
 
 Status ModelConfig::validate() const {
   const auto refuse = [](std::string what) { return Status::error(Code::invalid_argument, "model: " + what); };
-  // By config.json's names; spec() has names of its own for what is the same there.
+  // These messages name the sizes as config.json does; those of the spec have other names.
   CF_TRY(check_sizes({{"hidden_size", hidden_size, 1 << 20},
                       {"num_hidden_layers", num_hidden_layers, 1 << 16},
                       {"num_attention_heads", num_attention_heads, 1 << 16},

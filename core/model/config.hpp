@@ -20,7 +20,7 @@ struct ModelConfig {
   std::int64_t intermediate_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 2048;
-  std::int64_t rotary_dim = 0;  // of each head's head_dim, the leading elements that RoPE turns; even
+  std::int64_t rotary_dim = 0;  // leading elements of each head that RoPE rotates; even
   double rope_theta = 10000;
   double layer_norm_eps = 1e-5;
   bool use_parallel_residual = true;
@@ -32,7 +32,7 @@ struct ModelConfig {
   std::int64_t head_dim() const { return hidden_size / num_attention_heads; }
   /// The model's sizes and arithmetic, on one rank. Refuses nothing: validate() does.
   ModelSpec spec() const;
-  /// A config is taken wherever a spec is asked for.
+  /// Lets a config be passed wherever a spec is asked for.
   operator ModelSpec() const { return spec(); }  // NOLINT(google-explicit-constructor)
   /// Parameters of the whole model.
   std::int64_t num_parameters() const;

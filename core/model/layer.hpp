@@ -38,22 +38,22 @@ struct LayerTensors {
   AnyView<2> mlp_in{};                      // (tokens, hidden)               post_attention_layernorm
   AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU(mlp.dense_h_to_4h)
   AnyView<2> output{};                      // (tokens, hidden)
-  std::int64_t max_kv_len = 0;              // no kv_len[b] is larger
+  std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
 };
 
-/// The sizes of a step that its tensors' shapes are made of, beside the model's.
+/// The sizes that the shapes of a step's tensors are made of, beside those of the model.
 struct StepSizes {
   std::int64_t batch = 1, q_len = 1;
-  std::int64_t table_rows = 0;  // of RoPE's table: more than the largest position
-  std::int64_t capacity = 0;    // of the cache
+  std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position
+  std::int64_t capacity = 0;    // entries that the cache has room for
   std::int64_t tokens() const { return batch * q_len; }
 };
 
 StepSizes step_sizes(const ModelShape& s, const Workload& load);
 
 /// Calls f(spec, t..., shape) for every tensor of one layer's step, in the order of LayerTensors. Each t has the
-/// members of LayerTensors: it is a LayerTensors or a LayerState. Of several, f is handed the members of one name side
-/// by side.
+/// members of LayerTensors: it is a LayerTensors or a LayerState. With several t, f is given their members of one name
+/// side by side.
 template <class F, class... T>
 void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t) {
   const std::int64_t tokens = n.tokens(), half = s.rotary_dim / 2;
@@ -85,8 +85,9 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
 /// The forms differ in what LN2 reads. Both sums are epilogues of products: attn_residual = x + attn(LN1(x)), output =
 /// attn_residual + mlp(...).
 /// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the
-/// layer's. With a sequential one their attn_residual must be summed before post_attention_layernorm, and their outputs
-/// again. Source: transformers GPTNeoXLayer.forward.
+/// layer's. With a sequential residual, attn_residual must be summed over the ranks before post_attention_layernorm,
+/// and the outputs again after the MLP.
+/// Source: transformers GPTNeoXLayer.forward.
 template <class F>
 Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const ModelTraits& traits = m.traits;
@@ -140,8 +141,8 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
            summed(t.mlp_act, w.dense_4h_to_h, t.output, t.attn_residual, parallel || m.adds_residual));
 }
 
-/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and other than one key and
-/// value head a query head.
+/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and a model that does not have
+/// as many key and value heads as query heads.
 Status check_model(const ModelSpec& m);
 
 /// The host memory of one layer's step: inputs, cache, every site's output. One dtype for all activations.
@@ -156,7 +157,7 @@ class LayerState {
   /// Views of all tensors.
   LayerTensors tensors();
 
-  // As in LayerTensors.
+  // The tensors of LayerTensors.
   Tensor hidden, positions, kv_len, cos, sin, k_cache, v_cache;
   Tensor attn_in, qkv, q, k, v, context, attn_residual, mlp_in, mlp_act, output;
 

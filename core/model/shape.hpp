@@ -18,7 +18,7 @@ struct ModelShape {
   std::int64_t head_dim = 0;
   std::int64_t intermediate_size = 0;  // of this rank's part of the MLP
   std::int64_t vocab_size = 0;
-  std::int64_t rotary_dim = 0;     // of each head's head_dim, the leading elements that RoPE turns; even
+  std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even
   std::int64_t max_positions = 0;  // rows of the RoPE table
 
   /// Columns of the attention's output: the columns of attention.dense.
@@ -60,8 +60,8 @@ struct ModelTraits {
 struct ModelSpec {
   ModelShape shape{};
   ModelTraits traits{};
-  /// Of the ranks that share a model, one adds the residual and the biases to the products that are summed over the
-  /// ranks: attention.dense and mlp.dense_4h_to_h.
+  /// Whether this rank adds the residual and the biases to the products that are summed over the ranks: attention.dense
+  /// and mlp.dense_4h_to_h. One of the ranks that share a model does.
   bool adds_residual = true;
 
   /// 1 / sqrt(head_dim), the factor of the attention scores.

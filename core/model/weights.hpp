@@ -17,8 +17,7 @@ namespace cf {
 struct LayerWeights {
   NormParams input_layernorm{};
   NormParams post_attention_layernorm{};
-  LinearParams query_key_value{};  // (3 * heads * head_dim, hidden), rows head * 3 * head_dim + {0, head_dim, 2 *
-                                   // head_dim} + d for q, k and v
+  LinearParams query_key_value{};  // (3 * heads * head_dim, hidden): each head's rows of q, then of k, then of v
   LinearParams dense{};            // (hidden, heads * head_dim)
   LinearParams dense_h_to_4h{};    // (intermediate, hidden)
   LinearParams dense_4h_to_h{};    // (hidden, intermediate)

@@ -39,7 +39,7 @@ struct DecodeLayer {
     CF_TRY(check_model(a.model));
     Status status;
     for_each_linear(a.model, a.weights, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
-      // nvcc takes the assignment's own result for one that is ignored.
+      // The cast keeps nvcc from warning that the assignment's result is ignored.
       if (status) (void)(status = Linear::check_linear(name, size.out, size.in, l));
     });
     CF_TRY(status);

@@ -4,8 +4,10 @@
 namespace cf::ops {
 
 /// y1[t,h] = LayerNorm(x; norm1)[t,h];  y2[t,h] = LayerNorm(x; norm2)[t,h]: the norm of LayerNorm twice, on one mean
-/// and variance of x. The head of a parallel-residual layer, with norm1 = input_layernorm and norm2 =
-/// post_attention_layernorm. Source: transformers GPTNeoXLayer.forward. Refuses eps <= 0.
+/// and variance of x. The beginning of a parallel-residual layer, with norm1 = input_layernorm and norm2 =
+/// post_attention_layernorm.
+/// Source: transformers GPTNeoXLayer.forward.
+/// Refuses eps <= 0.
 struct DualLayerNorm : NormContract<DualLayerNorm> {
   static constexpr std::string_view name = "dual_layernorm";
   struct Args {

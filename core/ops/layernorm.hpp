@@ -27,7 +27,7 @@ struct NormContract {
     if (!(a.eps > 0)) return bad_argument(Op::name, "eps must be positive, got " + std::to_string(a.eps));
     return {};
   }
-  /// `rows` activations a token, each read or written once.
+  /// The cost of a norm that reads or writes `rows` rows of activations for each token.
   static Cost row_cost(const Dims& d, int rows, DType activation, DType weight) {
     const double n = double(d.tokens) * double(d.hidden);
     return {rows * n * double(size_bytes(activation)) + 2 * double(d.hidden) * double(size_bytes(weight)),

@@ -59,8 +59,8 @@ struct Linear {
   }
   static Budget budget(const Dims& d, Precision p, Condition c = {}) { return reduction_budget(d.in, p, c); }
 
-  /// Checks what a quantised or packed weight says of itself, before its tensors' shapes. Every op that holds a Linear
-  /// calls this first.
+  /// Checks the fields of a quantised or packed weight, before its tensors' shapes are checked. Every op that holds a
+  /// Linear calls this first.
   static Status check_linear(std::string_view op, std::int64_t out, std::int64_t in, const LinearParams& linear) {
     if (const auto* packed = std::get_if<PackedWeight>(&linear.weight);
         packed && (packed->out != out || packed->in != in))
@@ -81,7 +81,7 @@ struct Linear {
     return {};
   }
 
-  /// A Linear's tensors, for every op that holds one.
+  /// Calls f for each tensor of a Linear. Every op that holds a Linear uses this.
   template <class L, class F>
   static void linear_tensors(std::int64_t out, std::int64_t in, L& linear, F&& f,
                              std::string_view weight_name = "weight", std::string_view bias_name = "bias") {

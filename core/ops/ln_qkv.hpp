@@ -89,8 +89,8 @@ struct LnQkv {
     return reduction_budget(1, p, c) += {stores, stores};
   }
 
-  /// The op as its parts: calls f with the Args of LayerNorm, Linear, Rope and KvAppend in turn, z and w in the tensors
-  /// given, and stops at the first Status that is not ok.
+  /// The op as its parts: calls f with the Args of LayerNorm, Linear, Rope and KvAppend in turn, with z and w in the
+  /// given tensors, and stops at the first Status that is not ok.
   template <class F>
   static Status for_each_part(const Args& a, const AnyView<2>& z, const AnyView<4>& w, F&& f) {
     const Dims d = dims(a);

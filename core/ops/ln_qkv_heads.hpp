@@ -63,8 +63,8 @@ struct LnQkvHeads {
     return reduction_budget(1, p, c) += {store, store};
   }
 
-  /// The op up to the order of its outputs: calls f with the Args of LayerNorm and Linear in turn, z and w in the
-  /// tensors given, and stops at the first Status that is not ok.
+  /// The op but for the order of its outputs: calls f with the Args of LayerNorm and Linear in turn, with z and w in
+  /// the given tensors, and stops at the first Status that is not ok.
   template <class F>
   static Status for_each_part(const Args& a, const AnyView<2>& z, const AnyView<2>& w, F&& f) {
     const Dims d = dims(a);

@@ -4,8 +4,8 @@
 namespace cf::ops {
 
 /// h[t,c] = x + a + b;  y[t,c] = LayerNorm(h)[t,c]. Both are returned. The norm reads h as stored: rounded to the
-/// activation's dtype, so that y is the LayerNorm of the h that the caller sees.
-/// With a = attention and b = mlp this is the end of a parallel-residual layer and the head of the next.
+/// activation's dtype, so that y is the LayerNorm of the h that the caller sees. With a = attention and b = mlp this is
+/// the end of a parallel-residual layer and the beginning of the next.
 /// Refuses eps <= 0.
 struct ResidualLayerNorm : NormContract<ResidualLayerNorm> {
   static constexpr std::string_view name = "residual_layernorm";
@@ -27,7 +27,7 @@ struct ResidualLayerNorm : NormContract<ResidualLayerNorm> {
     f(TensorSpec{Role::output, "y"}, a.y, extents(d.tokens, d.hidden));
   }
   static Cost cost(const Dims& d, DType activation, DType weight) { return row_cost(d, 5, activation, weight); }
-  /// y's bound, which is h's too: y carries h's rounding beside its own.
+  /// The bound of y and of h. y carries h's rounding beside its own.
   static Budget budget(const Dims& d, Precision p, Condition c = {}) {
     Budget b = reduction_budget(d.hidden, p, c);
     return b += {unit_roundoff(p.output) * c.l2, unit_roundoff(p.output) * c.max};

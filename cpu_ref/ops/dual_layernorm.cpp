@@ -23,7 +23,7 @@ Status run(const ops::DualLayerNorm::Args& a) {
   });
 }
 
-/// Of whichever output has the larger.
+/// The larger of the two outputs' conditions.
 Result<Condition> condition(const ops::DualLayerNorm::Args& a) {
   const auto of = [&](const NormParams& norm, AnyView<2> y) {
     return condition(ops::LayerNorm::Args{.x = a.x, .norm = norm, .y = y, .eps = a.eps});

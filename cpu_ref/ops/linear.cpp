@@ -74,7 +74,7 @@ void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t t
   }
 }
 
-/// Rows of the weight in the arithmetic type, one behind the other.
+/// Rows of the weight in the arithmetic type, one after the other.
 template <class Real>
 void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, std::int64_t rows, Real* to) {
   if (const auto* gptq = std::get_if<GptqWeight>(&weight)) return dequantise_rows(*gptq, first, rows, to);
@@ -105,7 +105,7 @@ void run_blocks(const ops::Linear::Args& a) {
   }
 }
 
-/// Refuses a packed weight, and a map of inputs to groups that leaves the groups.
+/// Refuses a packed weight, and a g_idx that names a group which does not exist.
 Status check_weight(const ops::Linear::Args& a) {
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight))
     return Status::error(Code::unimplemented, "linear: cpu_ref takes dense or GPTQ weights, got a weight packed by " +

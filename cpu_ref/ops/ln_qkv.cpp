@@ -9,7 +9,7 @@ template <class F>
 Status for_each_part(const ops::LnQkv::Args& a, F&& f) {
   CF_TRY(ops::LnQkv::check(a));
   const auto d = ops::LnQkv::dims(a);
-  // Before anything is written.
+  // Checked before anything is written.
   CF_TRY(check_index(ops::LnQkv::name, "positions", a.positions, 0, d.table_rows - 1));
   CF_TRY(check_index(ops::LnQkv::name, "kv_len", a.kv_len, d.q_len, d.capacity));
   if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight))
@@ -24,8 +24,8 @@ Status run(const ops::LnQkv::Args& a) {
   return for_each_part(a, [](const auto& args) { return run(args); });
 }
 
-/// The sum over the parts of sqrt(terms) * condition, as LnQkv::budget takes it. It runs them: each reads what the one
-/// before it made.
+/// The sum over the parts of sqrt(terms) * condition, as LnQkv::budget takes it. It runs the parts: each reads what the
+/// part before it made.
 Result<Condition> condition(const ops::LnQkv::Args& a) {
   Condition total{0, 0};
   CF_TRY(for_each_part(a, [&](const auto& args) -> Status {

@@ -11,7 +11,7 @@ template <class F>
 Status for_each_part(const ops::LnQkvHeads::Args& a, Tensor& w, F&& f) {
   CF_TRY(ops::LnQkvHeads::check(a));
   const auto d = ops::LnQkvHeads::dims(a);
-  // Before anything is written.
+  // Checked before anything is written.
   if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight))
     CF_TRY(check_index(ops::LnQkvHeads::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1));
   Tensor z(a.x.dtype, {d.tokens(), d.hidden});
@@ -36,8 +36,8 @@ Status run(const ops::LnQkvHeads::Args& a) {
   return {};
 }
 
-/// The sum over the parts of sqrt(terms) * condition, as LnQkvHeads::budget takes it. It runs them: each reads what the
-/// one before it made.
+/// The sum over the parts of sqrt(terms) * condition, as LnQkvHeads::budget takes it. It runs the parts: each reads
+/// what the part before it made.
 Result<Condition> condition(const ops::LnQkvHeads::Args& a) {
   Condition total{0, 0};
   Tensor w;

@@ -23,7 +23,7 @@ Status run(const ops::ResidualLayerNorm::Args& a) {
   });
 }
 
-/// Of y, whose norm reads the sum; the sum's own cancellation scales it.
+/// y's condition: that of the norm, scaled by the cancellation in the sum that the norm reads.
 Result<Condition> condition(const ops::ResidualLayerNorm::Args& a) {
   CF_TRY(ops::ResidualLayerNorm::check(a));
   const auto d = ops::ResidualLayerNorm::dims(a);

@@ -1,5 +1,5 @@
 #pragma once
-// Addresses as PTX counts them. PTX, one instruction a function.
+// Shared memory's addresses as PTX takes them. PTX, one instruction a function.
 #include <cstdint>
 
 namespace cf::cuda {

@@ -7,7 +7,7 @@
 
 namespace cf::cuda {
 
-/// Makes a barrier of which a phase completes with its `arrivals`-th arrival.
+/// Makes a barrier. A phase of it completes with the phase's `arrivals`-th arrival.
 __device__ inline void init_barrier(std::uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }

@@ -23,8 +23,8 @@ __device__ inline int cluster_index() {
 }
 
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.
-/// The inbox costs one barrier of the cluster. A block arrives at that barrier when the kernel starts and waits for it
-/// only before its first send, long after. A block may leave when it has sent its values; a block that sends none may
+/// The inbox costs one barrier of the cluster. A block arrives at that barrier when the kernel starts, and waits for it
+/// only before its first send, much later. A block may leave when it has sent its values; a block that sends none may
 /// leave at any time. An inbox serves one launch and clusters of two blocks or more.
 class ClusterInbox {
  public:
@@ -42,8 +42,8 @@ class ClusterInbox {
   }
 
   /// Waits until every block has opened its inbox. All threads of a block call this before the block's first send or
-  /// receive. A block that only receives could go without, but compute-sanitizer's racecheck waits for ever for a block
-  /// that leaves without this call.
+  /// receive. A block that only receives does not need this call, but compute-sanitizer's racecheck hangs when a block
+  /// leaves without it.
   __device__ void connect() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
   /// Writes v to block `rank`, at the offset that `to` has in this block's shared memory. `to` is aligned to v's size.

@@ -6,7 +6,7 @@
 
 namespace cf::cuda {
 
-/// 16 bytes that are read once: L1 does not keep them.
+/// Loads 16 bytes that are read once: L1 does not keep them.
 __device__ inline uint4 load_streaming(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"

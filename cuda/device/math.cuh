@@ -1,5 +1,5 @@
 #pragma once
-// Arithmetic that kernels share. The host can call what has CF_HD too; its tests run there.
+// Arithmetic that kernels share. Functions with CF_HD are compiled for the host, too, where their tests run.
 #include <cmath>
 
 #include "core/host_device.hpp"
@@ -33,7 +33,7 @@ CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
   a = turned;
 }
 
-/// 2^x, on a device to two units in the last place by the exponential unit, where results below 2^-126 are 0.
+/// 2^x. A device computes it by its exponential unit, to two units in the last place; results below 2^-126 are 0 there.
 CF_HD inline float exp2_approximate(float x) {
 #ifdef __CUDA_ARCH__
   float y;

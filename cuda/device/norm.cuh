@@ -1,13 +1,13 @@
 #pragma once
-// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps alike
-// give the same bits: __fmul_rn and fmaf fix which products are rounded, where the compiler would have a choice.
+// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps in the
+// same way give the same bits: __fmul_rn and fmaf fix which products are rounded, so that the compiler has no choice.
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
 
 namespace cf::cuda {
 
-/// The state of a warp's part of a row, in every lane. Replaces the part's elements by their deviations from the part's
-/// mean. x[p] are the lane's pieces; each(f) calls f(p) for those pieces that exist.
+/// Returns the state of a warp's part of a row, in every lane, and replaces the part's elements by their deviations
+/// from the part's mean. x[p] are the lane's pieces; each(f) calls f(p) for those pieces that exist.
 template <class Each, int Pieces, int N>
 __device__ Welford centre_warp(Each each, float (&x)[Pieces][N]) {
   int count = 0;

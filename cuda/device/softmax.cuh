@@ -1,5 +1,5 @@
 #pragma once
-// Softmax over scores that come in parts. The host can call what has CF_HD too; its tests run there.
+// Softmax over scores that come in parts. Functions with CF_HD are compiled for the host, too, where their tests run.
 #include "core/host_device.hpp"
 #include "cuda/device/math.cuh"
 

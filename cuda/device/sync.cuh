@@ -21,7 +21,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// named_barrier() that returns true in all threads where `yes` is true in none of them.
+/// named_barrier() that returns, in all threads, whether `yes` is true in none of them.
 __device__ inline bool named_barrier_none(int id, int threads, bool yes) {
   std::uint32_t any;
   asm volatile(
@@ -58,7 +58,8 @@ __device__ inline unsigned fetch_add(unsigned* counter, unsigned n) {
 /// see what the thread sees.
 __device__ inline void let_copies_see() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Relaxed accesses: one access of all bytes, whole to every thread of the device, without order among several.
+// Relaxed accesses. Every thread of the device sees all bytes of such an access or none. Several accesses have no
+// order.
 
 /// Stores four bytes.
 __device__ inline void store_relaxed(std::uint32_t* to, std::uint32_t bits) {
@@ -77,7 +78,7 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
   return bits;
 }
 
-/// Loads four times four bytes. Each four are whole; the fours have no order with each other.
+/// Loads four words of four bytes. Each word is whole; the words have no order with each other.
 __device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
   uint4 bits;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -87,7 +88,7 @@ __device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
   return bits;
 }
 
-/// Loads twice eight bytes. Each eight are whole; the eights have no order with each other.
+/// Loads two words of eight bytes. Each word is whole; the words have no order with each other.
 __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
   ulonglong2 bits;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");
@@ -108,7 +109,7 @@ __device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
 
 // Time.
 
-/// The device's clock, in nanoseconds, as bounds on waits read it.
+/// The device's clock in nanoseconds, for limits on waits.
 __device__ inline std::uint64_t time_ns() {
   std::uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));

@@ -23,7 +23,7 @@ __device__ inline float2 unpack(std::uint32_t pair, f16) {
 __device__ inline float2 unpack(std::uint32_t pair, bf16) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
-/// The elements of 16 bytes.
+/// Converts the elements of 16 bytes to floats.
 template <class T>
 __device__ void unpack(const uint4& raw, float (&x)[kVec], T type) {
   const std::uint32_t pairs[] = {raw.x, raw.y, raw.z, raw.w};
@@ -66,7 +66,7 @@ __device__ T from_float(float x) {
     return x;
 }
 
-/// 16 bytes as stored.
+/// Loads 16 bytes as stored.
 template <class T>
 __device__ uint4 load_raw(const T* p) {
   return *reinterpret_cast<const uint4*>(p);

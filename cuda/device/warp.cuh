@@ -42,8 +42,8 @@ __device__ inline int thread_index() {
   return i;
 }
 
-/// Hides from the compiler what it knows of x. It computes what depends on x again after this call, and holds nothing
-/// in registers for it.
+/// Makes the compiler forget what it knows of x. After this call it computes again what depends on x, instead of
+/// holding it in registers.
 __device__ inline void make_anew(int& x) { asm volatile("" : "+r"(x)); }
 
 }  // namespace cf::cuda

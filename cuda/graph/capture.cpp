@@ -3,7 +3,7 @@
 namespace cf::cuda {
 namespace {
 
-// CUDA 13 gave these calls the names of their predecessors.
+// CUDA 13 has dropped the suffixes _v2 and _v3 from the names of these calls.
 cudaError_t set_dependencies(cudaStream_t stream, std::vector<cudaGraphNode_t>& nodes,
                              const std::vector<cudaGraphEdgeData>& edges) {
 #if CUDART_VERSION >= 13000

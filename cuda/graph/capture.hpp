@@ -1,5 +1,5 @@
 #pragma once
-// Graphs whose edges are the data's. Private to cuda and the programs' benchmarks.
+// CUDA graphs whose edges follow from what the ops read and write. Private to cuda and the programs' benchmarks.
 #include <memory>
 #include <span>
 #include <utility>

@@ -5,7 +5,7 @@
 
 namespace cf::cuda {
 
-/// Every site's own kernels, in the walk's order.
+/// Adds every site's own kernels, in the walk's order.
 Status prepare(const ops::DecodeLayer::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
   return for_each_site(a.model, a.weights, a.t, [&](const Site& site, const auto& args) {

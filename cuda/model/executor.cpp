@@ -39,12 +39,12 @@ Status for_each_layer(const Layers& layers, F&& f) {
   return {};
 }
 
-/// What is prepared of a step.
+/// A prepared step.
 class Prepared {
  public:
   virtual ~Prepared() = default;
   virtual Status launch(CUstream_st* stream) = 0;
-  /// What an earlier launch was given up for, once.
+  /// The error of an earlier launch that was given up, reported once.
   virtual Status take_report() { return {}; }
 };
 
@@ -210,7 +210,8 @@ Result<Prepared*> Executor::State::find(const ResidentWeights& weights, const Kv
                                                 : impl == Impl::graph
                                                     ? prepare_graph(context, layers, step.stream)
                                                     : prepare_persistent(context, impl, weights.dtype(), layers));
-  // A graph's upload and the persistent kernel's cleared scratch are on other streams than the steps may be.
+  // A graph is uploaded, and the persistent kernel's scratch memory is cleared, on a stream that need not be the
+  // step's.
   if (impl != Impl::unfused) CF_TRY(from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
   return (prepared[key] = std::move(made)).get();
 }

@@ -27,12 +27,12 @@ enum class Impl { unfused, graph, split, layer, persistent };
 inline constexpr Impl kImpls[] = {Impl::unfused, Impl::graph, Impl::split, Impl::layer, Impl::persistent};
 
 std::string_view to_string(Impl);
-/// The inverse of to_string; empty for a name that is none of ours.
+/// The inverse of to_string; empty for any other name.
 std::optional<Impl> impl_from_string(std::string_view name);
 
 /// What one step runs, and where.
 struct Step {
-  std::int64_t q_len = 1;                 // tokens appended to each sequence; what the cache was told last
+  std::int64_t q_len = 1;                 // tokens appended to each sequence; the cache's q_len()
   std::optional<LayerRange> layers = {};  // all that are resident where it is empty
   CUstream_st* stream = nullptr;          // may differ from step to step; ordering the streams is the caller's
   ConstAnyView<2> input = {};             // (tokens, hidden_size) on the device, in place of the workspace's own
@@ -57,13 +57,13 @@ class Executor {
   /// split, layer and persistent take one new token a sequence, up to 8 sequences, and dense 16-bit weights of the
   /// activations' dtype. Errors name the model's layer.
   Status prepare(const ResidentWeights& weights, const KvCache& cache, const Workspace& workspace, const Step& step);
-  /// Puts the step onto its stream, prepared or not, and waits for nothing once it is prepared. The layers append q_len
-  /// keys and values to each sequence and read kv_len from the cache.
+  /// Puts the step onto its stream. A step that is not prepared is prepared first; a prepared one waits for nothing.
+  /// The layers append q_len keys and values to each sequence and read kv_len from the cache.
   /// Refuses a q_len that is not the cache's. Code::device_error where an earlier step was given up, as synchronize()
   /// reports it.
   Status step(const ResidentWeights& weights, const KvCache& cache, const Workspace& workspace, const Step& step);
-  /// Waits for the stream. Code::device_error where a step before was given up, once: a block of the persistent kernel
-  /// waited longer than it may for what the message names, by the model's layer and the site.
+  /// Waits for the stream. Code::device_error, once, where an earlier step was given up: a block of the persistent
+  /// kernel has waited too long for another. The message names the model's layer and the site that it waited for.
   Status synchronize(CUstream_st* stream);
 
  private:

@@ -6,7 +6,7 @@
 namespace cf::cuda {
 namespace {
 
-/// A block a sequence.
+/// Each block extends one sequence.
 __global__ void extend_kernel(std::int32_t* positions, std::int32_t* kv_len, std::int32_t q_len) {
   let_successor_start();
   wait_for_predecessors();

@@ -21,9 +21,10 @@ namespace cf::cuda {
 /// threads.
 class KvCache {
  public:
-  /// Memory for keys and values of `dtype`, (batch, kv_heads, capacity, head_dim) each in every layer. Every kv_len is
-  /// 0. Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype
-  /// other than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
+  /// Takes memory for keys and values of `dtype`, (batch, kv_heads, capacity, head_dim) each in every layer. Every
+  /// kv_len begins as 0.
+  /// Refuses a model that describes no layer, a range outside its layers, batch or capacity below 1, and a dtype other
+  /// than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
   static Result<KvCache> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
                                 std::int64_t batch, std::int64_t capacity);
   KvCache(KvCache&&) noexcept;
@@ -33,9 +34,10 @@ class KvCache {
 
   /// Copies a layer's entries, (batch, kv_heads, capacity, head_dim) each, and waits until they are there.
   Status set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache);
-  /// Sets each sequence's kv_len after a step of q_len tokens, q_len to capacity, and waits until it is there.
+  /// Sets the kv_len that each sequence has after a step of q_len tokens, and waits until it is there. Refuses a kv_len
+  /// outside q_len .. capacity.
   Status set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_len = 1);
-  /// Adds q_len to every kv_len, on the device and without waiting. Nothing is looked at: beyond the capacity a step's
+  /// Adds q_len to every kv_len, on the device and without waiting. Nothing is checked: beyond the capacity a step's
   /// results are NaN and the cache stays as it is. May be captured into a graph.
   Status extend(CUstream_st* stream, std::int64_t q_len = 1);
 
@@ -43,7 +45,8 @@ class KvCache {
   std::int64_t capacity() const;
   DType dtype() const;
   LayerRange layers() const;
-  /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before.
+  /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before the
+  /// first call.
   std::int64_t q_len() const;
   /// A layer's keys and values; `layer` is within layers().
   LayerCache layer(std::int64_t layer) const;
@@ -52,7 +55,7 @@ class KvCache {
   /// (batch * q_len) positions of a step's tokens: kv_len[b] - q_len + i.
   View<const std::int32_t, 1> positions(std::int64_t q_len) const;
   std::size_t device_bytes() const;
-  /// No two caches share one.
+  /// A number that no other cache has.
   std::uint64_t version() const;
 
  private:

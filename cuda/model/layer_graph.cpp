@@ -59,9 +59,8 @@ bool starts_early(const Site& s, const LayerWeights& w) {
   return s.name != site::context.name;
 }
 
-/// Whether attention's blocks come in clusters. The SMs of a cluster are free sooner where all kernels divide an SM's
-/// L1 alike. Attention without clusters, as for four tokens of 32 heads, is slower with the shared memory of that
-/// division.
+/// Whether attention's blocks form clusters. Only then do kernels divide an SM's L1 alike: a cluster's SMs become free
+/// sooner, but attention without clusters, as for four tokens of 32 heads, is slower with that division.
 bool attends_in_clusters(const Arch& arch, const LayerTensors& t) {
   return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
 }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kName = "weights";
 
-/// Whether the walk reads this Linear through ln_qkv, whose rows are in another order.
+/// How to pack a layer's Linear. The walk reads query_key_value through ln_qkv, which wants its rows in another order.
 PackHint hint_for(std::string_view module, const ModelSpec& m) {
   if (module != site::query_key_value.name) return {};
   return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
@@ -46,7 +46,7 @@ struct ResidentWeights::State {
   DType dtype;
   LayerRange range;
   std::vector<Layer> layers;
-  ModelWeights outside;  // of a whole model: what belongs to no layer
+  ModelWeights outside;  // of a whole model: the weights that belong to no layer
   DeviceMemory dense, outside_memory;
   std::uint64_t version = next_version();
 };
@@ -171,7 +171,7 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
   Status status;
   for_each_weight(s.model, source, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
     if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
-      // The memory is this object's own; views of it are const for its users alone.
+      // The memory is this object's own; only its users' views of it are const.
       const AnyView<V::rank> place(const_cast<void*>(places[i++]), shape, s.dtype);
       if (status) status = copy_in<V::rank>(s.context, kName, layer_prefix(layer) + std::string(t.name), place, view);
     }

@@ -20,19 +20,20 @@ struct LayerRange {
 };
 
 /// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels
-/// read. They are read by any number of executors and belong to none. layer(i) is the table of a layer's pointers:
-/// where one layer lies says nothing of the next. Not shared between threads while layers are loaded.
+/// read. They are read by any number of executors and belong to none. layer(i) is the table of a layer's pointers. A
+/// layer's place does not follow from another layer's. Not shared between threads while layers are loaded.
 class ResidentWeights {
  public:
   /// Takes the memory of all layers' dense tensors, in one block. `like` says which Linears are quantised, in every
   /// layer; nothing else of it is looked at. A layer's packed weights are in a block of their own, which load_layer()
-  /// takes. Refuses a model that describes no layer, a range outside its layers, and a dtype other than float16,
-  /// bfloat16 and float32 (Code::unimplemented). Code::out_of_memory says how much was needed and how much is free.
+  /// takes.
+  /// Refuses a model that describes no layer, a range outside its layers, and a dtype other than float16, bfloat16 and
+  /// float32 (Code::unimplemented). Code::out_of_memory says how much was needed and how much is free.
   static Result<ResidentWeights> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
                                         const LayerWeights& like = {});
   /// Takes memory for a whole model and copies its weights there: the embedding, all layers, the final LayerNorm and
   /// the LM head, which is the embedding itself where the model's embeddings are tied. Refuses what create() and
-  /// load_layer() refuse, other than num_layers layers, and shapes and dtypes that are not the model's.
+  /// load_layer() refuse, a number of layers that is not num_layers, and shapes and dtypes that are not the model's.
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
                                       const ModelWeights& model);
   ResidentWeights(ResidentWeights&&) noexcept;
@@ -51,10 +52,11 @@ class ResidentWeights {
   bool is_loaded(std::int64_t layer) const;
   /// The layer's views of device memory; `layer` is within layers().
   LayerWeights layer(std::int64_t layer) const;
-  /// All of a model that load() has copied: views of device memory, empty ones beside the layers otherwise.
+  /// The weights of the whole model as views of device memory. Where create() made this object, all but the layers'
+  /// views are empty.
   ModelWeights model_weights() const;
   std::size_t device_bytes() const;
-  /// Another number after every change of where weights lie; no two objects share one.
+  /// A number that is new after every change of where weights lie, and that no other object has.
   std::uint64_t version() const;
 
  private:

@@ -13,13 +13,13 @@
 
 namespace cf::cuda {
 
-/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for whoever steps layers in
-/// several ways on one stream, as benchmarks and tests do. The parts are open, so that any of them may be used apart.
+/// Weights, a cache, a workspace and every executor for steps of one batch and q_len: for benchmarks and tests, which
+/// step layers in several ways on one stream. The parts are public, so that each may also be used by itself.
 class Session {
  public:
   /// Takes the memory of all parts. `load` gives batch, q_len and the cache's capacity; kv_len starts at q_len. The
-  /// RoPE table has as many rows as the model has positions, or the cache entries. Refuses what the parts refuse, and a
-  /// q_len beyond the capacity.
+  /// RoPE table has as many rows as the model has positions or the cache has entries, whichever are more. Refuses what
+  /// the parts refuse, and a q_len beyond the capacity.
   static Result<Session> create(const Context& context, const ModelSpec& model, LayerRange layers, const Workload& load,
                                 DType activation, DType weights_dtype, const LayerWeights& like = {});
 
@@ -46,7 +46,7 @@ class Session {
   LayerRange layers() const { return weights.layers(); }
   std::int64_t q_len() const { return q_len_; }
   const Context& context() const { return context_; }
-  /// A layer's step on the device, for whoever walks its sites.
+  /// The tensors of a layer's step on the device, for callers that walk its sites.
   LayerTensors tensors(std::int64_t layer) const { return workspace.tensors(cache, layers().first, layer, q_len_); }
   std::size_t device_bytes() const { return weights.device_bytes() + cache.device_bytes() + workspace.device_bytes(); }
 

@@ -30,7 +30,7 @@ struct Workspace::State {
   std::int64_t tokens, table_rows;
   LayerTensors all;                   // the outputs of `tokens` tokens
   AnyView<2> hidden;                  // what the first layer reads
-  std::array<AnyView<2>, 2> outputs;  // layer i writes the one of i % 2
+  std::array<AnyView<2>, 2> outputs;  // layer i writes outputs[i % 2]
   View<float, 2> cos, sin;
   DeviceMemory memory;
   std::uint64_t version = next_version();

@@ -28,7 +28,7 @@ class Workspace {
 
   /// Copies the hidden state that the first layer reads, (tokens, hidden_size) of a step, and waits until it is there.
   Status set_hidden(const Tensor& hidden);
-  /// The same memory, (tokens, hidden_size), for whoever writes it on the device.
+  /// The same memory, (tokens, hidden_size), for callers that write it on the device.
   AnyView<2> hidden(std::int64_t tokens) const;
 
   std::int64_t max_tokens() const;
@@ -37,7 +37,7 @@ class Workspace {
   /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
   std::size_t device_bytes() const;
-  /// No two workspaces share one.
+  /// A number that no other workspace has.
   std::uint64_t version() const;
 
  private:

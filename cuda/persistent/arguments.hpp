@@ -30,7 +30,7 @@ struct PersistentArguments {
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
   bool two_act_places = false;
   bool continues = false;       // the second launch of a layer, which reads the first one's tags
-  int layers = 0;               // that launches may run; a launch has one tag more
+  int layers = 0;               // all that launches may run; a launch has one tag more than these
   int first_layer = 0;          // of the launch
   int end_layer = 0;            // one past the launch's final layer
   const void* input = nullptr;  // (batch, hidden), or null: the residual stream of the launch before

@@ -69,7 +69,7 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 template <class T, int Blocks>
 struct AttentionTile {
   static constexpr int kKeys = 16;
-  float sum[Blocks][4] = {};  // [0] + [1]: element 16 i + lane / 4, [2] + [3]: eight further
+  float sum[Blocks][4] = {};  // [i][0] + [i][1]: element 16 i + lane / 4; [i][2] + [i][3]: 8 further
   SoftmaxState state;         // its sum is over the lane's own keys
 
   /// Adds 1 to 16 keys and their values. All lie in shared memory.

@@ -85,7 +85,7 @@ struct Block {
     parities ^= bit;
     return true;
   }
-  /// Waits for a signal of the copy engine, which comes in any case.
+  /// Waits for a signal of the copy engine, which comes even after a stop.
   __device__ void wait_for_copy(Signal s) {
     const unsigned bit = 1u << int(s);
     while (!try_wait_barrier(signal_barrier(s), (parities & bit) != 0)) {
@@ -114,7 +114,7 @@ struct Block {
   }
 
  private:
-  /// Waits up to 16 us, by a hash of the seed and the block.
+  /// Waits up to 16 us; a hash of the seed and the block says how long.
   static __device__ __noinline__ void delay(unsigned seed) {
     const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
     __nanosleep(hash >> 18);

@@ -17,7 +17,7 @@ class HelperWarps {
   __device__ bool run(int number) {
     layer = number;
     block.maybe_delay(-1 - layer);
-    bool after_up = false;  // mlp.act goes where up reads its tokens
+    bool after_up = false;  // up comes before down here: mlp.act must wait for the place of up's tokens
     // The second launch of a layer with a parallel residual finds mlp.act complete. With one token it is fetched while
     // the product warps attend.
     const bool early = !Tiles && c.continues && c.parallel_residual;

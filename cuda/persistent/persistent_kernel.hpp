@@ -21,7 +21,7 @@ struct PersistentLayer {
   LayerCache cache{};
 };
 
-/// The sequences' state on the device. The kernel reads both when it runs.
+/// The sequences' state on the device. The kernel reads positions and kv_len when it runs.
 struct PersistentSequences {
   View<const std::int32_t, 1> positions{};  // (batch)  the new token's row of cos and sin
   View<const std::int32_t, 1> kv_len{};     // (batch)  valid entries after the append

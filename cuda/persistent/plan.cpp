@@ -12,7 +12,7 @@ namespace {
 
 /// The fewest and the most stages of the ring.
 constexpr int kMinStages = 3, kMaxStages = 16;
-/// Room for the barriers of the ring's stages, which the layout has only once their number is known.
+/// Room for the barriers of the most stages. The layout has room for them only once their number is known.
 constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// Keys of a tile of attention.
 constexpr int kTileKeys = 16;
@@ -69,8 +69,8 @@ Status choose(std::string_view name, const std::optional<int>& choice, int lowes
   return {};
 }
 
-/// The fewest slices of a row: a power of two, `least` to `limit`, whose slices have equally many columns, a multiple
-/// of eight and at most `most_columns`. 0 where there is none.
+/// The smallest power of two, from `least` to `limit`, that cuts a row into slices of equally many columns, where these
+/// are a multiple of eight and at most `most_columns`. 0 where there is none.
 int slices(int columns, int most_columns, int least, int limit) {
   int n = least;
   while (n <= limit && (columns > n * most_columns || columns % (8 * n))) n *= 2;
@@ -79,7 +79,7 @@ int slices(int columns, int most_columns, int least, int limit) {
 
 int most_rows(const RowCounts& rows) { return rows.each + (rows.rest > 0); }
 
-/// The grid, and how a head's keys are split over it.
+/// Plans the grid, and how a head's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
@@ -135,7 +135,7 @@ class Slicing {
     plan.narrow_columns = columns;
     plan.shared_norms = false;
     const int rows = std::max(most_rows(deals_.qkv), most_rows(deals_.up));
-    const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products but, maybe, down
+    const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products, except perhaps of down
     plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
     plan.shared_sums = whole_rows && plan.act_slices == 1
                            ? 0

@@ -61,7 +61,7 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 
 /// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Columns of a slice for which there are kernels of one token, which keep the token's activations in registers.
+/// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys

@@ -17,7 +17,7 @@ namespace cf::cuda {
 /// The block's part of one phase's product.
 struct Product {
   int columns, slices, slice_columns;
-  int first, count;  // of the deal's rows those of the phase
+  int first, count;  // the phase's rows, counted within the deal
   Deal deal;
 
   __device__ Product(const PersistentArguments& c, Phase phase, int layer)
@@ -183,7 +183,8 @@ struct TileTokens {
 /// The sums of one tile of eight rows.
 template <class T>
 struct TileProduct {
-  // [even rows with a line's first half, or its second][first four columns of the pieces, or the other four]
+  // First index: the sums of even rows with a line's first half, or with its second half. Second index: those of the
+  // first four columns of the pieces, or of the other four.
   float sum[2][2][4] = {};
 
   /// `w` is where the lane's row of the warp's columns begins, plus lane_offset().

@@ -13,7 +13,7 @@ __device__ inline Tagged tagged(std::uint64_t bits) { return {__uint_as_float(un
 __device__ inline void store_tagged(Tagged* to, float value, unsigned tag) {
   store_relaxed(reinterpret_cast<std::uint64_t*>(to), tagged_bits(value, tag));
 }
-/// Loads two neighbours from a multiple of 16 bytes.
+/// Loads two neighbouring values. Their address is a multiple of 16.
 __device__ inline void load_tagged(const Tagged* from, Tagged (&two)[2]) {
   const ulonglong2 bits = load_relaxed(reinterpret_cast<const std::uint64_t*>(from));
   two[0] = tagged(bits.x), two[1] = tagged(bits.y);

@@ -3,8 +3,8 @@
 
 namespace cf::cuda {
 
-/// What launch plans are made from: the limits of a device, as values. Plans are pure functions of these, so that those
-/// for one GPU can be tested and run on another.
+/// What launch plans are made from: the limits of a device, as values. Plans are pure functions of these limits, so
+/// that the plans for one GPU can be tested and run on another.
 struct Arch {
   int compute_capability;  // 90 or 120
   int sm_count;
@@ -33,8 +33,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .l2_bytes = 96 << 20,
                                .max_cluster_blocks = 8};
 
-/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Besides it each takes as much as
-/// the largest block leaves of the SM's.
+/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Beside these a block takes some
+/// bytes for itself: those that an SM has more than its largest block can have.
 constexpr int smem_per_block_bytes(const Arch& arch, int blocks) {
   return arch.smem_per_sm_bytes / blocks - (arch.smem_per_sm_bytes - arch.smem_per_block_bytes);
 }

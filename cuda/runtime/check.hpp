@@ -8,15 +8,15 @@
 
 namespace cf::cuda {
 
-/// ok, or Code::device_error (out_of_memory where it is that) with CUDA's own words. The error is cleared, so that
-/// the next call starts clean.
+/// A CUDA error as a Status: ok, Code::out_of_memory or Code::device_error, with CUDA's own words. CUDA's error is
+/// cleared, so that the next call starts clean.
 Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = SourceLocation::current());
 
 /// The limits of a device as its properties give them. Refuses a compute capability that there are no kernels for.
 Result<Arch> arch_of(const cudaDeviceProp& properties, int device);
 
-/// Refuses tensors that do not lie in the device's memory, by name, those not aligned to `alignment_bytes`,
-/// and float64 weights.
+/// Refuses, by name, tensors outside the device's memory, tensors that are not aligned to `alignment_bytes`, and
+/// float64 weights.
 class DeviceCheck {
  public:
   DeviceCheck(std::string_view op, int device, std::size_t alignment_bytes = 16)
@@ -38,7 +38,7 @@ class DeviceCheck {
   Status status_;
 };
 
-/// The contract's own check, then where the tensors lie.
+/// Checks a call by its contract, and then where its tensors lie.
 template <class Args>
 Status check_call(const Args& args, const LaunchList& launches) {
   using Op = typename Args::Op;
@@ -48,14 +48,14 @@ Status check_call(const Args& args, const LaunchList& launches) {
   return check.status();
 }
 
-/// Kernels read 16 bytes at a time: of a 16-bit type, eight elements.
+/// Refuses a size that is not a multiple of 8: kernels read 16 bytes at a time, eight elements of a 16-bit type.
 inline Status check_multiple_of_8(std::string_view op, std::string_view name, std::int64_t size) {
   if (size % 8 == 0) return {};
   return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(name) +
                                                 " a multiple of 8, got " + std::to_string(size));
 }
 
-/// Tensor cores multiply what is of one 16-bit dtype.
+/// Refuses weights of another dtype than the activations': tensor cores multiply elements of one dtype.
 inline Status check_weight_dtype(std::string_view op, DType activation, DType weight) {
   if (weight == activation) return {};
   return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(to_string(activation)) +

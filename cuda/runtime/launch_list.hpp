@@ -64,7 +64,7 @@ class LaunchList {
   int device_;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
-  std::vector<std::size_t> offsets_;  // the first unit of every argument
+  std::vector<std::size_t> offsets_;  // where each argument begins in values_
   std::vector<Unit> values_;          // the arguments' bytes
 };
 

@@ -27,7 +27,7 @@ class DeviceMemory {
   std::size_t bytes_ = 0;
 };
 
-/// Copies `bytes` bytes behind all that is on the context's stream, and waits for them to arrive.
+/// Copies `bytes` bytes after all work that is on the context's stream, and waits for them to arrive.
 Status copy_to_device(const Context& context, void* device, const void* host, std::size_t bytes);
 Status copy_to_host(const Context& context, void* host, const void* device, std::size_t bytes);
 

@@ -18,15 +18,15 @@ using Stream = std::unique_ptr<CUstream_st, Destroy>;
 using Event = std::unique_ptr<CUevent_st, Destroy>;
 using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
 
-/// A stream beside the default one, with no order between the two.
+/// A stream that has no order with the default stream.
 inline Result<Stream> make_stream() {
   cudaStream_t stream = nullptr;
   CF_TRY(from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
   return Stream(stream);
 }
 
-/// A graph of what `enqueue` puts onto the stream, which is not the default one; its kernels keep their priorities.
-/// Nothing runs.
+/// Captures a graph of what `enqueue` puts onto the stream, which must not be the default stream. Nothing runs. The
+/// graph's kernels keep their priorities.
 template <class Enqueue>
 Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
   CF_TRY(from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture"));

@@ -58,7 +58,7 @@ Status no_safetensors(const std::string& directory) {
                            directory + "', torch_dtype='auto').save_pretrained('OUT', safe_serialization=True)\"");
 }
 
-/// Reads the index: tensor name -> shard, each of them a file beside it.
+/// Reads the index: tensor name -> shard. Every shard must be a file beside the index.
 Result<std::map<std::string, std::string>> read_index(const std::string& directory) {
   const std::string path = join(directory, kIndexFile);
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, path + ": " + what); };
@@ -174,7 +174,7 @@ std::string gptq_fault(const GptqWeight& w) {
   return fault.empty() ? "" : "scales': " + fault;
 }
 
-/// The code in qzeros, where all of them hold the same.
+/// The one code of qzeros, where all of them hold the same code.
 std::optional<std::int32_t> only_zero(const GptqWeight& w) {
   const std::int32_t first = w.qzeros.data[0] & ((1 << w.bits) - 1);
   std::uint32_t word = 0;

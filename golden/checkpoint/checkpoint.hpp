@@ -15,8 +15,8 @@
 
 namespace cf::checkpoint {
 
-/// The memory of tensors that were loaded together. When it goes, the pages that were read of them leave this process;
-/// the system may keep them in its cache.
+/// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors
+/// leave this process; the system may keep them in its cache.
 struct CheckpointStorage {
   CheckpointStorage() = default;
   CheckpointStorage(const CheckpointStorage&) = delete;
@@ -49,9 +49,9 @@ struct CheckpointModel {
 /// A Hugging Face GPT-NeoX checkpoint directory: config.json beside model.safetensors, or beside
 /// model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the shards
 /// that hold its tensors and reads their headers, but no dense weight. A shard is mapped once, whatever is asked of it.
-/// layer() and model() may be called from several threads. A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has
-/// quantize_config.json, quant_config.json, or quantization_config in config.json. The first of these counts; a note
-/// says where a later one differs.
+/// layer() and model() may be called from several threads.
+/// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
+/// quantization_config in config.json. The first of these counts; a note says where a later one differs.
 class Checkpoint {
  public:
   /// Refuses, naming the file: a directory that is missing or holds no safetensors file (where it holds .bin files, the
@@ -66,11 +66,13 @@ class Checkpoint {
   /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a
   /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16 and F32; weights of different dtypes.
   /// Of a quantised Linear it refuses a dense weight, and of a dense one a quantised weight; a size that is not a
-  /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite. The buffers in old
-  /// checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not read. With sym all
-  /// zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros that all hold one
-  /// less mean v1. Otherwise the config's format counts. Dense weights are not read, so that loading stays as cheap as
-  /// mapping: call check_finite() where they matter.
+  /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite.
+  ///
+  /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not
+  /// read. With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros
+  /// that all hold one less mean v1. Otherwise the config's format counts.
+  ///
+  /// Dense weights are not read, so that loading stays as cheap as mapping: call check_finite() where they matter.
   Result<CheckpointLayer> layer(std::int64_t index) const;
 
   /// The weights of all layers, the embeddings, the final norm and the LM head, which is the embedding where
@@ -102,9 +104,10 @@ class Checkpoint {
   bool has(const std::string& name) const;
   /// The file of that name, mapped at the first call.
   Result<File> file(const std::string& name) const;
-  /// Checks of each Linear of a layer whether it is dense or quantised as expected, and its sizes. Looks at no tensor.
+  /// Checks that each Linear of a layer is dense or quantised as the config says, and has sizes that fit. Reads no
+  /// tensor.
   Status check_kinds(std::int64_t layer, LayerWeights& weights) const;
-  /// Checks the values of each quantised Linear, and finds the format that its zeros show.
+  /// Checks the values of each quantised Linear, and tells its format from its zeros.
   Status check_values(std::int64_t layer, LayerWeights& weights, std::vector<std::string>& notes) const;
   template <class V>
   Status check_finite(const std::string& name, const V& view, DType dtype) const;

@@ -11,7 +11,8 @@ namespace cf::checkpoint {
 
 Result<ModelConfig> parse_hf_config(std::string_view text, const std::string& source) {
   CF_TRY_ASSIGN(Json document, parse_json_object(text, source));
-  // transformers writes null in these fields where none is given. In other fields null is a value of the wrong type.
+  // transformers writes null in these fields where they have no value. In other fields null is a value of the wrong
+  // type.
   for (const char* name : {"torch_dtype", "dtype", "rope_parameters", "rope_scaling", "_name_or_path"})
     if (const auto it = document.find(name); it != document.end() && it->is_null()) document.erase(it);
 

@@ -66,7 +66,7 @@ class JsonBuilder final : public nlohmann::json_sax<Json> {
   }
 
   std::vector<Json*> open_;  // the arrays and objects that have begun and not ended, outermost first
-  Json* member_ = nullptr;   // the value of the last name
+  Json* member_ = nullptr;   // where the value of the last name goes
 };
 
 }  // namespace

@@ -38,14 +38,14 @@ struct PlacedTensor {
   TensorEntry entry;
 };
 
-/// A file that ends too early, as a broken download does.
+/// The refusal of a file that ends too early, as after a broken download.
 Status truncated(const std::string& source, std::uint64_t expected_bytes, std::uint64_t file_bytes) {
   return Status::error(Code::invalid_file, source + ": truncated: the header asks for " +
                                                std::to_string(expected_bytes) + " bytes, the file has " +
                                                std::to_string(file_bytes));
 }
 
-/// One member of the header. `where` names file and tensor.
+/// Reads one member of the header. `where` names file and tensor.
 Result<PlacedTensor> parse_tensor(const std::string& name, const Json& value, const std::string& where) {
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, where + ": " + what); };
   const auto member = [&](const char* key) -> const Json* {

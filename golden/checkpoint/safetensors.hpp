@@ -21,7 +21,7 @@ struct TensorEntry {
 /// A safetensors file mapped into memory. open() reads and checks the header alone; the system reads a tensor's pages
 /// when they are accessed.
 /// Format: the header's length as u64, little-endian; the header, JSON of at most 100,000,000 bytes, which may end in
-/// spaces; the buffer, in which data_offsets count. Tensors leave no holes, do not overlap and are in C order.
+/// spaces; the buffer, from whose begin data_offsets count. Tensors leave no holes, do not overlap and are in C order.
 class SafetensorsFile {
  public:
   /// Refuses, naming the file and the tensor, with expected and got: a file shorter than its header asks for

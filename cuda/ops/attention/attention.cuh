@@ -63,7 +63,7 @@ __device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_di
   }
 }
 
-/// A lane's registers of a 16 x 16 operand a of mma().
+/// A lane's registers of mma()'s operand a, which is 16 x 16.
 struct Fragment {
   std::uint32_t a[4];
 };
@@ -102,8 +102,8 @@ struct AttentionRows {
       }
   }
 
-  /// Adds Keys keys and values of a tile in shared memory: Keys / 8 of each run, from number `first` on. Row i of an 8
-  /// x 8 matrix is a key of run i. Row g + 8r of an operand sees the tile's first visible(operand, r) keys.
+  /// Adds Keys keys and values of a tile in shared memory: Keys / 8 of each run, from the run's key `first` on. Row i
+  /// of an 8 x 8 matrix is a key of run i. Row g + 8r of an operand sees the tile's first visible(operand, r) keys.
   template <class Visible>
   __device__ void attend(const T* tile, int first, float scale, Visible visible) {
     const int lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim), next_key = head_dim;

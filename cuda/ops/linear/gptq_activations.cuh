@@ -20,7 +20,7 @@ struct GptqChunkOrder {
         rotation(in_pairs ? slice.first & 1 : 0),
         last(rotation ? 0 : min(slice.count, kGptqMaxChunks) - 1) {}
 
-  /// The chunk of the slice that comes i-th.
+  /// The slice's chunk that is multiplied i-th.
   __device__ int operator()(int i) const { return !C.one_token() && i + 1 == kGptqMaxChunks ? last : i + rotation; }
   /// Whether the sums are scaled after the i-th chunk.
   __device__ static bool ends_sum(bool pairs, int i) { return !pairs || i % 2 == 1 || i + 1 == kGptqMaxChunks; }
@@ -118,14 +118,14 @@ class GptqRegisterX {
     sums_[0] = sums_of_x(all, warp_.t);
   }
 
-  /// The activations of the half chunk that comes i-th.
+  /// The activations of a half of the chunk that is multiplied i-th.
   __device__ const uint4& operator()(int i, int half) const { return x_[i][half]; }
-  /// The sums of the activations that belong to the sums of products that end with the i-th chunk. With one token these
-  /// are the sums of all chunks.
+  /// Sums of activations: of those whose products are scaled together after the i-th chunk. With one token these are
+  /// the activations of all chunks.
   __device__ const float2& sums(int i) const { return sums_[C.one_token() ? 0 : i]; }
 
  private:
-  /// Whether lanes load lines for two columns and exchange halves: where x lies in device memory.
+  /// Whether lanes load lines for two columns and exchange halves. They do where x lies in device memory.
   static constexpr bool by_lines = !C.one_token() && !C.near_x;
 
   __device__ int token_of_vector(int i) const {
@@ -173,7 +173,7 @@ class GptqRegisterX {
 template <class T, GptqConfig C>
 class GptqSharedX {
  public:
-  static constexpr int vectors = kGptqTokenBytes / 16;  // from one token to the next
+  static constexpr int vectors = kGptqTokenBytes / 16;  // of 16 bytes, from one token to the next
 
   __device__ GptqSharedX(const GptqMatrix& m, const GptqPlan&, const GptqWarp& warp, const GptqChunkOrder<C>&,
                          const GptqSmem& at, int tokens)

@@ -5,8 +5,8 @@
 namespace cf::cuda {
 
 struct GptqConfig {
-  GptqTokens tokens;  // at most so many
-  int turns;          // the plan's
+  GptqTokens tokens;  // the most that it takes
+  int turns;          // warps of a part, as in the plan
   bool half_chunks;   // a group may end in the middle of a chunk
   bool near_x;        // x lies in shared memory
   int rows;           // consecutive rows of a token that make an element of the epilogue: 1, 2 or 4
@@ -19,7 +19,7 @@ struct GptqConfig {
   constexpr bool x_in_registers() const { return octets() == 1 && !half_chunks; }
   /// Whether one token's activations are added up beside the first tile's products, which needs registers.
   constexpr bool sums_x_late() const { return one_token() && turns == 1; }
-  /// How many elements a thread prepares before x is there, as registers have room.
+  /// How many elements a thread prepares before x is there: as many as registers have room for.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };
 

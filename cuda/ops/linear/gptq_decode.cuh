@@ -23,7 +23,7 @@ struct GptqDecode<f16> {
 
   /// The sum of all products from those of low and of high codes.
   __device__ static float whole(float low, float high) { return low + high * (1.f / 16); }
-  /// What a stored zero is as an operand.
+  /// The operand of a code that equals the stored zero.
   __device__ static float zero(float stored) { return stored; }
 
   __device__ static void split(std::uint32_t word, std::uint32_t (&low)[2], std::uint32_t (&high)[2]) {

@@ -24,8 +24,8 @@ __device__ void multiply(const uint4& words, int half, const uint4& x, GptqSums&
   mma(Decode::one_sum ? sums.low : sums.high, high[0], high8[0], high[1], high8[1], x.z, x.w, T{});
 }
 
-/// Adds the products of ones and activations. The activations are the operand of sixteen rows here, which takes twice
-/// as many of them as that of eight columns.
+/// Adds the products of ones and activations. The activations are here the operand of sixteen rows, which takes twice
+/// as many activations as the operand of eight columns.
 template <class T>
 __device__ void add_up(const uint4& x, float (&sums)[4]) {
   constexpr std::uint32_t ones = GptqDecode<T>::ones;

@@ -48,7 +48,7 @@ template <class T, GptqConfig C>
 __device__ void multiply_one_token(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                                    bool is_first_tile, GptqRegisterX<T, C>& x, float (&sum)[1][4]) {
   GptqSums sums{};
-  // Chunks that a shorter slice lacks meet zeros: only the last one is worth a branch.
+  // Chunks that a shorter slice lacks are multiplied by zeros. Only for the last one a branch pays.
 #pragma unroll
   for (int c = 0; c < kGptqMaxChunks; ++c) {
     if (c + 1 == kGptqMaxChunks && warp.slice.count < kGptqMaxChunks) break;

@@ -76,7 +76,7 @@ class GptqElements {
       if (exists_[i]) own_[i] = epilogue_.prepare(token_of(e), row_of(e));
     }
   }
-  /// Begins what prepare() prepared.
+  /// Begins the elements that prepare() has prepared.
   __device__ void begin() {
 #pragma unroll
     for (int i = 0; i < C.prepared(); ++i)

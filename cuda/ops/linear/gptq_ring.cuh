@@ -36,7 +36,7 @@ struct GptqSmem {
   uint4* x;                // the part's activations of every token, where they are not in registers
   float* partial;          // [tile][part][token][row] sums; in every second pair of tokens rows 8 .. 15 come first
   float* received;         // [other rank][element] sums that the cluster's other blocks sent
-  std::uint64_t* arrived;  // the barrier of what they send
+  std::uint64_t* arrived;  // the barrier that counts these sums' bytes
   std::uint64_t* full;     // [stage] the barriers of the warp's stages
 
   __device__ GptqSmem(const GptqPlan& p, char* smem, int warp) {
@@ -67,7 +67,7 @@ class GptqRing {
         codes_(m.codes + warp.first_tile * code_tile_bytes_ + warp.slice.first * kGptqTileBytes),
         scales_(m.scales + warp.first_tile * scale_tile_bytes_ + warp.slice.first_group * kGptqGroupBytes) {}
 
-  /// Asks for the stages that do not wait for activations.
+  /// Requests the early stages, before the activations are there.
   __device__ void start() const {
     if (warp_.slice.count > 0 && elected()) {
 #pragma unroll 1
@@ -77,7 +77,7 @@ class GptqRing {
     }
     __syncwarp();
   }
-  /// Asks for the other stages.
+  /// Requests the ring's other stages.
   __device__ void fill() const {
     if (warp_.slice.count > 0 && elected()) request_stages(plan_.early, plan_.stages);
   }
@@ -87,7 +87,7 @@ class GptqRing {
     wait_barrier(at_.full + stage_, parity_);
     return from_stage;
   }
-  /// Leaves the current stage, that of `tile`, to a later tile.
+  /// Gives the current stage, which held `tile`, to a later tile.
   __device__ void release(int tile) {
     __syncwarp();
     if (const int next = tile + plan_.stages * Turns; next < warp_.tiles && elected()) request(next, stage_);
@@ -96,7 +96,7 @@ class GptqRing {
       parity_ ^= 1;
     }
   }
-  /// Where a stage's scales begin.
+  /// Bytes of a stage's codes. The stage's scales lie behind them.
   __device__ int code_bytes() const { return code_bytes_; }
 
  private:

@@ -108,7 +108,7 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
   }
 }
 
-/// Applies an epilogue's activation function to v. Adding the residual is finish()'s.
+/// Applies an epilogue's activation function to v. finish() adds the residual.
 template <int N>
 __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
   if (epilogue == ops::Epilogue::gelu_erf)

@@ -20,7 +20,7 @@ inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
 /// ln_qkv has two warps a part and one block an SM, so that an SM normalises the tokens once.
 inline constexpr int kLnQkvGptqTurns = 2;
 
-/// A packed matrix as kernels are given it.
+/// A packed matrix, as it is passed to kernels.
 struct GptqMatrix {
   const char* codes;
   const char* scales;
@@ -39,7 +39,7 @@ inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
           .groups = layout.groups};
 }
 
-/// What a plan depends on. A group has halves_a_group half chunks of 32 columns.
+/// The sizes of a matrix that a plan depends on. A group has halves_a_group half chunks of 32 columns.
 struct GptqSizes {
   int tiles, chunks, halves_a_group;
 };
@@ -88,7 +88,7 @@ constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
   return int(std::uint64_t(2 * std::uint32_t(half_chunk)) * p.halves_magic >> 32);
 }
 
-/// The columns of a cluster's part `index`.
+/// The columns of part `index` of all parts of a cluster.
 constexpr GptqSlice gptq_slice(const GptqPlan& p, int index) {
   GptqSlice s{index * p.chunks + (index < p.longer ? index : p.longer), p.chunks + (index < p.longer), 0, 0};
   s.first_group = gptq_group(p, 2 * s.first);
@@ -194,7 +194,8 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
 /// there are. The kernel of one adds in another order; calls of one token take it, because it is a tenth faster.
 enum class GptqTokens { one, eight, sixteen };
 
-/// Kernels::kernel<GptqTokens, HalfChunks> for a plan of a call of call_tokens tokens.
+/// Chooses a Kernels::kernel<GptqTokens, HalfChunks> for a plan. The plan may be for a part of a call of call_tokens
+/// tokens.
 template <class Kernels>
 auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
   const bool sixteen = p.tokens > kGptqRegisterTokens;

@@ -20,7 +20,7 @@ std::uint32_t code(const std::int32_t* words, std::int64_t stride, std::int64_t 
   return std::uint32_t(words[i / per_word * stride]) >> (i % per_word * bits) & ((1u << bits) - 1);
 }
 
-/// The first bit of column c of a word's eight columns.
+/// The lowest bit of column c in a word that holds eight columns.
 constexpr int shift_of(std::int64_t c) { return int(4 * (c / 4 + 2 * (c / 2 % 2) + 4 * (c % 2))); }
 
 /// Eight codes of four bits, low bits first, in the tiles' order.
@@ -102,7 +102,7 @@ void pack_codes(const GptqWeight& w, const Columns& columns, const GptqLayout& l
         const std::int64_t first = chunk * kGptqColumns + half * kHalf + 8 * t;
         std::uint32_t word = 0;
         if (columns.in_order) {
-          // A stored word's eight codes. The last chunk's columns may go on beyond the inputs.
+          // The eight columns are those of one stored word. The last chunk may have columns beyond the inputs.
           if (first < in) word = shuffled(std::uint32_t(w.qweight.data[first / 8 * out + n]));
         } else {
           for (std::int64_t c = 0; c < 8; ++c) {

@@ -59,9 +59,9 @@ struct Packed {
 inline constexpr std::string_view kCudaPacker = "cf::cuda::pack()";
 
 /// Packs a weight whose tensors lie on the host: once, when a model is loaded. A GptqWeight becomes a PackedWeight in
-/// host memory, which the caller copies to a device. Dense and packed weights pass through unchanged. Refuses GPTQ
-/// tensors that do not fit each other, a g_idx outside the groups, and scales of 8-bit codes that are too large for a
-/// float16 once multiplied by 16.
+/// host memory, which the caller copies to a device. Dense and packed weights pass through unchanged.
+/// Refuses GPTQ tensors that do not fit each other, a g_idx outside the groups, and scales of 8-bit codes that are too
+/// large for a float16 once multiplied by 16.
 Result<Packed> pack(const LinearWeight& weight, const PackHint& hint = {});
 
 /// Checks what pack() asks of a GptqWeight's shapes, and reads no element.

@@ -55,7 +55,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   __device__ int rows() const { return int(c.args.q.shape[1]) * 3 * head_dim; }
   __device__ int sequence_of(int token) const { return c.q_len == 1 ? token : token / c.q_len; }
 
-  /// A position outside of the table makes the token's turned elements NaN. A kv_len that the cache has no room for
+  /// A position outside of the table makes the token's rotated elements NaN. A kv_len that the cache has no room for
   /// appends nothing.
   __device__ void normalise() const {
     const auto& a = c.args;
@@ -95,7 +95,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   }
 
   /// Stores one element of q, k or v, and of the cache. `own` and `other` are the sums of the pair's elements. Both are
-  /// rounded to T before they are turned, as linear rounds them where rope is an op of its own.
+  /// rounded to T before they are rotated, as linear rounds them where rope is an op of its own.
   __device__ void finish(const QkvElement& e, float own, float other) const {
     const auto& a = c.args;
     const auto rounded = [&](float sum, std::uint32_t bits) {

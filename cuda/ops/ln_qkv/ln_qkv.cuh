@@ -34,8 +34,8 @@ struct TokenNorm {
         eps(float(epsilon)) {}
 };
 
-/// A block's normalised tokens. A row is divided as layernorm at eight elements a thread divides it among warps, for
-/// the same bits; this block's warps share those parts out.
+/// A block's normalised tokens. A row is divided into the parts that layernorm's warps have at eight elements a thread,
+/// so that both give the same bits. This block's warps share these parts.
 template <class T, int Warps>
 struct NormalisedTokens {
   static constexpr int lane_elements = kLane<T>, pieces = kVec / lane_elements;

@@ -8,15 +8,15 @@
 
 namespace cf::cuda {
 
-/// How LayerNorm fused into the QKV product is laid out: as linear, with all normalised tokens in every block's shared
-/// memory.
+/// How the kernel of LayerNorm fused into the QKV product is laid out: like linear's, with all normalised tokens in
+/// every block's shared memory.
 struct LnQkvPlan {
   LinearPlan product;
   int tokens;  // of a launch
   int smem_bytes = 0;
 };
 
-/// The longest row of a block of layernorm at eight elements a thread.
+/// The longest row that a block of layernorm takes at eight elements a thread.
 inline constexpr std::int64_t kMaxLnQkvHidden = max_layernorm_threads(8) * 8;
 
 /// Bytes from one token to the next in shared memory: 64 more than whole lines of 128, so that 64 bytes of a token and

@@ -15,8 +15,8 @@ struct RopePlan {
 
 inline constexpr int kMaxRopeThreads = 320;
 
-/// A head's leading elements that a thread each takes: those that are rotated, up to a whole 16 bytes of any dtype. The
-/// pairs (i, i + rotary_dim / 2) need no alignment.
+/// How many leading elements of a head have a thread each: the rotated ones, rounded up to whole 16 bytes of any dtype.
+/// The pairs (i, i + rotary_dim / 2) need no alignment.
 constexpr int rope_singles(int rotary_dim) { return (rotary_dim + 7) / 8 * 8; }
 
 /// Threads that a head's q, k or v keeps busy: one for each single element, one for each 16 bytes of the rest.
