@@ -20,7 +20,7 @@ def require(*packages):
 def require_numpy(program):
     """Ends the program where numpy is missing: every program calls this before it imports numpy. A program that was asked
     for its help goes on with a stand-in: printing the help computes nothing."""
-    if "numpy" in sys.modules:
+    if sys.modules.get("numpy"):
         return
     try:
         require("numpy")

@@ -130,7 +130,7 @@ int Evaluate::run(const std::string& command) {
     for (const Window& w : windows_of(count, context, stride)) {
       // The last id of a window is the target of the one before, and predicts nothing that is scored.
       const auto fed = std::span(ids).subspan(std::size_t(w.first), std::size_t(w.last - w.first - 1));
-      const std::int64_t skipped = w.scored - w.first - 1;
+      const std::int64_t skipped = std::max<std::int64_t>(0, w.scored - w.first - 1);
       std::vector<Tensor> reference;
       if (oracle) {
         const Status s =

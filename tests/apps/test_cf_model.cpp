@@ -1,0 +1,258 @@
+// cf-model as its users meet it: what it prints, writes and refuses.
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "golden/checkpoint/token_file.hpp"
+#include "golden/model_golden.hpp"
+#include "tests/apps/run_program.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/temp_dir.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::test;
+using Json = nlohmann::json;
+
+const std::string model_dir = "--model '" CF_DATA_DIR "/checkpoints/neox-d80' ";
+
+ProgramRun cf_model(const std::string& arguments) {
+  return run_program("'" + std::string(CF_MODEL_PROGRAM) + "' " + arguments);
+}
+
+ProgramRun cf_model_ok(const std::string& arguments) {
+  ProgramRun r = cf_model(arguments);
+  CAPTURE(arguments, r.out, r.err);
+  REQUIRE(r.exit_code == 0);
+  return r;
+}
+
+/// Bad input: exit code 2, nothing on stdout, one line on stderr that contains the text.
+void check_refusal(const std::string& arguments, const std::string& text) {
+  const ProgramRun r = cf_model(arguments);
+  CAPTURE(arguments, r.out, r.err);
+  CHECK(r.exit_code == 2);
+  CHECK(r.out.empty());
+  CHECK(r.error_lines() == 1);
+  CHECK(r.err.starts_with("cf-model: "));
+  CHECK(r.err.find(text) != std::string::npos);
+}
+
+std::string list_of(const std::int32_t* ids, std::int64_t count) {
+  std::string text;
+  for (std::int64_t i = 0; i < count; ++i) text += (i ? "," : "") + std::to_string(ids[i]);
+  return text;
+}
+
+/// A copy of a checkpoint with a tokenizer.json in which the token of id N is "wN".
+void write_checkpoint_with_text(const TempDir& dir) {
+  for (const char* file : {"config.json", "model.safetensors"})
+    std::filesystem::copy_file(CF_DATA_DIR "/checkpoints/neox-d80/" + std::string(file), dir / file);
+  Json vocab = Json::object();
+  for (int id = 0; id < 128; ++id) vocab["w" + std::to_string(id)] = id;
+  write_file(dir / "tokenizer.json", Json{{"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", Json::array()}}},
+                                          {"decoder", {{"type", "ByteLevel"}}},
+                                          {"added_tokens", Json::array()}}
+                                         .dump());
+}
+
+}  // namespace
+
+TEST_CASE("cf-model generate continues a prompt with the ids that Hugging Face chooses", "[cf_model]") {
+  const auto file = golden::ModelGolden::open(CF_DATA_DIR "/golden_model/neox-d80-16.h5");
+  REQUIRE(file);
+  const auto ids = file->ids();
+  REQUIRE(ids);
+  const std::int64_t prompt = file->meta().prompt_len, count = file->meta().tokens - prompt;
+  const std::int32_t* all = ids->as<std::int32_t>();
+  const TempDir dir;
+  const std::string expected = list_of(all + prompt, count);
+  const std::string common = model_dir + "--stop none --max-new-tokens " + std::to_string(count);
+  for (const char* more : {"", " --activation float64", " --chunk 3", " --slots 12 --threads 1"}) {
+    const auto r = cf_model_ok("generate " + common + more + " --prompt-ids " + list_of(all, prompt));
+    CAPTURE(more);
+    CHECK(r.out == expected + "\n");
+    CHECK(r.err.find(std::to_string(count) + " new tokens in ") != std::string::npos);
+  }
+  // The same prompt from a file of ids.
+  REQUIRE(checkpoint::write_token_file(dir / "prompt.npy", std::span(all, std::size_t(prompt)), {prompt}));
+  CHECK(cf_model_ok("generate " + common + " --prompt-ids '" + (dir / "prompt.npy") + "'").out == expected + "\n");
+}
+
+TEST_CASE("cf-model generate: more prompts than slots wait, and each has the ids that it has alone", "[cf_model]") {
+  const TempDir dir;
+  const std::vector<std::string> prompts{"1,2,3", "4", "5,6,7,8,9,10,11", "3,3,3"};
+  const std::string sampled =
+      model_dir + "--stop none --max-new-tokens 9 --temperature 2 --top-k 40 --top-p 0.95 --seed 3 ";
+  const auto r = cf_model_ok("generate " + sampled + "--slots 2 --prompt-ids '1,2,3;4;5,6,7,8,9,10,11;3,3,3' --json '" +
+                             (dir / "x.json") + "'");
+  const Json report = Json::parse(read_file(dir / "x.json"));
+  REQUIRE(report["sequences"].size() == prompts.size());
+  CHECK(report["sampling"] == "temperature 2, top_k 40, top_p 0.95, min_p 0, repetition_penalty 1, seed 3");
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    const Json& sequence = report["sequences"][i];
+    CHECK(sequence["finish"] == "length");
+    CHECK(sequence["ids"].size() == 9);
+    std::vector<std::int32_t> ids = sequence["ids"];
+    CHECK(r.out.find(std::to_string(i) + ": " + list_of(ids.data(), 9) + "\n") != std::string::npos);
+  }
+  // The first prompt alone in as many slots.
+  const auto alone = cf_model_ok("generate " + sampled + "--slots 2 --prompt-ids 1,2,3");
+  std::vector<std::int32_t> first = report["sequences"][0]["ids"];
+  CHECK(alone.out == list_of(first.data(), 9) + "\n");
+  // Another seed makes other ids.
+  const auto other = cf_model_ok("generate " + model_dir +
+                                 "--stop none --max-new-tokens 9 --temperature 2 --seed 4 "
+                                 "--prompt-ids 1,2,3");
+  CHECK(other.out != alone.out);
+}
+
+TEST_CASE("cf-model generate prints text where the checkpoint has a vocabulary", "[cf_model]") {
+  const TempDir dir;
+  write_checkpoint_with_text(dir);
+  const std::string common = "generate --model '" + dir.path() + "' --stop none --max-new-tokens 3 --prompt-ids 1,2,3";
+  const auto ids = cf_model_ok(common + " --ids");
+  std::string text = "w" + ids.out;
+  for (std::size_t at = 0; (at = text.find(',', at)) != text.npos;) text[at] = 'w';
+  CHECK(cf_model_ok(common).out == text);
+  // A tokenizer of another kind leaves the ids.
+  write_file(dir / "tokenizer.json", R"({"model": {"type": "Unigram", "vocab": []}})");
+  const auto other = cf_model_ok(common);
+  CHECK(other.out == ids.out);
+  CHECK(other.err.find("ids are printed") != std::string::npos);
+}
+
+TEST_CASE("cf-model generate ends a sequence at the checkpoint's own stop ids", "[cf_model]") {
+  const TempDir dir;
+  write_checkpoint_with_text(dir);
+  const std::string common = "generate --ids --model '" + dir.path() + "' --max-new-tokens 6 --prompt-ids 1,2,3";
+  const std::string ids = cf_model_ok(common + " --stop none").out;
+  const std::string first = ids.substr(0, ids.find(','));
+  write_file(dir / "generation_config.json", "{\"eos_token_id\": " + first + "}");
+  CHECK(cf_model_ok(common).out == first + "\n");
+  CHECK(cf_model_ok(common + " --stop none").out == ids);
+  CHECK(cf_model_ok(common + " --stop " + first).out == first + "\n");
+  write_file(dir / "generation_config.json", R"({"eos_token_id": "two"})");
+  check_refusal(common, "eos_token_id");
+}
+
+TEST_CASE("cf-model generate ends cleanly with what was made when it is interrupted", "[cf_model]") {
+  const TempDir dir;
+  const auto r = run_program("timeout --preserve-status -s INT 1 '" + std::string(CF_MODEL_PROGRAM) +
+                             "' generate --preset pythia-14m --max-new-tokens 100000 --prompt-ids 1,2 --json '" +
+                             (dir / "x.json") + "'");
+  CAPTURE(r.err);
+  CHECK(r.exit_code == 130);
+  CHECK(r.out.ends_with("\n"));
+  const Json report = Json::parse(read_file(dir / "x.json"));
+  const std::vector<std::int32_t> ids = report["sequences"][0]["ids"];
+  CHECK(report["sequences"][0]["finish"] == "interrupted");
+  CHECK(r.out == list_of(ids.data(), std::int64_t(ids.size())) + "\n");
+}
+
+TEST_CASE("cf-model generate says when a cache is full, and keeps what was made", "[cf_model]") {
+  const auto r = cf_model("generate " + model_dir + "--stop none --max-new-tokens 20 --capacity 8 --prompt-ids 1,2,3");
+  CHECK(r.exit_code == 2);
+  CHECK(std::count(r.out.begin(), r.out.end(), ',') == 5);
+  CHECK(r.err.find("the cache's capacity of 8 entries is reached after 6 new tokens") != std::string::npos);
+  // Positions beyond the model's own are used, and said.
+  const auto beyond =
+      cf_model_ok("generate " + model_dir + "--stop none --max-new-tokens 4 --capacity 600 --prompt-ids 1");
+  CHECK(beyond.err.find("positions beyond max_position_embeddings 512 are used as Hugging Face does, up to 600") !=
+        std::string::npos);
+}
+
+TEST_CASE("cf-model eval scores every id once, whatever the windows and the way of feeding", "[cf_model]") {
+  const TempDir dir;
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < 150; ++i) ids.push_back((i * 37 + i * i) % 128);
+  REQUIRE(checkpoint::write_token_file(dir / "text.npy", ids, {150}));
+  const auto figures = [&](const std::string& more) {
+    cf_model_ok("eval " + model_dir + "--tokens '" + (dir / "text.npy") + "' --json '" + (dir / "x.json") + "' " +
+                more);
+    return Json::parse(read_file(dir / "x.json"))["figures"];
+  };
+  const Json whole = figures("");
+  CHECK(whole["positions"] == 149);
+  CHECK(std::log(double(whole["perplexity"]["mean"])) == Approx(double(whole["nll"]["mean"])));
+  const Json prompt = figures("--feed prompt --chunk 32");
+  CHECK(double(prompt["nll"]["mean"]) == Approx(double(whole["nll"]["mean"])).epsilon(1e-6));
+  // Overlapping windows score every id but the first; separate ones leave out the first of each.
+  CHECK(figures("--context 50 --stride 10")["positions"] == 149);
+  CHECK(figures("--context 50")["positions"] == 147);
+  CHECK(figures("--limit 20")["positions"] == 19);
+  for (const char* windows : {"--context 50", "--context 50 --stride 10"}) {
+    CAPTURE(windows);
+    const Json beside = figures(std::string("--oracle ") + windows);
+    CHECK(double(beside["kl"]["mean"]) < 1e-9);
+    CHECK(double(beside["top_1_percent"]) == 100);
+    CHECK(double(beside["logits_rel_l2"]) < 1e-5);
+    CHECK(double(beside["reference_perplexity"]["mean"]) == Approx(double(beside["perplexity"]["mean"])).epsilon(1e-4));
+  }
+}
+
+TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "[cf_model]") {
+  const TempDir dir;
+  const auto r =
+      cf_model_ok("bench --preset pythia-14m --prompt-len 4,9 --new-tokens 1,3 --slots 1-2 --runs 2 --json '" +
+                  (dir / "x.json") + "' --csv '" + (dir / "x.csv") + "'");
+  const Json report = Json::parse(read_file(dir / "x.json"));
+  CHECK(report["complete"] == true);
+  REQUIRE(report["results"].size() == 8);
+  const std::string csv = read_file(dir / "x.csv");
+  CHECK(std::count(csv.begin(), csv.end(), '\n') == 9);
+  for (const Json& row : report["results"]) {
+    CAPTURE(row.dump());
+    const double ttft = row["ttft_ms"], total = row["total_ms"], tpot = row["tpot_ms"];
+    const std::int64_t tokens = row["new_tokens"], slots = row["slots"];
+    CHECK(ttft > 0);
+    CHECK(total >= ttft);
+    CHECK((tokens == 1 ? tpot == 0 : tpot > 0));
+    CHECK(double(row["tokens_per_s"]) == Approx(1e3 * double(tokens * slots) / total));
+    CHECK(double(row["gflop"]) > 0);
+  }
+  // A step of two slots reads the weights once: its bytes are far from twice those of one.
+  const double one = report["results"][1]["decode_bytes"], two = report["results"][5]["decode_bytes"];
+  CHECK(two > one);
+  CHECK(two < 1.1 * one);
+}
+
+TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
+  const auto r = cf_model_ok("info " + model_dir);
+  for (const char* part : {"neox-d80", "0.660 M", "2 of 80, 20 turned by RoPE", "float16", "2.6 kB a token"})
+    CHECK(r.out.find(part) != std::string::npos);
+  CHECK(cf_model_ok("info --preset pythia-2.8b").out.find("2775.209 M") != std::string::npos);
+  CHECK(cf_model_ok("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") !=
+        std::string::npos);
+}
+
+TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
+  const TempDir dir;
+  check_refusal("generate " + model_dir, "--prompt-ids");
+  check_refusal("generate --prompt-ids 1", "--model");
+  check_refusal("generate " + model_dir + "--prompt-ids 1,,2", "expected ids such as 1,2,3");
+  check_refusal("generate " + model_dir + "--prompt-ids '1;'", "expected ids such as 1,2,3");
+  check_refusal("generate " + model_dir + "--prompt-ids 1,128", "prompt[1]: expected an id of 0 to 127, got 128");
+  check_refusal("generate " + model_dir + "--prompt-ids missing.npy", "missing.npy");
+  check_refusal("generate " + model_dir + "--prompt-ids 1,2,3 --capacity 2", "expected at most 2 ids");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --temperature -1", "temperature");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --temperature x", "--temperature: expected a number");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --top-p 0.5", "top_p");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --stop 1,x", "--stop");
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --slots 65", "--slots: expected 1 to 64");
+  check_refusal("generate --preset pythia-12b --prompt-ids 1 --slots 64 --capacity 1000000", "of memory that are free");
+  check_refusal("generate --model /nowhere --prompt-ids 1", "/nowhere");
+  write_file(dir / "bad.npy", "not numpy");
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "bad.npy") + "'", "bad.npy");
+  REQUIRE(checkpoint::write_token_file(dir / "one.npy", std::vector<std::int32_t>{5}, {1}));
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "one.npy") + "'", "expected at least 2 ids, got 1");
+  REQUIRE(checkpoint::write_token_file(dir / "big.npy", std::vector<std::int32_t>{5, 128}, {2}));
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "'", "id 1: expected 0 to 127, got 128");
+  check_refusal("eval " + model_dir + "--tokens '" + (dir / "big.npy") + "' --context 8 --stride 9",
+                "--stride: expected");
+  check_refusal("bench --preset pythia-14m --slots 0", "--slots");
+}
