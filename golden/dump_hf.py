@@ -99,6 +99,9 @@ def integers(least, what):
     return parse
 
 
+lengths = integers(1, "a positive integer")
+
+
 def layers_or_none(text):
     """The layers of --taps-of; an empty list for none."""
     return [] if text == "none" else integers(0, "none, a layer from 0")(text)
@@ -134,7 +137,7 @@ def parse_arguments(argv):
     layer.add_argument("--layer", type=integer(0, 1 << 16), help="the layer's index, from 0 (default 0)")
     layer.add_argument(
         "--kv-len",
-        type=integers(1, "a positive integer"),
+        type=lengths,
         metavar="N[,N...]",
         help="valid cache entries after the new tokens are appended, one for all sequences or one each (default 17)",
     )
