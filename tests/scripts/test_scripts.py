@@ -76,23 +76,79 @@ class Scripts(unittest.TestCase):
 
 class CommandLines(Scripts):
     def test_help_is_printed_and_nothing_built(self):
-        for name in ("setup", "layer", "test", "bench_gpu", "sanitize_gpu"):
+        for name in ("setup", "layer", "test", "bench_gpu", "sanitize_gpu", "compare_sass"):
             for option in ("--help", "-h"):
                 result = self.run_script(name, option)
                 self.assertEqual(result.returncode, 0, result)
-                self.assertTrue(result.stdout.startswith(f"usage: scripts/{name}"), result.stdout)
+                usage = f"usage: {name}" if name == "compare_sass" else f"usage: scripts/{name}"
+                self.assertTrue(result.stdout.startswith(usage), result.stdout)
                 self.assertNotIn("set -", result.stdout)
-        result = self.run_script("compare_sass", "--help")
-        self.assertEqual(result.returncode, 0, result)
+                self.assertEqual(result.stderr, "")
         self.assertEqual(self.calls(), [])
 
     def test_unknown_arguments_are_refused(self):
-        for name in ("setup", "test", "sanitize_gpu"):
+        for name in ("setup", "test", "bench_gpu", "sanitize_gpu"):
             self.refused(self.run_script(name, "--what"), f"scripts/{name}", "'--what'", "expected")
         self.refused(self.run_script("test", "--fast", "release"), "'release'")
-        self.assertEqual(self.run_script("compare_sass", "--what").returncode, 2)
-        self.assertEqual(self.run_script("bench_gpu").returncode, 2)
+        self.refused(self.run_script("bench_gpu", "out", "build", "more"), "'more'", "OUT_DIR and BUILD_DIR alone")
+        self.refused(self.run_script("sanitize_gpu", "build", "more"), "'more'", "BUILD_DIR alone")
+        self.refused(self.run_script("compare_sass", "old", "new", "--what"), "scripts/compare_sass: ", "--what")
         self.assertEqual(self.calls(), [])
+
+    def test_missing_arguments_are_refused(self):
+        self.refused(self.run_script("bench_gpu"), "scripts/bench_gpu: expected OUT_DIR")
+        self.refused(self.run_script("compare_sass"), "scripts/compare_sass: ", "OLD, NEW")
+        for limit in ("", "0", "ten", "-1"):
+            self.refused(self.run_script("sanitize_gpu", "--limit-s", limit), "--limit-s", f"got '{limit}'")
+        self.refused(self.run_script("sanitize_gpu", "--limit-s"), "--limit-s: expected 1 to 999999 seconds, got ''")
+        self.assertEqual(self.calls(), [])
+
+
+class Setup(Scripts):
+    """With nothing on PATH but what the script itself needs and the stubs."""
+
+    def setUp(self):
+        super().setUp()
+        for name in ("bash", "dirname", "env", "sed", "sh"):
+            os.symlink(shutil.which(name, path="/usr/bin:/bin"), os.path.join(self.bin, name))
+
+    def set_up(self):
+        return self.run_script("setup", PATH=self.bin)
+
+    def test_nothing_is_installed_where_nothing_is_missing(self):
+        self.assertEqual(self.set_up().returncode, 0)
+        self.assertEqual(self.calls(), [])
+
+    def test_missing_programs_and_libraries_are_installed(self):
+        os.remove(os.path.join(self.bin, "ninja"))
+        self.stub("bin/dpkg-query", "case $* in *libfmt-dev) exit 1;; esac; printf installed", log=False)
+        self.stub("bin/sudo", 'exec "$@"', log=False)
+        result = self.set_up()
+        self.assertEqual(result.returncode, 0, result)
+        self.assertIn("cf: installing ninja-build libfmt-dev", result.stdout)
+        update, install = self.calls()
+        self.assertTrue(update.startswith("apt-get update"), update)
+        self.assertTrue(install.endswith("ninja-build libfmt-dev"), install)
+
+    def test_without_apt_it_says_what_the_build_needs(self):
+        for name in ("apt-get", "cmake"):
+            os.remove(os.path.join(self.bin, name))
+        result = self.set_up()
+        self.assertEqual(result.returncode, 0, result)
+        self.assertIn("no apt-get here; the build needs cmake, and Eigen", result.stdout)
+
+    def test_a_failed_installation_is_a_failure(self):
+        os.remove(os.path.join(self.bin, "ninja"))
+        self.stub("bin/sudo", 'exec "$@"', log=False)
+        self.stub("bin/apt-get", "exit 100")
+        self.assertEqual(self.set_up().returncode, 100)
+
+    @unittest.skipIf(os.geteuid() == 0, "root needs no sudo")
+    def test_without_sudo_it_says_what_to_install(self):
+        os.remove(os.path.join(self.bin, "ninja"))
+        result = self.set_up()
+        self.assertEqual(result.returncode, 1, result)
+        self.assertIn("neither root nor sudo to install them: apt-get install ninja-build", result.stderr)
 
 
 class Layer(Scripts):
@@ -130,9 +186,17 @@ class Layer(Scripts):
         self.assertEqual(self.layers("--whole-model", "--seq-len=9"),
                          ["cf-layer --preset pythia-2.8b --whole-model --seq-len=9"])  # fmt: skip
 
-    def test_the_exit_code_is_cf_layers(self):
-        self.stub("build/release/apps/cf-layer", "exit 2")
-        self.assertEqual(self.run_script("layer", "--what").returncode, 2)
+    def test_an_unknown_argument_is_refused_by_cf_layer(self):
+        self.stub("build/release/apps/cf-layer", 'echo "cf-layer: $*: unknown" >&2; exit 2')
+        result = self.run_script("layer", "--what")
+        self.assertEqual(result.returncode, 2, result)
+        last = result.stderr.splitlines()[-1]
+        self.assertEqual(last, "cf-layer: --preset pythia-2.8b --layer 0 --kv-len 128 --what: unknown")
+
+    def test_nothing_is_timed_after_a_failed_build(self):
+        self.stub("bin/cmake", 'case "$*" in --build*) exit 1;; esac')
+        self.assertEqual(self.run_script("layer").returncode, 1)
+        self.assertFalse([line for line in self.calls() if line.startswith("cf-layer")])
 
 
 class Test(Scripts):
@@ -158,6 +222,17 @@ class Test(Scripts):
         self.assertIn("left out: --fast, the sanitizers", out)
         self.assertFalse(any("asan" in line for line in self.calls()))
 
+    def test_without_a_gpu_it_says_what_is_skipped(self):
+        self.stub("build/release/cuda/libcf_cuda.a")
+        self.assertIn("left out: no GPU found, the GPU tests are skipped", self.presets()[1])
+        self.stub("bin/nvidia-smi")
+        self.assertIn("left out: nothing", self.presets()[1])
+
+    def test_nothing_is_tested_after_a_failed_build(self):
+        self.stub("bin/cmake", 'case "$*" in --build*) exit 1;; esac')
+        self.assertEqual(self.run_script("test").returncode, 1)
+        self.assertFalse([line for line in self.calls() if line.startswith("ctest")])
+
     def test_a_failed_test_is_a_failure(self):
         self.stub("bin/ctest", 'while [ "$1" != --output-log ]; do shift; done; echo "90% tests passed" >"$2"; exit 8')
         os.makedirs(os.path.join(self.root, "build", "release"))
@@ -178,9 +253,9 @@ class SanitizeGpu(Scripts):
         super().setUp()
         self.stub("bin/nvidia-smi", log=False)
         # What each program lists for the tags that it is asked for.
-        self.program("test_gpu_ops", "*persistent*) case $2 in *~*) ;; *) exit;; esac;;")
-        self.program("test_gpu_persistent", "*~*) exit;;")
-        self.program("test_gpu_session", "")
+        self.program("test_gpu_ops", "*[[]persistent*) exit;;")
+        self.program("test_gpu_persistent", "*[[]reruns*|*~*) exit;;")
+        self.program("test_gpu_session", "*][[]reruns*) exit;;")
         self.program("test_gpu_cluster", "*) exit;;")
         self.sanitizer()
 
@@ -195,23 +270,45 @@ class SanitizeGpu(Scripts):
         self.assertEqual(result.returncode, 0, result)
         lines = [line.split() for line in result.stdout.splitlines()]
         for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
-            self.assertIn([tool, "test_gpu_ops", "ok"], lines)
+            ok = "ok," if tool == "racecheck" else "ok"
+            self.assertEqual([line[2] for line in lines if line[:2] == [tool, "test_gpu_ops"]], [ok])
         self.assertIn(["synccheck", "test_gpu_persistent", "ok"], lines)
         races = [" ".join(line) for line in lines if line[0] == "racecheck"]
-        self.assertEqual(races[0], "racecheck test_gpu_ops ok")
-        self.assertTrue(races[1].startswith("racecheck test_gpu_persistent skipped, without the persistent"), races)
-        self.assertTrue(races[2].startswith("racecheck test_gpu_session ok, without the persistent"), races)
+        self.assertEqual(
+            races,
+            [
+                "racecheck test_gpu_ops ok, without [reruns]",
+                "racecheck test_gpu_persistent skipped, without [persistent]",
+                "racecheck test_gpu_session ok, without [persistent]",
+            ],
+        )
         self.assertNotIn("test_gpu_cluster", result.stdout)
+        self.assertEqual(lines[-1], ["11", "runs,", "all", "ok"])
         tags = [call.split()[-1] for call in self.calls() if "racecheck" in call]
-        self.assertEqual(tags, ["[small]", "[small]~[persistent]"])
+        self.assertEqual(tags, ["[small]~[reruns]", "[small]~[persistent]"])
         self.assertEqual(len(self.calls()), 11)
 
     def test_findings_are_named(self):
         self.sanitizer('case "$*" in *initcheck*test_gpu_ops*) echo "==== ERROR SUMMARY: 3 errors"; exit 99;; esac')
         result = self.run_script("sanitize_gpu")
         self.assertEqual(result.returncode, 1, result)
-        failed = [" ".join(line.split()) for line in result.stdout.splitlines() if "FAILED" in line]
+        lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        failed = [line for line in lines if "FAILED" in line]
         self.assertEqual(failed, ["initcheck test_gpu_ops FAILED: ERROR SUMMARY: 3 errors"])
+        self.assertEqual(lines[-1], "11 runs, 1 failed: initcheck test_gpu_ops: ERROR SUMMARY: 3 errors")
+
+    def test_a_run_that_does_not_end_is_a_failure(self):
+        self.sanitizer('case "$*" in *racecheck*test_gpu_ops*) echo "==== begun"; sleep 60;; esac')
+        result = self.run_script("sanitize_gpu", "--limit-s", "1")
+        self.assertEqual(result.returncode, 1, result)
+        lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        at = lines.index("racecheck test_gpu_ops FAILED: not ended after 1 s")
+        self.assertEqual(lines[at + 1], "==== begun")
+        self.assertEqual(lines[-1], "11 runs, 1 failed: racecheck test_gpu_ops: not ended after 1 s")
+
+    def test_an_exit_code_of_124_is_no_time_limit(self):
+        self.sanitizer('case "$*" in *memcheck*test_gpu_ops*) exit 124;; esac')
+        self.assertIn("FAILED: exit 124", self.run_script("sanitize_gpu").stdout)
 
     def test_a_failed_case_is_a_failure(self):
         self.sanitizer("exit 42")
@@ -221,6 +318,11 @@ class SanitizeGpu(Scripts):
 
     def test_what_is_missing_is_named(self):
         self.refused(self.run_script("sanitize_gpu", "nowhere"), "nowhere/tests/test_gpu_*")
+        self.program("test_gpu_ops", "*) exit;;")
+        shutil.copytree(os.path.join(self.root, "build/release"), os.path.join(self.root, "large"))
+        for name in ("persistent", "session"):
+            os.remove(os.path.join(self.root, "large/tests", "test_gpu_" + name))
+        self.refused(self.run_script("sanitize_gpu", "large"), "no case with the tag [small] in large/tests")
         self.stub("bin/nvidia-smi", "exit 9")
         self.refused(self.run_script("sanitize_gpu"), "no GPU found")
 
@@ -233,9 +335,40 @@ class SanitizeGpu(Scripts):
 class BenchGpu(Scripts):
     def test_what_is_missing_is_named(self):
         self.refused(self.run_script("bench_gpu", "out"), "scripts/bench_gpu: no GPU found")
-        self.stub("bin/nvidia-smi")
+        self.stub("bin/nvidia-smi", log=False)
         self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-layer: no such file")
+        self.stub("build/release/apps/cf-layer")
+        self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-op: no such file")
+        self.refused(self.run_script("bench_gpu", "out", "nowhere"), "nowhere/apps/cf-layer: no such file")
         self.assertFalse(os.path.exists(os.path.join(self.root, "out")))
+        self.assertEqual(self.calls(), [])
+
+    def measure(self, cf_op=""):
+        self.stub("bin/nvidia-smi", log=False)
+        self.stub("build/release/apps/cf-layer")
+        self.stub("build/release/apps/cf-op", cf_op)
+        for name in ("bench_peers.py", "plot_bench.py", "bench_page.py"):
+            self.stub(f"apps/{name}")
+        result = self.run_script("bench_gpu", "out")
+        self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
+        return result, self.calls()
+
+    def test_every_measurement_has_a_file_of_its_own(self):
+        result, calls = self.measure()
+        self.assertEqual(result.returncode, 0, result)
+        words = [call.split() for call in calls]
+        files = [call[call.index("--json") + 1] for call in words if "--json" in call]
+        self.assertEqual(len(files), len(set(files)))
+        self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
+        self.assertEqual({call[0] for call in words if "--json" in call}, {"cf-layer", "cf-op", "bench_peers.py"})
+        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+
+    def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
+        _, expected = self.measure()
+        os.remove(self.log)
+        result, calls = self.measure("exit 3")
+        self.assertEqual(result.returncode, 1, result)
+        self.assertEqual(calls, expected)
 
 
 @unittest.skipUnless(shutil.which("c++filt", path="/usr/bin:/bin"), "needs c++filt of binutils")
@@ -272,6 +405,21 @@ class CompareSass(Scripts):
         a, b = sass(ROPE, "LDC R1"), sass(MOVED_ROPE, "LDC R2")
         self.assertEqual(self.compare(a + b, b + a).returncode, 0)
         self.assertEqual(self.compare(a + b, a + a).returncode, 1)
+
+    def test_a_failure_of_cuobjdump_is_passed_on(self):
+        self.compare(sass(ROPE, "EXIT"), sass(ROPE, "EXIT"))
+        broken = self.stub("bin/broken", "echo 'cuobjdump fatal: no device code' >&2; exit 255", log=False)
+        result = self.run_script("compare_sass", "old", "new", "--cuobjdump", broken)
+        self.refused(result, "exit 255: cuobjdump fatal: no device code")
+
+    def test_build_folders_stand_for_their_library(self):
+        self.compare(sass(ROPE, "EXIT"), sass(MOVED_ROPE, "EXIT"))
+        for name in ("old", "new"):
+            os.makedirs(os.path.join(self.root, name + "_build/cuda"))
+            os.rename(os.path.join(self.root, name), os.path.join(self.root, name + "_build/cuda/libcf_cuda.a"))
+        result = self.run_script("compare_sass", "old_build", "new_build")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertEqual(result.stdout, "1 equal, 0 different, 0 only in OLD, 0 only in NEW\n")
 
     def test_what_is_missing_is_named(self):
         self.refused(self.compare("", sass(ROPE, "EXIT")), "old: no kernel in it")
