@@ -34,8 +34,11 @@ class Evaluate {
   int run(const std::string& command);
 
  private:
+  /// The ids of --tokens or --reference. Refuses fewer than two, and ids outside the vocabulary.
+  Result<std::vector<std::int32_t>> read_ids(const ModelConfig& config);
+
   ModelOptions model_;
-  std::string tokens_, json_, feed_ = "token";
+  std::string tokens_, reference_, json_, feed_ = "token";
   std::int64_t context_ = 2048;
   std::optional<std::int64_t> stride_, limit_;
   bool oracle_ = false;

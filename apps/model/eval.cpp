@@ -13,6 +13,7 @@
 #include "apps/model/commands.hpp"
 #include "apps/verify/quality.hpp"
 #include "golden/checkpoint/token_file.hpp"
+#include "golden/model_golden.hpp"
 
 namespace cf::apps {
 namespace {
@@ -73,21 +74,185 @@ std::vector<double> widened(const Tensor& row) {
   return values;
 }
 
+/// Row `row` of a matrix, widened.
+std::vector<double> widened(const Tensor& rows, std::int64_t row) {
+  const std::int64_t columns = rows.shape()[1];
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < columns; ++i) values.push_back(rows.at(row * columns + i));
+  return values;
+}
+
+/// The logits of every position of a golden file, of one variant.
+class VariantLogits {
+ public:
+  static Result<VariantLogits> read(const golden::ModelGolden& file, const std::string& variant) {
+    VariantLogits v;
+    if (file.meta().top == 0) {
+      CF_TRY_ASSIGN(v.all_, file.logits(variant));
+    } else {
+      CF_TRY_ASSIGN(v.top_, file.top_logits(variant));
+    }
+    return v;
+  }
+  /// Calls f(row) with the logits of a position.
+  template <class F>
+  void with_row(std::int64_t position, F&& f) const {
+    if (all_) return f(LogitsRow{.values = widened(all_, position)});
+    const std::int64_t top = top_.ids.shape()[1];
+    const std::vector<double> values = widened(top_.values, position);
+    f(LogitsRow{.values = values,
+                .ids = std::span(top_.ids.as<std::int32_t>() + position * top, std::size_t(top)),
+                .log_sum_exp = top_.log_sum_exp.at(position)});
+  }
+
+ private:
+  Tensor all_;
+  golden::TopLogits top_;
+};
+
 Json json_of(const Mean& m) { return {{"mean", m.mean}, {"error", m.error}}; }
+
+/// A column of figures: whose they are, and what was seen.
+struct Column {
+  std::string name;
+  Quality quality;
+};
+
+/// A row of the table: its name, the key in JSON, and the figure of a column where it has one, with its error or without.
+struct Figure {
+  const char *name, *key;
+  std::function<std::optional<Mean>(const Quality&)> of;
+  bool has_error = false;
+};
+
+const std::vector<Figure>& figures() {
+  const auto plain = [](auto f) { return [f](const Quality& q) -> std::optional<Mean> { return Mean{f(q), 0}; }; };
+  // Of the divergence, where there is a reference.
+  const auto apart = [](auto f) {
+    return [f](const Quality& q) -> std::optional<Mean> {
+      if (!q.divergence) return std::nullopt;
+      return Mean{f(*q.divergence, double(q.positions)), 0};
+    };
+  };
+  const auto kl_percentile = [&](double fraction) {
+    return apart([fraction](const Divergence& d, double) {
+      std::vector<double> sorted = d.kl;
+      std::sort(sorted.begin(), sorted.end());
+      return percentile(sorted, fraction);
+    });
+  };
+  // A series of which a reference's largest logits may say nothing.
+  const auto known = [](auto series, auto f) {
+    return [series, f](const Quality& q) -> std::optional<Mean> {
+      if (!q.divergence || series(q).empty()) return std::nullopt;
+      return f(q);
+    };
+  };
+  const auto change = [](const Quality& q) { return q.divergence->probability_change; };
+  static const std::vector<Figure> all{
+      {"positions", "positions", plain([](const Quality& q) { return double(q.positions); })},
+      {"perplexity", "perplexity",
+       [](const Quality& q) { return q.knows_all() ? std::optional(q.perplexity()) : std::nullopt; }, true},
+      {"mean -log p of the next id", "nll",
+       [](const Quality& q) { return q.knows_all() ? std::optional(mean_of(q.nll)) : std::nullopt; }, true},
+      {"reference's perplexity", "reference_perplexity",
+       [](const Quality& q) {
+         return q.knows_all() && q.reference_nll.size() == q.nll.size() ? std::optional(q.reference_perplexity())
+                                                                        : std::nullopt;
+       },
+       true},
+      {"log of the perplexities' ratio", "log_perplexity_ratio",
+       known([](const Quality& q) { return q.nll_change; }, [](const Quality& q) { return mean_of(q.nll_change); }),
+       true},
+      {"KL divergence, mean", "kl",
+       known([](const Quality& q) { return q.divergence->kl; },
+             [](const Quality& q) { return mean_of(q.divergence->kl); }),
+       true},
+      {"KL divergence, max", "kl_max", kl_percentile(1)},
+      {"KL divergence, 99.9 %", "kl_p99_9", kl_percentile(0.999)},
+      {"KL divergence, 99 %", "kl_p99", kl_percentile(0.99)},
+      {"KL divergence, 90 %", "kl_p90", kl_percentile(0.9)},
+      {"KL divergence, median", "kl_median", kl_percentile(0.5)},
+      {"KL divergence, 10 %", "kl_p10", kl_percentile(0.1)},
+      {"KL divergence, min", "kl_min", kl_percentile(0)},
+      {"change of the next id's probability, RMS", "probability_change_rms",
+       known(change,
+             [change](const Quality& q) {
+               double squares = 0;
+               for (double c : change(q)) squares += c * c;
+               return Mean{std::sqrt(squares / double(change(q).size())), 0};
+             })},
+      {"change of the next id's probability, max", "probability_change_max",
+       known(change,
+             [change](const Quality& q) {
+               double most = 0;
+               for (double c : change(q)) most = std::max(most, std::abs(c));
+               return Mean{most, 0};
+             })},
+      {"logits, mean absolute error", "logits_mae",
+       apart([](const Divergence& d, double) { return d.absolute / double(d.logits); })},
+      {"logits, largest error", "logits_max_error", apart([](const Divergence& d, double) { return d.largest; })},
+      {"logits, relative L2", "logits_rel_l2", apart([](const Divergence& d, double) { return d.rel_l2(); })},
+      {"same most likely id, %", "top_1_percent",
+       apart([](const Divergence& d, double n) { return 100 * double(d.top_1) / n; })},
+      {"ids shared by the 5 most likely, %", "top_5_percent",
+       apart([](const Divergence& d, double n) { return 100 * d.top_5 / n; })},
+      {"ids shared by the 10 most likely, %", "top_10_percent",
+       apart([](const Divergence& d, double n) { return 100 * d.top_10 / n; })},
+      {"first other most likely id, at position", "first_divergence",
+       [](const Quality& q) -> std::optional<Mean> {
+         if (!q.divergence || !q.divergence->diverged) return std::nullopt;
+         return Mean{double(*q.divergence->diverged), 0};
+       }},
+      {"the reference's margin there", "first_divergence_margin",
+       [](const Quality& q) -> std::optional<Mean> {
+         if (!q.divergence || !q.divergence->diverged) return std::nullopt;
+         return Mean{q.divergence->margin, 0};
+       }},
+  };
+  return all;
+}
+
+/// A table with a column for each series, and the same as JSON by their names.
+Json print_figures(const std::vector<Column>& columns) {
+  std::vector<std::string> headers{"what"};
+  for (const Column& c : columns) headers.push_back(c.name);
+  Table table(headers);
+  Json json = Json::object();
+  for (const Figure& f : figures()) {
+    std::vector<std::string> cells{f.name};
+    bool any = false;
+    for (const Column& c : columns) {
+      const std::optional<Mean> value = f.of(c.quality);
+      any = any || value;
+      cells.push_back(!value        ? "-"
+                      : f.has_error ? fmt::format("{:.6g} +- {:.2g}", value->mean, value->error)
+                                    : fmt::format("{:.6g}", value->mean));
+      if (value) json[c.name][f.key] = f.has_error ? json_of(*value) : Json(value->mean);
+    }
+    if (any) table.add(cells);
+  }
+  table.print(stdout);
+  return json;
+}
 
 }  // namespace
 
 Evaluate::Evaluate(CommandLine& line) {
   declare_model(line, model_);
   line.text("--tokens", tokens_, "A .npy file of token ids in one row");
+  line.text(
+      "--reference", reference_,
+      "A golden file of the whole model in place of --tokens: its ids are scored, beside Hugging Face's own runs");
   line.integer("--context", context_, {2, kMaxCapacity}, "Ids that a window holds");
   line.integer("--stride", stride_, {1, kMaxCapacity}, "Ids between the windows' starts, --context when left out");
-  line.integer("--limit", limit_, {2, std::int64_t(1) << 40}, "Take the file's first ids alone");
+  line.integer("--limit", limit_, {2, std::int64_t(1) << 40}, "Take the first ids alone");
   line.choice("--feed", feed_, {"token", "prompt"},
               "Ids one by one, as a decoder takes them, or by chunks, as prompts");
   line.flag("--oracle", oracle_, "Compare every position with the float64 oracle");
   line.output("--json", json_, "Write all figures as JSON");
-  line.require("--tokens");
+  line.require_one("--tokens", "--reference");
+  for (const char* option : {"--context", "--stride", "--oracle"}) line.excludes("--reference", option);
   line.check([this](Faults& faults) {
     if (stride_ && *stride_ > context_)
       faults.expected("--stride", fmt::format("at most --context {}", context_), std::to_string(*stride_));
@@ -95,47 +260,89 @@ Evaluate::Evaluate(CommandLine& line) {
   });
 }
 
-int Evaluate::run(const std::string& command) {
-  const Result<checkpoint::TokenFile> read = checkpoint::read_token_file(tokens_);
-  if (!read) return fail(read.status());
-  if (read->shape.size() > 1 && read->shape[0] != 1)
-    return fail(fmt::format("{}: expected ids in one row, got {} rows", tokens_, read->shape[0]));
-  std::vector<std::int32_t> ids = read->ids;
+Result<std::vector<std::int32_t>> Evaluate::read_ids(const ModelConfig& config) {
+  std::vector<std::int32_t> ids;
+  const std::string& path = reference_.empty() ? tokens_ : reference_;
+  if (reference_.empty()) {
+    CF_TRY_ASSIGN(checkpoint::TokenFile file, checkpoint::read_token_file(tokens_));
+    if (file.shape.size() > 1 && file.shape[0] != 1)
+      return Status::error(Code::invalid_argument,
+                           fmt::format("{}: expected ids in one row, got {} rows", tokens_, file.shape[0]));
+    ids = std::move(file.ids);
+  } else {
+    CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(reference_));
+    CF_TRY_ASSIGN(const Tensor read, file.ids());
+    ids.assign(read.as<std::int32_t>(), read.as<std::int32_t>() + read.size());
+  }
   if (limit_ && *limit_ < std::int64_t(ids.size())) ids.resize(std::size_t(*limit_));
-  if (ids.size() < 2) return fail(fmt::format("{}: expected at least 2 ids, got {}", tokens_, ids.size()));
-  const std::int64_t count = std::int64_t(ids.size()), context = std::min(context_, count);
-  const std::int64_t stride = std::min(stride_.value_or(context), context);
+  if (ids.size() < 2)
+    return Status::error(Code::invalid_argument, fmt::format("{}: expected at least 2 ids, got {}", path, ids.size()));
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    if (ids[i] < 0 || ids[i] >= config.vocab_size)
+      return Status::error(Code::invalid_argument,
+                           fmt::format("{}: id {}: expected 0 to {}, got {}", path, i, config.vocab_size - 1, ids[i]));
+  return ids;
+}
+
+int Evaluate::run(const std::string& command) {
   const Result<ModelConfig> config = config_of(choice_of(model_));
   if (!config) return fail(config.status());
-  for (std::size_t i = 0; i < ids.size(); ++i)
-    if (ids[i] < 0 || ids[i] >= config->vocab_size)
-      return fail(fmt::format("{}: id {}: expected 0 to {}, got {}", tokens_, i, config->vocab_size - 1, ids[i]));
+  const Result<std::vector<std::int32_t>> read = read_ids(*config);
+  if (!read) return fail(read.status());
+  const std::vector<std::int32_t>& ids = *read;
+  const std::string& source = reference_.empty() ? tokens_ : reference_;
+  const std::int64_t count = std::int64_t(ids.size());
+  // A golden file's run is one window.
+  const std::int64_t context = reference_.empty() ? std::min(context_, count) : count;
+  const std::int64_t stride = std::min(stride_.value_or(context), context);
 
-  Result<RunningModel> running = open_model(model_, 1, context);
+  // A window's last id is scored and not fed.
+  const std::int64_t capacity = std::max<std::int64_t>(1, context - 1);
+  Result<RunningModel> running = open_model(model_, 1, capacity);
   if (!running) return fail(running.status());
+  std::vector<Column> columns{{std::string(to_string(model_.activation.value_or(DType::f32))), {}}};
   std::unique_ptr<cpu_ref::Model> oracle;
   if (oracle_) {
     Result<std::unique_ptr<cpu_ref::Model>> made =
         cpu_ref::Model::create(running->loaded.config, running->loaded.weights, running->loaded.owner,
-                               {.capacity = context, .chunk = model_.chunk, .activation = DType::f64});
+                               {.capacity = capacity, .chunk = model_.chunk, .activation = DType::f64});
     if (!made) return fail(made.status());
     oracle = std::move(*made);
   }
+  std::optional<VariantLogits> reference;
+  if (!reference_.empty()) {
+    const Result<golden::ModelGolden> file = golden::ModelGolden::open(reference_);
+    if (!file) return fail(file.status());
+    Result<VariantLogits> logits = VariantLogits::read(*file, std::string(golden::kReference));
+    if (!logits) return fail(logits.status());
+    reference = std::move(*logits);
+    for (const golden::VariantInfo& v : file->variants()) {
+      if (v.name == golden::kReference) continue;
+      const Result<VariantLogits> theirs = VariantLogits::read(*file, v.name);
+      if (!theirs) return fail(theirs.status());
+      Column column{v.name, {}};
+      for (std::int64_t i = 0; i + 1 < count; ++i)
+        theirs->with_row(i, [&](const LogitsRow& row) {
+          reference->with_row(i, [&](const LogitsRow& r) { column.quality.add(row, ids[std::size_t(i + 1)], r); });
+        });
+      columns.push_back(std::move(column));
+    }
+  }
 
-  Quality quality;
   int signal = 0;
   {
     const Interrupts interrupts;
     Progress progress("scoring", count);
+    Quality& quality = columns.front().quality;
     for (const Window& w : windows_of(count, context, stride)) {
       // The last id of a window is the target of the one before, and predicts nothing that is scored.
       const auto fed = std::span(ids).subspan(std::size_t(w.first), std::size_t(w.last - w.first - 1));
       const std::int64_t skipped = std::max<std::int64_t>(0, w.scored - w.first - 1);
-      std::vector<Tensor> reference;
+      std::vector<Tensor> expected;
       if (oracle) {
         const Status s =
             for_each_prediction(*oracle, fed, skipped, false, model_.chunk, [&](std::int64_t, const Tensor& row) {
-              reference.push_back(row.clone());
+              expected.push_back(row.clone());
               return Status();
             });
         if (!s) return fail(s);
@@ -146,15 +353,17 @@ int Evaluate::run(const std::string& command) {
             const std::int32_t next = ids[std::size_t(w.first + i + 1)];
             const std::vector<double> ours = widened(row);
             if (oracle)
-              quality.add(ours, next, {.values = widened(reference[std::size_t(i - skipped)])});
+              quality.add({.values = ours}, next, {.values = widened(expected[std::size_t(i - skipped)])});
+            else if (reference)
+              reference->with_row(i, [&](const LogitsRow& r) { quality.add({.values = ours}, next, r); });
             else
-              quality.add(ours, next);
+              quality.add({.values = ours}, next);
             progress.set(w.first + i);
             if (!std::isfinite(quality.nll.back()))
               return Status::error(Code::invalid_argument,
-                                   fmt::format("{}: the logits behind id {} are not finite", tokens_, w.first + i));
+                                   fmt::format("{}: the logits behind id {} are not finite", source, w.first + i));
             if (interrupts.noted())
-              return Status::error(Code::io_error, fmt::format("interrupted after {} positions", quality.positions()));
+              return Status::error(Code::io_error, fmt::format("interrupted after {} positions", quality.positions));
             return {};
           });
       signal = interrupts.noted();
@@ -162,52 +371,7 @@ int Evaluate::run(const std::string& command) {
       if (signal) break;
     }
   }
-  if (quality.positions() == 0) return 128 + signal;
-
-  Table table({"what", "value", "+-"});
-  Json figures = {{"positions", quality.positions()}};
-  const auto add = [&](const char* name, const char* key, double value, std::optional<double> error = {}) {
-    table.add({name, fmt::format("{:.6g}", value), error ? fmt::format("{:.3g}", *error) : "-"});
-    figures[key] = error ? json_of({value, *error}) : Json(value);
-  };
-  const auto add_mean = [&](const char* name, const char* key, const Mean& m) { add(name, key, m.mean, m.error); };
-  table.add({"positions", std::to_string(quality.positions()), "-"});
-  add_mean("perplexity", "perplexity", quality.perplexity());
-  add_mean("mean -log p of the next id", "nll", mean_of(quality.nll));
-  if (quality.divergence) {
-    const Divergence& d = *quality.divergence;
-    const auto n = double(quality.positions());
-    add_mean("reference's perplexity", "reference_perplexity", quality.reference_perplexity());
-    add_mean("log of the perplexities' ratio", "log_perplexity_ratio", mean_of(quality.nll_change));
-    add_mean("KL divergence, mean", "kl", mean_of(d.kl));
-    std::vector<double> kl = d.kl, change = d.probability_change;
-    std::sort(kl.begin(), kl.end());
-    std::sort(change.begin(), change.end());
-    for (const auto& [name, key, fraction] : {std::tuple{"KL divergence, max", "kl_max", 1.0},
-                                              {"KL divergence, 99.9 %", "kl_p99_9", 0.999},
-                                              {"KL divergence, 99 %", "kl_p99", 0.99},
-                                              {"KL divergence, 90 %", "kl_p90", 0.9},
-                                              {"KL divergence, median", "kl_median", 0.5},
-                                              {"KL divergence, 10 %", "kl_p10", 0.1},
-                                              {"KL divergence, min", "kl_min", 0.0}})
-      add(name, key, percentile(kl, fraction));
-    std::vector<double> squares;
-    for (double c : change) squares.push_back(c * c);
-    add("change of the next id's probability, RMS", "probability_change_rms", std::sqrt(mean_of(squares).mean));
-    add("change of the next id's probability, max", "probability_change_max", std::max(-change.front(), change.back()));
-    add("logits, mean absolute error", "logits_mae", d.absolute / double(d.logits));
-    add("logits, largest error", "logits_max_error", d.largest);
-    add("logits, relative L2", "logits_rel_l2", d.rel_l2());
-    add("same most likely id, %", "top_1_percent", 100 * double(d.top_1) / n);
-    add("ids shared by the 5 most likely, %", "top_5_percent", 100 * d.top_5 / n);
-    add("ids shared by the 10 most likely, %", "top_10_percent", 100 * d.top_10 / n);
-    if (d.diverged) {
-      table.add({"first other most likely id, at position", std::to_string(*d.diverged), "-"});
-      figures["first_divergence"] = *d.diverged;
-      add("the reference's margin there", "first_divergence_margin", d.margin);
-    }
-  }
-  table.print(stdout);
+  const Json values = print_figures(columns);
   const Status written = write_report(json_, true, [&] {
     const Json report = {{"program", "cf-model eval"},
                          {"version", CF_VERSION},
@@ -217,14 +381,15 @@ int Evaluate::run(const std::string& command) {
                          {"threads", model_.threads},
                          {"model", running->loaded.config.name},
                          {"weights", running->loaded.description},
-                         {"activation_dtype", to_string(model_.activation.value_or(DType::f32))},
-                         {"tokens", tokens_},
+                         {"tokens", source},
                          {"context", context},
                          {"stride", stride},
                          {"feed", feed_},
-                         {"reference", oracle_ ? "the float64 oracle" : ""},
+                         {"reference", oracle_              ? "the float64 oracle"
+                                       : reference_.empty() ? ""
+                                                            : "float64"},
                          {"complete", signal == 0},
-                         {"figures", figures}};
+                         {"figures", values}};
     return report.dump(2) + "\n";
   });
   if (!written) return fail(written);

@@ -14,6 +14,12 @@ struct LogitsRow {
   std::span<const double> values;
   std::span<const std::int32_t> ids{};  // of the values; empty where there is a value for each id
   std::optional<double> log_sum_exp{};  // over all ids; computed where it is not given
+
+  std::int32_t id(std::size_t place) const { return ids.empty() ? std::int32_t(place) : ids[place]; }
+  /// The logit of an id, where the row has it.
+  std::optional<double> of(std::int32_t id) const;
+  /// The log of the sum of exp over all ids.
+  double sum() const;
 };
 
 /// log(sum of exp(v)), from the largest value.
@@ -39,17 +45,19 @@ struct Divergence {
 
 /// What is known of a series of positions, teacher-forced.
 struct Quality {
-  std::vector<double> nll;            // by position: -log q of the id that came next
-  std::vector<double> reference_nll;  // the same of the reference, where it says
+  std::int64_t positions = 0;
+  std::vector<double> nll;            // -log q of the id that came next, of the positions whose logits have it
+  std::vector<double> reference_nll;  // the same of the reference, of the positions where both have it
   std::vector<double> nll_change;     // there: ours minus the reference's
   std::optional<Divergence> divergence{};
 
-  std::int64_t positions() const { return std::int64_t(nll.size()); }
-  /// Adds a position: our logits, all of them, and the id that came next.
-  void add(std::span<const double> ours, std::int32_t next);
-  /// The same beside a reference. Its ids are within ours.
-  void add(std::span<const double> ours, std::int32_t next, const LogitsRow& reference);
+  /// Adds a position: our logits, and the id that came next.
+  void add(const LogitsRow& ours, std::int32_t next);
+  /// The same beside a reference. Where ours has ids, they are the reference's.
+  void add(const LogitsRow& ours, std::int32_t next, const LogitsRow& reference);
 
+  /// Whether the logits of every position have the id that came next; without, a perplexity would be of the likely ones.
+  bool knows_all() const { return positions > 0 && std::int64_t(nll.size()) == positions; }
   /// exp of the mean nll; to first order its error is the mean's times itself.
   Mean perplexity() const;
   Mean reference_perplexity() const;

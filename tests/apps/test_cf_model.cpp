@@ -174,7 +174,7 @@ TEST_CASE("cf-model eval scores every id once, whatever the windows and the way 
   const auto figures = [&](const std::string& more) {
     cf_model_ok("eval " + model_dir + "--tokens '" + (dir / "text.npy") + "' --json '" + (dir / "x.json") + "' " +
                 more);
-    return Json::parse(read_file(dir / "x.json"))["figures"];
+    return Json::parse(read_file(dir / "x.json"))["figures"]["float32"];
   };
   const Json whole = figures("");
   CHECK(whole["positions"] == 149);
@@ -193,6 +193,31 @@ TEST_CASE("cf-model eval scores every id once, whatever the windows and the way 
     CHECK(double(beside["logits_rel_l2"]) < 1e-5);
     CHECK(double(beside["reference_perplexity"]["mean"]) == Approx(double(beside["perplexity"]["mean"])).epsilon(1e-4));
   }
+}
+
+TEST_CASE("cf-model eval shows itself and Hugging Face's own runs beside float64", "[cf_model]") {
+  const TempDir dir;
+  const char* const file = GENERATE("neox-d80-16.h5", "neox-d80-512.h5");
+  CAPTURE(file);
+  const std::string common = "eval " + model_dir + "--feed prompt --json '" + (dir / "x.json") +
+                             "' --reference '" CF_DATA_DIR "/golden_model/" + file + "' ";
+  const auto r = cf_model_ok(common);
+  for (const char* column : {"float32", "float16_eager", "float16_sdpa"})
+    CHECK(r.out.find(column) != std::string::npos);
+  const Json figures = Json::parse(read_file(dir / "x.json"))["figures"];
+  REQUIRE(figures.size() == 3);
+  for (const char* theirs : {"float16_eager", "float16_sdpa"}) {
+    CAPTURE(theirs);
+    CHECK(figures[theirs]["positions"] == figures["float32"]["positions"]);
+    CHECK(double(figures["float32"]["kl"]["mean"]) < double(figures[theirs]["kl"]["mean"]));
+    CHECK(double(figures["float32"]["logits_rel_l2"]) < double(figures[theirs]["logits_rel_l2"]));
+  }
+  CHECK(figures["float32"]["top_1_percent"] == 100);
+  cf_model_ok(common + "--activation float64");
+  const Json oracle = Json::parse(read_file(dir / "x.json"))["figures"]["float64"];
+  CHECK(double(oracle["logits_rel_l2"]) < 1e-6);
+  check_refusal("eval " + model_dir + "--reference '" CF_DATA_DIR "/golden/neox-d80-kv17-b1.h5'", "cf-golden-model");
+  check_refusal(common + "--oracle", "--oracle");
 }
 
 TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "[cf_model]") {

@@ -22,9 +22,9 @@ TEST_CASE("quality: perplexity is the inverse of the geometric mean of the ids' 
   // A constant added to all logits changes nothing.
   Row shifted = log_of({0.5, 0.25, 0.25});
   for (double& v : shifted) v += 700;
-  q.add(shifted, 0);
-  q.add(log_of({0.125, 0.75, 0.125}), 2);
-  CHECK(q.positions() == 2);
+  q.add({.values = shifted}, 0);
+  q.add({.values = log_of({0.125, 0.75, 0.125})}, 2);
+  CHECK(q.positions == 2);
   CHECK(q.perplexity().mean == Approx(4));
   // Of log 2 and log 8 the deviation is log 4 / sqrt 2, and the mean's error log 2.
   CHECK(q.perplexity().error == Approx(4 * std::log(2.0)));
@@ -34,8 +34,8 @@ TEST_CASE("quality: perplexity is the inverse of the geometric mean of the ids' 
 TEST_CASE("quality: the divergence from a reference, by position", "[quality]") {
   Quality q;
   const Row p = log_of({0.5, 0.3, 0.2}), r = log_of({0.3, 0.5, 0.2});
-  q.add(p, 0, {.values = p});
-  q.add(r, 0, {.values = p});
+  q.add({.values = p}, 0, {.values = p});
+  q.add({.values = r}, 0, {.values = p});
   REQUIRE(q.divergence);
   const Divergence& d = *q.divergence;
   CHECK(d.kl[0] == Approx(0).margin(1e-15));
@@ -81,8 +81,8 @@ TEST_CASE("quality: a reference's largest logits with the log of the sum stand f
   }
   expected += p_rest * std::log(p_rest / q_rest);
   Quality all, few;
-  all.add(mine, ids[3], {.values = p});
-  few.add(mine, ids[3], {.values = values, .ids = ids, .log_sum_exp = std::log(p_total)});
+  all.add({.values = mine}, ids[3], {.values = p});
+  few.add({.values = mine}, ids[3], {.values = values, .ids = ids, .log_sum_exp = std::log(p_total)});
   CHECK(few.divergence->kl[0] == Approx(expected));
   CHECK(few.divergence->kl[0] <= all.divergence->kl[0]);
   CHECK(few.reference_nll == std::vector<double>{all.reference_nll[0]});
@@ -91,17 +91,28 @@ TEST_CASE("quality: a reference's largest logits with the log of the sum stand f
   // What the reference leaves out has no probability there.
   std::int32_t left_out = 0;
   while (std::find(ids.begin(), ids.end(), left_out) != ids.end()) ++left_out;
-  few.add(mine, left_out, {.values = values, .ids = ids, .log_sum_exp = std::log(p_total)});
+  few.add({.values = mine}, left_out, {.values = values, .ids = ids, .log_sum_exp = std::log(p_total)});
   CHECK(few.nll.size() == 2);
   CHECK(few.reference_nll.size() == 1);
+  // Our own row may hold the same ids alone.
+  Row our_values;
+  for (std::int32_t id : ids) our_values.push_back(mine[std::size_t(id)]);
+  Quality both;
+  both.add({.values = our_values, .ids = ids, .log_sum_exp = std::log(q_total)}, ids[3],
+           {.values = values, .ids = ids, .log_sum_exp = std::log(p_total)});
+  CHECK(both.divergence->kl[0] == Approx(expected));
+  CHECK(both.nll[0] == Approx(few.nll[0]));
+  both.add({.values = our_values, .ids = ids, .log_sum_exp = std::log(q_total)}, left_out);
+  CHECK(both.positions == 2);
+  CHECK(both.nll.size() == 1);
 }
 
 TEST_CASE("quality: of equal logits the lowest id is the most likely one", "[quality]") {
   CHECK(best_id(Row{1, 3, 3, 2}) == 1);
   Quality q;
-  q.add(Row{0, 1, 1}, 0, {.values = Row{0, 1, 1}});
+  q.add({.values = Row{0, 1, 1}}, 0, {.values = Row{0, 1, 1}});
   CHECK(q.divergence->top_1 == 1);
-  q.add(Row{0, 1, 1}, 0, {.values = Row{0, 1, 1.5}});
+  q.add({.values = Row{0, 1, 1}}, 0, {.values = Row{0, 1, 1.5}});
   CHECK(q.divergence->diverged == 1);
   CHECK(q.divergence->margin == Approx(0.5));
 }

@@ -284,13 +284,60 @@ TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the o
   CHECK(taken(d.ids(full)).size() == 1);
 }
 
+namespace {
+
+/// A model that forgets to forget: a slot's next sequence follows the entries of the one before.
+class StaleModel final : public ModelRunner {
+ public:
+  explicit StaleModel(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+  const ModelSpec& model() const override { return model_->model(); }
+  std::int64_t slots() const override { return model_->slots(); }
+  std::int64_t capacity() const override { return model_->capacity(); }
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
+    offset_ = model_->length(slot);
+    return model_->prefill(slot, first + offset_, ids);
+  }
+  Status step(std::span<const Token> tokens) override {
+    std::vector<Token> later(tokens.begin(), tokens.end());
+    for (Token& t : later) t.position += offset_;
+    return model_->step(later);
+  }
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
+  Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
+  void release(std::int64_t) override {}
+
+ private:
+  std::unique_ptr<Model> model_;
+  std::int64_t offset_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("A length that is stale after a stop changes the logits of the next sequence", "[model]") {
+  const Small small;
+  const auto second = [&](std::unique_ptr<ModelRunner> runner) {
+    Decoder d(std::move(runner));
+    taken(d.add(ids_of(7, 1), {.max_new_tokens = 4}));
+    taken(d.decode(4));
+    const auto s = taken(d.add(ids_of(9, 2)));
+    taken(d.decode(3));
+    return bits(taken(d.logits(s)));
+  };
+  Decoder alone = small.decoder(1);
+  const auto s = taken(alone.add(ids_of(9, 2)));
+  taken(alone.decode(3));
+  const std::string expected = bits(taken(alone.logits(s)));
+  const Model::Options options{.capacity = 64, .chunk = 8};
+  CHECK(second(small.model(options)) == expected);
+  CHECK(second(std::make_unique<StaleModel>(small.model(options))) != expected);
+}
+
 TEST_CASE("A NaN is reported with the site that made it, and ends its own sequence alone", "[model]") {
   Small small;
   // Token 7's embedding alone meets this weight.
   ModelWeights& w = small.weights->weights;
   for (Tensor& t : small.weights->storage)
-    if (t.data() == w.embed_in.data)
-      t.as<f16>()[7 * small.spec.shape.hidden_size] = f16{0x7e00};  // a NaN
+    if (t.data() == w.embed_in.data) t.as<f16>()[7 * small.spec.shape.hidden_size] = f16{0x7e00};  // a NaN
   Decoder d = small.decoder(2);
   const auto bad = taken(d.add(Ids{1, 7})), good = taken(d.add(Ids{1, 2}));
   taken(d.decode(4));
