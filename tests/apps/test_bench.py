@@ -185,7 +185,7 @@ class Refusals(Files):
     def test_bench_gpu(self):
         done = subprocess.run([os.path.join(APPS, os.pardir, "scripts", "bench_gpu")], capture_output=True, text=True)
         self.assertEqual((done.returncode, done.stdout), (2, ""))
-        self.assertEqual(done.stderr, "usage: scripts/bench_gpu OUT_DIR [BUILD_DIR]\n")
+        self.assertEqual(done.stderr, "scripts/bench_gpu: expected OUT_DIR, got no argument\n")
 
     def test_plot_bench(self):
         self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
