@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -10,7 +11,9 @@
 #include "apps/bench/report_file.hpp"
 #include "apps/cli/interrupt.hpp"
 #include "apps/cli/program.hpp"
+#include "apps/cli/terminal.hpp"
 #include "apps/model/commands.hpp"
+#include "apps/verify/model_walk.hpp"
 #include "core/model/decoder.hpp"
 #include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/vocabulary.hpp"
@@ -93,6 +96,8 @@ Generate::Generate(CommandLine& line) {
               "Divide or multiply the logits of ids that were seen");
   line.seed("--seed", sampling_.seed, "Seed of the draws; a prompt's place decides besides");
   line.flag("--ids", print_ids_, "Print ids although the checkpoint has a vocabulary");
+  line.flag("--check", check_,
+            "Compare the logits of every prompt with the float64 oracle; exit code 1 outside the budget");
   line.output("--json", json_, "Write prompts, ids, text and times as JSON");
   line.require("--prompt-ids");
   line.check([&line, this](Faults& faults) {
@@ -103,6 +108,7 @@ Generate::Generate(CommandLine& line) {
       faults.add(parsed.status());
       if (parsed) prompts_ = std::move(*parsed);
     }
+    if (check_ && model_.activation == DType::f64) faults.add("--check: expected with --activation float32");
     if (line.given("--stop") && stop_ != "none") {
       Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(stop_);
       if (!parsed || parsed->size() != 1)
@@ -204,6 +210,22 @@ int Generate::run(const std::string& command) {
     failed = true;
     fmt::print(stderr, "{}: prompt {}: {}\n", program_name(), job.prompt, job.fault);
   }
+  bool passed = true;
+  if (check_ && signal == 0)
+    for (const Job& job : done) {
+      if (job.ids.empty()) continue;
+      const Result<GenerationCheck> check =
+          check_generation(loaded.config, loaded.weights, loaded.owner, prompts_[job.prompt], job.ids, sampling_);
+      if (!check) return fail(check.status());
+      fmt::print(
+          "check of prompt {} against the float64 oracle: relative L2 {:.2e} (budget {:.2e}), {} of {} greedy ids "
+          "are the oracle's{}: {}\n",
+          job.prompt, check->error.rel_l2, check->budget.rel_l2, check->same, check->chosen,
+          check->excused ? fmt::format(", {} as close as the budget", check->excused) : "",
+          check->ok() ? "ok" : in_colour(kFail, stdout));
+      if (!check->ok()) fmt::print("reproduce: {}\n", command);
+      passed = passed && check->ok();
+    }
   const Status written = write_report(json_, true, [&] {
     Json sequences = Json::array();
     for (const Job& job : done) {
@@ -234,7 +256,7 @@ int Generate::run(const std::string& command) {
   if (!written) return fail(written);
   if (std::ferror(stdout)) return fail("standard output: cannot be written");
   if (signal != 0) return 128 + signal;
-  return failed ? kBadInput : kOk;
+  return failed ? kBadInput : passed ? kOk : kComparisonFailed;
 }
 
 }  // namespace cf::apps

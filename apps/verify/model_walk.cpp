@@ -76,6 +76,14 @@ Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::G
   return made;
 }
 
+/// The bound of a tap whose sites have this condition in all. As in a layer, every site before the tap stores its output
+/// once more.
+Budget derived_budget(const ModelSpec& m, DType activation, Condition c) {
+  Budget b = reduction_budget(1, {activation, activation}, c);
+  const double stores = double(sites.size()) * double(m.shape.num_layers) * unit_roundoff(activation);
+  return b += {stores, stores};
+}
+
 /// The columns of `rows` that each row's ids name.
 Tensor chosen_columns(const Tensor& rows, const Tensor& ids) {
   Tensor chosen(DType::f64, ids.shape());
@@ -105,12 +113,9 @@ Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelW
     CF_TRY_ASSIGN(auto measured, run(file, weights, DType::f64, false, true));
     for (auto& [tap, rows] : made) rows.condition = measured.at(tap).condition;
   }
-  // As a layer's: every site before the tap stores its output once more.
-  const double stores = double(sites.size()) * double(m.config.num_hidden_layers) * unit_roundoff(activation);
   const auto budget_of = [&](const Made& rows) -> Budget {
     if (activation == DType::f64) return {kModelBudget, kModelBudget};
-    Budget b = reduction_budget(1, {activation, activation}, rows.condition);
-    return b += {stores, stores};
+    return derived_budget(m.config, activation, rows.condition);
   };
   ModelWalk walk;
   Tensor reference_logits, reference_ids;
@@ -167,6 +172,53 @@ Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelW
     walk.excused += margin <= 2 * bound * most;
   }
   return walk;
+}
+
+Result<GenerationCheck> check_generation(const ModelSpec& model, const ModelWeights& weights,
+                                         std::shared_ptr<const void> owner, std::span<const std::int32_t> prompt,
+                                         std::span<const std::int32_t> ids, const Sampling& sampling) {
+  const auto count = std::int64_t(ids.size());
+  const std::int64_t vocab = model.shape.vocab_size, fed = std::int64_t(prompt.size()) + count - 1;
+  if (count < 1) return Status::error(Code::invalid_argument, "check: expected at least one new id, got none");
+  // Row i chooses ids[i].
+  Tensor ours(DType::f32, {count, vocab}), theirs(DType::f64, {count, vocab});
+  Condition of_pass{0, 0}, largest{0, 0};
+  for (const DType activation : {DType::f32, DType::f64}) {
+    CF_TRY_ASSIGN(const std::unique_ptr<Model> runner,
+                  Model::create(model, weights, owner, {.capacity = fed, .chunk = fed, .activation = activation}));
+    if (activation == DType::f64) runner->measure(&of_pass);
+    Tensor& rows = activation == DType::f64 ? theirs : ours;
+    for (std::int64_t i = 0; i < count; ++i) {
+      of_pass = {0, 0};
+      if (i == 0)
+        CF_TRY(runner->prefill(0, 0, prompt));
+      else {
+        const ModelRunner::Token token{
+            .slot = 0, .id = ids[std::size_t(i - 1)], .position = std::int64_t(prompt.size()) + i - 1};
+        CF_TRY(runner->step(std::span(&token, 1)));
+      }
+      largest = {std::max(largest.l2, of_pass.l2), std::max(largest.max, of_pass.max)};
+      CF_TRY_ASSIGN(const Tensor row, runner->logits(0));
+      convert(row.data(), activation, static_cast<char*>(rows.data()) + i * row.size_bytes(), activation, vocab);
+    }
+  }
+  GenerationCheck check;
+  check.budget = derived_budget(model, DType::f32, largest);
+  CF_TRY_ASSIGN(check.error, compare(ours, theirs));
+  if (!sampling.greedy() || sampling.repetition_penalty != 1) return check;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::vector<double> reference = row_of(theirs, i);
+    const std::int32_t best = best_id(reference);
+    double most = 0;
+    for (double v : reference) most = std::max(most, std::abs(v));
+    ++check.chosen;
+    if (best == ids[std::size_t(i)])
+      ++check.same;
+    else if (reference[std::size_t(best)] - reference[std::size_t(ids[std::size_t(i)])] <=
+             2 * check.budget.rel_max * most)
+      ++check.excused;
+  }
+  return check;
 }
 
 }  // namespace cf::apps

@@ -1,9 +1,12 @@
 #pragma once
 // A golden file of a whole model: the CPU backend runs the file's ids, and what it makes is compared with the file.
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "apps/verify/golden_walk.hpp"
+#include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "golden/model_golden.hpp"
 
@@ -27,5 +30,21 @@ struct ModelWalk {
 /// kModelBudget; in float32 it is derived as a layer's is, from the conditions that the oracle measures.
 Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
                              DType activation, bool one_by_one = false);
+
+/// What the float backend made of a prompt and its new ids, beside the oracle.
+struct GenerationCheck {
+  Comparison error;  // of the logits behind every id from the prompt's last on, but the last new one
+  Budget budget;     // derived as walk_model()'s
+  // With a greedy choice, of the new ids:
+  std::int64_t chosen = 0, same = 0, excused = 0;  // as in ModelWalk
+
+  bool ok() const { return error.within(budget) && same + excused == chosen; }
+};
+
+/// Feeds the prompt in one pass and the new ids one by one, to the float backend and to the oracle. Sampled ids have no
+/// one choice: of them the logits alone are compared. Refuses what Model::create() and Model::prefill() refuse.
+Result<GenerationCheck> check_generation(const ModelSpec& model, const ModelWeights& weights,
+                                         std::shared_ptr<const void> owner, std::span<const std::int32_t> prompt,
+                                         std::span<const std::int32_t> ids, const Sampling& sampling);
 
 }  // namespace cf::apps

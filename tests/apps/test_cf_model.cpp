@@ -140,6 +140,15 @@ TEST_CASE("cf-model generate ends a sequence at the checkpoint's own stop ids", 
   check_refusal(common, "eos_token_id");
 }
 
+TEST_CASE("cf-model generate --check holds every prompt's logits against the oracle", "[cf_model]") {
+  const auto r = cf_model_ok("generate " + model_dir + "--stop none --max-new-tokens 5 --prompt-ids '1,2,3;4' --check");
+  for (const char* prompt : {"0", "1"})
+    CHECK(r.out.find("check of prompt " + std::string(prompt) + " against the float64 oracle: relative L2 ") !=
+          std::string::npos);
+  CHECK(r.out.find("5 of 5 greedy ids are the oracle's: ok") != std::string::npos);
+  check_refusal("generate " + model_dir + "--prompt-ids 1 --check --activation float64", "--check: expected with");
+}
+
 TEST_CASE("cf-model generate ends cleanly with what was made when it is interrupted", "[cf_model]") {
   const TempDir dir;
   const auto r = run_program("timeout --preserve-status -s INT 1 '" + std::string(CF_MODEL_PROGRAM) +
