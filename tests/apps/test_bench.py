@@ -8,7 +8,6 @@ import io
 import json
 import os
 import stat
-import subprocess
 import sys
 import tempfile
 import unittest
@@ -181,11 +180,6 @@ class Refusals(Files):
         self.check(bench_peers, "--kv-len must be 2 to 2048, got 128 to 4096", "--kv-len", "128,4096")
         self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
         self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
-
-    def test_bench_gpu(self):
-        done = subprocess.run([os.path.join(APPS, os.pardir, "scripts", "bench_gpu")], capture_output=True, text=True)
-        self.assertEqual((done.returncode, done.stdout), (2, ""))
-        self.assertEqual(done.stderr, "scripts/bench_gpu: expected OUT_DIR, got no argument\n")
 
     def test_plot_bench(self):
         self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
