@@ -202,6 +202,24 @@ def cpu(figures):
     return [about, "", *table(headers, rows)]
 
 
+def cpu_model(figures):
+    name = "cpu-model-pythia-2.8b"
+    report = figures[name]
+    if not report:
+        return ["Not recorded."]
+    rows = [
+        [
+            *(str(r[key]) for key in ("prompt_len", "new_tokens", "slots")),
+            *(f"{r[key]:.1f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms", "tokens_per_s")),
+            f"{r['decode_percent_of_read']:.0f} %",
+        ]
+        for r in report["results"]
+    ]
+    headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s", "decode, of the streaming read"]
+    about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
+    return [about, "", *table(headers, rows)]
+
+
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
@@ -244,9 +262,13 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 ## Beside torch, cuBLAS and Hugging Face
 
 {peers}
-## The CPU backend
+## The CPU backend, one layer
 
 {cpu}
+
+## The CPU backend, tokens from a whole model
+
+{cpu_model}
 """
 
 
@@ -259,7 +281,7 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, batches, quantised, ablation, growth, peers, cpu)
+    parts = (ways_to_step, batches, quantised, ablation, growth, peers, cpu, cpu_model)
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 
