@@ -82,12 +82,23 @@ void load_rows(const LinearWeight& weight, std::int64_t in, std::int64_t first, 
   widen_row(dense.data, dense.dtype, first * in, rows * in, to);
 }
 
-/// Any number of tokens: blocks of weight rows are widened and multiplied by Eigen. One thread
-/// computes a block, always in the same order, so that the bits do not depend on the number of threads.
+/// sums = w x^T, by Eigen: in float with the best instructions that the processor has.
+void multiply(const Rows<float>& w, std::int64_t rows, const Eigen::Map<const Rows<float>>& x, Rows<float>& sums) {
+  sums.resize(rows, x.rows());
+  kernels().product(w.data(), rows, x.data(), x.rows(), x.cols(), sums.data());
+}
+void multiply(const Rows<double>& w, std::int64_t rows, const Eigen::Map<const Rows<double>>& x, Rows<double>& sums) {
+  sums.noalias() = w.topRows(rows) * x.transpose();
+}
+
+/// Any number of tokens: blocks of weight rows are widened and multiplied. One thread computes a block, always in the
+/// same order, so that the bits do not depend on the number of threads.
 template <class Real>
 void run_blocks(const ops::Linear::Args& a) {
-  constexpr std::int64_t block = 32;
   const auto d = ops::Linear::dims(a);
+  // Each block packs x again, so blocks are large; 16 blocks keep 16 threads busy. A prompt of 512 ids takes
+  // Pythia-410M 3.6 s with 64 rows a block, 2.6 to 3.1 s with up to 192 (two cores with AVX-512).
+  const std::int64_t block = std::clamp<std::int64_t>(d.out / 16, 32, 192);
   const Finish<Real> finish(a, d.out);
   const Eigen::Map<const Rows<Real>> x(a.x.as<const Real>().data, d.tokens, d.in);
   Real* y = a.y.as<Real>().data;
@@ -98,7 +109,7 @@ void run_blocks(const ops::Linear::Args& a) {
     for (std::int64_t first = 0; first < d.out; first += block) {
       const std::int64_t rows = std::min(block, d.out - first);
       load_rows(a.linear.weight, d.in, first, rows, w.data());
-      sums.noalias() = w.topRows(rows) * x.transpose();
+      multiply(w, rows, x, sums);
       for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t t = 0; t < d.tokens; ++t) y[t * d.out + first + r] = finish(t, first + r, sums(r, t));
     }

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#define CF_EIGEN Eigen_portable
 #include "cpu_ref/simd/kernels_impl.hpp"
 
 namespace cf::cpu_ref {

@@ -15,6 +15,9 @@ struct Kernels {
   void (*dot_bf16)(const bf16* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
   void (*dot_f32)(const float* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
 
+  /// y[r * tokens + t] = sum_k w[r * n + k] * x[t * n + k] in float32, for r < rows and t < tokens: for many tokens.
+  void (*product)(const float* w, std::int64_t rows, const float* x, std::int64_t tokens, std::int64_t n, float* y);
+
   /// y[i] += a * x[i]
   void (*axpy)(float a, const float* x, float* y, std::int64_t n);
 

@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#define CF_EIGEN Eigen_avx2
 #include "cpu_ref/simd/kernels_impl.hpp"
 
 namespace cf::cpu_ref {

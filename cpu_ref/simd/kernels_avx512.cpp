@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#define CF_EIGEN Eigen_avx512
 #include "cpu_ref/simd/kernels_impl.hpp"
 
 namespace cf::cpu_ref {
@@ -24,7 +25,6 @@ struct Avx512 {
   static float widen(float x) { return x; }
   static float widen(f16 x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits))); }
   static float widen(bf16 x) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(unsigned(x.bits) << 16)))); }
-  // Not _mm512_reduce_add_epi64, whose signed additions may overflow.
 };
 
 }  // namespace

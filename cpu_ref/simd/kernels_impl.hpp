@@ -3,6 +3,10 @@
 // its own compiler flags and an Isa in an anonymous namespace, so that the linker merges no code of different sets.
 #include "cpu_ref/simd/kernels.hpp"
 
+// So does Eigen: each file names a namespace of its own for it, CF_EIGEN.
+#define Eigen CF_EIGEN
+#include <Eigen/Core>
+
 namespace cf::cpu_ref {
 
 template <class Isa, int Tokens, class W>
@@ -57,12 +61,21 @@ void widen_f16(const f16* from, float* to, std::int64_t n) {
   for (; i < n; ++i) to[i] = Isa::widen(from[i]);
 }
 
+/// Isa's file compiles Eigen for the set.
+template <class Isa>
+void product(const float* w, std::int64_t rows, const float* x, std::int64_t tokens, std::int64_t n, float* y) {
+  using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  Eigen::Map<Matrix>(y, rows, tokens).noalias() =
+      Eigen::Map<const Matrix>(w, rows, n) * Eigen::Map<const Matrix>(x, tokens, n).transpose();
+}
+
 template <class Isa>
 constexpr Kernels make_kernels() {
   return {.name = Isa::name,
           .dot_f16 = dot<Isa, f16>,
           .dot_bf16 = dot<Isa, bf16>,
           .dot_f32 = dot<Isa, float>,
+          .product = product<Isa>,
           .axpy = axpy<Isa>,
           .widen_f16 = widen_f16<Isa>};
 }

@@ -286,6 +286,16 @@ TEST_CASE("Every instruction set's inner loops agree with the portable ones", "[
       k.dot_bf16(wb.data(), x.data(), n, n, 3, y.data());
       portable.dot_bf16(wb.data(), x.data(), n, n, 3, z.data());
       check();
+      // The matrix x twice over, so that a product has more rows than tokens.
+      if (n > 0) {
+        std::vector<float> rows = x, made(6 * 3), plain(6 * 3);
+        rows.resize(3 * std::size_t(n));
+        rows.insert(rows.end(), x.begin(), x.begin() + 3 * std::ptrdiff_t(n));
+        k.product(rows.data(), 6, x.data(), 3, n, made.data());
+        for (std::size_t r = 0; r < 6; ++r)
+          portable.dot_f32(rows.data() + r * std::size_t(n), x.data(), n, n, 3, plain.data() + r * 3);
+        for (std::size_t j = 0; j < made.size(); ++j) CHECK(std::abs(made[j] - plain[j]) <= 4 * bound);
+      }
       std::vector<float> a = w, b = w;
       k.axpy(0.5f, x.data(), a.data(), n);
       portable.axpy(0.5f, x.data(), b.data(), n);
