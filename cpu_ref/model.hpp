@@ -48,8 +48,8 @@ class Model final : public ModelRunner {
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
 
-  /// Refuses a slot that is none, tokens beyond the capacity, and `first` beyond the slot's entries. Entries from `first`
-  /// on are replaced.
+  /// Refuses a slot that is none, tokens beyond the capacity, and `first` beyond the slot's entries. Entries from
+  /// `first` on are replaced.
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   /// The same with the logits of the last `rows` tokens: `logits` is (rows, vocab), of the activations' dtype.
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
@@ -60,8 +60,8 @@ class Model final : public ModelRunner {
 
   /// Calls `visit` for every site of every prefill and step from now on; an empty one ends that.
   void watch(Visit visit) { visit_ = std::move(visit); }
-  /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses other
-  /// sizes, and more rows than the capacity.
+  /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
+  /// other sizes, and more rows than the capacity.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.

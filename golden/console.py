@@ -18,8 +18,8 @@ def require(*packages):
 
 
 def require_numpy(program):
-    """Ends the program where numpy is missing: every program calls this before it imports numpy. A program that was asked
-    for its help goes on with a stand-in: printing the help computes nothing."""
+    """Ends the program where numpy is missing: every program calls this before it imports numpy. A program that was
+    asked for its help goes on with a stand-in: printing the help computes nothing."""
     if sys.modules.get("numpy"):
         return
     try:

@@ -54,15 +54,16 @@ def layer_dumps():
 
 
 def model_dumps():
-    """(file name, arguments) of the golden files of whole models: of every small checkpoint over a few positions, of two
-    over all 512, and of two layers of a full-size model."""
+    """(file name, arguments) of the golden files of whole models: of every small checkpoint over a few positions, of
+    two over all 512, and of two layers of a full-size model."""
     dense = [spec.name for spec in (*make_checkpoints.SPECS, make_checkpoints.TIED)]
     for name in (*dense, *make_checkpoints.GPTQ_RECIPES):
         yield f"{name}-16", f"--whole-model --model checkpoints/{name} --prompt-len 5 --new-tokens 12"
     for name in ("neox-d80", "neox-bf16"):
         run = "--prompt-len 501 --new-tokens 12 --top 64 --taps-of none"
         yield f"{name}-512", f"--whole-model --model checkpoints/{name} {run}"
-    yield "pythia-2.8b-2-layers-7", "--whole-model --preset pythia-2.8b --layers 2 --prompt-len 4 --new-tokens 4 --top 64"
+    run = "--layers 2 --prompt-len 4 --new-tokens 4 --top 64"
+    yield "pythia-2.8b-2-layers-7", f"--whole-model --preset pythia-2.8b {run}"
 
 
 # Folder -> its golden files.

@@ -33,8 +33,8 @@ struct ModelTiming {
   double percent_of_read() const;
 };
 
-/// The bytes that a pass of q_len tokens a slot must move and its flops: each weight once, of the embedding the tokens' rows,
-/// `logit_rows` rows of the head.
+/// The bytes that a pass of q_len tokens a slot must move, and its flops. Each weight counts once, of the embedding the
+/// tokens' rows alone. The head makes `logit_rows` rows of logits.
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
                DType activation);
 

@@ -26,8 +26,8 @@ struct ModelOptions {
   std::int64_t chunk = 512;
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group and --weights-seed, and with `runs` what is for a model that runs:
-/// --activation, --chunk and --threads.
+/// Declares --model, --preset, --dtype, --quant, --group and --weights-seed; with `runs` --activation, --chunk and
+/// --threads, too.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// What the options say beside each other.
@@ -39,9 +39,9 @@ struct RunningModel {
   std::unique_ptr<cpu_ref::Model> model;
 };
 
-/// Loads the model and takes memory for its cache and activations. Prints the checkpoint's notes, and on a line of stderr
-/// that positions go beyond max_position_embeddings. Refuses what load_model() and Model::create() refuse, and what the
-/// machine's free memory does not hold.
+/// Loads the model and takes memory for its cache and activations. Prints the checkpoint's notes, and on a line of
+/// stderr that positions go beyond max_position_embeddings. Refuses what load_model() and Model::create() refuse, and
+/// what the machine's free memory does not hold.
 Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
 
 /// The prompts of --prompt-ids: "1,2,3", several separated by ";", or a .npy file of token ids whose rows are prompts.

@@ -20,8 +20,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// A part of a text that goes through the model alone: ids [first, last), whose predictions from the one of id `scored` on
-/// count.
+/// A part of a text that goes through the model by itself: ids [first, last). The predictions of id `scored` and of the
+/// later ones are scored.
 struct Window {
   std::int64_t first, last, scored;
 };
@@ -118,7 +118,8 @@ struct Column {
   Quality quality;
 };
 
-/// A row of the table: its name, the key in JSON, and the figure of a column where it has one, with its error or without.
+/// A row of the table: its name, the key in JSON, and the figure of a column where it has one, with its error or
+/// without.
 struct Figure {
   const char *name, *key;
   std::function<std::optional<Mean>(const Quality&)> of;

@@ -76,8 +76,8 @@ Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::G
   return made;
 }
 
-/// The bound of a tap whose sites have this condition in all. As in a layer, every site before the tap stores its output
-/// once more.
+/// The bound of a tap whose sites have this condition in all. As in a layer, every site before the tap stores its
+/// output once more.
 Budget derived_budget(const ModelSpec& m, DType activation, Condition c) {
   Budget b = reduction_budget(1, {activation, activation}, c);
   const double stores = double(sites.size()) * double(m.shape.num_layers) * unit_roundoff(activation);

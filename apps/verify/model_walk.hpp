@@ -26,8 +26,8 @@ struct ModelWalk {
   bool ok() const;
 };
 
-/// Feeds the file's ids to the CPU backend, all at once or one by one, with the file's RoPE table. The bound in float64 is
-/// kModelBudget; in float32 it is derived as a layer's is, from the conditions that the oracle measures.
+/// Feeds the file's ids to the CPU backend, all at once or one by one, with the file's RoPE table. The bound in float64
+/// is kModelBudget; in float32 it is derived as a layer's is, from the conditions that the oracle measures.
 Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
                              DType activation, bool one_by_one = false);
 

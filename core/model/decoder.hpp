@@ -14,8 +14,8 @@
 
 namespace cf {
 
-/// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. A slot is a row of every
-/// step's batch, whether a sequence holds it or not.
+/// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. A slot is a row of
+/// every step's batch, whether a sequence holds it or not.
 class ModelRunner {
  public:
   /// A slot's new token: `id` is appended at `position`.
@@ -39,14 +39,14 @@ class ModelRunner {
   virtual std::int64_t slots() const = 0;
   virtual std::int64_t capacity() const = 0;
 
-  /// Gives a slot the entries of `ids` at the positions from `first` on, which is at most the number of the slot's entries,
-  /// and makes the logits of the last one.
+  /// Gives a slot the entries of `ids` at the positions from `first` on, which is at most the number of the slot's
+  /// entries, and makes the logits of the last one.
   virtual Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) = 0;
-  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Every weight is
-  /// read once.
+  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Every weight
+  /// is read once.
   virtual Status step(std::span<const Token> tokens) = 0;
-  /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status of
-  /// its own.
+  /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
+  /// of its own.
   virtual std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) = 0;
   /// A slot's logits, (vocab), in the runner's own dtype.
   virtual Result<Tensor> logits(std::int64_t slot) = 0;
@@ -57,7 +57,8 @@ class ModelRunner {
 /// How a sequence is continued, and until when.
 struct SequenceOptions {
   Sampling sampling{};
-  /// The caller's number of the sequence. With sampling.seed and a token's position it alone decides the random numbers.
+  /// The caller's number of the sequence. The random numbers depend on sampling.seed, this number and a token's
+  /// position, and on nothing else.
   std::uint64_t id = 0;
   std::vector<std::int32_t> stop{};  // ids that end the sequence; the id that ended it is its last
   std::int64_t max_new_tokens = std::numeric_limits<std::int64_t>::max();
@@ -67,9 +68,9 @@ struct SequenceOptions {
 enum class Finish { running, stop, length, failed };
 std::string_view to_string(Finish);
 
-/// Continues several sequences at once, each in a slot of its own: prompts in, ids out. A sequence may come while others
-/// decode; its slot is free again when it ends. With the same number of slots a sequence's ids do not depend on what the
-/// other slots hold. Not shared between threads.
+/// Continues several sequences at once, each in a slot of its own: prompts in, ids out. A sequence may come while
+/// others decode; its slot is free again when it ends. With the same number of slots a sequence's ids do not depend on
+/// what the other slots hold. Not shared between threads.
 class Decoder {
  public:
   /// A sequence, in the order of add() from 0 on.
@@ -86,16 +87,17 @@ class Decoder {
   Decoder& operator=(Decoder&&) noexcept;
   ~Decoder();
 
-  /// Takes a slot for a sequence; the next prefill() or decode() reads its prompt. Refuses a prompt that is empty, longer
-  /// than the cache's capacity or holds an id outside the vocabulary; sampling parameters that Sampling::validate()
-  /// refuses; stop ids outside the vocabulary; max_new_tokens below 1; and a sequence more than there are slots.
+  /// Takes a slot for a sequence; the next prefill() or decode() reads its prompt. Refuses a prompt that is empty,
+  /// longer than the cache's capacity or holds an id outside the vocabulary; sampling parameters that
+  /// Sampling::validate() refuses; stop ids outside the vocabulary; max_new_tokens below 1; and a sequence more than
+  /// there are slots.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
   /// Reads the prompts of all sequences that were added since, and returns each one's first id.
   Result<std::vector<Emitted>> prefill();
-  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences that were
-  /// added since are prefilled first. An error is the device's; what was emitted before is in ids().
-  /// A sequence that would need more entries than the cache's capacity, or whose logits are NaN, ends with
-  /// Finish::failed and a status(); the others go on.
+  /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences that
+  /// were added since are prefilled first. An error is the device's; what was emitted before is in ids(). A sequence
+  /// that would need more entries than the cache's capacity, or whose logits are NaN, ends with Finish::failed and a
+  /// status(); the others go on.
   Result<std::vector<Emitted>> decode(std::int64_t steps = 1);
   /// Ends a sequence and forgets it. Refuses one that is unknown or was dropped.
   Status drop(Sequence sequence);

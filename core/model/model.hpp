@@ -37,7 +37,8 @@ struct ModelTensors {
 };
 
 /// The GPT-NeoX model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
-/// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the layers.
+/// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the
+/// layers.
 ///   h = embed_in[ids];  h = layer_i(h) for every i;  logits = LayerNorm(h) embed_out^T
 /// A padded vocabulary has as many logits as the head has rows.
 /// Source: transformers GPTNeoXModel.forward and GPTNeoXForCausalLM.forward.

@@ -21,12 +21,11 @@ class Vocabulary {
   static Result<Vocabulary> open(const std::string& tokenizer_json);
 
   /// Reads a tokenizer.json's text. A token of model.vocab spells each byte as one character, by GPT-2's
-  /// bytes_to_unicode (src/encoder.py). The content of an added token is the text itself. An old file without model.type
-  /// is BPE where it has model.merges; tokenizers reads it in the same way.
-  /// Refuses, naming `source` and the field or token: text that is empty or not a JSON object; a model.type other than
-  /// "BPE"; a decoder.type other than "ByteLevel"; byte_fallback; a vocabulary without tokens; an id outside 0 to
-  /// kMaxIds - 1; an id that two tokens have; a token of model.vocab with a character that stands for no byte; a field
-  /// of the wrong type.
+  /// bytes_to_unicode (src/encoder.py). The content of an added token is the text itself. An old file without
+  /// model.type is BPE where it has model.merges; tokenizers reads it in the same way. Refuses, naming `source` and the
+  /// field or token: text that is empty or not a JSON object; a model.type other than "BPE"; a decoder.type other than
+  /// "ByteLevel"; byte_fallback; a vocabulary without tokens; an id outside 0 to kMaxIds - 1; an id that two tokens
+  /// have; a token of model.vocab with a character that stands for no byte; a field of the wrong type.
   static Result<Vocabulary> parse(std::string_view json, const std::string& source);
 
   /// The largest id of a token, plus 1.
