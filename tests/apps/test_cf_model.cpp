@@ -151,8 +151,8 @@ TEST_CASE("cf-model generate --check holds every prompt's logits against the ora
 
 TEST_CASE("cf-model generate ends cleanly with what was made when it is interrupted", "[cf_model]") {
   const TempDir dir;
-  const auto r = run_program("timeout --preserve-status -s INT 1 '" + std::string(CF_MODEL_PROGRAM) +
-                             "' generate --preset pythia-14m --max-new-tokens 100000 --prompt-ids 1,2 --json '" +
+  const auto r = run_program("timeout --preserve-status -s INT 3 '" + std::string(CF_MODEL_PROGRAM) +
+                             "' generate --preset pythia-14m --max-new-tokens 40000 --prompt-ids 1,2 --json '" +
                              (dir / "x.json") + "'");
   CAPTURE(r.err);
   CHECK(r.exit_code == 130);
