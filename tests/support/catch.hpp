@@ -6,6 +6,7 @@
 #include <catch2/catch_test_macros.hpp>
 #include <catch2/generators/catch_generators.hpp>
 #include <catch2/generators/catch_generators_range.hpp>
+using Catch::Approx;  // version 2 does the same
 #else
 #include <catch2/catch.hpp>
 #endif
