@@ -134,7 +134,7 @@ class Checkpoints(unittest.TestCase):
             ),
             (["--out", self.out, "--group-size", "64"], "--group-size needs --gptq"),
             (["--out", self.out, "--gptq", "4", "--group-size", "0"], "--group-size must be -1 or at least 1, got 0"),
-            (["--out", self.out, "--gptq", "3"], "invalid choice: 3"),
+            (["--out", self.out, "--gptq", "3"], "--gptq: invalid choice"),
             (["--out", self.out, "--dtype", "float64"], "invalid choice: 'float64'"),
         ]:
             with self.subTest(argv=argv):

@@ -126,7 +126,7 @@ class CommandLine(unittest.TestCase):
         with tempfile.TemporaryDirectory() as out:
             base = ["--model", out, "--out", os.path.join(out, "x")]
             self.assertIn("--group must be -1 or at least 1, got 0", self.refused(*base, "--group", "0"))
-            self.assertIn("invalid choice: 3", self.refused(*base, "--bits", "3"))
+            self.assertIn("--bits: invalid choice", self.refused(*base, "--bits", "3"))
             self.assertIn("--desc-act excludes --rtn", self.refused(*base, "--desc-act", "--rtn"))
             self.assertIn("--modules must be among", self.refused(*base, "--modules", "mlp"))
 
