@@ -61,7 +61,8 @@ Status check_logits(const Hdf5Reader& file, const std::string& variant, DType dt
   return expect(file, path + "/log_sum_exp", DType::f64, {m.fed()});
 }
 
-/// Checks the taps of one variant and takes their names.
+/// Reads the names of a variant's taps into v.taps. Refuses a tap that a model does not have, or of another shape or
+/// dtype.
 Status check_taps(const Hdf5Reader& file, const ModelGoldenMeta& m, DType dtype, VariantInfo& v) {
   const std::string group = taps_of(v.name);
   VariantInfo described;

@@ -51,12 +51,9 @@ void for_each_block(const ModelConfig& m, const LayerWeights& weights, bool matr
 void evict(const ModelConfig& m, const LayerWeights& weights) { for_each_block(m, weights, false, evict_from_caches); }
 
 double read_rate(const ModelConfig& m, const LayerWeights& weights) {
-  double bytes = 0, seconds = 0;
-  for_each_block(m, weights, true, [&](const void* data, std::size_t n) {
-    bytes += double(n);
-    seconds += double(n) / stream_read_bytes_per_s(data, n);
-  });
-  return bytes / seconds;
+  ReadRate rate;
+  for_each_block(m, weights, true, [&](const void* data, std::size_t bytes) { rate.add(data, bytes); });
+  return rate.bytes_per_s();
 }
 
 DType weight_dtype(const LayerWeights& w) { return w.input_layernorm.gamma.dtype; }

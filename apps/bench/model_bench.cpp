@@ -17,13 +17,11 @@ double milliseconds(Clock::duration d) { return std::chrono::duration<double, st
 
 /// The rate of a streaming read of all weights. Vectors are too short to measure one.
 double read_rate(const ModelSpec& m, const ModelWeights& weights) {
-  double bytes = 0, seconds = 0;
+  ReadRate rate;
   for_each_model_weight(m, weights, [&](const TensorSpec&, const auto& view, const auto& shape) {
-    if (shape.size() != 2) return;
-    bytes += double(view.bytes());
-    seconds += double(view.bytes()) / stream_read_bytes_per_s(view.data, std::size_t(view.bytes()));
+    if (shape.size() == 2) rate.add(view.data, std::size_t(view.bytes()));
   });
-  return bytes / seconds;
+  return rate.bytes_per_s();
 }
 
 /// Ids that spread over the vocabulary, the same for the same slot.

@@ -100,6 +100,4 @@ Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& 
   }
 }
 
-std::string list_of(std::span<const std::int32_t> ids) { return fmt::format("{}", fmt::join(ids, ", ")); }
-
 }  // namespace cf::apps

@@ -47,7 +47,4 @@ Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::
 /// The prompts of --prompt-ids: "1,2,3", several separated by ";", or a .npy file of token ids whose rows are prompts.
 Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& text);
 
-/// "1, 2, 3"
-std::string list_of(std::span<const std::int32_t> ids);
-
 }  // namespace cf::apps

@@ -40,10 +40,10 @@ Result<ModelConfig> config_of(const ModelChoice& choice);
 /// memory does not hold.
 Result<LoadedModel> load_model(const ModelChoice& choice);
 
-/// "GPTQ of 4 bits, group 128"; empty for dense weights.
+/// The format in words, such as "GPTQ of 4 bits, group 128". Dense weights give an empty text.
 std::string describe(const WeightFormat& linears);
 
-/// The bytes that this machine can give without swapping; what Linux calls available.
+/// The bytes of memory that a program can take without swapping: Linux's MemAvailable, elsewhere all memory.
 double free_memory_bytes();
 
 }  // namespace cf::apps

@@ -5,8 +5,8 @@
 
 namespace cf::cpu_ref {
 
-/// The LayerNorm of one row at a time, with gamma and beta widened once. Two passes: the mean, then the mean square of
-/// x - mean, which is as accurate as Welford's single pass.
+/// The LayerNorm of one row at a time, with gamma and beta widened once. The first pass makes the mean, the second the
+/// mean square of x - mean. Two passes are as accurate as Welford's one.
 template <class Real>
 class RowNorm {
  public:

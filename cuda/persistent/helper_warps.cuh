@@ -159,7 +159,7 @@ class HelperWarps {
       const auto here = [&](int u) {
         return at(u) >= end || (two[u][0].tag == block.tag(layer) && two[u][1].tag == block.tag(layer));
       };
-      // A thread that gives up still goes to the barrier, where the others wait.
+      // After a time-out the thread goes on to the barrier: the other threads wait there for it.
       if (!await_pieces<at_once>(block, layer, Dependency::context, load, here)) break;
 #pragma unroll
       for (int u = 0; u < at_once; ++u)

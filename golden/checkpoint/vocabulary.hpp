@@ -49,8 +49,8 @@ class Vocabulary {
 };
 
 /// Turns bytes that come in pieces into whole characters of UTF-8, so that a program can print tokens as they come.
-/// Bytes that form no character are replaced by U+FFFD, as the Unicode Standard recommends (section 3.9, "U+FFFD
-/// substitution of maximal subparts"). Python and Rust replace in the same way.
+/// U+FFFD replaces bytes that form no character, in the way of Python and Rust. Source: the Unicode Standard, section
+/// 3.9, "U+FFFD substitution of maximal subparts".
 class Utf8Stream {
  public:
   /// Takes bytes. Returns the characters that are whole now and were not returned before.

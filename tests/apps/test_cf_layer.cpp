@@ -466,7 +466,7 @@ TEST_CASE("a share above 100 % names its cause") {
   // Of 240 MB a quarter may stay: the rest takes three quarters of the time, which is 133 %.
   CHECK(limit_note(133, 24e6, 24e6, l2) == "the L2 may keep 25 % from run to run");
   CHECK(limit_note(134, 24e6, 24e6, l2) == "above the probe: doubt the probe");
-  // Half of the bytes are activations, which a kernel finds in the L2: memory moves the other half.
+  // Memory moves half of the bytes. The other half are activations, which stay in the L2.
   CHECK(limit_note(200, 48e6, 24e6, l2) == "activations stay in the L2");
   CHECK(limit_note(201, 48e6, 24e6, l2) == "the L2 may keep 25 % from run to run");
   CHECK(limit_note(270, 48e6, 24e6, l2) == "above the probe: doubt the probe");

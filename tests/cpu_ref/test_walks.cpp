@@ -169,7 +169,7 @@ TEST_CASE("Ranks that share a layer sum up to the whole: heads, MLP and one resi
       for (std::int64_t i = 0; i < total.size(); ++i) total.as<double>()[i] += (states[r].*tensor).at(i);
     return total;
   };
-  // The walks of all ranks, side by side up to a site.
+  // Walks one half of the layer's sites on every rank.
   const auto walk = [&](bool first_half) {
     for (std::size_t r = 0; r < states.size(); ++r) {
       bool in_first_half = true;

@@ -87,8 +87,8 @@ Status pack_call(Args& args, Packed& packed) {
 //   Columns are the inputs sorted by group. Every group has columns_per_group columns, a multiple of 32: column c
 //   belongs to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its
 //   activation counts as zero. Without an order column k is input k.
-//   A code of 8 bits is two of 4: W = 16 s (q / 16 - z / 16) + s (q % 16 - z % 16). The high ones are groups of their
-//   own. The groups of the low ones follow, so that every input has two columns.
+//   An 8-bit code is stored as two 4-bit codes: W = 16 s (q / 16 - z / 16) + s (q % 16 - z % 16). Every input has two
+//   columns: first come the groups of the high codes, with scale 16 s, then those of the low codes, with scale s.
 //
 //   codes   (row_tiles, chunks, 128)  Tile (i, j) holds rows 16i .. 16i + 15 and columns 64j .. 64j + 63 in 512 bytes.
 //           Lane l of a warp has bytes 16l .. 16l + 15 of a tile. With g = l / 4 and t = l % 4 these are four words:
