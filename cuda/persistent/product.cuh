@@ -294,8 +294,8 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
   }
 }
 
-/// Multiplies all stages of a product. x_at(slice) waits for a slice of the tokens and returns its address; null ends the
-/// product. x_used(slice) is called when the slice is in registers. A row product has one slice, the whole token.
+/// Multiplies all stages of a product. x_at(slice) waits for a slice of the tokens and returns its address; null ends
+/// the product. x_used(slice) is called when the slice is in registers. A row product has one slice, the whole token.
 template <class T, int Columns, class Reader, class XAt, class XUsed>
 __device__ bool consume_product(const PersistentArguments& c, Reader& ring, const Product& p,
                                 const Sums<Columns == 0>& sums, int earlier_stages, int x_row, XAt x_at, XUsed x_used) {

@@ -169,7 +169,7 @@ struct AttentionRows {
   __device__ float weights(int operand, int r) const { return quad_sum(state[operand][r].sum); }
 
  private:
-  /// Replaces the scores of row r by their softmax weights. The row sees `visible` keys, counted from the first of s on.
+  /// Replaces the scores of row r by their softmax weights. The row sees `visible` keys, counted from the first of s.
   static __device__ void weigh_row(float (&s)[Keys / 8][4], float (&values)[HeadDim / 8][4], int r, SoftmaxState& state,
                                    float scale, int visible) {
     const int t = threadIdx.x % 4;
