@@ -1,8 +1,9 @@
 # cmake -DMANIFEST=<build folder>/install_manifest.txt -P: removes the files that the manifest lists, and the folders
 # named cf, and those below them, that this empties.
 cmake_minimum_required(VERSION 3.25)
+# CMake breaks a message into lines of 80 columns unless it begins with a space.
 if(NOT EXISTS "${MANIFEST}")
-  message(FATAL_ERROR "cf: ${MANIFEST}: no such file, expected the list that cmake --install writes")
+  message(FATAL_ERROR " cf: ${MANIFEST}: no such file, expected the list that cmake --install writes")
 endif()
 file(STRINGS "${MANIFEST}" files)
 set(removed 0)
@@ -14,7 +15,7 @@ foreach(file IN LISTS files)
   endif()
   file(REMOVE "${path}")
   if(EXISTS "${path}")
-    message(FATAL_ERROR "cf: ${path}: could not be removed")
+    message(FATAL_ERROR " cf: ${path}: could not be removed")
   endif()
   math(EXPR removed "${removed} + 1")
   cmake_path(GET path PARENT_PATH folder)

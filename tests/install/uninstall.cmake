@@ -16,6 +16,6 @@ endif()
 
 execute_process(COMMAND ${CMAKE_COMMAND} -DMANIFEST=${PREFIX}/none.txt -P ${SOURCE}/scripts/uninstall.cmake
                 RESULT_VARIABLE result ERROR_VARIABLE error)
-if(result EQUAL 0 OR NOT error MATCHES "none.txt: no such file, expected")
+if(result EQUAL 0 OR NOT error MATCHES "\n +cf: [^\n]*none\\.txt: no such file, expected [^\n]*\n")
   message(FATAL_ERROR "a missing manifest: exit ${result}, '${error}'")
 endif()
