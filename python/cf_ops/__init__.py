@@ -1,0 +1,5 @@
+"""GPT-NeoX decode operators and models, each proven against a float64 oracle."""
+
+from cf_ops._core import CfError, __version__
+
+__all__ = ["CfError", "__version__"]

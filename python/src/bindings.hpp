@@ -1,0 +1,25 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "core/status.hpp"
+
+namespace cf::python {
+
+/// Raises the Python exception of a Status that is not ok, with its one line: ValueError (invalid_argument,
+/// invalid_file), FileNotFoundError (not_found), OSError (io_error), NotImplementedError (unimplemented), MemoryError
+/// (out_of_memory) or cf_ops.CfError (device_error). The GIL must be held.
+void check(const Status& status);
+
+/// The value of a Result, or its Status's exception.
+template <class T>
+T take(Result<T> result) {
+  check(result.status());
+  return std::move(*result);
+}
+
+/// Adds the ops to the module.
+void bind_ops(nanobind::module_& m);
+/// Adds whole models to the module: weights, runners, decoders.
+void bind_model(nanobind::module_& m);
+
+}  // namespace cf::python

@@ -1,0 +1,42 @@
+#include "python/src/bindings.hpp"
+
+namespace nb = nanobind;
+
+namespace cf::python {
+namespace {
+
+PyObject* cf_error = nullptr;  // cf_ops.CfError, alive as long as the module
+
+PyObject* exception_of(Code code) {
+  switch (code) {
+    case Code::invalid_argument:
+    case Code::invalid_file: return PyExc_ValueError;
+    case Code::not_found: return PyExc_FileNotFoundError;
+    case Code::io_error: return PyExc_OSError;
+    case Code::unimplemented: return PyExc_NotImplementedError;
+    case Code::out_of_memory: return PyExc_MemoryError;
+    case Code::ok:
+    case Code::device_error: break;
+  }
+  return cf_error;
+}
+
+}  // namespace
+
+void check(const Status& status) {
+  if (status) return;
+  PyErr_SetString(exception_of(status.code()), status.message().c_str());
+  throw nb::python_error();
+}
+
+}  // namespace cf::python
+
+NB_MODULE(_core, m) {
+  m.doc() = "The compiled part of cf_ops.";
+  m.attr("__version__") = CF_VERSION;
+  cf::python::cf_error = PyErr_NewExceptionWithDoc("cf_ops.CfError", "What failed in a device or in cf_ops itself.",
+                                                   PyExc_RuntimeError, nullptr);
+  m.attr("CfError") = nb::borrow(cf::python::cf_error);
+  cf::python::bind_ops(m);
+  cf::python::bind_model(m);
+}
