@@ -199,7 +199,7 @@ class Patch:
         for name, value in arguments.items():
             if name not in _READ and value is not None and value is not False:
                 raise _Fallback(name)
-        ids = arguments.get("input_ids")
+        ids: Any = arguments.get("input_ids")
         if type(ids) is not torch.Tensor or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             raise _Fallback("input_ids are not a tensor of sequences")
         if ids.device != model.device:
