@@ -1,11 +1,13 @@
 #include "python/src/work.hpp"
 
+#include <nanobind/stl/string.h>
 #include <omp.h>
 
 #include <atomic>
 #include <chrono>
 
 #include "core/resources.hpp"
+#include "cpu_ref/cpu_ref.hpp"
 #include "python/src/bindings.hpp"
 
 namespace nb = nanobind;
@@ -42,6 +44,9 @@ void bind_threads(nb::module_& m) {
         threads = int(n);
       },
       "n"_a, "Sets the number of threads that the CPU backend works with from now on, in every Python thread.");
+  m.def(
+      "instruction_set", [] { return std::string(cpu_ref::instruction_set()); },
+      "The vector instructions that the CPU backend uses in float32 on this processor.");
   m.def(
       "num_threads", [] { return threads.load(); }, "The number of threads that the CPU backend works with.");
 }

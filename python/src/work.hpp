@@ -12,7 +12,7 @@ namespace cf::python {
 /// number for each thread by itself.
 void use_threads();
 
-/// Adds set_num_threads() and num_threads() to the module.
+/// Adds set_num_threads(), num_threads() and instruction_set() to the module.
 void bind_threads(nanobind::module_& m);
 
 /// While a model works: an error Status once Python's handler of a signal has raised an exception, otherwise ok. It asks
