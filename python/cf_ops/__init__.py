@@ -1,7 +1,11 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
-from cf_ops._core import CfError, __version__
+from cf_ops import _core
+from cf_ops._core import CfError
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
+
+__version__ = _core.version()
+CfError.__module__ = __name__
 
 __all__ = [
     "CfError",

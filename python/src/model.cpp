@@ -443,6 +443,8 @@ void bind_runner(nb::module_& m) {
             return r.run(slot, first, ids, rows, {}).first;
           },
           "slot"_a, "first"_a, "ids"_a, "rows"_a,
+          nb::sig(
+              "def forward(self, slot: int, first: int, ids: object, rows: int) -> numpy.typing.NDArray[typing.Any]"),
           "Gives a slot the entries of `ids` as prefill() does, and returns the logits (rows, vocab) of the last "
           "`rows` "
           "ids. logits() has none until the next prefill() or step().")
@@ -464,7 +466,9 @@ void bind_runner(nb::module_& m) {
       .def("step", &Runner::step, "tokens"_a,
            "Appends the tokens (slot, id, position), at most one a slot, and makes their logits. A position is at most "
            "the slot's length.")
-      .def("logits", &Runner::logits, "slot"_a, "The logits (vocab) of the slot's last prefill() or step().")
+      .def("logits", &Runner::logits, "slot"_a,
+           nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
+           "The logits (vocab) of the slot's last prefill() or step().")
       .def("length", &Runner::length, "slot"_a, "The slot's valid cache entries.")
       .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.");
 }
@@ -497,6 +501,7 @@ void bind_decoder(nb::module_& m) {
            "Why a sequence has ended: \"running\", \"stop\", \"length\" or \"failed\".")
       .def("status", &PythonDecoder::status, "sequence"_a, "How a sequence failed, or None.")
       .def("logits", &PythonDecoder::logits, "sequence"_a,
+           nb::sig("def logits(self, sequence: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) that a running sequence's last id was chosen from.")
       .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running.")
       .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.");

@@ -21,7 +21,7 @@ _DESCRIPTION = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 0, 1 for a failed check, 2 for bad input, 130 after Ctrl-C."""
     parser = program.Parser(prog=f"python -m {program.PROGRAM}", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"{program.PROGRAM} {_core.__version__}")
+    parser.add_argument("--version", action="version", version=f"{program.PROGRAM} {_core.version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=program.Parser)
     runs = {"generate": generate, "eval": evaluate, "bench": bench}
     for name, module in runs.items():

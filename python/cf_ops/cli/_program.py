@@ -83,7 +83,7 @@ def about(command: str, args: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "program": f"{PROGRAM} {command}",
-        "version": _core.__version__,
+        "version": _core.version(),
         "command": shlex.join(["python", "-m", PROGRAM, *args.argv]),
         "cpu": cpu_name(),
         "threads": _core.num_threads(),

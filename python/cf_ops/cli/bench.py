@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
         for prompt_len in args.prompt_len:
             for new_tokens in args.new_tokens:
                 load_of_run = {"prompt_len": prompt_len, "new_tokens": new_tokens, "slots": slots}
-                timed = _time(decoder, model.config["vocab_size"], prompt_len, new_tokens, slots, args.runs, args.warmup)
+                timed = _time(
+                    decoder, model.config["vocab_size"], prompt_len, new_tokens, slots, args.runs, args.warmup
+                )
                 results.append(load_of_run | timed)
     print(f"{_core.num_threads()} threads of {program.cpu_name()}, checkpoint {args.model}\n")
     headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s"]
@@ -61,7 +63,9 @@ def _prompt(length: int, slot: int, vocab_size: int) -> list[int]:
 def _time(
     decoder: _core.Decoder, vocab_size: int, prompt_len: int, new_tokens: int, slots: int, runs: int, warmup: int
 ) -> dict[str, float]:
-    first_ms, total_ms, token_ms = [], [], []
+    first_ms: list[float] = []
+    total_ms: list[float] = []
+    token_ms: list[float] = []
     for number in range(-warmup, runs):
         sequences = [
             decoder.add(_prompt(prompt_len, slot, vocab_size), max_new_tokens=new_tokens) for slot in range(slots)

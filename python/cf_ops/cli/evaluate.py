@@ -17,7 +17,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--text", metavar="FILE", help="a text in UTF-8, encoded by the checkpoint's tokenizer")
     source.add_argument("--tokens", metavar="FILE.npy", help="token ids in one row")
     parser.add_argument("--context", type=program.integer(2, 1 << 20), default=2048, help="ids that a window holds")
-    parser.add_argument("--stride", type=program.integer(1, 1 << 20), help="ids between windows; --context when left out")
+    parser.add_argument(
+        "--stride", type=program.integer(1, 1 << 20), help="ids between windows; --context when left out"
+    )
     parser.add_argument("--limit", type=program.integer(2, 1 << 40), help="take the first ids alone")
 
 

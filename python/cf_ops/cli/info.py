@@ -30,7 +30,7 @@ def facts() -> list[tuple[str, str]]:
     """What is installed and what the work runs on."""
     packages = ("numpy", "torch", "transformers", "tokenizers")
     return [
-        ("cf_ops", _core.__version__),
+        ("cf_ops", _core.version()),
         ("python", platform.python_version()),
         *((package, program.version_of(package) or "not installed") for package in packages),
         ("cpu", program.cpu_name()),
