@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <string_view>
 
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
@@ -13,5 +14,8 @@ namespace cf::cpu_ref {
   Result<Condition> condition(const ops::Op::Args&);
 #include "core/ops/ops.def"
 #undef CF_OP
+
+/// The vector instructions that the fast backend uses on this processor, such as "avx2".
+std::string_view instruction_set();
 
 }  // namespace cf::cpu_ref

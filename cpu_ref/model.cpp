@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/ops/rope.hpp"
+#include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/chain.hpp"
 #include "cpu_ref/sample.hpp"
@@ -32,13 +33,15 @@ std::vector<Model::SiteTensor> tensors_of(const Args& args) {
   using Op = typename Args::Op;
   std::vector<Model::SiteTensor> tensors;
   Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, const auto& view, const auto&) {
-    if (view) tensors.push_back({spec.role, view.data, view.dtype, view.size()});
+    if (view)
+      tensors.push_back(
+          {spec.role, std::string(spec.name), view.data, view.dtype, {view.shape.begin(), view.shape.end()}});
   });
   return tensors;
 }
 
 bool has_nan(const Model::SiteTensor& t) {
-  for (std::int64_t i = 0; i < t.size; ++i)
+  for (std::int64_t i = 0, size = t.size(); i < size; ++i)
     if (std::isnan(load_element(t.data, t.dtype, i))) return true;
   return false;
 }
@@ -57,23 +60,32 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
 
 ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
   const ModelShape& s = m.shape;
-  const auto element = std::int64_t(size_bytes(o.activation));
+  const auto element = double(size_bytes(o.activation)), entries = double(o.capacity) + 1;
   const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
   ModelBytes b;
-  b.cache = 2 * s.num_layers * o.slots * s.num_kv_heads * (o.capacity + 1) * s.head_dim * element;
-  std::int64_t elements = tokens * 3 * s.hidden_size + 2 * o.slots * s.vocab_size;
+  b.cache =
+      2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * entries * double(s.head_dim) * element;
+  double elements = double(tokens) * 3 * double(s.hidden_size) + 2 * double(o.slots) * double(s.vocab_size);
   LayerTensors views;
   for_each_activation(
       s, {.batch = tokens},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
         if (!is_made(spec)) return;
-        std::int64_t n = 1;
-        for (std::int64_t d : shape) n *= d;
+        double n = 1;
+        for (std::int64_t d : shape) n *= double(d);
         elements += n;
       },
       views);
-  b.workspace = elements * element + (o.capacity + 1) * s.rotary_dim * std::int64_t(sizeof(float));
+  b.workspace = elements * element + entries * double(s.rotary_dim) * double(sizeof(float));
   return b;
+}
+
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const Options& o) {
+  const ModelBytes b = bytes(m, o);
+  return check_free_memory(b.cache + b.workspace, name + ": " + std::to_string(o.slots) + " slots of " +
+                                                      std::to_string(o.capacity) + " entries need " +
+                                                      gigabytes(b.cache) + " for the cache and " +
+                                                      gigabytes(b.workspace) + " for activations");
 }
 
 Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& o)
@@ -209,8 +221,12 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
 Status Model::step(std::span<const Token> tokens) {
   std::vector<std::int32_t> ids(lengths_.size()), kv_len;
   for (std::int64_t length : lengths_) kv_len.push_back(std::int32_t(length + 1));
+  std::vector<bool> stepped(lengths_.size());
   for (const Token& t : tokens) {
     CF_TRY(check_slot(t.slot, t.position, 1));
+    if (stepped[std::size_t(t.slot)])
+      return refused("slot " + std::to_string(t.slot) + ": expected one token a step, got two");
+    stepped[std::size_t(t.slot)] = true;
     ids[std::size_t(t.slot)] = t.id;
     kv_len[std::size_t(t.slot)] = std::int32_t(t.position + 1);
   }

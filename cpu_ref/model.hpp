@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/contract.hpp"
@@ -13,7 +14,7 @@ namespace cf::cpu_ref {
 
 /// The memory that a model takes beside its weights.
 struct ModelBytes {
-  std::int64_t cache = 0, workspace = 0;
+  double cache = 0, workspace = 0;  // large options ask for more than 64 bits count
 };
 
 /// A whole model on the CPU: in float64 the oracle, in float32 the fast backend. Weights are read as they are stored,
@@ -30,9 +31,12 @@ class Model final : public ModelRunner {
   /// A tensor of a site's call: what the op reads, what it has written, or a weight.
   struct SiteTensor {
     Role role;
+    std::string name;  // in the op's contract
     const void* data;
     DType dtype;
-    std::int64_t size;  // elements
+    Shape shape;
+
+    std::int64_t size() const { return element_count(shape); }
   };
   /// Called after a site has run, with all its tensors in the order of Op::tensors.
   using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
@@ -43,6 +47,8 @@ class Model final : public ModelRunner {
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
   static ModelBytes bytes(const ModelSpec& model, const Options& options);
+  /// Refuses options for which create() would take more memory than is free; `name` is the model's in the message.
+  static Status check_memory(const std::string& name, const ModelSpec& model, const Options& options);
 
   const ModelSpec& model() const override { return spec_; }
   std::int64_t slots() const override { return options_.slots; }
@@ -53,6 +59,7 @@ class Model final : public ModelRunner {
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   /// The same with the logits of the last `rows` tokens: `logits` is (rows, vocab), of the activations' dtype.
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// Refuses besides two tokens of one slot.
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;

@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <latch>
 #include <new>
 #include <system_error>
-#include <thread>
 
 namespace cf::apps {
 namespace {
@@ -70,23 +68,6 @@ int run_main(const std::function<int()>& body) {
   } catch (const std::system_error& e) {
     return fail(fmt::format("the system refused a resource: {}", e.code().message()));
   }
-}
-
-Status check_threads(std::string_view option, std::int64_t threads) {
-  std::vector<std::jthread> others;
-  std::latch all_started(1);
-  Status status;
-  try {
-    // All threads live at the same time, as those of OpenMP will.
-    while (std::int64_t(others.size()) < threads - 1) others.emplace_back([&] { all_started.wait(); });
-  } catch (const std::system_error& e) {
-    status = Status::error(Code::out_of_memory,
-                           fmt::format("{}: expected a number of threads that this process can start, got {}; {} were "
-                                       "started: {}",
-                                       option, threads, others.size() + 1, e.code().message()));
-  }
-  all_started.count_down();
-  return status;
 }
 
 std::string cpu_name() {

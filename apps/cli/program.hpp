@@ -7,10 +7,12 @@
 #include <vector>
 
 #include "core/atomic_file.hpp"
+#include "core/resources.hpp"
 #include "core/status.hpp"
 
 namespace cf::apps {
 
+using cf::check_threads;
 using cf::check_writable;
 using cf::write_file_atomically;
 
@@ -40,9 +42,5 @@ std::string shell_command(int argc, const char* const* argv);
 /// Runs what main() does and returns its exit code. Where memory or threads run out, that is kBadInput after one line
 /// on stderr.
 int run_main(const std::function<int()>& body);
-
-/// Refuses a number of threads that this process cannot start now, the calling thread among them. OpenMP does not
-/// report such a failure: it ends the process. `option` is what the message calls the number.
-Status check_threads(std::string_view option, std::int64_t threads);
 
 }  // namespace cf::apps

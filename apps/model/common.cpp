@@ -48,15 +48,7 @@ Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::
       .slots = slots, .capacity = capacity, .chunk = o.chunk, .activation = o.activation.value_or(DType::f32)};
   // Before the weights are loaded, which may take long.
   CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
-  const cpu_ref::ModelBytes bytes = cpu_ref::Model::bytes(config, options);
-  const double needed = double(bytes.cache) + double(bytes.workspace), free = free_memory_bytes();
-  if (needed > free)
-    return Status::error(
-        Code::out_of_memory,
-        fmt::format("{}: {} slots of {} entries need {:.2f} GB for the cache and {:.2f} GB for activations, "
-                    "expected at most the {:.2f} GB of memory that are free",
-                    config.name, slots, capacity, double(bytes.cache) * 1e-9, double(bytes.workspace) * 1e-9,
-                    free * 1e-9));
+  CF_TRY(cpu_ref::Model::check_memory(config.name, config, options));
   CF_TRY_ASSIGN(LoadedModel loaded, load_model(choice));
   print_notes(loaded.notes);
   if (capacity > config.max_position_embeddings)

@@ -51,12 +51,12 @@ int Info::run() {
   // One slot that reaches as far as the model's positions.
   const cpu_ref::Model::Options one{.capacity = m.max_position_embeddings};
   const cpu_ref::ModelBytes bytes = cpu_ref::Model::bytes(m, one);
-  const double slot = double(bytes.cache);
+  const double slot = bytes.cache;
   add("cache, float32", fmt::format("{:.1f} kB a token, {:.1f} MB a slot of {}", slot * 1e-3 / double(one.capacity + 1),
                                     slot * 1e-6, one.capacity));
   add("activations, float32",
-      fmt::format("{:.1f} MB for prompts in chunks of {}", double(bytes.workspace) * 1e-6, one.chunk));
-  const double free = free_memory_bytes(), rest = free - weights - double(bytes.workspace);
+      fmt::format("{:.1f} MB for prompts in chunks of {}", bytes.workspace * 1e-6, one.chunk));
+  const double free = free_memory_bytes(), rest = free - weights - bytes.workspace;
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   add("slots that fit",
       fmt::format("{} of {} entries", std::max<std::int64_t>(0, std::int64_t(rest / slot)), one.capacity));

@@ -55,7 +55,7 @@ std::vector<SiteOutput> site_outputs(const Site& site, const Args& args) {
   detail::OutputList list;
   OpOf<Args>::tensors(OpOf<Args>::dims(args), args, list);
   for (SiteOutput& o : list.outputs)
-    o.tap = list.outputs.size() == 1 ? std::string(site.tap) : std::string(site.tap) + "." + o.tap;
+    o.tap = output_tap(std::string(site.tap), o.tap, list.outputs.size());
   return std::move(list.outputs);
 }
 

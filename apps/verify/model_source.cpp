@@ -1,12 +1,10 @@
 #include "apps/verify/model_source.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
-
-#include <fstream>
 #include <utility>
 
 #include "core/procedural.hpp"
+#include "core/resources.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 
 namespace cf::apps {
@@ -47,11 +45,8 @@ Result<LoadedModel> load_model(const ModelChoice& choice) {
   CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
   // The Linears' bits decide; embeddings and head are dense whatever the format is.
   const double needed = double(config.num_parameters()) * double(size_bytes(config.dtype));
-  if (const double free = free_memory_bytes(); choice.linears.bits == 0 && needed > free)
-    return Status::error(
-        Code::out_of_memory,
-        fmt::format("{}: the weights need {:.2f} GB of memory, expected at most the {:.2f} GB that are free",
-                    config.name, needed * 1e-9, free * 1e-9));
+  if (choice.linears.bits == 0)
+    CF_TRY(check_free_memory(needed, config.name + ": the weights need " + gigabytes(needed)));
   auto owned =
       std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), config.dtype, choice.seed, choice.linears));
   const std::string format = describe(choice.linears);
@@ -67,15 +62,6 @@ std::string describe(const WeightFormat& linears) {
   if (linears.bits == 0) return "";
   if (linears.group_size == -1) return fmt::format("GPTQ of {} bits, one group", linears.bits);
   return fmt::format("GPTQ of {} bits, group {}", linears.bits, linears.group_size);
-}
-
-double free_memory_bytes() {
-  std::ifstream info("/proc/meminfo");
-  for (std::string line; std::getline(info, line);) {
-    long long kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) return double(kib) * 1024;
-  }
-  return double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
 }
 
 }  // namespace cf::apps

@@ -43,7 +43,4 @@ Result<LoadedModel> load_model(const ModelChoice& choice);
 /// The format in words, such as "GPTQ of 4 bits, group 128". Dense weights give an empty text.
 std::string describe(const WeightFormat& linears);
 
-/// The bytes of memory that a program can take without swapping: Linux's MemAvailable, elsewhere all memory.
-double free_memory_bytes();
-
 }  // namespace cf::apps

@@ -59,7 +59,7 @@ Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::G
       Tensor& rows = found->second.rows;
       convert(t.data, t.dtype,
               static_cast<char*>(rows.data()) + first * rows.shape()[1] * std::int64_t(size_bytes(activation)),
-              activation, t.size);
+              activation, t.size());
     }
     return {};
   });

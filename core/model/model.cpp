@@ -1,5 +1,8 @@
 #include "core/model/model.hpp"
 
+#include <type_traits>
+#include <utility>
+
 #include "core/contract.hpp"
 
 namespace cf {
@@ -12,6 +15,31 @@ std::string ModelSite::name() const {
 std::string ModelSite::tap() const {
   if (layer < 0) return std::string(site.tap);
   return "layers." + std::to_string(layer) + "." + std::string(site.tap);
+}
+
+std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w) {
+  const ModelShape& s = m.shape;
+  ModelTensors t;
+  const auto set_shape = [](const TensorSpec&, auto& view, auto shape) { point(view, nullptr, shape, DType::f32); };
+  for_each_activation(s, {}, set_shape, t.layer);
+  t.ids.shape = {1};
+  for (AnyView<2>& h : t.hidden) h.shape = {1, s.hidden_size};
+  t.final_norm.shape = {1, s.hidden_size};
+  t.logits.shape = {1, s.vocab_size};
+  const std::vector<LayerCache> caches(w.layers.size());
+  t.caches = caches;
+  std::vector<Tap> taps;
+  const Status walked = for_each_model_site(m, w, t, [&](const ModelSite& site, const auto& args) -> Status {
+    using Op = typename std::decay_t<decltype(args)>::Op;
+    std::vector<Tap> outputs;
+    Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, const auto& view, const auto&) {
+      if (spec.role == Role::output)
+        outputs.push_back({std::string(spec.name), Shape(view.shape.begin() + 1, view.shape.end())});
+    });
+    for (Tap& o : outputs) taps.push_back({output_tap(site.tap(), o.name, outputs.size()), std::move(o.shape)});
+    return {};
+  });
+  return walked ? taps : std::vector<Tap>();
 }
 
 Status check_model_weights(const ModelSpec& m, const ModelWeights& w) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "core/model/layer.hpp"
 #include "core/ops/embedding.hpp"
@@ -69,6 +70,15 @@ Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const Mode
   return f(ModelSite{.site = site::embed_out},
            ops::Linear::Args{.x = t.final_norm, .linear = w.embed_out, .y = t.logits});
 }
+
+/// What a model's step makes beside its caches.
+struct Tap {
+  std::string name;  // "embed_in", "layers.3.attention.rotary_emb.q", "logits"
+  Shape shape;       // of one token
+};
+
+/// Every tap of a model, in the order of the walk.
+std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w);
 
 /// Refuses weights that are not those of a whole model: other than num_layers layers, or tensors of other shapes than
 /// for_each_model_weight lists.

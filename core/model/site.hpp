@@ -1,6 +1,9 @@
 #pragma once
 #include <array>
+#include <cstddef>
+#include <string>
 #include <string_view>
+#include <utility>
 
 namespace cf {
 
@@ -11,6 +14,11 @@ struct Site {
   std::string_view name;
   std::string_view tap;
 };
+
+/// The tap of one of a step's outputs, "tap" or "tap.output".
+inline std::string output_tap(std::string tap, std::string_view output, std::size_t outputs) {
+  return outputs == 1 ? std::move(tap) : std::move(tap) + "." + std::string(output);
+}
 
 namespace site {
 inline constexpr Site input_layernorm{"input_layernorm", "input_layernorm"};

@@ -93,6 +93,15 @@ Result<std::map<std::string, std::string>> read_index(const std::string& directo
   return shard_of;
 }
 
+constexpr const char* kQuantizationConfig = ": 'quantization_config'";
+
+/// The text of a config.json's quantization_config, empty where it has none.
+Result<std::string> quantization_config(std::string_view config, const std::string& source) {
+  CF_TRY_ASSIGN(const Json json, parse_json_object(config, source));
+  const auto it = json.find("quantization_config");
+  return it == json.end() || it->is_null() ? std::string() : it->dump();
+}
+
 /// The directory's GPTQ config: that of the first file which has one. A note says where a later file differs.
 Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, std::vector<std::string>& notes) {
   std::optional<GptqConfig> first;
@@ -114,9 +123,8 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
   }
   const std::string path = join(directory, "config.json");
   CF_TRY_ASSIGN(const MappedFile file, map_file(path));
-  CF_TRY_ASSIGN(const Json config, parse_json_object(file.text(), path));
-  if (const auto it = config.find("quantization_config"); it != config.end() && !it->is_null())
-    CF_TRY(add(it->dump(), path + ": 'quantization_config'"));
+  CF_TRY_ASSIGN(const std::string inner, quantization_config(file.text(), path));
+  if (!inner.empty()) CF_TRY(add(inner, path + kQuantizationConfig));
   return first;
 }
 
@@ -245,6 +253,23 @@ struct Checkpoint::OpenFiles {
   std::map<std::string, File> files;
 };
 
+Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optional<std::string_view> gptq,
+                                           std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
+                                           const std::string& source) {
+  Checkpoint c;
+  c.directory_ = source;
+  CF_TRY_ASSIGN(c.config_, parse_hf_config(config, source + ": config"));
+  CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
+  if (gptq) {
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(*gptq, source + ": gptq"));
+  } else if (!inner.empty()) {
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig));
+  }
+  c.open_files_->files[kSingleFile] =
+      std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(std::move(tensors), std::move(owner), source));
+  return c;
+}
+
 Checkpoint::Checkpoint() : open_files_(std::make_shared<OpenFiles>()) {}
 
 CheckpointStorage::~CheckpointStorage() {
@@ -323,7 +348,7 @@ class Checkpoint::Loader {
       storage_->copies.push_back(std::move(copy));
     }
     point(view, data, shape, *dtype);
-    storage_->mapped.push_back(&entry);
+    if (found.file->is_mapped()) storage_->mapped.push_back(&entry);
     if (std::find(storage_->files.begin(), storage_->files.end(), found.file) == storage_->files.end())
       storage_->files.push_back(found.file);
     return {};

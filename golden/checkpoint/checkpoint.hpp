@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/model/config.hpp"
@@ -58,6 +59,13 @@ class Checkpoint {
   /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config
   /// and parse_gptq_config refuse.
   static Result<Checkpoint> open(const std::string& directory);
+
+  /// The same from a config.json's text, a quantize_config.json's text or none, and tensors that lie in memory, which
+  /// `owner` keeps. Their dtypes are spelled as in safetensors files. Messages name `source`. Without the second text,
+  /// quantization_config in the first counts. Refuses what parse_hf_config and parse_gptq_config refuse.
+  static Result<Checkpoint> from_memory(std::string_view config, std::optional<std::string_view> gptq,
+                                        std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
+                                        const std::string& source);
 
   const std::string& directory() const { return directory_; }
   const ModelConfig& config() const { return config_; }  // its name is the directory's where config.json has none

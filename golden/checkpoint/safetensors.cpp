@@ -176,6 +176,16 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
   return file;
 }
 
+SafetensorsFile SafetensorsFile::in_memory(std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
+                                           const std::string& source) {
+  SafetensorsFile file;
+  file.path_ = source;
+  file.is_mapped_ = false;
+  file.mapping_ = std::move(owner);
+  file.tensors_ = std::move(tensors);
+  return file;
+}
+
 const TensorEntry* SafetensorsFile::find(std::string_view name) const {
   const auto it = std::find_if(tensors_.begin(), tensors_.end(), [&](const TensorEntry& t) { return t.name == name; });
   return it == tensors_.end() ? nullptr : &*it;

@@ -29,14 +29,20 @@ class SafetensorsFile {
   /// that do not match shape and dtype, unknown dtypes, duplicate names.
   static Result<SafetensorsFile> open(const std::string& path);
 
+  /// The same over tensors that lie elsewhere in memory, which `owner` keeps; messages name `source`.
+  static SafetensorsFile in_memory(std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
+                                   const std::string& source);
+
   const std::string& path() const { return path_; }
+  bool is_mapped() const { return is_mapped_; }                         // from a file, and not from elsewhere in memory
   const std::vector<TensorEntry>& tensors() const { return tensors_; }  // in the order of their offsets
   /// The entry of that name, or null.
   const TensorEntry* find(std::string_view name) const;
 
  private:
   std::string path_;
-  std::shared_ptr<const void> mapping_;  // unmapped with the last copy
+  bool is_mapped_ = true;
+  std::shared_ptr<const void> mapping_;  // unmapped, or given back to its owner, with the last copy
   std::vector<TensorEntry> tensors_;
 };
 

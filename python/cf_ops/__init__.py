@@ -1,5 +1,19 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
-from cf_ops._core import CfError, __version__
+from cf_ops import _core
+from cf_ops._core import CfError
+from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
-__all__ = ["CfError", "__version__"]
+__version__ = _core.version()
+CfError.__module__ = __name__
+
+__all__ = [
+    "CfError",
+    "Generated",
+    "Generation",
+    "GenerationInterrupted",
+    "Model",
+    "Perplexity",
+    "__version__",
+    "load",
+]

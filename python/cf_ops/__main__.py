@@ -2,10 +2,7 @@
 
 import sys
 
-
-def main() -> int:
-    return 0
-
+from cf_ops.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,519 @@
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+#include "core/model/decoder.hpp"
+#include "core/model/model.hpp"
+#include "core/resources.hpp"
+#include "cpu_ref/model.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
+#include "golden/checkpoint/generation_config.hpp"
+#include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
+#include "python/src/work.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace cf::python {
+namespace {
 
-void bind_model(nanobind::module_&) {}
+using cpu_ref::Model;
+using Ids = std::vector<std::int32_t>;
+using Array = nb::ndarray<nb::numpy>;
+using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
+
+[[noreturn]] void refuse(std::string what) {
+  check(Status::error(Code::invalid_argument, std::move(what)));
+  throw std::logic_error("an error Status raises");
+}
+
+/// A numpy array over a tensor's memory, which the array keeps. The tensor is of float32 or float64.
+Array array_of(Tensor tensor) {
+  auto* const owned = new Tensor(std::move(tensor));
+  const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Tensor*>(p); });
+  const std::vector<std::size_t> shape(owned->shape().begin(), owned->shape().end());
+  return Array(owned->data(), shape.size(), shape.data(), owner, nullptr,
+               owned->dtype() == DType::f64 ? nb::dtype<double>() : nb::dtype<float>());
+}
+
+/// Token ids from a list, an array or whatever numpy.asarray takes. Refuses other than integers in one dimension, and
+/// ids outside the vocabulary.
+Ids ids_of(const char* what, nb::handle from, std::int64_t vocab_size) {
+  const nb::module_ numpy = nb::module_::import_("numpy");
+  const nb::object array = numpy.attr("asarray")(from);
+  const std::string name = what;
+  if (nb::cast<int>(array.attr("ndim")) != 1)
+    refuse(name + ": expected ids in one dimension, got " + std::to_string(nb::cast<int>(array.attr("ndim"))));
+  if (nb::cast<std::size_t>(array.attr("size")) == 0) return {};
+  const std::string kind = nb::cast<std::string>(array.attr("dtype").attr("kind"));
+  if ((kind != "i" && kind != "u") || !nb::cast<bool>(numpy.attr("can_cast")(array.attr("dtype"), numpy.attr("int64"))))
+    refuse(name + ": expected integers of at most 64 bits, got " +
+           nb::cast<std::string>(array.attr("dtype").attr("name")));
+  using Int64s = nb::ndarray<const std::int64_t, nb::numpy, nb::ndim<1>, nb::c_contig>;
+  const auto wide = nb::cast<Int64s>(numpy.attr("ascontiguousarray")(array, "dtype"_a = "int64"));
+  Ids ids;
+  ids.reserve(wide.size());
+  for (std::size_t i = 0; i < wide.size(); ++i) {
+    const std::int64_t id = wide.data()[i];
+    if (id < 0 || id >= vocab_size)
+      refuse(name + "[" + std::to_string(i) + "]: expected an id of 0 to " + std::to_string(vocab_size - 1) + ", got " +
+             std::to_string(id));
+    ids.push_back(std::int32_t(id));
+  }
+  return ids;
+}
+
+/// A model's weights, and whoever keeps their memory.
+struct Weights {
+  ModelConfig config;
+  ModelWeights weights;
+  std::shared_ptr<const void> owner;
+  std::vector<std::string> notes;
+
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for_each_model_weight(config.spec(), weights,
+                          [&](const auto&, const auto& view, const auto&) { sum += view.bytes(); });
+    return sum;
+  }
+};
+
+/// Loads all weights of a checkpoint and looks at their values.
+Result<Weights> load(const checkpoint::Checkpoint& checkpoint) {
+  Result<checkpoint::CheckpointModel> model = checkpoint.model();
+  // What is missing inside a checkpoint is a fault of the checkpoint: not_found is kept for its files.
+  if (!model && model.status().code() == Code::not_found)
+    return Status::error(Code::invalid_file, model.status().message());
+  CF_TRY(model.status());
+  CF_TRY(checkpoint.check_finite(*model));
+  Weights w{.config = checkpoint.config(),
+            .weights = std::move(model->weights),
+            .owner = std::move(model->storage),
+            .notes = std::move(model->notes)};
+  w.config.dtype = model->dtype;
+  return w;
+}
+
+Weights open(const std::string& directory) {
+  return take([&]() -> Result<Weights> {
+    const nb::gil_scoped_release release;
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
+    return load(opened);
+  }());
+}
+
+/// A tensor that lies in memory: its address, its dtype by numpy's name, its shape.
+using MemoryTensor = std::tuple<std::uintptr_t, std::string, Shape>;
+
+checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
+  static const std::map<std::string, std::string> stored{
+      {"float16", "F16"}, {"bfloat16", "BF16"}, {"float32", "F32"}, {"int32", "I32"}};
+  const auto& [address, dtype, shape] = tensor;
+  const auto known = stored.find(dtype);
+  std::int64_t bytes = known == stored.end() ? 1 : std::int64_t(size_bytes(*dtype_from_string(dtype)));
+  bool fits = true;
+  for (std::int64_t size : shape) fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes);
+  if (!fits) refuse("tensor '" + name + "': expected fewer than 2^63 bytes, got the shape " + to_string(shape));
+  if (address == 0 && bytes > 0) refuse("tensor '" + name + "': expected the address of its elements, got 0");
+  return {.name = std::move(name),
+          .stored_dtype = known == stored.end() ? dtype : known->second,
+          .shape = shape,
+          .data = reinterpret_cast<const void*>(address),
+          .bytes = bytes};
+}
+
+Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::object owner,
+                     const std::optional<std::string>& gptq) {
+  std::vector<checkpoint::TensorEntry> entries;
+  for (const auto& [name, tensor] : tensors)
+    entries.push_back(entry_of(nb::cast<std::string>(name), nb::cast<MemoryTensor>(tensor)));
+  // The last view may die in a thread without the GIL.
+  const std::shared_ptr<const void> kept(owner.release().ptr(), [](PyObject* object) {
+    const nb::gil_scoped_acquire acquire;
+    Py_DECREF(object);
+  });
+  return take([&]() -> Result<Weights> {
+    const nb::gil_scoped_release release;
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
+                  checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
+    CF_TRY(opened.check_names());
+    return load(opened);
+  }());
+}
+
+nb::dict config_of(const Weights& w) {
+  return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(checkpoint::to_hf_json(w.config)));
+}
+
+/// A model that takes memory for its cache and activations, once that memory is known to be free. It notices signals
+/// while it works.
+std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
+                                  const std::string& activation, Interrupt& interrupt) {
+  const std::optional<DType> dtype = dtype_from_string(activation);
+  if (!dtype) refuse("activation: expected float32 or float64, got '" + activation + "'");
+  const Model::Options options{.slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype};
+  std::unique_ptr<Model> model = take([&]() -> Result<std::unique_ptr<Model>> {
+    const nb::gil_scoped_release release;
+    CF_TRY(Model::check_memory(w.config.name, w.config, options));
+    return Model::create(w.config, w.weights, w.owner, options);
+  }());
+  model->watch([&interrupt](auto&&...) { return interrupt.check(); });
+  return model;
+}
+
+/// A model on the CPU, one call at a time.
+class Runner {
+ public:
+  Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation)
+      : bytes_(Model::bytes(w.config, {slots, capacity, chunk, dtype_from_string(activation).value_or(DType::f32)})),
+        taps_(model_taps(w.config, w.weights)),
+        model_(make_model(w, slots, capacity, chunk, activation, interrupt_)),
+        has_logits_(std::size_t(slots)) {}
+
+  std::int64_t vocab_size() const { return model_->model().shape.vocab_size; }
+  std::int64_t slots() const { return model_->slots(); }
+  std::int64_t capacity() const { return model_->capacity(); }
+  const cpu_ref::ModelBytes& bytes() const { return bytes_; }
+  std::vector<std::string> tap_names() const {
+    std::vector<std::string> names;
+    for (const Tap& t : taps_) names.push_back(t.name);
+    return names;
+  }
+
+  void prefill(std::int64_t slot, std::int64_t first, nb::handle from) {
+    const Ids ids = ids_of("ids", from, vocab_size());
+    check(work(mutex_, [&]() -> Status {
+      CF_TRY(model_->prefill(slot, first, ids));
+      has_logits_[std::size_t(slot)] = true;
+      return {};
+    }));
+  }
+
+  void set_rope_table(const Table& cos, const Table& sin) {
+    const auto view = [](const Table& t) {
+      return View<const float, 2>{t.data(), {std::int64_t(t.shape(0)), std::int64_t(t.shape(1))}};
+    };
+    check(work(mutex_, [&] { return model_->set_rope_table(view(cos), view(sin)); }));
+  }
+
+  std::pair<Array, std::map<std::string, Array>> run(std::int64_t slot, std::int64_t first, nb::handle from,
+                                                     std::int64_t rows, const std::vector<std::string>& names) {
+    const Ids ids = ids_of("ids", from, vocab_size());
+    const auto tokens = std::int64_t(ids.size());
+    if (rows < 0 || rows > tokens)
+      refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
+    std::map<std::string, Made> made;
+    double elements = double(rows) * double(vocab_size());
+    for (const std::string& name : names) {
+      Shape shape = shape_of(name);
+      const bool by_row = name == site::final_layer_norm.tap || name == site::embed_out.tap;
+      shape.insert(shape.begin(), by_row ? rows : tokens);
+      double size = 1;
+      for (std::int64_t n : shape) size *= double(n);
+      elements += size;
+      made[name].shape = std::move(shape);
+    }
+    Tensor logits;
+    check(work(mutex_, [&]() -> Status {
+      const double bytes = elements * double(size_bytes(model_->activation()));
+      CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
+      logits = Tensor(model_->activation(), {rows, vocab_size()});
+      for (auto& [name, m] : made) m.tensor = Tensor(model_->activation(), m.shape);
+      if (!made.empty()) model_->watch([&](const auto& s, auto tensors) { return collect(made, s, tensors); });
+      const Status ran = model_->forward(slot, first, ids, logits.view<2>());
+      if (ran) has_logits_[std::size_t(slot)] = false;
+      model_->watch([this](auto&&...) { return interrupt_.check(); });
+      return ran;
+    }));
+    std::map<std::string, Array> taps;
+    for (auto& [name, m] : made) taps.emplace(name, array_of(std::move(m.tensor)));
+    return {array_of(std::move(logits)), std::move(taps)};
+  }
+
+  void step(const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>& from) {
+    std::vector<ModelRunner::Token> tokens;
+    for (const auto& [slot, id, position] : from) {
+      if (id < 0 || id >= vocab_size())
+        refuse("slot " + std::to_string(slot) + ": expected an id of 0 to " + std::to_string(vocab_size() - 1) +
+               ", got " + std::to_string(id));
+      tokens.push_back({slot, std::int32_t(id), position});
+    }
+    if (tokens.empty()) return;
+    check(work(mutex_, [&]() -> Status {
+      CF_TRY(model_->step(tokens));
+      for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
+      return {};
+    }));
+  }
+
+  Array logits(std::int64_t slot) {
+    return array_of(take(work(mutex_, [&]() -> Result<Tensor> {
+      CF_TRY(check_slot(slot));
+      if (!has_logits_[std::size_t(slot)])
+        return Status::error(Code::invalid_argument,
+                             "slot " + std::to_string(slot) + ": expected a prefill() or step() to make its logits");
+      return model_->logits(slot);
+    })));
+  }
+
+  std::int64_t length(std::int64_t slot) {
+    return take(work(mutex_, [&]() -> Result<std::int64_t> {
+      CF_TRY(check_slot(slot));
+      return model_->length(slot);
+    }));
+  }
+
+  void release(std::int64_t slot) {
+    check(work(mutex_, [&]() -> Status {
+      CF_TRY(check_slot(slot));
+      model_->release(slot);
+      has_logits_[std::size_t(slot)] = false;
+      return {};
+    }));
+  }
+
+ private:
+  /// A tap of all tokens.
+  struct Made {
+    Shape shape{};
+    Tensor tensor{};
+    std::int64_t bytes = 0;  // of the tokens that were there so far
+  };
+
+  Status check_slot(std::int64_t slot) const {
+    if (slot >= 0 && slot < slots()) return {};
+    return Status::error(Code::invalid_argument,
+                         "slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
+  }
+
+  /// A tap's shape for one token.
+  Shape shape_of(const std::string& name) const {
+    for (const Tap& t : taps_)
+      if (t.name == name) return t.shape;
+    std::string names;
+    for (const Tap& t : taps_) names += (names.empty() ? "" : ", ") + t.name;
+    refuse("tap '" + name + "' is unknown; there are " + names);
+  }
+
+  Status collect(std::map<std::string, Made>& made, const ModelSite& site, std::span<const Model::SiteTensor> tensors) {
+    const auto outputs = std::count_if(tensors.begin(), tensors.end(), [](auto& t) { return t.role == Role::output; });
+    for (const Model::SiteTensor& t : tensors) {
+      if (t.role != Role::output) continue;
+      const auto found = made.find(output_tap(site.tap(), t.name, std::size_t(outputs)));
+      if (found == made.end()) continue;
+      Made& m = found->second;
+      const std::int64_t bytes = t.size() * std::int64_t(size_bytes(t.dtype));
+      std::memcpy(static_cast<char*>(m.tensor.data()) + m.bytes, t.data, std::size_t(bytes));
+      m.bytes += bytes;
+    }
+    return interrupt_.check();
+  }
+
+  std::mutex mutex_;
+  Interrupt interrupt_;
+  cpu_ref::ModelBytes bytes_;
+  std::vector<Tap> taps_;
+  std::unique_ptr<Model> model_;
+  std::vector<bool> has_logits_;  // by slot: whether the last call that changed the slot made its logits
+};
+
+/// A decoder over a model on the CPU, one call at a time.
+class PythonDecoder {
+ public:
+  PythonDecoder(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
+                const std::string& activation)
+      : decoder_(make_model(w, slots, capacity, chunk, activation, interrupt_)) {}
+
+  std::int64_t add(nb::handle prompt, const Sampling& sampling, std::uint64_t id, nb::handle stop,
+                   std::optional<std::int64_t> max_new_tokens) {
+    const std::int64_t vocab_size = decoder_.runner().model().shape.vocab_size;
+    const Ids ids = ids_of("prompt", prompt, vocab_size);
+    SequenceOptions options{.sampling = sampling, .id = id, .stop = ids_of("stop", stop, vocab_size)};
+    options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
+    return take(work(mutex_, [&] { return decoder_.add(ids, std::move(options)); }));
+  }
+  std::vector<std::pair<std::int64_t, std::int32_t>> prefill() {
+    return pairs(take(work(mutex_, [&] { return decoder_.prefill(); })));
+  }
+  std::vector<std::pair<std::int64_t, std::int32_t>> decode(std::int64_t steps) {
+    return pairs(take(work(mutex_, [&] { return decoder_.decode(steps); })));
+  }
+  void drop(std::int64_t sequence) {
+    check(work(mutex_, [&] { return decoder_.drop(sequence); }));
+  }
+  Ids ids(std::int64_t sequence) {
+    return take(work(mutex_, [&] { return decoder_.ids(sequence); }));
+  }
+  std::string finish(std::int64_t sequence) {
+    return std::string(to_string(take(work(mutex_, [&] { return decoder_.finish(sequence); }))));
+  }
+  std::optional<std::string> status(std::int64_t sequence) {
+    return take(work(mutex_, [&]() -> Result<std::optional<std::string>> {
+      CF_TRY(decoder_.finish(sequence).status());  // refuses an unknown sequence
+      const Status status = decoder_.status(sequence);
+      return status ? std::nullopt : std::optional(status.message());
+    }));
+  }
+  Array logits(std::int64_t sequence) {
+    return array_of(take(work(mutex_, [&] { return decoder_.logits(sequence); })));
+  }
+  bool active() {
+    return take(work(mutex_, [&]() -> Result<bool> { return decoder_.active(); }));
+  }
+  std::int64_t free_slots() {
+    return take(work(mutex_, [&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
+  }
+
+ private:
+  static std::vector<std::pair<std::int64_t, std::int32_t>> pairs(const std::vector<Decoder::Emitted>& emitted) {
+    std::vector<std::pair<std::int64_t, std::int32_t>> pairs;
+    for (const Decoder::Emitted& e : emitted) pairs.emplace_back(e.sequence, e.id);
+    return pairs;
+  }
+
+  std::mutex mutex_;
+  Interrupt interrupt_;
+  Decoder decoder_;
+};
+
+constexpr const char* kRunnerInit =
+    "Takes memory for a cache of `slots` sequences of `capacity` entries and for activations of dtype `activation`; "
+    "`chunk` tokens of a prompt go through the model at once. Raises ValueError for sizes below 1 or another dtype, "
+    "and MemoryError where the memory is not free.";
+
+void bind_weights(nb::module_& m) {
+  nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
+      .def_static(
+          "open", &open, "directory"_a,
+          "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
+          "or holds no checkpoint, and ValueError for one that is damaged or has a weight that is not finite.")
+      .def_static(
+          "from_tensors", &from_tensors, "config"_a, "tensors"_a, "owner"_a.none(), "gptq"_a = nb::none(),
+          nb::sig("def from_tensors(config: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], "
+                  "owner: object, gptq: str | None = None) -> Weights"),
+          "Takes weights that lie in memory. `config` is config.json's text. `tensors` has each tensor's address, "
+          "dtype name and shape by Hugging Face's name. `owner` keeps the memory and must not lead back to these "
+          "weights. `gptq` is quantize_config.json's text. Raises ValueError for a tensor that is missing, "
+          "unknown, of another shape or dtype, or not finite.")
+      .def_prop_ro("config", &config_of, nb::sig("def config(self) -> dict[str, typing.Any]"),
+                   "The model's config in the names of transformers 4.x.")
+      .def_ro("notes", &Weights::notes, "Contradictions in the checkpoint and how they were resolved, a line each.")
+      .def_prop_ro(
+          "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
+          "The dtype of every weight that is not quantised.")
+      .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.");
+  m.def(
+      "eos_token_ids",
+      [](const std::string& directory) { return take(checkpoint::read_generation_config(directory)).eos_token_ids; },
+      "directory"_a, "The ids that end a sequence, from generation_config.json or else config.json.");
+}
+
+void bind_runner(nb::module_& m) {
+  nb::class_<Runner>(m, "Runner", "A model with a KV cache. Threads take turns.")
+      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
+           nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def_prop_ro("slots", &Runner::slots, "Sequences that the cache holds.")
+      .def_prop_ro("capacity", &Runner::capacity, "Entries that a slot has room for.")
+      .def_prop_ro("taps", &Runner::tap_names, "The names that run() takes, in the order of the model.")
+      .def_prop_ro(
+          "cache_bytes", [](const Runner& r) { return std::int64_t(r.bytes().cache); }, "The bytes of the cache.")
+      .def_prop_ro(
+          "workspace_bytes", [](const Runner& r) { return std::int64_t(r.bytes().workspace); },
+          "The bytes of the activations.")
+      .def("prefill", &Runner::prefill, "slot"_a, "first"_a, "ids"_a,
+           "Gives a slot the entries of `ids` at the positions from `first` on, and makes the logits of the last id.")
+      .def("set_rope_table", &Runner::set_rope_table, "cos"_a, "sin"_a,
+           "Takes the first rows of another RoPE table, float32 (rows, rotary_dim / 2) each, in place of the library's "
+           "own.")
+      .def(
+          "forward",
+          [](Runner& r, std::int64_t slot, std::int64_t first, nb::handle ids, std::int64_t rows) {
+            return r.run(slot, first, ids, rows, {}).first;
+          },
+          "slot"_a, "first"_a, "ids"_a, "rows"_a,
+          nb::sig(
+              "def forward(self, slot: int, first: int, ids: object, rows: int) -> numpy.typing.NDArray[typing.Any]"),
+          "Gives a slot the entries of `ids` as prefill() does, and returns the logits (rows, vocab) of the last "
+          "`rows` "
+          "ids. logits() has none until the next prefill() or step().")
+      .def(
+          "run",
+          [](Runner& r, std::int64_t slot, std::int64_t first, nb::handle ids, std::int64_t rows,
+             const std::vector<std::string>& taps) {
+            auto [logits, made] = r.run(slot, first, ids, rows, taps);
+            nb::dict dict;
+            for (const std::string& name : taps) dict[name.c_str()] = made.at(name);
+            return nb::make_tuple(std::move(logits), std::move(dict));
+          },
+          "slot"_a, "first"_a, "ids"_a, "rows"_a, "taps"_a,
+          nb::sig("def run(self, slot: int, first: int, ids: object, rows: int, taps: collections.abc.Sequence[str]) "
+                  "-> tuple[numpy.typing.NDArray[typing.Any], dict[str, numpy.typing.NDArray[typing.Any]]]"),
+          "Does what forward() does, and returns the taps (ids, ...) besides; \"final_layer_norm\" and \"logits\" are "
+          "of "
+          "the last `rows` ids alone.")
+      .def("step", &Runner::step, "tokens"_a,
+           "Appends the tokens (slot, id, position), at most one a slot, and makes their logits. A position is at most "
+           "the slot's length.")
+      .def("logits", &Runner::logits, "slot"_a,
+           nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
+           "The logits (vocab) of the slot's last prefill() or step().")
+      .def("length", &Runner::length, "slot"_a, "The slot's valid cache entries.")
+      .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.");
+}
+
+void bind_decoder(nb::module_& m) {
+  nb::class_<PythonDecoder>(m, "Decoder", "Continues several sequences at once, each in a slot. Threads take turns.")
+      .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
+           nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(
+          "add",
+          [](PythonDecoder& d, nb::handle prompt, double temperature, int top_k, double top_p, double min_p,
+             double repetition_penalty, std::uint64_t seed, std::uint64_t id, nb::handle stop,
+             std::optional<std::int64_t> max_new_tokens) {
+            return d.add(prompt, {temperature, top_k, top_p, min_p, repetition_penalty, seed}, id, stop,
+                         max_new_tokens);
+          },
+          "prompt"_a, nb::kw_only(), "temperature"_a = 0.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
+          "repetition_penalty"_a = 1.0, "seed"_a = 0, "id"_a = 0, "stop"_a = nb::tuple(),
+          "max_new_tokens"_a = nb::none(),
+          "Takes a slot for a sequence and returns its number. Random numbers depend on seed, id and position alone. "
+          "Raises ValueError for a prompt that is empty, longer than the capacity or outside the vocabulary, for "
+          "settings that have no meaning, and where no slot is free.")
+      .def("prefill", &PythonDecoder::prefill,
+           "Reads the prompts of the sequences added since; returns (sequence, id) of each one's first id.")
+      .def("decode", &PythonDecoder::decode, "steps"_a = 1,
+           "Gives each running sequence up to `steps` ids; returns them as (sequence, id).")
+      .def("drop", &PythonDecoder::drop, "sequence"_a, "Ends a sequence and forgets it.")
+      .def("ids", &PythonDecoder::ids, "sequence"_a, "A sequence's ids behind its prompt.")
+      .def("finish", &PythonDecoder::finish, "sequence"_a,
+           "Why a sequence has ended: \"running\", \"stop\", \"length\" or \"failed\".")
+      .def("status", &PythonDecoder::status, "sequence"_a, "How a sequence failed, or None.")
+      .def("logits", &PythonDecoder::logits, "sequence"_a,
+           nb::sig("def logits(self, sequence: int) -> numpy.typing.NDArray[typing.Any]"),
+           "The logits (vocab) that a running sequence's last id was chosen from.")
+      .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running.")
+      .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.");
+}
+
+}  // namespace
+
+void bind_model(nb::module_& m) {
+  bind_threads(m);
+  bind_weights(m);
+  bind_runner(m);
+  bind_decoder(m);
+}
 
 }  // namespace cf::python

@@ -1,3 +1,7 @@
+#include <nanobind/stl/string.h>
+
+#include <string>
+
 #include "python/src/bindings.hpp"
 
 namespace nb = nanobind;
@@ -33,8 +37,10 @@ void check(const Status& status) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of cf_ops.";
-  m.attr("__version__") = CF_VERSION;
-  cf::python::cf_error = PyErr_NewExceptionWithDoc("cf_ops.CfError", "What failed in a device or in cf_ops itself.",
+  m.def("version", [] { return CF_VERSION; }, "The version of the compiled part.");
+  // The stub's generator writes the classes whose module has this module's name.
+  const std::string name = nb::cast<std::string>(m.attr("__name__")) + ".CfError";
+  cf::python::cf_error = PyErr_NewExceptionWithDoc(name.c_str(), "What failed in a device or in cf_ops itself.",
                                                    PyExc_RuntimeError, nullptr);
   m.attr("CfError") = nb::borrow(cf::python::cf_error);
   cf::python::bind_ops(m);

@@ -129,7 +129,7 @@ TEST_CASE("A step reads each weight once for all slots", "[model]") {
   });
   model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
     for (const auto& t : tensors)
-      if (is_weight(t.role) && site.name() != "gpt_neox.embed_in") read += t.size * std::int64_t(size_bytes(t.dtype));
+      if (is_weight(t.role) && site.name() != "gpt_neox.embed_in") read += t.size() * std::int64_t(size_bytes(t.dtype));
     return {};
   });
   std::vector<ModelRunner::Token> tokens;

@@ -1,0 +1,147 @@
+"""What the commands share: arguments, messages, tables, files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+PROGRAM = "cf_ops"
+
+
+def fail(message: str) -> int:
+    """Prints one line on stderr; returns BAD_INPUT."""
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def message_of(error: Exception) -> str:
+    """One line: of an OSError of the system, the file and the system's words."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad usage is one line on stderr and the exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(fail(message.removeprefix("argument ")))
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """An argument's type: an integer of least to most."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected an integer of {least} to {most}, got {text!r}")
+        return value
+
+    return parse
+
+
+def integers(least: int, most: int) -> Callable[[str], list[int]]:
+    """An argument's type: integers such as 1,2,3."""
+    one = integer(least, most)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+def output_file(path: str) -> str:
+    """An argument's type: a file that can be written, checked before the work that it is to hold."""
+    directory = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {path!r}")
+    return path
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of every command that runs a model."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory: config.json, safetensors")
+    parser.add_argument("--activation", choices=["float32", "float64"], default="float32", help="float64 is the oracle")
+    parser.add_argument("--threads", type=integer(1, 1024), help="threads; one a core when left out")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
+
+
+def about(command: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What every report says of its run."""
+    from cf_ops import _core
+
+    return {
+        "program": f"{PROGRAM} {command}",
+        "version": _core.version(),
+        "command": shlex.join(["python", "-m", PROGRAM, *args.argv]),
+        "cpu": cpu_name(),
+        "threads": _core.num_threads(),
+        "model": args.model,
+        "activation_dtype": args.activation,
+    }
+
+
+def write_json(path: str | None, report: dict[str, Any]) -> None:
+    """Writes a report under a temporary name and renames it; does nothing without a path."""
+    if path is None:
+        return
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+        return
+    handle, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path) or ".")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows)]
+
+    def line(cells: Sequence[str]) -> str:
+        return " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths)))
+
+    print(f"| {line(headers)} |")
+    print("| " + " | ".join("-" * (w - 1) + ":" if i else "-" * w for i, w in enumerate(widths)) + " |")
+    for row in rows:
+        print(f"| {line(row)} |")
+
+
+def cpu_name() -> str:
+    """The processor's name, or "unknown CPU"."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            for line in info:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown CPU"
+
+
+def version_of(package: str) -> str | None:
+    """An installed package's version; it is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,136 @@
+"""``python -m cf_ops generate``: continue prompts on the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from cf_ops.cli import _program as program
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    program.add_model(parser)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", help="a text")
+    prompts.add_argument("--prompts-file", metavar="FILE", help="texts, a line each; empty lines are left out")
+    prompts.add_argument("--prompt-ids", type=_ids, metavar="IDS", help='ids such as 1,2,3, several prompts by ";"')
+    parser.add_argument("--max-new-tokens", type=program.integer(1, 1 << 20), default=32, metavar="N")
+    parser.add_argument("--slots", type=program.integer(1, 64), help="prompts that decode at once; the others wait")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most likely token")
+    parser.add_argument("--top-k", type=program.integer(0, 2**31 - 1), default=0, help="keep so many tokens, 0 for all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="keep the fewest that reach this probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="keep those of this share of the largest probability")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="of ids that were seen")
+    parser.add_argument("--seed", type=program.integer(0, 2**64 - 1), default=0, help="seed of the draws")
+    parser.add_argument("--stop", type=_stop, help="ids that end a text, or none; the checkpoint's when left out")
+
+
+def run(args: argparse.Namespace) -> int:
+    from cf_ops._text import TextStream
+    from cf_ops.model import Session, Settings, load
+
+    settings = Settings(
+        args.max_new_tokens,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.repetition_penalty,
+        args.seed,
+        args.stop,
+    )
+    prompts = args.prompt_ids or _texts(args)
+    model = load(args.model, activation=args.activation, threads=args.threads)
+    for note in model.notes:
+        print(f"{program.PROGRAM}: note: {note}", file=sys.stderr)
+    session = Session(model, [model.encode(prompt) for prompt in prompts], settings, args.slots)
+    tokenizer = None if args.prompt_ids else model.tokenizer
+    stream = TextStream(tokenizer) if tokenizer is not None else None
+    streams = len(prompts) == 1
+
+    added = {index: 0.0 for index in range(min(session.slots, len(prompts)))}
+    first_s = [0.0] * len(prompts)
+    last_s = [0.0] * len(prompts)
+    shown: set[int] = set()
+    start = time.perf_counter()
+    interrupted = False
+
+    def show_ended() -> None:
+        for index, result in enumerate(session.results):
+            if result.finish == "running" or index in shown:
+                continue
+            shown.add(index)
+            if tokenizer is not None:
+                result.text = tokenizer.decode(result.ids)
+            if streams:
+                print(stream.finish() if stream is not None else "", flush=True)
+            else:
+                text = ",".join(map(str, result.ids)) if result.text is None else result.text
+                print(f"{index}: {text}", flush=True)
+
+    try:
+        while not session.done:
+            before = time.perf_counter() - start
+            for index in session.step():
+                added.setdefault(index, before)
+                last_s[index] = time.perf_counter() - start - added[index]
+                ids = session.results[index].ids
+                if len(ids) == 1:
+                    first_s[index] = last_s[index]
+                if streams:
+                    piece = stream.put(ids[-1]) if stream is not None else ("," if len(ids) > 1 else "") + str(ids[-1])
+                    print(piece, end="", flush=True)
+            show_ended()
+    except KeyboardInterrupt:
+        interrupted = True
+        show_ended()
+    total_s = time.perf_counter() - start
+
+    results = session.results
+    print(_summary([len(r.ids) for r in results], first_s, last_s, total_s), file=sys.stderr)
+    for index, result in enumerate(results):
+        if result.finish == "failed":
+            print(f"{program.PROGRAM}: prompt {index}: {result.error}", file=sys.stderr)
+    sequences: list[dict[str, Any]] = []
+    for result, first, last in zip(results, first_s, last_s):
+        sequence: dict[str, Any] = {"prompt": result.prompt, "ids": result.ids, "finish": result.finish}
+        sequence |= {"first_token_s": first, "total_s": last}
+        sequence |= {"text": result.text} if result.text is not None else {}
+        sequence |= {"fault": result.error} if result.error is not None else {}
+        sequences.append(sequence)
+    report = program.about("generate", args)
+    report |= {"slots": session.slots, "capacity": session.capacity, "total_s": total_s, "sequences": sequences}
+    program.write_json(args.json, report)
+    if interrupted:
+        return program.INTERRUPTED
+    return program.BAD_INPUT if any(r.finish == "failed" for r in results) else program.OK
+
+
+def _summary(counts: list[int], first_s: list[float], last_s: list[float], total_s: float) -> str:
+    later = sum(max(0, n - 1) for n in counts)
+    text = f"{len(counts)} prompts, {sum(counts)} new tokens in {total_s:.2f} s: first token after "
+    text += f"{1e3 * sum(first_s) / len(counts):.1f} ms on average"
+    if later:
+        text += f", then {1e3 * (sum(last_s) - sum(first_s)) / later:.2f} ms a token"
+    return text + f", {sum(counts) / total_s:.1f} tokens/s"
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    if args.prompt is not None:
+        return [args.prompt]
+    with open(args.prompts_file, encoding="utf-8") as file:
+        texts = [line for line in file.read().splitlines() if line]
+    if not texts:
+        raise ValueError(f"{args.prompts_file}: expected a text on a line, got none")
+    return texts
+
+
+def _ids(text: str) -> list[list[int]]:
+    one = program.integers(0, 2**31 - 1)
+    return [one(prompt) for prompt in text.split(";")]
+
+
+def _stop(text: str) -> list[int]:
+    return [] if text == "none" else program.integers(0, 2**31 - 1)(text)

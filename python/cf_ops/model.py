@@ -1,0 +1,466 @@
+"""Whole models: load a checkpoint, continue prompts, read logits and taps, score texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cf_ops import _core
+from cf_ops._text import TextStream, open_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Generated", "Generation", "GenerationInterrupted", "Model", "Perplexity", "load"]
+
+MOST_SLOTS = 64
+_MOST_SEED = 2**64 - 1
+_MOST_INT = 2**31 - 1
+_CHUNK = 512  # tokens of a prompt that go through the model at once
+
+Piece = TypeVar("Piece", str, int)
+
+
+@dataclasses.dataclass
+class Generated:
+    """What a prompt was continued with.
+
+    prompt: the prompt's ids. ids: the new ids; one that ended the sequence is the last. finish: "stop" (an id of
+    `stop`), "length" (max_new_tokens), "failed" (`error` says how), "interrupted" (Ctrl-C), or "running". text: what
+    the tokenizer decodes `ids` to, without special tokens; None where the prompt was ids.
+    """
+
+    prompt: list[int]
+    ids: list[int] = dataclasses.field(default_factory=list)
+    finish: str = "running"
+    error: str | None = None
+    text: str | None = None
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C in :meth:`Model.generate_batch`; `results` has what each prompt was continued with until then."""
+
+    def __init__(self, results: list[Generated]) -> None:
+        super().__init__("interrupted")
+        self.results = results
+
+
+class Perplexity(NamedTuple):
+    """exp of the mean negative log likelihood.
+
+    perplexity: exp(nll). error: its standard error, perplexity * nll_error. nll: the mean of -log p(id) over the scored
+    ids, in nats. nll_error: the standard error of that mean. positions: the scored ids.
+    """
+
+    perplexity: float
+    error: float
+    nll: float
+    nll_error: float
+    positions: int
+
+
+@dataclasses.dataclass
+class Settings:
+    """How prompts are continued: the arguments of :meth:`Model.generate`."""
+
+    max_new_tokens: int = 32
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("max_new_tokens", 1, _MOST_INT), ("top_k", 0, _MOST_INT), ("seed", 0, _MOST_SEED)):
+            value = operator.index(getattr(self, name))
+            if not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+
+
+class Session:
+    """Continues prompts in slots, the later ones as slots become free. `results` grows with each step()."""
+
+    def __init__(self, model: Model, prompts: list[list[int]], settings: Settings, slots: int | None = None) -> None:
+        self.settings = settings
+        self.results = [Generated(prompt) for prompt in prompts]
+        self._stop = model.eos_token_ids if settings.stop is None else list(settings.stop)
+        self._next = 0  # the first prompt that waits for a slot
+        self._index_of: dict[int, int] = {}  # by the decoder's number of a running sequence
+        self.slots = min(MOST_SLOTS, len(prompts)) if slots is None else slots
+        # The last new id is not appended to the cache.
+        self.capacity = max(map(len, prompts), default=1) + settings.max_new_tokens - 1
+        self._decoder = _core.Decoder(
+            model.weights,
+            slots=max(1, self.slots),
+            capacity=max(1, self.capacity),
+            chunk=_CHUNK,
+            activation=model.activation,
+        )
+        # Every prompt is checked before the first one is read.
+        for index in range(len(prompts)):
+            self._decoder.drop(self._add(index))
+
+    @property
+    def done(self) -> bool:
+        """Whether all prompts have ended."""
+        return self._next == len(self.results) and not self._index_of
+
+    def step(self) -> list[int]:
+        """Gives each running sequence one id; returns the prompts that got one. Those that ended have a `finish`.
+
+        Where an exception comes, KeyboardInterrupt among them, all sequences end and what was made is in `results`.
+        """
+        try:
+            while self._next < len(self.results) and self._decoder.free_slots:
+                self._index_of[self._add(self._next)] = self._next
+                self._next += 1
+            return self._collect(self._decoder.decode(1))
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _add(self, index: int) -> int:
+        s = self.settings
+        try:
+            return self._decoder.add(
+                self.results[index].prompt,
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+                repetition_penalty=s.repetition_penalty,
+                seed=s.seed,
+                id=index,
+                stop=self._stop,
+                max_new_tokens=s.max_new_tokens,
+            )
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}" if len(self.results) > 1 else str(error)) from None
+
+    def _collect(self, emitted: list[tuple[int, int]]) -> list[int]:
+        for sequence, id in emitted:
+            self.results[self._index_of[sequence]].ids.append(id)
+        indices = [self._index_of[sequence] for sequence, _ in emitted]
+        for sequence, index in list(self._index_of.items()):
+            finish = self._decoder.finish(sequence)
+            if finish == "running":
+                continue
+            self.results[index].finish = finish
+            self.results[index].error = self._decoder.status(sequence)
+            self._decoder.drop(sequence)
+            del self._index_of[sequence]
+        return indices
+
+    def _end(self, error: BaseException) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        for sequence, index in self._index_of.items():
+            self.results[index].ids = self._decoder.ids(sequence)
+            self._decoder.drop(sequence)
+        self._index_of.clear()
+        self._next = len(self.results)
+        for result in self.results:
+            if result.finish == "running":
+                result.finish = "interrupted" if interrupted else "failed"
+                result.error = None if interrupted else str(error)
+
+
+class Generation(Iterator[Piece]):
+    """The continuation of one prompt, an iterator over its pieces: text in whole characters, or ids.
+
+    Each step makes one id. `result` has what was made so far, at any time and after Ctrl-C. Raises CfError where the
+    sequence fails, such as by logits that are NaN.
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer | None) -> None:
+        self._session = session
+        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+
+    @property
+    def result(self) -> Generated:
+        """What was made so far."""
+        result = self._session.results[0]
+        if self._tokenizer is not None:
+            result.text = self._tokenizer.decode(result.ids)
+        return result
+
+    @property
+    def ids(self) -> list[int]:
+        """The new ids so far."""
+        return self._session.results[0].ids
+
+    @property
+    def text(self) -> str | None:
+        """The text of `ids`; None where the prompt was ids."""
+        return self.result.text
+
+    @property
+    def finish(self) -> str:
+        """Why the sequence ended, as :class:`Generated` names it."""
+        return self._session.results[0].finish
+
+    def __next__(self) -> Any:
+        result = self._session.results[0]
+        while not self._session.done:
+            made = self._session.step()
+            if result.finish == "failed":
+                raise _core.CfError(result.error)
+            if not made:
+                continue
+            if self._stream is None:
+                return result.ids[-1]
+            piece = self._stream.put(result.ids[-1])
+            if self._session.done:
+                piece += self._stream.finish()
+            if piece:
+                return piece
+        raise StopIteration
+
+
+class Model:
+    """A GPT-NeoX checkpoint on the CPU. Weights are read where they lie in the mapped files; each call takes the memory
+    of its own cache. Calls from several threads do not disturb each other.
+    """
+
+    def __init__(self, weights: _core.Weights, directory: str, activation: str, eos_token_ids: list[int]) -> None:
+        self.weights = weights
+        self.directory = directory
+        self.activation = activation
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config in the names of transformers 4.x."""
+        return self.weights.config
+
+    @property
+    def notes(self) -> list[str]:
+        """Contradictions in the checkpoint and how they were resolved, a line each."""
+        return self.weights.notes
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint's tokenizer.json, read at the first use.
+
+        Raises FileNotFoundError, ValueError or ImportError where there is none.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = open_tokenizer(self.directory)
+        return self._tokenizer
+
+    def __repr__(self) -> str:
+        return f"cf_ops.Model({self.directory!r}, activation={self.activation!r})"
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        seed: int = ...,
+        stop: Sequence[int] | None = ...,
+    ) -> Generation[str]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[int] | NDArray[Any],
+        *,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int = ...,
+        top_p: float = ...,
+        min_p: float = ...,
+        repetition_penalty: float = ...,
+        seed: int = ...,
+        stop: Sequence[int] | None = ...,
+    ) -> Generation[int]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | NDArray[Any],
+        *,
+        max_new_tokens: int = 32,
+        temperature: float = 0,
+        top_k: int = 0,
+        top_p: float = 1,
+        min_p: float = 0,
+        repetition_penalty: float = 1,
+        seed: int = 0,
+        stop: Sequence[int] | None = None,
+    ) -> Generation[str] | Generation[int]:
+        """Continues a prompt; returns an iterator that makes an id a step.
+
+        A text is encoded by the checkpoint's tokenizer with the special tokens that it adds, and pieces of text come
+        back, whole characters without special tokens. For ids, ids come back.
+
+        The steps and their order are those of transformers' ``generate()`` (GenerationMixin._get_logits_processor):
+        repetition_penalty divides positive and multiplies negative logits of every id seen; temperature 0 takes the
+        most likely id, otherwise logits are divided by it; top_k keeps that many ids (0: all); top_p keeps the fewest
+        whose probabilities reach it; min_p keeps those of at least min_p times the largest probability. Draws depend on
+        seed and position alone. `stop` are ids that end the text; None means the checkpoint's eos_token_id.
+
+        Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
+        MemoryError where the cache does not fit, and what :attr:`tokenizer` raises.
+        """
+        settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+        session = Session(self, [self.encode(prompt)], settings)
+        if isinstance(prompt, str):
+            return Generation[str](session, self.tokenizer)
+        return Generation[int](session, None)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int] | NDArray[Any]],
+        *,
+        max_new_tokens: int = 32,
+        temperature: float = 0,
+        top_k: int = 0,
+        top_p: float = 1,
+        min_p: float = 0,
+        repetition_penalty: float = 1,
+        seed: int = 0,
+        stop: Sequence[int] | None = None,
+        slots: int | None = None,
+    ) -> list[Generated]:
+        """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None).
+
+        The arguments are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
+        on the other prompts. A sequence that fails says so in its result; the others go on.
+
+        Raises what :meth:`generate` raises, and :class:`GenerationInterrupted` after Ctrl-C.
+        """
+        settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+        if slots is not None and not 1 <= slots <= MOST_SLOTS:
+            raise ValueError(f"slots: expected 1 to {MOST_SLOTS}, got {slots}")
+        given = list(prompts)
+        session = Session(self, [self.encode(prompt) for prompt in given], settings, slots)
+        interrupted = False
+        try:
+            while not session.done:
+                session.step()
+        except KeyboardInterrupt:
+            interrupted = True
+        for prompt, result in zip(given, session.results):
+            if isinstance(prompt, str):
+                result.text = self.tokenizer.decode(result.ids)
+        if interrupted:
+            raise GenerationInterrupted(session.results)
+        return session.results
+
+    def encode(self, prompt: str | Sequence[int] | NDArray[Any]) -> list[int]:
+        """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt).ids
+        return [operator.index(id) for id in prompt]
+
+    def run(
+        self, ids: Sequence[int] | NDArray[Any], taps: Sequence[str] = (), rows: int | None = None
+    ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        """Takes ids through the model in one pass; returns the logits (rows, vocab) of the last `rows` ids (all, where
+        it is None) and the taps.
+
+        Row p predicts id p + 1. A tap is what a module makes, (ids, ...), by the name that golden files give it:
+        "embed_in", "layers.3.output", "layers.3.attention.rotary_emb.q", "final_layer_norm". The last one and "logits"
+        have the last `rows` rows alone. Arrays are of the model's activation dtype.
+
+        Raises ValueError for ids that are none or outside the vocabulary, rows beyond the ids, and a tap that the model
+        does not have, with the names that it has; MemoryError where cache and results do not fit.
+        """
+        runner = self._runner(max(1, len(ids)))
+        return runner.run(0, 0, ids, len(ids) if rows is None else rows, list(taps))
+
+    def logits(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+        """The logits (ids, vocab) of every position: row p predicts id p + 1. Raises what :meth:`run` raises."""
+        return self.run(ids)[0]
+
+    def perplexity(
+        self, ids: Sequence[int] | NDArray[Any], context: int = 2048, stride: int | None = None
+    ) -> Perplexity:
+        """The perplexity of a text's ids, exp(mean of -log p(id | the ids before it in its window)).
+
+        Windows hold `context` ids, and their starts are `stride` ids apart (`context`, where it is None). Each window
+        scores the ids that the one before has not; its first id has no prediction. Log probabilities are computed in
+        float64. Source: transformers, docs/source/en/perplexity.md.
+
+        Raises ValueError for fewer than two ids, a context below 2 and a stride outside 1 to context.
+        """
+        all_ids = np.asarray(ids)
+        stride = context if stride is None else stride
+        if context < 2:
+            raise ValueError(f"context: expected at least 2 ids, got {context}")
+        if not 1 <= stride <= context:
+            raise ValueError(f"stride: expected 1 to {context}, the context, got {stride}")
+        if all_ids.ndim != 1 or all_ids.size < 2:
+            raise ValueError(f"ids: expected at least 2 in one dimension, got the shape {all_ids.shape}")
+        vocab_size = self.config["vocab_size"]
+        if all_ids.dtype.kind not in "iu" or all_ids.min() < 0 or all_ids.max() >= vocab_size:
+            raise ValueError(
+                f"ids: expected integers of 0 to {vocab_size - 1}, got {all_ids.dtype} from {all_ids.min()} to "
+                f"{all_ids.max()}"
+            )
+        context = min(context, all_ids.size)
+        runner = self._runner(context - 1)  # a window's last id is scored and not fed
+        parts = []
+        first, scored = 0, 1
+        while scored < all_ids.size:
+            last = min(first + context, all_ids.size)
+            window = all_ids[first:last]
+            rows = min(last - scored, last - first - 1)
+            parts.append(_nll(runner, window, rows))
+            first, scored = first + stride, last
+        nll = np.concatenate(parts)
+        if not np.isfinite(nll).all():
+            raise ValueError(f"the logits of {np.count_nonzero(~np.isfinite(nll))} ids are not finite")
+        mean = float(nll.mean())
+        error = float(nll.std(ddof=1) / np.sqrt(nll.size)) if nll.size > 1 else 0.0
+        return Perplexity(float(np.exp(mean)), float(np.exp(mean)) * error, mean, error, nll.size)
+
+    def _runner(self, capacity: int) -> _core.Runner:
+        return _core.Runner(self.weights, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+
+
+def _nll(runner: _core.Runner, window: NDArray[Any], rows: int) -> NDArray[np.float64]:
+    """-log p of the last `rows` ids of a window."""
+    parts = []
+    fed, skipped = window.size - 1, window.size - 1 - rows
+    for begin in range(0, fed, _CHUNK):
+        end = min(begin + _CHUNK, fed)
+        wanted = min(end - begin, max(0, end - skipped))
+        logits = runner.forward(0, begin, window[begin:end], wanted).astype(np.float64)
+        next_ids = window[end - wanted + 1 : end + 1]
+        most = logits.max(axis=1, initial=-np.inf, keepdims=True)
+        log_sum = most[:, 0] + np.log(np.exp(logits - most).sum(axis=1))
+        parts.append(log_sum - logits[np.arange(wanted), next_ids])
+    return np.concatenate(parts)
+
+
+def load(directory: str | os.PathLike[str], *, activation: str = "float32", threads: int | None = None) -> Model:
+    """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
+
+    activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all models of this
+    process work with from now on; None leaves them as they are, at first one a core.
+
+    Raises FileNotFoundError for a directory or file that is missing, ValueError for a checkpoint that is damaged, is no
+    GPT-NeoX model or has a weight that is not finite, and for another activation.
+    """
+    if activation not in ("float32", "float64"):
+        raise ValueError(f"activation: expected float32 or float64, got {activation!r}")
+    if threads is not None:
+        _core.set_num_threads(threads)
+    path = os.fspath(directory)
+    return Model(_core.Weights.open(path), path, activation, _core.eos_token_ids(path))

@@ -1,0 +1,54 @@
+#include "python/src/work.hpp"
+
+#include <nanobind/stl/string.h>
+#include <omp.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "core/resources.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "python/src/bindings.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace cf::python {
+namespace {
+
+std::atomic<int> threads = omp_get_max_threads();
+
+constexpr std::int64_t kMostThreads = 1024;
+constexpr long long kNsBetweenChecks = 50'000'000;
+
+}  // namespace
+
+void use_threads() { omp_set_num_threads(threads); }
+
+Status Interrupt::check() {
+  const long long now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  if (now < next_ns_) return {};
+  next_ns_ = now + kNsBetweenChecks;
+  const nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() == 0 ? Status() : Status::error(Code::io_error, "interrupted");
+}
+
+void bind_threads(nb::module_& m) {
+  m.def(
+      "set_num_threads",
+      [](std::int64_t n) {
+        if (n < 1 || n > kMostThreads)
+          check(Status::error(Code::invalid_argument,
+                              "threads: expected 1 to " + std::to_string(kMostThreads) + ", got " + std::to_string(n)));
+        check(check_threads("threads", n));
+        threads = int(n);
+      },
+      "n"_a, "Sets the number of threads that the CPU backend works with from now on, in every Python thread.");
+  m.def(
+      "instruction_set", [] { return std::string(cpu_ref::instruction_set()); },
+      "The vector instructions that the CPU backend uses in float32 on this processor.");
+  m.def(
+      "num_threads", [] { return threads.load(); }, "The number of threads that the CPU backend works with.");
+}
+
+}  // namespace cf::python

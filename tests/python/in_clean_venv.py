@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Builds the wheel, installs it in a virtual environment of its own, and there runs mypy and the tests of this folder.
+  in_clean_venv.py FOLDER [PYTEST ARGUMENT...]
+FOLDER is where the environment, the wheel and its build lie; the environment is made anew. Exits with 77 where PyPI
+cannot be reached or Python has no venv: the package's tests are skipped then.
+"""
+
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
+SKIPPED = 77
+
+
+def run(*command, **options):
+    print("+", " ".join(command), flush=True)
+    return subprocess.run(command, text=True, check=False, **options)
+
+
+def skip(reason):
+    print(f"cf: skipped: {reason}")
+    sys.exit(SKIPPED)
+
+
+def require(*command, **options):
+    """Runs a command; the script ends with its exit status where that is not 0."""
+    status = run(*command, **options).returncode
+    if status:
+        sys.exit(status)
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit("usage: in_clean_venv.py FOLDER [PYTEST ARGUMENT...]")
+    folder = os.path.abspath(sys.argv[1])
+    venv, wheels = os.path.join(folder, "venv"), os.path.join(folder, "wheels")
+    for path in (venv, wheels):
+        shutil.rmtree(path, ignore_errors=True)
+    if run(sys.executable, "-m", "venv", venv).returncode:
+        skip(f"{sys.executable} -m venv failed, expected Debian's python3-venv")
+    python = os.path.join(venv, "bin", "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    # A package that is on PyPI and needed: what it cannot be had for is the network.
+    if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", "nanobind-backend").returncode:
+        skip("PyPI cannot be reached")
+
+    require(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels,
+            "--config-settings", "build-dir=" + os.path.join(folder, "build"), ROOT)  # fmt: skip
+    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
+        version = re.search(r"project\(cf VERSION ([\d.]+)", file.read())[1]
+    (wheel,) = glob.glob(os.path.join(wheels, "*.whl"))
+    expected = f"cf_ops-{version}-cp310-abi3-"
+    if not os.path.basename(wheel).startswith(expected):
+        sys.exit(f"{os.path.basename(wheel)}: expected a wheel for every Python from 3.10 on, {expected}*")
+    require(*pip, "install", "--quiet", wheel + "[test]")
+    require(*pip, "check")
+
+    # Both look at the installed package, and not at the source folder.
+    options = {"cwd": ROOT, "env": os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}}
+    require(python, "-m", "mypy", "--cache-dir", os.path.join(folder, "mypy"), "--package", "cf_ops", **options)
+    require(python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "tests/python", *sys.argv[2:], **options)
+
+
+if __name__ == "__main__":
+    main()
