@@ -83,6 +83,10 @@ class GptqWeight(Generic[T]):
     zero_offset: int
 
 
+_Weight = Tensor | GptqWeight[Any]
+_Tensors = dict[str, _Weight | None]
+
+
 class Budget(NamedTuple):
     """The error bound of an op's outputs against the float64 oracle, as the op's contract derives it.
 
@@ -152,9 +156,7 @@ _measure: ContextVar[_Measure | None] = ContextVar("_measure", default=None)
 class _Call(Generic[T]):
     """A call of an op. Its tensors are checked as far as shapes and dtypes can be without the outputs."""
 
-    def __init__(
-        self, op: str, like: T, tensors: Mapping[str, Tensor | GptqWeight[Any] | None], **scalars: object
-    ) -> None:
+    def __init__(self, op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> None:
         self.op = op
         self.like = like
         self.scalars = scalars
@@ -249,14 +251,14 @@ def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
 @_op
 def layernorm_residual(x: T, residual: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
-    tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
+    tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
     return _Call("layernorm_residual", x, tensors, eps=eps).run()[0]
 
 
 @_op
 def residual_layernorm(x: T, a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> tuple[T, T]:
     """Returns (h, y)."""
-    tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
+    tensors: _Tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
     h, y = _Call("residual_layernorm", x, tensors, eps=eps).run()
     return h, y
 
@@ -266,7 +268,7 @@ def dual_layernorm(
     x: T, gamma1: Tensor, beta1: Tensor, gamma2: Tensor, beta2: Tensor, *, eps: float = 1e-5
 ) -> tuple[T, T]:
     """Returns (y1, y2)."""
-    tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
+    tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
     y1, y2 = _Call("dual_layernorm", x, tensors, eps=eps).run()
     return y1, y2
 
@@ -274,14 +276,14 @@ def dual_layernorm(
 @_op
 def linear(
     x: T,
-    weight: Tensor | GptqWeight[Any],
+    weight: _Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
     epilogue: Epilogue = "none",
 ) -> T:
     """Returns y. ``weight`` is a tensor (out, in) or a GptqWeight; f is chosen by ``epilogue``."""
-    tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     call = _Call("linear", x, tensors, epilogue=epilogue)
     return call.run({"y": (x.shape[0], _rows(weight))})[0]
 
@@ -295,7 +297,7 @@ def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
 
 @_op
 def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Writes k_cache and v_cache in place and returns nothing."""
+    """Returns nothing, and writes k_cache and v_cache in place."""
     _Call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
 
 
@@ -304,7 +306,7 @@ def ln_qkv(
     x: T,
     gamma: Tensor,
     beta: Tensor,
-    weight: Tensor | GptqWeight[Any],
+    weight: _Weight,
     bias: Tensor | None,
     cos: Tensor,
     sin: Tensor,
@@ -317,7 +319,7 @@ def ln_qkv(
 ) -> tuple[T, T, T]:
     """Returns (q, k, v), and writes k_cache and v_cache in place. ``bias`` may be None; ``weight`` may be a
     GptqWeight."""
-    tensors = {
+    tensors: _Tensors = {
         "x": x,
         "gamma": gamma,
         "beta": beta,
@@ -341,7 +343,7 @@ def ln_qkv_heads(
     x: T,
     gamma: Tensor,
     beta: Tensor,
-    weight: Tensor | GptqWeight[Any],
+    weight: _Weight,
     bias: Tensor | None = None,
     *,
     heads: int,
@@ -352,7 +354,7 @@ def ln_qkv_heads(
     for name, size in (("heads", heads), ("kv_heads", kv_heads)):
         if size < 1:
             raise ValueError(f"ln_qkv_heads: {name} must be at least 1, got {size}")
-    tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
+    tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
     call = _Call("ln_qkv_heads", x, tensors, eps=eps)
     head_dim = _rows(weight) // (heads + 2 * kv_heads)
     batch, q_len, _ = x.shape
@@ -373,7 +375,7 @@ def attention(
 
 @_op
 def decode_layer(
-    weights: Mapping[str, Tensor | GptqWeight[Any]],
+    weights: Mapping[str, _Weight],
     config: Mapping[str, object] | str,
     hidden: Tensor,
     positions: Tensor,
@@ -392,7 +394,7 @@ def decode_layer(
     config.json, as a mapping or as text. Without max_kv_len it is the capacity of the cache.
     """
     text = config if isinstance(config, str) else json.dumps(dict(config))
-    activations = {
+    activations: _Tensors = {
         "hidden": hidden,
         "positions": positions,
         "kv_len": kv_len,
@@ -406,7 +408,7 @@ def decode_layer(
     return LayerOutputs(*call.run())
 
 
-def _rows(weight: Tensor | GptqWeight[Any]) -> int:
+def _rows(weight: _Weight) -> int:
     """The rows of a matrix (out, in)."""
     if isinstance(weight, GptqWeight):
         return int(weight.qweight.shape[1])

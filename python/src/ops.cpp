@@ -84,9 +84,9 @@ void for_each_gptq_scalar(Args& a, F&& f) {
   });
 }
 
-constexpr std::array kEpilogues{
-    std::pair{"none", ops::Epilogue::none}, std::pair{"gelu_erf", ops::Epilogue::gelu_erf},
-    std::pair{"gelu_tanh", ops::Epilogue::gelu_tanh}, std::pair{"residual", ops::Epilogue::residual}};
+constexpr std::array kEpilogues{std::pair{"none", ops::Epilogue::none}, std::pair{"gelu_erf", ops::Epilogue::gelu_erf},
+                                std::pair{"gelu_tanh", ops::Epilogue::gelu_tanh},
+                                std::pair{"residual", ops::Epilogue::residual}};
 
 /// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
 class ScalarReader {
