@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -98,3 +99,11 @@ def _describe_torch(name: str, tensor: Any, is_written: bool) -> Described:
     if is_written and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient, expected a tensor that can be written without one")
     return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def require_torch(who: str) -> Any:
+    """The module torch. ``who`` says in the ImportError what needs it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise ImportError(f"{who} needs torch, which is not installed: pip install torch") from None
