@@ -1,11 +1,13 @@
 """What all tests of the package share."""
 
-import pathlib
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture(scope="session")
-def root():
-    """The repository, which holds the data."""
-    return pathlib.Path(__file__).resolve().parents[2]
+def root() -> Path:
+    """The repository's root, which holds the data."""
+    return ROOT
