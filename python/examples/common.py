@@ -44,6 +44,25 @@ def integer(least: int) -> Callable[[str], int]:
     return parse
 
 
+def check_device(device: str) -> None:
+    """Refuses a device for which this installation of cf_ops or of torch has no backend. Needs torch."""
+    import torch
+
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU, expected cpu")
+    one = torch.ones(1, 8, dtype=torch.float16, device=device)
+    ops.layernorm(one, one[0], one[0])  # raises NotImplementedError where there is no backend
+
+
+def activation_dtype(device: str) -> Any:
+    """The torch dtype in which a backend computes a decode step. Needs torch."""
+    import torch
+
+    return torch.float32 if device == "cpu" else torch.float16
+
+
 class Checks:
     """What a program asserts."""
 
