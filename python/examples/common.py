@@ -63,6 +63,18 @@ def activation_dtype(device: str) -> Any:
     return torch.float32 if device == "cpu" else torch.float16
 
 
+def synchronised(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """The call, which waits for the device's work to end. Needs torch."""
+    import torch
+
+    def waiting() -> object:
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return call if device == "cpu" else waiting
+
+
 class Checks:
     """What a program asserts."""
 
@@ -127,8 +139,7 @@ def error_of(got: Array, exact: Array) -> Error:
 
 
 def medians_ms(calls: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2) -> dict[str, float]:
-    """The median time of each call in milliseconds. The calls take turns, so that all see the same machine. A call on
-    a GPU must wait for its result."""
+    """The median time of each call in milliseconds. The calls take turns, so that all see the same machine."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(warmup + runs):
         for name, call in calls.items():
