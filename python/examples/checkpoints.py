@@ -102,8 +102,11 @@ def _unpacked(words: Array, bits: int) -> Array:
     return codes.reshape(len(words), -1).astype(np.int32)
 
 
-def oracle(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[NDArray[np.float64], ops.Budget]:
-    """The float64 logits (ids, vocab) of a text, and how far logits of float32 arithmetic may be from them.
+def oracle(
+    checkpoint: Checkpoint, ids: Sequence[int], output: str = "float32"
+) -> tuple[NDArray[np.float64], ops.Budget]:
+    """The float64 logits (ids, vocab) of a text, and how far a model may be from them that computes in
+    float32 and stores in the dtype `output`.
 
     To first order each op passes on the relative error of its input and adds its own, so the bound is the sum of the
     ops' budgets.
@@ -117,12 +120,12 @@ def oracle(checkpoint: Checkpoint, ids: Sequence[int]) -> tuple[NDArray[np.float
     for number in range(config["num_hidden_layers"]):
         caches = [np.zeros((1, checkpoint.heads, n, checkpoint.head_dim)) for _ in range(2)]
         layer = checkpoint.layer(number), config, x, positions, kv_len, cos, sin, *caches
-        budgets.append(ops.budget(ops.decode_layer)(*layer))
+        budgets.append(ops.budget(ops.decode_layer, output=output)(*layer))
         x = ops.decode_layer(*layer).output
     gamma, beta = (checkpoint.tensor(f"gpt_neox.final_layer_norm.{part}") for part in ("weight", "bias"))
-    budgets.append(ops.budget(ops.layernorm)(x, gamma, beta, eps=eps))
+    budgets.append(ops.budget(ops.layernorm, output=output)(x, gamma, beta, eps=eps))
     x = ops.layernorm(x, gamma, beta, eps=eps)
-    budgets.append(ops.budget(ops.linear)(x, checkpoint.head()))
+    budgets.append(ops.budget(ops.linear, output=output)(x, checkpoint.head()))
     bound = ops.Budget(*(sum(values) for values in zip(*budgets)))
     return ops.linear(x, checkpoint.head()), bound
 

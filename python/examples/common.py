@@ -75,6 +75,20 @@ def synchronised(call: Callable[[], object], device: str) -> Callable[[], object
     return call if device == "cpu" else waiting
 
 
+def hugging_face(directory: str | Path, dtype: Any = "auto") -> Any:
+    """A dense checkpoint's GPTNeoXForCausalLM, which generates until a length is reached. Needs transformers."""
+    import transformers
+
+    # transformers 4.56 renames the argument.
+    is_new = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56)
+    transformers.utils.logging.disable_progress_bar()
+    options = {"dtype" if is_new else "torch_dtype": dtype}
+    model = transformers.GPTNeoXForCausalLM.from_pretrained(directory, **options).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
 class Checks:
     """What a program asserts."""
 
