@@ -110,7 +110,9 @@ def run(main: Callable[[], int], *packages: str) -> NoReturn:
     main() is not called without the packages, unless help is asked for."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing and not {"-h", "--help"} & set(sys.argv):
-        sys.exit(_refuse(f"needs {' and '.join(missing)}, which this Python does not have: pip install {' '.join(missing)}"))
+        sys.exit(
+            _refuse(f"needs {' and '.join(missing)}, which this Python does not have: pip install {' '.join(missing)}")
+        )
     try:
         sys.exit(main())
     except (ValueError, OSError, NotImplementedError, MemoryError, ImportError) as error:
@@ -148,7 +150,10 @@ def error_of(got: Array, exact: Array) -> Error:
     off = np.abs(got - exact)
     largest = float(off.max())
     return Error(
-        float(off.mean()), largest, float(np.linalg.norm(off) / np.linalg.norm(exact)), largest / float(abs(exact).max())
+        float(off.mean()),
+        largest,
+        float(np.linalg.norm(off) / np.linalg.norm(exact)),
+        largest / float(abs(exact).max()),
     )
 
 

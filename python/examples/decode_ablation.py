@@ -43,9 +43,7 @@ def our_attention_half(
     rows = torch.arange(tokens, dtype=torch.int32, device=x.device)  # of cos and sin
     norm = weights["input_layernorm.weight"], weights["input_layernorm.bias"]
     product = linear_of(weights, "attention.query_key_value")
-    q, _, _ = ops.ln_qkv(
-        x, *norm, *product, cos, sin, rows, lengths, k_cache, v_cache, eps=config["layer_norm_eps"]
-    )
+    q, _, _ = ops.ln_qkv(x, *norm, *product, cos, sin, rows, lengths, k_cache, v_cache, eps=config["layer_norm_eps"])
     context = ops.attention(q, k_cache, v_cache, lengths, scale=q.shape[-1] ** -0.5, max_kv_len=kv_len)
     return ops.linear(context.view(tokens, -1), *linear_of(weights, "attention.dense"), x, epilogue="residual")
 
@@ -102,7 +100,9 @@ class Model:
             x = self.halves[1](for_mlp, config, x if config["use_parallel_residual"] else h, h)
         last = x[-1:]
         if self.mlp == "torch":
-            return functional.linear(functional.layer_norm(last, last.shape[-1:], *self.norm, eps), self.ends["head"])[0]
+            return functional.linear(functional.layer_norm(last, last.shape[-1:], *self.norm, eps), self.ends["head"])[
+                0
+            ]
         return ops.linear(ops.layernorm(last, *self.norm, eps=eps), self.ends["head"])[0]
 
     def decode(self, prompt: list[int], new_ids: int) -> Decoded:

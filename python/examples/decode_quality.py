@@ -93,8 +93,12 @@ def main() -> int:
                     checks.expect(error.rel_max <= relative, f"prompt {number}: logits within the bound {relative:.2g}")
                     relative = error_bound(checkpoint, prompt + ids[:-1], theirs.dtype)
                     wrong = unexplained(logits_of(exact, prompt, ids), ids, relative)
-                    checks.expect(wrong == 0, f"prompt {number}: {wrong} tokens that no error within the bound explains")
-    print(f"{checkpoint.directory.name}: {args.prompt_len} + {args.new_tokens} tokens; reference: Hugging Face, float64")
+                    checks.expect(
+                        wrong == 0, f"prompt {number}: {wrong} tokens that no error within the bound explains"
+                    )
+    print(
+        f"{checkpoint.directory.name}: {args.prompt_len} + {args.new_tokens} tokens; reference: Hugging Face, float64"
+    )
     best_of = [f"top {count}" for count in TOPS]
     common.print_table(["prompt", "model", "tokens", "first other", "logits' MAE", "rel max", *best_of], rows)
     mine, other = (float(np.mean(maes[name])) for name in names)

@@ -78,7 +78,9 @@ def main() -> int:
             for name, model in models.items():
                 calls[name, 1] = lambda m=model: generate(m, 1)
                 calls[name, count] = lambda m=model, n=count: generate(m, n)
-            times = common.medians_ms({key: common.synchronised(c, args.device) for key, c in calls.items()}, args.runs, 1)
+            times = common.medians_ms(
+                {key: common.synchronised(c, args.device) for key, c in calls.items()}, args.runs, 1
+            )
             texts = {name: generate(model, count) for name, model in models.items()}
             flops = step_flops(config, args.prompt_len + count / 2)
             of_theirs = None
@@ -96,7 +98,9 @@ def main() -> int:
 
         scored = {name: all_logits(model, text[:-1]) for name, model in models.items()}
         scored["Hugging Face, float64"] = all_logits(exact, text[:-1])
-    print(f"{checkpoint.directory.name}: prompt of {args.prompt_len} ids, batch 1, {args.device}, medians of {args.runs}")
+    print(
+        f"{checkpoint.directory.name}: prompt of {args.prompt_len} ids, batch 1, {args.device}, medians of {args.runs}"
+    )
     units = "TTFT ms", "TPOT ms", "Hugging Face's / it", "tokens/s", "GFLOP/s", "GFLOP a token"
     common.print_table(["model", "new tokens", *units, "tokens as Hugging Face's"], rows)
 

@@ -35,7 +35,11 @@ def main() -> int:
     # What the layer reads when the text's last token comes: its hidden state, and the keys and values before it.
     before = f"layers.{args.layer - 1}.output" if args.layer else "embed_in"
     prefix = f"layers.{args.layer}"
-    names = {"k": f"{prefix}.attention.rotary_emb.k", "v": f"{prefix}.attention.rotary_emb.v", "output": f"{prefix}.output"}
+    names = {
+        "k": f"{prefix}.attention.rotary_emb.k",
+        "v": f"{prefix}.attention.rotary_emb.v",
+        "output": f"{prefix}.output",
+    }
     ids = common.random_ids(n, config["vocab_size"], args.seed)
     _, taps = cf_ops.load(args.model).run(ids, [before, *names.values()], rows=1)
     state = [torch.from_numpy(taps[before][-1:])]
@@ -90,7 +94,9 @@ def main() -> int:
             converted, step = torchs(compute)
             calls[f"torch, {compute}"] = lambda w=converted, s=step: torch_layer.layer(w, config, *s)
         with torch.inference_mode():
-            times = common.medians_ms({name: common.synchronised(call, args.device) for name, call in calls.items()}, args.runs)
+            times = common.medians_ms(
+                {name: common.synchronised(call, args.device) for name, call in calls.items()}, args.runs
+            )
         first = next(iter(times.values()))
         print()
         common.print_table(

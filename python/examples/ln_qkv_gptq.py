@@ -23,7 +23,9 @@ from common import Checks, error_of, print_table
 EPS = 1e-5
 
 
-def random_case(hidden: int, heads: int, kv_heads: int, group: int, is_v2: bool, batch: int, seq: int) -> dict[str, Any]:
+def random_case(
+    hidden: int, heads: int, kv_heads: int, group: int, is_v2: bool, batch: int, seq: int
+) -> dict[str, Any]:
     """Arguments of ln_qkv_heads: random numbers that float16 holds, and random 4-bit codes."""
     rng = np.random.default_rng(1)
     out = hidden // heads * (heads + 2 * kv_heads)

@@ -27,7 +27,9 @@ def tensors(weights: Mapping[str, Any], device: str, dtype: torch.dtype | None =
     for name, weight in weights.items():
         if isinstance(weight, ops.GptqWeight):
             if dtype is None:
-                parts = {part: torch.from_numpy(getattr(weight, part)) for part in ("qweight", "qzeros", "scales", "g_idx")}
+                parts = {
+                    part: torch.from_numpy(getattr(weight, part)) for part in ("qweight", "qzeros", "scales", "g_idx")
+                }
                 fields = {field: getattr(weight, field) for field in ("bits", "group_size", "zero_offset")}
                 made[name] = ops.GptqWeight(**{part: t.to(device) for part, t in parts.items()}, **fields)
                 continue
