@@ -1,4 +1,4 @@
-"""The calls of ClusterFusion's Pythia port: Hugging Face's values, our layer's bits, contexts that cannot be misused."""
+"""The calls of ClusterFusion's Pythia port: Hugging Face's values, our layer's bits, contexts that are checked."""
 
 import inspect
 import subprocess
