@@ -147,7 +147,7 @@ class _Measure:
 
     def __init__(self, compute: str, output: str) -> None:
         self.precision = compute, output
-        self.budget = Budget(0.0, 0.0)
+        self.budget: Budget | None = None
 
 
 _measure: ContextVar[_Measure | None] = ContextVar("_measure", default=None)
@@ -210,6 +210,8 @@ def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "flo
             op(*args, **kwargs)
         finally:
             _measure.reset(token)
+        if measure.budget is None:
+            raise ValueError(f"budget: expected a function that runs an op, got {op!r}")
         return measure.budget
 
     return bound

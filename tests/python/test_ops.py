@@ -486,3 +486,5 @@ def test_a_budget_follows_the_precision():
     ) == (0, 0)
     with pytest.raises(ValueError, match="dtype must be .* got 'float8'"):
         ops.budget(ops.layernorm, compute="float8")(**arguments)
+    with pytest.raises(ValueError, match="budget: expected a function that runs an op, got <built-in function abs>"):
+        ops.budget(abs)(-1)
