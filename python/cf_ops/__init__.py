@@ -1,6 +1,6 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
-from cf_ops import _core
+from cf_ops import _core, ops
 from cf_ops._core import CfError
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
@@ -16,4 +16,5 @@ __all__ = [
     "Perplexity",
     "__version__",
     "load",
+    "ops",
 ]

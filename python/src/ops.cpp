@@ -1,7 +1,380 @@
+// One function runs every op of ops.def: it finds the op by its name, and the op's tensors by the names that the
+// contract lists. An op needs no line here.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/model/examples.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
 
-namespace cf::python {
+namespace nb = nanobind;
 
-void bind_ops(nanobind::module_&) {}
+namespace cf::python {
+namespace {
+
+/// A tensor's address, the name of its dtype, its shape.
+using Given = std::tuple<std::uintptr_t, std::string, Shape>;
+/// By the contract's name.
+using Tensors = std::map<std::string, Given>;
+
+/// The arguments of a call as Python passes them.
+struct Call {
+  std::string op;
+  Tensors tensors;
+  nb::dict scalars;
+};
+
+std::string quoted(std::string_view name) { return std::string("'").append(name).append("'"); }
+
+/// Refuses a key that is not in `known`.
+Status refuse_unknown(const std::string& op, std::string_view kind, const std::vector<std::string>& keys,
+                      const std::vector<std::string>& known) {
+  for (const std::string& key : keys) {
+    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+    std::string names;
+    for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
+    return bad_argument(op, quoted(key) + " is none of its " + std::string(kind) + ", expected " + names);
+  }
+  return {};
+}
+
+/// Calls f(prefix, linear) for each Linear of an op's arguments. The names of its tensors begin with the prefix.
+template <class Args, class F>
+void for_each_linear_of(Args& a, F&& f) {
+  if constexpr (requires { a.linear; }) f(std::string(), a.linear);
+  if constexpr (requires { a.weights; })
+    for_each_linear(a.model, a.weights, [&](std::string_view module, auto& linear, const LinearSize&) {
+      f(std::string(module) + ".", linear);
+    });
+}
+
+/// Calls f(name, scalar) for each scalar of an op's arguments, except those of its weights.
+template <class Args, class F>
+void for_each_scalar(Args& a, F&& f) {
+  if constexpr (requires { a.model; }) f(std::string("config"), a.model);
+  if constexpr (requires { a.epilogue; }) f(std::string("epilogue"), a.epilogue);
+  if constexpr (requires { a.eps; }) f(std::string("eps"), a.eps);
+  if constexpr (requires { a.scale; }) f(std::string("scale"), a.scale);
+  if constexpr (requires { a.max_kv_len; }) f(std::string("max_kv_len"), a.max_kv_len);
+  if constexpr (requires { a.t.max_kv_len; }) f(std::string("max_kv_len"), a.t.max_kv_len);
+}
+
+/// Calls f(name, scalar) for each scalar of an op's quantised weights.
+template <class Args, class F>
+void for_each_gptq_scalar(Args& a, F&& f) {
+  for_each_linear_of(a, [&](const std::string& prefix, LinearParams& linear) {
+    auto* gptq = std::get_if<GptqWeight>(&linear.weight);
+    if (!gptq) return;
+    f(prefix + "bits", gptq->bits);
+    f(prefix + "group_size", gptq->group_size);
+    f(prefix + "zero_offset", gptq->zero_offset);
+  });
+}
+
+constexpr std::array kEpilogues{std::pair{"none", ops::Epilogue::none}, std::pair{"gelu_erf", ops::Epilogue::gelu_erf},
+                                std::pair{"gelu_tanh", ops::Epilogue::gelu_tanh},
+                                std::pair{"residual", ops::Epilogue::residual}};
+
+/// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
+class ScalarReader {
+ public:
+  explicit ScalarReader(const Call& call) : call_(call) {}
+
+  template <class T>
+  void operator()(const std::string& name, T& value) {
+    known_.push_back(name);
+    if (!status_ || !call_.scalars.contains(name.c_str())) return;
+    const nb::handle given = call_.scalars[name.c_str()];
+    if constexpr (std::is_same_v<T, ops::Epilogue>) {
+      std::string text, names;
+      const bool is_text = nb::try_cast(given, text);
+      for (const auto& [epilogue_name, epilogue] : kEpilogues) {
+        if (is_text && text == epilogue_name) return void(value = epilogue);
+        names += (names.empty() ? "" : ", ") + std::string(epilogue_name);
+      }
+      refuse(name, "one of " + names, given);
+    } else if constexpr (std::is_same_v<T, ModelSpec>) {
+      std::string text;
+      if (!nb::try_cast(given, text)) return refuse(name, "the text of a config.json", given);
+      const Result<ModelConfig> config = checkpoint::parse_hf_config(text, call_.op + ": config");
+      if (config)
+        value = config->spec();
+      else
+        status_ = config.status();
+    } else if (!nb::try_cast(given, value)) {
+      refuse(name, std::is_integral_v<T> ? "an integer" : "a number", given);
+    }
+  }
+  const std::vector<std::string>& known() const { return known_; }
+  const Status& status() const { return status_; }
+
+ private:
+  void refuse(const std::string& name, const std::string& expected, nb::handle given) {
+    status_ = bad_argument(call_.op, quoted(name) + " must be " + expected + ", got " + nb::repr(given).c_str());
+  }
+
+  const Call& call_;
+  std::vector<std::string> known_;
+  Status status_;
+};
+
+/// Points a view at a given tensor. Refuses another number of dimensions, and a dtype that the view cannot have: the
+/// contract's check knows views alone.
+template <class View>
+Status bind_tensor(const std::string& op, std::string_view name, View& view, const Given& given) {
+  const auto& [address, dtype_name, shape] = given;
+  if (shape.size() != std::size_t(View::rank))
+    return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected " +
+                                std::to_string(View::rank) + " dimensions");
+  const std::optional<DType> dtype = dtype_from_string(dtype_name);
+  constexpr bool is_any = std::is_void_v<std::remove_const_t<typename View::element>>;
+  const DType fixed = dtype_of_view<View>(dtype.value_or(DType::i32));
+  if (!dtype || *dtype != fixed)
+    return bad_argument(op, quoted(name) + " has dtype " + dtype_name + ", expected " +
+                                (is_any ? "float16, bfloat16, float32 or float64" : std::string(to_string(fixed))));
+  std::array<std::int64_t, View::rank> extents{};
+  std::copy(shape.begin(), shape.end(), extents.begin());
+  point(view, reinterpret_cast<void*>(address), extents, *dtype);
+  return {};
+}
+
+/// An op's arguments from those of a call. What the contract itself refuses is left to its check().
+template <class Op>
+Result<typename Op::Args> bind(const Call& call) {
+  typename Op::Args args{};
+  ScalarReader read(call);
+  for_each_scalar(args, read);
+  for_each_linear_of(args, [&](const std::string& prefix, LinearParams& linear) {
+    if (call.tensors.count(prefix + "qweight")) linear.weight = GptqWeight{};
+  });
+
+  std::vector<std::string> known;
+  Status status;
+  auto dims = Op::dims(args);
+  // The contract's check says best what is wrong with a residual that its epilogue does not take.
+  if constexpr (requires { dims.residual; }) dims.residual = true;
+  Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) {
+    known.emplace_back(spec.name);
+    const auto given = call.tensors.find(known.back());
+    if (status && given != call.tensors.end()) status = bind_tensor(call.op, spec.name, view, given->second);
+  });
+  // Read after the list of tensors, which divides by them: the contract's check has not seen them yet.
+  for_each_gptq_scalar(args, read);
+  CF_TRY(read.status());
+  CF_TRY(status);
+
+  std::vector<std::string> tensors, scalars;
+  for (const auto& [name, tensor] : call.tensors) tensors.push_back(name);
+  for (const auto& [name, value] : call.scalars) scalars.push_back(nb::str(name).c_str());
+  CF_TRY(refuse_unknown(call.op, "tensors", tensors, known));
+  CF_TRY(refuse_unknown(call.op, "scalars", scalars, read.known()));
+  return args;
+}
+
+/// A tensor's name and shape.
+using NamedShape = std::pair<std::string, Shape>;
+
+template <class Op>
+Result<std::vector<NamedShape>> outputs(const Call& call) {
+  CF_TRY_ASSIGN(typename Op::Args args, bind<Op>(call));
+  // No output's shape depends on how a weight is stored. Fields of quantised weights are not checked yet.
+  for_each_linear_of(args, [](const std::string&, LinearParams& linear) { linear.weight = DenseWeight{}; });
+  std::vector<NamedShape> shapes;
+  Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, auto&, const auto& shape) {
+    if (spec.role == Role::output) shapes.emplace_back(spec.name, Shape(shape.begin(), shape.end()));
+  });
+  return shapes;
+}
+
+template <class Op>
+Status run(const Call& call) {
+  CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
+  const nb::gil_scoped_release release;
+  return cpu_ref::run(args);
+}
+
+template <class Op>
+Result<Budget> budget(const Call& call, Precision precision) {
+  CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
+  const nb::gil_scoped_release release;
+  CF_TRY_ASSIGN(const Condition condition, cpu_ref::condition(args));
+  return Op::budget(Op::dims(args), precision, condition);
+}
+
+/// The example that describes an op: a small model, two sequences of two new tokens each.
+ModelConfig example_model() {
+  ModelConfig m;
+  m.hidden_size = 96;
+  m.num_hidden_layers = 1;
+  m.num_attention_heads = 4;
+  m.intermediate_size = 160;
+  m.vocab_size = 50;
+  m.max_position_embeddings = 32;
+  m.rotary_dim = 6;
+  return m;
+}
+constexpr Workload kExampleLoad{.batch = 2, .q_len = 2, .kv_len = 11, .capacity = 13};
+constexpr std::int64_t kExampleGroupSize = 32;
+
+constexpr const char* to_string(Role role) {
+  switch (role) {
+    case Role::input: return "input";
+    case Role::output: return "output";
+    case Role::state: return "state";
+    case Role::cache: return "cache";
+    case Role::weight: return "weight";
+    case Role::gain: return "gain";
+    case Role::gptq: return "gptq";
+    case Role::cosine: return "cosine";
+    case Role::sine: return "sine";
+    case Role::length: return "length";
+    case Role::position: return "position";
+    case Role::token_id: return "token_id";
+  }
+  return "?";
+}
+
+/// A tensor of an example: its name, its role, its dtype where the contract fixes it, its shape, whether it may be left
+/// out.
+using ExampleTensor = std::tuple<std::string, std::string, std::optional<std::string>, Shape, bool>;
+
+template <class Op>
+std::pair<std::vector<ExampleTensor>, nb::dict> example(int bits) {
+  const ModelConfig model = example_model();
+  auto [dims, args] = ops::example<Op>(model, kExampleLoad);
+  if (bits)
+    for_each_linear_of(args, [&](const std::string&, LinearParams& linear) {
+      linear.weight = GptqWeight{.bits = bits, .group_size = kExampleGroupSize, .zero_offset = 1};
+    });
+  std::vector<ExampleTensor> tensors;
+  Op::tensors(dims, args, [&]<class View>(const TensorSpec& spec, View&, const auto& shape) {
+    std::optional<std::string> dtype;
+    if constexpr (!std::is_void_v<std::remove_const_t<typename View::element>>) dtype = cf::to_string(View::dtype);
+    tensors.emplace_back(spec.name, to_string(spec.role), dtype, Shape(shape.begin(), shape.end()), spec.optional);
+  });
+  nb::dict scalars;
+  const auto add = [&]<class T>(const std::string& name, const T& value) {
+    if constexpr (std::is_same_v<T, ModelSpec>)
+      scalars[name.c_str()] = checkpoint::to_hf_json(model);
+    else if constexpr (std::is_same_v<T, ops::Epilogue>)
+      for (const auto& [epilogue_name, epilogue] : kEpilogues) {
+        if (epilogue == value) scalars[name.c_str()] = epilogue_name;
+      }
+    else
+      scalars[name.c_str()] = value;
+  };
+  for_each_scalar(args, add);
+  for_each_gptq_scalar(args, add);
+  return {std::move(tensors), std::move(scalars)};
+}
+
+/// An op by its name.
+struct Entry {
+  std::string_view name;
+  Result<std::vector<NamedShape>> (*outputs)(const Call&);
+  Status (*run)(const Call&);
+  Result<Budget> (*budget)(const Call&, Precision);
+  std::pair<std::vector<ExampleTensor>, nb::dict> (*example)(int bits);
+};
+
+constexpr std::array kEntries{
+#define CF_OP(Op) Entry{ops::Op::name, outputs<ops::Op>, run<ops::Op>, budget<ops::Op>, example<ops::Op>},
+#include "core/ops/ops.def"
+#undef CF_OP
+};
+
+const Entry& entry(const std::string& op) {
+  std::string names;
+  for (const Entry& e : kEntries) {
+    if (e.name == op) return e;
+    names += (names.empty() ? "" : ", ") + std::string(e.name);
+  }
+  check(Status::error(Code::invalid_argument, quoted(op) + " is no op, expected one of " + names));
+  return kEntries[0];  // not reached: check() throws
+}
+
+DType dtype_named(const std::string& name) {
+  const std::optional<DType> dtype = dtype_from_string(name);
+  if (!dtype)
+    check(Status::error(Code::invalid_argument,
+                        "dtype must be float16, bfloat16, float32 or float64, got " + quoted(name)));
+  return *dtype;
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  using namespace nb::literals;
+  m.def(
+      "ops",
+      [] {
+        std::vector<std::string> names;
+        for (const Entry& e : kEntries) names.emplace_back(e.name);
+        return names;
+      },
+      "The names of all ops.");
+  m.def(
+      "op_example", [](const std::string& op, int bits) { return entry(op).example(bits); }, "op"_a, "bits"_a = 0,
+      nb::sig("def op_example(op: str, bits: int = 0) -> "
+              "tuple[list[tuple[str, str, str | None, list[int], bool]], dict[str, object]]"),
+      "A small example of an op's arguments: its tensors in the contract's order as (name, role, dtype where it is "
+      "fixed, shape, whether it may be left out), and its scalars. With bits = 4 or 8 every Linear is quantised.");
+  m.def(
+      "op_outputs",
+      [](std::string op, Tensors tensors, nb::dict scalars) {
+        const Entry& e = entry(op);
+        return take(e.outputs({std::move(op), std::move(tensors), std::move(scalars)}));
+      },
+      "op"_a, "tensors"_a, "scalars"_a,
+      nb::sig("def op_outputs(op: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], scalars: dict[str, "
+              "object]) -> list[tuple[str, list[int]]]"),
+      "An op's outputs with their shapes, as far as the other tensors say them. Refuses names that the op does not "
+      "have, and dtypes and numbers of dimensions that its tensors cannot have.");
+  m.def(
+      "run_op",
+      [](std::string op, Tensors tensors, nb::dict scalars) {
+        const Entry& e = entry(op);
+        check(e.run({std::move(op), std::move(tensors), std::move(scalars)}));
+      },
+      "op"_a, "tensors"_a, "scalars"_a,
+      nb::sig("def run_op(op: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], scalars: dict[str, object]) "
+              "-> None"),
+      "Runs an op on tensors that are given as (address, name of the dtype, shape) by the contract's names.");
+  m.def(
+      "op_budget",
+      [](std::string op, Tensors tensors, nb::dict scalars, const std::string& compute, const std::string& output) {
+        const Entry& e = entry(op);
+        const Precision precision{dtype_named(compute), dtype_named(output)};
+        const Budget b = take(e.budget({std::move(op), std::move(tensors), std::move(scalars)}, precision));
+        return std::pair(b.rel_l2, b.rel_max);
+      },
+      "op"_a, "tensors"_a, "scalars"_a, "compute"_a, "output"_a,
+      nb::sig("def op_budget(op: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], scalars: dict[str, "
+              "object], compute: str, output: str) -> tuple[float, float]"),
+      "The error bound (relative L2, relative max) of an op that has run on these tensors.");
+  m.def(
+      "rope_table",
+      [](std::uintptr_t cos, std::uintptr_t sin, std::int64_t rows, std::int64_t half, double theta) {
+        const auto table = [&](std::uintptr_t to) {
+          return View<float, 2>{reinterpret_cast<float*>(to), {rows, half}};
+        };
+        ops::rope_table(table(cos), table(sin), theta);
+      },
+      "cos"_a, "sin"_a, "rows"_a, "half"_a, "theta"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "Fills two float32 tables (rows, half) at these addresses with RoPE's cosines and sines.");
+}
 
 }  // namespace cf::python

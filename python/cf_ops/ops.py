@@ -1,0 +1,415 @@
+"""Every op of the library as a function on numpy arrays or torch tensors.
+
+A function has the name of its op's contract and the names of the contract's arguments. A call's tensors come from one
+library. They are used where they lie: nothing is copied, and a tensor that is not contiguous is refused. Outputs are
+allocated by the tensors' library and returned in the order of the contract; they carry no gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cf_ops import _core
+from cf_ops._tensors import Described, T, Tensor, describe, empty, library_of
+
+__all__ = [
+    "Budget",
+    "Epilogue",
+    "GptqWeight",
+    "LayerOutputs",
+    "attention",
+    "budget",
+    "decode_layer",
+    "dual_layernorm",
+    "embedding",
+    "kv_append",
+    "layernorm",
+    "layernorm_residual",
+    "linear",
+    "ln_qkv",
+    "ln_qkv_heads",
+    "residual_layernorm",
+    "rope",
+    "rope_table",
+]
+
+Epilogue = Literal["none", "gelu_erf", "gelu_tanh", "residual"]
+"""What happens to a product before it is stored."""
+
+P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., object])
+
+_DTYPES_AND_ERRORS = """\
+Dtypes: activations share one dtype, float32 or float64 on the CPU. Weights share another: float16, bfloat16, float32 or
+float64. Cosines and sines are float32; lengths, positions and ids are int32.
+
+Raises ValueError for a shape, dtype, stride or value that the op refuses, TypeError for what is no tensor,
+NotImplementedError for what no backend of this installation computes. Nothing has been written then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptqWeight(Generic[T]):
+    """A matrix (out, in) quantised by GPTQ, as AutoGPTQ and GPTQModel store it.
+
+    W[n, k] = scales[g, n] * (q(k, n) - zero(g, n)), g = g_idx[k], zero(g, n) = stored(g, n) + zero_offset.
+    Source: Frantar et al. 2022 (arXiv:2210.17323).
+
+    Attributes
+    ----------
+    qweight: int32 (in * bits / 32, out), packed along in, low bits first.
+    qzeros: int32 (groups, out * bits / 32), packed along out.
+    scales: float16 (groups, out).
+    g_idx: int32 (in), the group of each input.
+    bits: 4 or 8.
+    group_size: inputs that share a scale; the last group may be shorter.
+    zero_offset: 1 for checkpoint_format "gptq" (v1), 0 for "gptq_v2".
+    """
+
+    qweight: T
+    qzeros: T
+    scales: T
+    g_idx: T
+    bits: int = 4
+    group_size: int = 128
+    zero_offset: int
+
+
+_Weight = Tensor | GptqWeight[Any]
+_Tensors = dict[str, _Weight | None]
+
+
+class Budget(NamedTuple):
+    """The error bound of an op's outputs against the float64 oracle, as the op's contract derives it.
+
+    ||error||_2 <= rel_l2 * ||reference||_2 and max |error| <= rel_max * max |reference|.
+    """
+
+    rel_l2: float
+    rel_max: float
+
+
+class LayerOutputs(NamedTuple):
+    """What the sites of a layer make, in the order of the walk; ``output`` is the layer's result."""
+
+    attn_in: Any
+    qkv: Any
+    q: Any
+    k: Any
+    v: Any
+    context: Any
+    attn_residual: Any
+    mlp_in: Any
+    mlp_act: Any
+    output: Any
+
+
+class _Contract(NamedTuple):
+    """What the contract's source says: its comment, and the shapes of its arguments as (names, shape)."""
+
+    comment: str
+    arguments: list[tuple[str, str]]
+
+
+@cache
+def _contracts() -> dict[str, _Contract]:
+    text = importlib.resources.files("cf_ops").joinpath("_contracts.json").read_text(encoding="utf-8")
+    return {op: _Contract(entry["comment"], entry["arguments"]) for op, entry in json.loads(text).items()}
+
+
+def _op(function: F) -> F:
+    """Gives a function the docstring of the contract of its name, below what the function itself says."""
+    contract = _contracts()[function.__name__]
+    width = max(len(names) for names, _ in contract.arguments)
+    shapes = "\n".join(f"    {names:{width}}  {shape}".rstrip() for names, shape in contract.arguments)
+    parts = [function.__doc__ or "", contract.comment, f"Shapes:\n{shapes}", _DTYPES_AND_ERRORS]
+    function.__doc__ = "\n\n".join(part.strip("\n") for part in parts if part)
+    return function
+
+
+@cache
+def _written(op: str) -> frozenset[str]:
+    """The names of the tensors that an op writes."""
+    tensors, _ = _core.op_example(op)
+    return frozenset(name for name, role, *_ in tensors if role in ("output", "state"))
+
+
+class _Measure:
+    """The precision of a budget that is asked for, and the budget of the last call."""
+
+    def __init__(self, compute: str, output: str) -> None:
+        self.precision = compute, output
+        self.budget = Budget(0.0, 0.0)
+
+
+_measure: ContextVar[_Measure | None] = ContextVar("_measure", default=None)
+
+
+class _Call(Generic[T]):
+    """A call of an op. Its tensors are checked as far as shapes and dtypes can be without the outputs."""
+
+    def __init__(self, op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> None:
+        self.op = op
+        self.like = like
+        self.scalars = scalars
+        self.described: dict[str, Described] = {}
+        first = next(name for name, tensor in tensors.items() if tensor is like)
+        self._source = library_of(f"{op}: '{first}'", like), f"'{first}'"
+        for name, tensor in tensors.items():
+            if isinstance(tensor, GptqWeight):
+                self._add_gptq(name.removesuffix("weight"), tensor)
+            elif tensor is not None:
+                self._add(name, tensor)
+        self._outputs = dict(_core.op_outputs(op, self.described, scalars))
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        self.described[name] = describe(
+            f"{self.op}: '{name}'", tensor, like=self._source, is_written=name in _written(self.op)
+        )
+
+    def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            self._add(prefix + part, getattr(weight, part))
+        for scalar in ("bits", "group_size", "zero_offset"):
+            self.scalars[prefix + scalar] = getattr(weight, scalar)
+
+    def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
+        """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``."""
+        made = {name: empty(shape, self.like, dtype) for name, shape in {**self._outputs, **(shapes or {})}.items()}
+        for name, tensor in made.items():
+            self._add(name, tensor)
+        _core.run_op(self.op, self.described, self.scalars)
+        measure = _measure.get()
+        if measure is not None:
+            measure.budget = Budget(*_core.op_budget(self.op, self.described, self.scalars, *measure.precision))
+        return tuple(made.values())
+
+
+def budget(op: Callable[P, object], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
+    """A function of an op's arguments that runs the op and returns its error bound for them.
+
+    The bound is the contract's own: it follows from the length of the sums, the dtypes that a backend computes in and
+    stores, and how much the sums cancel for these arguments, which is measured. Give float64 arguments, so that
+    what is measured is exact.
+
+    >>> ops.budget(ops.layernorm)(x, gamma, beta).rel_l2  # doctest: +SKIP
+    """
+
+    def bound(*args: P.args, **kwargs: P.kwargs) -> Budget:
+        measure = _Measure(compute, output)
+        token = _measure.set(measure)
+        try:
+            op(*args, **kwargs)
+        finally:
+            _measure.reset(token)
+        return measure.budget
+
+    return bound
+
+
+def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """RoPE's cosines and sines of positions 0 .. rows - 1, as numpy arrays: float32 (rows, rotary_dim / 2) each.
+
+    inv_freq[i] = 1 / theta^(2i / rotary_dim), angle = position * inv_freq[i], all in float32.
+    Source: transformers' GPTNeoXRotaryEmbedding. Raises ValueError for rows < 1, a rotary_dim that is odd or below 2,
+    theta <= 0.
+    """
+    if rows < 1:
+        raise ValueError(f"rope_table: rows must be at least 1, got {rows}")
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rope_table: rotary_dim must be even and at least 2, got {rotary_dim}")
+    if not theta > 0:
+        raise ValueError(f"rope_table: theta must be positive, got {theta}")
+    cos, sin = (np.empty((rows, rotary_dim // 2), np.float32) for _ in range(2))
+    _core.rope_table(cos.ctypes.data, sin.ctypes.data, rows, rotary_dim // 2, theta)
+    return cos, sin
+
+
+@_op
+def embedding(ids: T, table: Tensor, *, dtype: str = "float32") -> T:
+    """Returns y, of the dtype that ``dtype`` names."""
+    if dtype not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(f"embedding: dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
+    call = _Call("embedding", ids, {"ids": ids, "table": table})
+    return call.run(dtype=dtype)[0]
+
+
+@_op
+def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
+    """Returns y."""
+    return _Call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps).run()[0]
+
+
+@_op
+def layernorm_residual(x: T, residual: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
+    """Returns y."""
+    tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
+    return _Call("layernorm_residual", x, tensors, eps=eps).run()[0]
+
+
+@_op
+def residual_layernorm(x: T, a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> tuple[T, T]:
+    """Returns (h, y)."""
+    tensors: _Tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
+    h, y = _Call("residual_layernorm", x, tensors, eps=eps).run()
+    return h, y
+
+
+@_op
+def dual_layernorm(
+    x: T, gamma1: Tensor, beta1: Tensor, gamma2: Tensor, beta2: Tensor, *, eps: float = 1e-5
+) -> tuple[T, T]:
+    """Returns (y1, y2)."""
+    tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
+    y1, y2 = _Call("dual_layernorm", x, tensors, eps=eps).run()
+    return y1, y2
+
+
+@_op
+def linear(
+    x: T,
+    weight: _Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    epilogue: Epilogue = "none",
+) -> T:
+    """Returns y. ``weight`` is a tensor (out, in) or a GptqWeight; f is chosen by ``epilogue``."""
+    tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    call = _Call("linear", x, tensors, epilogue=epilogue)
+    return call.run({"y": (x.shape[0], _rows(weight))})[0]
+
+
+@_op
+def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
+    """Returns (q, k, v). ``rope_table()`` makes cos and sin."""
+    q, k, v = _Call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}).run()
+    return q, k, v
+
+
+@_op
+def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Returns nothing, and writes k_cache and v_cache in place."""
+    _Call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
+
+
+@_op
+def ln_qkv(
+    x: T,
+    gamma: Tensor,
+    beta: Tensor,
+    weight: _Weight,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv_len: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    eps: float = 1e-5,
+) -> tuple[T, T, T]:
+    """Returns (q, k, v), and writes k_cache and v_cache in place. ``bias`` may be None; ``weight`` may be a
+    GptqWeight."""
+    tensors: _Tensors = {
+        "x": x,
+        "gamma": gamma,
+        "beta": beta,
+        "weight": weight,
+        "bias": bias,
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+        "kv_len": kv_len,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    call = _Call("ln_qkv", x, tensors, eps=eps)
+    _, heads, _, head_dim = k_cache.shape
+    q, k, v = call.run(dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim)))
+    return q, k, v
+
+
+@_op
+def ln_qkv_heads(
+    x: T,
+    gamma: Tensor,
+    beta: Tensor,
+    weight: _Weight,
+    bias: Tensor | None = None,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float = 1e-5,
+) -> tuple[T, T, T]:
+    """Returns (q, k, v). head_dim follows from the rows of ``weight``, which may be a GptqWeight."""
+    for name, size in (("heads", heads), ("kv_heads", kv_heads)):
+        if size < 1:
+            raise ValueError(f"ln_qkv_heads: {name} must be at least 1, got {size}")
+    tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
+    call = _Call("ln_qkv_heads", x, tensors, eps=eps)
+    head_dim = _rows(weight) // (heads + 2 * kv_heads)
+    batch, q_len, _ = x.shape
+    kv_shape = batch, kv_heads, q_len, head_dim
+    q, k, v = call.run({"q": (batch, heads, q_len, head_dim), "k": kv_shape, "v": kv_shape})
+    return q, k, v
+
+
+@_op
+def attention(
+    q: T, k_cache: Tensor, v_cache: Tensor, kv_len: Tensor, *, scale: float, max_kv_len: int | None = None
+) -> T:
+    """Returns y. The usual scale is head_dim^-0.5. Without max_kv_len it is the capacity of the cache."""
+    call = _Call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
+    call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
+    return call.run()[0]
+
+
+@_op
+def decode_layer(
+    weights: Mapping[str, _Weight],
+    config: Mapping[str, object] | str,
+    hidden: Tensor,
+    positions: Tensor,
+    kv_len: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    max_kv_len: int | None = None,
+) -> LayerOutputs:
+    """Returns the output of every site, and writes k_cache and v_cache in place.
+
+    ``weights`` has Hugging Face's names below gpt_neox.layers.N: "input_layernorm.weight",
+    "attention.query_key_value.bias", ... A Linear's weight may be a GptqWeight. ``config`` is the content of a
+    config.json, as a mapping or as text. Without max_kv_len it is the capacity of the cache.
+    """
+    text = config if isinstance(config, str) else json.dumps(dict(config))
+    activations: _Tensors = {
+        "hidden": hidden,
+        "positions": positions,
+        "kv_len": kv_len,
+        "cos": cos,
+        "sin": sin,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    call = _Call("decode_layer", hidden, {**activations, **weights}, config=text)
+    call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
+    return LayerOutputs(*call.run())
+
+
+def _rows(weight: _Weight) -> int:
+    """The rows of a matrix (out, in)."""
+    if isinstance(weight, GptqWeight):
+        return int(weight.qweight.shape[1])
+    return weight.shape[0]
