@@ -1,7 +1,8 @@
-"""Checkpoints as the example programs read them, and the oracle: a whole model out of ops in float64. Needs numpy alone."""
+"""Checkpoints as the example programs read them, and the oracle: a model out of ops in float64. Needs numpy alone."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,7 +93,8 @@ def dequantised(weight: ops.GptqWeight[Array]) -> NDArray[np.float32]:
     codes = _unpacked(weight.qweight.T, weight.bits)
     zeros = _unpacked(weight.qzeros, weight.bits).T + weight.zero_offset
     scales = weight.scales.T.astype(np.float32)
-    return scales[:, weight.g_idx] * (codes - zeros[:, weight.g_idx]).astype(np.float32)
+    matrix: NDArray[np.float32] = scales[:, weight.g_idx] * (codes - zeros[:, weight.g_idx]).astype(np.float32)
+    return matrix
 
 
 def _unpacked(words: Array, bits: int) -> Array:
@@ -115,17 +117,18 @@ def oracle(
     positions, kv_len = np.arange(n, dtype=np.int32), np.array([n], np.int32)
     cos, sin = checkpoint.rope_table(n)
     table = checkpoint.tensor("gpt_neox.embed_in.weight")
-    x = ops.embedding(np.array(ids, np.int32), table, dtype="float64")
+    measured: Any = functools.partial(ops.budget, output=output)
+    x: Any = ops.embedding(np.array(ids, np.int32), table, dtype="float64")
     budgets = []
     for number in range(config["num_hidden_layers"]):
         caches = [np.zeros((1, checkpoint.heads, n, checkpoint.head_dim)) for _ in range(2)]
-        layer = checkpoint.layer(number), config, x, positions, kv_len, cos, sin, *caches
-        budgets.append(ops.budget(ops.decode_layer, output=output)(*layer))
+        layer: Any = checkpoint.layer(number), config, x, positions, kv_len, cos, sin, *caches
+        budgets.append(measured(ops.decode_layer)(*layer))
         x = ops.decode_layer(*layer).output
     gamma, beta = (checkpoint.tensor(f"gpt_neox.final_layer_norm.{part}") for part in ("weight", "bias"))
-    budgets.append(ops.budget(ops.layernorm, output=output)(x, gamma, beta, eps=eps))
+    budgets.append(measured(ops.layernorm)(x, gamma, beta, eps=eps))
     x = ops.layernorm(x, gamma, beta, eps=eps)
-    budgets.append(ops.budget(ops.linear, output=output)(x, checkpoint.head()))
+    budgets.append(measured(ops.linear)(x, checkpoint.head()))
     bound = ops.Budget(*(sum(values) for values in zip(*budgets)))
     return ops.linear(x, checkpoint.head()), bound
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,23 @@ from cf_ops import ops
 OK, FAILED, BAD_USAGE = 0, 1, 2
 
 Array = NDArray[Any]
+K = TypeVar("K")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 class Parser(argparse.ArgumentParser):
     """Bad usage is one line on stderr and the exit code 2."""
 
-    def __init__(self, description: str, devices: Sequence[str] = ("cpu", "cuda")) -> None:
-        super().__init__(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        self.add_argument("--device", choices=devices, default="cpu", help="where the kernels run")
+    def __init__(self, description: str | None, devices: Sequence[str] = ("cpu", "cuda")) -> None:
+        super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
+        where = "where the kernels run"
+        if "cuda" in devices:
+            where += "; a GPU where torch finds one and this installation has the CUDA backend, else the CPU"
+        self.add_argument("--device", choices=devices, help=where)
         self.add_argument("--inject-fault", action="store_true", help="put one fault in; the checks must fail")
 
     def error(self, message: str) -> NoReturn:
@@ -44,16 +53,23 @@ def integer(least: int) -> Callable[[str], int]:
     return parse
 
 
-def check_device(device: str) -> None:
-    """Refuses a device for which this installation of cf_ops or of torch has no backend. Needs torch."""
+def device_of(wanted: str | None) -> str:
+    """The device that was asked for, or the best one. Refuses one that torch or this installation of cf_ops does not
+    have. Needs torch."""
     import torch
 
-    if device == "cpu":
-        return
+    if wanted == "cpu" or wanted is None and not torch.cuda.is_available():
+        return "cpu"
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU, expected cpu")
-    one = torch.ones(1, 8, dtype=torch.float16, device=device)
-    ops.layernorm(one, one[0], one[0])  # raises NotImplementedError where there is no backend
+    one = torch.ones(1, 8, dtype=torch.float16, device="cuda")
+    try:
+        ops.layernorm(one, one[0], one[0])
+    except NotImplementedError as error:
+        if wanted is None:
+            return "cpu"
+        raise ValueError(f"--device cuda: {error}") from None
+    return "cuda"
 
 
 def activation_dtype(device: str) -> Any:
@@ -157,9 +173,9 @@ def error_of(got: Array, exact: Array) -> Error:
     )
 
 
-def medians_ms(calls: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2) -> dict[str, float]:
+def medians_ms(calls: Mapping[K, Callable[[], object]], runs: int, warmup: int = 2) -> dict[K, float]:
     """The median time of each call in milliseconds. The calls take turns, so that all see the same machine."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[K, list[float]] = {name: [] for name in calls}
     for i in range(warmup + runs):
         for name, call in calls.items():
             begin = time.perf_counter()

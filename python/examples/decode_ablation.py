@@ -51,7 +51,7 @@ def our_attention_half(
 def our_mlp_half(weights: dict[str, Any], config: dict[str, Any], x: Any, residual: Any) -> Any:
     """torch_layer.mlp_half() out of ops."""
     norm = weights["post_attention_layernorm.weight"], weights["post_attention_layernorm.bias"]
-    gelu = "gelu_erf" if config["hidden_act"] == "gelu" else "gelu_tanh"
+    gelu: ops.Epilogue = "gelu_erf" if config["hidden_act"] == "gelu" else "gelu_tanh"
     normed = ops.layernorm(x, *norm, eps=config["layer_norm_eps"])
     act = ops.linear(normed, *linear_of(weights, "mlp.dense_h_to_4h"), epilogue=gelu)
     return ops.linear(act, *linear_of(weights, "mlp.dense_4h_to_h"), residual, epilogue="residual")
@@ -69,10 +69,10 @@ class Model:
 
         self.checkpoint, self.device, self.dtype = checkpoint, device, common.activation_dtype(device)
         attention, self.mlp = MIXTURES[mixture]
-        self.halves = (
+        self.halves: list[Any] = [
             torch_layer.attention_half if attention == "torch" else our_attention_half,
             torch_layer.mlp_half if self.mlp == "torch" else our_mlp_half,
-        )
+        ]
         of_library = {"torch": self.dtype, "cf_ops": None}  # the checkpoint's own
         self.layers = []
         for number in range(checkpoint.config["num_hidden_layers"]):
@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=common.integer(2), default=64)
     parser.add_argument("--seed", type=int, default=1, help="of the prompt's ids")
     args = parser.parse_args()
-    common.check_device(args.device)
+    args.device = common.device_of(args.device)
     import torch
 
     checkpoint = Checkpoint(args.model)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How close a checkpoint's decoding on cf_ops is to Hugging Face in float64, beside Hugging Face in the checkpoint's dtype.
+"""How close decoding on cf_ops is to Hugging Face in float64, beside Hugging Face in the checkpoint's own dtype.
 
 Tokens: each decodes greedily by itself; where it first leaves float64's text, the margin between float64's two best
 logits is printed. Logits: each reads float64's text; their mean error, and the share of the 5 and 10 best tokens that
@@ -35,7 +35,7 @@ def error_bound(checkpoint: Checkpoint, ids: list[int], dtype: Any) -> float:
     come back."""
     import torch
 
-    return oracle(checkpoint, ids)[1].rel_max + torch.finfo(dtype).eps / 2
+    return oracle(checkpoint, ids)[1].rel_max + float(torch.finfo(dtype).eps) / 2
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=common.integer(1), default=48)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    common.check_device(args.device)
+    args.device = common.device_of(args.device)
     import torch
 
     checkpoint = Checkpoint(args.model)
@@ -71,7 +71,7 @@ def main() -> int:
             rows.append(made.logits[0, -1].double().cpu().numpy())
         return np.stack(rows)
 
-    checks, rows, maes = common.Checks(), [], {name: [] for name in names}
+    checks, rows, maes = common.Checks(), [], {name: list[float]() for name in names}
     for number in range(args.prompts):
         prompt = common.random_ids(args.prompt_len, vocab_size, args.seed + number)
         with torch.inference_mode():

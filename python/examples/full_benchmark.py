@@ -9,6 +9,7 @@ transformers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def step_flops(config: dict[str, Any], kv_len: float) -> float:
     """Multiplications and additions of a decode step behind kv_len tokens: matrices, head, scores and values."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     matrices = layers * (4 * hidden * hidden + 2 * hidden * config["intermediate_size"]) + config["vocab_size"] * hidden
-    return 2.0 * matrices + 4.0 * layers * hidden * kv_len
+    return float(2 * matrices + 4 * layers * hidden * kv_len)
 
 
 def nll_of(logits: Any, ids: list[int]) -> float:
@@ -39,11 +40,15 @@ def main() -> int:
     parser.add_argument("--prompt-len", type=common.integer(1), default=16)
     parser.add_argument("--new-tokens", type=common.integer(2), nargs="+", default=[16, 64], metavar="N")
     parser.add_argument("--runs", type=common.integer(1), default=5)
-    parser.add_argument("--text", metavar="FILE", help="scored by the checkpoint's tokenizer; else ids are drawn")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="scored by the checkpoint's tokenizer; else ids are drawn, which no model predicts",
+    )
     parser.add_argument("--text-len", type=common.integer(2), default=128, help="ids of the text that are scored")
     parser.add_argument("--seed", type=int, default=1, help="of drawn ids")
     args = parser.parse_args()
-    common.check_device(args.device)
+    args.device = common.device_of(args.device)
     import torch
 
     checkpoint = Checkpoint(args.model)
@@ -61,6 +66,8 @@ def main() -> int:
             text = cf_ops.load(args.model).encode(file.read())[: args.text_len]
     else:
         text = common.random_ids(args.text_len, vocab_size, args.seed + 1)
+    if len(text) < 2:
+        raise ValueError(f"{args.text}: expected a text of at least 2 ids, got {len(text)}")
     prompt = common.random_ids(args.prompt_len, vocab_size, args.seed)
     given = torch.tensor([prompt], device=args.device)
 
@@ -76,8 +83,8 @@ def main() -> int:
         for count in args.new_tokens:
             calls = {}
             for name, model in models.items():
-                calls[name, 1] = lambda m=model: generate(m, 1)
-                calls[name, count] = lambda m=model, n=count: generate(m, n)
+                calls[name, 1] = functools.partial(generate, model, 1)
+                calls[name, count] = functools.partial(generate, model, count)
             times = common.medians_ms(
                 {key: common.synchronised(c, args.device) for key, c in calls.items()}, args.runs, 1
             )

@@ -8,6 +8,10 @@ again. Quantised layers are dequantised for torch. Needs torch.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import cf_ops
 import common
 from cf_ops import ops
@@ -24,7 +28,7 @@ def main() -> int:
     parser.add_argument("--benchmark", action="store_true", help="time the layer too")
     parser.add_argument("--runs", type=common.integer(1), default=50, help="of --benchmark")
     args = parser.parse_args()
-    common.check_device(args.device)
+    args.device = common.device_of(args.device)
     import torch
     import torch_layer
 
@@ -52,7 +56,7 @@ def main() -> int:
     row = slice(n, n + 1) if args.inject_fault else slice(n - 1, n)  # the fault: the position behind the token's
     position, kv_len = torch.zeros(1, dtype=torch.int32), torch.tensor([n], dtype=torch.int32)
 
-    def torchs(dtype: torch.dtype, device: str = args.device) -> tuple[dict[str, object], list[object]]:
+    def torchs(dtype: torch.dtype, device: str = args.device) -> tuple[dict[str, Any], list[Any]]:
         step = [t.to(device, dtype) for t in state]
         turn = cos[n - 1 : n].to(device), sin[n - 1 : n].to(device)
         return torch_layer.tensors(weights, device, dtype), [step[0], *turn, *step[1:], n]
@@ -89,10 +93,10 @@ def main() -> int:
 
     if args.benchmark:
         stored = ours["input_layernorm.weight"].dtype
-        calls = {f"cf_ops, {dtype}, weights in {stored}": layer}
+        calls: dict[str, Callable[[], object]] = {f"cf_ops, {dtype}, weights in {stored}": layer}
         for compute in dict.fromkeys((torch.float32, stored)):
             converted, step = torchs(compute)
-            calls[f"torch, {compute}"] = lambda w=converted, s=step: torch_layer.layer(w, config, *s)
+            calls[f"torch, {compute}"] = functools.partial(torch_layer.layer, converted, config, *step)
         with torch.inference_mode():
             times = common.medians_ms(
                 {name: common.synchronised(call, args.device) for name, call in calls.items()}, args.runs

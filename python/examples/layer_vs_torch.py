@@ -2,7 +2,8 @@
 """Runs one decode step of a random GPT-NeoX layer n times, against the same layer in torch's float64.
 
 The errors must be within the bound that the layer's contract derives for these numbers, and all runs must give the same
-bits. Needs torch.
+bits. The two sizes that ClusterFusion's port has calls for run through cf_ops.clusterfusion too, whose float16 output
+must be the layer's, rounded. Needs torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from cf_ops import ops
 from common import error_of
 
 SIZES = {"small": (256, 4), "pythia-2.8b": (2560, 32), "pythia-6.9b": (4096, 32)}  # hidden, heads
+MATRICES = {  # (out, in) in units of hidden
+    "attention.query_key_value": (3, 1),
+    "attention.dense": (1, 1),
+    "mlp.dense_h_to_4h": (4, 1),
+    "mlp.dense_4h_to_h": (1, 4),
+}
+NORMS = "input_layernorm", "post_attention_layernorm"
 
 
 def random_weights(hidden: int, seed: int) -> dict[str, Any]:
@@ -21,20 +29,40 @@ def random_weights(hidden: int, seed: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    sizes = {
-        "attention.query_key_value": (3 * hidden, hidden),
-        "attention.dense": (hidden, hidden),
-        "mlp.dense_h_to_4h": (4 * hidden, hidden),
-        "mlp.dense_4h_to_h": (hidden, 4 * hidden),
-    }
     weights = {}
-    for name, (rows, columns) in sizes.items():
+    for name, (out, size) in MATRICES.items():
+        rows, columns = out * hidden, size * hidden
         weights[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) / columns**0.5
         weights[f"{name}.bias"] = torch.randn(rows, generator=generator) / 10
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    for name in NORMS:
         weights[f"{name}.weight"] = 1 + torch.randn(hidden, generator=generator) / 10
         weights[f"{name}.bias"] = torch.randn(hidden, generator=generator) / 10
     return {name: weight.half() for name, weight in weights.items()}
+
+
+def port_call(
+    size: str, weights: dict[str, Any], x: Any, k_cache: Any, v_cache: Any, cos: Any, sin: Any
+) -> tuple[Any, Any, Any]:
+    """(output, k_new, v_new) of the port's call: caches by token, cosines and sines padded to head_dim."""
+    import torch
+    from cf_ops import clusterfusion
+
+    calls: dict[str, Any] = {
+        "pythia-2.8b": clusterfusion.pythia_2b8_decoder_layer,
+        "pythia-6.9b": clusterfusion.pythia_6b9_decoder_layer,
+    }
+    _, _, n, head_dim = k_cache.shape
+    rows = [cache[0].transpose(0, 1).reshape(n, -1).contiguous() for cache in (k_cache, v_cache)]
+    turn = []
+    for half, rest in ((cos, 1.0), (sin, 0.0)):
+        padded = torch.full((1, head_dim), rest, dtype=torch.float32, device=x.device)
+        padded[:, : 2 * half.shape[1]] = torch.cat([half, half], 1)
+        turn.append(padded)
+    product = {name: (weights[f"{name}.weight"], weights[f"{name}.bias"]) for name in MATRICES}
+    norms = [(weights[f"{name}.weight"], weights[f"{name}.bias"]) for name in NORMS]
+    qkv, dense, up, down = product.values()
+    made: tuple[Any, Any, Any] = calls[size](x, *qkv, *dense, *rows, *norms[0], *turn, *norms[1], *up, *down, n - 1)
+    return made
 
 
 def main() -> int:
@@ -45,7 +73,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sequential", action="store_true", help="the MLP reads the attention's sum")
     args = parser.parse_args()
-    common.check_device(args.device)
+    args.device = common.device_of(args.device)
     import torch
     import torch_layer
 
@@ -101,6 +129,10 @@ def main() -> int:
         checks.expect(error.within(bound), f"{name}: within the budget")
     print(f"{args.size}: hidden {hidden}, {heads} heads, {n} cache entries, seed {args.seed}, {dtype}, {args.device}")
     common.print_table(["tensor", "runs", "MAE", "max", "rel L2", "budget", "distinct outputs"], rows)
+    if args.size != "small" and not args.sequential:
+        ported = port_call(args.size, weights, x, k_cache, v_cache, cos, sin)
+        same = all(torch.equal(a, getattr(made, b).half()) for a, b in zip(ported, ("output", "k", "v")))
+        checks.expect(same, "the port's call gives the layer's output, k and v, rounded to float16")
     checks.expect(len(outputs) == 1, f"{args.runs} runs give one output")
     return checks.end()
 

@@ -1,8 +1,8 @@
 """A GPT-NeoX layer's two halves in plain torch, the reference of the example programs. Needs torch.
 
-One sequence: x (tokens, hidden) holds its newest tokens, cos and sin (tokens, rotary_dim / 2) are at their positions, and
-the caches (1, heads, capacity, head_dim) have `kv_len` valid entries once the new ones are written. Weights have Hugging
-Face's names below gpt_neox.layers.N and x's dtype; a half adds its result to what it is given.
+One sequence: x (tokens, hidden) holds its newest tokens, cos and sin (tokens, rotary_dim / 2) are at their positions,
+and the caches (1, heads, capacity, head_dim) have `kv_len` valid entries once the new ones are written. Weights have
+Hugging Face's names below gpt_neox.layers.N and x's dtype. A half adds its result to what it is given.
 """
 
 from __future__ import annotations
