@@ -26,12 +26,6 @@ MIXTURES = {  # the libraries of the attention half and of the MLP half
 }
 
 
-class Decoded(NamedTuple):
-    ids: list[int]  # the new ones
-    logits: Array  # (new ids, vocab), from which they were chosen
-    step_ms: float  # the median of the steps behind the prompt
-
-
 def our_attention_half(
     weights: dict[str, Any], config: dict[str, Any], x: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, kv_len: int
 ) -> Any:
@@ -61,74 +55,83 @@ def linear_of(weights: dict[str, Any], name: str) -> tuple[Any, Any]:
     return weights[f"{name}.weight"], weights.get(f"{name}.bias")
 
 
-class Model:
-    """A checkpoint's weights for one mixture."""
+class Weights(NamedTuple):
+    """A model's weights as one library reads them."""
 
-    def __init__(self, checkpoint: Checkpoint, mixture: str, device: str, has_fault: bool) -> None:
+    layers: list[dict[str, Any]]
+    norm: list[Any]  # gamma and beta of the final one
+    table: Any  # of embeddings
+    head: Any
+
+
+def read_weights(checkpoint: Checkpoint, device: str, dtype: Any, has_fault: bool = False) -> Weights:
+    """The weights in a torch dtype, or in the checkpoint's own where it is None."""
+    import torch_layer
+
+    layers = [checkpoint.layer(number) for number in range(checkpoint.config["num_hidden_layers"])]
+    if has_fault:
+        layers[0]["input_layernorm.bias"] = layers[0]["input_layernorm.bias"] + np.float16(0.25)
+    names = "final_layer_norm.weight", "final_layer_norm.bias", "embed_in.weight"
+    ends = {name: checkpoint.tensor(f"gpt_neox.{name}") for name in names} | {"head": checkpoint.head()}
+    gamma, beta, table, head = torch_layer.tensors(ends, device, dtype).values()
+    return Weights([torch_layer.tensors(layer, device, dtype) for layer in layers], [gamma, beta], table, head)
+
+
+class Decoding:
+    """A greedy decoding with one mixture of kernels."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, mixture: str, weights: dict[str, Weights], prompt: list[int], new_tokens: int
+    ) -> None:
+        import torch
         import torch_layer
 
-        self.checkpoint, self.device, self.dtype = checkpoint, device, common.activation_dtype(device)
-        attention, self.mlp = MIXTURES[mixture]
-        self.halves: list[Any] = [
+        attention, mlp = MIXTURES[mixture]
+        self._config, self._is_torchs_end = checkpoint.config, mlp == "torch"
+        self._halves: list[Any] = [
             torch_layer.attention_half if attention == "torch" else our_attention_half,
-            torch_layer.mlp_half if self.mlp == "torch" else our_mlp_half,
+            torch_layer.mlp_half if mlp == "torch" else our_mlp_half,
         ]
-        of_library = {"torch": self.dtype, "cf_ops": None}  # the checkpoint's own
-        self.layers = []
-        for number in range(checkpoint.config["num_hidden_layers"]):
-            weights = checkpoint.layer(number)
-            if has_fault and attention == "cf_ops" and number == 0:
-                weights["input_layernorm.bias"] = weights["input_layernorm.bias"] + np.float16(0.25)
-            parts = {half: torch_layer.tensors(weights, device, of_library[half]) for half in {attention, self.mlp}}
-            self.layers.append((parts[attention], parts[self.mlp]))
-        names = [f"gpt_neox.final_layer_norm.{part}" for part in ("weight", "bias")]
-        ends = {name: checkpoint.tensor(name) for name in names} | {"head": checkpoint.head()}
-        ends["table"] = checkpoint.tensor("gpt_neox.embed_in.weight")
-        self.ends = torch_layer.tensors(ends, device, of_library[self.mlp])
-        self.norm = [self.ends[name] for name in names]
+        self._layers, self._ends = list(zip(weights[attention].layers, weights[mlp].layers)), weights[mlp]
+        head = weights["torch"].head  # has the dtype in which all compute
+        shape = 1, checkpoint.heads, len(prompt) + new_tokens, checkpoint.head_dim
+        self._caches = [[torch.zeros(shape).to(head.device, head.dtype) for _ in "kv"] for _ in self._layers]
+        self._table = [torch.from_numpy(half).to(head.device) for half in checkpoint.rope_table(shape[2])]
+        self._newest, self._kv_len = prompt, 0
+        self.ids: list[int] = []
+        self.logits: list[Array] = []
+        self.times_ms: list[float] = []
 
-    def logits(self, ids: list[int], caches: list[Any], kv_len: int, table: list[Any]) -> Any:
-        """Takes the newest ids through the model; the last one's logits (vocab)."""
+    def step(self) -> None:
+        """Takes the newest tokens through the model and chooses the next one."""
         import torch
         from torch.nn import functional
 
-        config, eps = self.checkpoint.config, self.checkpoint.config["layer_norm_eps"]
-        cos, sin = (half[kv_len - len(ids) : kv_len] for half in table)
-        x = functional.embedding(torch.tensor(ids, device=self.device), self.ends["table"]).to(self.dtype)
-        for (for_attention, for_mlp), cache in zip(self.layers, caches):
-            h = self.halves[0](for_attention, config, x, cos, sin, *cache, kv_len)
-            x = self.halves[1](for_mlp, config, x if config["use_parallel_residual"] else h, h)
-        last = x[-1:]
-        if self.mlp == "torch":
-            return functional.linear(functional.layer_norm(last, last.shape[-1:], *self.norm, eps), self.ends["head"])[
-                0
-            ]
-        return ops.linear(ops.layernorm(last, *self.norm, eps=eps), self.ends["head"])[0]
-
-    def decode(self, prompt: list[int], new_ids: int) -> Decoded:
-        import torch
-
-        capacity, heads = len(prompt) + new_ids, self.checkpoint.heads
-        shape = 1, heads, capacity, self.checkpoint.head_dim
-        caches = [[torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv"] for _ in self.layers]
-        table = [torch.from_numpy(half).to(self.device) for half in self.checkpoint.rope_table(capacity)]
-        newest, kv_len, ids, logits, times = prompt, 0, [], [], []
-        for _ in range(new_ids):
-            begin = time.perf_counter()
-            kv_len += len(newest)
-            logits.append(self.logits(newest, caches, kv_len, table))
-            ids.append(int(logits[-1].argmax()))
-            times.append(1e3 * (time.perf_counter() - begin))
-            newest = ids[-1:]
-        rows = torch.stack(logits).float().cpu().numpy()
-        return Decoded(ids, rows, statistics.median(times[1:]))
+        begin = time.perf_counter()
+        self._kv_len += len(self._newest)
+        config, (_, norm, table, head), cache = self._config, self._ends, self._caches[0][0]
+        eps = config["layer_norm_eps"]
+        cos, sin = (half[self._kv_len - len(self._newest) : self._kv_len] for half in self._table)
+        x = functional.embedding(torch.tensor(self._newest, device=cache.device), table).to(cache.dtype)
+        for (for_attention, for_mlp), caches in zip(self._layers, self._caches):
+            h = self._halves[0](for_attention, config, x, cos, sin, *caches, self._kv_len)
+            x = self._halves[1](for_mlp, config, x if config["use_parallel_residual"] else h, h)
+        x = x[-1:]
+        if self._is_torchs_end:
+            logits = functional.linear(functional.layer_norm(x, x.shape[-1:], *norm, eps), head)[0]
+        else:
+            logits = ops.linear(ops.layernorm(x, *norm, eps=eps), head)[0]
+        self._newest = [int(logits.argmax())]
+        self.times_ms.append(1e3 * (time.perf_counter() - begin))
+        self.ids += self._newest
+        self.logits.append(logits.float().cpu().numpy())
 
 
 def main() -> int:
     parser = common.Parser(__doc__)
     parser.add_argument("--model", default=DIRECTORY / "neox-d80", metavar="DIR", help="checkpoint directory")
-    parser.add_argument("--prompt-len", type=common.integer(1), default=16)
-    parser.add_argument("--new-tokens", type=common.integer(2), default=64)
+    parser.add_argument("--prompt-len", type=common.integer(1), default=16, help="ids of the drawn prompt")
+    parser.add_argument("--new-tokens", type=common.integer(2), default=64, help="tokens of each mixture")
     parser.add_argument("--seed", type=int, default=1, help="of the prompt's ids")
     args = parser.parse_args()
     args.device = common.device_of(args.device)
@@ -136,20 +139,29 @@ def main() -> int:
 
     checkpoint = Checkpoint(args.model)
     prompt = common.random_ids(args.prompt_len, checkpoint.config["vocab_size"], args.seed)
-    checks, rows, made = common.Checks(), [], {}
-    for mixture in MIXTURES:
-        model = Model(checkpoint, mixture, args.device, args.inject_fault)
-        with torch.inference_mode():
-            model.decode(prompt, 3)  # warm-up
-            made[mixture] = decoded = model.decode(prompt, args.new_tokens)
-        logits, bound = oracle(checkpoint, prompt + decoded.ids[:-1], str(model.dtype).removeprefix("torch."))
+    dtype = common.activation_dtype(args.device)
+    weights = {
+        "torch": read_weights(checkpoint, args.device, dtype),
+        "cf_ops": read_weights(checkpoint, args.device, None, args.inject_fault),
+    }
+    decodings = {name: Decoding(checkpoint, name, weights, prompt, args.new_tokens) for name in MIXTURES}
+    with torch.inference_mode():
+        for _ in range(args.new_tokens):
+            for decoding in decodings.values():  # all see the same machine
+                decoding.step()
+
+    checks, rows, of_torch = common.Checks(), [], decodings["all torch"]
+    torchs_ms = statistics.median(of_torch.times_ms[1:])  # the first step is the prompt's
+    for name, decoding in decodings.items():
+        ids = decoding.ids
+        logits, bound = oracle(checkpoint, prompt + ids[:-1], str(dtype).removeprefix("torch."))
         exact = logits[len(prompt) - 1 :]
-        error, wrong = common.error_of(decoded.logits, exact), unexplained(exact, decoded.ids, bound.rel_max)
-        same = sum(a == b for a, b in zip(decoded.ids, made["all torch"].ids))
-        ratio = made["all torch"].step_ms / decoded.step_ms
-        rows.append((mixture, decoded.step_ms, ratio, f"{same} / {len(decoded.ids)}", error.rel_max, bound.rel_max))
-        checks.expect(error.rel_max <= bound.rel_max, f"{mixture}: logits within the bound")
-        checks.expect(wrong == 0, f"{mixture}: {wrong} tokens that no error within the bound explains")
+        error, wrong = common.error_of(np.stack(decoding.logits), exact), unexplained(exact, ids, bound.rel_max)
+        same = sum(a == b for a, b in zip(ids, of_torch.ids))
+        step_ms = statistics.median(decoding.times_ms[1:])
+        rows.append((name, step_ms, torchs_ms / step_ms, f"{same} / {len(ids)}", error.rel_max, bound.rel_max))
+        checks.expect(error.rel_max <= bound.rel_max, f"{name}: logits within the bound")
+        checks.expect(wrong == 0, f"{name}: {wrong} tokens that no error within the bound explains")
     print(f"{checkpoint.directory.name}: {args.prompt_len} + {args.new_tokens} tokens, {args.device}")
     headers = ["halves", "median ms a step", "torch / it", "tokens as torch's", "logits' rel max", "bound"]
     common.print_table(headers, rows)

@@ -42,9 +42,9 @@ def main() -> int:
     parser = common.Parser(__doc__)
     parser.add_argument("--model", default=DIRECTORY / "neox-d80", metavar="DIR", help="checkpoint directory, dense")
     parser.add_argument("--prompts", type=common.integer(1), default=3, help="prompts of drawn ids")
-    parser.add_argument("--prompt-len", type=common.integer(1), default=16)
-    parser.add_argument("--new-tokens", type=common.integer(1), default=48)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--prompt-len", type=common.integer(1), default=16, help="ids of a prompt")
+    parser.add_argument("--new-tokens", type=common.integer(1), default=48, help="tokens behind each prompt")
+    parser.add_argument("--seed", type=int, default=1, help="of the first prompt's ids")
     args = parser.parse_args()
     args.device = common.device_of(args.device)
     import torch

@@ -37,9 +37,11 @@ def nll_of(logits: Any, ids: list[int]) -> float:
 def main() -> int:
     parser = common.Parser(__doc__)
     parser.add_argument("--model", default=DIRECTORY / "neox-d80", metavar="DIR", help="checkpoint directory, dense")
-    parser.add_argument("--prompt-len", type=common.integer(1), default=16)
-    parser.add_argument("--new-tokens", type=common.integer(2), nargs="+", default=[16, 64], metavar="N")
-    parser.add_argument("--runs", type=common.integer(1), default=5)
+    parser.add_argument("--prompt-len", type=common.integer(1), default=16, help="ids of the drawn prompt")
+    parser.add_argument(
+        "--new-tokens", type=common.integer(2), nargs="+", default=[16, 64], metavar="N", help="tokens of a row"
+    )
+    parser.add_argument("--runs", type=common.integer(1), default=5, help="of which a time is the median")
     parser.add_argument(
         "--text",
         metavar="FILE",

@@ -21,10 +21,10 @@ THREADS = 1, 2, 3
 def main() -> int:
     parser = common.Parser(__doc__, devices=["cpu"])
     parser.add_argument("--model", default=DIRECTORY / "neox-d80", metavar="DIR", help="checkpoint directory")
-    parser.add_argument("--runs", type=common.integer(2), default=12)
+    parser.add_argument("--runs", type=common.integer(2), default=12, help="of each generation")
     parser.add_argument("--prompt", help="a text, where the checkpoint has a tokenizer.json; else ids are drawn")
     parser.add_argument("--prompt-len", type=common.integer(1), default=16, help="ids of a drawn prompt")
-    parser.add_argument("--new-tokens", type=common.integer(1), default=32)
+    parser.add_argument("--new-tokens", type=common.integer(1), default=32, help="tokens of a run")
     parser.add_argument("--seed", type=int, default=1, help="of a drawn prompt")
     args = parser.parse_args()
 
