@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -52,6 +53,28 @@ def test_it_says_what_is_installed() -> None:
     for name, value in facts.items():
         assert re.search(rf"^{name} +{re.escape(value)}$", output, re.M)
     assert ok("--version") == f"cf_ops {cf_ops.__version__}\n"
+
+
+class Row(NamedTuple):
+    op: str
+    relative_l2: float
+    ok: bool
+
+
+def test_a_check_that_fails_is_the_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(*rows: Row) -> int:
+        monkeypatch.setitem(sys.modules, "cf_ops.selfcheck", types.SimpleNamespace(rows=lambda: rows))
+        return cli.main([])
+
+    assert checked(Row("a", 1e-8, True), Row("b", 2e-8, True)) == 0
+    assert checked(Row("a", 1e-8, True), Row("b", 0.5, False)) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"^\| b +\| +5.00e-01 \| FAIL \|$", output, re.M)
+    monkeypatch.setitem(sys.modules, "cf_ops.selfcheck", None)
+    assert cli.main([]) == 0
+    assert re.search("^self-check +missing: ", capsys.readouterr().out, re.M)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
