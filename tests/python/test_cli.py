@@ -152,7 +152,8 @@ def test_an_interrupt_ends_the_stream_cleanly(model: str, tmp_path: pathlib.Path
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in errors and len(errors.splitlines()) == 1
+    note, summary = errors.splitlines()
+    assert note.startswith("cf_ops: positions beyond max_position_embeddings 512 are used") and "new tokens" in summary
     (sequence,) = json.loads(report.read_text())["sequences"]
     assert sequence["finish"] == "interrupted" and 0 < len(sequence["ids"]) < 20000
     printed = begin + output
@@ -169,7 +170,18 @@ def test_a_closed_pipe_is_one_line(model: str) -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert process.returncode == 2
-    assert errors == "cf_ops: standard output: cannot be written\n"
+    assert errors.splitlines()[1:] == ["cf_ops: standard output: cannot be written"]  # behind a note
+
+
+def test_a_checkpoints_notes_are_one_line(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    directory = tmp_path / "noted"
+    shutil.copytree(checkpoints / "neox-gptq-sym", directory)
+    config = json.loads((directory / "quantize_config.json").read_text())
+    (directory / "quantize_config.json").write_text(json.dumps(config | {"checkpoint_format": "gptq_v2"}))
+    notes = cf_ops.load(directory).notes
+    done = run("generate", "--model", directory, "--prompt-ids", "1", "--max-new-tokens", 2)
+    assert done.returncode == 0 and len(notes) > 1
+    assert done.stderr.startswith(f"cf_ops: note: {notes[0]} (and {len(notes) - 1} more like it)\n")
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------
