@@ -1,4 +1,4 @@
-"""numpy arrays and torch tensors as the compiled ops take them: an address, a dtype's name, a shape. Nothing is copied."""
+"""numpy arrays and torch tensors as the compiled ops take them: an address, a dtype's name, a shape; never a copy."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _SEED = 1
 
 
 class Row(NamedTuple):
-    """The check of an op: the largest relative L2 error of what it writes, the bound that its contract derives for these
-    arguments, and whether all that it writes is within the bound."""
+    """The check of an op: the largest relative L2 error of what it writes, the bound that its contract derives for the
+    example, and whether all that it writes is within the bound."""
 
     op: str
     relative_l2: float

@@ -2,8 +2,8 @@
 
 Importing this module registers ``torch.ops.cf_ops.<op>`` for the names in ``__all__``; the module's functions are these
 ops. An op takes the arguments of the function of its name in ``cf_ops.ops``, whose documentation holds for both, and
-writes its caches in place. ``linear_gptq`` is ``cf_ops.ops.linear`` with the parts of a GptqWeight as arguments of their
-own. Like those functions, these ops have no gradient.
+writes its caches in place. ``linear_gptq`` is ``cf_ops.ops.linear`` with the parts of a GptqWeight as arguments of
+their own. As with those functions, outputs carry no gradient.
 
 Needs torch 2.4 or newer; the import raises ImportError where it is missing.
 """
@@ -41,6 +41,7 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CPU")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cf_ops::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.cf_ops, name)
 
@@ -114,13 +115,14 @@ kv_append = _register(
     lambda *_: None,
 )
 ln_qkv = _register(
-    "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
+    "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, "
+    "Tensor positions, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
     ops.ln_qkv,
     _heads_like_cache,
 )
 attention = _register(
-    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, *, float scale, int? max_kv_len=None) -> Tensor",
+    "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor kv_len, *, float scale, int? max_kv_len=None) "
+    "-> Tensor",
     ops.attention,
     _like_x,
 )

@@ -1,5 +1,5 @@
-// One function runs every op of ops.def: it finds the op by its name, and the op's tensors by the names that the contract
-// lists. An op needs no line here.
+// One function runs every op of ops.def: it finds the op by its name, and the op's tensors by the names that the
+// contract lists. An op needs no line here.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>

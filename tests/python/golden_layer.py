@@ -15,7 +15,7 @@ from cf_ops import ops
 sys.path.append(str(ROOT / "golden"))
 import gptq  # noqa: E402
 import procedural  # noqa: E402
-from neox import parse_config  # noqa: E402
+from neox import layer_shapes, parse_config  # noqa: E402
 
 NUMPY_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 
@@ -44,7 +44,7 @@ def widened(array):
 
 
 class GoldenLayer:
-    """A golden file whose weights are stored in it or in a checkpoint."""
+    """A golden file: its inputs, weights and float64 taps."""
 
     def __init__(self, path):
         with h5py.File(path) as file:
@@ -71,6 +71,10 @@ class GoldenLayer:
             self.gptq = config and gptq.Format(config, directory)
         else:
             self.gptq = None
+        if attributes["weights"] == b"procedural":
+            seed, layer = int(attributes["seed"]), attributes["layer"]
+            dtype = attributes["dtype"].decode()
+            self.stored = procedural.layer_weights(layer_shapes(self.model), layer, seed, dtype)
 
     @cached_property
     def weights(self):

@@ -19,8 +19,8 @@ SOME_FILES = [
 
 
 class Outcome:
-    """A call of an op: the function, its arguments, and for each thing that it makes a name, how to find it in the result
-    and the arguments, and the tap that it must equal."""
+    """A call of an op: the function, its arguments, and for each thing that it makes a name, how to find it in the
+    result and the arguments, and the tap that it must equal."""
 
     def __init__(self, function, arguments, *makes):
         self.function, self.arguments, self.makes = function, arguments, makes

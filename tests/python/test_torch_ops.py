@@ -121,9 +121,8 @@ def test_fused_layernorm_residual(dtype, weight_dtype):
     got = torch_ops.fused_layernorm_residual(x, residual, weight, bias, 1e-5)
     exact = torch.nn.functional.layer_norm(x.double(), (40,), weight.double(), bias.double(), 1e-5) + residual.double()
     flat = [tensor.double().reshape(6, 40) for tensor in (x, residual)]
-    bound = ops.budget(ops.layernorm_residual, output=str(dtype).removeprefix("torch."))(*flat, weight, bias)
-    # On the CPU the sum is rounded to float32 first.
-    rounding = 2**-24
+    bound = ops.budget(ops.layernorm_residual)(*flat, weight, bias)
+    rounding = 2**-11 if dtype == torch.float16 else 0  # of the float32 result
     assert got.dtype == dtype and got.shape == x.shape
     error = got.double() - exact
     assert error.norm() <= (bound.rel_l2 + rounding) * exact.norm()
@@ -153,7 +152,7 @@ def test_refusals_pass_through_torch():
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"layernorm: 'gamma' has shape \(7\), expected \(8\)"):
         torch_ops.layernorm(x, torch.ones(7), torch.ones(8))
-    with pytest.raises(ValueError, match=r"layernorm: 'x' has strides \(1, 8\), expected a contiguous tensor"):
+    with pytest.raises(ValueError, match=r"layernorm: 'x' has strides \(1, 2\), expected a contiguous tensor"):
         torch_ops.layernorm(torch.zeros(8, 2).t(), torch.ones(8), torch.ones(8))
     with pytest.raises(NotImplementedError, match="float32 or float64 activations, got float16"):
         torch_ops.layernorm(x.half(), torch.ones(8), torch.ones(8))

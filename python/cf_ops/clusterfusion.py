@@ -1,0 +1,422 @@
+"""The calls of ClusterFusion's Pythia port, on the layer of this library.
+
+``import cf_ops.clusterfusion as clusterfusion`` runs programs that were written for it: single decode steps of a
+Pythia-2.8B or Pythia-6.9B layer, and LayerNorm with a quantised QKV product. Values are those of
+``cf_ops.ops.decode_layer`` and ``cf_ops.ops.ln_qkv_heads``, bit for bit.
+
+Layouts: tensors are float16 but for cos and sin. Weights are (out, in); QKV rows are interleaved by head. A cache is
+(max_seq, hidden): a row for each token, the heads side by side. A call writes row ``current_seq_len``, the number of
+valid rows before it. cos and sin are float32 of head_dim elements: the position's cosines and sines of Hugging Face's
+rotary part, then 1 and 0, which are not read.
+
+The CPU backend has no float16 activations: there inputs and cache rows are widened to float32, which is exact, and the
+output, the key and the value are rounded to float16 once.
+
+Unlike the port, a call checks its arguments, neither synchronises nor prints, and raises ValueError, TypeError or
+NotImplementedError with one line. Nothing has been written then. Needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cf_ops import ops
+from cf_ops._tensors import describe, library_of, require_torch
+
+torch = require_torch("cf_ops.clusterfusion")
+
+__all__ = [
+    "fused_ln_qkv_gptq",
+    "pythia_2b8_create_graph_context",
+    "pythia_2b8_decoder_layer",
+    "pythia_2b8_decoder_layer_split",
+    "pythia_2b8_destroy_graph_context",
+    "pythia_2b8_graph_decode_step",
+    "pythia_6b9_create_graph_context",
+    "pythia_6b9_decoder_layer",
+    "pythia_6b9_decoder_layer_split",
+    "pythia_6b9_destroy_graph_context",
+    "pythia_6b9_graph_decode_step",
+]
+
+# The port's argument -> Hugging Face's name below gpt_neox.layers.N. A layer call and a graph's step name biases
+# differently.
+_WEIGHTS = {
+    "ln_weight": "input_layernorm.weight",
+    "ln_bias": "input_layernorm.bias",
+    "weight_qkv": "attention.query_key_value.weight",
+    "bias_qkv": "attention.query_key_value.bias",
+    "qkv_bias": "attention.query_key_value.bias",
+    "weight_o": "attention.dense.weight",
+    "bias_o": "attention.dense.bias",
+    "o_bias": "attention.dense.bias",
+    "post_ln_weight": "post_attention_layernorm.weight",
+    "post_ln_bias": "post_attention_layernorm.bias",
+    "mlp_up_weight": "mlp.dense_h_to_4h.weight",
+    "mlp_up_bias": "mlp.dense_h_to_4h.bias",
+    "mlp_down_weight": "mlp.dense_4h_to_h.weight",
+    "mlp_down_bias": "mlp.dense_4h_to_h.bias",
+}
+
+
+@dataclass
+class _Cache:
+    """Keys and values in this library's layout, (1, heads, capacity, head_dim), and how many entries are valid."""
+
+    k: Any
+    v: Any
+    length: int = 0
+
+
+@dataclass
+class _Context:
+    """What a graph context owns: its weights, its caches as the caller holds them, and the same in this library's
+    layout."""
+
+    model: str
+    weights: dict[str, Any]
+    k_cache: Any
+    v_cache: Any
+    max_seq_len: int
+    cache: _Cache
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+# One table for all models, so that a context of another model is known as such.
+_contexts: dict[int, _Context] = {}
+_contexts_lock = threading.Lock()
+
+
+class DecoderCalls:
+    """The calls of the port for one size of GPT-NeoX layers with a parallel residual."""
+
+    def __init__(self, model: str, hidden: int, heads: int) -> None:
+        self._model = model
+        self._hidden = hidden
+        self._heads = heads
+        self._head_dim = hidden // heads
+        config = {
+            "model_type": "gpt_neox",
+            "hidden_size": hidden,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * hidden,
+            "vocab_size": 1,
+            "rotary_pct": 0.25,
+        }
+        self._config = json.dumps(config)
+        self._half = self._head_dim // 8  # a cosine and a sine turn two of the rotated quarter's elements
+        matrices = {
+            "weight_qkv": (3 * hidden, hidden),
+            "weight_o": (hidden, hidden),
+            "mlp_up_weight": (4 * hidden, hidden),
+            "mlp_down_weight": (hidden, 4 * hidden),
+        }
+        rows = {_WEIGHTS[name].removesuffix("weight"): shape[0] for name, shape in matrices.items()}
+        self._shapes: dict[str, tuple[int, ...]] = {"input": (1, hidden), **matrices}
+        for name, target in _WEIGHTS.items():
+            self._shapes.setdefault(name, (rows.get(target.removesuffix("bias"), hidden),))
+
+    def decoder_layer(
+        self,
+        input: Any,
+        weight_qkv: Any,
+        bias_qkv: Any,
+        weight_o: Any,
+        bias_o: Any,
+        k_cache: Any,
+        v_cache: Any,
+        ln_weight: Any,
+        ln_bias: Any,
+        cos: Any,
+        sin: Any,
+        post_ln_weight: Any,
+        post_ln_bias: Any,
+        mlp_up_weight: Any,
+        mlp_up_bias: Any,
+        mlp_down_weight: Any,
+        mlp_down_bias: Any,
+        current_seq_len: int,
+    ) -> tuple[Any, Any, Any]:
+        """One token through one layer: output = x + attention(norm1(x)) + mlp(norm2(x)).
+
+        Returns (output (1, hidden), k_new (1, heads, head_dim) after RoPE, v_new likewise), and writes row
+        current_seq_len of k_cache and v_cache. The call keeps nothing: it turns the valid rows of both caches into this
+        library's layout first, which reads and writes 2 * current_seq_len * hidden elements; a graph context does that
+        once.
+        """
+        weights = {
+            "weight_qkv": weight_qkv,
+            "bias_qkv": bias_qkv,
+            "weight_o": weight_o,
+            "bias_o": bias_o,
+            "ln_weight": ln_weight,
+            "ln_bias": ln_bias,
+            "post_ln_weight": post_ln_weight,
+            "post_ln_bias": post_ln_bias,
+            "mlp_up_weight": mlp_up_weight,
+            "mlp_up_bias": mlp_up_bias,
+            "mlp_down_weight": mlp_down_weight,
+            "mlp_down_bias": mlp_down_bias,
+        }
+        call = f"{self._model} decoder_layer"
+        named = self._named(call, weights)
+        self._check_step(call, input, cos, sin)
+        rows = self._check_caches(call, k_cache, v_cache)
+        length = _integer(f"{call}: current_seq_len", current_seq_len, 0, rows - 1)
+        cache = self._empty_cache(length + 1, input.device)
+        return self._step(named, input, cos, sin, k_cache, v_cache, cache, length)
+
+    def create_graph_context(
+        self,
+        id: int,
+        k_cache: Any,
+        v_cache: Any,
+        weight_qkv: Any,
+        weight_o: Any,
+        mlp_up_weight: Any,
+        mlp_down_weight: Any,
+        max_seq_len: int,
+    ) -> None:
+        """Makes the context ``id`` of one layer, for sequences of up to max_seq_len tokens.
+
+        The context holds the tensors, and a copy of both caches in this library's layout. The first step turns the
+        valid rows into that layout, and so does a step whose current_seq_len does not follow the last step's; other
+        steps add their own row alone, so rows must not change between them. Refuses an id that is in use.
+        """
+        call = f"{self._model} create_graph_context"
+        _integer(f"{call}: id", id)
+        weights = {
+            "weight_qkv": weight_qkv,
+            "weight_o": weight_o,
+            "mlp_up_weight": mlp_up_weight,
+            "mlp_down_weight": mlp_down_weight,
+        }
+        named = self._named(call, weights)
+        rows = self._check_caches(call, k_cache, v_cache)
+        _integer(f"{call}: max_seq_len", max_seq_len, 1, rows)
+        cache = self._empty_cache(max_seq_len, k_cache.device)
+        context = _Context(self._model, named, k_cache, v_cache, max_seq_len, cache)
+        with _contexts_lock:
+            if id in _contexts:
+                raise ValueError(f"{call}: id {id} is a context of {_contexts[id].model}, expected an id not in use")
+            _contexts[id] = context
+
+    def graph_decode_step(
+        self,
+        id: int,
+        input: Any,
+        ln_weight: Any,
+        ln_bias: Any,
+        qkv_bias: Any,
+        o_bias: Any,
+        cos: Any,
+        sin: Any,
+        k_cache: Any,
+        v_cache: Any,
+        post_ln_weight: Any,
+        post_ln_bias: Any,
+        mlp_up_bias: Any,
+        mlp_down_bias: Any,
+        current_seq_len: int,
+    ) -> tuple[Any, Any, Any]:
+        """decoder_layer() with the weights and the caches of a context.
+
+        k_cache and v_cache must be the context's own; row current_seq_len of both is written. Refuses an id that
+        create_graph_context() did not make, that is destroyed, or that is another model's.
+        """
+        call = f"{self._model} graph_decode_step"
+        context = self._context(call, id)
+        weights = {
+            "ln_weight": ln_weight,
+            "ln_bias": ln_bias,
+            "qkv_bias": qkv_bias,
+            "o_bias": o_bias,
+            "post_ln_weight": post_ln_weight,
+            "post_ln_bias": post_ln_bias,
+            "mlp_up_bias": mlp_up_bias,
+            "mlp_down_bias": mlp_down_bias,
+        }
+        named = {**context.weights, **self._named(call, weights)}
+        self._check_step(call, input, cos, sin)
+        self._check_caches(call, k_cache, v_cache)
+        for name, given, own in (("k_cache", k_cache, context.k_cache), ("v_cache", v_cache, context.v_cache)):
+            if given.data_ptr() != own.data_ptr() or given.shape != own.shape:
+                raise ValueError(f"{call}: {name} is another tensor, expected the one that context {id} was made with")
+        length = _integer(f"{call}: current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
+        with context.lock:
+            return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length)
+
+    def destroy_graph_context(self, id: int) -> None:
+        """Frees what a context holds. Refuses the ids that graph_decode_step() refuses."""
+        self._context(f"{self._model} destroy_graph_context", id, is_last=True)
+
+    def _context(self, call: str, id: int, is_last: bool = False) -> _Context:
+        """A context of this model by its id; the last one to ask for it takes it out of the table."""
+        _integer(f"{call}: id", id)
+        with _contexts_lock:
+            context = _contexts.get(id)
+            if context is None:
+                in_use = ", ".join(map(str, sorted(_contexts))) or "none"
+                raise ValueError(f"{call}: there is no context {id}, expected an id in use: {in_use}")
+            if context.model != self._model:
+                raise ValueError(f"{call}: context {id} is of {context.model}, expected one of {self._model}")
+            if is_last:
+                del _contexts[id]
+            return context
+
+    def _named(self, call: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """The port's weights by Hugging Face's names."""
+        for name, tensor in weights.items():
+            _check(call, name, tensor, "float16", self._shapes[name])
+        return {_WEIGHTS[name]: tensor for name, tensor in weights.items()}
+
+    def _check_step(self, call: str, input: Any, cos: Any, sin: Any) -> None:
+        _check(call, "input", input, "float16", self._shapes["input"])
+        for name, tensor in (("cos", cos), ("sin", sin)):
+            shape = _check(call, name, tensor, "float32")
+            if tensor.numel() != self._head_dim:
+                raise ValueError(f"{call}: {name} has shape {shape}, expected {self._head_dim} elements")
+
+    def _check_caches(self, call: str, k_cache: Any, v_cache: Any) -> int:
+        """The rows of both caches."""
+        shape = _check(call, "k_cache", k_cache, "float16", is_written=True)
+        if len(shape) != 2 or shape[0] < 1 or shape[1] != self._hidden:
+            raise ValueError(f"{call}: k_cache has shape {shape}, expected (max_seq, {self._hidden})")
+        _check(call, "v_cache", v_cache, "float16", shape, is_written=True)
+        return shape[0]
+
+    def _empty_cache(self, capacity: int, device: Any) -> _Cache:
+        shape = 1, self._heads, capacity, self._head_dim
+        return _Cache(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
+
+    def _step(
+        self,
+        weights: Mapping[str, Any],
+        input: Any,
+        cos: Any,
+        sin: Any,
+        k_cache: Any,
+        v_cache: Any,
+        cache: _Cache,
+        length: int,
+    ) -> tuple[Any, Any, Any]:
+        """Runs the layer behind the first ``length`` rows of the caches, and appends to them and to ``cache``."""
+        if cache.length != length:
+            for ours, rows in ((cache.k, k_cache), (cache.v, v_cache)):
+                ours[0, :, :length] = rows[:length].view(length, self._heads, self._head_dim).transpose(0, 1)
+            cache.length = length
+        made = ops.decode_layer(
+            weights,
+            self._config,
+            input.float(),
+            torch.zeros(1, dtype=torch.int32),
+            torch.tensor([length + 1], dtype=torch.int32),
+            cos.view(-1)[: self._half].view(1, -1),
+            sin.view(-1)[: self._half].view(1, -1),
+            cache.k,
+            cache.v,
+        )
+        k_new, v_new = made.k.half(), made.v.half()
+        for ours, rows, new in ((cache.k, k_cache, k_new), (cache.v, v_cache, v_new)):
+            rows[length] = new.view(-1)
+            ours[0, :, length] = new[0]  # later steps read what the caller's cache holds
+        cache.length = length + 1
+        return made.output.half(), k_new, v_new
+
+
+def _check(
+    call: str, name: str, tensor: Any, dtype: str, shape: tuple[int, ...] | None = None, is_written: bool = False
+) -> tuple[int, ...]:
+    """The shape of a torch tensor. Refuses what describe() refuses, another dtype, and another shape where one is
+    given."""
+    who = f"{call}: {name}"
+    if library_of(who, tensor) != "torch":
+        raise TypeError(f"{who} must be a torch tensor, got a numpy array")
+    _, got, got_shape = describe(who, tensor, like=("torch", name), is_written=is_written)
+    if got != dtype:
+        raise ValueError(f"{who} has dtype {got}, expected {dtype}")
+    if shape is not None and got_shape != shape:
+        raise ValueError(f"{who} has shape {got_shape}, expected {shape}")
+    return got_shape
+
+
+def _integer(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """An integer argument. Refuses another type, and values outside least .. most."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an integer, got {value!r}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{what} must be {expected}, got {value}")
+    return value
+
+
+def fused_ln_qkv_gptq(
+    input: Any,
+    qweight: Any,
+    qzeros: Any,
+    scales: Any,
+    ln_weight: Any,
+    ln_bias: Any,
+    num_heads: int,
+    kv_num_heads: int,
+    head_size: int,
+    groupsize: int,
+    eps: float,
+    *,
+    zero_offset: int = 1,
+) -> tuple[Any, Any, Any]:
+    """LayerNorm, then the product with query, key and value projections quantised to 4 bits.
+
+    input: float16 (batch, seq, hidden). qweight: int32 (hidden / 8, N), qzeros: int32 (groups, N / 8), scales: float16
+    (groups, N), with N = (num_heads + 2 * kv_num_heads) * head_size: the columns of the query heads, then of the key
+    heads, then of the value heads. ln_weight, ln_bias: float16 (hidden). groupsize: inputs that share a scale, -1 for
+    all. zero_offset: 1 where qzeros hold the zeros minus one (checkpoint_format "gptq"), 0 for "gptq_v2".
+
+    Returns float16 q (batch, num_heads, seq, head_size), k and v (batch, kv_num_heads, seq, head_size): neither RoPE
+    nor a cache. The formula is that of ``cf_ops.ops.ln_qkv_heads``.
+    """
+    call = "fused_ln_qkv_gptq"
+    for name, size in (("num_heads", num_heads), ("kv_num_heads", kv_num_heads), ("head_size", head_size)):
+        _integer(f"{call}: {name}", size, 1)
+    shape = _check(call, "input", input, "float16")
+    if len(shape) != 3:
+        raise ValueError(f"{call}: input has shape {shape}, expected (batch, seq, hidden)")
+    hidden, columns = shape[2], (num_heads + 2 * kv_num_heads) * head_size
+    group = hidden if groupsize == -1 else _integer(f"{call}: groupsize", groupsize, 1)
+    groups = -(-hidden // group)
+    _check(call, "qweight", qweight, "int32", (hidden // 8, columns))
+    _check(call, "qzeros", qzeros, "int32", (groups, columns // 8))
+    _check(call, "scales", scales, "float16", (groups, columns))
+    for name, tensor in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
+        _check(call, name, tensor, "float16", (hidden,))
+    weight = ops.GptqWeight(
+        qweight=qweight,
+        qzeros=qzeros,
+        scales=scales,
+        g_idx=torch.arange(hidden, dtype=torch.int32, device=input.device) // group,
+        group_size=group,
+        zero_offset=zero_offset,
+    )
+    made = ops.ln_qkv_heads(input.float(), ln_weight, ln_bias, weight, heads=num_heads, kv_heads=kv_num_heads, eps=eps)
+    q, k, v = (tensor.half() for tensor in made)
+    return q, k, v
+
+
+_PYTHIA_2B8 = DecoderCalls("pythia-2.8b", 2560, 32)
+pythia_2b8_decoder_layer = _PYTHIA_2B8.decoder_layer
+pythia_2b8_decoder_layer_split = _PYTHIA_2B8.decoder_layer
+pythia_2b8_create_graph_context = _PYTHIA_2B8.create_graph_context
+pythia_2b8_graph_decode_step = _PYTHIA_2B8.graph_decode_step
+pythia_2b8_destroy_graph_context = _PYTHIA_2B8.destroy_graph_context
+
+_PYTHIA_6B9 = DecoderCalls("pythia-6.9b", 4096, 32)
+pythia_6b9_decoder_layer = _PYTHIA_6B9.decoder_layer
+pythia_6b9_decoder_layer_split = _PYTHIA_6B9.decoder_layer
+pythia_6b9_create_graph_context = _PYTHIA_6B9.create_graph_context
+pythia_6b9_graph_decode_step = _PYTHIA_6B9.graph_decode_step
+pythia_6b9_destroy_graph_context = _PYTHIA_6B9.destroy_graph_context

@@ -1,0 +1,337 @@
+"""The calls of ClusterFusion's Pythia port: Hugging Face's values, our layer's bits, contexts that cannot be misused."""
+
+import inspect
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from golden_layer import GoldenLayer, golden_files  # noqa: E402
+
+from cf_ops import clusterfusion, ops  # noqa: E402
+
+LAYER_WEIGHTS = {
+    "weight_qkv": "attention.query_key_value.weight",
+    "bias_qkv": "attention.query_key_value.bias",
+    "weight_o": "attention.dense.weight",
+    "bias_o": "attention.dense.bias",
+    "ln_weight": "input_layernorm.weight",
+    "ln_bias": "input_layernorm.bias",
+    "post_ln_weight": "post_attention_layernorm.weight",
+    "post_ln_bias": "post_attention_layernorm.bias",
+    "mlp_up_weight": "mlp.dense_h_to_4h.weight",
+    "mlp_up_bias": "mlp.dense_h_to_4h.bias",
+    "mlp_down_weight": "mlp.dense_4h_to_h.weight",
+    "mlp_down_bias": "mlp.dense_4h_to_h.bias",
+}
+STEP_BIASES = {"bias_qkv": "qkv_bias", "bias_o": "o_bias"}
+CREATE = ("k_cache", "v_cache", "weight_qkv", "weight_o", "mlp_up_weight", "mlp_down_weight")
+SPARE_ROWS = 4
+FLOAT16_ROUNDING = 2**-11
+
+
+def port_arguments(layer):
+    """decoder_layer()'s arguments for a golden file of one sequence and one new token."""
+    model, length = layer.model, int(layer.inputs["kv_len"][0]) - 1
+    given = {name: torch.from_numpy(layer.weights[target].copy()) for name, target in LAYER_WEIGHTS.items()}
+    for name in ("k_cache", "v_cache"):
+        cache = torch.full((length + 1 + SPARE_ROWS, model.hidden_size), torch.nan, dtype=torch.float16)
+        for row in range(length):
+            cache[row] = torch.from_numpy(layer.inputs[name][0, :, row].reshape(-1))
+        given[name] = cache
+    for name, rest in (("cos", 1.0), ("sin", 0.0)):
+        half = torch.from_numpy(layer.inputs[name][0])
+        given[name] = torch.cat([half, half, torch.full((model.head_dim - model.rotary_dim,), rest)])
+    return {**given, "input": torch.from_numpy(layer.inputs["hidden"].copy()), "current_seq_len": length}
+
+
+def small_layer():
+    return GoldenLayer(golden_files("neox-d80-kv17-b1.h5")[0])
+
+
+def calls_of(layer):
+    return clusterfusion.DecoderCalls("small", layer.model.hidden_size, layer.model.num_attention_heads)
+
+
+def step_arguments(given, id):
+    names = inspect.signature(clusterfusion.pythia_2b8_graph_decode_step).parameters
+    renamed = {STEP_BIASES.get(name, name): value for name, value in given.items()}
+    return {"id": id, **{name: renamed[name] for name in names if name != "id"}}
+
+
+def create(calls, id, given):
+    calls.create_graph_context(id, *(given[name] for name in CREATE), max_seq_len=len(given["k_cache"]))
+
+
+@pytest.fixture
+def context():
+    """The calls, the arguments, and the id of a context that is destroyed afterwards."""
+    layer = small_layer()
+    calls, given = calls_of(layer), port_arguments(layer)
+    create(calls, 7, given)
+    yield calls, given, 7
+    if 7 in clusterfusion._contexts:
+        calls.destroy_graph_context(7)
+
+
+def our_arguments(layer, given, dtype):
+    """The port's arguments as those of ops.decode_layer, in this library's layout."""
+    heads, length = layer.model.num_attention_heads, given["current_seq_len"]
+    caches = [
+        given[name][: length + 1].to(dtype).view(1, length + 1, heads, -1).permute(0, 2, 1, 3).contiguous()
+        for name in ("k_cache", "v_cache")
+    ]
+    half = layer.model.rotary_dim // 2
+    return (
+        {target: given[name] for name, target in LAYER_WEIGHTS.items()},
+        layer.config,
+        given["input"].to(dtype),
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([length + 1], dtype=torch.int32),
+        given["cos"][None, :half].contiguous(),
+        given["sin"][None, :half].contiguous(),
+        *caches,
+    )
+
+
+def error_bound(layer, given):
+    """The relative L2 error of a float32 layer whose result is rounded to float16."""
+    return ops.budget(ops.decode_layer)(*our_arguments(layer, given, torch.float64)).rel_l2 + FLOAT16_ROUNDING
+
+
+def check_against_hugging_face(layer, calls):
+    given = port_arguments(layer)
+    bound = error_bound(layer, given)
+    made = ops.decode_layer(*our_arguments(layer, given, torch.float32))
+    output, k_new, v_new = calls.decoder_layer(**given)
+    # Bit for bit our layer's.
+    assert torch.equal(output, made.output.half())
+    assert torch.equal(k_new, made.k.half()) and torch.equal(v_new, made.v.half())
+    # Within float16's rounding and the float32 layer's error of Hugging Face's float64.
+    for got, tap in ((output, "output"), (k_new, "attention.rotary_emb.k"), (v_new, "attention.rotary_emb.v")):
+        exact = layer.taps[tap]
+        error = np.linalg.norm(got.double().numpy() - exact) / np.linalg.norm(exact)
+        assert 0 < error < bound, tap
+    length = given["current_seq_len"]
+    for cache, new in ((given["k_cache"], k_new), (given["v_cache"], v_new)):
+        assert torch.equal(cache[length], new.view(-1))
+        assert torch.isnan(cache[length + 1 :]).all() and not torch.isnan(cache[: length + 1]).any()
+    return given, output
+
+
+def test_a_small_layer():
+    layer = small_layer()
+    check_against_hugging_face(layer, calls_of(layer))
+
+
+def test_a_layer_of_pythia_2b8():
+    layer = GoldenLayer(golden_files("pythia-2.8b-kv17.h5")[0])
+    given, output = check_against_hugging_face(layer, clusterfusion._PYTHIA_2B8)
+    again, _, _ = clusterfusion.pythia_2b8_decoder_layer_split(**given)
+    assert torch.equal(again, output)
+
+
+def test_wrong_weights_are_noticed():
+    layer = small_layer()
+    given = port_arguments(layer)
+    bound = error_bound(layer, given)
+    rows = given["weight_qkv"]
+    given["weight_qkv"] = rows.view(2, 3, 80, 160).transpose(0, 1).reshape(rows.shape).contiguous()  # not interleaved
+    output, _, _ = calls_of(layer).decoder_layer(**given)
+    exact = layer.taps["output"]
+    assert np.linalg.norm(output.double().numpy() - exact) / np.linalg.norm(exact) > bound
+
+
+def test_a_graph_context_equals_the_stateless_call(context):
+    calls, given, id = context
+    alone = {**given, "k_cache": given["k_cache"].clone(), "v_cache": given["v_cache"].clone()}
+    torch.manual_seed(1)
+    first = given["current_seq_len"]
+    # Steps in a row, a step back, a second prompt of another length, and on from there.
+    for length in (first, first + 1, first + 2, first + 1, first + 2, 3, 4):
+        for arguments in (given, alone):
+            arguments["current_seq_len"] = length
+        given["input"] = alone["input"] = torch.randn(1, 160).half()
+        if length == 3:
+            rows = torch.randn(2, 3, 160).half()
+            for arguments in (given, alone):
+                arguments["k_cache"][:3], arguments["v_cache"][:3] = rows
+        step = calls.graph_decode_step(**step_arguments(given, id))
+        whole = calls.decoder_layer(**alone)
+        assert all(torch.equal(a, b) for a, b in zip(step, whole)), length
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(given[name][: length + 1], alone[name][: length + 1])
+
+
+def test_contexts_are_validated(context):
+    calls, given, id = context
+    step = step_arguments(given, id)
+    calls.graph_decode_step(**step)
+    with pytest.raises(ValueError, match="there is no context 8, expected an id in use: 7"):
+        calls.graph_decode_step(**{**step, "id": 8})
+    with pytest.raises(ValueError, match="pythia-2.8b destroy_graph_context: context 7 is of small, expected one of"):
+        clusterfusion.pythia_2b8_destroy_graph_context(7)
+    with pytest.raises(ValueError, match="context 7 is of small, expected one of pythia-6.9b"):
+        clusterfusion.pythia_6b9_graph_decode_step(**step)
+    with pytest.raises(ValueError, match="id 7 is a context of small, expected an id not in use"):
+        create(calls, 7, given)
+    for bad in ("7", 7.0, None, True):
+        with pytest.raises(TypeError, match="id must be an integer, got"):
+            calls.graph_decode_step(**{**step, "id": bad})
+    with pytest.raises(ValueError, match="k_cache is another tensor, expected the one that context 7 was made with"):
+        calls.graph_decode_step(**{**step, "k_cache": given["k_cache"].clone()})
+    with pytest.raises(ValueError, match=r"current_seq_len must be 0 to 20, got 21"):
+        calls.graph_decode_step(**{**step, "current_seq_len": 21})
+    calls.destroy_graph_context(id)
+    for use in (lambda: calls.graph_decode_step(**step), lambda: calls.destroy_graph_context(id)):
+        with pytest.raises(ValueError, match="there is no context 7, expected an id in use: none"):
+            use()
+
+
+def test_a_context_owns_its_tensors():
+    layer = small_layer()
+    calls, given = calls_of(layer), port_arguments(layer)
+    expected = calls.decoder_layer(**given)[0]
+    create(calls, 9, given)
+    step = step_arguments(given, 9)
+    del given
+    assert torch.equal(calls.graph_decode_step(**step)[0], expected)
+    calls.destroy_graph_context(9)
+
+
+def test_two_threads_with_a_context_each():
+    layer = small_layer()
+    calls = calls_of(layer)
+    expected = calls.decoder_layer(**port_arguments(layer))[0]
+    wrong = []
+
+    def work(id):
+        for _ in range(20):
+            given = port_arguments(layer)
+            create(calls, id, given)
+            output, _, _ = calls.graph_decode_step(**step_arguments(given, id))
+            calls.destroy_graph_context(id)
+            wrong.extend([id] * (not torch.equal(output, expected)))
+
+    threads = [threading.Thread(target=work, args=(id,)) for id in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not clusterfusion._contexts
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"input": torch.zeros(1, 160)}, ValueError, "input has dtype float32, expected float16"),
+        ({"input": torch.zeros(2, 160).half()}, ValueError, r"input has shape \(2, 160\), expected \(1, 160\)"),
+        ({"input": np.zeros((1, 160), np.float16)}, TypeError, "input must be a torch tensor, got a numpy array"),
+        ({"input": [0.0]}, TypeError, "input must be a numpy array or a torch tensor, got builtins.list"),
+        ({"weight_o": torch.zeros(160, 80).half()}, ValueError, r"weight_o has shape \(160, 80\), expected \(160, 160"),
+        ({"mlp_up_bias": torch.zeros(160).half()}, ValueError, r"mlp_up_bias has shape \(160,\), expected \(640,\)"),
+        ({"weight_qkv": torch.zeros(160, 480).half().t()}, ValueError, "weight_qkv has strides .* contiguous"),
+        ({"cos": torch.zeros(20)}, ValueError, r"cos has shape \(20,\), expected 80 elements"),
+        ({"sin": torch.zeros(80).half()}, ValueError, "sin has dtype float16, expected float32"),
+        ({"k_cache": torch.zeros(1, 2, 21, 80).half()}, ValueError, r"k_cache has shape .* expected \(max_seq, 160\)"),
+        ({"v_cache": torch.zeros(20, 160).half()}, ValueError, r"v_cache has shape \(20, 160\), expected \(21, 160\)"),
+        ({"current_seq_len": -1}, ValueError, "current_seq_len must be 0 to 20, got -1"),
+        ({"current_seq_len": 21}, ValueError, "current_seq_len must be 0 to 20, got 21"),
+        ({"current_seq_len": 1.0}, TypeError, "current_seq_len must be an integer, got 1.0"),
+        ({"ln_bias": torch.zeros(160, device="meta").half()}, NotImplementedError, "ln_bias is on meta, expected cpu"),
+    ],
+)
+def test_refusals_are_one_line_and_write_nothing(change, error, message):
+    layer = small_layer()
+    given = port_arguments(layer)
+    before = given["k_cache"].clone()
+    with pytest.raises(error, match="small decoder_layer: " + message) as caught:
+        calls_of(layer).decoder_layer(**{**given, **change})
+    assert "\n" not in str(caught.value)
+    assert torch.equal(before.nan_to_num(), given["k_cache"].nan_to_num())
+
+
+def test_the_models_sizes_are_checked():
+    given = port_arguments(small_layer())
+    with pytest.raises(ValueError, match=r"pythia-2.8b .* weight_qkv has shape \(480, 160\), expected \(7680, 2560\)"):
+        clusterfusion.pythia_2b8_decoder_layer(**given)
+    with pytest.raises(ValueError, match=r"pythia-6.9b .* expected \(12288, 4096\)"):
+        clusterfusion.pythia_6b9_decoder_layer(**given)
+    for name in clusterfusion.__all__:
+        assert (getattr(clusterfusion, name).__doc__ or "").strip()
+
+
+def gptq_arguments():
+    torch.manual_seed(1)
+    hidden, heads, kv_heads, head, group = 64, 4, 2, 16, 32
+    columns = (heads + 2 * kv_heads) * head
+
+    def words(*shape):
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+    return {
+        "input": torch.randn(2, 3, hidden).half(),
+        "qweight": words(hidden // 8, columns),
+        "qzeros": words(hidden // group, columns // 8),
+        "scales": (0.01 * torch.rand(hidden // group, columns) + 0.01).half(),
+        "ln_weight": torch.randn(hidden).half(),
+        "ln_bias": torch.randn(hidden).half(),
+        "num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "head_size": head,
+        "groupsize": group,
+        "eps": 1e-5,
+    }
+
+
+@pytest.mark.parametrize("zero_offset", [0, 1])
+def test_fused_ln_qkv_gptq(zero_offset):
+    given = gptq_arguments()
+    x = given["input"].double()
+    z = torch.nn.functional.layer_norm(x, (64,), given["ln_weight"].double(), given["ln_bias"].double(), 1e-5)
+    shifts = torch.arange(0, 32, 4)
+    codes = ((given["qweight"].long()[:, None] >> shifts[None, :, None]) & 15).reshape(64, 128)
+    zeros = ((given["qzeros"].long()[:, :, None] >> shifts) & 15).reshape(2, 128) + zero_offset
+    group = torch.arange(64) // 32
+    weight = given["scales"].double()[group] * (codes - zeros[group])
+    parts = (z @ weight).view(2, 3, 8, 16).transpose(1, 2).split([4, 2, 2], 1)
+    made = clusterfusion.fused_ln_qkv_gptq(**given, **({} if zero_offset else {"zero_offset": 0}))
+    stored = {name: given[name] for name in ("qweight", "qzeros", "scales")}
+    quantised = ops.GptqWeight(**stored, g_idx=group.int(), group_size=32, zero_offset=zero_offset)
+    measure = ops.budget(ops.ln_qkv_heads)
+    bound = measure(x, given["ln_weight"], given["ln_bias"], quantised, heads=4, kv_heads=2).rel_l2 + FLOAT16_ROUNDING
+    for got, exact in zip(made, parts):
+        assert got.dtype == torch.float16 and got.shape == exact.shape
+        assert 0 < (got.double() - exact).norm() <= bound * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"input": torch.zeros(3, 64).half()}, ValueError, r"input has shape \(3, 64\), expected \(batch, seq, hidden"),
+        ({"num_heads": 5}, ValueError, r"qweight has shape \(8, 128\), expected \(8, 144\)"),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"groupsize": 0}, ValueError, "groupsize must be at least 1, got 0"),
+        ({"groupsize": 16}, ValueError, r"qzeros has shape \(2, 16\), expected \(4, 16\)"),
+        ({"eps": -1.0}, ValueError, "eps must be positive, got -1"),
+        ({"scales": torch.ones(2, 128)}, ValueError, "scales has dtype float32, expected float16"),
+        ({"zero_offset": "v2"}, ValueError, "'zero_offset' must be an integer, got 'v2'"),
+    ],
+)
+def test_fused_ln_qkv_gptq_refuses_by_name(change, error, message):
+    with pytest.raises(error, match=message):
+        clusterfusion.fused_ln_qkv_gptq(**{**gptq_arguments(), **change})
+
+
+def test_without_torch_the_import_says_what_is_missing():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try:\n    import cf_ops.clusterfusion\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out == "cf_ops.clusterfusion needs torch, which is not installed: pip install torch\n"
