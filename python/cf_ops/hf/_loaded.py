@@ -68,9 +68,11 @@ class Loaded:
                 continue
             if child.training:
                 return "training"
-            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            if child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
                 return "a hook on a module"
-            if "forward" in child.__dict__:
+            if child._forward_hooks and not all(map(_is_idle, child._forward_hooks.values())):
+                return "a hook on a module"
+            if "forward" in child.__dict__ and not _is_own_forward(child):
                 return "a module's forward was replaced"
         return None
 
@@ -101,6 +103,18 @@ def _backend(model: Module) -> Backend:
 
     device = model.get_output_embeddings().weight.device
     return backend_for(device, config, tensors, list(model.parameters()), rope_table)
+
+
+def _is_idle(hook: Any) -> bool:
+    """Whether a hook is one that transformers (5.2 and newer) leaves on the layers once a call has asked for hidden
+    states. It does nothing but while such a call runs."""
+    return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
+
+
+def _is_own_forward(module: Module) -> bool:
+    """Whether the forward in a module's own dictionary is its class's: transformers 4.5x puts it back that way."""
+    forward = module.__dict__["forward"]
+    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
 
 
 def _is_stock(module: Module) -> bool:
