@@ -123,9 +123,16 @@ class Session:
                 self._index_of[self._add(self._next)] = self._next
                 self._next += 1
             return self._collect(self._decoder.decode(1))
-        except BaseException as error:
-            self._end(error)
+        except KeyboardInterrupt:
+            self.interrupt()
             raise
+        except BaseException as error:
+            self._end("failed", str(error))
+            raise
+
+    def interrupt(self) -> None:
+        """Ends all sequences; what was made is in `results`."""
+        self._end("interrupted", None)
 
     def _add(self, index: int) -> int:
         s = self.settings
@@ -159,8 +166,7 @@ class Session:
             del self._index_of[sequence]
         return indices
 
-    def _end(self, error: BaseException) -> None:
-        interrupted = isinstance(error, KeyboardInterrupt)
+    def _end(self, finish: str, error: str | None) -> None:
         for sequence, index in self._index_of.items():
             self.results[index].ids = self._decoder.ids(sequence)
             self._decoder.drop(sequence)
@@ -168,8 +174,7 @@ class Session:
         self._next = len(self.results)
         for result in self.results:
             if result.finish == "running":
-                result.finish = "interrupted" if interrupted else "failed"
-                result.error = None if interrupted else str(error)
+                result.finish, result.error = finish, error
 
 
 class Generation(Iterator[Piece]):
@@ -354,6 +359,7 @@ class Model:
             while not session.done:
                 session.step()
         except KeyboardInterrupt:
+            session.interrupt()  # where it came between two steps
             interrupted = True
         for prompt, result in zip(given, session.results):
             if isinstance(prompt, str):

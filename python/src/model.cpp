@@ -9,7 +9,6 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 
@@ -194,7 +193,7 @@ class Runner {
 
   void prefill(std::int64_t slot, std::int64_t first, nb::handle from) {
     const Ids ids = ids_of("ids", from, vocab_size());
-    check(work(mutex_, [&]() -> Status {
+    check(work(turns_, [&]() -> Status {
       CF_TRY(model_->prefill(slot, first, ids));
       has_logits_[std::size_t(slot)] = true;
       return {};
@@ -205,7 +204,7 @@ class Runner {
     const auto view = [](const Table& t) {
       return View<const float, 2>{t.data(), {std::int64_t(t.shape(0)), std::int64_t(t.shape(1))}};
     };
-    check(work(mutex_, [&] { return model_->set_rope_table(view(cos), view(sin)); }));
+    check(work(turns_, [&] { return model_->set_rope_table(view(cos), view(sin)); }));
   }
 
   std::pair<Array, std::map<std::string, Array>> run(std::int64_t slot, std::int64_t first, nb::handle from,
@@ -226,7 +225,7 @@ class Runner {
       made[name].shape = std::move(shape);
     }
     Tensor logits;
-    check(work(mutex_, [&]() -> Status {
+    check(work(turns_, [&]() -> Status {
       const double bytes = elements * double(size_bytes(model_->activation()));
       CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
       logits = Tensor(model_->activation(), {rows, vocab_size()});
@@ -251,7 +250,7 @@ class Runner {
       tokens.push_back({slot, std::int32_t(id), position});
     }
     if (tokens.empty()) return;
-    check(work(mutex_, [&]() -> Status {
+    check(work(turns_, [&]() -> Status {
       CF_TRY(model_->step(tokens));
       for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
       return {};
@@ -259,7 +258,7 @@ class Runner {
   }
 
   Array logits(std::int64_t slot) {
-    return array_of(take(work(mutex_, [&]() -> Result<Tensor> {
+    return array_of(take(work(turns_, [&]() -> Result<Tensor> {
       CF_TRY(check_slot(slot));
       if (!has_logits_[std::size_t(slot)])
         return Status::error(Code::invalid_argument,
@@ -269,14 +268,14 @@ class Runner {
   }
 
   std::int64_t length(std::int64_t slot) {
-    return take(work(mutex_, [&]() -> Result<std::int64_t> {
+    return take(work(turns_, [&]() -> Result<std::int64_t> {
       CF_TRY(check_slot(slot));
       return model_->length(slot);
     }));
   }
 
   void release(std::int64_t slot) {
-    check(work(mutex_, [&]() -> Status {
+    check(work(turns_, [&]() -> Status {
       CF_TRY(check_slot(slot));
       model_->release(slot);
       has_logits_[std::size_t(slot)] = false;
@@ -321,7 +320,7 @@ class Runner {
     return interrupt_.check();
   }
 
-  std::mutex mutex_;
+  Turns turns_;
   Interrupt interrupt_;
   cpu_ref::ModelBytes bytes_;
   std::vector<Tap> taps_;
@@ -342,38 +341,38 @@ class PythonDecoder {
     const Ids ids = ids_of("prompt", prompt, vocab_size);
     SequenceOptions options{.sampling = sampling, .id = id, .stop = ids_of("stop", stop, vocab_size)};
     options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
-    return take(work(mutex_, [&] { return decoder_.add(ids, std::move(options)); }));
+    return take(work(turns_, [&] { return decoder_.add(ids, std::move(options)); }));
   }
   std::vector<std::pair<std::int64_t, std::int32_t>> prefill() {
-    return pairs(take(work(mutex_, [&] { return decoder_.prefill(); })));
+    return pairs(take(work(turns_, [&] { return decoder_.prefill(); })));
   }
   std::vector<std::pair<std::int64_t, std::int32_t>> decode(std::int64_t steps) {
-    return pairs(take(work(mutex_, [&] { return decoder_.decode(steps); })));
+    return pairs(take(work(turns_, [&] { return decoder_.decode(steps); })));
   }
   void drop(std::int64_t sequence) {
-    check(work(mutex_, [&] { return decoder_.drop(sequence); }));
+    check(work(turns_, [&] { return decoder_.drop(sequence); }));
   }
   Ids ids(std::int64_t sequence) {
-    return take(work(mutex_, [&] { return decoder_.ids(sequence); }));
+    return take(work(turns_, [&] { return decoder_.ids(sequence); }));
   }
   std::string finish(std::int64_t sequence) {
-    return std::string(to_string(take(work(mutex_, [&] { return decoder_.finish(sequence); }))));
+    return std::string(to_string(take(work(turns_, [&] { return decoder_.finish(sequence); }))));
   }
   std::optional<std::string> status(std::int64_t sequence) {
-    return take(work(mutex_, [&]() -> Result<std::optional<std::string>> {
+    return take(work(turns_, [&]() -> Result<std::optional<std::string>> {
       CF_TRY(decoder_.finish(sequence).status());  // refuses an unknown sequence
       const Status status = decoder_.status(sequence);
       return status ? std::nullopt : std::optional(status.message());
     }));
   }
   Array logits(std::int64_t sequence) {
-    return array_of(take(work(mutex_, [&] { return decoder_.logits(sequence); })));
+    return array_of(take(work(turns_, [&] { return decoder_.logits(sequence); })));
   }
   bool active() {
-    return take(work(mutex_, [&]() -> Result<bool> { return decoder_.active(); }));
+    return take(work(turns_, [&]() -> Result<bool> { return decoder_.active(); }));
   }
   std::int64_t free_slots() {
-    return take(work(mutex_, [&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
+    return take(work(turns_, [&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
   }
 
  private:
@@ -383,7 +382,7 @@ class PythonDecoder {
     return pairs;
   }
 
-  std::mutex mutex_;
+  Turns turns_;
   Interrupt interrupt_;
   Decoder decoder_;
 };

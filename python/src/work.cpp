@@ -8,7 +8,6 @@
 
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "python/src/bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,6 +21,11 @@ constexpr std::int64_t kMostThreads = 1024;
 constexpr long long kNsBetweenChecks = 50'000'000;
 
 }  // namespace
+
+Status Turns::check() const {
+  if (holder_ != std::this_thread::get_id()) return {};
+  return Status::error(Code::device_error, "a signal's handler used the object whose work it interrupted");
+}
 
 void use_threads() { omp_set_num_threads(threads); }
 

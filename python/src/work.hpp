@@ -1,10 +1,13 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "core/status.hpp"
+#include "python/src/bindings.hpp"
 
 namespace cf::python {
 
@@ -25,13 +28,37 @@ class Interrupt {
   long long next_ns_ = 0;
 };
 
-/// Runs f, which returns a Status or a Result, without the GIL and with the mutex of the object that f works on. Raises
-/// the exception that a signal's handler has left.
+/// Threads that work on one object take turns.
+class Turns {
+ public:
+  class Turn {
+   public:
+    explicit Turn(Turns& turns) : turns_(turns), lock_(turns.mutex_) { turns_.holder_ = std::this_thread::get_id(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    ~Turn() { turns_.holder_ = std::thread::id(); }
+
+   private:
+    Turns& turns_;
+    std::lock_guard<std::mutex> lock_;
+  };
+
+  /// Refuses the thread whose turn it is already: a signal's handler that uses the object whose work it interrupts.
+  Status check() const;
+
+ private:
+  std::mutex mutex_;
+  std::atomic<std::thread::id> holder_{};
+};
+
+/// Runs f, which returns a Status or a Result, without the GIL and in turn with other threads. Raises the exception that
+/// a signal's handler has left.
 template <class F>
-auto work(std::mutex& mutex, F&& f) {
+auto work(Turns& turns, F&& f) {
+  check(turns.check());
   auto result = [&] {
     const nanobind::gil_scoped_release release;
-    const std::lock_guard lock(mutex);
+    const Turns::Turn turn(turns);
     use_threads();
     return f();
   }();

@@ -10,6 +10,7 @@
 
 #include "core/procedural.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
+#include "golden/checkpoint/hf_config.hpp"
 #include "tests/checkpoint/safetensors_writer.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -219,6 +220,51 @@ TEST_CASE("checkpoint: a whole model has every tensor by its name") {
   const auto& head = std::get<DenseWeight>(loaded.weights.embed_out.weight).weight;
   CHECK((head.data == loaded.weights.embed_in.data) == tied);
   CHECK(head.shape == loaded.weights.embed_in.shape);
+}
+
+TEST_CASE("checkpoint: tensors in memory are read where they lie, and left as they are") {
+  ModelConfig m = small_model();
+  m.vocab_size = 5000;  // a tensor of many pages
+  const Model model(m);
+  std::vector<TensorEntry> entries;
+  for (const StoredTensor& t : model.tensors) entries.push_back({t.name, t.dtype, t.shape, t.data, t.bytes});
+  const auto from = [&](const std::vector<TensorEntry>& tensors, std::shared_ptr<const void> owner = {}) {
+    auto made = Checkpoint::from_memory(to_hf_json(m), std::nullopt, tensors, std::move(owner), "memory");
+    REQUIRE(made.status().message() == "");
+    return std::move(*made);
+  };
+  const std::vector<Tensor> before = [&] {
+    std::vector<Tensor> copies;
+    for (const Tensor& t : model.others) copies.push_back(t.clone());
+    return copies;
+  }();
+  std::weak_ptr<const void> alive;
+  {
+    auto owner = std::make_shared<int>(0);
+    alive = owner;
+    auto loaded = [&] {
+      const Checkpoint checkpoint = from(entries, std::move(owner));
+      CHECK(checkpoint.config().name == "small");
+      CHECK(checkpoint.check_names().message() == "");
+      return checkpoint.model();
+    }();
+    REQUIRE(loaded.status().message() == "");
+    CHECK(loaded->weights.embed_in.data == entries[std::size_t(3 * 12)].data);
+    CHECK(!alive.expired());
+  }
+  CHECK(alive.expired());
+  // The pages of a file may leave the process, those of other memory must not.
+  for (std::size_t i = 0; i < before.size(); ++i)
+    CHECK(std::memcmp(before[i].data(), model.others[i].data(), std::size_t(before[i].size_bytes())) == 0);
+
+  std::vector<TensorEntry> fewer(entries.begin() + 1, entries.end()), more = entries;
+  CHECK(refusal_fault(from(fewer).model().status(), Code::not_found, {"memory: tensor '" + entries[0].name}) == "");
+  more.push_back({"lm_head.weight", "F16", {5000, 24}, entries[0].data, 0});
+  CHECK(refusal_fault(from(more).check_names(), Code::invalid_file, {"memory: tensor 'lm_head.weight'"}) == "");
+  CHECK(refusal_fault(Checkpoint::from_memory("{}", std::nullopt, {}, {}, "memory").status(), Code::invalid_file,
+                      {"memory: config: 'model_type' is missing"}) == "");
+  CHECK(refusal_fault(Checkpoint::from_memory(to_hf_json(m), "{}", {}, {}, "memory").status(), Code::invalid_file,
+                      {"memory: gptq: 'bits' is missing"}) == "");
 }
 
 TEST_CASE("checkpoint: a tied model may hold its LM head twice, and the embedding counts") {

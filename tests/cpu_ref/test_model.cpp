@@ -117,6 +117,40 @@ TEST_CASE("The walk of a model names every module in Hugging Face's order", "[mo
   CHECK(taps.back() == "logits");
 }
 
+TEST_CASE("The list of taps is what a pass makes", "[model]") {
+  const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{.bits = 4, .group_size = 16});
+  ModelSpec spec = small_spec(2);
+  spec.shape.intermediate_size = 96;
+  const Small small(spec, linears);
+  const auto model = small.model({.capacity = 8});
+  const std::int64_t tokens = 3;
+  std::vector<std::string> names;
+  std::vector<Shape> shapes;
+  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
+    const auto is_output = [](const Model::SiteTensor& t) { return t.role == Role::output; };
+    const auto outputs = std::size_t(std::count_if(tensors.begin(), tensors.end(), is_output));
+    for (const Model::SiteTensor& t : tensors) {
+      if (!is_output(t)) continue;
+      names.push_back(output_tap(site.tap(), t.name, outputs));
+      shapes.push_back(t.shape);
+    }
+    return {};
+  });
+  Tensor logits(DType::f32, {tokens, 61});
+  require_ok(model->forward(0, 0, Ids{1, 2, 3}, logits.view<2>()));
+  const std::vector<Tap> taps = model_taps(spec, small.weights->weights);
+  REQUIRE(taps.size() == names.size());
+  for (std::size_t i = 0; i < taps.size(); ++i) {
+    Shape shape = taps[i].shape;
+    shape.insert(shape.begin(), tokens);
+    CAPTURE(taps[i].name);
+    CHECK(taps[i].name == names[i]);
+    CHECK(shape == shapes[i]);
+  }
+  CHECK(taps[2].name == "layers.0.attention.query_key_value");
+  CHECK(std::set<std::string>(names.begin(), names.end()).contains("layers.1.attention.rotary_emb.v"));
+}
+
 TEST_CASE("A step reads each weight once for all slots", "[model]") {
   const Small small;
   const std::int64_t slots = GENERATE(1, 3, 17);
@@ -381,4 +415,17 @@ TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]
   CHECK(fault_of(model->prefill(0, 1, Ids{1}), "slot 0: expected a first position of 0 to 0, its entries, got 1") ==
         "");
   CHECK(fault_of(model->prefill(0, 0, Ids(5, 1)), "slot 0: expected at most 4 entries, the capacity, got 5") == "");
+  const std::vector<ModelRunner::Token> twice{{1, 3, 0}, {1, 4, 0}};
+  CHECK(fault_of(model->step(twice), "slot 1: expected one token a step, got two") == "");
+  CHECK(model->length(1) == 0);
+}
+
+TEST_CASE("Memory that is not free is refused before it is taken", "[model]") {
+  const ModelSpec spec = small_spec();
+  require_ok(Model::check_memory("small", spec, {.slots = 2, .capacity = 8}));
+  // More bytes than 64 bits count.
+  const Status status = Model::check_memory("small", spec, {.slots = 1 << 30, .capacity = std::int64_t(1) << 31});
+  CHECK(refusal_fault(status, Code::out_of_memory,
+                      {"small: 1073741824 slots of 2147483648 entries need ", " GB for the cache and ",
+                       " GB for activations, expected at most the ", " GB of memory that are free"}) == "");
 }

@@ -120,7 +120,7 @@ def test_text_comes_in_and_goes_out(text_checkpoint: str, tmp_path: pathlib.Path
 
 def test_an_interrupt_ends_the_stream_cleanly(model: str, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "out.json"
-    words = ["generate", "--model", model, "--prompt-ids", "1,2", "--max-new-tokens", "200000", "--stop", "none"]
+    words = ["generate", "--model", model, "--prompt-ids", "1,2", "--max-new-tokens", "20000", "--stop", "none"]
     with subprocess.Popen(
         [*COMMAND, *words, "--json", str(report)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -131,7 +131,7 @@ def test_an_interrupt_ends_the_stream_cleanly(model: str, tmp_path: pathlib.Path
     assert process.returncode == 130
     assert "Traceback" not in errors and len(errors.splitlines()) == 1
     (sequence,) = json.loads(report.read_text())["sequences"]
-    assert sequence["finish"] == "interrupted" and 0 < len(sequence["ids"]) < 200000
+    assert sequence["finish"] == "interrupted" and 0 < len(sequence["ids"]) < 20000
     printed = begin + output
     assert printed.endswith("\n")
     # An id that was made while the signal came may be in the report alone.

@@ -569,7 +569,7 @@ def interrupt_after(seconds: float) -> threading.Timer:
     return timer
 
 
-LONG = 200_000  # steps, of which each takes 50 us at the least: far longer than the test
+LONG = 50_000  # steps, of which each takes 50 us at the least: longer than the time to the signal
 
 
 def test_an_interrupt_leaves_what_was_made(checkpoints: pathlib.Path) -> None:
@@ -606,6 +606,19 @@ def test_an_interrupt_ends_a_long_prompt(checkpoints: pathlib.Path) -> None:
     assert 0 < runner.length(0) < tokens  # it came between two sites, not at the end
     runner.prefill(0, 0, [1, 2, 3])
     assert runner.length(0) == 3
+
+
+def test_a_signals_handler_may_not_use_what_it_interrupts(checkpoints: pathlib.Path) -> None:
+    runner = _core.Runner(_core.Weights.open(str(checkpoints / "neox-d80")), capacity=LONG, chunk=64)
+    before = signal.signal(signal.SIGINT, lambda *_: print(runner.length(0)))
+    try:
+        timer = interrupt_after(0.2)
+        with pytest.raises(cf_ops.CfError, match="a signal's handler used the object"):
+            runner.prefill(0, 0, np.ones(LONG, np.int32))
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 0 < runner.length(0) < LONG
 
 
 def test_a_generation_outlives_its_model(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
                     print(piece, end="", flush=True)
             show_ended()
     except KeyboardInterrupt:
+        session.interrupt()  # where it came between two steps
         interrupted = True
         show_ended()
     total_s = time.perf_counter() - start
