@@ -161,8 +161,9 @@ class _Call(Generic[T]):
         self.like = like
         self.scalars = scalars
         self.described: dict[str, Described] = {}
-        first = next(name for name, tensor in tensors.items() if tensor is like)
-        self._source = library_of(f"{op}: '{first}'", like), f"'{first}'"
+        self._first = next(name for name, tensor in tensors.items() if tensor is like)
+        self._library = library_of(op, self._first, like)
+        self._written = _written(op)
         for name, tensor in tensors.items():
             if isinstance(tensor, GptqWeight):
                 self._add_gptq(name.removesuffix("weight"), tensor)
@@ -171,9 +172,8 @@ class _Call(Generic[T]):
         self._outputs = dict(_core.op_outputs(op, self.described, scalars))
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self.described[name] = describe(
-            f"{self.op}: '{name}'", tensor, like=self._source, is_written=name in _written(self.op)
-        )
+        is_written = name in self._written
+        self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written)
 
     def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
         for part in ("qweight", "qzeros", "scales", "g_idx"):
@@ -193,7 +193,7 @@ class _Call(Generic[T]):
         return tuple(made.values())
 
 
-def budget(op: Callable[P, object], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
+def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
     """A function of an op's arguments that runs the op and returns its error bound for them.
 
     The bound is the contract's own: it follows from the length of the sums, the dtypes that a backend computes in and
