@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -117,6 +118,17 @@ def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
     if is_written and tensor.requires_grad and torch.is_grad_enabled():
         return ValueError, "requires a gradient, expected a tensor that can be written without one"
     return None
+
+
+def integer(call: str, name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """An integer argument. Raises TypeError for another type, ValueError for a value outside least .. most."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{call}: {name} must be an integer, got {value!r}")
+    number = operator.index(value)
+    if (least is not None and number < least) or (most is not None and number > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{call}: {name} must be {expected}, got {number}")
+    return number
 
 
 def require_torch(who: str) -> Any:

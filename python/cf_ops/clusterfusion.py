@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cf_ops import ops
-from cf_ops._tensors import describe, library_of, require_torch
+from cf_ops._tensors import describe, integer, library_of, require_torch
 
 torch = require_torch("cf_ops.clusterfusion")
 
@@ -167,7 +167,7 @@ class DecoderCalls:
         named = self._named(call, weights)
         self._check_step(call, input, cos, sin)
         rows = self._check_caches(call, k_cache, v_cache)
-        length = _integer(call, "current_seq_len", current_seq_len, 0, rows - 1)
+        length = integer(call, "current_seq_len", current_seq_len, 0, rows - 1)
         cache = self._empty_cache(length + 1, input.device)
         return self._step(named, input, cos, sin, k_cache, v_cache, cache, length)
 
@@ -189,7 +189,7 @@ class DecoderCalls:
         steps add their own row alone, so rows must not change between them. Refuses an id that is in use.
         """
         call = f"{self._model} create_graph_context"
-        _integer(call, "id", id)
+        integer(call, "id", id)
         weights = {
             "weight_qkv": weight_qkv,
             "weight_o": weight_o,
@@ -198,7 +198,7 @@ class DecoderCalls:
         }
         named = self._named(call, weights)
         rows = self._check_caches(call, k_cache, v_cache)
-        _integer(call, "max_seq_len", max_seq_len, 1, rows)
+        integer(call, "max_seq_len", max_seq_len, 1, rows)
         cache = self._empty_cache(max_seq_len, k_cache.device)
         context = _Context(self._model, named, k_cache, v_cache, max_seq_len, cache)
         with _contexts_lock:
@@ -249,7 +249,7 @@ class DecoderCalls:
                 raise ValueError(
                     f"{call}: '{name}' is another tensor, expected the one that context {id} was made with"
                 )
-        length = _integer(call, "current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
+        length = integer(call, "current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
         with context.lock:
             return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length)
 
@@ -259,7 +259,7 @@ class DecoderCalls:
 
     def _context(self, call: str, id: int, is_last: bool = False) -> _Context:
         """A context of this model by its id; the last one to ask for it takes it out of the table."""
-        _integer(call, "id", id)
+        integer(call, "id", id)
         with _contexts_lock:
             context = _contexts.get(id)
             if context is None:
@@ -346,16 +346,6 @@ def _check(
     return got_shape
 
 
-def _integer(call: str, name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """An integer argument. Refuses another type, and values outside least .. most."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{call}: {name} must be an integer, got {value!r}")
-    if (least is not None and value < least) or (most is not None and value > most):
-        expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{call}: {name} must be {expected}, got {value}")
-    return value
-
-
 def fused_ln_qkv_gptq(
     input: Any,
     qweight: Any,
@@ -383,12 +373,12 @@ def fused_ln_qkv_gptq(
     """
     call = "fused_ln_qkv_gptq"
     for name, size in (("num_heads", num_heads), ("kv_num_heads", kv_num_heads), ("head_size", head_size)):
-        _integer(call, name, size, 1)
+        integer(call, name, size, 1)
     shape = _check(call, "input", input, "float16")
     if len(shape) != 3:
         raise ValueError(f"{call}: 'input' has shape {shape}, expected (batch, seq, hidden)")
     hidden, columns = shape[2], (num_heads + 2 * kv_num_heads) * head_size
-    group = hidden if groupsize == -1 else _integer(call, "groupsize", groupsize, 1)
+    group = hidden if groupsize == -1 else integer(call, "groupsize", groupsize, 1)
     groups = -(-hidden // group)
     _check(call, "qweight", qweight, "int32", (hidden // 8, columns))
     _check(call, "qzeros", qzeros, "int32", (groups, columns // 8))

@@ -196,3 +196,52 @@ def test_empty_takes_after_its_like():
     if torch is not None:
         made = _tensors.empty((2, 4), torch.zeros(3, dtype=torch.float64))
         assert tuple(made.shape) == (2, 4) and made.dtype == torch.float64
+
+
+def changes(array):
+    """Other arrays in an array's place: shapes, dtypes and values that its op does not expect."""
+    yield array[:0].copy()
+    yield array[:1].copy()
+    yield array[None].copy()
+    yield array[0].copy() if array.ndim > 1 else np.array(array[0])
+    yield np.concatenate([array, array])
+    yield np.concatenate([array, array], axis=-1)
+    yield array[..., :-1].copy()
+    for dtype in (np.float16, np.float32, np.float64, np.int8, np.int32, np.int64, np.bool_, np.complex64, "<U1", "O"):
+        with np.errstate(over="ignore"):
+            yield array.astype(dtype)
+    if array.dtype == np.int32:
+        for value in (-(2**31), -1, 2**31 - 1):
+            yield np.full_like(array, value)
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("op", _core.ops())
+def test_any_change_of_an_argument_is_run_or_refused(op, bits):
+    refused = 0
+
+    def run(arguments):
+        try:
+            getattr(ops, op)(**arguments)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            # A layer's site may be the op that refuses.
+            assert "\n" not in str(error) and any(f"{name}: " in str(error) for name in _core.ops()), error
+            return 1
+        return 0
+
+    def others(value):
+        """What may come in an argument's place."""
+        if isinstance(value, np.ndarray):
+            yield from changes(value)
+        elif isinstance(value, ops.GptqWeight):
+            for field, part in vars(value).items():
+                yield from (ops.GptqWeight(**{**vars(value), field: other}) for other in others(part))
+        elif isinstance(value, dict):
+            yield from ({**value, name: other} for name, part in value.items() for other in others(part))
+        else:
+            yield from (-1, 0, 3, 2**31, 2**63, None, "4", [], 0.5, float("nan"))
+
+    assert not run(selfcheck.arguments(op, "float64", bits))
+    for name, value in selfcheck.arguments(op, "float64", bits).items():
+        refused += sum(run({**selfcheck.arguments(op, "float64", bits), name: other}) for other in others(value))
+    assert refused > 0
