@@ -1,9 +1,32 @@
 #include "cpu_ref/ops/chain.hpp"
+#include "cpu_ref/ops/real.hpp"
 
 namespace cf::cpu_ref {
+namespace {
+
+/// Refuses everything that a site would refuse. A site that refuses comes too late: earlier ones have appended to the
+/// cache.
+Status check_sites(const ops::DecodeLayer::Args& a) {
+  constexpr std::string_view name = ops::DecodeLayer::name;
+  CF_TRY(ops::DecodeLayer::check(a));
+  CF_TRY(for_each_site(a.model, a.weights, a.t,
+                       []<class Args>(const Site&, const Args& args) { return Args::Op::check(args); }));
+  const auto d = ops::DecodeLayer::dims(a);
+  CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
+  CF_TRY(check_index(name, "kv_len", a.t.kv_len, d.step.q_len, d.max_kv_len));
+  Status status;
+  for_each_linear(a.model, a.weights, [&](std::string_view module, const LinearParams& l, const LinearSize&) {
+    const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (status && gptq)
+      status = check_index(name, std::string(module) + ".g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
+  });
+  return status;
+}
+
+}  // namespace
 
 Status run(const ops::DecodeLayer::Args& a) {
-  CF_TRY(ops::DecodeLayer::check(a));
+  CF_TRY(check_sites(a));
   return for_each_site(a.model, a.weights, a.t, [](const Site&, const auto& args) { return run(args); });
 }
 

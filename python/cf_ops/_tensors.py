@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -25,26 +27,28 @@ Described = tuple[int, str, tuple[int, ...]]
 """A tensor's address, the name of its dtype, its shape."""
 
 
-def library_of(name: str, tensor: object) -> str:
-    """``numpy`` or ``torch``, the library that made a tensor. ``name`` says in a TypeError whose argument it is.
+def library_of(call: str, name: str, tensor: object) -> str:
+    """``numpy`` or ``torch``, the library that made a tensor. Raises TypeError for anything else.
 
-    torch is not imported: whoever holds a torch tensor has done that.
+    ``call`` and ``name`` say in the error whose argument it is. torch is not imported: whoever holds a torch tensor has
+    done that.
     """
     if type(tensor) in (np.ndarray, np.memmap):
         return "numpy"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         return "torch"
-    raise TypeError(f"{name} must be a numpy array or a torch tensor, got {_kind(tensor)}")
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    raise TypeError(f"{call}: '{name}' must be a numpy array or a torch tensor, got {kind}")
 
 
-def describe(name: str, tensor: object, *, like: tuple[str, str], is_written: bool) -> Described:
+def describe(call: str, name: str, tensor: Any, library: str, first: str, is_written: bool) -> Described:
     """The address, dtype and shape of a tensor that an op may use where it lies.
 
     Parameters
     ----------
-    name: whose argument the tensor is, for errors: ``attention: 'q'``.
-    like: the library that made the call's other tensors, and the name of the first of them.
+    call, name: whose argument the tensor is, for errors.
+    library, first: the library that made the call's other tensors, and the name of the first of them.
     is_written: whether the op writes the tensor.
 
     Raises
@@ -54,11 +58,19 @@ def describe(name: str, tensor: object, *, like: tuple[str, str], is_written: bo
         is read-only or requires a gradient.
     NotImplementedError: the tensor is on a device for which this installation has no backend.
     """
-    library, first = like
-    got = library_of(name, tensor)
+    got = library_of(call, name, tensor)
     if got != library:
-        raise ValueError(f"{name} is a {got} tensor, expected {library} as {first} is")
-    return (_describe_numpy if library == "numpy" else _describe_torch)(name, tensor, is_written)
+        raise ValueError(f"{call}: '{name}' is a {got} tensor, expected {library} as '{first}' is")
+    if got == "numpy":
+        fault = _numpy_fault(tensor, is_written)
+        described = tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
+    else:
+        fault = _torch_fault(tensor, is_written)
+        described = 0 if fault else tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if fault:
+        error, text = fault
+        raise error(f"{call}: '{name}' {text}")
+    return described
 
 
 def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
@@ -74,31 +86,49 @@ def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
     return made  # type: ignore[no-any-return]
 
 
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+_Fault = tuple[type[Exception], str] | None
+"""What is wrong with a tensor: the error and its text behind the tensor's name."""
 
 
-def _describe_numpy(name: str, array: Any, is_written: bool) -> Described:
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{name} has strides {array.strides} in bytes, expected a contiguous array")
+@cache
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    """A dtype's name, which numpy makes anew each time."""
+    return dtype.name
+
+
+def _numpy_fault(array: Any, is_written: bool) -> _Fault:
+    flags = array.flags
+    if not flags.c_contiguous:
+        return ValueError, f"has strides {array.strides} in bytes, expected a contiguous array"
     if not array.dtype.isnative:
-        raise ValueError(f"{name} has dtype {array.dtype.str}, expected this machine's byte order")
-    if is_written and not array.flags.writeable:
-        raise ValueError(f"{name} is read-only, expected an array that can be written")
-    return array.__array_interface__["data"][0], array.dtype.name, array.shape
+        return ValueError, f"has dtype {array.dtype.str}, expected this machine's byte order"
+    if is_written and not flags.writeable:
+        return ValueError, "is read-only, expected an array that can be written"
+    return None
 
 
-def _describe_torch(name: str, tensor: Any, is_written: bool) -> Described:
+def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
     torch: Any = sys.modules["torch"]
     if tensor.layout != torch.strided:
-        raise ValueError(f"{name} has layout {tensor.layout}, expected torch.strided")
+        return ValueError, f"has layout {tensor.layout}, expected torch.strided"
     if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{name} is on {tensor.device}, expected cpu: this installation has the CPU backend")
+        return NotImplementedError, f"is on {tensor.device}, expected cpu: this installation has the CPU backend"
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tuple(tensor.stride())}, expected a contiguous tensor")
+        return ValueError, f"has strides {tuple(tensor.stride())}, expected a contiguous tensor"
     if is_written and tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires a gradient, expected a tensor that can be written without one")
-    return tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        return ValueError, "requires a gradient, expected a tensor that can be written without one"
+    return None
+
+
+def integer(call: str, name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """An integer argument. Raises TypeError for another type, ValueError for a value outside least .. most."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{call}: {name} must be an integer, got {value!r}")
+    number = operator.index(value)
+    if (least is not None and number < least) or (most is not None and number > most):
+        expected = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{call}: {name} must be {expected}, got {number}")
+    return number
 
 
 def require_torch(who: str) -> Any:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cf_ops import ops
-from cf_ops._tensors import describe, library_of, require_torch
+from cf_ops._tensors import describe, integer, library_of, require_torch
 
 torch = require_torch("cf_ops.clusterfusion")
 
@@ -167,7 +167,7 @@ class DecoderCalls:
         named = self._named(call, weights)
         self._check_step(call, input, cos, sin)
         rows = self._check_caches(call, k_cache, v_cache)
-        length = _integer(f"{call}: current_seq_len", current_seq_len, 0, rows - 1)
+        length = integer(call, "current_seq_len", current_seq_len, 0, rows - 1)
         cache = self._empty_cache(length + 1, input.device)
         return self._step(named, input, cos, sin, k_cache, v_cache, cache, length)
 
@@ -189,7 +189,7 @@ class DecoderCalls:
         steps add their own row alone, so rows must not change between them. Refuses an id that is in use.
         """
         call = f"{self._model} create_graph_context"
-        _integer(f"{call}: id", id)
+        integer(call, "id", id)
         weights = {
             "weight_qkv": weight_qkv,
             "weight_o": weight_o,
@@ -198,7 +198,7 @@ class DecoderCalls:
         }
         named = self._named(call, weights)
         rows = self._check_caches(call, k_cache, v_cache)
-        _integer(f"{call}: max_seq_len", max_seq_len, 1, rows)
+        integer(call, "max_seq_len", max_seq_len, 1, rows)
         cache = self._empty_cache(max_seq_len, k_cache.device)
         context = _Context(self._model, named, k_cache, v_cache, max_seq_len, cache)
         with _contexts_lock:
@@ -246,8 +246,10 @@ class DecoderCalls:
         self._check_caches(call, k_cache, v_cache)
         for name, given, own in (("k_cache", k_cache, context.k_cache), ("v_cache", v_cache, context.v_cache)):
             if given.data_ptr() != own.data_ptr() or given.shape != own.shape:
-                raise ValueError(f"{call}: {name} is another tensor, expected the one that context {id} was made with")
-        length = _integer(f"{call}: current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
+                raise ValueError(
+                    f"{call}: '{name}' is another tensor, expected the one that context {id} was made with"
+                )
+        length = integer(call, "current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
         with context.lock:
             return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length)
 
@@ -257,7 +259,7 @@ class DecoderCalls:
 
     def _context(self, call: str, id: int, is_last: bool = False) -> _Context:
         """A context of this model by its id; the last one to ask for it takes it out of the table."""
-        _integer(f"{call}: id", id)
+        integer(call, "id", id)
         with _contexts_lock:
             context = _contexts.get(id)
             if context is None:
@@ -280,13 +282,13 @@ class DecoderCalls:
         for name, tensor in (("cos", cos), ("sin", sin)):
             shape = _check(call, name, tensor, "float32")
             if tensor.numel() != self._head_dim:
-                raise ValueError(f"{call}: {name} has shape {shape}, expected {self._head_dim} elements")
+                raise ValueError(f"{call}: '{name}' has shape {shape}, expected {self._head_dim} elements")
 
     def _check_caches(self, call: str, k_cache: Any, v_cache: Any) -> int:
         """The rows of both caches."""
         shape = _check(call, "k_cache", k_cache, "float16", is_written=True)
         if len(shape) != 2 or shape[0] < 1 or shape[1] != self._hidden:
-            raise ValueError(f"{call}: k_cache has shape {shape}, expected (max_seq, {self._hidden})")
+            raise ValueError(f"{call}: 'k_cache' has shape {shape}, expected (max_seq, {self._hidden})")
         _check(call, "v_cache", v_cache, "float16", shape, is_written=True)
         return shape[0]
 
@@ -334,25 +336,14 @@ def _check(
 ) -> tuple[int, ...]:
     """The shape of a torch tensor. Refuses what describe() refuses, another dtype, and another shape where one is
     given."""
-    who = f"{call}: {name}"
-    if library_of(who, tensor) != "torch":
-        raise TypeError(f"{who} must be a torch tensor, got a numpy array")
-    _, got, got_shape = describe(who, tensor, like=("torch", name), is_written=is_written)
+    if library_of(call, name, tensor) != "torch":
+        raise TypeError(f"{call}: '{name}' must be a torch tensor, got a numpy array")
+    _, got, got_shape = describe(call, name, tensor, "torch", name, is_written)
     if got != dtype:
-        raise ValueError(f"{who} has dtype {got}, expected {dtype}")
+        raise ValueError(f"{call}: '{name}' has dtype {got}, expected {dtype}")
     if shape is not None and got_shape != shape:
-        raise ValueError(f"{who} has shape {got_shape}, expected {shape}")
+        raise ValueError(f"{call}: '{name}' has shape {got_shape}, expected {shape}")
     return got_shape
-
-
-def _integer(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """An integer argument. Refuses another type, and values outside least .. most."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} must be an integer, got {value!r}")
-    if (least is not None and value < least) or (most is not None and value > most):
-        expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{what} must be {expected}, got {value}")
-    return value
 
 
 def fused_ln_qkv_gptq(
@@ -382,12 +373,12 @@ def fused_ln_qkv_gptq(
     """
     call = "fused_ln_qkv_gptq"
     for name, size in (("num_heads", num_heads), ("kv_num_heads", kv_num_heads), ("head_size", head_size)):
-        _integer(f"{call}: {name}", size, 1)
+        integer(call, name, size, 1)
     shape = _check(call, "input", input, "float16")
     if len(shape) != 3:
-        raise ValueError(f"{call}: input has shape {shape}, expected (batch, seq, hidden)")
+        raise ValueError(f"{call}: 'input' has shape {shape}, expected (batch, seq, hidden)")
     hidden, columns = shape[2], (num_heads + 2 * kv_num_heads) * head_size
-    group = hidden if groupsize == -1 else _integer(f"{call}: groupsize", groupsize, 1)
+    group = hidden if groupsize == -1 else integer(call, "groupsize", groupsize, 1)
     groups = -(-hidden // group)
     _check(call, "qweight", qweight, "int32", (hidden // 8, columns))
     _check(call, "qzeros", qzeros, "int32", (groups, columns // 8))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core
-from cf_ops._tensors import Described, T, Tensor, describe, empty, library_of
+from cf_ops._tensors import Described, T, Tensor, describe, empty, integer, library_of
 
 __all__ = [
     "Budget",
@@ -147,7 +147,7 @@ class _Measure:
 
     def __init__(self, compute: str, output: str) -> None:
         self.precision = compute, output
-        self.budget = Budget(0.0, 0.0)
+        self.budget: Budget | None = None
 
 
 _measure: ContextVar[_Measure | None] = ContextVar("_measure", default=None)
@@ -161,8 +161,9 @@ class _Call(Generic[T]):
         self.like = like
         self.scalars = scalars
         self.described: dict[str, Described] = {}
-        first = next(name for name, tensor in tensors.items() if tensor is like)
-        self._source = library_of(f"{op}: '{first}'", like), f"'{first}'"
+        self._first = next(name for name, tensor in tensors.items() if tensor is like)
+        self._library = library_of(op, self._first, like)
+        self._written = _written(op)
         for name, tensor in tensors.items():
             if isinstance(tensor, GptqWeight):
                 self._add_gptq(name.removesuffix("weight"), tensor)
@@ -171,9 +172,8 @@ class _Call(Generic[T]):
         self._outputs = dict(_core.op_outputs(op, self.described, scalars))
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self.described[name] = describe(
-            f"{self.op}: '{name}'", tensor, like=self._source, is_written=name in _written(self.op)
-        )
+        is_written = name in self._written
+        self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written)
 
     def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
         for part in ("qweight", "qzeros", "scales", "g_idx"):
@@ -193,7 +193,7 @@ class _Call(Generic[T]):
         return tuple(made.values())
 
 
-def budget(op: Callable[P, object], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
+def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
     """A function of an op's arguments that runs the op and returns its error bound for them.
 
     The bound is the contract's own: it follows from the length of the sums, the dtypes that a backend computes in and
@@ -210,6 +210,8 @@ def budget(op: Callable[P, object], *, compute: str = "float32", output: str = "
             op(*args, **kwargs)
         finally:
             _measure.reset(token)
+        if measure.budget is None:
+            raise ValueError(f"budget: expected a function that runs an op, got {op!r}")
         return measure.budget
 
     return bound
@@ -222,10 +224,10 @@ def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDAr
     Source: transformers' GPTNeoXRotaryEmbedding. Raises ValueError for rows < 1, a rotary_dim that is odd or below 2,
     theta <= 0.
     """
-    if rows < 1:
-        raise ValueError(f"rope_table: rows must be at least 1, got {rows}")
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rope_table: rotary_dim must be even and at least 2, got {rotary_dim}")
+    rows = integer("rope_table", "rows", rows, 1)
+    rotary_dim = integer("rope_table", "rotary_dim", rotary_dim, 2)
+    if rotary_dim % 2:
+        raise ValueError(f"rope_table: rotary_dim must be even, got {rotary_dim}")
     if not theta > 0:
         raise ValueError(f"rope_table: theta must be positive, got {theta}")
     cos, sin = (np.empty((rows, rotary_dim // 2), np.float32) for _ in range(2))
@@ -351,12 +353,15 @@ def ln_qkv_heads(
     eps: float = 1e-5,
 ) -> tuple[T, T, T]:
     """Returns (q, k, v). head_dim follows from the rows of ``weight``, which may be a GptqWeight."""
-    for name, size in (("heads", heads), ("kv_heads", kv_heads)):
-        if size < 1:
-            raise ValueError(f"ln_qkv_heads: {name} must be at least 1, got {size}")
+    heads, kv_heads = (integer("ln_qkv_heads", n, size, 1) for n, size in (("heads", heads), ("kv_heads", kv_heads)))
     tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
     call = _Call("ln_qkv_heads", x, tensors, eps=eps)
-    head_dim = _rows(weight) // (heads + 2 * kv_heads)
+    head_dim, rest = divmod(_rows(weight), heads + 2 * kv_heads)
+    if rest:
+        raise ValueError(
+            f"ln_qkv_heads: 'weight' has {_rows(weight)} rows, expected a multiple of heads + 2 * kv_heads = "
+            f"{heads + 2 * kv_heads}"
+        )
     batch, q_len, _ = x.shape
     kv_shape = batch, kv_heads, q_len, head_dim
     q, k, v = call.run({"q": (batch, heads, q_len, head_dim), "k": kv_shape, "v": kv_shape})
@@ -393,6 +398,10 @@ def decode_layer(
     "attention.query_key_value.bias", ... A Linear's weight may be a GptqWeight. ``config`` is the content of a
     config.json, as a mapping or as text. Without max_kv_len it is the capacity of the cache.
     """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"decode_layer: weights must be a mapping, got {type(weights).__name__}")
+    if not isinstance(config, (str, Mapping)):
+        raise TypeError(f"decode_layer: config must be a mapping or a text, got {type(config).__name__}")
     text = config if isinstance(config, str) else json.dumps(dict(config))
     activations: _Tensors = {
         "hidden": hidden,
@@ -403,6 +412,8 @@ def decode_layer(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
+    for name in weights.keys() & activations.keys():
+        raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
     call = _Call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
     return LayerOutputs(*call.run())

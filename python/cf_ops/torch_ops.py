@@ -116,7 +116,8 @@ kv_append = _register(
 )
 ln_qkv = _register(
     "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, "
-    "Tensor positions, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05) -> (Tensor, Tensor, Tensor)",
+    "Tensor positions, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache, *, float eps=1e-05) "
+    "-> (Tensor, Tensor, Tensor)",
     ops.ln_qkv,
     _heads_like_cache,
 )

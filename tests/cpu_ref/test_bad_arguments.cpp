@@ -197,6 +197,24 @@ TEST_CASE("A residual goes with its epilogue and with nothing else", "[bad]") {
   check_refused(missing, Code::invalid_argument, {"linear: 'residual' is null"});
 }
 
+TEST_CASE("A layer writes nothing where a later site would refuse its arguments", "[bad]") {
+  Setup setup = kSetup;
+  setup.model = model_of(2, 16, 8, 32);
+  setup.gptq = {.bits = 4, .group_size = 32};
+  for (const auto& [block, value, expected] :
+       {std::tuple{"kv_len", 6, "decode_layer: 'kv_len'[1] must be 1 to 5, got 6"},
+        std::tuple{"positions", 64, "decode_layer: 'positions'[1] must be 0 to 63, got 64"},
+        std::tuple{"mlp.dense_4h_to_h.g_idx", 1, "decode_layer: 'mlp.dense_4h_to_h.g_idx'[1] must be 0 to 0, got 1"}}) {
+    Problem<ops::DecodeLayer> p(setup);
+    for (auto& b : p.blocks())
+      if (b.name == block) static_cast<std::int32_t*>(b.data())[1] = value;
+    check_refused(p, Code::invalid_argument, {expected});
+  }
+  Problem<ops::DecodeLayer> p(setup);
+  p.args().t.max_kv_len = 7;
+  check_refused(p, Code::invalid_argument, {"max_kv_len must be q_len 1 to capacity 6, got 7"});
+}
+
 TEST_CASE("A layer without a model, or of a model that has no such layer, is refused", "[bad]") {
   Problem<ops::DecodeLayer> p(kSetup);
   const ModelSpec sound = p.args().model;

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from conftest import ROOT
 
 from cf_ops import ops
 
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "golden"))
 import gptq  # noqa: E402
 import procedural  # noqa: E402

@@ -1,4 +1,4 @@
-"""The calls of ClusterFusion's Pythia port: Hugging Face's values, our layer's bits, contexts that cannot be misused."""
+"""The calls of ClusterFusion's Pythia port: Hugging Face's values, our layer's bits, contexts that are checked."""
 
 import inspect
 import subprocess
@@ -182,7 +182,7 @@ def test_contexts_are_validated(context):
     for bad in ("7", 7.0, None, True):
         with pytest.raises(TypeError, match="id must be an integer, got"):
             calls.graph_decode_step(**{**step, "id": bad})
-    with pytest.raises(ValueError, match="k_cache is another tensor, expected the one that context 7 was made with"):
+    with pytest.raises(ValueError, match="'k_cache' is another tensor, expected the one that context 7 was made with"):
         calls.graph_decode_step(**{**step, "k_cache": given["k_cache"].clone()})
     with pytest.raises(ValueError, match=r"current_seq_len must be 0 to 20, got 21"):
         calls.graph_decode_step(**{**step, "current_seq_len": 21})
@@ -228,21 +228,37 @@ def test_two_threads_with_a_context_each():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"input": torch.zeros(1, 160)}, ValueError, "input has dtype float32, expected float16"),
-        ({"input": torch.zeros(2, 160).half()}, ValueError, r"input has shape \(2, 160\), expected \(1, 160\)"),
-        ({"input": np.zeros((1, 160), np.float16)}, TypeError, "input must be a torch tensor, got a numpy array"),
-        ({"input": [0.0]}, TypeError, "input must be a numpy array or a torch tensor, got builtins.list"),
-        ({"weight_o": torch.zeros(160, 80).half()}, ValueError, r"weight_o has shape \(160, 80\), expected \(160, 160"),
-        ({"mlp_up_bias": torch.zeros(160).half()}, ValueError, r"mlp_up_bias has shape \(160,\), expected \(640,\)"),
-        ({"weight_qkv": torch.zeros(160, 480).half().t()}, ValueError, "weight_qkv has strides .* contiguous"),
-        ({"cos": torch.zeros(20)}, ValueError, r"cos has shape \(20,\), expected 80 elements"),
-        ({"sin": torch.zeros(80).half()}, ValueError, "sin has dtype float16, expected float32"),
-        ({"k_cache": torch.zeros(1, 2, 21, 80).half()}, ValueError, r"k_cache has shape .* expected \(max_seq, 160\)"),
-        ({"v_cache": torch.zeros(20, 160).half()}, ValueError, r"v_cache has shape \(20, 160\), expected \(21, 160\)"),
+        ({"input": torch.zeros(1, 160)}, ValueError, "'input' has dtype float32, expected float16"),
+        ({"input": torch.zeros(2, 160).half()}, ValueError, r"'input' has shape \(2, 160\), expected \(1, 160\)"),
+        ({"input": np.zeros((1, 160), np.float16)}, TypeError, "'input' must be a torch tensor, got a numpy array"),
+        ({"input": [0.0]}, TypeError, "'input' must be a numpy array or a torch tensor, got builtins.list"),
+        (
+            {"weight_o": torch.zeros(160, 80).half()},
+            ValueError,
+            r"'weight_o' has shape \(160, 80\), expected \(160, 160",
+        ),
+        ({"mlp_up_bias": torch.zeros(160).half()}, ValueError, r"'mlp_up_bias' has shape \(160,\), expected \(640,\)"),
+        ({"weight_qkv": torch.zeros(160, 480).half().t()}, ValueError, "'weight_qkv' has strides .* contiguous"),
+        ({"cos": torch.zeros(20)}, ValueError, r"'cos' has shape \(20,\), expected 80 elements"),
+        ({"sin": torch.zeros(80).half()}, ValueError, "'sin' has dtype float16, expected float32"),
+        (
+            {"k_cache": torch.zeros(1, 2, 21, 80).half()},
+            ValueError,
+            r"'k_cache' has shape .* expected \(max_seq, 160\)",
+        ),
+        (
+            {"v_cache": torch.zeros(20, 160).half()},
+            ValueError,
+            r"'v_cache' has shape \(20, 160\), expected \(21, 160\)",
+        ),
         ({"current_seq_len": -1}, ValueError, "current_seq_len must be 0 to 20, got -1"),
         ({"current_seq_len": 21}, ValueError, "current_seq_len must be 0 to 20, got 21"),
         ({"current_seq_len": 1.0}, TypeError, "current_seq_len must be an integer, got 1.0"),
-        ({"ln_bias": torch.zeros(160, device="meta").half()}, NotImplementedError, "ln_bias is on meta, expected cpu"),
+        (
+            {"ln_bias": torch.zeros(160, device="meta").half()},
+            NotImplementedError,
+            "'ln_bias' is on meta, expected cpu",
+        ),
     ],
 )
 def test_refusals_are_one_line_and_write_nothing(change, error, message):
@@ -257,7 +273,9 @@ def test_refusals_are_one_line_and_write_nothing(change, error, message):
 
 def test_the_models_sizes_are_checked():
     given = port_arguments(small_layer())
-    with pytest.raises(ValueError, match=r"pythia-2.8b .* weight_qkv has shape \(480, 160\), expected \(7680, 2560\)"):
+    with pytest.raises(
+        ValueError, match=r"pythia-2.8b .* 'weight_qkv' has shape \(480, 160\), expected \(7680, 2560\)"
+    ):
         clusterfusion.pythia_2b8_decoder_layer(**given)
     with pytest.raises(ValueError, match=r"pythia-6.9b .* expected \(12288, 4096\)"):
         clusterfusion.pythia_6b9_decoder_layer(**given)
@@ -312,13 +330,17 @@ def test_fused_ln_qkv_gptq(zero_offset):
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"input": torch.zeros(3, 64).half()}, ValueError, r"input has shape \(3, 64\), expected \(batch, seq, hidden"),
-        ({"num_heads": 5}, ValueError, r"qweight has shape \(8, 128\), expected \(8, 144\)"),
+        (
+            {"input": torch.zeros(3, 64).half()},
+            ValueError,
+            r"'input' has shape \(3, 64\), expected \(batch, seq, hidden",
+        ),
+        ({"num_heads": 5}, ValueError, r"'qweight' has shape \(8, 128\), expected \(8, 144\)"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
         ({"groupsize": 0}, ValueError, "groupsize must be at least 1, got 0"),
-        ({"groupsize": 16}, ValueError, r"qzeros has shape \(2, 16\), expected \(4, 16\)"),
+        ({"groupsize": 16}, ValueError, r"'qzeros' has shape \(2, 16\), expected \(4, 16\)"),
         ({"eps": -1.0}, ValueError, "eps must be positive, got -1"),
-        ({"scales": torch.ones(2, 128)}, ValueError, "scales has dtype float32, expected float16"),
+        ({"scales": torch.ones(2, 128)}, ValueError, "'scales' has dtype float32, expected float16"),
         ({"zero_offset": "v2"}, ValueError, "'zero_offset' must be an integer, got 'v2'"),
     ],
 )

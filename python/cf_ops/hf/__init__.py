@@ -1,0 +1,103 @@
+"""Hugging Face's GPT-NeoX models on the kernels of cf_ops: the same object, the same calls, the same tokens.
+
+::
+
+    model = cf_ops.hf.speed_up(GPTNeoXForCausalLM.from_pretrained(directory))
+    model.generate(**inputs, max_new_tokens=64)
+    print(cf_ops.hf.report(model))
+    cf_ops.hf.restore(model)
+
+torch and transformers (4.40 or newer) are imported at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from cf_ops.hf._report import Report
+
+__all__ = ["Report", "report", "restore", "run", "speed_up"]
+
+Model = TypeVar("Model")
+
+
+def speed_up(model: Model) -> Model:
+    """Lets a loaded ``GPTNeoXForCausalLM`` run on cf_ops, and returns the same object.
+
+    Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
+    sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy. Sums are
+    made in float32 whatever the weights' dtype; logits come back in the dtype that Hugging Face returns.
+
+    A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
+    once, and `report` counts the calls of each.
+
+    A cache has room for the sequences that a call brings, and for the tokens that ``generate()`` may add (at most 1024
+    at first). It is made again, twice as large, when that room ends. Its memory is freed with the cache object.
+
+    Raises
+    ------
+    ImportError: torch or transformers is missing.
+    TypeError: the model is not a GPTNeoXForCausalLM.
+    ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says.
+    NotImplementedError: a module is not the one that transformers builds (quantised layers, LoRA), or the parameters
+        are on a device for which this installation has no runner.
+    """
+    _implementation().speed_up(model)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Gives a model its own methods back and frees all memory of cf_ops, that of living caches included.
+
+    Caches that cf_ops returned cannot be continued afterwards. Raises ValueError for a model without `speed_up`.
+    """
+    _implementation().restore(model)
+    return model
+
+
+def report(model: object) -> Report:
+    """How many calls of a model ran on cf_ops and how many on Hugging Face's path, and why.
+
+    Raises ValueError for a model without `speed_up`.
+    """
+    result: Report = _implementation().report(model)
+    return result
+
+
+def run(model: object, ids: Any, taps: Iterable[str] = ()) -> tuple[Any, dict[str, Any]]:
+    """Logits and hidden states of all positions, for logit lenses and probes.
+
+    Parameters
+    ----------
+    model: a model that `speed_up` took.
+    ids: token ids (tokens), or (batch, tokens) without padding: a list, an array or a tensor.
+    taps: what to return besides, by the names of golden files: ``"layers.3.output"`` is the hidden state behind layer
+        3, ``"layers.3.input_layernorm"`` what its attention reads. An unknown name raises a ValueError that lists all.
+
+    Returns
+    -------
+    logits: (tokens, vocab) or (batch, tokens, vocab), float32.
+    taps: by name, (tokens, ...) or (batch, tokens, ...), float32.
+
+    Raises
+    ------
+    ValueError: the model has no `speed_up`, a tap is unknown, or ids are empty or outside the vocabulary.
+    NotImplementedError: the model was changed since into one that cf_ops does not run.
+    """
+    result: tuple[Any, dict[str, Any]] = _implementation().run(model, ids, list(taps))
+    return result
+
+
+def _implementation() -> ModuleType:
+    try:
+        import torch  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+        import transformers  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"cf_ops.hf needs torch and transformers ({error}): pip install torch transformers"
+        ) from error
+    from cf_ops.hf import _patch as patch
+
+    return patch

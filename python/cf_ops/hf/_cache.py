@@ -1,0 +1,221 @@
+"""The cache that a patched model returns: transformers sees its lengths, the runner holds its keys and values."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch  # type: ignore[import-not-found, unused-ignore]
+from transformers.cache_utils import Cache, DynamicCache  # type: ignore[import-not-found, unused-ignore]
+
+from cf_ops.hf._runner import Runner, Tensor
+
+if TYPE_CHECKING:
+    from cf_ops.hf._loaded import Loaded
+    from cf_ops.hf._patch import Patch
+
+_SPARE_ENTRIES = 64  # room beside a prompt, where no one says how many tokens follow
+_MOST_SPARE_ENTRIES = 1024  # room that a cache takes at once for tokens that may follow
+
+# In crop(n) a positive n is the length that is left, a negative one the places that go. What 0 means has changed.
+_CROPS_TO_LENGTH = (
+    "tokens_to_remove"
+    not in inspect.signature(
+        getattr(Cache, "crop", getattr(DynamicCache, "crop", lambda self, max_length: None))
+    ).parameters
+)
+
+
+class NeoXCache(Cache):  # type: ignore[misc, unused-ignore]
+    """The sequences of a batch, and a runner with a slot for each.
+
+    The ids are kept beside the runner. From them its entries are made again where the runner cannot serve: a longer
+    cache, other rows after beam search, a copy, weights that were loaded again, Hugging Face's path.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    to_legacy_cache = None
+
+    def __init__(self, patch: Patch, spare_entries: int | None) -> None:
+        if isinstance(self, torch.nn.Module):  # transformers 4.45 to 4.49
+            torch.nn.Module.__init__(self)
+        self.layers: list[Any] = []
+        self.lock = threading.Lock()
+        self.patch: Patch | None = patch
+        self.ids: list[list[int]] = []  # by sequence, without padding
+        self.pads: list[int] = []  # by sequence: masked places before its ids
+        self.theirs: Any = None  # the cache that goes on in this one's place on Hugging Face's path
+        self._spare_entries = _SPARE_ENTRIES if spare_entries is None else min(spare_entries, _MOST_SPARE_ENTRIES)
+        self._runner: Runner | None = None
+        self._loaded: Loaded | None = None
+        self._capacity = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        runner = self._runner
+        return 0 if runner is None else runner.cache_bytes
+
+    def free(self) -> None:
+        """Gives the runner's memory back. The next `forward` makes the entries again."""
+        self._runner = None
+
+    def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
+        """Appends ids to each sequence; the logits (batch, rows, vocab) of the last places, zero at padding. Where it
+        raises, the cache holds what it held."""
+        with self.lock:
+            before = self.ids if self.ids else [[] for _ in ids]
+            try:
+                runner = self._ready(loaded, before, max(len(a) + len(b) for a, b in zip(before, ids)))
+                if rows == 1 and all(len(new) == 1 for new in ids):
+                    steps = [(slot, new[0], len(before[slot])) for slot, new in enumerate(ids)]
+                    logits = runner.step(steps)[:, None]
+                else:
+                    logits = stack_rows(
+                        [
+                            runner.forward(slot, len(before[slot]), new, min(rows, len(new)))
+                            for slot, new in enumerate(ids)
+                        ],
+                        rows,
+                    )
+            except BaseException:
+                self.free()
+                raise
+            for sequence, new in zip(before, ids):
+                sequence.extend(new)
+            self.ids, self.pads = before, pads
+            return logits
+
+    def _ready(self, loaded: Loaded, before: list[list[int]], entries: int) -> Runner:
+        if self._runner is not None and self._loaded is loaded and entries <= self._capacity:
+            return self._runner
+        if loaded.backend is None:
+            raise ValueError("a cache needs a backend")
+        grown = 2 * self._capacity if self._loaded is loaded and entries > self._capacity else 0
+        self.free()
+        self._capacity = max(entries + self._spare_entries, grown)
+        self._loaded = loaded
+        runner = loaded.backend.runner(len(before), self._capacity)
+        for slot, ids in enumerate(before):
+            if ids:
+                runner.forward(slot, 0, ids, 0)
+        self._runner = runner
+        return runner
+
+    # What transformers asks of a cache.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The places of each sequence, padding included."""
+        if self.theirs is not None:
+            return _seq_length(self.theirs)
+        return self.pads[0] + len(self.ids[0]) if self.ids else 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int | None:
+        return None if _CROPS_TO_LENGTH else -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        new = query_length if isinstance(query_length, int) else len(query_length)
+        return self.get_seq_length() + new, 0
+
+    @property
+    def max_batch_size(self) -> int:
+        return len(self.ids)
+
+    batch_size = max_batch_size
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self)
+
+    is_linear = is_dummy = is_sliding
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError(
+            "a cache of cf_ops holds no keys and values of torch: expected the model that made it, with speed_up"
+        )
+
+    def reset(self) -> None:
+        self._select([])
+
+    def crop(self, places: int) -> None:
+        """Keeps or removes places at the end, as transformers of this version does."""
+        if self.theirs is not None:
+            self.theirs.crop(places)
+            return
+        length = self.get_seq_length()
+        is_length = places > 0 or (places == 0 and _CROPS_TO_LENGTH)
+        left = min(places, length) if is_length else max(length + places, 0)
+        with self.lock:
+            self.ids = [ids[: max(left - pads, 0)] for ids, pads in zip(self.ids, self.pads)]
+            self.pads = [min(pads, left) for pads in self.pads]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.theirs is not None:
+            self.theirs.batch_select_indices(indices)
+            return
+        self._select([int(i) for i in torch.arange(len(self.ids))[indices.cpu()]])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.theirs is not None:
+            self.theirs.batch_repeat_interleave(repeats)
+            return
+        self._select([row for row in range(len(self.ids)) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: ids of all places are kept."""
+
+    def _select(self, rows: list[int]) -> None:
+        with self.lock:
+            self.free()
+            self.ids = [list(self.ids[row]) for row in rows]
+            self.pads = [self.pads[row] for row in rows]
+
+    # transformers 4.40 makes its caches compare by value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        return self.patch.num_layers if self.patch is not None else 0
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Tensors without values: transformers 4.40 reads a cache's length off their shape."""
+        if self.patch is None or not 0 <= layer < len(self):
+            raise IndexError(f"layer {layer}: expected 0 to {len(self) - 1}")
+        shape = self.patch.cache_shape(len(self.ids), self.get_seq_length())
+        return torch.empty(shape, device="meta"), torch.empty(shape, device="meta")
+
+    def __repr__(self) -> str:
+        return f"NeoXCache(sequences={len(self.ids)}, length={self.get_seq_length()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NeoXCache:
+        if self.patch is None:
+            raise ValueError("a cache of cf_ops ended with restore(): expected a living one to copy")
+        with self.lock:
+            copied = NeoXCache(self.patch, self._spare_entries)
+            copied.ids, copied.pads = [list(ids) for ids in self.ids], list(self.pads)
+            copied.theirs = None if self.theirs is None else copy.deepcopy(self.theirs, memo)
+        self.patch.adopt(copied)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a cache of cf_ops cannot be pickled: its entries lie with the runner")
+
+
+def stack_rows(logits: list[Tensor], rows: int) -> Tensor:
+    """(batch, rows, vocab) of each sequence's last rows, zero where a sequence has fewer."""
+    if all(one.shape[0] == rows for one in logits):
+        return torch.stack(logits)
+    return torch.stack([torch.nn.functional.pad(one, (0, 0, rows - one.shape[0], 0)) for one in logits])
+
+
+def _seq_length(cache: Any) -> int:
+    return int(cache[0][0].shape[2]) if isinstance(cache, tuple) else int(cache.get_seq_length())

@@ -1,0 +1,444 @@
+"""What `speed_up` puts into a model: a forward that decides, call by call, which path can do what is asked."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch  # type: ignore[import-not-found, unused-ignore]
+from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, unused-ignore]
+from transformers.cache_utils import DynamicCache  # type: ignore[import-not-found, unused-ignore]
+from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
+
+from cf_ops.hf._cache import NeoXCache, stack_rows
+from cf_ops.hf._loaded import Loaded
+from cf_ops.hf._report import Counts, Report
+from cf_ops.hf._runner import Tensor
+
+Model = Any
+
+_LOGGER = logging.getLogger("cf_ops.hf")
+_ATTRIBUTE = "_cf_ops"
+_METHODS = ("forward", "generate", "_prepare_generation_config")
+_PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
+_READ = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "return_dict",
+    "logits_to_keep",
+    "cache_position",
+}
+_OUTPUTS = ("output_attentions", "output_hidden_states")
+# Transformers before 4.45 takes tuples of keys and values instead.
+_TAKES_CACHES = "cache_position" in _PARAMETERS or "head_mask" not in _PARAMETERS
+
+
+class _Fallback(Exception):
+    """The reason why a call runs on Hugging Face's path."""
+
+
+@dataclass
+class _Generation:
+    """What is known of a running ``generate()``."""
+
+    has_own_cache: bool  # the caller's
+    assistant: Any
+    is_custom: bool
+    config: Any = None  # the effective GenerationConfig
+
+    @property
+    def mode(self) -> str:
+        if self.is_custom or self.config is None:
+            return "custom_generate"
+        return str(self.config.get_generation_mode(self.assistant).value)
+
+    def spare_entries(self, places: int) -> int | None:
+        """How many tokens may follow a prompt of so many places."""
+        if self.config is None:
+            return None
+        if self.config.max_new_tokens is not None:
+            return int(self.config.max_new_tokens)
+        return None if self.config.max_length is None else max(int(self.config.max_length) - places, 0)
+
+
+@dataclass
+class _Call:
+    """A call of forward that a runner can do."""
+
+    ids: list[list[int]]  # by sequence, without padding
+    pads: list[int]  # masked places before each sequence's ids, those of its cache included
+    rows: int  # places whose logits are asked for
+    past: int  # places in the cache, padding included
+    cache: NeoXCache | None
+    use_cache: bool
+    return_dict: bool
+
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.past == 0 or any(len(ids) > 1 for ids in self.ids) else "step"
+
+
+class Patch:
+    """A patched model's state. It holds no reference to the model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._loaded: Loaded | None = None
+        self._caches: weakref.WeakSet[NeoXCache] = weakref.WeakSet()
+        self._counts = Counts()
+        self._cache_shape = (0, 0)
+        self.num_layers = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        """A copied model is patched too, and reads its own weights at its first call."""
+        return Patch()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model with speed_up cannot be pickled: expected restore(model) before")
+
+    def loaded(self, model: Model) -> Loaded:
+        """What the model holds now; read again where it has changed."""
+        with self._lock:
+            if self._loaded is None or not self._loaded.is_current():
+                self._loaded = None
+                self._loaded = Loaded(model)
+                config = model.config
+                self.num_layers = len(model.gpt_neox.layers)
+                self._cache_shape = (config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+            return self._loaded
+
+    def adopt(self, cache: NeoXCache) -> None:
+        self._caches.add(cache)
+
+    def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
+        heads, head_dim = self._cache_shape
+        return sequences, heads, places, head_dim
+
+    def end(self) -> None:
+        """Frees what caches hold. None of them can go on."""
+        for cache in list(self._caches):
+            cache.free()
+            cache.patch = None
+        self._loaded = None
+
+    def report(self, model: Model) -> Report:
+        backend = self.loaded(model).backend
+        return self._counts.report(
+            0 if backend is None else backend.weight_bytes, sum(cache.cache_bytes for cache in list(self._caches))
+        )
+
+    @contextmanager
+    def generating(self, generation: _Generation) -> Iterator[None]:
+        outer = self.generation
+        self._local.generation = generation
+        try:
+            yield
+        finally:
+            self._local.generation = outer
+
+    @property
+    def generation(self) -> _Generation | None:
+        """The ``generate()`` that runs in this thread."""
+        running: _Generation | None = getattr(self._local, "generation", None)
+        return running
+
+    def forward(self, model: Model, arguments: dict[str, Any]) -> Any:
+        generation = self.generation
+        try:
+            loaded = self._check_model(model)
+            call = self._read(model, arguments)
+            logits, cache = self._run(loaded, call, generation)
+        except _Fallback as fallback:
+            return self._forward_theirs(model, arguments, str(fallback))
+        mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
+        self._counts.count_ours(f"{mode} {call.kind}")
+        head = model.get_output_embeddings().weight
+        output = CausalLMOutputWithPast(
+            logits=logits.to(device=head.device, dtype=head.dtype), past_key_values=cache if call.use_cache else None
+        )
+        return output if call.return_dict else output.to_tuple()
+
+    def _check_model(self, model: Model) -> Loaded:
+        """Refuses a model that does more than its modules' own arithmetic now."""
+        if torch.jit.is_tracing():
+            raise _Fallback("torch.jit traces the model")
+        generation = self.generation
+        if generation is not None and generation.mode not in ("greedy_search", "sample"):
+            raise _Fallback(f"generation mode {generation.mode}")
+        if model.training:
+            raise _Fallback("training")
+        loaded = self.loaded(model)
+        if loaded.error is not None:
+            raise _Fallback(str(loaded.error))
+        obstacle = loaded.obstacle()
+        if obstacle is not None:
+            raise _Fallback(obstacle)
+        if torch.is_grad_enabled() and loaded.is_trainable():
+            raise _Fallback("grad is enabled and parameters are trainable")
+        if torch.is_autocast_enabled(model.device.type):
+            raise _Fallback("autocast")
+        return loaded
+
+    def _read(self, model: Model, arguments: dict[str, Any]) -> _Call:
+        """What a call asks for, where a runner can do exactly that."""
+        for name in _OUTPUTS:
+            if arguments.get(name) is None and getattr(model.config, name, False):
+                raise _Fallback(name)
+        for name, value in arguments.items():
+            if name not in _READ and value is not None and value is not False:
+                raise _Fallback(name)
+        ids: Any = arguments.get("input_ids")
+        if type(ids) is not torch.Tensor or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
+            raise _Fallback("input_ids are not a tensor of sequences")
+        if ids.device != model.device:
+            raise _Fallback("input_ids are on another device")
+        keep = arguments.get("logits_to_keep", 0)
+        if not isinstance(keep, int) or keep < 0:
+            raise _Fallback("logits_to_keep is not a number")
+
+        config = model.config
+        use_cache = arguments.get("use_cache")
+        use_cache = bool(getattr(config, "use_cache", True) if use_cache is None else use_cache)
+        return_dict = arguments.get("return_dict")
+        return_dict = bool(getattr(config, "return_dict", True) if return_dict is None else return_dict)
+        cache = self._own_cache(arguments.get("past_key_values"))
+        if cache is not None and not use_cache:
+            raise _Fallback("use_cache=False with a cache")
+        past = 0 if cache is None else cache.get_seq_length()
+        sequences, places = ids.shape
+        if past > 0 and cache is not None and len(cache.ids) != sequences:
+            raise _Fallback("another number of sequences than the cache has")
+        pads = _left_padding(arguments.get("attention_mask"), sequences, past, places)
+        if past > 0 and cache is not None and pads != cache.pads:
+            raise _Fallback("attention_mask differs from the cache's padding")
+        _check_positions(arguments.get("position_ids"), pads, past, places)
+        cache_position = arguments.get("cache_position")
+        if cache_position is not None and cache_position.tolist() != list(range(past, past + places)):
+            raise _Fallback("cache_position differs from the cache's length")
+
+        new_pads = [max(pad - past, 0) for pad in pads]
+        rows = min(keep, places) if keep else places
+        if self.generation is None and max(new_pads) > places - rows:
+            raise _Fallback("logits of padding")
+        return _Call(
+            ids=[row[pad:] for row, pad in zip(ids.tolist(), new_pads)],
+            pads=pads,
+            rows=rows,
+            past=past,
+            cache=cache,
+            use_cache=use_cache,
+            return_dict=return_dict,
+        )
+
+    def _own_cache(self, cache: Any) -> NeoXCache | None:
+        """The cache of ours that a call continues, or none where it begins one."""
+        if cache is None:
+            return None
+        if isinstance(cache, NeoXCache):
+            if cache.patch is not self:
+                raise _Fallback("a cache of another model")
+            if cache.theirs is not None:
+                raise _Fallback("a cache that went on at Hugging Face's")
+            return cache
+        # generate() makes an empty one for each call. One of the caller's is to be filled, and so is not ours.
+        generation = self.generation
+        if (
+            type(cache) is DynamicCache
+            and generation is not None
+            and not generation.has_own_cache
+            and not getattr(cache, "offloading", False)
+            and cache.get_seq_length() == 0
+        ):
+            return None
+        raise _Fallback("a cache of the caller's")
+
+    def _run(self, loaded: Loaded, call: _Call, generation: _Generation | None) -> tuple[Tensor, NeoXCache | None]:
+        assert loaded.backend is not None
+        try:
+            if not call.use_cache:
+                runner = loaded.backend.runner(1, max(map(len, call.ids)))
+                rows = [runner.forward(0, 0, ids, min(call.rows, len(ids))) for ids in call.ids]
+                return stack_rows(rows, call.rows), None
+            cache = call.cache
+            if cache is None:
+                places = max(pad + len(ids) for pad, ids in zip(call.pads, call.ids))
+                cache = NeoXCache(self, None if generation is None else generation.spare_entries(places))
+                self.adopt(cache)
+            return cache.forward(loaded, call.ids, call.pads, call.rows), cache
+        except (MemoryError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise _Fallback(str(error)) from error
+
+    def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
+        if self._counts.count_theirs(reason):
+            _LOGGER.warning("a call runs on Hugging Face's path: %s", reason)
+        cache = arguments.get("past_key_values")
+        if not isinstance(cache, NeoXCache):
+            return _forward_of_class(model, **arguments)
+        if cache.patch is not self:
+            raise ValueError("past_key_values: expected a cache that this model made since its last speed_up()")
+        output = _forward_of_class(model, **{**arguments, "past_key_values": _hand_over(model, cache)})
+        cache.theirs = getattr(output, "past_key_values", None) or cache.theirs
+        return output
+
+
+def _forward_of_class(model: Model, *args: Any, **kwargs: Any) -> Any:
+    return type(model).forward(model, *args, **kwargs)
+
+
+def _hand_over(model: Model, cache: NeoXCache) -> Any:
+    """A cache of transformers with the same entries, made from the same ids."""
+    if cache.theirs is not None or not cache.ids:
+        return cache.theirs
+    cache.free()
+    places = torch.arange(cache.get_seq_length())
+    pads = torch.tensor(cache.pads)[:, None]
+    ids = torch.tensor([[0] * pad + ids for pad, ids in zip(cache.pads, cache.ids)])
+    arguments: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": (places >= pads).long(),
+        "position_ids": (places - pads).clamp(min=0),
+        "past_key_values": DynamicCache() if _TAKES_CACHES else None,
+        "use_cache": True,
+        "return_dict": True,
+    }
+    arguments = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    if "logits_to_keep" in _PARAMETERS:
+        arguments["logits_to_keep"] = 1
+    with torch.no_grad():
+        cache.theirs = _forward_of_class(model, **arguments).past_key_values
+    return cache.theirs
+
+
+def _left_padding(mask: Any, sequences: int, past: int, places: int) -> list[int]:
+    """How many places are masked before each sequence's ids."""
+    if mask is None:
+        return [0] * sequences
+    if type(mask) is not torch.Tensor or mask.shape != (sequences, past + places):
+        raise _Fallback("attention_mask does not have a place for each token")
+    is_valid = mask != 0
+    pads = (~is_valid).sum(1)
+    is_left = is_valid == (torch.arange(past + places, device=mask.device) >= pads[:, None])
+    counts: list[int] = pads.tolist()
+    if not is_left.all() or not (mask.dtype == torch.bool or ((mask == 1) | ~is_valid).all()):
+        raise _Fallback("attention_mask is not left padding")
+    if max(counts) == past + places:
+        raise _Fallback("attention_mask leaves a sequence without tokens")
+    return counts
+
+
+def _check_positions(position_ids: Any, pads: list[int], past: int, places: int) -> None:
+    """Refuses positions that do not count each sequence's ids from 0."""
+    if position_ids is None:
+        if any(pads):
+            raise _Fallback("position_ids are missing beside padding")
+        return
+    if type(position_ids) is not torch.Tensor or position_ids.shape not in ((1, places), (len(pads), places)):
+        raise _Fallback("position_ids do not have a place for each token")
+    expected = torch.arange(past, past + places) - torch.tensor(pads)[:, None]
+    if ((position_ids.cpu() != expected) & (expected >= 0)).any():
+        raise _Fallback("position_ids do not count each sequence from 0")
+
+
+@functools.wraps(GPTNeoXForCausalLM.forward)
+def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # torch.compile sees Hugging Face's model, and nothing to count
+        return _forward_of_class(self, *args, **kwargs)
+    names = _PARAMETERS[: len(args)]
+    if len(names) < len(args) or any(name in kwargs for name in names):
+        return _forward_of_class(self, *args, **kwargs)  # raises the TypeError
+    return self.__dict__[_ATTRIBUTE].forward(self, {**dict(zip(names, args)), **kwargs})
+
+
+@functools.wraps(GPTNeoXForCausalLM.generate)
+def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self.__dict__[_ATTRIBUTE]
+    generation = _Generation(
+        has_own_cache=kwargs.get("past_key_values") is not None,
+        assistant=kwargs.get("assistant_model"),
+        is_custom=kwargs.get("custom_generate") is not None,
+    )
+    with patch.generating(generation):
+        return type(self).generate(self, *args, **kwargs)
+
+
+@functools.wraps(GPTNeoXForCausalLM._prepare_generation_config)
+def _prepare_generation_config(self: Model, *args: Any, **kwargs: Any) -> Any:
+    """Hugging Face's own, whose result a running ``generate()`` is told."""
+    prepared = type(self)._prepare_generation_config(self, *args, **kwargs)
+    generation: _Generation | None = self.__dict__[_ATTRIBUTE].generation
+    if generation is not None:
+        generation.config = prepared[0]
+    return prepared
+
+
+_REPLACED: dict[str, Callable[..., Any]] = dict(
+    zip(_METHODS, (_forward, _generate, _prepare_generation_config), strict=True)
+)
+
+
+def speed_up(model: Model) -> None:
+    if not isinstance(model, GPTNeoXForCausalLM) or type(model).forward is not GPTNeoXForCausalLM.forward:
+        raise TypeError(
+            f"model: expected a GPTNeoXForCausalLM, got {type(model).__module__}.{type(model).__qualname__}"
+        )
+    if _ATTRIBUTE in model.__dict__:
+        return
+    for name in _METHODS:
+        if name in model.__dict__:
+            raise ValueError(f"model.{name}: expected the method of its class, got one that was put in its place")
+    patch = Patch()
+    error = patch.loaded(model).error
+    if error is not None:
+        raise error
+    model.__dict__[_ATTRIBUTE] = patch
+    for name, function in _REPLACED.items():
+        model.__dict__[name] = types.MethodType(function, model)
+
+
+def restore(model: Model) -> None:
+    _patch_of(model).end()
+    for name in (*_METHODS, _ATTRIBUTE):
+        del model.__dict__[name]
+
+
+def report(model: Model) -> Report:
+    return _patch_of(model).report(model)
+
+
+def run(model: Model, ids: Any, taps: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+    loaded = _patch_of(model).loaded(model)
+    if loaded.error is not None:
+        raise NotImplementedError(str(loaded.error))
+    assert loaded.backend is not None
+    tokens = torch.as_tensor(ids)
+    if tokens.dim() not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point():
+        raise ValueError(
+            f"ids: expected integers (tokens) or (batch, tokens), got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    count = int(tokens.shape[-1])
+    runner = loaded.backend.runner(1, count)
+    made = [runner.run(0, 0, row, count, taps) for row in tokens.reshape(-1, count).tolist()]
+    logits = torch.stack([one for one, _ in made])
+    tapped = {name: torch.stack([one[name] for _, one in made]) for name in taps}
+    if tokens.dim() == 2:
+        return logits, tapped
+    return logits[0], {name: tap[0] for name, tap in tapped.items()}
+
+
+def _patch_of(model: Model) -> Patch:
+    patch = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+    if not isinstance(patch, Patch):
+        raise ValueError("model: expected one with speed_up(), got one without")
+    return patch

@@ -1,0 +1,131 @@
+"""Hugging Face's models of the repository's checkpoints, their float64 twins, and how far float32 may be from them."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is missing")
+transformers = pytest.importorskip("transformers", reason="transformers is missing")
+
+CHECKPOINTS = [
+    "neox-d64-sequential",
+    "neox-d64-sharded",
+    "neox-d80",
+    "neox-d128",
+    "neox-bf16",
+    "neox-tanh",
+    "neox-tied",
+]
+# transformers 4.56 renames the argument.
+_DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
+_F32 = 2.0**-24
+
+
+def load(root, name, dtype="auto", **options):
+    """A checkpoint's model, which generates until a length is reached and pads with id 0."""
+    model = transformers.GPTNeoXForCausalLM.from_pretrained(
+        root / "data" / "checkpoints" / name, **{_DTYPE: dtype}, **options
+    ).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def padded(lengths, seed=1, vocab=128):
+    """Random prompts of these lengths, padded on the left, as arguments of generate()."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(1, vocab, (length,), generator=generator)
+        mask[row, -length:] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def sequences(inputs, generated):
+    """The rows of what generate() returned, without padding, and each one's prompt length."""
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    places, repeats = inputs["input_ids"].shape[1], len(generated) // len(lengths)
+    return [(row[places - lengths[i // repeats] :], lengths[i // repeats]) for i, row in enumerate(generated)]
+
+
+def unit_roundoff(dtype):
+    return torch.finfo(dtype).eps / 2
+
+
+class ErrorBound:
+    """How far logits of float32 arithmetic may be from a model's float64 logits, relative to the largest logit.
+
+    The library's own derivation (core/contract.hpp, apps/verify/model_walk.cpp): every site adds
+    4 u sqrt(terms) times its condition, the ratio of its largest partial sum to its largest result, and one rounding
+    where it stores its output. Conditions are measured on the float64 model's own tensors. Residuals are left out of
+    the sums: that makes the conditions larger.
+    """
+
+    def __init__(self, model, ids):
+        self._conditions = 0.0
+        hooks = [
+            module.register_forward_hook(self._linear if isinstance(module, torch.nn.Linear) else self._norm)
+            for module in model.modules()
+            if isinstance(module, (torch.nn.Linear, torch.nn.LayerNorm))
+        ]
+        hooks += [
+            layer.attention.query_key_value.register_forward_hook(self._attention(layer.attention, model))
+            for layer in model.gpt_neox.layers
+        ]
+        with torch.no_grad():
+            model(ids[None])
+        for hook in hooks:
+            hook.remove()
+        stores = 10 * len(model.gpt_neox.layers)  # sites of a layer, at most
+        self.relative = _F32 * (1 + 4 * self._conditions + stores)
+
+    def _add(self, terms, largest, result):
+        self._conditions += math.sqrt(terms) * max(1.0, float(largest.abs().max() / result.abs().max()))
+
+    def _linear(self, module, inputs, output):
+        products = inputs[0][0, :, None, :] * module.weight  # (tokens, out, in)
+        self._add(module.in_features, products.cumsum(-1), output)
+
+    def _norm(self, module, inputs, output):
+        x = inputs[0]
+        mean, deviation = x.mean(-1, keepdim=True), x.std(-1, keepdim=True, unbiased=False)
+        size = x.square().mean(-1, keepdim=True).sqrt()
+        terms = (x.abs() + mean.abs() + size) / deviation * module.weight.abs() + module.bias.abs()
+        self._add(x.shape[-1], terms, output)
+
+    def _attention(self, attention, model):
+        def hook(module, inputs, output):
+            heads = model.config.num_attention_heads
+            tokens, head_dim = output.shape[1], model.config.hidden_size // heads
+            q, k, v = output[0].view(tokens, heads, 3, head_dim).permute(2, 1, 0, 3)
+            # Rotations keep a score's size; its largest partial sum is at most |q| |k|.
+            largest_score = (q.norm(dim=-1)[:, :, None] * k.norm(dim=-1)[:, None, :]).max() / math.sqrt(head_dim)
+            scores = float(largest_score) * (math.sqrt(head_dim) + 2) / math.sqrt(tokens)
+            # The weighted values of a row are positive sums of |v|; the first row's are its result itself.
+            self._conditions += math.sqrt(tokens) * (1 + scores) * max(1.0, float(v.abs().max() / v[:, 0].abs().max()))
+            self._conditions += 2.0  # RoPE: two terms, condition sqrt(2)
+
+        return hook
+
+
+def check_tokens(reference, logits_dtype, inputs, generated):
+    """Every new id is the one with the largest float64 logit, wherever that logit's margin exceeds twice the bound.
+
+    The bound is that of float32 arithmetic, and the rounding of a logit to the dtype in which it is returned. Returns
+    the share of new ids whose margin exceeds it.
+    """
+    decisive = total = 0
+    for row, prompt in sequences(inputs, generated):
+        bound = ErrorBound(reference, row).relative + unit_roundoff(logits_dtype)
+        with torch.no_grad():
+            logits = reference(row[None]).logits[0, prompt - 1 : -1]
+        allowed = 2 * bound * logits.abs().max(-1).values
+        top = logits.topk(2).values
+        chosen = logits.gather(1, row[prompt:, None])[:, 0]
+        is_decisive = top[:, 0] - top[:, 1] > allowed
+        assert not (is_decisive & (chosen < top[:, 0])).any(), f"another id than float64's: {row.tolist()}"
+        assert (top[:, 0] - chosen <= allowed).all(), f"an id further from float64's than the bound: {row.tolist()}"
+        decisive += int(is_decisive.sum())
+        total += len(chosen)
+    return decisive / total
