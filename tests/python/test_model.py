@@ -303,6 +303,8 @@ def test_characters_come_whole_and_special_tokens_do_not(text_checkpoint: str) -
 def test_text_needs_a_tokenizer(checkpoints: pathlib.Path, text_checkpoint: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json: no such file"):
         cf_ops.load(checkpoints / "neox-tied").generate("text")
+    with pytest.raises(ValueError, match="prompt: expected text that UTF-8 can hold"):
+        cf_ops.load(text_checkpoint).generate("\udcff")
     directory = tmp_path / "broken"
     shutil.copytree(text_checkpoint, directory)
     (directory / "tokenizer.json").write_text("{")
