@@ -4,20 +4,16 @@
 transformers continues a prompt greedily in float64. The model then sees the same ids, one by one as a decoder takes
 them, in float64 (the oracle) and in float32. Printed are the share of equal ids, the logits' mean absolute error, and
 the share of the 5 and 10 most likely ids that both have. Exits with 1 where logits are outside their bound, or where an
-id differs although its margin in float64 is more than twice that bound.
-
-The bound of the relative L2 error has two parts. transformers computes RoPE's angles in float32, so an angle is off by
-up to position * 2^-24, and so is what it turns, in each layer. In float32, every site of a layer rounds sums of n terms:
-4 sqrt(n) * 2^-24 each (core/contract.hpp, reduction_budget). Needs torch and transformers.
+id differs although its margin in float64 is more than twice that bound. Needs torch and transformers.
 """
 
 import argparse
-import math
 import pathlib
 import sys
 
 import numpy as np
 import torch
+from bounds import logits_bound
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -25,7 +21,6 @@ import cf_ops
 from cf_ops import _core
 
 DEFAULT = pathlib.Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "neox-d80"
-SITES = 9  # of a layer
 
 
 def of_transformers(directory, prompt, new_tokens):
@@ -69,12 +64,9 @@ def main():
     if args.inject_fault:
         prompt[0] ^= 1
     config = cf_ops.load(args.model).config
-    layers, longest = config["num_hidden_layers"], config["intermediate_size"]
-    angles = layers * (len(prompt) + len(ids)) * 2.0**-24
-    rounding = (SITES * layers + 3) * 4 * math.sqrt(longest) * 2.0**-24
-
     ok = True
-    for activation, bound in (("float64", angles), ("float32", angles + rounding)):
+    for activation in ("float64", "float32"):
+        bound = logits_bound(config, len(prompt) + len(ids), activation)
         ours = of_cf_ops(args.model, prompt, ids, activation)
         error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
         chosen = ours.argmax(1)

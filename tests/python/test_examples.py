@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = {
     "layer_vs_torch": (["torch"], ["--runs", "10", "--capacity", "40"]),
     "lossless_check": ([], ["--runs", "6", "--new-tokens", "30"]),
+    "full_benchmark": (["torch", "transformers"], ["--prompt-len", "24", "--new-tokens", "12", "--runs", "2"]),
     "decode_quality": (["torch", "transformers"], ["--new-tokens", "16"]),
 }
 
@@ -30,4 +31,4 @@ def test_it_passes_and_fails_under_its_fault(root: pathlib.Path, name: str) -> N
 
 
 def test_every_example_is_tested(root: pathlib.Path) -> None:
-    assert {path.stem for path in (root / "python" / "examples").glob("*.py")} == set(EXAMPLES)
+    assert {path.stem for path in (root / "python" / "examples").glob("*.py")} == {*EXAMPLES, "bounds"}
