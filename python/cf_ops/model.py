@@ -371,6 +371,10 @@ class Model:
     def encode(self, prompt: str | Sequence[int] | NDArray[Any]) -> list[int]:
         """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are."""
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt: expected text that UTF-8 can hold: {error}") from None
             return self.tokenizer.encode(prompt).ids
         return [operator.index(id) for id in prompt]
 

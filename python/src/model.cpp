@@ -301,9 +301,16 @@ class Runner {
   Shape shape_of(const std::string& name) const {
     for (const Tap& t : taps_)
       if (t.name == name) return t.shape;
+    // The layers have the same taps.
+    const std::string first = "layers.0.", any = "layers.N.";
     std::string names;
-    for (const Tap& t : taps_) names += (names.empty() ? "" : ", ") + t.name;
-    refuse("tap '" + name + "' is unknown; there are " + names);
+    for (const Tap& t : taps_) {
+      const bool in_first = t.name.starts_with(first);
+      if (!in_first && t.name.starts_with("layers.")) continue;
+      names += (names.empty() ? "" : ", ") + (in_first ? any + t.name.substr(first.size()) : t.name);
+    }
+    refuse("tap '" + name + "' is unknown; there are " + names + ", with N from 0 to " +
+           std::to_string(model_->model().shape.num_layers - 1));
   }
 
   Status collect(std::map<std::string, Made>& made, const ModelSite& site, std::span<const Model::SiteTensor> tensors) {

@@ -18,10 +18,11 @@ void use_threads();
 /// Adds set_num_threads(), num_threads() and instruction_set() to the module.
 void bind_threads(nanobind::module_& m);
 
-/// While a model works: an error Status once Python's handler of a signal has raised an exception, otherwise ok. It asks
-/// a few times a second. The GIL must not be held.
+/// Lets Python handle signals while a model works.
 class Interrupt {
  public:
+  /// An error once a signal's handler has raised an exception. Asks Python a few times a second, however often it is
+  /// called. The GIL must not be held.
   Status check();
 
  private:
@@ -51,8 +52,8 @@ class Turns {
   std::atomic<std::thread::id> holder_{};
 };
 
-/// Runs f, which returns a Status or a Result, without the GIL and in turn with other threads. Raises the exception that
-/// a signal's handler has left.
+/// Runs f, which returns a Status or a Result, without the GIL and in turn with other threads. Raises the exception of
+/// a signal's handler.
 template <class F>
 auto work(Turns& turns, F&& f) {
   check(turns.check());

@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
+    """The repository's root, which holds the data."""
     return ROOT
 
 

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+import types
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -52,6 +53,28 @@ def test_it_says_what_is_installed() -> None:
     for name, value in facts.items():
         assert re.search(rf"^{name} +{re.escape(value)}$", output, re.M)
     assert ok("--version") == f"cf_ops {cf_ops.__version__}\n"
+
+
+class Row(NamedTuple):
+    op: str
+    relative_l2: float
+    ok: bool
+
+
+def test_a_check_that_fails_is_the_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(*rows: Row) -> int:
+        monkeypatch.setitem(sys.modules, "cf_ops.selfcheck", types.SimpleNamespace(rows=lambda: rows))
+        return cli.main([])
+
+    assert checked(Row("a", 1e-8, True), Row("b", 2e-8, True)) == 0
+    assert checked(Row("a", 1e-8, True), Row("b", 0.5, False)) == 1
+    output = capsys.readouterr().out
+    assert re.search(r"^\| b +\| +5.00e-01 \| FAIL \|$", output, re.M)
+    monkeypatch.setitem(sys.modules, "cf_ops.selfcheck", None)
+    assert cli.main([]) == 0
+    assert re.search("^self-check +missing: ", capsys.readouterr().out, re.M)
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -129,7 +152,8 @@ def test_an_interrupt_ends_the_stream_cleanly(model: str, tmp_path: pathlib.Path
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in errors and len(errors.splitlines()) == 1
+    note, summary = errors.splitlines()
+    assert note.startswith("cf_ops: positions beyond max_position_embeddings 512 are used") and "new tokens" in summary
     (sequence,) = json.loads(report.read_text())["sequences"]
     assert sequence["finish"] == "interrupted" and 0 < len(sequence["ids"]) < 20000
     printed = begin + output
@@ -146,7 +170,18 @@ def test_a_closed_pipe_is_one_line(model: str) -> None:
         process.stdout.close()
         errors = process.stderr.read()
     assert process.returncode == 2
-    assert errors == "cf_ops: standard output: cannot be written\n"
+    assert errors.splitlines()[1:] == ["cf_ops: standard output: cannot be written"]  # behind a note
+
+
+def test_a_checkpoints_notes_are_one_line(checkpoints: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    directory = tmp_path / "noted"
+    shutil.copytree(checkpoints / "neox-gptq-sym", directory)
+    config = json.loads((directory / "quantize_config.json").read_text())
+    (directory / "quantize_config.json").write_text(json.dumps(config | {"checkpoint_format": "gptq_v2"}))
+    notes = cf_ops.load(directory).notes
+    done = run("generate", "--model", directory, "--prompt-ids", "1", "--max-new-tokens", 2)
+    assert done.returncode == 0 and len(notes) > 1
+    assert done.stderr.startswith(f"cf_ops: note: {notes[0]} (and {len(notes) - 1} more like it)\n")
 
 
 # --- eval -------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ KINDS = [
         r"^(scripts/test|\.ci/run|scripts/setup|git |sudo |apt|pip |python3? -m pip|ctest|compute-sanitizer|ncu|nsys)",
     ),
     ("gpu", r"--backend[ =]cuda|/cf-op\b|^scripts/(bench_gpu|sanitize_gpu)"),
+    # What needs the package: tests/python/test_readmes.py runs it.
+    ("package", r"^python3? -m cf_ops\b"),
     # Scripts whose libraries (torch, matplotlib) need not be there.
     ("script", r"^(\w+=\S+ )*(python3? )?\S+\.py\b"),
     ("cpu", r""),
@@ -183,6 +185,7 @@ class Parsing(unittest.TestCase):
             ("build/release/apps/cf-op linear", "gpu"),
             ("scripts/bench_gpu data/bench", "gpu"),
             ("golden/dump_hf.py --model x", "script"),
+            ("python3 -m cf_ops generate", "package"),
             ("build/release/apps/cf-golden run mine.h5", "cpu"),
             ("scripts/layer", "cpu"),
         ):

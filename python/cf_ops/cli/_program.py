@@ -13,6 +13,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from cf_ops import _core
+from cf_ops.model import Model, load
+
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PROGRAM = "cf_ops"
 
@@ -77,10 +80,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
+def open_model(args: argparse.Namespace) -> Model:
+    """The model that the arguments name. Prints the first note of its checkpoint on stderr, and how many more."""
+    model = load(args.model, activation=args.activation, threads=args.threads)
+    if model.notes:
+        more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
+        print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
+    return model
+
+
 def about(command: str, args: argparse.Namespace) -> dict[str, Any]:
     """What every report says of its run."""
-    from cf_ops import _core
-
     return {
         "program": f"{PROGRAM} {command}",
         "version": _core.version(),

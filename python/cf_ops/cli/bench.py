@@ -15,7 +15,6 @@ import time
 import numpy as np
 
 from cf_ops import _core
-
 from cf_ops.cli import _program as program
 
 
@@ -30,21 +29,18 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cf_ops import _core
-    from cf_ops.model import load
-
-    model = load(args.model, activation=args.activation, threads=args.threads)
+    model = program.open_model(args)
     results: list[dict[str, float]] = []
     for slots in args.slots:
         capacity = max(args.prompt_len) + max(args.new_tokens) - 1
         decoder = _core.Decoder(model.weights, slots=slots, capacity=capacity, activation=model.activation)
         for prompt_len in args.prompt_len:
             for new_tokens in args.new_tokens:
-                load_of_run = {"prompt_len": prompt_len, "new_tokens": new_tokens, "slots": slots}
+                sizes_of_run = {"prompt_len": prompt_len, "new_tokens": new_tokens, "slots": slots}
                 timed = _time(
                     decoder, model.config["vocab_size"], prompt_len, new_tokens, slots, args.runs, args.warmup
                 )
-                results.append(load_of_run | timed)
+                results.append(sizes_of_run | timed)
     print(f"{_core.num_threads()} threads of {program.cpu_name()}, checkpoint {args.model}\n")
     headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s"]
     digits = [0, 0, 0, 2, 3, 3, 3, 3, 1, 1]

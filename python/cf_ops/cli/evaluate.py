@@ -24,11 +24,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cf_ops.model import load
-
     if args.stride is not None and args.stride > args.context:
         raise ValueError(f"--stride: expected at most --context {args.context}, got {args.stride}")
-    model = load(args.model, activation=args.activation, threads=args.threads)
+    model = program.open_model(args)
     if args.tokens is not None:
         ids = _read_ids(args.tokens)
     else:

@@ -7,7 +7,9 @@ import sys
 import time
 from typing import Any
 
+from cf_ops._text import TextStream
 from cf_ops.cli import _program as program
+from cf_ops.model import Session, Settings
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +30,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cf_ops._text import TextStream
-    from cf_ops.model import Session, Settings, load
-
     settings = Settings(
         args.max_new_tokens,
         args.temperature,
@@ -42,10 +41,13 @@ def run(args: argparse.Namespace) -> int:
         args.stop,
     )
     prompts = args.prompt_ids or _texts(args)
-    model = load(args.model, activation=args.activation, threads=args.threads)
-    for note in model.notes:
-        print(f"{program.PROGRAM}: note: {note}", file=sys.stderr)
+    model = program.open_model(args)
     session = Session(model, [model.encode(prompt) for prompt in prompts], settings, args.slots)
+    if session.capacity > (most := model.config["max_position_embeddings"]):
+        beyond = (
+            f"positions beyond max_position_embeddings {most} are used as Hugging Face does, up to {session.capacity}"
+        )
+        print(f"{program.PROGRAM}: {beyond}", file=sys.stderr)
     tokenizer = None if args.prompt_ids else model.tokenizer
     stream = TextStream(tokenizer) if tokenizer is not None else None
     streams = len(prompts) == 1
@@ -122,7 +124,7 @@ def _texts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [args.prompt]
     with open(args.prompts_file, encoding="utf-8") as file:
-        texts = [line for line in file.read().splitlines() if line]
+        texts = [line for line in file.read().split("\n") if line]
     if not texts:
         raise ValueError(f"{args.prompts_file}: expected a text on a line, got none")
     return texts

@@ -1,0 +1,45 @@
+"""The Python of the READMEs runs as it stands, and so do their commands."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+READMES = ("README.md", "python/README.md")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_python_runs(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    found = blocks(root / name, "python")
+    assert found
+    for number, text in enumerate(found):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(text, f"{name}, block {number}", "exec"), {"__name__": "__main__"})
+        assert printed.getvalue().strip()
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_commands_run(name: str, root: Path, tmp_path: Path) -> None:
+    lines = [line.partition("  #")[0] for block in blocks(root / name, "sh") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("python3 -m cf_ops")]
+    assert commands
+    (tmp_path / "data").symlink_to(root / "data")
+    np.save(tmp_path / "ids.npy", np.arange(1, 100, dtype=np.int32))
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    for _, *arguments in commands:
+        command = [sys.executable, *arguments]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, f"{command}\n{ran.stdout}{ran.stderr}"
