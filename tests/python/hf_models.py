@@ -7,6 +7,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
+from cf_ops import _core
+
+# The models are so small that threads would only wait for each other.
+torch.set_num_threads(1)
+_core.set_num_threads(1)
+
 CHECKPOINTS = [
     "neox-d64-sequential",
     "neox-d64-sharded",
@@ -16,8 +22,9 @@ CHECKPOINTS = [
     "neox-tanh",
     "neox-tied",
 ]
-# transformers 4.56 renames the argument.
-_DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
+TAKES_CACHES = VERSION >= (4, 45)  # before, GPT-NeoX models take tuples of keys and values
+_DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 _F32 = 2.0**-24
 
 

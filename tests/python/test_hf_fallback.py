@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
-from hf_models import ErrorBound, check_tokens, load, padded
+from hf_models import TAKES_CACHES, ErrorBound, check_tokens, load, padded
 
 NAME = "neox-d80"
 PARAMETERS = inspect.signature(transformers.GPTNeoXForCausalLM.forward).parameters
@@ -61,7 +61,7 @@ def assert_falls_back(theirs, ours, reason, call):
             {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril().half().log()},
         ),
         ("position_ids are missing beside padding", {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}),
-        ("position_ids do not count each sequence from 0", {"position_ids": torch.arange(3, 9)[None]}),
+        ("position_ids do not count each sequence from 0", {"position_ids": torch.tensor([[0, 0, 1, 2, 3, 4]])}),
         (
             "logits of padding",
             {
@@ -77,7 +77,7 @@ def assert_falls_back(theirs, ours, reason, call):
 def test_arguments(root, reason, arguments):
     options = {"attn_implementation": "eager"} if "attentions" in reason else {}
     if torch.is_tensor(arguments.get("attention_mask")) and arguments["attention_mask"].dim() == 4:
-        if transformers.__version__ < "4.45":
+        if not TAKES_CACHES:
             pytest.skip("this transformers takes no mask of four dimensions")
     assert_falls_back(*pair(root, **options), reason, lambda m: m(IDS, **arguments))
 
@@ -210,7 +210,7 @@ def test_rounded_frequencies_of_a_halved_model_are_kept(root):
 
 
 def test_the_callers_cache_is_filled(root):
-    if transformers.__version__ < "4.45":
+    if not TAKES_CACHES:
         pytest.skip("this transformers takes tuples, which the caller cannot fill")
     theirs, ours = pair(root)
 
@@ -251,7 +251,8 @@ def test_assisted_generation(root):
     out = ours.generate(**inputs, max_new_tokens=16, do_sample=False, assistant_model=assistant)
     assert out.tolist() == theirs.generate(**inputs, max_new_tokens=16, do_sample=False).tolist()
     assert reasons(ours) == {"generation mode assisted_generation"}
-    assert cf_ops.hf.report(assistant).share == 1 and cf_ops.hf.report(assistant).cf_ops
+    if TAKES_CACHES:
+        assert cf_ops.hf.report(assistant).share == 1 and cf_ops.hf.report(assistant).cf_ops
 
 
 def test_a_custom_loop(root):
@@ -325,7 +326,7 @@ def test_a_hook_in_the_midst_of_a_generation(root):
 def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):
     """The caller's loop passes on what each call returns, or keeps the first cache: both are the same sequence."""
     ids = padded([12])["input_ids"]
-    for keeps in (False, True):
+    for keeps in (False, True)[: 1 + TAKES_CACHES]:
         ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
         with torch.no_grad():
             whole = load(root, NAME, torch.float64)(ids).logits
@@ -335,7 +336,8 @@ def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):
             third = ours(ids[:, 8:], past_key_values=cache)
         parts = torch.cat([first.logits, second.logits, third.logits], 1)
         assert (parts - whole).abs().max() < 1e-4 * whole.abs().max()
-        assert first.past_key_values.get_seq_length() == 12
+        if TAKES_CACHES:
+            assert first.past_key_values.get_seq_length() == 12
 
 
 def test_each_reason_is_logged_once(root, caplog):

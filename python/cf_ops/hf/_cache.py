@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
+from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, unused-ignore]
 from transformers.cache_utils import Cache, DynamicCache  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops.hf._runner import Runner, Tensor
@@ -15,6 +16,10 @@ from cf_ops.hf._runner import Runner, Tensor
 if TYPE_CHECKING:
     from cf_ops.hf._loaded import Loaded
     from cf_ops.hf._patch import Patch
+
+_PARAMETERS = inspect.signature(GPTNeoXForCausalLM.forward).parameters
+# Before transformers 4.45 a GPT-NeoX model's cache is a tuple of keys and values, and generate() refuses a Cache.
+TAKES_CACHES = "cache_position" in _PARAMETERS or "head_mask" not in _PARAMETERS
 
 _SPARE_ENTRIES = 64  # room beside a prompt, where no one says how many tokens follow
 _MOST_SPARE_ENTRIES = 1024  # room that a cache takes at once for tokens that may follow
@@ -27,8 +32,10 @@ _CROPS_TO_LENGTH = (
     ).parameters
 )
 
+_NO_TENSORS = "a cache of cf_ops holds no keys and values of torch: expected the model that made it, with speed_up"
 
-class NeoXCache(Cache):  # type: ignore[misc, unused-ignore]
+
+class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused-ignore]
     """The sequences of a batch, and a runner with a slot for each.
 
     The ids are kept beside the runner. From them its entries are made again where the runner cannot serve: a longer
@@ -135,9 +142,7 @@ class NeoXCache(Cache):  # type: ignore[misc, unused-ignore]
     is_linear = is_dummy = is_sliding
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise ValueError(
-            "a cache of cf_ops holds no keys and values of torch: expected the model that made it, with speed_up"
-        )
+        raise ValueError(_NO_TENSORS)
 
     def reset(self) -> None:
         self._select([])
@@ -178,16 +183,14 @@ class NeoXCache(Cache):  # type: ignore[misc, unused-ignore]
             self.ids = [list(self.ids[row]) for row in rows]
             self.pads = [self.pads[row] for row in rows]
 
-    # transformers 4.40 makes its caches compare by value.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def __len__(self) -> int:
         return self.patch.num_layers if self.patch is not None else 0
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Tensors without values: transformers 4.40 reads a cache's length off their shape."""
-        if self.patch is None or not 0 <= layer < len(self):
+        if self.patch is None:
+            raise ValueError(_NO_TENSORS)
+        if not 0 <= layer < len(self):
             raise IndexError(f"layer {layer}: expected 0 to {len(self) - 1}")
         shape = self.patch.cache_shape(len(self.ids), self.get_seq_length())
         return torch.empty(shape, device="meta"), torch.empty(shape, device="meta")

@@ -114,7 +114,7 @@ def _is_idle(hook: Any) -> bool:
 def _is_own_forward(module: Module) -> bool:
     """Whether the forward in a module's own dictionary is its class's: transformers 4.5x puts it back that way."""
     forward = module.__dict__["forward"]
-    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return bool(forward == type(module).forward.__get__(module))
 
 
 def _is_stock(module: Module) -> bool:

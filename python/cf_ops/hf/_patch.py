@@ -18,7 +18,7 @@ from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, un
 from transformers.cache_utils import DynamicCache  # type: ignore[import-not-found, unused-ignore]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops.hf._cache import NeoXCache, stack_rows
+from cf_ops.hf._cache import TAKES_CACHES, NeoXCache, stack_rows
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
 from cf_ops.hf._runner import Tensor
@@ -40,8 +40,6 @@ _READ = {
     "cache_position",
 }
 _OUTPUTS = ("output_attentions", "output_hidden_states")
-# Transformers before 4.45 takes tuples of keys and values instead.
-_TAKES_CACHES = "cache_position" in _PARAMETERS or "head_mask" not in _PARAMETERS
 
 
 class _Fallback(Exception):
@@ -177,6 +175,8 @@ class Patch:
         generation = self.generation
         if generation is not None and generation.mode not in ("greedy_search", "sample"):
             raise _Fallback(f"generation mode {generation.mode}")
+        if generation is not None and generation.config.return_dict_in_generate and not TAKES_CACHES:
+            raise _Fallback("generate() returns its cache, which this transformers takes as tuples")
         if model.training:
             raise _Fallback("training")
         loaded = self.loaded(model)
@@ -309,7 +309,7 @@ def _hand_over(model: Model, cache: NeoXCache) -> Any:
         "input_ids": ids,
         "attention_mask": (places >= pads).long(),
         "position_ids": (places - pads).clamp(min=0),
-        "past_key_values": DynamicCache() if _TAKES_CACHES else None,
+        "past_key_values": DynamicCache() if TAKES_CACHES else None,
         "use_cache": True,
         "return_dict": True,
     }
