@@ -3,8 +3,8 @@
 
 For each number of new tokens: TTFT (time to first token: the prompt and one token), TPOT (time per output token behind
 it), tokens a second, GFLOP/s of those steps, and how many tokens equal Hugging Face's. Then the perplexity of a text in
-one window. Medians of runs that take turns. Checked are tokens and perplexity against float64. Needs torch and
-transformers.
+one window. Times are medians of runs that take turns. On the CPU Hugging Face runs in float32 too, the dtype in which
+cf_ops computes there. Checked are tokens and perplexity against float64. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def main() -> int:
     theirs = common.hugging_face(args.model).to(args.device)
     ours = cf_ops.hf.speed_up(common.hugging_face(args.model).to(args.device))
     models = {f"Hugging Face, {theirs.dtype}": theirs, "with speed_up()": ours}
+    if args.device == "cpu" and theirs.dtype != torch.float32:  # cf_ops computes in float32 there
+        models["Hugging Face, torch.float32"] = common.hugging_face(args.model, torch.float32)
     exact = common.hugging_face(args.model, torch.float64)
     rounding = torch.finfo(theirs.dtype).eps / 2  # of logits to the dtype they come back in
     if args.inject_fault:
