@@ -1,6 +1,6 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
-from cf_ops import _core
+from cf_ops import _core, hf
 from cf_ops._core import CfError
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
@@ -15,5 +15,6 @@ __all__ = [
     "Model",
     "Perplexity",
     "__version__",
+    "hf",
     "load",
 ]
