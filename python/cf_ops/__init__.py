@@ -1,6 +1,6 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
-from cf_ops import _core, ops
+from cf_ops import _core, hf, ops
 from cf_ops._core import CfError
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
@@ -15,6 +15,7 @@ __all__ = [
     "Model",
     "Perplexity",
     "__version__",
+    "hf",
     "load",
     "ops",
 ]

@@ -28,11 +28,13 @@ _DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 _F32 = 2.0**-24
 
 
+def load_from(directory, dtype, **options):
+    return transformers.GPTNeoXForCausalLM.from_pretrained(directory, **{_DTYPE: dtype}, **options).eval()
+
+
 def load(root, name, dtype="auto", **options):
     """A checkpoint's model, which generates until a length is reached and pads with id 0."""
-    model = transformers.GPTNeoXForCausalLM.from_pretrained(
-        root / "data" / "checkpoints" / name, **{_DTYPE: dtype}, **options
-    ).eval()
+    model = load_from(root / "data" / "checkpoints" / name, dtype, **options)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

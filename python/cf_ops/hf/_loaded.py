@@ -102,7 +102,9 @@ def _backend(model: Module) -> Backend:
         return _rope_table(model, positions, rotary_dim)
 
     device = model.get_output_embeddings().weight.device
-    return backend_for(device, config, tensors, list(model.parameters()), rope_table)
+    # Aliases: a parameter whose data is set to another tensor would free the memory that a runner may be reading.
+    owner = [parameter.detach() for parameter in model.parameters()]
+    return backend_for(device, config, tensors, owner, rope_table)
 
 
 def _is_idle(hook: Any) -> bool:

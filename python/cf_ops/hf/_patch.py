@@ -278,7 +278,7 @@ class Patch:
                 self.adopt(cache)
             return cache.forward(loaded, call.ids, call.pads, call.rows), cache
         except (MemoryError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise _Fallback(str(error)) from error
+            raise _Fallback(str(error) or type(error).__name__) from error
 
     def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
         if self._counts.count_theirs(reason):
