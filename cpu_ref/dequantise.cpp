@@ -15,22 +15,35 @@ std::int32_t code(const std::int32_t* words, std::int64_t stride, std::int64_t i
 
 }  // namespace
 
+std::int32_t gptq_zero(const GptqWeight& w, std::int64_t group, std::int64_t n) {
+  return code(w.qzeros.data + group * w.qzeros.shape[1], 1, n, w.bits) + w.zero_offset;
+}
+
 template <class Real>
 void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows, Real* to) {
   const std::int64_t in = w.g_idx.shape[0], out = w.scales.shape[1], groups = w.scales.shape[0];
-  // A row's scales and zeros, by group.
-  std::vector<Real> scale(static_cast<std::size_t>(groups));
-  std::vector<std::int32_t> zero(static_cast<std::size_t>(groups));
-  for (std::int64_t n = first; n < first + rows; ++n) {
-    for (std::int64_t g = 0; g < groups; ++g) {
-      scale[std::size_t(g)] = widen<Real>(w.scales.data[g * out + n]);
-      zero[std::size_t(g)] = code(w.qzeros.data + g * w.qzeros.shape[1], 1, n, w.bits) + w.zero_offset;
-    }
-    Real* row = to + (n - first) * in;
-    for (std::int64_t k = 0; k < in; ++k) {
-      const auto g = std::size_t(w.g_idx.data[k]);
-      row[k] = scale[g] * Real(code(w.qweight.data + n, out, k, w.bits) - zero[g]);
-    }
+  const std::int64_t per_word = w.codes_per_word();
+  const std::uint32_t mask = (1u << w.bits) - 1;
+  // As many rows at once as a cache line has words: the words of a row lie `out` apart.
+  constexpr std::int64_t most_rows = 16;
+  std::vector<Real> scale(std::size_t(groups * most_rows));  // (groups, most_rows)
+  std::vector<std::int32_t> zero(scale.size());
+  for (std::int64_t begin = first; begin < first + rows; begin += most_rows) {
+    const std::int64_t some = std::min(most_rows, first + rows - begin);
+    for (std::int64_t g = 0; g < groups; ++g)
+      for (std::int64_t r = 0; r < some; ++r) {
+        scale[std::size_t(g * most_rows + r)] = widen<Real>(w.scales.data[g * out + begin + r]);
+        zero[std::size_t(g * most_rows + r)] = gptq_zero(w, g, begin + r);
+      }
+    for (std::int64_t row = 0; row < in / per_word; ++row)
+      for (std::int64_t r = 0; r < some; ++r) {
+        auto word = std::uint32_t(w.qweight.data[row * out + begin + r]);
+        Real* const codes = to + (begin - first + r) * in + row * per_word;
+        for (std::int64_t i = 0; i < per_word; ++i, word >>= w.bits) {
+          const auto g = std::size_t(w.g_idx.data[row * per_word + i] * most_rows + r);
+          codes[i] = scale[g] * Real(std::int32_t(word & mask) - zero[g]);
+        }
+      }
   }
 }
 

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <vector>
+
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
 #include "cpu_ref/ops/gelu.hpp"
@@ -37,6 +40,9 @@ class Finish {
   const Real* residual_ = nullptr;
 };
 
+/// Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
+constexpr std::int64_t kFewTokens = 8;
+
 /// A few tokens: each weight row is read once, widened in registers, and multiplied with every token.
 template <class W>
 void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
@@ -49,27 +55,44 @@ void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
   float* y = a.y.as<float>().data;
 #pragma omp parallel for schedule(static)
   for (std::int64_t o = 0; o < d.out; ++o) {
-    float sums[16];
+    float sums[kFewTokens];
     dot(w + o * d.in, x, d.in, d.in, tokens, sums);
     for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
   }
 }
 
-/// The same for a quantised matrix, whose rows are dequantised first: the bits are those of the dense float32 matrix.
+/// The same for a quantised matrix: each word is read once, dequantised in registers, and multiplied with every token.
 void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
+  constexpr std::int64_t columns = GptqColumns::kColumns;
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
+  const std::int64_t groups = gptq.scales.shape[0], word_rows = gptq.qweight.shape[0];
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
 #pragma omp parallel
   {
-    Array<float> w(d.in);
+    std::vector<float> zeros(std::size_t(groups * columns)), scales(zeros.size());
+    std::vector<std::int32_t> last_words;  // of the last columns, where they are fewer than a block
+    float sums[kFewTokens * columns];
 #pragma omp for schedule(static)
-    for (std::int64_t o = 0; o < d.out; ++o) {
-      float sums[16];
-      dequantise_rows(gptq, o, 1, w.data());
-      kernels().dot_f32(w.data(), x, d.in, d.in, tokens, sums);
-      for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
+    for (std::int64_t first = 0; first < d.out; first += columns) {
+      const std::int64_t n = std::min(columns, d.out - first);
+      GptqColumns block{gptq.qweight.data + first, d.out, gptq.bits, gptq.g_idx.data, zeros.data(), scales.data()};
+      if (n < columns) {
+        last_words.assign(std::size_t(word_rows * columns), 0);
+        for (std::int64_t row = 0; row < word_rows; ++row)
+          std::copy_n(block.words + row * d.out, n, last_words.data() + row * columns);
+        block.words = last_words.data();
+        block.word_stride = columns;
+      }
+      for (std::int64_t g = 0; g < groups; ++g)
+        for (std::int64_t i = 0; i < n; ++i) {
+          zeros[std::size_t(g * columns + i)] = float(gptq_zero(gptq, g, first + i));
+          scales[std::size_t(g * columns + i)] = widen<float>(gptq.scales.data[g * d.out + first + i]);
+        }
+      kernels().gptq_columns(block, x, d.in, tokens, sums);
+      for (std::int64_t t = 0; t < tokens; ++t)
+        for (std::int64_t i = 0; i < n; ++i) y[t * d.out + first + i] = finish(t, first + i, sums[t * columns + i]);
     }
   }
 }
@@ -133,11 +156,9 @@ Status run(const ops::Linear::Args& a) {
   CF_TRY(check_weight(a));
   return with_real(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
-    // Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
-    constexpr std::int64_t few_tokens = 8;
     const std::int64_t tokens = a.x.shape[0];
     if constexpr (std::is_same_v<Real, float>) {
-      if (tokens <= few_tokens) {
+      if (tokens <= kFewTokens) {
         if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight)) return run_dots(a, *gptq, tokens), Status{};
         const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
         switch (dense.weight.dtype) {

@@ -34,6 +34,19 @@ struct Portable {
   static V add(V a, V b) {
     return each([&](std::size_t i) { return a[i] + b[i]; });
   }
+  using Words = const std::int32_t*;
+  static Words load_words(const std::int32_t* p) { return p; }
+  /// Code i of each word, low bits first.
+  template <int bits>
+  static V code(Words words, int i) {
+    return each([&](std::size_t n) { return float(std::uint32_t(words[n]) >> (i * bits) & ((1u << bits) - 1)); });
+  }
+  static V sub(V a, V b) {
+    return each([&](std::size_t i) { return a[i] - b[i]; });
+  }
+  static V mul(V a, V b) {
+    return each([&](std::size_t i) { return a[i] * b[i]; });
+  }
   static float sum(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
   template <class T>
   static float widen(T x) {

@@ -20,6 +20,16 @@ struct Avx512 {
   }
   static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  using Words = __m512i;
+  static Words load_words(const std::int32_t* p) { return _mm512_loadu_si512(p); }
+  /// Code i of each word, low bits first.
+  template <int bits>
+  static V code(Words words, int i) {
+    const Words shifted = _mm512_srl_epi32(words, _mm_cvtsi32_si128(i * bits));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32((1 << bits) - 1)));
+  }
+  static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
   static V add(V a, V b) { return _mm512_add_ps(a, b); }
   static float sum(V v) { return _mm512_reduce_add_ps(v); }
   static float widen(float x) { return x; }

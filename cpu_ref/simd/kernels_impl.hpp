@@ -1,6 +1,8 @@
 #pragma once
 // The loops of Kernels, written once over a set of vector operations `Isa`. Each kernels_<isa>.cpp includes this with
 // its own compiler flags and an Isa in an anonymous namespace, so that the linker merges no code of different sets.
+#include <algorithm>
+
 #include "cpu_ref/simd/kernels.hpp"
 
 // So does Eigen: each file names a namespace of its own for it, CF_EIGEN.
@@ -46,6 +48,68 @@ void dot(const W* w, const float* x, std::int64_t n, std::int64_t x_stride, std:
   if (t < tokens) dot_tokens<Isa, 1>(w, x + t * x_stride, n, x_stride, y + t);
 }
 
+/// Rows of words that a tile has. With kColumns columns they take 16 KiB, which stay in the first cache.
+inline constexpr std::int64_t kGptqTileWords = 16;
+
+/// Adds the words first .. last - 1 of Isa::lanes columns from `column` on to y.
+template <class Isa, int bits, int Tokens>
+void gptq_tile(const GptqColumns& c, std::int64_t column, std::int64_t first, std::int64_t last, const float* x,
+               std::int64_t in, float* y) {
+  using V = typename Isa::V;
+  constexpr int codes = 32 / bits, chains = 2;  // two sums a token hide half of an addition's latency
+  V sum[Tokens][chains], zero = Isa::zero(), scale = Isa::zero();
+  for (int t = 0; t < Tokens; ++t)
+    for (V& s : sum[t]) s = Isa::zero();
+  std::int64_t group = -1;
+  for (std::int64_t word = first; word < last; ++word) {
+    const std::int32_t* const from = c.words + word * c.word_stride + column;
+    // The next tile's words: each row lies on another page, where no hardware looks ahead.
+    __builtin_prefetch(from + kGptqTileWords * c.word_stride);
+    const typename Isa::Words words = Isa::load_words(from);
+#pragma GCC unroll 8  // the sums stay in registers, and shifts are constants
+    for (int i = 0; i < codes; ++i) {
+      const std::int64_t k = word * codes + i;
+      if (c.g_idx[k] != group) {
+        group = c.g_idx[k];
+        zero = Isa::load(c.zeros + group * GptqColumns::kColumns + column);
+        scale = Isa::load(c.scales + group * GptqColumns::kColumns + column);
+      }
+      // Both operations are exact: GptqWeight's W in float32.
+      const V w = Isa::mul(Isa::sub(Isa::template code<bits>(words, i), zero), scale);
+      for (int t = 0; t < Tokens; ++t)
+        sum[t][i % chains] = Isa::fma(w, Isa::broadcast(x[t * in + k]), sum[t][i % chains]);
+    }
+  }
+  for (int t = 0; t < Tokens; ++t) {
+    float* to = y + t * GptqColumns::kColumns + column;
+    Isa::store(to, Isa::add(Isa::load(to), Isa::add(sum[t][0], sum[t][1])));
+  }
+}
+
+template <class Isa, int bits>
+void gptq_columns_of(const GptqColumns& c, const float* x, std::int64_t in, std::int64_t tokens, float* y) {
+  for (std::int64_t i = 0; i < tokens * GptqColumns::kColumns; ++i) y[i] = 0;
+  const std::int64_t words = in * bits / 32;
+  for (std::int64_t first = 0; first < words; first += kGptqTileWords) {
+    const std::int64_t last = std::min(first + kGptqTileWords, words);
+    for (std::int64_t column = 0; column < GptqColumns::kColumns; column += Isa::lanes) {
+      std::int64_t t = 0;
+      for (; t + 4 <= tokens; t += 4)
+        gptq_tile<Isa, bits, 4>(c, column, first, last, x + t * in, in, y + t * GptqColumns::kColumns);
+      for (; t < tokens; ++t)
+        gptq_tile<Isa, bits, 1>(c, column, first, last, x + t * in, in, y + t * GptqColumns::kColumns);
+    }
+  }
+}
+
+template <class Isa>
+void gptq_columns(const GptqColumns& c, const float* x, std::int64_t in, std::int64_t tokens, float* y) {
+  if (c.bits == 4)
+    gptq_columns_of<Isa, 4>(c, x, in, tokens, y);
+  else
+    gptq_columns_of<Isa, 8>(c, x, in, tokens, y);
+}
+
 template <class Isa>
 void axpy(float a, const float* x, float* y, std::int64_t n) {
   std::int64_t i = 0;
@@ -75,6 +139,7 @@ constexpr Kernels make_kernels() {
           .dot_f16 = dot<Isa, f16>,
           .dot_bf16 = dot<Isa, bf16>,
           .dot_f32 = dot<Isa, float>,
+          .gptq_columns = gptq_columns<Isa>,
           .product = product<Isa>,
           .axpy = axpy<Isa>,
           .widen_f16 = widen_f16<Isa>};

@@ -244,6 +244,51 @@ TEST_CASE("A multi-token step leaves what its tokens leave one by one", "[proper
   }
 }
 
+TEST_CASE("Every instruction set multiplies quantised columns within the bound, each token by itself", "[kernels]") {
+  constexpr std::int64_t columns = cpu_ref::GptqColumns::kColumns, tokens = 7, groups = 3;
+  const int bits = GENERATE(4, 8);
+  const std::int64_t in = GENERATE(8, 136, 1000), words_in = in * bits / 32;
+  std::mt19937_64 random(5);
+  std::normal_distribution<float> normal;
+  // Rows that lie further apart than the block is wide, and groups in any order.
+  const std::int64_t stride = columns + 8;
+  std::vector<std::int32_t> words(std::size_t(words_in * stride)), g_idx(std::size_t(in), 0);
+  std::vector<float> zeros(std::size_t(groups * columns)), scales(zeros.size()), x(std::size_t(tokens * in));
+  for (auto& w : words) w = std::int32_t(random());
+  for (auto& g : g_idx) g = std::int32_t(random() % groups);
+  for (auto& z : zeros) z = float(random() % (1u << bits)) + 1;
+  for (auto& s : scales) s = widen<float>(narrow<f16>(0.01 * normal(random)));
+  for (auto& v : x) v = normal(random);
+  const cpu_ref::GptqColumns block{words.data(), stride, bits, g_idx.data(), zeros.data(), scales.data()};
+
+  std::vector<double> expected(std::size_t(tokens * columns)), sizes(expected.size());
+  for (std::int64_t n = 0; n < columns; ++n)
+    for (std::int64_t k = 0; k < in; ++k) {
+      const auto word = std::uint32_t(words[std::size_t(k * bits / 32 * stride + n)]);
+      const double code = word >> (k * bits % 32) & ((1u << bits) - 1);
+      const auto at = std::size_t(g_idx[std::size_t(k)] * columns + n);
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const double term = (code - zeros[at]) * scales[at] * x[std::size_t(t * in + k)];
+        expected[std::size_t(t * columns + n)] += term;
+        sizes[std::size_t(t * columns + n)] += std::abs(term);
+      }
+    }
+  std::size_t count = 0;
+  const cpu_ref::Kernels* const* sets = cpu_ref::all_kernels(&count);
+  for (std::size_t i = 0; i < count; ++i) {
+    INFO(sets[i]->name);
+    std::vector<float> y(expected.size(), NAN), alone(std::size_t(columns), NAN);
+    sets[i]->gptq_columns(block, x.data(), in, tokens, y.data());
+    // The worst case of a sum in float32.
+    for (std::size_t j = 0; j < y.size(); ++j)
+      CHECK(std::abs(y[j] - expected[j]) <= unit_roundoff(DType::f32) * double(in + 1) * sizes[j]);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      sets[i]->gptq_columns(block, x.data() + t * in, in, 1, alone.data());
+      CHECK(std::equal(alone.begin(), alone.end(), y.begin() + t * columns));
+    }
+  }
+}
+
 TEST_CASE("Every instruction set's inner loops agree with the portable ones", "[kernels]") {
   std::size_t count = 0;
   const cpu_ref::Kernels* const* sets = cpu_ref::all_kernels(&count);
