@@ -203,21 +203,24 @@ def cpu(figures):
 
 
 def cpu_model(figures):
-    name = "cpu-model-pythia-2.8b"
-    report = figures[name]
-    if not report:
-        return ["Not recorded."]
-    rows = [
-        [
-            *(str(r[key]) for key in ("prompt_len", "new_tokens", "slots")),
-            *(f"{r[key]:.1f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms", "tokens_per_s")),
-            f"{r['decode_percent_of_read']:.0f} %",
+    lines = []
+    for name in ("cpu-model-pythia-2.8b", "cpu-model-pythia-2.8b-gptq"):
+        report = figures[name]
+        if not report:
+            lines += [f"{name}: not recorded.", ""]
+            continue
+        rows = [
+            [
+                *(str(r[key]) for key in ("prompt_len", "new_tokens", "slots")),
+                *(f"{r[key]:.1f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms", "tokens_per_s")),
+                f"{r['decode_percent_of_read']:.0f} %",
+            ]
+            for r in report["results"]
         ]
-        for r in report["results"]
-    ]
-    headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s", "decode, of the streaming read"]
-    about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
-    return [about, "", *table(headers, rows)]
+        headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s", "decode, of the streaming read"]
+        about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
+        lines += [about, "", *table(headers, rows), ""]
+    return lines[:-1]
 
 
 PAGE = """# Recorded figures
