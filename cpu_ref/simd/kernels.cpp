@@ -2,8 +2,6 @@
 
 #include <array>
 
-#include "cpu_ref/cpu_ref.hpp"
-
 #define CF_EIGEN Eigen_portable
 #include "cpu_ref/simd/kernels_impl.hpp"
 
@@ -76,8 +74,6 @@ const Supported& supported() {
 }  // namespace
 
 const Kernels kPortableKernels = make_kernels<Portable>();
-
-std::string_view instruction_set() { return kernels().name; }
 
 const Kernels& kernels() { return *supported().sets[0]; }
 

@@ -1,8 +1,6 @@
 #pragma once
 // The loops of Kernels, written once over a set of vector operations `Isa`. Each kernels_<isa>.cpp includes this with
 // its own compiler flags and an Isa in an anonymous namespace, so that the linker merges no code of different sets.
-#include <algorithm>
-
 #include "cpu_ref/simd/kernels.hpp"
 
 // So does Eigen: each file names a namespace of its own for it, CF_EIGEN.
@@ -91,7 +89,7 @@ void gptq_columns_of(const GptqColumns& c, const float* x, std::int64_t in, std:
   for (std::int64_t i = 0; i < tokens * GptqColumns::kColumns; ++i) y[i] = 0;
   const std::int64_t words = in * bits / 32;
   for (std::int64_t first = 0; first < words; first += kGptqTileWords) {
-    const std::int64_t last = std::min(first + kGptqTileWords, words);
+    const std::int64_t last = first + kGptqTileWords < words ? first + kGptqTileWords : words;
     for (std::int64_t column = 0; column < GptqColumns::kColumns; column += Isa::lanes) {
       std::int64_t t = 0;
       for (; t + 4 <= tokens; t += 4)

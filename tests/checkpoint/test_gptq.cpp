@@ -129,7 +129,15 @@ TEST_CASE("gptq: a stored zero of 15 is 16 in format v1", "[gptq]") {
   CHECK(cpu_ref::dequantise(p.weight(), DType::f64).at(0) == -16 * widen<double>(p.weight().scales.data[0]));
 }
 
-TEST_CASE("gptq: the product is that of the dequantised dense matrix, bit by bit", "[gptq]") {
+/// A product's result.
+Tensor result(Product& p) {
+  const AnyView<2>& y = p.args().y;
+  Tensor t(y.dtype, {y.shape[0], y.shape[1]});
+  std::memcpy(t.data(), y.data, std::size_t(y.bytes()));
+  return t;
+}
+
+TEST_CASE("gptq: the product is that of the dequantised dense matrix", "[gptq]") {
   for (const GptqSetup& format : kFormats)
     for (DType activation : {DType::f64, DType::f32})
       for (std::int64_t tokens : {1, 3, 8, 9, 17}) {
@@ -141,10 +149,19 @@ TEST_CASE("gptq: the product is that of the dequantised dense matrix, bit by bit
         REQUIRE(cpu_ref::run(quantised.args()));
         REQUIRE(cpu_ref::run(dense.args()));
         CHECK(quantised.tensor(quantised.blocks().back()).size_bytes() > 0);
-        CHECK(quantised.bytes() == dense.bytes());
         const auto a = cpu_ref::condition(quantised.args()), b = cpu_ref::condition(dense.args());
         REQUIRE(a);
         REQUIRE(b);
+        if (activation == DType::f64 || tokens > 8) {
+          CHECK(quantised.bytes() == dense.bytes());
+        } else {
+          // Few tokens in float32 have a loop of their own, whose sums have another order: each is within its budget.
+          const auto c = compare(result(quantised), result(dense));
+          REQUIRE(c);
+          const Budget budget = ops::Linear::budget(ops::Linear::dims(dense.args()), {activation, activation}, *a);
+          CHECK(c->rel_l2 <= 2 * budget.rel_l2);
+          CHECK(c->rel_max <= 2 * budget.rel_max);
+        }
         CHECK(a->l2 == b->l2);
         CHECK(a->max == b->max);
       }

@@ -22,7 +22,7 @@ ROOMS = {
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
     # Tensors of a model by their names.
     "core/procedural": ["core", "core/ops", "core/model"],
-    "cpu_ref": ["core/*"],
+    "cpu_ref": ["core/*", "cpu_ref/simd"],
     "cpu_ref/simd": ["core/*"],
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
     # A whole model, which runs ops.
