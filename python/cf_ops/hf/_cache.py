@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, unused-ignore]
@@ -15,7 +15,6 @@ from cf_ops.hf._runner import Runner, Tensor
 
 if TYPE_CHECKING:
     from cf_ops.hf._loaded import Loaded
-    from cf_ops.hf._patch import Patch
 
 _PARAMETERS = inspect.signature(GPTNeoXForCausalLM.forward).parameters
 # Before transformers 4.45 a GPT-NeoX model's cache is a tuple of keys and values, and generate() refuses a Cache.
@@ -35,6 +34,19 @@ _CROPS_TO_LENGTH = (
 _NO_TENSORS = "a cache of cf_ops holds no keys and values of torch: expected the model that made it, with speed_up"
 
 
+class Owner(Protocol):
+    """What a cache asks of the model that it belongs to."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
+        """The shape that a layer's keys and values have in transformers."""
+
+    def adopt(self, cache: NeoXCache) -> None:
+        """Counts a cache among those that end with restore()."""
+
+
 class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused-ignore]
     """The sequences of a batch, and a runner with a slot for each.
 
@@ -47,12 +59,12 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
     is_initialized = True
     to_legacy_cache = None
 
-    def __init__(self, patch: Patch, spare_entries: int | None) -> None:
+    def __init__(self, patch: Owner, spare_entries: int | None) -> None:
         if isinstance(self, torch.nn.Module):  # transformers 4.45 to 4.49
             torch.nn.Module.__init__(self)
         self.layers: list[Any] = []
         self.lock = threading.Lock()
-        self.patch: Patch | None = patch
+        self.patch: Owner | None = patch
         self.ids: list[list[int]] = []  # by sequence, without padding
         self.pads: list[int] = []  # by sequence: masked places before its ids
         self.theirs: Any = None  # the cache that goes on in this one's place on Hugging Face's path
