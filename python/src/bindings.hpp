@@ -1,9 +1,17 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+#include <string>
+#include <tuple>
+
 #include "core/status.hpp"
+#include "core/tensor.hpp"
 
 namespace cf::python {
+
+/// A tensor that Python describes by its address in memory, the name of its dtype (numpy's), and its shape.
+using MemoryTensor = std::tuple<std::uintptr_t, std::string, Shape>;
 
 /// Raises the Python exception of a Status that is not ok, with its one line: ValueError (invalid_argument,
 /// invalid_file), FileNotFoundError (not_found), OSError (io_error), NotImplementedError (unimplemented), MemoryError

@@ -74,7 +74,7 @@ Ids ids_of(const char* what, nb::handle from, std::int64_t vocab_size) {
   return ids;
 }
 
-/// A model's weights, and whoever keeps their memory.
+/// A model's config and its weights. `owner` keeps the weights' memory: the mapped files, or a Python object.
 struct Weights {
   ModelConfig config;
   ModelWeights weights;
@@ -112,9 +112,6 @@ Weights open(const std::string& directory) {
     return load(opened);
   }());
 }
-
-/// A tensor that lies in memory: its address, its dtype by numpy's name, its shape.
-using MemoryTensor = std::tuple<std::uintptr_t, std::string, Shape>;
 
 checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
   static const std::map<std::string, std::string> stored{
@@ -172,7 +169,7 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
   return model;
 }
 
-/// A model on the CPU, one call at a time.
+/// A model that runs on the CPU. A mutex lets one thread call it at a time.
 class Runner {
  public:
   Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation)
@@ -335,7 +332,7 @@ class Runner {
   std::vector<bool> has_logits_;  // by slot: whether the last call that changed the slot made its logits
 };
 
-/// A decoder over a model on the CPU, one call at a time.
+/// A decoder whose model runs on the CPU. A mutex lets one thread call it at a time.
 class PythonDecoder {
  public:
   PythonDecoder(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,

@@ -37,7 +37,8 @@ void check(const Status& status) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of cf_ops.";
-  m.def("version", [] { return CF_VERSION; }, "The version of the compiled part.");
+  m.def(
+      "version", [] { return CF_VERSION; }, "The version of the compiled part.");
   // The stub's generator writes the classes whose module has this module's name.
   const std::string name = nb::cast<std::string>(m.attr("__name__")) + ".CfError";
   cf::python::cf_error = PyErr_NewExceptionWithDoc(name.c_str(), "What failed in a device or in cf_ops itself.",

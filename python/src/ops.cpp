@@ -25,12 +25,10 @@ namespace nb = nanobind;
 namespace cf::python {
 namespace {
 
-/// A tensor's address, the name of its dtype, its shape.
-using Given = std::tuple<std::uintptr_t, std::string, Shape>;
-/// By the contract's name.
-using Tensors = std::map<std::string, Given>;
+/// A call's tensors by the contract's names.
+using Tensors = std::map<std::string, MemoryTensor>;
 
-/// The arguments of a call as Python passes them.
+/// A call of an op by its name, before its arguments are checked and bound to the op's Args.
 struct Call {
   std::string op;
   Tensors tensors;
@@ -134,7 +132,7 @@ class ScalarReader {
 /// Points a view at a given tensor. Refuses another number of dimensions, and a dtype that the view cannot have: the
 /// contract's check knows views alone.
 template <class View>
-Status bind_tensor(const std::string& op, std::string_view name, View& view, const Given& given) {
+Status bind_tensor(const std::string& op, std::string_view name, View& view, const MemoryTensor& given) {
   const auto& [address, dtype_name, shape] = given;
   if (shape.size() != std::size_t(View::rank))
     return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected " +
