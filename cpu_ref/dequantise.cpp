@@ -24,7 +24,7 @@ void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows,
   const std::int64_t in = w.g_idx.shape[0], out = w.scales.shape[1], groups = w.scales.shape[0];
   const std::int64_t per_word = w.codes_per_word();
   const std::uint32_t mask = (1u << w.bits) - 1;
-  // As many rows at once as a cache line has words: the words of a row lie `out` apart.
+  // The words of one row lie `out` words apart, each in a cache line of its own. 16 rows use the whole line.
   constexpr std::int64_t most_rows = 16;
   std::vector<Real> scale(std::size_t(groups * most_rows));  // (groups, most_rows)
   std::vector<std::int32_t> zero(scale.size());

@@ -59,7 +59,7 @@ class Model final : public ModelRunner {
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   /// The same with the logits of the last `rows` tokens: `logits` is (rows, vocab), of the activations' dtype.
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
-  /// Refuses besides two tokens of one slot.
+  /// Does what ModelRunner::step() says. Refuses what prefill() refuses, and two tokens of one slot.
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;

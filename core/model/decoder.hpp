@@ -14,8 +14,8 @@
 
 namespace cf {
 
-/// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. A slot is a row of
-/// every step's batch, whether a sequence holds it or not.
+/// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. Each slot is
+/// one row of a step's batch, also while no sequence holds the slot.
 class ModelRunner {
  public:
   /// A slot's new token: `id` is appended at `position`.

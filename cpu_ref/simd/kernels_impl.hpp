@@ -72,7 +72,7 @@ void gptq_tile(const GptqColumns& c, std::int64_t column, std::int64_t first, st
         zero = Isa::load(c.zeros + group * GptqColumns::kColumns + column);
         scale = Isa::load(c.scales + group * GptqColumns::kColumns + column);
       }
-      // Both operations are exact: GptqWeight's W in float32.
+      // The difference and the product are exact in float32, so w is the W that GptqWeight defines.
       const V w = Isa::mul(Isa::sub(Isa::template code<bits>(words, i), zero), scale);
       for (int t = 0; t < Tokens; ++t)
         sum[t][i % chains] = Isa::fma(w, Isa::broadcast(x[t * in + k]), sum[t][i % chains]);

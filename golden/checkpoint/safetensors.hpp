@@ -29,12 +29,12 @@ class SafetensorsFile {
   /// that do not match shape and dtype, unknown dtypes, duplicate names.
   static Result<SafetensorsFile> open(const std::string& path);
 
-  /// The same over tensors that lie elsewhere in memory, which `owner` keeps; messages name `source`.
+  /// Lists tensors that a caller holds in memory, not in a file. `owner` keeps that memory; messages name `source`.
   static SafetensorsFile in_memory(std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                    const std::string& source);
 
   const std::string& path() const { return path_; }
-  bool is_mapped() const { return is_mapped_; }                         // from a file, and not from elsewhere in memory
+  bool is_mapped() const { return is_mapped_; }                         // whether the tensors lie in a mapped file
   const std::vector<TensorEntry>& tensors() const { return tensors_; }  // in the order of their offsets
   /// The entry of that name, or null.
   const TensorEntry* find(std::string_view name) const;

@@ -16,11 +16,11 @@ struct TokenFile {
   std::vector<std::int32_t> ids;  // in C order
 };
 
-/// Reads the bytes of a .npy file (format: numpy.lib.format). Taken are versions 1.0, 2.0 and 3.0 of the format, dtypes
-/// '<i4', '<i8', '<u2' and '<u4', C order, and one or two dimensions. Memory: 4 bytes an id. Refuses, naming `source`
-/// and what was expected: other bytes at the beginning; another version, dtype, order or rank; a header that is not a
-/// Python dict of descr, fortran_order and shape, each once and as a plain literal; a file without ids; a file shorter
-/// ("truncated") or longer than its header asks for; an id outside int32.
+/// Reads the bytes of a .npy file (numpy.lib.format). It accepts versions 1.0, 2.0 and 3.0 of the format, the dtypes
+/// '<i4', '<i8', '<u2' and '<u4', C order, and one or two dimensions. The ids take 4 bytes each. Refuses, naming
+/// `source` and what was expected: other bytes at the beginning; another version, dtype, order or rank; a header that
+/// is not a Python dict of descr, fortran_order and shape, each once and as a plain literal; a file without ids; a file
+/// shorter ("truncated") or longer than its header asks for; an id outside int32.
 Result<TokenFile> parse_token_file(std::string_view bytes, const std::string& source);
 
 /// Reads a .npy file. Refuses a file that is missing, not readable or a git-lfs pointer, and what parse_token_file

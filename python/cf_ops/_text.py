@@ -44,7 +44,7 @@ class TextStream:
         """Takes an id; returns the characters that are whole now and were not returned before."""
         self._ids.append(id)
         piece = self._rest()
-        # A character that is not complete yet ends the text as U+FFFD.
+        # The tokenizer decodes the bytes of an incomplete character to U+FFFD. The piece waits for the other bytes.
         if not piece or piece.endswith("\ufffd"):
             return ""
         self._before, self._begin = self._begin, len(self._ids)

@@ -21,8 +21,8 @@ void bind_threads(nanobind::module_& m);
 /// Lets Python handle signals while a model works.
 class Interrupt {
  public:
-  /// An error once a signal's handler has raised an exception. Asks Python a few times a second, however often it is
-  /// called. The GIL must not be held.
+  /// Returns an error where the Python handler of a signal has raised an exception. The call is cheap: it takes the GIL
+  /// only a few times a second, and the handlers run then. The caller must not hold the GIL.
   Status check();
 
  private:

@@ -229,7 +229,8 @@ def test_sampled_ids_are_those_that_hugging_face_keeps(case: dict[str, Any]) -> 
         ((_, id),) = decoder.prefill()
         counts[id] += 1  # an id that is not kept is a KeyError
         decoder.drop(sequence)
-    # A count is binomial. Six standard deviations and one draw leave less than a chance of 1e-8 an id.
+    # The number of draws of an id is binomial. It lies more than six standard deviations from its mean with a
+    # probability below 1e-8. The 1 is for ids whose mean is so small that one draw is more than that.
     for id, p in zip(case["ids"], case["probabilities"]):
         assert abs(counts[id] - draws * p) <= 6 * np.sqrt(draws * p * (1 - p)) + 1
 
@@ -319,7 +320,8 @@ def test_text_needs_a_tokenizer(checkpoints: pathlib.Path, text_checkpoint: str,
 def test_perplexity_is_that_of_plain_numpy(checkpoints: pathlib.Path, context: int, stride: int | None) -> None:
     model = cf_ops.load(checkpoints / "neox-d80", activation="float64")
     ids = np.random.default_rng(1).integers(0, 128, 40)
-    # transformers, docs/source/en/perplexity.md: labels before the window's own targets are left out.
+    # The loop of transformers' page on perplexity (docs/source/en/perplexity.md): a window scores only the ids that the
+    # window before it has not scored.
     nll: list[float] = []
     previous_end = 0
     for begin in range(0, len(ids), stride or context):
