@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import unittest
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
@@ -101,6 +102,8 @@ class CommandLines(Scripts):
         for limit in ("", "0", "ten", "-1"):
             self.refused(self.run_script("sanitize_gpu", "--limit-s", limit), "--limit-s", f"got '{limit}'")
         self.refused(self.run_script("sanitize_gpu", "--limit-s"), "--limit-s: expected 1 to 999999 seconds, got ''")
+        for jobs in ("0", "many"):
+            self.refused(self.run_script("sanitize_gpu", "--jobs", jobs), "--jobs", f"got '{jobs}'")
         self.assertEqual(self.calls(), [])
 
 
@@ -305,6 +308,31 @@ class SanitizeGpu(Scripts):
         at = lines.index("racecheck test_gpu_ops FAILED: not ended after 1 s")
         self.assertEqual(lines[at + 1], "==== begun")
         self.assertEqual(lines[-1], "11 runs, 1 failed: racecheck test_gpu_ops: not ended after 1 s")
+
+    def test_several_runs_at_once(self):
+        self.sanitizer('case "$*" in *memcheck*test_gpu_ops*) sleep 2; exit 99;; esac')
+        result = self.run_script("sanitize_gpu", "--jobs", "4")
+        self.assertEqual(result.returncode, 1, result)
+        lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+        # The first run to begin is the last to end.
+        self.assertIn("memcheck test_gpu_ops FAILED", " ".join(lines[-3:-1]))
+        self.assertIn("11 runs, 1 failed: memcheck test_gpu_ops", lines[-1])
+
+    def test_a_signal_ends_the_runs(self):
+        self.sanitizer("exec sleep 60")
+        script = subprocess.Popen(
+            [os.path.join(self.root, "scripts/sanitize_gpu"), "--jobs", "4"],
+            stdout=subprocess.PIPE,
+            env={"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": self.root},
+        )
+        until = time.monotonic() + 30
+        while len(self.calls()) < 4 and time.monotonic() < until:
+            time.sleep(0.05)
+        script.terminate()
+        # The pipe closes when the last run has ended.
+        script.communicate(timeout=30)
+        self.assertEqual(script.returncode, 130)
+        self.assertEqual(len(self.calls()), 4)
 
     def test_an_exit_code_of_124_is_no_time_limit(self):
         self.sanitizer('case "$*" in *memcheck*test_gpu_ops*) exit 124;; esac')
