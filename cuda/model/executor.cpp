@@ -117,10 +117,6 @@ Result<std::unique_ptr<Prepared>> prepare_graph(const Context& context, const La
 Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Impl impl, DType dtype,
                                                      const Layers& layers) {
   const LayerTensors& t = layers.tensors.front();
-  if (t.positions.shape[0] != t.kv_len.shape[0])
-    return Status::error(Code::unimplemented, std::string(to_string(impl)) +
-                                                  ": cuda takes one new token a sequence, got " +
-                                                  std::to_string(t.positions.shape[0] / t.kv_len.shape[0]));
   std::vector<PersistentLayer> resident;
   for (std::size_t i = 0; i < layers.weights.size(); ++i)
     resident.push_back({layers.weights[i], {layers.tensors[i].k_cache, layers.tensors[i].v_cache}});

@@ -29,7 +29,7 @@ OP_TEST_CASE("Every op on the GPU agrees with the oracle at long kv_len", "[gpu]
   for (DType activation : {DType::f16, DType::bf16, DType::f32}) CHECK(check_setups<TestType>(activation, true) >= 5);
 }
 
-OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][memory]", ops::All) {
+OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][alone]", ops::All) {
   cuda::Context c = context();
   const Setup s{
       .model = model_of(2, 80, 20, 200), .load = {.batch = 2, .q_len = 1, .kv_len = 33}, .activation = DType::f16};

@@ -317,7 +317,7 @@ TEST_CASE("session: two side by side, each on its stream, do not meet", "[gpu][s
   for (cudaStream_t s : streams) require_cuda(cudaStreamDestroy(s));
 }
 
-TEST_CASE("session: moved, it steps on with its graphs, and memory follows its owner", "[gpu][session]") {
+TEST_CASE("session: moved, it steps on with its graphs, and memory follows its owner", "[gpu][session][alone]") {
   const ModelConfig m = small_model(DType::f16);
   const Workload load{.batch = 1, .q_len = 1, .capacity = 8};
   const Inputs in = inputs(m, load, DType::f16);
@@ -343,7 +343,7 @@ TEST_CASE("session: moved, it steps on with its graphs, and memory follows its o
 }
 
 TEST_CASE("session: a model takes its weights, its cache and at most 64 MB, and gives all of it back",
-          "[gpu][session]") {
+          "[gpu][session][alone]") {
   const auto preset = find_preset("pythia-410m");
   REQUIRE(preset);
   const ModelConfig& m = *preset;
@@ -374,7 +374,7 @@ TEST_CASE("session: a model takes its weights, its cache and at most 64 MB, and 
   CHECK(free_bytes() == after_first);
 }
 
-TEST_CASE("session: one that does not fit is refused in one line, and nothing is kept", "[gpu][session]") {
+TEST_CASE("session: one that does not fit is refused in one line, and nothing is kept", "[gpu][session][alone]") {
   const auto preset = find_preset("pythia-12b");
   REQUIRE(preset);
   cuda::Context c = context();
