@@ -53,12 +53,12 @@ class Model final : public ModelRunner {
   const ModelSpec& model() const override { return spec_; }
   std::int64_t slots() const override { return options_.slots; }
   std::int64_t capacity() const override { return options_.capacity; }
+  DType activation() const override { return options_.activation; }
 
   /// Refuses a slot that is none, tokens beyond the capacity, and `first` beyond the slot's entries. Entries from
   /// `first` on are replaced.
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
-  /// The same with the logits of the last `rows` tokens: `logits` is (rows, vocab), of the activations' dtype.
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
   /// Does what ModelRunner::step() says. Refuses what prefill() refuses, and two tokens of one slot.
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
@@ -73,7 +73,6 @@ class Model final : public ModelRunner {
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
   void measure(Condition* total) { condition_ = total; }
-  DType activation() const { return options_.activation; }
   /// The valid cache entries of a slot.
   std::int64_t length(std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
 

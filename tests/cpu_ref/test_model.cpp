@@ -327,6 +327,11 @@ class StaleModel final : public ModelRunner {
   const ModelSpec& model() const override { return model_->model(); }
   std::int64_t slots() const override { return model_->slots(); }
   std::int64_t capacity() const override { return model_->capacity(); }
+  DType activation() const override { return model_->activation(); }
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                 AnyView<2> logits) override {
+    return model_->forward(slot, first, ids, logits);
+  }
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
     offset_ = model_->length(slot);
     return model_->prefill(slot, first + offset_, ids);

@@ -1,0 +1,70 @@
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/model/decoder.hpp"
+#include "core/model/model.hpp"
+#include "cuda/model/executor.hpp"
+#include "cuda/runtime/context.hpp"
+
+namespace cf::cuda {
+
+/// The device memory that a model takes.
+struct ModelBytes {
+  double weights = 0, cache = 0, workspace = 0;  // large options ask for more than 64 bits count
+  double total() const { return weights + cache + workspace; }
+};
+
+/// A whole model on a GPU: what cpu_ref::Model is on the CPU. A prompt goes through the walk of the model's sites; a
+/// step of all slots goes through the layers by an Executor. The same calls give the same bits. With the same number of
+/// slots and impl a slot's results do not depend on what the other slots hold.
+class Model final : public ModelRunner {
+ public:
+  struct Options {
+    std::int64_t slots = 1;
+    std::int64_t capacity = 2048;  // cache entries of a slot
+    std::int64_t chunk = 512;      // tokens that a prefill takes through the model at once
+    std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
+  };
+
+  /// The fastest impl that takes these steps.
+  static Impl auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights,
+                        std::int64_t slots);
+  /// What create() takes on the device for these weights, which may lie on the host or a device.
+  static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
+  /// Copies the weights to the device, packs what is quantised, and takes memory for cache and activations. `name` is
+  /// the model's in messages. Activations, cache and logits have the weights' dtype. Refuses weights that
+  /// check_model_weights() refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl
+  /// does not take (Code::unimplemented).
+  static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
+                                               const ModelWeights& weights, const Options& options);
+  ~Model() override;
+
+  const ModelSpec& model() const override;
+  std::int64_t slots() const override;
+  std::int64_t capacity() const override;
+  DType activation() const override;
+  Impl impl() const;
+  /// What create() took.
+  const ModelBytes& bytes() const;
+
+  /// The same refusals as cpu_ref::Model's. A call returns when its work is on the stream; choose(), logits() and
+  /// forward() wait for it.
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
+  Status step(std::span<const Token> tokens) override;
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
+  Result<Tensor> logits(std::int64_t slot) override;
+  void release(std::int64_t slot) override;
+
+ private:
+  struct State;
+  explicit Model(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cf::cuda
