@@ -93,7 +93,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(std::size_t(o.slots)),
+      lengths_(o.slots, o.capacity),
       last_ids_(std::size_t(o.slots)) {
   const ModelShape& s = spec_.shape;
   // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.
@@ -127,20 +127,6 @@ Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin)
                    to_string(Shape(sin.shape.begin(), sin.shape.end())));
   std::copy_n(cos.data, cos.size(), cos_.as<float>());
   std::copy_n(sin.data, sin.size(), sin_.as<float>());
-  return {};
-}
-
-Status Model::check_slot(std::int64_t slot, std::int64_t first, std::int64_t tokens) const {
-  if (slot < 0 || slot >= slots())
-    return refused("slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
-  const std::string name = "slot " + std::to_string(slot) + ": ";
-  if (tokens < 1) return refused(name + "expected at least one id, got none");
-  if (first < 0 || first > length(slot))
-    return refused(name + "expected a first position of 0 to " + std::to_string(length(slot)) + ", its entries, got " +
-                   std::to_string(first));
-  if (first + tokens > capacity())
-    return refused(name + "expected at most " + std::to_string(capacity()) + " entries, the capacity, got " +
-                   std::to_string(first + tokens));
   return {};
 }
 
@@ -191,12 +177,12 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
 }
 
 Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
-  CF_TRY(check_slot(slot, first, std::int64_t(ids.size())));
+  CF_TRY(lengths_.check(slot, first, std::int64_t(ids.size())));
   return forward(slot, first, ids, row_of(logits_, slot));
 }
 
 Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
-  CF_TRY(check_slot(slot, first, std::int64_t(ids.size())));
+  CF_TRY(lengths_.check(slot, first, std::int64_t(ids.size())));
   if (logits.shape[0] < 0 || logits.shape[0] > std::int64_t(ids.size()))
     return refused("logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " +
                    std::to_string(logits.shape[0]));
@@ -212,27 +198,24 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
     rows.shape[0] = std::max<std::int64_t>(0, rows_left - std::int64_t(ids.size()));
     rows_left -= rows.shape[0];
     CF_TRY(run(slot, chunk, std::span(&kv_len, 1), rows, visit_));
-    first = lengths_[std::size_t(slot)] = kv_len;
+    lengths_.set(slot, kv_len);
+    first = kv_len;
     last_ids_[std::size_t(slot)] = chunk.back();
   }
   return {};
 }
 
 Status Model::step(std::span<const Token> tokens) {
-  std::vector<std::int32_t> ids(lengths_.size()), kv_len;
-  for (std::int64_t length : lengths_) kv_len.push_back(std::int32_t(length + 1));
-  std::vector<bool> stepped(lengths_.size());
+  CF_TRY(lengths_.check_step(tokens));
+  std::vector<std::int32_t> ids(std::size_t(slots())), kv_len;
+  for (std::int64_t slot = 0; slot < slots(); ++slot) kv_len.push_back(std::int32_t(length(slot) + 1));
   for (const Token& t : tokens) {
-    CF_TRY(check_slot(t.slot, t.position, 1));
-    if (stepped[std::size_t(t.slot)])
-      return refused("slot " + std::to_string(t.slot) + ": expected one token a step, got two");
-    stepped[std::size_t(t.slot)] = true;
     ids[std::size_t(t.slot)] = t.id;
     kv_len[std::size_t(t.slot)] = std::int32_t(t.position + 1);
   }
   CF_TRY(run(0, ids, kv_len, step_logits_.view<2>(), visit_));
   for (const Token& t : tokens) {
-    lengths_[std::size_t(t.slot)] = t.position + 1;
+    lengths_.set(t.slot, t.position + 1);
     last_ids_[std::size_t(t.slot)] = t.id;
     const AnyView<2> from = row_of(step_logits_, t.slot), to = row_of(logits_, t.slot);
     std::memcpy(to.data, from.data, std::size_t(from.bytes()));
@@ -271,7 +254,7 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
 }
 
 Result<Tensor> Model::logits(std::int64_t slot) {
-  CF_TRY(check_slot(slot, 0, 1));
+  CF_TRY(lengths_.check(slot, 0, 1));
   Tensor row(options_.activation, {spec_.shape.vocab_size});
   std::memcpy(row.data(), row_of(logits_, slot).data, std::size_t(row.size_bytes()));
   return row;

@@ -9,6 +9,7 @@
 #include "core/contract.hpp"
 #include "core/model/decoder.hpp"
 #include "core/model/model.hpp"
+#include "core/model/slot_lengths.hpp"
 
 namespace cf::cpu_ref {
 
@@ -63,7 +64,7 @@ class Model final : public ModelRunner {
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
-  void release(std::int64_t slot) override { lengths_[std::size_t(slot)] = 0; }
+  void release(std::int64_t slot) override { lengths_.set(slot, 0); }
 
   /// Calls `visit` for every site of every prefill and step from now on; an empty one ends that.
   void watch(Visit visit) { visit_ = std::move(visit); }
@@ -74,11 +75,10 @@ class Model final : public ModelRunner {
   /// conditions take several times longer than the model.
   void measure(Condition* total) { condition_ = total; }
   /// The valid cache entries of a slot.
-  std::int64_t length(std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
+  std::int64_t length(std::int64_t slot) const { return lengths_[slot]; }
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
-  Status check_slot(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
   /// last rows. `kv_len` is each slot's, with the new tokens.
   Status run(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
@@ -92,7 +92,7 @@ class Model final : public ModelRunner {
   Condition* condition_ = nullptr;
   ModelWeights weights_;
   std::shared_ptr<const void> owner_;
-  std::vector<std::int64_t> lengths_;        // by slot
+  SlotLengths lengths_;
   std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity + 1, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation

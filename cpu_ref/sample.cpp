@@ -1,51 +1,12 @@
 #include "cpu_ref/sample.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <string>
+
+#include "core/scores.hpp"
 
 namespace cf::cpu_ref {
 namespace {
-
-Status refuse(std::string what) { return Status::error(Code::invalid_argument, "sample: " + std::move(what)); }
-
-/// Why no token can be drawn beside this one, whose score is NaN or infinity.
-template <class Real>
-Status bad_score(Real logit, std::size_t id, const Sampling& settings) {
-  const std::string name = "logits[" + std::to_string(id) + "]";
-  if (std::isnan(logit)) return refuse(name + " is NaN, expected a number below infinity");
-  if (std::isinf(logit)) return refuse(name + " is infinity, expected a number below it");
-  return refuse("the score of " + name + " must be a finite number, got infinity with " + to_string(settings));
-}
-
-/// The scores of all tokens, in the precision Score.
-template <class Score, class Real>
-Result<std::vector<Score>> scores_of(std::span<const Real> logits, const Sampling& settings,
-                                     std::span<const std::int32_t> history) {
-  CF_TRY(settings.validate());
-  const std::size_t n = logits.size();
-  if (n < 1 || n > std::size_t(sampling::kMostTokens))
-    return refuse("the number of logits must be 1 to " + std::to_string(sampling::kMostTokens) + ", got " +
-                  std::to_string(n));
-  std::vector<bool> seen(n);
-  for (std::size_t i = 0; i < history.size(); ++i) {
-    if (history[i] < 0 || std::size_t(history[i]) >= n)
-      return refuse("history[" + std::to_string(i) + "] must be 0 to " + std::to_string(n - 1) + ", got " +
-                    std::to_string(history[i]));
-    seen[std::size_t(history[i])] = true;
-  }
-
-  const auto penalty = Score(settings.repetition_penalty), temperature = Score(settings.rule().temperature);
-  std::vector<Score> scores(n);
-  for (std::size_t id = 0; id < n; ++id) {
-    scores[id] = sampling::score(Score(logits[id]), seen[id], penalty, temperature);
-    if (!(scores[id] < std::numeric_limits<Score>::infinity())) return bad_score(logits[id], id, settings);
-  }
-  if (*std::max_element(scores.begin(), scores.end()) == -std::numeric_limits<Score>::infinity())
-    return refuse("every score is -infinity, expected a finite one");
-  return scores;
-}
 
 struct Token {
   std::uint64_t key, weight;
@@ -100,7 +61,7 @@ Result<std::vector<Token>> tokens_of(std::span<const Real> logits, const Samplin
 template <class Real>
 Result<std::int32_t> sample_from(std::span<const Real> logits, const Sampling& settings,
                                  std::span<const std::int32_t> history, std::uint64_t sequence, std::int64_t position) {
-  if (position < 0) return refuse("position must be 0 or more, got " + std::to_string(position));
+  if (position < 0) return refuse_sample("position must be 0 or more, got " + std::to_string(position));
   CF_TRY_ASSIGN(const std::vector<Token> tokens, tokens_of(logits, settings, history));
   const std::uint64_t random = sampling::random_bits(settings.seed, sequence, std::uint64_t(position));
   const std::uint64_t target = sampling::target(random, sum_of_weights(tokens));

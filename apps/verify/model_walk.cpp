@@ -76,14 +76,6 @@ Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::G
   return made;
 }
 
-/// The bound of a tap whose sites have this condition in all. As in a layer, every site before the tap stores its
-/// output once more.
-Budget derived_budget(const ModelSpec& m, DType activation, Condition c) {
-  Budget b = reduction_budget(1, {activation, activation}, c);
-  const double stores = double(sites.size()) * double(m.shape.num_layers) * unit_roundoff(activation);
-  return b += {stores, stores};
-}
-
 /// The columns of `rows` that each row's ids name.
 Tensor chosen_columns(const Tensor& rows, const Tensor& ids) {
   Tensor chosen(DType::f64, ids.shape());
@@ -115,7 +107,7 @@ Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelW
   }
   const auto budget_of = [&](const Made& rows) -> Budget {
     if (activation == DType::f64) return {kModelBudget, kModelBudget};
-    return derived_budget(m.config, activation, rows.condition);
+    return model_budget(m.config, activation, rows.condition);
   };
   ModelWalk walk;
   Tensor reference_logits, reference_ids;
@@ -203,7 +195,7 @@ Result<GenerationCheck> check_generation(const ModelSpec& model, const ModelWeig
     }
   }
   GenerationCheck check;
-  check.budget = derived_budget(model, DType::f32, largest);
+  check.budget = model_budget(model, DType::f32, largest);
   CF_TRY_ASSIGN(check.error, compare(ours, theirs));
   if (!sampling.greedy() || sampling.repetition_penalty != 1) return check;
   for (std::int64_t i = 0; i < count; ++i) {

@@ -4,21 +4,14 @@
 #include <map>
 #include <utility>
 
+#include "core/model/slot_lengths.hpp"
+
 namespace cf {
 namespace {
 
 Status refused(std::string what) { return Status::error(Code::invalid_argument, "decoder: " + std::move(what)); }
 
 std::string name_of(Decoder::Sequence sequence) { return "sequence " + std::to_string(sequence); }
-
-/// Refuses an id outside the vocabulary: "prompt[3]: expected an id of 0 to 50303, got -1".
-Status check_ids(std::string_view what, std::span<const std::int32_t> ids, std::int64_t vocab_size) {
-  for (std::size_t i = 0; i < ids.size(); ++i)
-    if (ids[i] < 0 || ids[i] >= vocab_size)
-      return refused(std::string(what) + "[" + std::to_string(i) + "]: expected an id of 0 to " +
-                     std::to_string(vocab_size - 1) + ", got " + std::to_string(ids[i]));
-  return {};
-}
 
 /// A sequence from add() to drop().
 struct Entry {
@@ -78,7 +71,8 @@ struct Decoder::State {
                        .sampling = e.options.sampling,
                        .sequence = e.options.id,
                        .position = std::int64_t(e.tokens.size()),
-                       .history = e.tokens});
+                       .history = e.tokens,
+                       .is_last = e.emitted() + 1 >= e.options.max_new_tokens});
     }
     const std::vector<Result<std::int32_t>> ids = runner->choose(draws);
     for (std::size_t i = 0; i < chosen.size(); ++i) {
@@ -140,8 +134,8 @@ Result<Decoder::Sequence> Decoder::add(std::span<const std::int32_t> prompt, Seq
   if (std::int64_t(prompt.size()) > capacity)
     return refused("prompt: expected at most " + std::to_string(capacity) + " ids, the cache's capacity, got " +
                    std::to_string(prompt.size()));
-  CF_TRY(check_ids("prompt", prompt, vocab_size));
-  CF_TRY(check_ids("stop", options.stop, vocab_size));
+  CF_TRY(check_ids("decoder", "prompt", prompt, vocab_size));
+  CF_TRY(check_ids("decoder", "stop", options.stop, vocab_size));
   CF_TRY(options.sampling.validate());
   if (options.max_new_tokens < 1)
     return refused("max_new_tokens: expected at least 1, got " + std::to_string(options.max_new_tokens));

@@ -31,6 +31,7 @@ class ModelRunner {
     std::uint64_t sequence;  // the caller's number of the sequence
     std::int64_t position;
     std::span<const std::int32_t> history;  // prompt and chosen ids, for the repetition penalty
+    bool is_last = false;                   // the sequence ends with the chosen token, whichever it is
   };
 
   virtual ~ModelRunner() = default;

@@ -42,6 +42,12 @@ std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w) {
   return walked ? taps : std::vector<Tap>();
 }
 
+Budget model_budget(const ModelSpec& m, DType activation, Condition c) {
+  Budget b = reduction_budget(1, {activation, activation}, c);
+  const double stores = double(sites.size()) * double(m.shape.num_layers) * unit_roundoff(activation);
+  return b += {stores, stores};
+}
+
 Status check_model_weights(const ModelSpec& m, const ModelWeights& w) {
   CF_TRY(check_model(m));
   if (std::int64_t(w.layers.size()) != m.shape.num_layers)

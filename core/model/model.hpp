@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/contract.hpp"
 #include "core/model/layer.hpp"
 #include "core/ops/embedding.hpp"
 
@@ -79,6 +80,10 @@ struct Tap {
 
 /// Every tap of a model, in the order of the walk.
 std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w);
+
+/// The error bound of a tap in this activation dtype, where `c` adds up the conditions of all sites up to the tap. As in
+/// a layer, every site before the tap stores its output once more.
+Budget model_budget(const ModelSpec& m, DType activation, Condition c);
 
 /// Refuses weights that are not those of a whole model: other than num_layers layers, or tensors of other shapes than
 /// for_each_model_weight lists.

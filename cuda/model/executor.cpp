@@ -235,8 +235,13 @@ Status Executor::step(const ResidentWeights& weights, const KvCache& cache, cons
 
 Status Executor::synchronize(CUstream_st* stream) {
   const Status done = from_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  for (const auto& entry : state_->prepared) CF_TRY(entry.second->take_report());
+  CF_TRY(take_report());
   return done;
+}
+
+Status Executor::take_report() {
+  for (const auto& entry : state_->prepared) CF_TRY(entry.second->take_report());
+  return {};
 }
 
 }  // namespace cf::cuda

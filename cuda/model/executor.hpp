@@ -65,6 +65,8 @@ class Executor {
   /// Waits for the stream. Code::device_error, once, where an earlier step was given up: a block of the persistent
   /// kernel has waited too long for another. The message names the model's layer and the site that it waited for.
   Status synchronize(CUstream_st* stream);
+  /// The same without waiting, for a caller that has waited for the step itself.
+  Status take_report();
 
  private:
   struct State;

@@ -17,7 +17,46 @@ __global__ void extend_kernel(std::int32_t* positions, std::int32_t* kv_len, std
     positions[long(blockIdx.x) * q_len + i] = before + i;
 }
 
+/// Thread i places slot i.
+__global__ void place_kernel(const __grid_constant__ SlotTokens tokens, std::int32_t* ids, std::int32_t* positions,
+                             std::int32_t* kv_len, int slots) {
+  let_successor_start();
+  wait_for_predecessors();
+  const int i = int(threadIdx.x);
+  if (i >= slots) return;
+  ids[i] = tokens.id[i];
+  positions[i] = tokens.position[i];
+  kv_len[i] = tokens.position[i] + 1;
+}
+
+__global__ void follow_kernel(const std::int32_t* chosen, std::int32_t capacity, std::int32_t* ids,
+                              std::int32_t* positions, std::int32_t* kv_len, int slots) {
+  let_successor_start();
+  wait_for_predecessors();
+  const int i = int(threadIdx.x);
+  if (i >= slots) return;
+  const std::int32_t position = min(positions[i] + 1, capacity);
+  ids[i] = chosen[i];
+  positions[i] = position;
+  kv_len[i] = position + 1;
+}
+
 }  // namespace
+
+Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Context& context) {
+  LaunchList launches(context);
+  CF_TRY(launch("place", launches, {.grid = 1, .block = kMaxSlots}, place_kernel, tokens, step.ids.data,
+                step.positions.data, step.kv_len.data, int(step.ids.size())));
+  return launches.submit(context.stream(), {.early = context.overlap()});
+}
+
+Status enqueue_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
+                      const Context& context) {
+  LaunchList launches(context);
+  CF_TRY(launch("follow", launches, {.grid = 1, .block = kMaxSlots}, follow_kernel, chosen.data, capacity,
+                step.ids.data, step.positions.data, step.kv_len.data, int(step.ids.size())));
+  return launches.submit(context.stream(), {.early = context.overlap()});
+}
 
 Status enqueue_extend(View<std::int32_t, 1> positions, View<std::int32_t, 1> kv_len, std::int32_t q_len,
                       const Context& context) {

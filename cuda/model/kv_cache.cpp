@@ -118,6 +118,15 @@ Status KvCache::extend(CUstream_st* stream, std::int64_t q_len) {
   return {};
 }
 
+View<std::int32_t, 1> KvCache::writable_positions() {
+  state_->q_len = 1;
+  return {state_->positions.data, {state_->batch}};
+}
+View<std::int32_t, 1> KvCache::writable_kv_len() {
+  state_->q_len = 1;
+  return state_->kv_len;
+}
+
 std::int64_t KvCache::batch() const { return state_->batch; }
 std::int64_t KvCache::capacity() const { return state_->capacity; }
 DType KvCache::dtype() const { return state_->dtype; }

@@ -40,6 +40,10 @@ class KvCache {
   /// Adds q_len to every kv_len, on the device and without waiting. Nothing is checked: beyond the capacity a step's
   /// results are NaN and the cache stays as it is. May be captured into a graph.
   Status extend(CUstream_st* stream, std::int64_t q_len = 1);
+  /// For a caller that writes positions and kv_len on the device itself, before a step of one new token a sequence:
+  /// (batch) each.
+  View<std::int32_t, 1> writable_positions();
+  View<std::int32_t, 1> writable_kv_len();
 
   std::int64_t batch() const;
   std::int64_t capacity() const;

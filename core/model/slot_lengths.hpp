@@ -1,0 +1,37 @@
+#pragma once
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/model/decoder.hpp"
+#include "core/status.hpp"
+
+namespace cf {
+
+/// Refuses an id outside the vocabulary: "prompt[3]: expected an id of 0 to 50303, got -1".
+Status check_ids(std::string_view owner, std::string_view what, std::span<const std::int32_t> ids,
+                 std::int64_t vocab_size);
+
+/// How many valid cache entries each slot of a runner has, and what a runner refuses because of them.
+class SlotLengths {
+ public:
+  SlotLengths(std::int64_t slots, std::int64_t capacity) : capacity_(capacity), lengths_(std::size_t(slots)) {}
+
+  std::int64_t slots() const { return std::int64_t(lengths_.size()); }
+  std::int64_t capacity() const { return capacity_; }
+  std::int64_t operator[](std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
+  void set(std::int64_t slot, std::int64_t length) { lengths_[std::size_t(slot)] = length; }
+
+  /// Refuses a slot that is none, no tokens, `first` beyond the slot's entries, and tokens beyond the capacity.
+  Status check(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
+  /// The same for each token of a step, and two tokens of one slot.
+  Status check_step(std::span<const ModelRunner::Token> tokens) const;
+
+ private:
+  std::int64_t capacity_;
+  std::vector<std::int64_t> lengths_;
+};
+
+}  // namespace cf

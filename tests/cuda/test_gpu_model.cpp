@@ -1,0 +1,402 @@
+// A whole model on the GPU beside the oracle: prompts, steps, choices, slots that come and go.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/compare.hpp"
+#include "core/model/decoder.hpp"
+#include "core/procedural.hpp"
+#include "cpu_ref/model.hpp"
+#include "cpu_ref/sample.hpp"
+#include "cuda/model/model.hpp"
+#include "tests/cuda/device_tensors.hpp"
+#include "tests/support/refusal.hpp"
+#include "tests/support/setups.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using cuda::Impl;
+using cuda::Model;
+using Ids = std::vector<std::int32_t>;
+
+namespace {
+
+constexpr std::int64_t kVocab = 333;  // rows of logits begin at addresses that are no multiple of 16 bytes
+
+template <class T>
+T taken(Result<T> r) {
+  INFO(r.status().message());
+  REQUIRE(r);
+  return std::move(*r);
+}
+
+ModelConfig small_config(std::int64_t layers = 3) {
+  ModelConfig m = model_of(4, 64, 16, 512);
+  m.name = "small";
+  m.num_hidden_layers = layers;
+  m.vocab_size = kVocab;
+  m.max_position_embeddings = 96;
+  return m;
+}
+
+/// A small model with its weights on the host.
+struct Small {
+  ModelConfig config;
+  std::shared_ptr<OwnedModelWeights> weights;
+
+  explicit Small(DType dtype = DType::f16, WeightFormat linears = {}, ModelConfig m = small_config())
+      : config(m), weights(std::make_shared<OwnedModelWeights>(procedural_model(m, dtype, 7, linears))) {}
+
+  Result<std::unique_ptr<Model>> try_model(const Model::Options& o) const {
+    return Model::create(context(), config.name, config, weights->weights, o);
+  }
+  std::unique_ptr<Model> model(const Model::Options& o = {.capacity = 96}) const { return taken(try_model(o)); }
+  Decoder decoder(const Model::Options& o) const { return Decoder(model(o)); }
+};
+
+Ids ids_of(std::int64_t count, std::uint64_t seed) {
+  Tensor t(DType::f32, {count});
+  fill_procedural(t.data(), DType::f32, 0, count, ProceduralKind::activation, seed, "ids");
+  Ids ids;
+  for (std::int64_t i = 0; i < count; ++i) ids.push_back(std::int32_t(std::abs(t.at(i)) * 1000) % kVocab);
+  return ids;
+}
+
+/// The oracle's logits behind every id, (ids, vocab), and the bound of a GPU's error from them.
+struct Reference {
+  Tensor logits;
+  Budget budget;
+};
+
+Reference reference_of(const Small& small, const Ids& ids) {
+  const auto n = std::int64_t(ids.size());
+  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
+                                                   {.capacity = n, .chunk = n, .activation = DType::f64}));
+  Condition condition{0, 0};
+  oracle->measure(&condition);
+  Reference r{.logits = Tensor(DType::f64, {n, kVocab}), .budget = {}};
+  require_ok(oracle->forward(0, 0, ids, r.logits.view<2>()));
+  r.budget = model_budget(small.config, small.weights->weights.embed_in.dtype, condition);
+  return r;
+}
+
+/// Compares rows of logits with the oracle's rows from `first` on.
+void check_rows(const Tensor& ours, const Reference& reference, std::int64_t first) {
+  Tensor theirs(DType::f64, ours.shape());
+  std::copy_n(reference.logits.as<double>() + first * kVocab, theirs.size(), theirs.as<double>());
+  const auto error = compare(ours, theirs);
+  REQUIRE(error);
+  CAPTURE(first, error->rel_l2, error->rel_max, reference.budget.rel_l2, reference.budget.rel_max);
+  CHECK(error->within(reference.budget));
+}
+
+/// A slot's logits as one row.
+Tensor row_of(ModelRunner& runner, std::int64_t slot) {
+  const Tensor row = taken(runner.logits(slot));
+  Tensor matrix(row.dtype(), {1, kVocab});
+  std::memcpy(matrix.data(), row.data(), std::size_t(row.size_bytes()));
+  return matrix;
+}
+
+std::string bits(const Tensor& t) { return {static_cast<const char*>(t.data()), std::size_t(t.size_bytes())}; }
+
+/// The logits behind every id from `split` - 1 on, where the first `split` ids are the prompt.
+std::vector<Tensor> prefill_and_step(Model& model, const Ids& ids, std::size_t split, std::int64_t slot = 0) {
+  std::vector<Tensor> rows;
+  require_ok(model.prefill(slot, 0, std::span(ids).first(split)));
+  rows.push_back(row_of(model, slot));
+  for (std::size_t i = split; i < ids.size(); ++i) {
+    const ModelRunner::Token token{slot, ids[i], std::int64_t(i)};
+    require_ok(model.step(std::span(&token, 1)));
+    rows.push_back(row_of(model, slot));
+  }
+  return rows;
+}
+
+/// A decoder's ids of these prompts, all together, with the bits of the logits behind each last id.
+struct Continued {
+  std::vector<Ids> ids;
+  bool operator==(const Continued&) const = default;
+};
+
+Continued continued(Decoder& d, const std::vector<Ids>& prompts, const SequenceOptions& o, std::int64_t at_once) {
+  std::vector<Decoder::Sequence> sequences;
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    SequenceOptions own = o;
+    own.id = i;
+    sequences.push_back(taken(d.add(prompts[i], own)));
+  }
+  while (d.active()) taken(d.decode(at_once));
+  Continued c;
+  for (Decoder::Sequence s : sequences) {
+    CHECK(taken(d.finish(s)) != Finish::failed);
+    c.ids.push_back(taken(d.ids(s)));
+    require_ok(d.drop(s));
+  }
+  return c;
+}
+
+}  // namespace
+
+TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle's within the budget",
+          "[gpu][model][small]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const Small small(dtype);
+  const Ids ids = ids_of(41, 1);
+  const Reference reference = reference_of(small, ids);
+  for (std::int64_t chunk : {1, 5, 8, 16, 64}) {
+    const auto model = small.model({.capacity = 96, .chunk = chunk});
+    CHECK(model->activation() == dtype);
+    Tensor logits(dtype, {41, kVocab});
+    require_ok(model->forward(0, 0, ids, logits.view<2>()));
+    CAPTURE(chunk);
+    check_rows(logits, reference, 0);
+    // The last rows alone, behind entries that stay.
+    Tensor last(dtype, {3, kVocab});
+    require_ok(model->forward(0, 20, std::span(ids).subspan(20), last.view<2>()));
+    check_rows(last, reference, 38);
+  }
+}
+
+TEST_CASE("model on the GPU: a prompt and then single tokens, at every split and by every impl, are the oracle's",
+          "[gpu][model]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::split, Impl::layer, Impl::persistent);
+  const Small small(dtype);
+  const Ids ids = ids_of(80, 2);
+  const Reference reference = reference_of(small, ids);
+  for (std::size_t split : {1, 7, 8, 9, 63, 64, 65, 79, 80}) {
+    const auto model = small.model({.capacity = 96, .chunk = 32, .impl = impl});
+    CHECK(model->impl() == impl);
+    const std::vector<Tensor> rows = prefill_and_step(*model, ids, split);
+    REQUIRE(rows.size() == 81 - split);
+    CAPTURE(to_string(impl), split);
+    for (std::size_t i = 0; i < rows.size(); ++i) check_rows(rows[i], reference, std::int64_t(split + i) - 1);
+  }
+}
+
+TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, GPTQ weights", "[gpu][model]") {
+  const auto check = [](const Small& small) {
+    const Ids ids = ids_of(30, 3);
+    const Reference reference = reference_of(small, ids);
+    const auto model = small.model({.capacity = 64, .chunk = 16});
+    const std::vector<Tensor> rows = prefill_and_step(*model, ids, 20);
+    for (std::size_t i = 0; i < rows.size(); ++i) check_rows(rows[i], reference, std::int64_t(i) + 19);
+  };
+  ModelConfig sequential = small_config();
+  sequential.use_parallel_residual = false;
+  check(Small(DType::f16, {}, sequential));
+  ModelConfig tied = small_config();
+  tied.tie_word_embeddings = true;
+  check(Small(DType::f16, {}, tied));
+  check(Small(DType::f16, {}, small_config(1)));
+  check(Small(DType::f16, {.bits = 4, .group_size = 64}));
+  check(Small(DType::f16, {.bits = 8, .group_size = 64}));
+}
+
+TEST_CASE("model on the GPU: many slots, of which some hold nothing", "[gpu][model]") {
+  const std::int64_t slots = GENERATE(2, 8, 9, 16, 33, 64);
+  const Small small;
+  const auto model = small.model({.slots = slots, .capacity = 64, .chunk = 32});
+  // Sequence s of length 3 + s % 20 in every second slot.
+  std::map<std::int64_t, Ids> sequences;
+  for (std::int64_t s = 0; s < slots; s += 2) {
+    sequences[s] = ids_of(3 + s % 20 + 4, std::uint64_t(10 + s));
+    require_ok(model->prefill(s, 0, std::span(sequences[s]).first(sequences[s].size() - 4)));
+  }
+  for (std::size_t step = 4; step >= 1; --step) {
+    std::vector<ModelRunner::Token> tokens;
+    for (const auto& [slot, ids] : sequences)
+      tokens.push_back({slot, ids[ids.size() - step], std::int64_t(ids.size() - step)});
+    require_ok(model->step(tokens));
+  }
+  for (const auto& [slot, ids] : sequences) {
+    CAPTURE(slots, slot);
+    check_rows(row_of(*model, slot), reference_of(small, ids), std::int64_t(ids.size()) - 1);
+  }
+}
+
+TEST_CASE("model on the GPU: a slot's bits do not depend on what the other slots hold", "[gpu][model]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
+  const Small small;
+  const Model::Options options{.slots = 4, .capacity = 64, .chunk = 16, .impl = impl};
+  const Ids ids = ids_of(24, 4);
+  const auto alone = small.model(options), beside = small.model(options);
+  std::vector<std::string> expected, got;
+  for (const Tensor& row : prefill_and_step(*alone, ids, 10, 2)) expected.push_back(bits(row));
+  // The same while other slots come, decode and go.
+  const Ids other = ids_of(60, 5);
+  require_ok(beside->prefill(0, 0, std::span(other).first(31)));
+  require_ok(beside->prefill(2, 0, std::span(ids).first(10)));
+  got.push_back(bits(row_of(*beside, 2)));
+  for (std::size_t i = 10; i < ids.size(); ++i) {
+    std::vector<ModelRunner::Token> tokens{{2, ids[i], std::int64_t(i)}};
+    if (i < 20) tokens.insert(tokens.begin(), {0, other[21 + i], std::int64_t(21 + i)});
+    if (i == 15) require_ok(beside->prefill(3, 0, other));
+    if (i == 20) beside->release(0);
+    require_ok(beside->step(tokens));
+    got.push_back(bits(row_of(*beside, 2)));
+  }
+  CAPTURE(to_string(impl));
+  CHECK(got == expected);
+}
+
+TEST_CASE("model on the GPU: slots that a step leaves out keep their logits", "[gpu][model][small]") {
+  const Small small;
+  const auto model = small.model({.slots = 3, .capacity = 32, .chunk = 16});
+  const Ids ids = ids_of(12, 6);
+  for (std::int64_t slot : {0, 1, 2}) require_ok(model->prefill(slot, 0, std::span(ids).first(std::size_t(2 + slot))));
+  const auto step = [&](std::vector<ModelRunner::Token> tokens) { require_ok(model->step(tokens)); };
+  step({{0, ids[2], 2}, {1, ids[3], 3}});
+  const std::string second = bits(row_of(*model, 1)), third = bits(row_of(*model, 2));
+  for (std::int64_t position = 3; position < 8; ++position) {
+    step({{0, ids[std::size_t(position)], position}});
+    CHECK(bits(row_of(*model, 1)) == second);
+    CHECK(bits(row_of(*model, 2)) == third);
+  }
+  const ModelRunner::Draw draw{.slot = 1, .sampling = {}, .sequence = 0, .position = 4, .history = {}};
+  const auto chosen = model->choose(std::span(&draw, 1));
+  REQUIRE(chosen.size() == 1);
+  const Tensor row = taken(model->logits(1));
+  std::vector<float> wide;
+  for (std::int64_t i = 0; i < kVocab; ++i) wide.push_back(float(row.at(i)));
+  CHECK(taken(chosen[0]) == taken(cpu_ref::sample(wide, {}, {}, 0, 4)));
+}
+
+TEST_CASE("decoder on the GPU: each id is the CPU sampler's choice among the logits", "[gpu][model][sampling]") {
+  const Sampling sampling =
+      GENERATE(Sampling{}, Sampling{.temperature = 0.8, .top_k = 20, .seed = 3},
+               Sampling{.temperature = 1.3, .top_p = 0.9, .min_p = 0.01, .seed = 4},
+               Sampling{.temperature = 1, .repetition_penalty = 1.3, .seed = 5}, Sampling{.repetition_penalty = 1.8});
+  const Small small;
+  Decoder d = small.decoder({.slots = 2, .capacity = 96, .chunk = 16});
+  const Ids prompt = ids_of(9, 7);
+  // A second sequence takes a slot that another one has left.
+  const auto before = taken(d.add(ids_of(5, 8), {.sampling = sampling, .max_new_tokens = 3}));
+  taken(d.decode(3));
+  CHECK(taken(d.finish(before)) == Finish::length);
+  const auto s = taken(d.add(prompt, {.sampling = sampling, .id = 11}));
+  Ids history = prompt;
+  for (int i = 0; i < 40; ++i) {
+    const auto emitted = taken(d.decode(1));
+    REQUIRE(emitted.size() == 1);
+    const Tensor row = taken(d.logits(s));
+    std::vector<float> wide;
+    for (std::int64_t k = 0; k < kVocab; ++k) wide.push_back(float(row.at(k)));
+    CHECK(emitted[0].id == taken(cpu_ref::sample(wide, sampling, history, 11, std::int64_t(history.size()))));
+    history.push_back(emitted[0].id);
+  }
+}
+
+TEST_CASE("decoder on the GPU: the same run has the same ids, however it is cut and whoever is beside it",
+          "[gpu][model][reruns]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
+  const Small small;
+  const Model::Options options{.slots = 3, .capacity = 96, .chunk = 16, .impl = impl};
+  const std::vector<Ids> prompts{ids_of(9, 1), ids_of(30, 2), ids_of(1, 3)};
+  const SequenceOptions sampled{.sampling = {.temperature = 1, .seed = 9}, .max_new_tokens = 24};
+  Decoder d = small.decoder(options);
+  const Continued first = continued(d, prompts, sampled, 1);
+  for (const Ids& ids : first.ids) CHECK(ids.size() == 24);
+  for (int run = 0; run < 100; ++run) CHECK(continued(d, prompts, sampled, 1 + run % 30) == first);
+  // One by one, each in another slot than before.
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    SequenceOptions own = sampled;
+    own.id = i;
+    const auto s = taken(d.add(prompts[i], own));
+    while (d.active()) taken(d.decode(5));
+    CHECK(taken(d.ids(s)) == first.ids[i]);
+  }
+}
+
+TEST_CASE("decoder on the GPU: stops, limits, joiners and the cache's end", "[gpu][model]") {
+  const Small small;
+  Decoder d = small.decoder({.slots = 2, .capacity = 24, .chunk = 16});
+  const Ids prompt = ids_of(6, 11);
+  const auto free_run = taken(d.add(prompt, {.max_new_tokens = 12}));
+  taken(d.decode(20));
+  const Ids ids = taken(d.ids(free_run));
+  REQUIRE(ids.size() == 12);
+  // The same sequence, ended by an id, while another joins it.
+  const auto stopped = taken(d.add(prompt, {.stop = {ids[5]}}));
+  taken(d.decode(2));
+  const auto joined = taken(d.add(ids_of(20, 12)));
+  taken(d.decode(12));
+  CHECK(taken(d.finish(stopped)) == Finish::stop);
+  const Ids until = taken(d.ids(stopped));
+  CHECK(until == Ids(ids.begin(), std::find(ids.begin(), ids.end(), ids[5]) + 1));
+  CHECK(taken(d.finish(joined)) == Finish::failed);
+  CHECK(refusal_fault(d.status(joined), Code::invalid_argument,
+                      {"the cache's capacity of 24 entries is reached after 5 new tokens"}) == "");
+  CHECK(taken(d.ids(joined)).size() == 5);
+}
+
+TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][model]") {
+  const Small small;
+  const auto& dense = std::get<DenseWeight>(small.weights->weights.layers[1].dense.weight).weight;
+  constexpr std::uint16_t nan = 0x7e00;
+  std::memcpy(static_cast<char*>(const_cast<void*>(dense.data)) + 10, &nan, sizeof nan);
+  Decoder d = small.decoder({.slots = 2, .capacity = 32});
+  const auto s = taken(d.add(ids_of(4, 1)));
+  taken(d.decode(2));
+  CHECK(taken(d.finish(s)) == Finish::failed);
+  CHECK(refusal_fault(d.status(s), Code::invalid_argument,
+                      {"logits[0] is NaN",
+                       "the first NaN of this token is made by "
+                       "gpt_neox.layers.1.attention.dense"}) == "");
+}
+
+TEST_CASE("model on the GPU: what cannot be is refused by name", "[gpu][model][bad]") {
+  const Small small;
+  const auto refused = [&](const Model::Options& o, Code code, std::initializer_list<std::string_view> parts) {
+    return refusal_fault(small.try_model(o).status(), code, parts);
+  };
+  CHECK(refused({.slots = 65}, Code::invalid_argument, {"slots", "64", "65"}) == "");
+  CHECK(refused({.capacity = 0}, Code::invalid_argument, {"capacity", "0"}) == "");
+  CHECK(refused({.slots = 64, .capacity = 1 << 26}, Code::out_of_memory, {"small: 64 slots of ", "GB are free"}) == "");
+  CHECK(refused({.slots = 9, .impl = Impl::persistent}, Code::unimplemented, {"1 to 8 sequences, got 9"}) == "");
+  Small lacks;
+  lacks.weights->weights.layers.pop_back();
+  CHECK(refusal_fault(lacks.try_model({}).status(), Code::invalid_argument, {"3 layers, got 2"}) == "");
+
+  const auto model = small.model({.slots = 2, .capacity = 8});
+  const auto fault = [](const Status& s, std::string_view part) {
+    return refusal_fault(s, Code::invalid_argument, {part});
+  };
+  CHECK(fault(model->prefill(2, 0, Ids{1}), "slot: expected 0 to 1, got 2") == "");
+  CHECK(fault(model->prefill(0, 1, Ids{1}), "expected a first position of 0 to 0") == "");
+  CHECK(fault(model->prefill(0, 0, Ids(9, 1)), "at most 8 entries") == "");
+  CHECK(fault(model->prefill(0, 0, Ids{1, kVocab}), "ids[1]: expected an id of 0 to 332, got 333") == "");
+  Tensor logits(DType::f32, {1, kVocab});
+  CHECK(fault(model->forward(0, 0, Ids{1}, logits.view<2>()), "expected rows of 333 float16, got 333 float32") == "");
+  require_ok(model->prefill(0, 0, Ids{1, 2}));
+  const std::vector<ModelRunner::Token> twice{{0, 3, 2}, {0, 4, 2}};
+  CHECK(fault(model->step(twice), "expected one token a step, got two") == "");
+  const ModelRunner::Token bad{0, -1, 2};
+  CHECK(fault(model->step(std::span(&bad, 1)), "expected an id of 0 to 332, got -1") == "");
+  const ModelRunner::Draw draw{.slot = 0, .sampling = {}, .sequence = 0, .position = 3, .history = {}};
+  CHECK(fault(model->choose(std::span(&draw, 1))[0].status(), "a choice for position 2, got 3") == "");
+}
+
+TEST_CASE("model on the GPU: its bytes are what it takes, and all are given back", "[gpu][model][alone]") {
+  const Small small;
+  small.model();  // loads the kernels
+  const auto free_bytes = [] {
+    std::size_t free = 0, total = 0;
+    require_cuda(cudaMemGetInfo(&free, &total));
+    return double(free);
+  };
+  const Model::Options options{.slots = 4, .capacity = 4096, .chunk = 8};
+  const double before = free_bytes();
+  {
+    const auto model = small.model(options);
+    const double told = Model::bytes(small.config, small.weights->weights, options).total();
+    CHECK(std::abs(model->bytes().total() - told) <= 0.01 * told + 1e6);
+    // The driver takes memory in pieces of 2 MB; a graph has some of its own.
+    CHECK(before - free_bytes() <= told + 64e6);
+  }
+  CHECK(free_bytes() >= before - 2e6);
+}
