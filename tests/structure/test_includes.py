@@ -35,6 +35,7 @@ ROOMS = {
     "cuda/ops/linear": OP_FAMILY,
     "cuda/ops/norm": OP_FAMILY,
     "cuda/ops/rope": OP_FAMILY,
+    "cuda/ops/sample": OP_FAMILY,
     "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
