@@ -20,6 +20,7 @@ class SlotLengths {
   SlotLengths(std::int64_t slots, std::int64_t capacity) : capacity_(capacity), lengths_(std::size_t(slots)) {}
 
   std::int64_t slots() const { return std::int64_t(lengths_.size()); }
+  std::size_t size() const { return lengths_.size(); }
   std::int64_t capacity() const { return capacity_; }
   std::int64_t operator[](std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
   void set(std::int64_t slot, std::int64_t length) { lengths_[std::size_t(slot)] = length; }
