@@ -63,6 +63,9 @@ bool is_quantised(const ModelWeights& w) {
 
 std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
 
+/// The distance of a prompt's ids, positions and length in their block. Tensors begin at multiples of 16 bytes.
+std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
+
 std::int64_t table_rows(const ModelSpec& m, const Model::Options& o) {
   return std::max(m.shape.max_positions, o.capacity);
 }
@@ -97,6 +100,8 @@ struct Model::State {
 
   std::size_t lay_out(std::byte* block);
   Status prepare_steps();
+  /// What the first layer of a step reads.
+  ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
   /// The walk's tensors for q_len new tokens of each of `batch` slots from `slot` on. `caches` holds what the result
   /// points to.
@@ -152,8 +157,9 @@ struct Model::State {
   StepArrays step;  // of all slots
   View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
   AnyView<2> final_norm;
-  std::array<AnyView<2>, 2> hidden;                     // the embedding and the layers' outputs, in turn
-  std::array<AnyView<2>, kPlaces> logits;               // (slots, vocab), by Where
+  AnyView<2> prompt_logits;                // (1, vocab): a slot's row of `logits` is not aligned for every vocab
+  std::array<AnyView<2>, 2> hidden;        // the embedding and the layers' outputs, in turn
+  std::array<AnyView<2>, kPlaces> logits;  // (slots, vocab), by Where
   std::array<View<std::int32_t, 1>, kPlaces> settings;  // SlotSampling of each slot, by Where
   View<std::int32_t, 1> seen;
 
@@ -173,7 +179,7 @@ struct Model::State {
 
 std::size_t Model::State::lay_out(std::byte* block) {
   Arena arena(block);
-  const std::int64_t chunk = most_tokens(options), slots = options.slots, vocab = spec.shape.vocab_size;
+  const std::int64_t chunk = prompt_stride(options), slots = options.slots, vocab = spec.shape.vocab_size;
   const DType dtype = workspace.activation();
   for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.place(*v, extents(slots), DType::i32);
   // The host copies the three as one.
@@ -185,8 +191,9 @@ std::size_t Model::State::lay_out(std::byte* block) {
   arena.place(seen, extents(slots * seen_words(vocab)), DType::i32);
   for (auto& s : settings)
     arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
-  arena.place(final_norm, extents(chunk, spec.shape.hidden_size), dtype);
+  arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
   for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
+  arena.place(prompt_logits, extents(1, vocab), dtype);
   return arena.bytes();
 }
 
@@ -246,7 +253,7 @@ Status Model::State::prepare_steps() {
     sample.push_back(std::move(launches));
     sent[i].resize(std::size_t(options.slots));
   }
-  return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = hidden[0]});
+  return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
 }
 
 // Creation.
@@ -326,7 +333,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   };
   s.hidden = {spec.shape.num_layers % 2 ? s.workspace.hidden(tokens) : output_of(1), output_of(0)};
   s.seen_size.resize(std::size_t(o.slots));
-  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * tokens + 1));
+  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * prompt_stride(o) + 1));
   CF_TRY_ASSIGN(s.pinned_chosen, make_pinned(o.slots));
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.choice_made, make_event());
@@ -337,7 +344,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
     graph.impl = Impl::graph;
     s.impl = Impl::graph;
     s.executor = Executor(context, Impl::graph);
-    CF_TRY(s.executor.prepare(s.weights, s.cache, s.workspace, {.stream = s.stream.get(), .input = s.hidden[0]}));
+    CF_TRY(s.executor.prepare(s.weights, s.cache, s.workspace, {.stream = s.stream.get(), .input = s.step_input()}));
   }
   s.taken = {.weights = double(s.weights.device_bytes()),
              .cache = double(s.cache.device_bytes()),
@@ -430,10 +437,10 @@ Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std
   State& s = *state_;
   CF_TRY(s.run(
       slot, first, ids, 1,
-      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {
-        return rows_of(s.logits_at(Where::prompts), slot, count);
-      },
+      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },
       [](const AnyView<2>&, std::int64_t) { return Status(); }));
+  CF_TRY(copy_async(rows_of(s.logits_at(Where::prompts), slot).data, s.prompt_logits.data,
+                    std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
   s.where[std::size_t(slot)] = Where::prompts;
   return copy_async(s.prompt_lengths.data + slot, s.prompt_kv_len.data, sizeof(std::int32_t), cudaMemcpyDeviceToDevice,
                     s.stream.get());
@@ -471,7 +478,7 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
 Status Model::State::run_step(Where to) {
   const LaunchMode mode{.early = context.overlap()};
   CF_TRY(embed.front().submit(stream.get(), mode));
-  CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = hidden[0]}));
+  CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
   CF_TRY(finish[to == Where::even_steps ? 0 : 1].submit(stream.get(), mode));
   last_step = to;
   return {};
@@ -621,7 +628,7 @@ std::string Model::State::first_nan(std::int64_t slot) {
   const std::int32_t staged[] = {last_ids[std::size_t(slot)], std::int32_t(position), std::int32_t(position + 1)};
   const StepArrays arrays = prompt_arrays(1);
   std::vector<LayerCache> caches;
-  const ModelTensors t = tensors(slot, 1, 1, arrays, logits_of_slot(slot), caches);
+  const ModelTensors t = tensors(slot, 1, 1, arrays, prompt_logits, caches);
   const auto look = [&]() -> Status {
     CF_TRY(copy_to_device(context, arrays.ids.data, staged, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.positions.data, staged + 1, sizeof *staged));
