@@ -17,6 +17,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct Row {
+  std::string impl;  // of a GPU's steps; empty on the CPU
   ModelLoad load;
   ModelTiming timing;
 };
@@ -25,22 +26,25 @@ struct Row {
 Json fields(const Row& r) {
   const ModelTiming& t = r.timing;
   const double total_s = t.total_ms.median * 1e-3;
-  return {{"prompt_len", r.load.prompt_len},
-          {"new_tokens", r.load.new_tokens},
-          {"slots", r.load.slots},
-          {"ttft_ms", t.first_token_ms.median},
-          {"tpot_ms", t.time_per_token_ms},
-          {"inter_token_p50_ms", t.token_ms.median},
-          {"inter_token_p90_ms", t.inter_token_p90_ms},
-          {"inter_token_p99_ms", t.token_ms.p99},
-          {"total_ms", t.total_ms.median},
-          {"tokens_per_s", t.tokens_per_s(r.load)},
-          {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
-          {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
-          {"prefill_tflop_per_s", t.prompt.flops * 1e-9 / t.first_token_ms.median},
-          {"decode_bytes", t.steps.bytes},
-          {"read_best_gb_per_s", t.best_read() * 1e-9},
-          {"decode_percent_of_read", t.percent_of_read()}};
+  Json j = Json::object();
+  if (!r.impl.empty()) j["impl"] = r.impl;
+  j.update({{"prompt_len", r.load.prompt_len},
+            {"new_tokens", r.load.new_tokens},
+            {"slots", r.load.slots},
+            {"ttft_ms", t.first_token_ms.median},
+            {"tpot_ms", t.time_per_token_ms},
+            {"inter_token_p50_ms", t.token_ms.median},
+            {"inter_token_p90_ms", t.inter_token_p90_ms},
+            {"inter_token_p99_ms", t.token_ms.p99},
+            {"total_ms", t.total_ms.median},
+            {"tokens_per_s", t.tokens_per_s(r.load)},
+            {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
+            {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
+            {"prefill_tflop_per_s", t.prompt.flops * 1e-9 / t.first_token_ms.median},
+            {"decode_bytes", t.steps.bytes},
+            {"read_best_gb_per_s", t.best_read() * 1e-9},
+            {"decode_percent_of_read", t.percent_of_read()}});
+  return j;
 }
 
 }  // namespace
@@ -70,8 +74,10 @@ Bench::Bench(CommandLine& line) {
 int Bench::run(const std::string& command) {
   const std::int64_t capacity =
       *std::max_element(prompts_.begin(), prompts_.end()) + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
-  Table table({"prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s",
-               "GFLOP", "TFLOP/s", "% of read"});
+  std::vector<std::string> headers{"prompt", "new",      "slots",    "TTFT ms", "TPOT ms", "p50 ms",   "p90 ms",
+                                   "p99 ms", "total ms", "tokens/s", "GFLOP",   "TFLOP/s", "% of read"};
+  if (model_.cuda()) headers.insert(headers.begin(), "impl");
+  Table table(headers);
   const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
   Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
   if (!running) return fail(running.status());
@@ -85,6 +91,7 @@ int Bench::run(const std::string& command) {
       Json report = {
           {"program", "cf-model bench"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
       add_machine(report, model_, *running, activation);
+      if (running->device) report["impl"] = model_.impl;  // what was asked for; each row has its own
       report["runs"] = runs;
       report["warmup"] = warmup;
       report["complete"] = complete;
@@ -119,7 +126,7 @@ int Bench::run(const std::string& command) {
     activation = decoder.runner().activation();
     for (std::int64_t prompt_len : prompts_)
       for (std::int64_t new_tokens : outputs_) {
-        Row row{.load = {prompt_len, new_tokens, slots}, .timing = {}};
+        Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};
         {
           std::int64_t done = 0;
           Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup + runs);
@@ -130,10 +137,21 @@ int Bench::run(const std::string& command) {
         }
         const Json f = fields(row);
         const auto cell = [&](const char* key, int digits) { return fmt::format("{:.{}f}", double(f[key]), digits); };
-        table.add({std::to_string(prompt_len), std::to_string(new_tokens), std::to_string(slots), cell("ttft_ms", 2),
-                   cell("tpot_ms", 3), cell("inter_token_p50_ms", 3), cell("inter_token_p90_ms", 3),
-                   cell("inter_token_p99_ms", 3), cell("total_ms", 1), cell("tokens_per_s", 1), cell("gflop", 2),
-                   cell("tflop_per_s", 4), cell("decode_percent_of_read", 1)});
+        std::vector<std::string> cells{std::to_string(prompt_len),
+                                       std::to_string(new_tokens),
+                                       std::to_string(slots),
+                                       cell("ttft_ms", 2),
+                                       cell("tpot_ms", 3),
+                                       cell("inter_token_p50_ms", 3),
+                                       cell("inter_token_p90_ms", 3),
+                                       cell("inter_token_p99_ms", 3),
+                                       cell("total_ms", 1),
+                                       cell("tokens_per_s", 1),
+                                       cell("gflop", 2),
+                                       cell("tflop_per_s", 4),
+                                       cell("decode_percent_of_read", 1)};
+        if (!row.impl.empty()) cells.insert(cells.begin(), row.impl);
+        table.add(cells);
         rows.push_back(std::move(row));
         if (const Status s = write_files(false); !s) return fail(s);
       }

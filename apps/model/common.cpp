@@ -111,7 +111,7 @@ Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::
 }
 
 std::string describe_machine(const ModelOptions& o, const RunningModel& running) {
-  if (running.device) return fmt::format("{}, impl {}", running.device->info().name, running.impl);
+  if (running.device) return running.device->info().name;
   return fmt::format("{} threads of {}", o.threads, cpu_name());
 }
 
