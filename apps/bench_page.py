@@ -202,6 +202,24 @@ def cpu(figures):
     return [about, "", *table(headers, rows)]
 
 
+def model_table(report):
+    """The rows of cf-model bench. On a GPU each has the impl of its steps."""
+    results = report["results"]
+    texts = [key for key in ("impl", "prompt_len", "new_tokens", "slots") if key in results[0]]
+    rows = [
+        [
+            *(str(r[key]) for key in texts),
+            *(f"{r[key]:.{2 if 'impl' in r else 1}f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms")),
+            f"{r['tokens_per_s']:.1f}",
+            f"{r['decode_percent_of_read']:.0f} %",
+        ]
+        for r in results
+    ]
+    names = {"impl": "impl", "prompt_len": "prompt", "new_tokens": "new", "slots": "slots"}
+    headers = [*(names[key] for key in texts), "TTFT ms", "TPOT ms", "p99 ms", "tokens/s"]
+    return table([*headers, "decode, of the streaming read"], rows)
+
+
 def cpu_model(figures):
     lines = []
     for name in ("cpu-model-pythia-2.8b", "cpu-model-pythia-2.8b-gptq"):
@@ -209,25 +227,26 @@ def cpu_model(figures):
         if not report:
             lines += [f"{name}: not recorded.", ""]
             continue
-        rows = [
-            [
-                *(str(r[key]) for key in ("prompt_len", "new_tokens", "slots")),
-                *(f"{r[key]:.1f}" for key in ("ttft_ms", "tpot_ms", "inter_token_p99_ms", "tokens_per_s")),
-                f"{r['decode_percent_of_read']:.0f} %",
-            ]
-            for r in report["results"]
-        ]
-        headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p99 ms", "tokens/s", "decode, of the streaming read"]
         about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
-        lines += [about, "", *table(headers, rows), ""]
+        lines += [about, "", *model_table(report), ""]
     return lines[:-1]
+
+
+def gpu_model(figures):
+    lines = []
+    for name in ("pythia-2.8b", "pythia-2.8b-slots", "pythia-2.8b-gptq", "pythia-6.9b"):
+        report = figures[f"model-{name}"]
+        if report:
+            about = f"{report['model']} on {report['gpu']}, {report['weights']}. {figures.source(f'model-{name}')}"
+            lines += [about, "", *model_table(report), ""]
+    return lines[:-1] or ["Not recorded."]
 
 
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
-records all of them again in about ten minutes and needs a GPU with 80 GB, torch, transformers and matplotlib. Each file
-holds the GPU, the command and the commit of its figures.
+records all of them again in about a quarter of an hour and needs a GPU with 80 GB, torch, transformers and matplotlib.
+Each file holds the GPU, the command and the commit of its figures.
 
 How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
 streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at
@@ -238,6 +257,13 @@ is torch op by op, captured; Hugging Face is transformers with a static cache an
 ## Ways to step a model
 
 {ways_to_step}
+
+## Tokens from a whole model
+
+TTFT is the time from the prompts to the last slot's first id, TPOT the time between a slot's ids after it, both by the
+host's clock.
+
+{gpu_model}
 
 ## Several sequences
 
@@ -284,7 +310,7 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, batches, quantised, ablation, growth, peers, cpu, cpu_model)
+    parts = (ways_to_step, gpu_model, batches, quantised, ablation, growth, peers, cpu, cpu_model)
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 

@@ -7,7 +7,7 @@ namespace cf::apps {
 namespace {
 
 int main(int argc, char** argv) {
-  CommandLine line("Makes tokens with a whole GPT-NeoX model on the CPU, scores texts, and times both.",
+  CommandLine line("Makes tokens with a whole GPT-NeoX model, scores texts, and times both, on the CPU or a GPU.",
                    std::string("cf-model ") + CF_VERSION);
   CommandLine& generate_line = line.subcommand("generate", "Continue prompts");
   CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");

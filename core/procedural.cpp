@@ -132,10 +132,19 @@ OwnedLayerWeights procedural_layer(const ModelSpec& m, DType dense, std::int64_t
   return owned;
 }
 
+ModelWeights outline_model(const ModelSpec& m, DType dense, WeightFormat linears) {
+  ModelWeights outline;
+  outline.layers.resize(std::size_t(m.shape.num_layers));
+  for (LayerWeights& layer : outline.layers) mark_quantised(m, linears, layer);
+  for_each_model_weight(m, outline, [&]<class V>(const TensorSpec&, V& view, auto shape) {
+    point(view, nullptr, shape, dtype_of_view<V>(dense));
+  });
+  tie_embeddings(m, outline);
+  return outline;
+}
+
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears) {
-  OwnedModelWeights owned;
-  owned.weights.layers.resize(std::size_t(m.shape.num_layers));
-  for (LayerWeights& layer : owned.weights.layers) mark_quantised(m, linears, layer);
+  OwnedModelWeights owned{outline_model(m, dense, linears), {}};
   for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
     std::string_view name = spec.name;
     if (constexpr std::string_view prefix = "gpt_neox."; name.starts_with(prefix)) name.remove_prefix(prefix.size());

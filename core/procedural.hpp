@@ -55,6 +55,9 @@ struct OwnedModelWeights {
 /// "final_layer_norm.bias" and, where the embeddings are not tied, "embed_out.weight".
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
 
+/// The views of procedural_model()'s weights without memory: formats, dtypes and shapes, from which bytes are counted.
+ModelWeights outline_model(const ModelSpec& m, DType dtype, WeightFormat linears = {});
+
 /// The checksum of a layer's weights: the sum over for_each_weight of checksum(bytes) times (its place + 1).
 std::uint64_t weights_checksum(const ModelSpec& m, const LayerWeights& w);
 /// The same of a whole model's weights, over for_each_model_weight.

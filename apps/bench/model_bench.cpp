@@ -15,15 +15,6 @@ using Clock = std::chrono::steady_clock;
 
 double milliseconds(Clock::duration d) { return std::chrono::duration<double, std::milli>(d).count(); }
 
-/// The rate of a streaming read of all weights. Vectors are too short to measure one.
-double read_rate(const ModelSpec& m, const ModelWeights& weights) {
-  ReadRate rate;
-  for_each_model_weight(m, weights, [&](const TensorSpec&, const auto& view, const auto& shape) {
-    if (shape.size() == 2) rate.add(view.data, std::size_t(view.bytes()));
-  });
-  return rate.bytes_per_s();
-}
-
 /// Ids that spread over the vocabulary, the same for the same slot.
 std::vector<std::int32_t> prompt_of(std::int64_t length, std::int64_t slot, std::int64_t vocab_size) {
   std::vector<std::int32_t> ids;
@@ -46,6 +37,15 @@ double ModelTiming::percent_of_read() const {
   return seconds > 0 ? 100 * steps.bytes / seconds / best_read() : 0;
 }
 
+double weights_read_rate(const ModelSpec& m, const ModelWeights& weights) {
+  ReadRate rate;
+  for_each_model_weight(m, weights, [&](const TensorSpec&, const auto& view, const auto& shape) {
+    // Vectors are too short to measure a rate.
+    if (shape.size() == 2) rate.add(view.data, std::size_t(view.bytes()));
+  });
+  return rate.bytes_per_s();
+}
+
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
                DType activation) {
   const DType dense = w.embed_in.dtype;
@@ -61,13 +61,15 @@ Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, 
   return cost += ops::Linear::cost({logit_rows, hidden, m.shape.vocab_size, false}, activation, dense);
 }
 
-Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, DType activation,
-                               std::int64_t runs, std::int64_t warmup, const std::function<void()>& done) {
+Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, std::int64_t runs,
+                               std::int64_t warmup, const std::function<Result<double>()>& read_rate,
+                               const std::function<void()>& done) {
   const ModelSpec& m = decoder.runner().model();
+  const DType activation = decoder.runner().activation();
   ModelTiming timing;
   std::vector<double> first_ms, total_ms, token_ms;
   for (std::int64_t run = -warmup; run < runs; ++run) {
-    const double read = read_rate(m, weights);
+    CF_TRY_ASSIGN(const double read, read_rate());
     std::vector<Decoder::Sequence> sequences;
     for (std::int64_t slot = 0; slot < load.slots; ++slot) {
       CF_TRY_ASSIGN(const Decoder::Sequence s, decoder.add(prompt_of(load.prompt_len, slot, m.shape.vocab_size),

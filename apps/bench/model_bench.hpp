@@ -24,7 +24,7 @@ struct ModelTiming {
   double inter_token_p90_ms = 0;  // the same
   double time_per_token_ms = 0;   // TPOT: (total - first token) / (new tokens - 1), by medians; 0 for one token
   Cost prompt, steps;             // what the prompts' pass moves and computes, and all steps together
-  std::vector<double> read_bytes_per_s;  // a streaming read of the weights in each run
+  std::vector<double> read_bytes_per_s;  // a streaming read of the memory that holds the weights, in each run
 
   double best_read() const;
   /// New tokens of all slots a second, prompts included.
@@ -38,8 +38,13 @@ struct ModelTiming {
 Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, std::int64_t logit_rows,
                DType activation);
 
-/// Times a load `runs` times after `warmup` runs; `done` is called after each.
-Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, DType activation,
-                               std::int64_t runs, std::int64_t warmup, const std::function<void()>& done);
+/// The rate of a streaming read of all weights by the CPU, in bytes per second.
+double weights_read_rate(const ModelSpec& m, const ModelWeights& weights);
+
+/// Times a load `runs` times after `warmup` runs, by the host's clock. Before each run it calls `read_rate` for the
+/// streaming read's bytes per second, and after each `done`. Of the weights it looks at formats, dtypes and shapes.
+Result<ModelTiming> time_model(Decoder& decoder, const ModelWeights& weights, const ModelLoad& load, std::int64_t runs,
+                               std::int64_t warmup, const std::function<Result<double>()>& read_rate,
+                               const std::function<void()>& done);
 
 }  // namespace cf::apps

@@ -1,20 +1,38 @@
 // The GPU benchmarks of a build without the CUDA backend: each call is refused.
 #include "apps/bench/device_bench.hpp"
+#include "apps/bench/device_model.hpp"
 #include "apps/bench/device_timer.hpp"
 #include "apps/bench/op_bench.hpp"
 #include "apps/verify/device_ops.hpp"
 
 namespace cf::apps {
 
-struct DeviceTimer::State {};
+struct DeviceTimer::State {
+  DeviceInfo info;
+};
 DeviceTimer::DeviceTimer(DeviceTimer&&) noexcept = default;
 DeviceTimer& DeviceTimer::operator=(DeviceTimer&&) noexcept = default;
 DeviceTimer::~DeviceTimer() = default;
 Result<DeviceTimer> DeviceTimer::create(int) { return no_cuda(); }
+const DeviceInfo& DeviceTimer::info() const { return state_->info; }
+Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions&) { return no_cuda(); }
 
 Result<DeviceDescription> describe_device(const DeviceOptions&) { return no_cuda(); }
 Status check_on_device(const DeviceBenchRequest&) { return no_cuda(); }
 Status bench_on_device(const DeviceBenchRequest&, const DeviceBenchSink&) { return no_cuda(); }
+
+Result<DeviceModelPlan> plan_device_model(DeviceTimer&, const ModelSpec&, const ModelWeights&,
+                                          const DeviceModelOptions&) {
+  return no_cuda();
+}
+Result<double> free_device_bytes(DeviceTimer&) { return no_cuda(); }
+Status check_device_memory(DeviceTimer&, const std::string&, const DeviceModelPlan&, const DeviceModelOptions&) {
+  return no_cuda();
+}
+Result<DeviceModel> open_device_model(DeviceTimer&, const std::string&, const ModelSpec&, const ModelWeights&,
+                                      const DeviceModelOptions&) {
+  return no_cuda();
+}
 
 Status bench_ops(const OpBenchRequest&, const OpBenchSink&) { return no_cuda(); }
 

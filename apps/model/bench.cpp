@@ -17,6 +17,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 struct Row {
+  std::string impl;  // of a GPU's steps; empty on the CPU
   ModelLoad load;
   ModelTiming timing;
 };
@@ -25,21 +26,25 @@ struct Row {
 Json fields(const Row& r) {
   const ModelTiming& t = r.timing;
   const double total_s = t.total_ms.median * 1e-3;
-  return {{"prompt_len", r.load.prompt_len},
-          {"new_tokens", r.load.new_tokens},
-          {"slots", r.load.slots},
-          {"ttft_ms", t.first_token_ms.median},
-          {"tpot_ms", t.time_per_token_ms},
-          {"inter_token_p50_ms", t.token_ms.median},
-          {"inter_token_p90_ms", t.inter_token_p90_ms},
-          {"inter_token_p99_ms", t.token_ms.p99},
-          {"total_ms", t.total_ms.median},
-          {"tokens_per_s", t.tokens_per_s(r.load)},
-          {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
-          {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
-          {"decode_bytes", t.steps.bytes},
-          {"read_best_gb_per_s", t.best_read() * 1e-9},
-          {"decode_percent_of_read", t.percent_of_read()}};
+  Json j = Json::object();
+  if (!r.impl.empty()) j["impl"] = r.impl;
+  j.update({{"prompt_len", r.load.prompt_len},
+            {"new_tokens", r.load.new_tokens},
+            {"slots", r.load.slots},
+            {"ttft_ms", t.first_token_ms.median},
+            {"tpot_ms", t.time_per_token_ms},
+            {"inter_token_p50_ms", t.token_ms.median},
+            {"inter_token_p90_ms", t.inter_token_p90_ms},
+            {"inter_token_p99_ms", t.token_ms.p99},
+            {"total_ms", t.total_ms.median},
+            {"tokens_per_s", t.tokens_per_s(r.load)},
+            {"gflop", (t.prompt.flops + t.steps.flops) * 1e-9},
+            {"tflop_per_s", (t.prompt.flops + t.steps.flops) * 1e-12 / total_s},
+            {"prefill_tflop_per_s", t.prompt.flops * 1e-9 / t.first_token_ms.median},
+            {"decode_bytes", t.steps.bytes},
+            {"read_best_gb_per_s", t.best_read() * 1e-9},
+            {"decode_percent_of_read", t.percent_of_read()}});
+  return j;
 }
 
 }  // namespace
@@ -49,8 +54,8 @@ Bench::Bench(CommandLine& line) {
   line.text("--prompt-len", prompt_lens_, "Ids of a prompt: numbers and ranges, such as 16,128,512");
   line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges");
   line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges");
-  line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration");
-  line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones");
+  line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
+  line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
   line.output("--json", json_, "Write everything as JSON, anew after each configuration");
   line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
   line.check([this](Faults& faults) {
@@ -69,28 +74,28 @@ Bench::Bench(CommandLine& line) {
 int Bench::run(const std::string& command) {
   const std::int64_t capacity =
       *std::max_element(prompts_.begin(), prompts_.end()) + *std::max_element(outputs_.begin(), outputs_.end()) - 1;
-  Table table({"prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s",
-               "GFLOP", "TFLOP/s", "% of read"});
+  std::vector<std::string> headers{"prompt", "new",      "slots",    "TTFT ms", "TPOT ms", "p50 ms",   "p90 ms",
+                                   "p99 ms", "total ms", "tokens/s", "GFLOP",   "TFLOP/s", "% of read"};
+  if (model_.cuda()) headers.insert(headers.begin(), "impl");
+  Table table(headers);
+  const std::int64_t runs = runs_.value_or(model_.cuda() ? 5 : 3), warmup = warmup_.value_or(model_.cuda() ? 2 : 1);
+  Result<RunningModel> running = load_for(model_, *std::max_element(batches_.begin(), batches_.end()), capacity);
+  if (!running) return fail(running.status());
+  const LoadedModel& loaded = running->loaded;
+  DType activation = DType::f32;
   std::vector<Row> rows;
-  std::string weights;
   const auto write_files = [&](bool complete) -> Status {
     CF_TRY(write_report(json_, complete, [&] {
       Json results = Json::array();
       for (const Row& r : rows) results.push_back(fields(r));
-      const Json report = {
-          {"program", "cf-model bench"},
-          {"version", CF_VERSION},
-          {"commit", commit()},
-          {"command", command},
-          {"cpu", cpu_name()},
-          {"threads", model_.threads},
-          {"model", choice_of(model_).directory.empty() ? model_.choice.preset : model_.choice.directory},
-          {"weights", weights},
-          {"activation_dtype", to_string(model_.activation.value_or(DType::f32))},
-          {"runs", runs_},
-          {"warmup", warmup_},
-          {"complete", complete},
-          {"results", std::move(results)}};
+      Json report = {
+          {"program", "cf-model bench"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
+      add_machine(report, model_, *running, activation);
+      if (running->device) report["impl"] = model_.impl;  // what was asked for; each row has its own
+      report["runs"] = runs;
+      report["warmup"] = warmup;
+      report["complete"] = complete;
+      report["results"] = std::move(results);
       return report.dump(2) + "\n";
     }));
     return write_report(csv_, complete, [&] {
@@ -106,36 +111,52 @@ int Bench::run(const std::string& command) {
       return text + "\n";
     });
   };
-  for (std::int64_t slots : batches_) {
-    Result<RunningModel> running = open_model(model_, slots, capacity);
-    if (!running) return fail(running.status());
-    weights = running->loaded.description;
-    const ModelWeights model_weights = running->loaded.weights;
-    const std::shared_ptr<const void> owner = running->loaded.owner;
+  // The memory that holds the weights: a GPU's is read by a kernel, the CPU's by all threads.
+  const auto read_rate = [&]() -> Result<double> {
+    if (!running->device) return weights_read_rate(loaded.config, loaded.weights);
+    CF_TRY_ASSIGN(const std::vector<double> series, running->device->read_bytes_per_s({.runs = 5, .warmup = 1}));
+    return *std::max_element(series.begin(), series.end());
+  };
+  for (std::size_t i = 0; i < batches_.size(); ++i) {
+    const std::int64_t slots = batches_[i];
+    if (const Status s = start_model(model_, slots, capacity, *running); !s) return fail(s);
+    // The device holds the weights from here on.
+    if (running->device && i + 1 == batches_.size()) running->loaded.drop_values();
     Decoder decoder(std::move(running->model));
+    activation = decoder.runner().activation();
     for (std::int64_t prompt_len : prompts_)
       for (std::int64_t new_tokens : outputs_) {
-        Row row{.load = {prompt_len, new_tokens, slots}, .timing = {}};
+        Row row{.impl = running->impl, .load = {prompt_len, new_tokens, slots}, .timing = {}};
         {
-          std::int64_t runs = 0;
-          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup_ + runs_);
+          std::int64_t done = 0;
+          Progress progress(fmt::format("prompt {}, {} new, {} slots", prompt_len, new_tokens, slots), warmup + runs);
           Result<ModelTiming> timed =
-              time_model(decoder, model_weights, row.load, model_.activation.value_or(DType::f32), runs_, warmup_,
-                         [&] { progress.set(++runs); });
+              time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, [&] { progress.set(++done); });
           if (!timed) return fail(timed.status());
           row.timing = std::move(*timed);
         }
         const Json f = fields(row);
         const auto cell = [&](const char* key, int digits) { return fmt::format("{:.{}f}", double(f[key]), digits); };
-        table.add({std::to_string(prompt_len), std::to_string(new_tokens), std::to_string(slots), cell("ttft_ms", 2),
-                   cell("tpot_ms", 3), cell("inter_token_p50_ms", 3), cell("inter_token_p90_ms", 3),
-                   cell("inter_token_p99_ms", 3), cell("total_ms", 1), cell("tokens_per_s", 1), cell("gflop", 2),
-                   cell("tflop_per_s", 4), cell("decode_percent_of_read", 1)});
+        std::vector<std::string> cells{std::to_string(prompt_len),
+                                       std::to_string(new_tokens),
+                                       std::to_string(slots),
+                                       cell("ttft_ms", 2),
+                                       cell("tpot_ms", 3),
+                                       cell("inter_token_p50_ms", 3),
+                                       cell("inter_token_p90_ms", 3),
+                                       cell("inter_token_p99_ms", 3),
+                                       cell("total_ms", 1),
+                                       cell("tokens_per_s", 1),
+                                       cell("gflop", 2),
+                                       cell("tflop_per_s", 4),
+                                       cell("decode_percent_of_read", 1)};
+        if (!row.impl.empty()) cells.insert(cells.begin(), row.impl);
+        table.add(cells);
         rows.push_back(std::move(row));
         if (const Status s = write_files(false); !s) return fail(s);
       }
   }
-  fmt::print("{} threads of {}, {}\n\n", model_.threads, cpu_name(), weights);
+  fmt::print("{}, {}\n\n", describe_machine(model_, *running), loaded.description);
   table.print(stdout);
   if (const Status s = write_files(true); !s) return fail(s);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");

@@ -53,7 +53,7 @@ class Bench {
  private:
   ModelOptions model_;
   std::string prompt_lens_ = "128", new_tokens_ = "32", slots_ = "1", json_, csv_;
-  std::int64_t runs_ = 3, warmup_ = 1;
+  std::optional<std::int64_t> runs_, warmup_;
   std::vector<std::int64_t> prompts_, outputs_, batches_;
 };
 

@@ -7,9 +7,22 @@
 #include <utility>
 
 #include "apps/cli/program.hpp"
+#include "apps/verify/golden_walk.hpp"
+#include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
 
 namespace cf::apps {
+namespace {
+
+cpu_ref::Model::Options cpu_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+  return {.slots = slots, .capacity = capacity, .chunk = o.chunk, .activation = o.activation.value_or(DType::f32)};
+}
+
+DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+  return {.slots = slots, .capacity = capacity, .chunk = o.chunk, .impl = o.impl};
+}
+
+}  // namespace
 
 void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   constexpr std::int64_t most_threads = 1024, most_group = 1 << 22, most_chunk = 1 << 20;
@@ -27,11 +40,20 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.needs("--quant", "--preset");
   line.needs("--group", "--quant");
   line.needs("--weights-seed", "--preset");
+  line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the model");
+  line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
+              "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
+  line.check([&line, &o](Faults& faults) {
+    for (const char* option : {"--activation", "--threads"})
+      if (o.cuda() && line.given(option)) faults.add(fmt::format("{}: expected with --backend cpu", option));
+    if (!o.cuda() && line.given("--impl")) faults.add("--impl: expected with --backend cuda");
+    if (const auto backend = choose_backend(o.backend); !backend) faults.add(backend.status());
+  });
   if (!runs) return;
   line.dtype("--activation", o.activation, {DType::f32, DType::f64},
-             "Activations, float32 when left out; float64 is the oracle");
+             "Activations, float32 when left out; float64 is the oracle (cpu)");
   line.integer("--chunk", o.chunk, {1, most_chunk}, "Tokens of a prompt that go through the model at once");
-  line.integer("--threads", o.threads, {1, most_threads}, "Threads");
+  line.integer("--threads", o.threads, {1, most_threads}, "Threads (cpu)");
 }
 
 ModelChoice choice_of(const ModelOptions& o) {
@@ -40,23 +62,57 @@ ModelChoice choice_of(const ModelOptions& o) {
   return choice;
 }
 
-Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
+Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
   CF_TRY(check_threads("--threads", o.threads));
   omp_set_num_threads(int(o.threads));
   const ModelChoice choice = choice_of(o);
-  const cpu_ref::Model::Options options{
-      .slots = slots, .capacity = capacity, .chunk = o.chunk, .activation = o.activation.value_or(DType::f32)};
+  RunningModel running;
   // Before the weights are loaded, which may take long.
   CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
-  CF_TRY(cpu_ref::Model::check_memory(config.name, config, options));
-  CF_TRY_ASSIGN(LoadedModel loaded, load_model(choice));
-  print_notes(loaded.notes);
+  if (o.cuda()) {
+    CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
+    running.device = std::make_shared<DeviceTimer>(std::move(device));
+    if (choice.directory.empty()) {
+      CF_TRY_ASSIGN(const LoadedModel outline, outline_of(choice));
+      const DeviceModelOptions options = device_options(o, slots, capacity);
+      CF_TRY_ASSIGN(const DeviceModelPlan plan,
+                    plan_device_model(*running.device, outline.config.spec(), outline.weights, options));
+      CF_TRY(check_device_memory(*running.device, config.name, plan, options));
+    }
+  } else {
+    CF_TRY(cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity)));
+  }
+  CF_TRY_ASSIGN(running.loaded, load_model(choice));
+  print_notes(running.loaded.notes);
   if (capacity > config.max_position_embeddings)
     fmt::print(stderr, "{}: positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}\n",
                program_name(), config.max_position_embeddings, capacity);
-  CF_TRY_ASSIGN(std::unique_ptr<cpu_ref::Model> model,
-                cpu_ref::Model::create(loaded.config, loaded.weights, loaded.owner, options));
-  return RunningModel{std::move(loaded), std::move(model)};
+  return running;
+}
+
+Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, RunningModel& running) {
+  const LoadedModel& l = running.loaded;
+  if (running.device) {
+    CF_TRY_ASSIGN(DeviceModel made, open_device_model(*running.device, l.config.name, l.config.spec(), l.weights,
+                                                      device_options(o, slots, capacity)));
+    running.model = std::move(made.runner);
+    running.impl = std::move(made.impl);
+    return {};
+  }
+  CF_TRY_ASSIGN(running.model, cpu_ref::Model::create(l.config, l.weights, l.owner, cpu_options(o, slots, capacity)));
+  return {};
+}
+
+Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights) {
+  CF_TRY_ASSIGN(RunningModel running, load_for(o, slots, capacity));
+  CF_TRY(start_model(o, slots, capacity, running));
+  if (running.device && !keep_weights) running.loaded.drop_values();
+  return running;
+}
+
+std::string describe_machine(const ModelOptions& o, const RunningModel& running) {
+  if (running.device) return running.device->info().name;
+  return fmt::format("{} threads of {}", o.threads, cpu_name());
 }
 
 Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& text) {

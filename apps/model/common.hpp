@@ -7,10 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "apps/bench/device_model.hpp"
+#include "apps/bench/device_timer.hpp"
 #include "apps/cli/options.hpp"
+#include "apps/cli/program.hpp"
 #include "apps/verify/model_source.hpp"
+#include "core/model/decoder.hpp"
 #include "core/status.hpp"
-#include "cpu_ref/model.hpp"
 
 namespace cf::apps {
 
@@ -21,28 +24,59 @@ struct ModelOptions {
   ModelChoice choice;
   std::string quant;
   std::optional<std::int64_t> group;  // with quant
-  std::optional<DType> activation;
+  std::string backend = "cpu", impl = "auto";
+  std::optional<DType> activation;  // the CPU's; a GPU's is the weights' dtype
   std::int64_t threads = 1;
   std::int64_t chunk = 512;
+
+  bool cuda() const { return backend == "cuda"; }
 };
 
-/// Declares --model, --preset, --dtype, --quant, --group and --weights-seed; with `runs` --activation, --chunk and
-/// --threads, too.
+/// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend and --impl; with `runs`
+/// --activation, --chunk and --threads, too. Refuses options of the other backend, and a backend that is not there.
 void declare_model(CommandLine& line, ModelOptions& o, bool runs = true);
 
 /// What the options say beside each other.
 ModelChoice choice_of(const ModelOptions& o);
 
-/// A model that runs, with its weights.
+/// A model with what runs it. Its parts end in the order that they need.
 struct RunningModel {
-  LoadedModel loaded;
-  std::unique_ptr<cpu_ref::Model> model;
+  LoadedModel loaded;                   // on the CPU `model` reads these weights, on a GPU a copy of its own
+  std::shared_ptr<DeviceTimer> device;  // null on the CPU
+  std::string impl;                     // of a GPU's steps
+  std::unique_ptr<ModelRunner> model;
 };
 
-/// Loads the model and takes memory for its cache and activations. Prints the checkpoint's notes, and on a line of
-/// stderr that positions go beyond max_position_embeddings. Refuses what load_model() and Model::create() refuse, and
-/// what the machine's free memory does not hold.
-Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
+/// Loads the model; its runner is made by start_model(). Prints the checkpoint's notes, and on a line of stderr that
+/// positions go beyond max_position_embeddings. Refuses what load_model() refuses, and so many slots and entries that
+/// the free memory does not hold them.
+Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity);
+
+/// Makes the model's runner: takes memory for its cache and activations, on a GPU for its weights, too. The runner
+/// that was there before is freed by its owner. Refuses what the runner's create() refuses.
+Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, RunningModel& running);
+
+/// Both of them. Where a GPU runs the model and `keep_weights` is false, the host's weights keep their shapes alone.
+Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights);
+
+/// What has run the model: "2 threads of <CPU>", or the GPU's name.
+std::string describe_machine(const ModelOptions& o, const RunningModel& running);
+
+/// Adds what has run the model to a report, a JSON object.
+template <class Json>
+void add_machine(Json& report, const ModelOptions& o, const RunningModel& running, DType activation) {
+  report["backend"] = o.backend;
+  if (running.device) {
+    add_device(report, running.device->info());
+    report["impl"] = running.impl;
+  } else {
+    report["cpu"] = cpu_name();
+    report["threads"] = o.threads;
+  }
+  report["model"] = running.loaded.config.name;
+  report["weights"] = running.loaded.description;
+  report["activation_dtype"] = to_string(activation);
+}
 
 /// The prompts of --prompt-ids: "1,2,3", several separated by ";", or a .npy file of token ids whose rows are prompts.
 Result<std::vector<std::vector<std::int32_t>>> parse_prompts(const std::string& text);

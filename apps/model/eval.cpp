@@ -12,6 +12,7 @@
 #include "apps/cli/terminal.hpp"
 #include "apps/model/commands.hpp"
 #include "apps/verify/quality.hpp"
+#include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
 #include "golden/model_golden.hpp"
 
@@ -39,9 +40,8 @@ std::vector<Window> windows_of(std::int64_t count, std::int64_t context, std::in
 }
 
 /// Calls f(i, logits) for every position i of a window that counts, with the logits that predict id i + 1.
-Status for_each_prediction(cpu_ref::Model& model, std::span<const std::int32_t> ids, std::int64_t skipped,
-                           bool by_token, std::int64_t chunk,
-                           const std::function<Status(std::int64_t, const Tensor&)>& f) {
+Status for_each_prediction(ModelRunner& model, std::span<const std::int32_t> ids, std::int64_t skipped, bool by_token,
+                           std::int64_t chunk, const std::function<Status(std::int64_t, const Tensor&)>& f) {
   model.release(0);
   const std::int64_t vocab = model.model().shape.vocab_size;
   if (by_token) {
@@ -299,9 +299,9 @@ int Evaluate::run(const std::string& command) {
 
   // A window's last id is scored and not fed.
   const std::int64_t capacity = std::max<std::int64_t>(1, context - 1);
-  Result<RunningModel> running = open_model(model_, 1, capacity);
+  Result<RunningModel> running = open_model(model_, 1, capacity, oracle_);
   if (!running) return fail(running.status());
-  std::vector<Column> columns{{std::string(to_string(model_.activation.value_or(DType::f32))), {}}};
+  std::vector<Column> columns{{std::string(to_string(running->model->activation())), {}}};
   std::unique_ptr<cpu_ref::Model> oracle;
   if (oracle_) {
     Result<std::unique_ptr<cpu_ref::Model>> made =
@@ -374,23 +374,15 @@ int Evaluate::run(const std::string& command) {
   }
   const Json values = print_figures(columns);
   const Status written = write_report(json_, true, [&] {
-    const Json report = {{"program", "cf-model eval"},
-                         {"version", CF_VERSION},
-                         {"commit", commit()},
-                         {"command", command},
-                         {"cpu", cpu_name()},
-                         {"threads", model_.threads},
-                         {"model", running->loaded.config.name},
-                         {"weights", running->loaded.description},
-                         {"tokens", source},
-                         {"context", context},
-                         {"stride", stride},
-                         {"feed", feed_},
-                         {"reference", oracle_              ? "the float64 oracle"
-                                       : reference_.empty() ? ""
-                                                            : "float64"},
-                         {"complete", signal == 0},
-                         {"figures", values}};
+    Json report = {{"program", "cf-model eval"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
+    add_machine(report, model_, *running, running->model->activation());
+    report["tokens"] = source;
+    report["context"] = context;
+    report["stride"] = stride;
+    report["feed"] = feed_;
+    report["reference"] = oracle_ ? "the float64 oracle" : reference_.empty() ? "" : "float64";
+    report["complete"] = signal == 0;
+    report["figures"] = values;
     return report.dump(2) + "\n";
   });
   if (!written) return fail(written);

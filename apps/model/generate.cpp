@@ -142,9 +142,10 @@ int Generate::run(const std::string& command) {
   const std::int64_t slots = slots_.value_or(std::min<std::int64_t>(kMaxSlots, std::int64_t(prompts_.size())));
   // The last token is not appended.
   const std::int64_t capacity = capacity_.value_or(std::int64_t(longest) + max_new_tokens_ - 1);
-  Result<RunningModel> running = open_model(model_, slots, capacity);
+  Result<RunningModel> running = open_model(model_, slots, capacity, check_);
   if (!running) return fail(running.status());
-  const LoadedModel loaded = std::move(running->loaded);
+  const LoadedModel& loaded = running->loaded;
+  ModelRunner& runner = *running->model;  // the decoder's
   Decoder decoder(std::move(running->model));
 
   Output output(prompts_.size() == 1, std::move(vocabulary));
@@ -215,7 +216,7 @@ int Generate::run(const std::string& command) {
     for (const Job& job : done) {
       if (job.ids.empty()) continue;
       const Result<GenerationCheck> check =
-          check_generation(loaded.config, loaded.weights, loaded.owner, prompts_[job.prompt], job.ids, sampling_);
+          check_generation(runner, loaded.weights, loaded.owner, prompts_[job.prompt], job.ids, sampling_);
       if (!check) return fail(check.status());
       fmt::print(
           "check of prompt {} against the float64 oracle: relative L2 {:.2e} (budget {:.2e}), {} of {} greedy ids "
@@ -238,19 +239,14 @@ int Generate::run(const std::string& command) {
       if (!job.fault.empty()) j["fault"] = job.fault;
       sequences.push_back(std::move(j));
     }
-    const Json report = {{"program", "cf-model generate"},
-                         {"version", CF_VERSION},
-                         {"commit", commit()},
-                         {"command", command},
-                         {"cpu", cpu_name()},
-                         {"threads", model_.threads},
-                         {"model", loaded.config.name},
-                         {"weights", loaded.description},
-                         {"sampling", to_string(sampling_)},
-                         {"slots", slots},
-                         {"capacity", capacity},
-                         {"total_s", total_s},
-                         {"sequences", std::move(sequences)}};
+    Json report = {
+        {"program", "cf-model generate"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
+    add_machine(report, model_, *running, runner.activation());
+    report["sampling"] = to_string(sampling_);
+    report["slots"] = slots;
+    report["capacity"] = capacity;
+    report["total_s"] = total_s;
+    report["sequences"] = std::move(sequences);
     return report.dump(2) + "\n";
   });
   if (!written) return fail(written);

@@ -1,12 +1,55 @@
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <functional>
+#include <optional>
 
+#include "apps/bench/device_model.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/cli/table.hpp"
 #include "apps/model/commands.hpp"
+#include "core/resources.hpp"
+#include "cpu_ref/model.hpp"
 
 namespace cf::apps {
+namespace {
+
+/// What a model takes with so many slots of so many entries.
+struct Needs {
+  double weights = 0, cache = 0, workspace = 0;
+  double total() const { return weights + cache + workspace; }
+};
+
+/// The most slots whose needs are within `free` bytes.
+std::int64_t slots_that_fit(const std::function<double(std::int64_t)>& needs, double free) {
+  std::int64_t fits = 0, above = 1;
+  for (; above < (std::int64_t(1) << 30) && needs(above) <= free; above *= 2) fits = above;
+  while (above - fits > 1) {
+    const std::int64_t middle = fits + (above - fits) / 2;
+    (needs(middle) <= free ? fits : above) = middle;
+  }
+  return fits;
+}
+
+/// The impls of a GPU's steps: "persistent for 1 to 8 slots, graph for 9 to 64".
+Result<std::string> impls_by_slots(const std::function<Result<std::string>(std::int64_t)>& impl_of) {
+  std::string text, current;
+  std::int64_t first = 1;
+  for (std::int64_t slots = 1; slots <= kMaxSlots + 1; ++slots) {
+    std::string impl;
+    if (slots <= kMaxSlots) {
+      CF_TRY_ASSIGN(impl, impl_of(slots));
+    }
+    if (slots > 1 && impl != current) {
+      const std::string range = first == slots - 1 ? std::to_string(first) : fmt::format("{} to {}", first, slots - 1);
+      text += fmt::format("{}{} for {} slots", text.empty() ? "" : ", ", current, range);
+      first = slots;
+    }
+    current = std::move(impl);
+  }
+  return text;
+}
+
+}  // namespace
 
 Info::Info(CommandLine& line) { declare_model(line, model_, false); }
 
@@ -27,39 +70,57 @@ int Info::run() {
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));
-  double weights = double(m.num_parameters()) * double(size_bytes(m.dtype));
-  std::string format(to_string(m.dtype));
-  // A checkpoint says what its tensors take; a preset's follow from its sizes.
-  if (!choice.directory.empty()) {
-    const Result<LoadedModel> loaded = load_model(choice);
-    if (!loaded) return fail(loaded.status());
-    weights = double(loaded->bytes());
-    format = fmt::format("{}, {}", to_string(loaded->dtype), loaded->description);
-  } else if (choice.linears.bits) {
-    ModelWeights marked;
-    double dense = 0, quantised = 0;
-    marked.layers.resize(1);
-    for_each_linear(m, marked.layers[0], [&](std::string_view, const LinearParams&, const LinearSize& size) {
-      const std::int64_t group = choice.linears.group_size == -1 ? size.in : choice.linears.group_size;
-      dense += double(size.out) * double(size.in) * double(size_bytes(m.dtype));
-      quantised += WeightFormat{choice.linears.bits, group}.bytes(size.out, size.in, m.dtype);
-    });
-    weights += double(m.num_hidden_layers) * (quantised - dense);
-    format += ", " + describe(choice.linears);
+  const Result<LoadedModel> outline = outline_of(choice);
+  if (!outline) return fail(outline.status());
+  const ModelSpec spec = m.spec();
+  std::optional<DeviceTimer> device;
+  if (model_.cuda()) {
+    Result<DeviceTimer> created = DeviceTimer::create();
+    if (!created) return fail(created.status());
+    device = std::move(*created);
   }
-  add("weights", fmt::format("{:.1f} MB, {}", weights * 1e-6, format));
+  const auto plan = [&](std::int64_t slots, std::int64_t capacity) {
+    return plan_device_model(*device, spec, outline->weights,
+                             {.slots = slots, .capacity = capacity, .impl = model_.impl});
+  };
+  const auto needs = [&](std::int64_t slots, std::int64_t capacity) -> Result<Needs> {
+    if (!device) {
+      const cpu_ref::ModelBytes b = cpu_ref::Model::bytes(spec, {.slots = slots, .capacity = capacity});
+      return Needs{double(outline->bytes()), b.cache, b.workspace};
+    }
+    CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, capacity));
+    return Needs{p.weights_bytes, p.cache_bytes, p.workspace_bytes};
+  };
   // One slot that reaches as far as the model's positions.
-  const cpu_ref::Model::Options one{.capacity = m.max_position_embeddings};
-  const cpu_ref::ModelBytes bytes = cpu_ref::Model::bytes(m, one);
-  const double slot = bytes.cache;
-  add("cache, float32", fmt::format("{:.1f} kB a token, {:.1f} MB a slot of {}", slot * 1e-3 / double(one.capacity + 1),
-                                    slot * 1e-6, one.capacity));
-  add("activations, float32",
-      fmt::format("{:.1f} MB for prompts in chunks of {}", bytes.workspace * 1e-6, one.chunk));
-  const double free = free_memory_bytes(), rest = free - weights - bytes.workspace;
+  const std::int64_t entries = m.max_position_embeddings;
+  const Result<Needs> one = needs(1, entries), twice = needs(1, 2 * entries);
+  for (const Status& s : {one.status(), twice.status()})
+    if (!s) return fail(s);
+  const DType activation = device ? outline->dtype : cpu_ref::Model::Options{}.activation;
+  add("weights",
+      fmt::format("{:.1f} MB, {}, {}", one->weights * 1e-6, to_string(outline->dtype), outline->description));
+  add(fmt::format("cache, {}", to_string(activation)),
+      fmt::format("{:.1f} kB a token, {:.1f} MB a slot of {}", (twice->cache - one->cache) * 1e-3 / double(entries),
+                  one->cache * 1e-6, entries));
+  add(fmt::format("activations, {}", to_string(activation)),
+      fmt::format("{:.1f} MB for prompts in chunks of {}", one->workspace * 1e-6, model_.chunk));
+  double free = free_memory_bytes();
+  if (device) {
+    add("GPU", fmt::format("{}, {:.1f} MB", device->info().name, double(device->info().memory_bytes) * 1e-6));
+    const Result<double> free_there = free_device_bytes(*device);
+    if (!free_there) return fail(free_there.status());
+    free = *free_there;
+    const Result<std::string> impls = impls_by_slots([&](std::int64_t slots) -> Result<std::string> {
+      CF_TRY_ASSIGN(const DeviceModelPlan p, plan(slots, entries));
+      return p.impl;
+    });
+    if (!impls) return fail(impls.status());
+    add("impl", *impls);
+  }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
-  add("slots that fit",
-      fmt::format("{} of {} entries", std::max<std::int64_t>(0, std::int64_t(rest / slot)), one.capacity));
+  // What was planned for one slot can be planned for more.
+  const std::int64_t slots = slots_that_fit([&](std::int64_t n) { return needs(n, entries)->total(); }, free);
+  add("slots that fit", fmt::format("{} of {} entries", slots, entries));
   table.print(stdout);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
   return kOk;

@@ -16,6 +16,13 @@ std::int64_t LoadedModel::bytes() const {
   return sum;
 }
 
+void LoadedModel::drop_values() {
+  const ModelSpec spec = config.spec();
+  for_each_model_weight(spec, weights, [](const TensorSpec&, auto& view, const auto&) { view.data = nullptr; });
+  tie_embeddings(spec, weights);
+  owner.reset();
+}
+
 Result<ModelConfig> config_of(const ModelChoice& choice) {
   if (!choice.directory.empty()) {
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));
@@ -24,6 +31,18 @@ Result<ModelConfig> config_of(const ModelChoice& choice) {
   CF_TRY_ASSIGN(ModelConfig preset, find_preset(choice.preset));
   preset.dtype = choice.dtype.value_or(preset.dtype);
   return preset;
+}
+
+Result<LoadedModel> outline_of(const ModelChoice& choice) {
+  if (!choice.directory.empty()) return load_model(choice);
+  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
+  const std::string format = describe(choice.linears);
+  return LoadedModel{
+      .config = config,
+      .weights = outline_model(config.spec(), config.dtype, choice.linears),
+      .dtype = config.dtype,
+      .owner = nullptr,
+      .description = fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, choice.seed)};
 }
 
 Result<LoadedModel> load_model(const ModelChoice& choice) {
@@ -42,20 +61,14 @@ Result<LoadedModel> load_model(const ModelChoice& choice) {
     loaded.config.dtype = model.dtype;
     return loaded;
   }
-  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
-  // The Linears' bits decide; embeddings and head are dense whatever the format is.
-  const double needed = double(config.num_parameters()) * double(size_bytes(config.dtype));
-  if (choice.linears.bits == 0)
-    CF_TRY(check_free_memory(needed, config.name + ": the weights need " + gigabytes(needed)));
-  auto owned =
-      std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), config.dtype, choice.seed, choice.linears));
-  const std::string format = describe(choice.linears);
-  return LoadedModel{
-      .config = config,
-      .weights = owned->weights,
-      .dtype = config.dtype,
-      .owner = owned,
-      .description = fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, choice.seed)};
+  CF_TRY_ASSIGN(LoadedModel loaded, outline_of(choice));
+  const double needed = double(loaded.bytes());
+  CF_TRY(check_free_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
+  auto owned = std::make_shared<OwnedModelWeights>(
+      procedural_model(loaded.config.spec(), loaded.dtype, choice.seed, choice.linears));
+  loaded.weights = owned->weights;
+  loaded.owner = std::move(owned);
+  return loaded;
 }
 
 std::string describe(const WeightFormat& linears) {

@@ -31,6 +31,8 @@ struct LoadedModel {
 
   /// The bytes of all weights.
   std::int64_t bytes() const;
+  /// Gives the weights' memory back. Formats, dtypes and shapes stay, and every view's pointer is null.
+  void drop_values();
 };
 
 /// The config of a choice, without its weights. Refuses what Checkpoint::open() and find_preset() refuse.
@@ -39,6 +41,9 @@ Result<ModelConfig> config_of(const ModelChoice& choice);
 /// Loads all weights. Refuses besides: a weight that is NaN or infinite, and procedural weights that the machine's free
 /// memory does not hold.
 Result<LoadedModel> load_model(const ModelChoice& choice);
+
+/// The same without a preset's values: formats, dtypes and shapes, and null pointers. A checkpoint is loaded whole.
+Result<LoadedModel> outline_of(const ModelChoice& choice);
 
 /// The format in words, such as "GPTQ of 4 bits, group 128". Dense weights give an empty text.
 std::string describe(const WeightFormat& linears);

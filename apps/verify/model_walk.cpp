@@ -166,36 +166,46 @@ Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelW
   return walk;
 }
 
-Result<GenerationCheck> check_generation(const ModelSpec& model, const ModelWeights& weights,
+Result<GenerationCheck> check_generation(ModelRunner& runner, const ModelWeights& weights,
                                          std::shared_ptr<const void> owner, std::span<const std::int32_t> prompt,
                                          std::span<const std::int32_t> ids, const Sampling& sampling) {
   const auto count = std::int64_t(ids.size());
-  const std::int64_t vocab = model.shape.vocab_size, fed = std::int64_t(prompt.size()) + count - 1;
   if (count < 1) return Status::error(Code::invalid_argument, "check: expected at least one new id, got none");
-  // Row i chooses ids[i].
-  Tensor ours(DType::f32, {count, vocab}), theirs(DType::f64, {count, vocab});
-  Condition of_pass{0, 0}, largest{0, 0};
-  for (const DType activation : {DType::f32, DType::f64}) {
-    CF_TRY_ASSIGN(const std::unique_ptr<Model> runner,
-                  Model::create(model, weights, owner, {.capacity = fed, .chunk = fed, .activation = activation}));
-    if (activation == DType::f64) runner->measure(&of_pass);
-    Tensor& rows = activation == DType::f64 ? theirs : ours;
+  const ModelSpec& model = runner.model();
+  const DType activation = runner.activation();
+  const std::int64_t vocab = model.shape.vocab_size, fed = std::int64_t(prompt.size()) + count - 1;
+  // Feeds the ids to a model, whose logits become rows: row i chooses ids[i].
+  const auto feed = [&](ModelRunner& to, Tensor& rows, auto&& before_each) -> Status {
+    to.release(0);
     for (std::int64_t i = 0; i < count; ++i) {
-      of_pass = {0, 0};
-      if (i == 0)
-        CF_TRY(runner->prefill(0, 0, prompt));
-      else {
+      before_each();
+      if (i == 0) {
+        CF_TRY(to.prefill(0, 0, prompt));
+      } else {
         const ModelRunner::Token token{
             .slot = 0, .id = ids[std::size_t(i - 1)], .position = std::int64_t(prompt.size()) + i - 1};
-        CF_TRY(runner->step(std::span(&token, 1)));
+        CF_TRY(to.step(std::span(&token, 1)));
       }
-      largest = {std::max(largest.l2, of_pass.l2), std::max(largest.max, of_pass.max)};
-      CF_TRY_ASSIGN(const Tensor row, runner->logits(0));
-      convert(row.data(), activation, static_cast<char*>(rows.data()) + i * row.size_bytes(), activation, vocab);
+      CF_TRY_ASSIGN(const Tensor row, to.logits(0));
+      convert(row.data(), row.dtype(), static_cast<char*>(rows.data()) + i * row.size_bytes(), rows.dtype(), vocab);
     }
-  }
+    to.release(0);
+    return {};
+  };
+  Tensor ours(activation, {count, vocab}), theirs(DType::f64, {count, vocab});
+  CF_TRY(feed(runner, ours, [] {}));
+  CF_TRY_ASSIGN(const std::unique_ptr<Model> oracle,
+                Model::create(model, weights, owner, {.capacity = fed, .chunk = fed, .activation = DType::f64}));
+  Condition of_pass{0, 0}, largest{0, 0};
+  oracle->measure(&of_pass);
+  const auto keep_largest = [&] {
+    largest = {std::max(largest.l2, of_pass.l2), std::max(largest.max, of_pass.max)};
+    of_pass = {0, 0};
+  };
+  CF_TRY(feed(*oracle, theirs, keep_largest));
+  keep_largest();
   GenerationCheck check;
-  check.budget = model_budget(model, DType::f32, largest);
+  check.budget = model_budget(model, activation, largest);
   CF_TRY_ASSIGN(check.error, compare(ours, theirs));
   if (!sampling.greedy() || sampling.repetition_penalty != 1) return check;
   for (std::int64_t i = 0; i < count; ++i) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "apps/verify/golden_walk.hpp"
+#include "core/model/decoder.hpp"
 #include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "golden/model_golden.hpp"
@@ -31,19 +32,20 @@ struct ModelWalk {
 Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
                              DType activation, bool one_by_one = false);
 
-/// What the float backend made of a prompt and its new ids, beside the oracle.
+/// What a runner made of a prompt and its new ids, beside the oracle.
 struct GenerationCheck {
   Comparison error;  // of the logits behind every id from the prompt's last on, but the last new one
-  Budget budget;     // derived as walk_model()'s
+  Budget budget;     // derived as walk_model()'s, from the dtype in which the runner stores
   // With a greedy choice, of the new ids:
   std::int64_t chosen = 0, same = 0, excused = 0;  // as in ModelWalk
 
   bool ok() const { return error.within(budget) && same + excused == chosen; }
 };
 
-/// Feeds the prompt in one pass and the new ids one by one, to the float backend and to the oracle. Sampled ids have no
-/// one choice: of them the logits alone are compared. Refuses what Model::create() and Model::prefill() refuse.
-Result<GenerationCheck> check_generation(const ModelSpec& model, const ModelWeights& weights,
+/// Feeds the prompt and then the new ids one by one, to slot 0 of the runner, whose entries are forgotten, and to the
+/// oracle, which reads `weights` on the CPU. Sampled ids have no one choice: of them the logits alone are compared.
+/// Refuses what the runner refuses and Model::create() of the oracle.
+Result<GenerationCheck> check_generation(ModelRunner& runner, const ModelWeights& weights,
                                          std::shared_ptr<const void> owner, std::span<const std::int32_t> prompt,
                                          std::span<const std::int32_t> ids, const Sampling& sampling);
 

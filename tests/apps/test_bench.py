@@ -283,6 +283,22 @@ class Page(Files):
         self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600 (80 %) |", page)
         self.assertIn("commit abc: `cf-layer`", page)
 
+    def test_tokens_of_whole_models_have_a_table_where_they_are_recorded(self):
+        result = {"impl": "persistent", "prompt_len": 16, "new_tokens": 32, "slots": 1, "ttft_ms": 3.456}
+        result |= {"tpot_ms": 1.5, "inter_token_p99_ms": 1.625, "tokens_per_s": 612.34, "decode_percent_of_read": 85.4}
+        report = {"model": "pythia-2.8b", "gpu": "a GPU", "weights": "procedural weights, seed 0", "results": [result]}
+        directory = self.recorded()
+        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), ["Not recorded."])
+        self.write("model-pythia-2.8b-slots.json", json.dumps(report | {"commit": "abc", "command": "cf-model bench"}))
+        lines = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertEqual(lines[0], "pythia-2.8b on a GPU, procedural weights, seed 0. [`model-pythia-2.8b-slots.json`]"
+                                   "(model-pythia-2.8b-slots.json), commit abc: `cf-model bench`")  # fmt: skip
+        self.assertEqual(lines[2:], [
+            "| impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | decode, of the streaming read |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
+        ])  # fmt: skip
+
     def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
         directory = self.recorded()
         for arguments, refusal in (

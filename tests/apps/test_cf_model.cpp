@@ -268,6 +268,39 @@ TEST_CASE("cf-model info says what a model is and takes", "[cf_model]") {
         std::string::npos);
 }
 
+TEST_CASE("cf-model takes a backend, and of each the options that are its own", "[cf_model]") {
+  for (const char* command : {"generate", "eval", "bench", "info"}) {
+    CAPTURE(command);
+    const std::string help = cf_model_ok(std::string(command) + " --help").out;
+    for (const char* option : {"--backend", "--impl"}) CHECK(help.find(option) != std::string::npos);
+  }
+  const std::string prompt = "generate " + model_dir + "--prompt-ids 1 ";
+  CHECK(cf_model_ok(prompt + "--backend cpu").out == cf_model_ok(prompt).out);
+  check_refusal(prompt + "--impl graph", "--impl: expected with --backend cuda");
+  check_refusal(prompt + "--backend gpu", "--backend: expected cpu or cuda, got 'gpu'");
+  check_refusal(prompt + "--backend cuda --impl fast",
+                "--impl: expected auto, unfused, graph, split, layer or persistent, got 'fast'");
+  for (const char* own : {"--activation float32", "--threads 1"}) {
+    const std::string name = std::string(own).substr(0, std::string(own).find(' '));
+    check_refusal(prompt + "--backend cuda " + own, name + ": expected with --backend cpu");
+  }
+#ifndef CF_HAVE_CUDA
+  for (const std::string& command : {prompt, "eval " + model_dir + "--tokens x.npy ",
+                                     std::string("bench --preset pythia-14m "), "info " + model_dir})
+    check_refusal(command + "--backend cuda", "--backend cuda: this build has no CUDA support");
+#endif
+}
+
+TEST_CASE("cf-model reports name the backend", "[cf_model]") {
+  const TempDir dir;
+  cf_model_ok("generate " + model_dir + "--prompt-ids 1 --max-new-tokens 2 --json '" + (dir / "x.json") + "'");
+  const Json report = Json::parse(read_file(dir / "x.json"));
+  CHECK(report["backend"] == "cpu");
+  CHECK(report["activation_dtype"] == "float32");
+  CHECK_FALSE(report["cpu"].get<std::string>().empty());
+  CHECK_FALSE(report.contains("gpu"));
+}
+
 TEST_CASE("cf-model refuses bad input in one line", "[cf_model]") {
   const TempDir dir;
   check_refusal("generate " + model_dir, "--prompt-ids");

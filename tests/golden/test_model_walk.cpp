@@ -1,7 +1,9 @@
 #include <string>
 #include <vector>
 
+#include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
+#include "cpu_ref/model.hpp"
 #include "golden/model_golden.hpp"
 #include "tests/golden/golden_files.hpp"
 #include "tests/support/catch.hpp"
@@ -34,6 +36,36 @@ ModelWalk walked(const std::string& path, DType activation, bool one_by_one) {
   CHECK(walk->taps.size() >= (is_long(path) ? 1 : 4));
   return std::move(*walk);
 }
+
+/// The float backend with logits of 16 bits, each times `factor`.
+class Rounded final : public ModelRunner {
+ public:
+  Rounded(std::unique_ptr<ModelRunner> inner, DType dtype, double factor)
+      : inner_(std::move(inner)), dtype_(dtype), factor_(factor) {}
+  const ModelSpec& model() const override { return inner_->model(); }
+  std::int64_t slots() const override { return inner_->slots(); }
+  std::int64_t capacity() const override { return inner_->capacity(); }
+  DType activation() const override { return dtype_; }
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
+    return inner_->prefill(slot, first, ids);
+  }
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> to) override {
+    return inner_->forward(slot, first, ids, to);
+  }
+  Status step(std::span<const Token> tokens) override { return inner_->step(tokens); }
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return inner_->choose(draws); }
+  Result<Tensor> logits(std::int64_t slot) override {
+    CF_TRY_ASSIGN(Tensor made, inner_->logits(slot));
+    for (std::int64_t i = 0; i < made.size(); ++i) made.as<float>()[i] *= float(factor_);
+    return made.converted(dtype_);
+  }
+  void release(std::int64_t slot) override { inner_->release(slot); }
+
+ private:
+  std::unique_ptr<ModelRunner> inner_;
+  DType dtype_;
+  double factor_;
+};
 
 }  // namespace
 
@@ -76,4 +108,49 @@ TEST_CASE("The float backend is within its derived bound, and never further than
       }
     }
   }
+}
+
+TEST_CASE("A generation is checked within the budget of its runner's dtype, and a wrong logit or id is found",
+          "[model_golden]") {
+  const auto loaded = load_model({.directory = CF_DATA_DIR "/checkpoints/neox-d80", .preset = {}, .dtype = {}});
+  REQUIRE(loaded);
+  const std::vector<std::int32_t> prompt{1, 2, 3};
+  const auto check = [&](DType dtype, double factor, const std::vector<std::int32_t>& ids) {
+    auto model = cpu_ref::Model::create(loaded->config, loaded->weights, loaded->owner, {.slots = 2, .capacity = 20});
+    REQUIRE(model);
+    std::unique_ptr<ModelRunner> runner = std::move(*model);
+    if (dtype != DType::f32) runner = std::make_unique<Rounded>(std::move(runner), dtype, factor);
+    auto checked = check_generation(*runner, loaded->weights, loaded->owner, prompt, ids, {});
+    REQUIRE(checked);
+    return *checked;
+  };
+  auto made = cpu_ref::Model::create(loaded->config, loaded->weights, loaded->owner, {.capacity = 20});
+  REQUIRE(made);
+  Decoder decoder(std::move(*made));
+  const auto sequence = decoder.add(prompt, {.max_new_tokens = 6});
+  REQUIRE(sequence);
+  REQUIRE(decoder.decode(6));
+  const std::vector<std::int32_t> ids = *decoder.ids(*sequence);
+  REQUIRE(ids.size() == 6);
+  double last = 0;
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    CAPTURE(to_string(dtype));
+    const GenerationCheck ours = check(dtype, 1, ids);
+    CHECK(ours.ok());
+    CHECK(ours.chosen == 6);
+    CHECK(ours.budget.rel_l2 > last);
+    // Each site of two layers stores once; what the sums in float32 add is little beside 16-bit stores.
+    const double stores = double(sites.size() * 2 + 1) * unit_roundoff(dtype);
+    CHECK(ours.budget.rel_l2 >= stores);
+    if (dtype != DType::f32) {
+      CHECK(ours.budget.rel_l2 < 1.1 * stores);
+      CHECK_FALSE(check(dtype, 1 + 2 * stores, ids).ok());
+    }
+    last = ours.budget.rel_l2;
+  }
+  std::vector<std::int32_t> wrong = ids;
+  wrong.back() = (wrong.back() + 64) % 128;
+  const GenerationCheck other = check(DType::f16, 1, wrong);
+  CHECK(other.same == 5);
+  CHECK_FALSE(other.ok());
 }

@@ -367,6 +367,8 @@ class BenchGpu(Scripts):
         self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-layer: no such file")
         self.stub("build/release/apps/cf-layer")
         self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-op: no such file")
+        self.stub("build/release/apps/cf-op")
+        self.refused(self.run_script("bench_gpu", "out"), "build/release/apps/cf-model: no such file")
         self.refused(self.run_script("bench_gpu", "out", "nowhere"), "nowhere/apps/cf-layer: no such file")
         self.assertFalse(os.path.exists(os.path.join(self.root, "out")))
         self.assertEqual(self.calls(), [])
@@ -375,6 +377,7 @@ class BenchGpu(Scripts):
         self.stub("bin/nvidia-smi", log=False)
         self.stub("build/release/apps/cf-layer")
         self.stub("build/release/apps/cf-op", cf_op)
+        self.stub("build/release/apps/cf-model")
         for name in ("bench_peers.py", "plot_bench.py", "bench_page.py"):
             self.stub(f"apps/{name}")
         result = self.run_script("bench_gpu", "out")
@@ -388,7 +391,7 @@ class BenchGpu(Scripts):
         files = [call[call.index("--json") + 1] for call in words if "--json" in call]
         self.assertEqual(len(files), len(set(files)))
         self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
-        self.assertEqual({call[0] for call in words if "--json" in call}, {"cf-layer", "cf-op", "bench_peers.py"})
+        self.assertEqual({call[0] for call in words if "--json" in call}, {"cf-layer", "cf-op", "cf-model", "bench_peers.py"})
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):

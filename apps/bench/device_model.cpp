@@ -1,0 +1,68 @@
+#include "apps/bench/device_model.hpp"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <optional>
+#include <utility>
+
+#include "core/resources.hpp"
+#include "cuda/model/model.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::apps {
+namespace {
+
+Result<cuda::Model::Options> model_options(const DeviceModelOptions& o) {
+  cuda::Model::Options options{.slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}};
+  if (o.impl == "auto") return options;
+  options.impl = cuda::impl_from_string(o.impl);
+  if (!options.impl)
+    return Status::error(Code::invalid_argument,
+                         "--impl: expected auto, unfused, graph, split, layer or persistent, got '" + o.impl + "'");
+  return options;
+}
+
+}  // namespace
+
+Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
+                                          const DeviceModelOptions& o) {
+  CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
+  const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
+  const cuda::Impl impl =
+      options.impl ? *options.impl : cuda::Model::auto_impl(device.context(), model, weights, o.slots);
+  return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
+}
+
+Result<double> free_device_bytes(DeviceTimer&) {
+  std::size_t free = 0, all = 0;
+  CF_TRY(cuda::from_cuda(cudaMemGetInfo(&free, &all), "cudaMemGetInfo"));
+  return double(free);
+}
+
+Status check_device_memory(DeviceTimer& device, const std::string& name, const DeviceModelPlan& plan,
+                           const DeviceModelOptions& o) {
+  CF_TRY_ASSIGN(const double free, free_device_bytes(device));
+  if (plan.bytes() <= free) return {};
+  return Status::error(Code::out_of_memory,
+                       fmt::format("{}: {} slots of {} entries need {} for the weights, {} for the cache and {} for "
+                                   "activations, expected at most the {} of the GPU's memory that are free",
+                                   name, o.slots, o.capacity, gigabytes(plan.weights_bytes),
+                                   gigabytes(plan.cache_bytes), gigabytes(plan.workspace_bytes), gigabytes(free)));
+}
+
+Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
+                                      const ModelWeights& weights, const DeviceModelOptions& o) {
+  CF_TRY_ASSIGN(const DeviceModelPlan plan, plan_device_model(device, model, weights, o));
+  CF_TRY(check_device_memory(device, name, plan, o));
+  CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
+  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(device.context(), name, model, weights, options);
+  if (!made) {
+    if (!options.impl || made.status().code() != Code::unimplemented) return made.status();
+    return Status::error(made.status().code(), "--impl " + o.impl + ": " + made.status().message());
+  }
+  std::string impl(to_string((*made)->impl()));
+  return DeviceModel{std::move(*made), std::move(impl)};
+}
+
+}  // namespace cf::apps

@@ -1,0 +1,51 @@
+#pragma once
+// Whole models on a GPU. Like device_timer.hpp this header holds no CUDA types, and without the CUDA backend every call
+// is an error.
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "apps/bench/device_timer.hpp"
+#include "core/model/decoder.hpp"
+#include "core/model/weights.hpp"
+#include "core/status.hpp"
+
+namespace cf::apps {
+
+/// How a GPU runs a model.
+struct DeviceModelOptions {
+  std::int64_t slots = 1, capacity = 2048, chunk = 512;
+  std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
+};
+
+/// What a model takes of a device, and how its steps run.
+struct DeviceModelPlan {
+  double weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
+  std::string impl;
+
+  double bytes() const { return weights_bytes + cache_bytes + workspace_bytes; }
+};
+
+/// Plans a model on the timer's device. Of the weights it looks at formats, dtypes and shapes.
+Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& model, const ModelWeights& weights,
+                                          const DeviceModelOptions& options);
+
+/// The bytes of the device's memory that are free.
+Result<double> free_device_bytes(DeviceTimer& device);
+
+/// Refuses a plan for which less of the device's memory is free; `name` is the model's in the message.
+Status check_device_memory(DeviceTimer& device, const std::string& name, const DeviceModelPlan& plan,
+                           const DeviceModelOptions& options);
+
+/// A model on the timer's device, which must outlive it.
+struct DeviceModel {
+  std::unique_ptr<ModelRunner> runner;
+  std::string impl;  // of steps
+};
+
+/// Copies the weights to the device and takes memory for cache and activations there. Refuses what
+/// check_device_memory() and cuda::Model::create() refuse; an error that an impl is to blame for names it.
+Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
+                                      const ModelWeights& weights, const DeviceModelOptions& options);
+
+}  // namespace cf::apps
