@@ -121,12 +121,15 @@ struct Model::State {
   Status run(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
              LogitsOf&& logits_of, Done&& done);
 
-  /// Runs the step whose tokens are on the device; its logits go to `to`.
-  Status run_step(Where to);
+  /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
+  /// go to `to`.
+  Status run_step(Where to, bool follows);
+  Status enqueue_step(std::size_t parity, bool follows);
   /// Copies the logits of slots that this step leaves out, where the step would overwrite them.
   Status keep_logits(std::span<const Token> tokens, Where overwritten);
   /// Whether the step that was run ahead is this one.
   bool ran_ahead(std::span<const Token> tokens) const;
+  static Where step_place(std::size_t parity) { return parity == 0 ? Where::even_steps : Where::odd_steps; }
   Where next_place() const { return last_step == Where::even_steps ? Where::odd_steps : Where::even_steps; }
 
   Status enqueue_choice(Where place, std::span<const Draw> draws);
@@ -136,8 +139,8 @@ struct Model::State {
   AnyView<2> logits_of_slot(std::int64_t slot) const { return rows_of(logits_at(where[std::size_t(slot)]), slot); }
   Result<Tensor> fetch_logits(std::int64_t slot);
 
-  Stream stream;
-  Context context;  // on that stream
+  Stream stream, copies;
+  Context context;  // on `stream`
   ModelSpec spec;
   Options options;
   Impl impl;
@@ -167,14 +170,22 @@ struct Model::State {
   std::array<std::vector<SlotSampling>, kPlaces> sent;  // what `settings` hold
   std::vector<std::size_t> seen_size;                   // by slot: the size of the history that `seen` holds, or 0
   Pinned pinned_prompt, pinned_chosen;
-  Event prompt_copied, choice_made;
+  Event prompt_copied, choice_made, choice_copied;
 
-  std::vector<LaunchList> embed;   // one: the embedding of a step
-  std::vector<LaunchList> finish;  // final norm and head of a step, by parity
+  /// A prompt's chunk, part by part, and from its second use on as a graph.
+  struct Pass {
+    std::vector<LaunchList> parts;
+    GraphExec graph{};
+  };
+
   std::vector<LaunchList> sample;  // by Where
+  // A step of all slots, by the parity of where its logits go: what comes before and after the executor's layers, and
+  // all of it as a graph.
+  std::vector<LaunchList> embed, finish;
+  std::array<GraphExec, 2> steps, followers;
   using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  std::map<PassKey, std::vector<LaunchList>> passes;  // of prompts: by slot, tokens, logits and their rows
-  std::vector<Token> ahead;  // the step that is on the stream already; its ids are those chosen last
+  std::map<PassKey, Pass> passes;  // by slot, tokens, logits and their rows
+  std::vector<Token> ahead;        // the step that is on the stream already; its ids are those chosen last
 };
 
 std::size_t Model::State::lay_out(std::byte* block) {
@@ -228,19 +239,25 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 }
 
 Status Model::State::prepare_steps() {
-  // The layers of a step are the executor's. What comes before and after them are launches of their own.
   std::vector<LayerCache> caches;
-  for (Where place : {Where::even_steps, Where::odd_steps}) {
+  for (std::size_t parity : {0, 1}) {
+    // The layers of a step are the executor's. What comes before and after them are launches of their own.
     LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
-    const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(place), caches);
+    const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(step_place(parity)), caches);
     CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) {
       if (site.layer >= 0) return Status();
       LaunchList& launches = site.site.name == site::embed_in.name ? before : after;
       launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
       return name_site(site, prepare(args, launches));
     }));
-    if (embed.empty()) embed.push_back(std::move(before));
+    embed.push_back(std::move(before));
     finish.push_back(std::move(after));
+    for (bool follows : {false, true}) {
+      if (impl == Impl::graph) continue;  // a graph's executable cannot become part of another graph
+      CF_TRY_ASSIGN(GraphExec graph, capture(stream.get(), [&] { return enqueue_step(parity, follows); }));
+      CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
+      (follows ? followers : steps)[parity] = std::move(graph);
+    }
   }
   for (std::size_t i = 0; i < kPlaces; ++i) {
     LaunchList launches(context);
@@ -253,7 +270,7 @@ Status Model::State::prepare_steps() {
     sample.push_back(std::move(launches));
     sent[i].resize(std::size_t(options.slots));
   }
-  return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
+  return {};
 }
 
 // Creation.
@@ -337,15 +354,18 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(s.pinned_chosen, make_pinned(o.slots));
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.choice_made, make_event());
-  if (Status prepared = s.prepare_steps(); !prepared) {
+  CF_TRY_ASSIGN(s.choice_copied, make_event());
+  CF_TRY_ASSIGN(s.copies, make_stream());
+  const Step step{.stream = s.stream.get(), .input = s.step_input()};
+  Status prepared = s.executor.prepare(s.weights, s.cache, s.workspace, step);
+  if (!o.impl && prepared.code() == Code::unimplemented) {
     // What the persistent kernel does not take, such as a hidden_size beyond its own, the graph does.
-    if (o.impl || prepared.code() != Code::unimplemented) return prepared;
-    Options graph = o;
-    graph.impl = Impl::graph;
     s.impl = Impl::graph;
     s.executor = Executor(context, Impl::graph);
-    CF_TRY(s.executor.prepare(s.weights, s.cache, s.workspace, {.stream = s.stream.get(), .input = s.step_input()}));
+    prepared = s.executor.prepare(s.weights, s.cache, s.workspace, step);
   }
+  CF_TRY(prepared);
+  CF_TRY(s.prepare_steps());
   s.taken = {.weights = double(s.weights.device_bytes()),
              .cache = double(s.cache.device_bytes()),
              .workspace = double(s.workspace.device_bytes() + s.memory.bytes())};
@@ -379,30 +399,39 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
                     stream.get()));
   CF_TRY(from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord"));
 
+  const LaunchMode mode{.early = context.overlap()};
   const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
   if (const auto found = passes.find(key); found != passes.end()) {
-    for (const LaunchList& part : found->second) CF_TRY(part.submit(stream.get(), {.early = context.overlap()}));
-    return {};
+    Pass& known = found->second;
+    if (!known.graph) {
+      CF_TRY_ASSIGN(known.graph, capture(stream.get(), [&]() -> Status {
+                      for (const LaunchList& part : known.parts) CF_TRY(part.submit(stream.get(), mode));
+                      return {};
+                    }));
+      known.parts.clear();
+    }
+    return from_cuda(cudaGraphLaunch(known.graph.get(), stream.get()), "cudaGraphLaunch");
   }
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
   std::vector<LayerCache> caches;
-  std::vector<LaunchList> parts;
+  Pass made;
+  std::vector<LaunchList>& parts = made.parts;
   std::int64_t layer = -1;
   const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
   parts.emplace_back(context, workspace.scratch());
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
     if (site.layer != layer) {
       layer = site.layer;
-      CF_TRY(parts.back().submit(stream.get(), {.early = context.overlap()}));
+      CF_TRY(parts.back().submit(stream.get(), mode));
       parts.emplace_back(context, workspace.scratch());
     }
     parts.back().set_label(site.site.name.data());  // a literal, which ends in a zero byte
     return name_site(site, prepare(args, parts.back()));
   }));
-  CF_TRY(parts.back().submit(stream.get(), {.early = context.overlap()}));
+  CF_TRY(parts.back().submit(stream.get(), mode));
   constexpr std::size_t most_passes = 64;
   if (passes.size() == most_passes) passes.clear();
-  passes.emplace(key, std::move(parts));
+  passes.emplace(key, std::move(made));
   return {};
 }
 
@@ -475,11 +504,19 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
 
 // Steps.
 
-Status Model::State::run_step(Where to) {
+Status Model::State::enqueue_step(std::size_t parity, bool follows) {
   const LaunchMode mode{.early = context.overlap()};
-  CF_TRY(embed.front().submit(stream.get(), mode));
+  if (follows) CF_TRY(enqueue_follow(step, chosen, std::int32_t(options.capacity), context));
+  CF_TRY(embed[parity].submit(stream.get(), mode));
   CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
-  CF_TRY(finish[to == Where::even_steps ? 0 : 1].submit(stream.get(), mode));
+  return finish[parity].submit(stream.get(), mode);
+}
+
+Status Model::State::run_step(Where to, bool follows) {
+  const std::size_t parity = to == Where::even_steps ? 0 : 1;
+  const GraphExec& graph = (follows ? followers : steps)[parity];
+  CF_TRY(graph ? from_cuda(cudaGraphLaunch(graph.get(), stream.get()), "cudaGraphLaunch")
+               : enqueue_step(parity, follows));
   last_step = to;
   return {};
 }
@@ -519,7 +556,7 @@ Status Model::step(std::span<const Token> tokens) {
       placed.position[t.slot] = std::int32_t(t.position);
     }
     CF_TRY(enqueue_place(s.step, placed, s.context));
-    CF_TRY(s.run_step(to));
+    CF_TRY(s.run_step(to, false));
   }
   s.ahead.clear();
   for (const Token& t : tokens) {
@@ -579,9 +616,12 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
   const auto enqueue = [&]() -> Status {
     for (std::size_t place = 0; place < kPlaces; ++place)
       if (!by_place[place].empty()) CF_TRY(s.enqueue_choice(Where(place), by_place[place]));
-    CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
-                      s.stream.get()));
+    // The ids are copied beside the next step, which does not wait for the copy.
     CF_TRY(from_cuda(cudaEventRecord(s.choice_made.get(), s.stream.get()), "cudaEventRecord"));
+    CF_TRY(from_cuda(cudaStreamWaitEvent(s.copies.get(), s.choice_made.get()), "cudaStreamWaitEvent"));
+    CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
+                      s.copies.get()));
+    CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
     // The next step of the same slots needs nothing of the host: it runs while the host reads the ids.
     const std::vector<Draw>& stepped = by_place[std::size_t(s.last_step)];
     s.ahead.clear();
@@ -592,11 +632,10 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
       for (const Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
       const Where to = s.next_place();
       CF_TRY(s.keep_logits(next, to));
-      CF_TRY(enqueue_follow(s.step, s.chosen, std::int32_t(s.options.capacity), s.context));
-      CF_TRY(s.run_step(to));
+      CF_TRY(s.run_step(to, true));
       s.ahead = std::move(next);
     }
-    CF_TRY(from_cuda(cudaEventSynchronize(s.choice_made.get()), "cudaEventSynchronize"));
+    CF_TRY(from_cuda(cudaEventSynchronize(s.choice_copied.get()), "cudaEventSynchronize"));
     return s.executor.take_report();
   };
   if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
