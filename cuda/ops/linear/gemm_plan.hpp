@@ -31,7 +31,7 @@ inline constexpr int kMostGptqParts = 3;
 
 /// Where the parts of a product's scratch memory begin, behind cuBLASLt's workspace. An absent part has no bytes.
 struct GemmScratch {
-  std::size_t weight;  // (out, parts * in)     a dequantised weight's parts side by side
+  std::size_t weight;  // (out, parts * in)     a dequantised weight's parts side by side, the smallest first
   std::size_t x;       // (tokens, parts * in)  the activations, once for each part
   std::size_t sums;    // (tokens, out)         in float32, for what rounds them once, after its own function
   std::size_t bytes;

@@ -35,7 +35,8 @@ __device__ uint2 load_scales(const DequantiseCall& c, int tile, int g, int colum
 __device__ float scale_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word)}); }
 __device__ float zero_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word >> 16)}); }
 
-/// Writes every weight as Parts numbers of T that add up to it. A warp takes a tile: 16 rows and 64 columns of the first
+/// Writes every weight as Parts numbers of T that add up to it, the smallest first: a tensor core cuts off what a sum has
+/// beyond float32, and small sums lose little by that. A warp takes a tile: 16 rows and 64 columns of the first
 /// plane, with the second plane's codes of the same inputs. Float32 holds a weight's 19 bits, and what is left of them
 /// after each part.
 template <class T, int Bits, int Parts>
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) dequantise_kernel(const __grid_const
       }
       T* const to = static_cast<T*>(c.weight) + long(c.pairs.row(r)) * Parts * m.in;
 #pragma unroll
-      for (int p = 0; p < Parts; ++p) {
+      for (int p = Parts - 1; p >= 0; --p) {
         if (m.order) {
 #pragma unroll
           for (int e = 0; e < kVec; ++e)
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, con
       if (!from) return;
       load_vec(from, dtype, i, added);
 #pragma unroll
-      for (int i = 0; i < N; ++i) v[i] += added[i];
+      for (int e = 0; e < N; ++e) v[e] += added[e];
     };
     add(to.bias, to.bias_dtype, row);
     add(to.residual, to.activation, at);
