@@ -29,22 +29,29 @@ cudaError_t get_dependencies(cudaStream_t stream, const cudaGraphNode_t** nodes,
 
 Status DataflowCapture::add(std::span<const void* const> reads, std::span<const void* const> writes,
                             const LaunchList& launches, const LaunchMode& mode) {
+  std::vector<const void*> all_writes(writes.begin(), writes.end());
+  if (launches.uses_scratch()) all_writes.push_back(launches.scratch().data);
   std::vector<cudaGraphNode_t> after;
-  for (int op : flow_.add(reads, writes)) after.push_back(nodes_[std::size_t(op)]);
-  cudaGraphEdgeData edge{};
-  if (mode.early) {
-    edge.from_port = cudaGraphKernelNodePortProgrammatic;
-    edge.type = cudaGraphDependencyTypeProgrammatic;
-  }
-  CF_TRY(from_cuda(set_dependencies(context_.stream(), after, std::vector(after.size(), edge)),
-                   "cudaStreamUpdateCaptureDependencies"));
+  std::vector<cudaGraphEdgeData> edges;
+  for (int op : flow_.add(reads, all_writes))
+    for (cudaGraphNode_t node : nodes_[std::size_t(op)]) {
+      cudaGraphNodeType type;
+      CF_TRY(from_cuda(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType"));
+      after.push_back(node);
+      edges.emplace_back();
+      // A library's kernel does not wait for its predecessors by itself, and only a kernel lets its successor start.
+      if (!mode.early || launches.has_calls() || type != cudaGraphNodeTypeKernel) continue;
+      edges.back().from_port = cudaGraphKernelNodePortProgrammatic;
+      edges.back().type = cudaGraphDependencyTypeProgrammatic;
+    }
+  CF_TRY(from_cuda(set_dependencies(context_.stream(), after, edges), "cudaStreamUpdateCaptureDependencies"));
   // The edges say which launches are early; the launches themselves must not.
   CF_TRY(launches.submit(context_.stream(), {.urgent = mode.urgent, .side_by_side = mode.side_by_side}));
 
   const cudaGraphNode_t* nodes = nullptr;
   std::size_t count = 0;
   CF_TRY(from_cuda(get_dependencies(context_.stream(), &nodes, &count), "cudaStreamGetCaptureInfo"));
-  nodes_.push_back(nodes[count - 1]);
+  nodes_.emplace_back(nodes, nodes + count);
   return {};
 }
 

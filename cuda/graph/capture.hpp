@@ -16,13 +16,13 @@ namespace cf::cuda {
 /// run at the same time.
 class DataflowCapture {
  public:
-  /// The context's stream is being captured and was empty.
-  explicit DataflowCapture(const Context& context) : context_(context) {}
+  /// The context's stream is being captured and was empty. Ops that use the scratch memory never run at the same time.
+  explicit DataflowCapture(const Context& context, Scratch scratch = {}) : context_(context), scratch_(scratch) {}
 
   const Arch& arch() const { return context_.arch(); }
 
   /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it
-  /// overwrites. With `mode.early` its kernel may start before these are done.
+  /// overwrites. With `mode.early` its kernel may start before these are done, but a library's call never does.
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
     using Op = typename Args::Op;
@@ -31,27 +31,28 @@ class DataflowCapture {
       if (is_read(t.role)) reads.push_back(view.data);
       if (is_written(t.role)) writes.push_back(view.data);
     });
-    LaunchList launches(context_);
+    LaunchList launches(context_, scratch_);
     CF_TRY(prepare(args, launches));
     return add(reads, writes, launches, mode);
   }
-  /// Adds launches that read and write the tensors at these addresses.
+  /// Adds launches that read and write the tensors at these addresses, and the list's scratch memory where it uses that.
   Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
              const LaunchMode& mode);
 
  private:
   Context context_;
+  Scratch scratch_;
   Dataflow flow_;
-  std::vector<CUgraphNode_st*> nodes_;  // the last node of each op
+  std::vector<std::vector<CUgraphNode_st*>> nodes_;  // the last nodes of each op
 };
 
 /// Captures a graph of the ops that `record` adds to the DataflowCapture it is given. Nothing runs. The context gives
 /// the launch plans. Its stream is not used, since a default stream cannot be captured.
 template <class Record>
-Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
+Result<GraphExec> capture_dataflow(const Context& context, Record&& record, Scratch scratch = {}) {
   CF_TRY_ASSIGN(Stream stream, make_stream());
   return capture(stream.get(), [&] {
-    DataflowCapture graph(context.on_stream(stream.get()));
+    DataflowCapture graph(context.on_stream(stream.get()), scratch);
     return record(graph);
   });
 }
@@ -59,10 +60,13 @@ Result<GraphExec> capture_dataflow(const Context& context, Record&& record) {
 /// Captures a graph of any walk over ops: `walk(add)` calls add(site, args) for each of its ops in order, as
 /// for_each_site() does, and returns a Status. A kernel may start before the kernels whose data it needs are done.
 template <class Walk>
-Result<GraphExec> capture_walk(const Context& context, Walk&& walk) {
-  return capture_dataflow(context, [&](DataflowCapture& graph) {
-    return walk([&](const auto&, const auto& args) { return graph.run(args, {.early = true}); });
-  });
+Result<GraphExec> capture_walk(const Context& context, Walk&& walk, Scratch scratch = {}) {
+  return capture_dataflow(
+      context,
+      [&](DataflowCapture& graph) {
+        return walk([&](const auto&, const auto& args) { return graph.run(args, {.early = true}); });
+      },
+      scratch);
 }
 
 }  // namespace cf::cuda

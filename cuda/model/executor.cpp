@@ -28,6 +28,7 @@ struct Layers {
   LayerRange range;
   std::vector<LayerWeights> weights;
   std::vector<LayerTensors> tensors;
+  Scratch scratch;
 };
 
 /// Calls f(weights, tensors) for every layer in order and names the one that it fails for.
@@ -96,7 +97,7 @@ class PreparedPersistent : public Prepared {
 };
 
 Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const Layers& layers) {
-  LaunchList launches(context);
+  LaunchList launches(context, layers.scratch);
   CF_TRY(for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
     return prepare(ops::DecodeLayer::Args{.model = layers.model, .weights = w, .t = t}, launches);
   }));
@@ -104,11 +105,12 @@ Result<std::unique_ptr<Prepared>> prepare_unfused(const Context& context, const 
 }
 
 Result<std::unique_ptr<Prepared>> prepare_graph(const Context& context, const Layers& layers, CUstream_st* stream) {
-  CF_TRY_ASSIGN(GraphExec graph, capture_dataflow(context, [&](DataflowCapture& capture) {
-                  return for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
-                    return capture_layer(layers.model, w, t, capture);
-                  });
-                }));
+  const auto record = [&](DataflowCapture& capture) {
+    return for_each_layer(layers, [&](const LayerWeights& w, const LayerTensors& t) {
+      return capture_layer(layers.model, w, t, capture);
+    });
+  };
+  CF_TRY_ASSIGN(GraphExec graph, capture_dataflow(context, record, layers.scratch));
   // The graph's own memory is taken now rather than at the first launch.
   CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream), "cudaGraphUpload"));
   return std::unique_ptr<Prepared>(std::make_unique<PreparedGraph>(std::move(graph)));
@@ -188,7 +190,7 @@ Result<Layers> Executor::State::layers_of(const ResidentWeights& weights, const 
     return bad_argument(kName, "q_len must be 1 to " + std::to_string(workspace.max_tokens() / cache.batch()) +
                                    ", what the workspace has room for with " + std::to_string(cache.batch()) +
                                    " sequences, got " + std::to_string(step.q_len));
-  Layers layers{.model = weights.model(), .range = r, .weights = {}, .tensors = {}};
+  Layers layers{.model = weights.model(), .range = r, .weights = {}, .tensors = {}, .scratch = workspace.scratch()};
   for (std::int64_t layer = r.first; layer < r.last; ++layer) {
     layers.weights.push_back(weights.layer(layer));
     layers.tensors.push_back(workspace.tensors(cache, all.first, layer, step.q_len));

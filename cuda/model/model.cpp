@@ -14,6 +14,7 @@
 #include "core/resources.hpp"
 #include "core/scores.hpp"
 #include "cuda/model/extend.hpp"
+#include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/sample/sample.hpp"
@@ -306,7 +307,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
       },
       views);
   b.workspace = elements * element + double(table_rows(m, o)) * double(s.rotary_dim) * double(sizeof(float)) +
-                double(linear_scratch_bytes(m, most_tokens(o), is_quantised(weights)));
+                double(linear_scratch_bytes(m, dtype_of_weights(weights), most_tokens(o), is_quantised(weights)));
   return b;
 }
 
@@ -331,8 +332,8 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   const DType dtype = dtype_of_weights(host);
   CF_TRY_ASSIGN(ResidentWeights weights, ResidentWeights::load(context, spec, dtype, host));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
-  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, spec, dtype, most_tokens(o), table_rows(spec, o),
-                                                       linear_scratch_bytes(spec, most_tokens(o), is_quantised(host))));
+  CF_TRY_ASSIGN(Workspace workspace,
+                Workspace::create(context, spec, dtype, most_tokens(o), table_rows(spec, o), is_quantised(host)));
   const Impl impl = o.impl.value_or(auto_impl(context, spec, host, o.slots));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));

@@ -26,8 +26,12 @@ Result<Session> Session::create(const Context& context, const ModelSpec& model, 
         "session", "q_len must be 1 to capacity " + std::to_string(capacity) + ", got " + std::to_string(load.q_len));
   CF_TRY_ASSIGN(ResidentWeights weights, ResidentWeights::create(context, model, weights_dtype, layers, like));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, model, activation, layers, load.batch, capacity));
+  bool quantised = false;
+  for_each_linear(model, like, [&](std::string_view, const LinearParams& l, auto...) {
+    quantised = quantised || std::holds_alternative<GptqWeight>(l.weight);
+  });
   CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, model, activation, load.tokens(),
-                                                       std::max(model.shape.max_positions, capacity)));
+                                                       std::max(model.shape.max_positions, capacity), quantised));
   Session session(context, load.q_len, std::move(weights), std::move(cache), std::move(workspace));
   const std::vector<std::int32_t> kv_len(std::size_t(load.batch), std::int32_t(load.q_len));
   CF_TRY(session.set_kv_len(kv_len));

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/ops/rope.hpp"
+#include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
 
@@ -18,8 +19,8 @@ constexpr std::string_view kName = "workspace";
 }  // namespace
 
 struct Workspace::State {
-  State(const Context& c, const ModelSpec& m, DType d, std::int64_t t, std::int64_t rows)
-      : context(c), shape(m.shape), activation(d), tokens(t), table_rows(rows) {}
+  State(const Context& c, const ModelSpec& m, DType d, std::int64_t t, std::int64_t rows, std::size_t scratch)
+      : context(c), shape(m.shape), activation(d), tokens(t), table_rows(rows), scratch_bytes(scratch) {}
   ~State() { (void)cudaDeviceSynchronize(); }
 
   std::size_t lay_out(std::byte* block);
@@ -28,10 +29,12 @@ struct Workspace::State {
   ModelShape shape;
   DType activation;
   std::int64_t tokens, table_rows;
+  std::size_t scratch_bytes;
   LayerTensors all;                   // the outputs of `tokens` tokens
   AnyView<2> hidden;                  // what the first layer reads
   std::array<AnyView<2>, 2> outputs;  // layer i writes outputs[i % 2]
   View<float, 2> cos, sin;
+  View<std::int32_t, 1> scratch;
   DeviceMemory memory;
   std::uint64_t version = next_version();
 };
@@ -48,6 +51,7 @@ std::size_t Workspace::State::lay_out(std::byte* block) {
   for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
   arena.place(cos, extents(table_rows, shape.rotary_dim / 2), DType::f32);
   arena.place(sin, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+  arena.place(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
   return arena.bytes();
 }
 
@@ -57,13 +61,14 @@ Workspace& Workspace::operator=(Workspace&&) noexcept = default;
 Workspace::~Workspace() = default;
 
 Result<Workspace> Workspace::create(const Context& context, const ModelSpec& model, DType activation,
-                                    std::int64_t tokens, std::int64_t table_rows) {
+                                    std::int64_t tokens, std::int64_t table_rows, bool quantised) {
   CF_TRY(check_model(model));
   for (const auto& [name, size] : {std::pair{"tokens", tokens}, {"table_rows", table_rows}})
     if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
   CF_TRY(with_activation(kName, activation, [](auto) { return Status(); }));
 
-  auto state = std::make_unique<State>(context, model, activation, tokens, table_rows);
+  auto state = std::make_unique<State>(context, model, activation, tokens, table_rows,
+                                       linear_scratch_bytes(model, activation, tokens, quantised));
   CF_TRY_ASSIGN(DeviceMemory memory, DeviceMemory::create(context, state->lay_out(nullptr),
                                                           "workspace of " + std::to_string(tokens) + " tokens"));
   state->memory = std::move(memory);
@@ -124,6 +129,10 @@ LayerTensors Workspace::tensors(const KvCache& cache, std::int64_t first, std::i
   return t;
 }
 
+Scratch Workspace::scratch() const {
+  if (state_->scratch_bytes == 0) return {};
+  return {reinterpret_cast<std::byte*>(state_->scratch.data), state_->scratch_bytes};
+}
 std::size_t Workspace::device_bytes() const { return state_->memory.bytes(); }
 std::uint64_t Workspace::version() const { return state_->version; }
 

@@ -9,18 +9,21 @@
 #include "core/tensor.hpp"
 #include "cuda/model/kv_cache.hpp"
 #include "cuda/runtime/context.hpp"
+#include "cuda/runtime/launch_list.hpp"
 
 namespace cf::cuda {
 
-/// The activations of a step on a device: the hidden state that goes in, what the sites hand each other, and the RoPE
-/// table. All layers share it, so that after a step it holds what the last layer's sites made. Steps that run at the
+/// The activations of a step on a device: the hidden state that goes in, what the sites hand each other, the RoPE
+/// table, and the scratch memory of products of many tokens. All layers share it, so that after a step it holds what the last layer's sites made. Steps that run at the
 /// same time need a workspace each.
 class Workspace {
  public:
-  /// Memory for steps of up to `tokens` tokens (batch * q_len), and a table of `table_rows` positions.
+  /// Memory for steps of up to `tokens` tokens (batch * q_len), and a table of `table_rows` positions. Products of many
+  /// tokens with quantised weights are made in more scratch memory, which `quantised` asks for; without it other
+  /// kernels take them.
   /// Refuses a model that describes no layer, sizes below 1, and a dtype other than float16, bfloat16 and float32.
   static Result<Workspace> create(const Context& context, const ModelSpec& model, DType activation, std::int64_t tokens,
-                                  std::int64_t table_rows);
+                                  std::int64_t table_rows, bool quantised = false);
   Workspace(Workspace&&) noexcept;
   Workspace& operator=(Workspace&&) noexcept;
   /// Waits for the device: the memory may be in use.
@@ -36,6 +39,8 @@ class Workspace {
   /// The tensors of a layer's step of q_len tokens a sequence. The layer `first` reads hidden(), every other the output
   /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
+  /// What launches of a step may use while they run; empty where no product wants any.
+  Scratch scratch() const;
   std::size_t device_bytes() const;
   /// A number that no other workspace has.
   std::uint64_t version() const;

@@ -4,11 +4,13 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/range.hpp"
 #include "cuda/runtime/shared_memory.hpp"
+#include "cuda/runtime/stream.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -27,6 +29,7 @@ Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void
   launches_.push_back({.op = op,
                        .label = label_ ? label_ : op.data(),
                        .kernel = kernel,
+                       .call = {},
                        .grid = {shape.grid.x, shape.grid.y, shape.grid.z},
                        .block = {shape.block.x, shape.block.y, shape.block.z},
                        .smem_bytes = shape.smem_bytes,
@@ -42,12 +45,32 @@ Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void
   return {};
 }
 
+void LaunchList::add_call(std::string_view op, Call call) {
+  Launch l{};
+  l.op = op;
+  l.label = label_ ? label_ : op.data();
+  l.call = std::move(call);
+  launches_.push_back(std::move(l));
+  has_calls_ = true;
+}
+
+Status LaunchList::submit_call(const Launch& l, CUstream_st* stream) {
+  // A library loads its kernels at their first use, also where that use is captured.
+  const RelaxedCapture relaxed;
+  if (Status s = l.call(stream); !s) return Status::error(s.code(), std::string(l.op) + ": " + s.message());
+  return {};
+}
+
 Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
   int least_priority = 0, greatest_priority = 0;
   if (mode.urgent)
     CF_TRY(from_cuda(cudaDeviceGetStreamPriorityRange(&least_priority, &greatest_priority), "stream priorities"));
   for (const Launch& l : launches_) {
     const Range range(l.label);
+    if (!l.kernel) {
+      CF_TRY(submit_call(l, stream));
+      continue;
+    }
     std::array<cudaLaunchAttribute, 4> attributes;
     cudaLaunchConfig_t config{};
     config.gridDim = {l.grid[0], l.grid[1], l.grid[2]};

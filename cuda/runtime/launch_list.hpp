@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,18 +20,33 @@ struct LaunchMode {
   bool side_by_side = false;  // it divides an SM's memory into L1 and shared memory as its neighbours do
 };
 
-/// Kernel launches with their arguments. Ops check and plan their call once, when they add their launches; submit()
+/// Device memory that launches may use while they run, from a multiple of 256 bytes on. What it holds before and after
+/// means nothing. Launches that may run at the same time need one each.
+struct Scratch {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// Kernel launches with their arguments, and calls of libraries that launch kernels of their own. Ops check and plan their call once, when they add their launches; submit()
 /// only launches, any number of times. A list holds the addresses of the call's tensors: these must still be there when
 /// it is submitted. It may be submitted from one thread at a time.
 class LaunchList {
  public:
-  /// An empty list for the context's device and launch plans.
-  explicit LaunchList(const Context& context) : arch_(context.arch()), device_(context.device()) {}
+  /// An empty list for the context's device and launch plans. An op that wants scratch memory does without where
+  /// there is none or too little.
+  explicit LaunchList(const Context& context, Scratch scratch = {})
+      : arch_(context.arch()), device_(context.device()), scratch_(scratch) {}
 
   const Arch& arch() const { return arch_; }
   int device() const { return device_; }
   bool empty() const { return launches_.empty(); }
   std::size_t size() const { return launches_.size(); }
+  const Scratch& scratch() const { return scratch_; }
+  /// Says that launches of this list use the scratch memory.
+  void use_scratch() { uses_scratch_ = true; }
+  bool uses_scratch() const { return uses_scratch_; }
+  /// Whether the list holds a library's call.
+  bool has_calls() const { return has_calls_; }
 
   /// Adds a launch. `arguments` are copied. `op` names it in errors.
   struct Argument {
@@ -40,28 +56,38 @@ class LaunchList {
   Status add(std::string_view op, const LaunchShape& shape, const void* kernel, const Argument* arguments,
              std::size_t argument_count);
 
+  /// Adds a library's call that puts work onto the stream that it is given. The work starts when all before it is done:
+  /// of LaunchMode, nothing applies to it.
+  using Call = std::function<Status(CUstream_st*)>;
+  void add_call(std::string_view op, Call call);
+
   /// What profiles call the launches that are added from now on; without a label, the op's name. The text must outlive
   /// the list.
   void set_label(const char* label) { label_ = label; }
 
-  /// Launches everything in order. Code::device_error names the op whose launch failed.
+  /// Submits everything in order. Code::device_error names the op whose launch failed.
   Status submit(CUstream_st* stream, const LaunchMode& mode = {}) const;
 
  private:
   struct Launch {
     std::string_view op;  // a name with static storage duration
     const char* label;
-    const void* kernel;
+    const void* kernel;  // null for a library's call
+    Call call;
     unsigned grid[3], block[3];
     std::size_t smem_bytes;
     int cluster_blocks;
     std::size_t first_argument, argument_count;
   };
+  static Status submit_call(const Launch& l, CUstream_st* stream);
+
   struct alignas(16) Unit {
     std::byte bytes[16];
   };
   Arch arch_;
   int device_;
+  Scratch scratch_;
+  bool uses_scratch_ = false, has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

@@ -1,5 +1,5 @@
 #pragma once
-// Streams, events and graphs with an owner. Private to cuda and the programs' timer.
+// Streams, events, graphs and modes of capture with an owner. Private to cuda and the programs' timer.
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -24,6 +24,19 @@ inline Result<Stream> make_stream() {
   CF_TRY(from_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate"));
   return Stream(stream);
 }
+
+/// For its lifetime, lets this thread make calls that a capture would refuse although they put nothing onto a stream: a
+/// library may take memory and load kernels at their first use.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then what it was before
+};
 
 /// Captures a graph of what `enqueue` puts onto the stream, which must not be the default stream. Nothing runs. The
 /// graph's kernels keep their priorities.

@@ -1,6 +1,8 @@
 #pragma once
 // One call of an op on the GPU against the double oracle within the derived budget: guards, poison and what of a cache
 // may not change intact, the same bits again, under the plans of every GPU that there are plans for.
+#include <functional>
+
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "tests/cuda/device_problem.hpp"
@@ -46,21 +48,26 @@ void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& referenc
   CHECK(c->within(budget));
 }
 
-/// Whether the device runs the call; what it runs is held against the oracle. What it does not run must say why.
+/// Whether the device runs a problem of this setup; what it runs is held against the oracle. What it does not run must
+/// say why. `change` may take optional tensors away.
 template <class Op>
-bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes) {
+bool check_on_device(
+    const Setup& s, Problem<Op>& untouched, cuda::Scratch scratch = {},
+    const std::function<void(typename Op::Args&)>& change = [](auto&) {}) {
   INFO(Op::name << ": " << describe(s));
   std::array<cuda::Context, 2> all = contexts();
-  Problem<Op> untouched(s, sizes);
   DeviceProblem<Op> device(untouched), again(untouched);
+  change(device.args());
+  change(again.args());
   {
-    cuda::LaunchList launches(all[0]);
+    cuda::LaunchList launches(all[0], scratch);
     if (const Status status = cuda::prepare(device.args(), launches); status.code() == Code::unimplemented) {
       CHECK(status.message().find("cuda takes") != std::string::npos);
       return false;
     }
   }
   Problem<Op> reference(untouched, DType::f64);
+  change(reference.args());
   REQUIRE(cpu_ref::run(reference.args()));
   const auto condition = cpu_ref::condition(reference.args());
   REQUIRE(condition);
@@ -70,9 +77,9 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
   for (cuda::Context& c : all) {
     INFO("planned for " << to_string(c.arch()));
     for (DeviceProblem<Op>* p : {&device, &again}) p->restore(untouched);
-    Problem<Op>& got = device.run(c);
+    Problem<Op>& got = device.run(c, scratch);
     const std::vector<std::byte> bytes = got.bytes();
-    CHECK(again.run(c).bytes() == bytes);
+    CHECK(again.run(c, scratch).bytes() == bytes);
     if (bytes == checked) continue;  // other plans, but the same bits
     checked = bytes;
     for (std::size_t i = 0; i < got.blocks().size(); ++i) {
@@ -87,6 +94,13 @@ bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename
     }
   }
   return true;
+}
+
+template <class Op>
+bool check_on_device(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes,
+                     cuda::Scratch scratch = {}) {
+  Problem<Op> untouched(s, sizes);
+  return check_on_device<Op>(s, untouched, scratch);
 }
 
 /// The table of setups with weights that go with the activations.

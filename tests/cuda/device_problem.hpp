@@ -66,9 +66,9 @@ class DeviceProblem {
     for (std::size_t i = 0; i < device_.size(); ++i) device_[i].bring(host.blocks()[i].memory);
     require_cuda(cudaDeviceSynchronize());
   }
-  /// Runs the op to its end and brings every block back; the guards must be whole.
-  Problem<Op>& run(cuda::Context& context) {
-    const Status s = cuda::run(args_, context);
+  /// Runs the op to its end and brings every block back; the guards must be whole. Scratch memory begins as NaNs.
+  Problem<Op>& run(cuda::Context& context, cuda::Scratch scratch = {}) {
+    const Status s = scratch.data ? run_in(scratch, context) : cuda::run(args_, context);
     INFO(s.message());
     REQUIRE(s);
     return fetch();
@@ -82,6 +82,12 @@ class DeviceProblem {
   }
 
  private:
+  Status run_in(cuda::Scratch scratch, cuda::Context& context) {
+    require_cuda(cudaMemsetAsync(scratch.data, 0xff, scratch.bytes, context.stream()));
+    cuda::LaunchList launches(context, scratch);
+    CF_TRY(cuda::prepare(args_, launches));
+    return launches.submit(context.stream(), {.early = context.overlap()});
+  }
   void bring() {
     for (auto& b : host_.blocks()) device_.emplace_back(b.memory);
     std::size_t i = 0;

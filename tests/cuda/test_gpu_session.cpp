@@ -238,6 +238,34 @@ TEST_CASE("session: quantised and mixed layers, as a graph and launch by launch,
   require_ok(session.step(Impl::graph));
 }
 
+TEST_CASE("session: steps of many tokens, as a graph and launch by launch, are the oracle's", "[gpu][session][gemm]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16);
+  const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{4, 128}, WeightFormat{8, 64});
+  const bool parallel = GENERATE(true, false);
+  // 64 sequences of one token, and two of 24.
+  const auto [batch, q_len] = GENERATE(std::pair{64, 1}, std::pair{2, 24});
+  ModelConfig m = small_model(activation);
+  m.use_parallel_residual = parallel;
+  const std::vector<std::int32_t> kv_len(std::size_t(batch), 33);
+  const Workload load{.batch = batch, .q_len = q_len, .capacity = 40};
+  const Inputs in = inputs(m, load, activation, linears);
+  cuda::Context c = context();
+  c.set_overlap(true);
+  Session session = make_session(c, m, load, activation, in);
+  CHECK(session.workspace.scratch().bytes >= std::size_t(32) << 20);
+  CHECK(session.workspace.scratch().bytes < session.workspace.device_bytes());
+  require_ok(session.set_kv_len(kv_len));
+  require_ok(session.step(Impl::unfused));
+  const auto expected = bytes(session);
+  for (int i = 0; i < 20; ++i) {
+    poison(session);
+    require_cuda(cudaMemset(session.workspace.scratch().data, 0xff, session.workspace.scratch().bytes));
+    require_ok(session.step(i % 4 ? Impl::graph : Impl::unfused));
+    REQUIRE(bytes(session) == expected);
+  }
+  check_layers(session, in, load, activation, kv_len, Impl::graph);
+}
+
 TEST_CASE("session: a thousand steps of a graph are a thousand unfused steps, bit by bit", "[gpu][session]") {
   const ModelConfig m = small_model(DType::f16, 2);
   const Workload load{.batch = 2, .q_len = 1, .capacity = 1000};

@@ -101,6 +101,20 @@ TEST_CASE("pack: a GPTQ weight keeps the matrix, every row and every input, in e
     }
 }
 
+TEST_CASE("pack: the layout says whether every weight lies within float16's range", "[pack]") {
+  for (auto [bits, scale, fits] : {std::tuple{4, 0.01, true},
+                                   {4, 4094., true},
+                                   {4, 4096., false},
+                                   {4, -4096., false},
+                                   {8, 255.75, true},
+                                   {8, 256., false}}) {
+    Quantised q({bits, 32, 0, false}, 64, 16);
+    const_cast<f16*>(q.weight().scales.data)[3] = narrow<f16>(scale);
+    CAPTURE(bits, scale);
+    CHECK(layout_of(packed_of(pack(q.weight()))).fits_f16 == fits);
+  }
+}
+
 TEST_CASE("pack: RoPE's order has every row once, a pair's two rows next to each other", "[pack]") {
   const RopePairs pairs{80, 20};
   std::vector<bool> seen(480);

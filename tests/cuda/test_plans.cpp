@@ -9,6 +9,7 @@
 #include "core/contract.hpp"
 #include "core/model/config.hpp"
 #include "core/model/workload.hpp"
+#include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
@@ -361,6 +362,51 @@ TEST_CASE("linear of 4 bits: lanes that load x from shared memory at once use ev
   std::set<int> tokens;
   for (int column = 0; column < 8; ++column) tokens.insert(gptq_token_of_column(column));
   CHECK((tokens.size() == 8 && *tokens.begin() == 0 && *tokens.rbegin() == 7));
+}
+
+TEST_CASE("gemm: a model's scratch memory has room for each of its products, and few tokens take none", "[plans]") {
+  for (const ModelConfig& m : pythia_presets())
+    for (DType dtype : {DType::f16, DType::bf16})
+      for (bool quantised : {false, true}) {
+        CAPTURE(m.name, to_string(dtype), quantised);
+        CHECK(linear_scratch_bytes(m, dtype, std::min(kGemmTokens, kGptqGemmTokens), quantised) == 0);
+        CHECK(linear_scratch_bytes(m, DType::f32, 4096, quantised) == 0);
+        for (std::int64_t tokens : {std::max(kGemmTokens, kGptqGemmTokens) + 1, std::int64_t(2048)}) {
+          const std::size_t bytes = linear_scratch_bytes(m, dtype, tokens, quantised);
+          CHECK(bytes % 4 == 0);
+          CHECK(bytes >= kGemmWorkspaceBytes + std::size_t(tokens * m.intermediate_size * 4));
+          CHECK(bytes >= linear_scratch_bytes(m, dtype, tokens - 1, quantised));
+          for_each_linear(m, LayerWeights{}, [&](std::string_view module, const LinearParams&, const LinearSize& size) {
+            const bool gelu = module == site::dense_h_to_4h.name;
+            for (int bits : {4, 8}) {
+              const int parts = quantised ? gptq_parts(dtype, bits) : 0;
+              CHECK(bytes >= gemm_scratch(tokens, size.in, size.out, parts, gelu || quantised).bytes);
+            }
+          });
+        }
+      }
+}
+
+TEST_CASE("gemm: the parts of scratch memory lie one behind the other, from multiples of 256 bytes on", "[plans]") {
+  for (int parts : {0, 2, 3})
+    for (bool has_sums : {false, true}) {
+      const GemmScratch s = gemm_scratch(17, 72, 63, parts, has_sums);
+      CHECK(s.weight == kGemmWorkspaceBytes);
+      CHECK(s.x >= s.weight + std::size_t(63 * parts * 72 * 2));
+      CHECK(s.sums >= s.x + std::size_t(17 * parts * 72 * 2));
+      CHECK(s.bytes >= s.sums + (has_sums ? std::size_t(17 * 63 * 4) : 0));
+      CHECK(s.bytes < kGemmWorkspaceBytes + std::size_t((63 + 17) * parts * 72 * 2 + 17 * 63 * 4 + 3 * 256));
+      for (std::size_t at : {s.weight, s.x, s.sums}) CHECK(at % 256 == 0);
+    }
+}
+
+TEST_CASE("gemm: the parts of a GPTQ weight hold all of its bits", "[plans]") {
+  // Significant bits of a float16 scale times a difference of codes, and of a number of each dtype.
+  for (int bits : {4, 8}) {
+    CHECK(gptq_parts(DType::f16, bits) * 11 >= 11 + bits);
+    CHECK(gptq_parts(DType::bf16, bits) * 8 >= 11 + bits);
+    for (DType dtype : {DType::f16, DType::bf16}) CHECK(gptq_parts(dtype, bits) <= kMostGptqParts);
+  }
 }
 
 TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {

@@ -2,6 +2,7 @@
 #include "cuda/ops/run.hpp"
 
 #include "cuda/device/sync.cuh"
+#include "cuda/ops/linear/linear_gemm.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -81,13 +82,18 @@ Status prepare_tokens(const Product& p, LaunchList& launches) {
 Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
   const auto d = ops::Linear::dims(a);
-  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) return prepare_gptq(a, *packed, launches);
+  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
+    CF_TRY_ASSIGN(const bool added, prepare_gemm(a, launches));
+    return added ? Status() : prepare_gptq(a, *packed, launches);
+  }
   const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
   if (!dense) return unpacked_gptq(ops::Linear::name);
   CF_TRY(check_multiple_of_8(ops::Linear::name, "in", d.in));
   return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype));
+    CF_TRY_ASSIGN(const bool added, prepare_gemm(a, launches));
+    if (added) return {};
     Product p{.x = a.x.data,
               .weight = dense->weight.data,
               .in = d.in,

@@ -20,13 +20,10 @@ std::uint32_t code(const std::int32_t* words, std::int64_t stride, std::int64_t 
   return std::uint32_t(words[i / per_word * stride]) >> (i % per_word * bits) & ((1u << bits) - 1);
 }
 
-/// The lowest bit of column c in a word that holds eight columns.
-constexpr int shift_of(std::int64_t c) { return int(4 * (c / 4 + 2 * (c / 2 % 2) + 4 * (c % 2))); }
-
 /// Eight codes of four bits, low bits first, in the tiles' order.
 constexpr std::uint32_t shuffled(std::uint32_t word) {
   std::uint32_t to = 0;
-  for (int c = 0; c < 8; ++c) to |= (word >> (4 * c) & 15) << shift_of(c);
+  for (int c = 0; c < 8; ++c) to |= (word >> (4 * c) & 15) << gptq_shift(int(c));
   return to;
 }
 
@@ -109,11 +106,17 @@ void pack_codes(const GptqWeight& w, const Columns& columns, const GptqLayout& l
             const std::int64_t column = first + c, k = columns.inputs[std::size_t(column)];
             if (k < 0) continue;
             const std::uint32_t q = code(w.qweight.data + n, out, k, w.bits);
-            word |= (columns.planes == 1 ? q : column < columns.per_plane ? q >> 4 : q & 15) << shift_of(c);
+            word |= (columns.planes == 1 ? q : column < columns.per_plane ? q >> 4 : q & 15) << gptq_shift(int(c));
           }
         }
         codes[(r / kGptqRows * l.chunks + chunk) * kTileWords + (4 * g + t) * 4 + 2 * half + side] = std::int32_t(word);
       }
+}
+
+/// Whether every weight lies within float16's range. A code and its zero differ by 2^bits at most.
+bool fits_f16(const GptqWeight& w) {
+  return std::all_of(w.scales.data, w.scales.data + w.scales.size(),
+                     [&](f16 scale) { return std::abs(widen<double>(scale)) * double(1 << w.bits) <= 65504; });
 }
 
 Result<Packed> pack_gptq(const GptqWeight& w, const PackHint& hint) {
@@ -126,6 +129,7 @@ Result<Packed> pack_gptq(const GptqWeight& w, const PackHint& hint) {
                           .groups = std::int32_t(std::max(columns.planes * groups, touched)),
                           .columns_per_group = std::int32_t(columns.per_group),
                           .has_order = !columns.in_order,
+                          .fits_f16 = fits_f16(w),
                           .pairs = hint.pairs};
 
   Tensor block(DType::i32, {layout.words()});

@@ -103,11 +103,15 @@ Status pack_call(Args& args, Packed& packed) {
 inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512;  // of a tile of codes
 inline constexpr int kGptqGroupBytes = kGptqRows * 4;  // the scales and zeros of a tile's rows in one group
 
+/// The lowest bit of column c in a word that holds eight columns.
+constexpr int gptq_shift(int c) { return 4 * (c / 4 + 2 * (c / 2 % 2) + 4 * (c % 2)); }
+
 /// The sizes of a packed GPTQ matrix's parts.
 struct GptqLayout {
   std::int32_t row_tiles = 0, chunks = 0, groups = 0, columns_per_group = 0;
   bool has_order = false;
-  RopePairs pairs{};  // packed row r is the matrix's row pairs.row(r)
+  bool fits_f16 = false;  // every weight lies within float16's range
+  RopePairs pairs{};      // packed row r is the matrix's row pairs.row(r)
 
   constexpr std::int64_t code_words() const { return std::int64_t(row_tiles) * chunks * (kGptqTileBytes / 4); }
   constexpr std::int64_t scale_words() const { return std::int64_t(row_tiles) * groups * kGptqRows; }

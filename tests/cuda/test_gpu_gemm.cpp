@@ -1,0 +1,491 @@
+// Products of many tokens on the GPU through cuBLASLt, against the oracle within linear's budget. They need the library:
+// where the dynamic linker does not find it, CF_CUBLASLT names its file.
+#include <array>
+#include <cstring>
+#include <set>
+
+#include "cpu_ref/dequantise.hpp"
+#include "cuda/graph/capture.hpp"
+#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/gemm_plan.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/stream.hpp"
+#include "tests/cuda/device_check.hpp"
+#include "tests/support/refusal.hpp"
+
+using namespace cf;
+using namespace cf::test;
+using ops::Epilogue;
+using Dims = ops::Linear::Dims;
+using Args = ops::Linear::Args;
+
+namespace {
+
+constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual};
+/// The fewest tokens that cuBLASLt takes of any weight, and other numbers of them: from 17 on these are 17, 31, 64, 65,
+/// 129 and 512.
+constexpr std::int64_t kMany = std::max(cuda::kGemmTokens, cuda::kGptqGemmTokens) + 1;
+constexpr std::int64_t kTokens[] = {kMany, kMany + 14, kMany + 47, kMany + 48, kMany + 112, kMany + 495};
+
+/// Scratch memory with room for these tests' products.
+class DeviceScratch {
+ public:
+  explicit DeviceScratch(std::size_t bytes = std::size_t(96) << 20) {
+    Result<cuda::DeviceMemory> memory = cuda::DeviceMemory::create(context(), bytes, "a test's scratch memory");
+    INFO(memory.status().message());
+    REQUIRE(memory);
+    memory_ = std::move(*memory);
+    const Result<std::string> library = cuda::gemm_library();
+    INFO(library.status().message() << "; CF_CUBLASLT may name the file");
+    REQUIRE(library);
+  }
+  cuda::Scratch get() const { return {memory_.data(), memory_.bytes()}; }
+
+ private:
+  cuda::DeviceMemory memory_;
+};
+
+Setup setup(DType dtype, const GptqSetup& gptq = {}, std::uint64_t seed = 1) {
+  Setup s{.model = model_of(1, 2, 2, 2), .activation = dtype, .gptq = gptq, .seed = seed};
+  s.weight = s.values = dtype;
+  return s;
+}
+
+std::pair<Dims, Args> linear(std::int64_t tokens, std::int64_t in, std::int64_t out,
+                             Epilogue epilogue = Epilogue::none) {
+  return {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}};
+}
+
+void no_bias(Args& a) { a.linear.bias = {}; }
+
+cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch) {
+  cuda::LaunchList launches(context(), scratch);
+  const Status s = cuda::prepare(args, launches);
+  INFO(s.message());
+  REQUIRE(s);
+  return launches;
+}
+
+/// Whether cuBLASLt takes the call.
+bool takes_library(const Args& args, cuda::Scratch scratch) {
+  const cuda::LaunchList launches = prepared(args, scratch);
+  CHECK(launches.uses_scratch() == launches.has_calls());
+  return launches.has_calls();
+}
+
+/// A problem's block of this name.
+Problem<ops::Linear>::Block& block(Problem<ops::Linear>& p, std::string_view name) {
+  for (auto& b : p.blocks())
+    if (b.name == name) return b;
+  FAIL("no block " << name);
+  return p.blocks().front();
+}
+
+/// Sets every element of a block: value(i).
+template <class F>
+void set(Problem<ops::Linear>::Block& b, F value) {
+  dispatch_float(b.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for (std::int64_t i = 0; i < element_count(b.shape); ++i) static_cast<T*>(b.data())[i] = narrow<T>(value(i));
+  });
+}
+
+std::vector<std::byte> row_bytes(Problem<ops::Linear>& p, std::int64_t row) {
+  auto& y = block(p, "y");
+  const std::size_t bytes = std::size_t(y.shape[1]) * size_bytes(y.dtype);
+  const auto* data = static_cast<const std::byte*>(y.data()) + std::size_t(row) * bytes;
+  return {data, data + bytes};
+}
+
+}  // namespace
+
+TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, with and without a bias", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Epilogue epilogue : kEpilogues)
+      for (std::int64_t tokens : kTokens)
+        for (auto [in, out] :
+             {std::pair<std::int64_t, std::int64_t>{8, 8}, {24, 64}, {264, 72}, {264, 63}, {1288, 648}}) {
+          if (tokens > kMany + 48 && out == 648 && epilogue == Epilogue::gelu_tanh) continue;  // takes the oracle long
+          INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
+          const Setup s = setup(dtype, {}, std::uint64_t(in));
+          Problem<ops::Linear> p(s, linear(tokens, in, out, epilogue));
+          CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
+          CHECK(check_on_device<ops::Linear>(s, p, scratch.get(), no_bias));
+          // An odd `out` is for cuBLASLt to take or to leave.
+          if (out % 8 == 0) CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
+        }
+}
+
+TEST_CASE("linear of many tokens: small products for compute-sanitizer", "[gpu][gemm][small]") {
+  const DeviceScratch scratch;
+  for (Epilogue epilogue : {Epilogue::gelu_erf, Epilogue::residual})
+    for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 32, 0, false}, GptqSetup{8, 32, 1, true}})
+      for (std::int64_t out : {40, 64}) {
+        const Setup s = setup(DType::bf16, gptq);
+        CHECK(check_on_device<ops::Linear>(s, linear(kMany, 72, out, epilogue), scratch.get()));
+      }
+}
+
+TEST_CASE("linear of many tokens: hostile inputs", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
+      for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}, GptqSetup{8, 64, 0, false}})
+        for (Epilogue epilogue : kEpilogues) {
+          Setup s = setup(dtype, gptq);
+          s.fill = fill;
+          CHECK(check_on_device<ops::Linear>(s, linear(kMany + 16, 640, 72, epilogue), scratch.get()));
+        }
+}
+
+// The residual is what rounding leaves of the product, with the other sign. So y is u times the product: whatever is
+// rounded to 16 bits before the residual is added, or a weight that is, shows as an error as large as y.
+TEST_CASE("linear of many tokens: nothing is rounded to 16 bits before y", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}, GptqSetup{4, 32, 0, true},
+                                  GptqSetup{8, 64, 1, false}, GptqSetup{8, 1 << 14, 0, true}})
+      for (std::int64_t tokens : {kMany, kMany + 47}) {
+        INFO("tokens " << tokens);
+        const Setup s = setup(dtype, gptq);
+        Problem<ops::Linear> p(s, linear(tokens, 256, 72, Epilogue::residual)), product(s, linear(tokens, 256, 72));
+        Problem<ops::Linear> oracle(product, DType::f64);
+        REQUIRE(block(p, "x").memory == block(product, "x").memory);
+        REQUIRE(cpu_ref::run(oracle.args()));
+        const Tensor y = oracle.tensor(block(oracle, "y"));
+        set(block(p, "residual"), [&](std::int64_t i) { return -y.at(i); });
+        CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
+        CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
+      }
+}
+
+// x is a unit matrix, with rows of zeros behind it where it has few, so that y is W; the residual takes away W rounded to 16 bits. What is left is exact.
+TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  cuda::Context c = context();
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq :
+         {GptqSetup{4, 32, 0, false}, GptqSetup{4, 32, 1, true}, GptqSetup{4, 24, 1, false}, GptqSetup{4, 96, 0, true},
+          GptqSetup{4, 1 << 14, 1, false}, GptqSetup{8, 32, 1, false}, GptqSetup{8, 96, 0, true},
+          GptqSetup{8, 1 << 14, 1, false}})
+      for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
+        INFO("in " << in << ", out " << out << ", " << gptq.bits << " bits, group " << gptq.group_size << ", desc_act "
+                   << gptq.desc_act << ", " << to_string(dtype));
+        Problem<ops::Linear> p(setup(dtype, gptq, std::uint64_t(in)),
+                               linear(std::max(in, kMany), in, out, Epilogue::residual));
+        const Tensor w = cpu_ref::dequantise(std::get<GptqWeight>(p.args().linear.weight), DType::f64);
+        const auto rounded = [&](double v) {
+          return dtype == DType::f16 ? widen<double>(narrow<f16>(v)) : widen<double>(narrow<bf16>(v));
+        };
+        const auto weight = [&, n = in, m = out](std::int64_t i) {  // of element i of y
+          return i / m < n ? w.at(i % m * n + i / m) : 0.;
+        };
+        set(block(p, "x"), [&, n = in](std::int64_t i) { return i / n == i % n ? 1. : 0.; });
+        set(block(p, "residual"), [&](std::int64_t i) { return -rounded(weight(i)); });
+        DeviceProblem<ops::Linear> device(p);
+        no_bias(device.args());
+        REQUIRE(takes_library(device.args(), scratch.get()));
+        Problem<ops::Linear>& got = device.run(c, scratch.get());
+        const Tensor y = got.tensor(block(got, "y"));
+        std::int64_t wrong = 0;
+        for (std::int64_t i = 0; i < y.size(); ++i) wrong += y.at(i) != rounded(weight(i) - rounded(weight(i)));
+        CHECK(wrong == 0);
+      }
+}
+
+TEST_CASE("linear of many tokens: every format of GPTQ weights", "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (const GptqSetup& gptq : {GptqSetup{4, 32, 0, false}, GptqSetup{4, 32, 1, true}, GptqSetup{4, 96, 1, false},
+                                  GptqSetup{4, 128, 1, false}, GptqSetup{4, 128, 0, true}, GptqSetup{4, 24, 1, false},
+                                  GptqSetup{4, 1 << 14, 0, false}, GptqSetup{8, 32, 1, false},
+                                  GptqSetup{8, 128, 0, true}, GptqSetup{8, 1 << 14, 1, false}})
+      for (std::int64_t tokens : {kMany, kMany + 48})
+        for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
+          INFO("in " << in << ", out " << out << ", tokens " << tokens);
+          const Setup s = setup(dtype, gptq, std::uint64_t(in));
+          Problem<ops::Linear> p(s, linear(tokens, in, out));
+          CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
+          CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
+        }
+}
+
+TEST_CASE("linear of many tokens: GPTQ weights with every epilogue, number of tokens and dtype of the bias",
+          "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Epilogue epilogue : kEpilogues)
+      for (std::int64_t tokens : kTokens)
+        for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{32, 24}, {1280, 160}}) {
+          INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
+          CHECK(check_on_device<ops::Linear>(setup(dtype, {4, 128, 1, false}, std::uint64_t(tokens)),
+                                             linear(tokens, in, out, epilogue), scratch.get()));
+        }
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (DType bias : {DType::f16, DType::bf16, DType::f32})
+      for (Epilogue epilogue : kEpilogues) {
+        Setup s = setup(dtype, {4, 128, 1, true});
+        s.weight = bias;
+        CHECK(check_on_device<ops::Linear>(s, linear(kMany + 16, 640, 72, epilogue), scratch.get()));
+      }
+}
+
+TEST_CASE("linear of many tokens: packed rows in RoPE's order are the matrix's rows", "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  cuda::Context c = context();
+  for (const GptqSetup& gptq : {GptqSetup{4, 32, 1, true}, GptqSetup{8, 64, 0, false}}) {
+    Problem<ops::Linear> p(setup(DType::f16, gptq), linear(kMany + 16, 264, 72));
+    DeviceProblem<ops::Linear> device(p);
+    const auto expected = device.run(c, scratch.get()).bytes();
+    const Result<cuda::Packed> packed = cuda::pack(p.args().linear.weight, {.pairs = {8, 4}});
+    REQUIRE(packed);
+    const DeviceBytes memory(
+        std::span(static_cast<const std::byte*>(packed->storage.data()), std::size_t(packed->storage.size_bytes())));
+    auto weight = std::get<PackedWeight>(packed->weight);
+    weight.data.data = reinterpret_cast<const std::int32_t*>(memory.data());
+    device.args().linear.weight = weight;
+    device.restore(p);
+    CHECK(takes_library(device.args(), scratch.get()));
+    CHECK(device.run(c, scratch.get()).bytes() == expected);
+  }
+}
+
+TEST_CASE("linear of many tokens: the same bits a thousand times, early and late, captured and not", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  const auto stream = cuda::make_stream();
+  REQUIRE(stream);
+  cuda::Context c = context(stream->get());
+  for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}})
+    for (auto [epilogue, tokens, in, out] :
+         {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, kMany + 48, 2560, 512},
+          {Epilogue::residual, kMany, 2560, 256}}) {
+      DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear(tokens, in, out, epilogue));
+      const auto first = p.run(c, scratch.get()).bytes();
+      const cuda::LaunchList launches = prepared(p.args(), scratch.get());
+      REQUIRE(launches.has_calls());
+      const Result<cuda::GraphExec> graph =
+          cuda::capture(stream->get(), [&] { return launches.submit(stream->get(), {.early = true}); });
+      REQUIRE(graph);
+      std::int64_t different = 0;
+      for (int i = 0; i < 1000; ++i) {
+        require_cuda(cudaMemsetAsync(p.args().y.data, 0xff, std::size_t(p.args().y.bytes()), stream->get()));
+        if (i % 3 == 2)
+          require_cuda(cudaGraphLaunch(graph->get(), stream->get()));
+        else
+          REQUIRE(launches.submit(stream->get(), {.early = i % 3 == 1}));
+        require_cuda(cudaStreamSynchronize(stream->get()));
+        different += p.fetch().bytes() != first;
+      }
+      CHECK(different == 0);
+    }
+}
+
+TEST_CASE("linear of many tokens: a row does not depend on what the other rows hold", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  cuda::Context c = context();
+  for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}})
+    for (Epilogue epilogue : kEpilogues)
+      for (std::int64_t tokens : {kMany, kMany + 48}) {
+        const std::int64_t in = 640, out = 72;
+        const auto sizes = linear(tokens, in, out, epilogue);
+        Problem<ops::Linear> untouched(setup(DType::bf16, gptq), sizes), changed(untouched);
+        DeviceProblem<ops::Linear> p(untouched);
+        REQUIRE(takes_library(p.args(), scratch.get()));
+        Problem<ops::Linear> expected(p.run(c, scratch.get()));
+        for (std::int64_t row : {std::int64_t(0), tokens / 2, tokens - 1})
+          for (double value : {std::numeric_limits<double>::quiet_NaN(), 1e30, 0.}) {
+            const Tensor x = untouched.tensor(block(untouched, "x"));
+            set(block(changed, "x"), [&, n = in](std::int64_t i) { return i / n == row ? x.at(i) : value; });
+            p.restore(changed);
+            Problem<ops::Linear>& got = p.run(c, scratch.get());
+            INFO("row " << row << " of " << tokens << ", the others " << value);
+            CHECK(row_bytes(got, row) == row_bytes(expected, row));
+          }
+      }
+}
+
+TEST_CASE("linear of many tokens: without scratch memory, or with too little, its own kernels take it", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  cuda::Context c = context();
+  for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}}) {
+    const Setup s = setup(DType::f16, gptq);
+    DeviceProblem<ops::Linear> p(s, linear(kMany + 23, 640, 72, Epilogue::gelu_erf));
+    const auto own = p.run(c).bytes();
+    const std::size_t least = cuda::gemm_scratch(kMany + 23, 640, 72, gptq.bits ? 2 : 0, true).bytes;
+    CHECK_FALSE(takes_library(p.args(), {}));
+    CHECK_FALSE(takes_library(p.args(), {scratch.get().data, least - 1}));
+    CHECK(takes_library(p.args(), {scratch.get().data, least}));
+    CHECK(p.run(c, {scratch.get().data, least - 1}).bytes() == own);
+    CHECK(
+        check_on_device<ops::Linear>(s, linear(kMany + 23, 640, 72, Epilogue::gelu_erf), {scratch.get().data, least}));
+    cuda::LaunchList misaligned(c, {scratch.get().data + 16, least});
+    CHECK(refusal_fault(cuda::prepare(p.args(), misaligned), Code::invalid_argument,
+                        {"linear: the scratch memory is misaligned, expected a multiple of 256 bytes"}) == "");
+  }
+  // Few tokens, and float32 activations.
+  const std::int64_t few = std::min(cuda::kGemmTokens, cuda::kGptqGemmTokens);
+  CHECK_FALSE(takes_library(DeviceProblem<ops::Linear>(setup(DType::f16), linear(few, 64, 64)).args(), scratch.get()));
+  CHECK_FALSE(
+      takes_library(DeviceProblem<ops::Linear>(setup(DType::f16, {4, 32}), linear(few, 64, 64)).args(), scratch.get()));
+  CHECK_FALSE(
+      takes_library(DeviceProblem<ops::Linear>(setup(DType::f32), linear(kMany + 23, 64, 64)).args(), scratch.get()));
+}
+
+TEST_CASE("linear of many tokens: quantised weights beyond float16's range are left to its own kernels",
+          "[gpu][gemm][gptq]") {
+  const DeviceScratch scratch;
+  for (auto [scale, fits] : {std::pair{4094., true}, {4096., false}}) {
+    Problem<ops::Linear> p(setup(DType::f16, {4, 32}), linear(kMany + 23, 64, 64));
+    static_cast<f16*>(block(p, "scales").data())[3] = narrow<f16>(scale);
+    CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()) == fits);
+    Problem<ops::Linear> wide(setup(DType::bf16, {4, 32}), linear(kMany + 23, 64, 64));
+    static_cast<f16*>(block(wide, "scales").data())[3] = narrow<f16>(scale);
+    CHECK(takes_library(DeviceProblem<ops::Linear>(wide).args(), scratch.get()));
+  }
+}
+
+namespace {
+
+struct Edges {
+  std::size_t nodes = 0, roots = 0, edges = 0, programmatic = 0;
+};
+
+Edges edges_of(cudaGraph_t graph) {
+  Edges e;
+  require_cuda(cudaGraphGetNodes(graph, nullptr, &e.nodes));
+  require_cuda(cudaGraphGetRootNodes(graph, nullptr, &e.roots));
+  const auto get = [&](cudaGraphNode_t* from, cudaGraphNode_t* to, cudaGraphEdgeData* data) {
+#if CUDART_VERSION >= 13000
+    require_cuda(cudaGraphGetEdges(graph, from, to, data, &e.edges));
+#else
+    require_cuda(cudaGraphGetEdges_v2(graph, from, to, data, &e.edges));
+#endif
+  };
+  get(nullptr, nullptr, nullptr);
+  std::vector<cudaGraphNode_t> from(e.edges), to(e.edges);
+  std::vector<cudaGraphEdgeData> data(e.edges);
+  get(from.data(), to.data(), data.data());
+  for (const cudaGraphEdgeData& edge : data) e.programmatic += edge.type == cudaGraphDependencyTypeProgrammatic;
+  return e;
+}
+
+/// Captures what record(stream) puts onto a stream, and runs it as a graph.
+template <class Record>
+Edges capture_and_run(Record record) {
+  const Result<cuda::Stream> stream = cuda::make_stream();
+  REQUIRE(stream);
+  require_cuda(cudaStreamBeginCapture(stream->get(), cudaStreamCaptureModeThreadLocal));
+  const Status status = record(stream->get());
+  cudaGraph_t captured = nullptr;
+  require_cuda(cudaStreamEndCapture(stream->get(), &captured));
+  const std::unique_ptr<CUgraph_st, cuda::Destroy> graph(captured);
+  INFO(status.message());
+  REQUIRE(status);
+  const Edges edges = edges_of(captured);
+  cudaGraphExec_t instantiated = nullptr;
+  require_cuda(cudaGraphInstantiate(&instantiated, captured, 0));
+  const cuda::GraphExec exec(instantiated);
+  require_cuda(cudaGraphLaunch(exec.get(), stream->get()));
+  require_cuda(cudaStreamSynchronize(stream->get()));
+  return edges;
+}
+
+/// Two products that share no tensor.
+Edges capture_two(const Args& first, const Args& second, cuda::Scratch scratch) {
+  return capture_and_run([&](CUstream_st* stream) -> Status {
+    cuda::DataflowCapture capture(context().on_stream(stream), scratch);
+    CF_TRY(capture.run(first, {.early = true}));
+    return capture.run(second, {.early = true});
+  });
+}
+
+}  // namespace
+
+TEST_CASE("linear of many tokens: two products of a graph that share scratch memory follow each other", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  cuda::Context c = context();
+  for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}})
+    for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf}) {
+      Problem<ops::Linear> one(setup(DType::f16, gptq, 1), linear(kMany + 48, 640, 72, epilogue)),
+          two(setup(DType::f16, gptq, 2), linear(kMany + 16, 640, 512, epilogue));
+      DeviceProblem<ops::Linear> a(one), b(two);
+      const auto expected_a = a.run(c, scratch.get()).bytes(), expected_b = b.run(c, scratch.get()).bytes();
+      a.restore(one);
+      b.restore(two);
+      const Edges shared = capture_two(a.args(), b.args(), scratch.get());
+      // A chain: every node but the first waits for the one before it.
+      CHECK(shared.roots == 1);
+      CHECK(shared.edges + 1 == shared.nodes);
+      CHECK(a.fetch().bytes() == expected_a);
+      CHECK(b.fetch().bytes() == expected_b);
+      // By full edges, but for those that cuBLASLt may have among its own kernels.
+      const Edges plain = capture_and_run([&](CUstream_st* stream) -> Status {
+        CF_TRY(prepared(a.args(), scratch.get()).submit(stream));
+        return prepared(b.args(), scratch.get()).submit(stream);
+      });
+      CHECK(shared.nodes == plain.nodes);
+      CHECK(shared.programmatic == plain.programmatic);
+      // Without scratch memory they have no order.
+      a.restore(one);
+      b.restore(two);
+      CHECK(capture_two(a.args(), b.args(), {}).roots == 2);
+    }
+}
+
+TEST_CASE("gemm: an algorithm is asked for once, and listed", "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  const auto prepare = [&](std::int64_t tokens, const GptqSetup& gptq, Epilogue epilogue) {
+    DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear(tokens, 256, 128, epilogue));
+    CHECK(takes_library(p.args(), scratch.get()));
+  };
+  const std::size_t before = cuda::gemm_algorithms().size();
+  for (int i = 0; i < 3; ++i) prepare(kMany + 20, {}, Epilogue::residual);
+  CHECK(cuda::gemm_algorithms().size() == before + 1);
+  prepare(kMany + 20, {}, Epilogue::gelu_erf);
+  prepare(kMany + 20, {4, 128}, Epilogue::none);
+  prepare(kMany + 21, {}, Epilogue::residual);
+  CHECK(cuda::gemm_algorithms().size() == before + 4);
+  std::set<std::tuple<std::int64_t, std::int64_t, DType, bool, bool>> listed;
+  for (const cuda::GemmAlgorithm& a : cuda::gemm_algorithms()) {
+    CHECK(a.id >= 0);
+    CHECK(a.tile >= 0);
+    CHECK(a.stages >= 0);
+    CHECK(a.split_k >= 0);
+    CHECK(a.workspace_bytes <= cuda::kGemmWorkspaceBytes);
+    if (a.out == 128) listed.insert({a.tokens, a.in, a.output, a.bias, a.residual});
+  }
+  using T = decltype(listed);
+  CHECK(listed == T{{kMany + 20, 256, DType::f16, true, true},
+                    {kMany + 20, 256, DType::f32, false, false},
+                    {kMany + 20, 512, DType::f16, true, false},
+                    {kMany + 21, 256, DType::f16, true, true}});
+}
+
+TEST_CASE("a launch list submits calls in order with its launches, and names the op of one that fails", "[gpu][gemm]") {
+  cuda::Context c = context();
+  DeviceProblem<ops::LayerNorm> p({.model = model_of(2, 80, 20, 8), .activation = DType::f16});
+  Problem<ops::LayerNorm>& host = p.run(c);
+  const auto expected = host.bytes();
+  const AnyView<2> y = p.args().y;
+  const std::size_t bytes = std::size_t(y.bytes());
+  const auto scrub = [&](CUstream_st* stream) {
+    return cuda::from_cuda(cudaMemsetAsync(y.data, 0xff, bytes, stream), "cudaMemsetAsync");
+  };
+  const auto submit = [&](bool call_first) {
+    cuda::LaunchList launches(c);
+    if (call_first) launches.add_call("scrub", scrub);
+    REQUIRE(cuda::prepare(p.args(), launches));
+    if (!call_first) launches.add_call("scrub", scrub);
+    CHECK(launches.has_calls());
+    CHECK_FALSE(launches.uses_scratch());
+    CHECK(launches.size() == 2);
+    REQUIRE(launches.submit(c.stream(), {.early = true}));
+    return p.fetch().bytes();
+  };
+  CHECK(submit(true) == expected);
+  CHECK(submit(false) != expected);
+  cuda::LaunchList failing(c);
+  failing.add_call("odd", [](CUstream_st*) { return Status::error(Code::device_error, "no such thing"); });
+  CHECK(refusal_fault(failing.submit(c.stream()), Code::device_error, {"odd: no such thing"}) == "");
+}
