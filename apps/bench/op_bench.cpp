@@ -9,6 +9,7 @@
 #include "core/model/layer.hpp"
 #include "core/procedural.hpp"
 #include "cuda/graph/capture.hpp"
+#include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/linear/pack.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/memory.hpp"
@@ -196,6 +197,13 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
   layers = std::min(layers, OpBenchRequest::kMaxLayers);
   for (const Step& s : steps) CF_TRY(s.allocate(context, layers));
 
+  // As in a model's steps, products of many tokens have scratch memory. All of a graph's share it.
+  cuda::DeviceMemory scratch_memory;
+  if (const std::size_t bytes = cuda::linear_scratch_bytes(r.model, r.dtype, load.tokens(), r.linears.bits != 0)) {
+    CF_TRY_ASSIGN(scratch_memory, cuda::DeviceMemory::create(context, bytes, "scratch memory"));
+  }
+  const cuda::Scratch scratch{scratch_memory.data(), scratch_memory.bytes()};
+
   std::vector<OpTiming> timings;
   const auto measure = [&](Timing timing, double written_bytes, const auto& enqueue_layer) -> Status {
     const cuda::Range range(timing.site.c_str());
@@ -218,7 +226,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
   double written_bytes = 0;
   for (const Step& s : steps) {
     const auto run = [&](std::int64_t layer) -> Status {
-      cuda::LaunchList launches(context);
+      cuda::LaunchList launches(context, scratch);
       CF_TRY(s.prepare(launches, layer));
       return launches.submit(context.stream(), {.early = context.overlap()});
     };
@@ -232,7 +240,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
   const auto run_all = [&](std::int64_t layer) -> Status {
     if (layer == 0) graph.emplace(context);
     for (const Step& s : steps) {
-      cuda::LaunchList launches(context);
+      cuda::LaunchList launches(context, scratch);
       CF_TRY(s.prepare(launches, layer));
       CF_TRY(graph->add(s.reads, s.writes, launches, {.early = true}));
     }

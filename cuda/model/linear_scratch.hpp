@@ -1,5 +1,5 @@
 #pragma once
-// The scratch memory of a layer's products of many tokens. Private to cuda/model.
+// The scratch memory of a layer's products of many tokens. Private to cuda/model and the programs' benchmarks.
 #include <algorithm>
 
 #include "core/model/layer.hpp"
