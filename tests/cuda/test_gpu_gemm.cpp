@@ -1,5 +1,5 @@
-// Products of many tokens on the GPU through cuBLASLt, against the oracle within linear's budget. They need the library:
-// where the dynamic linker does not find it, CF_CUBLASLT names its file.
+// Products of many tokens on the GPU through cuBLASLt, against the oracle within linear's budget. They need the
+// library: where the dynamic linker does not find it, CF_CUBLASLT names its file.
 #include <array>
 #include <cstring>
 #include <set>
@@ -160,7 +160,8 @@ TEST_CASE("linear of many tokens: nothing is rounded to 16 bits before y", "[gpu
       }
 }
 
-// x is a unit matrix, with rows of zeros behind it where it has few, so that y is W; the residual takes away W rounded to 16 bits. What is left is exact.
+// x is a unit matrix, with rows of zeros behind it where it has few, so that y is W; the residual takes away W rounded
+// to 16 bits. What is left is exact.
 TEST_CASE("linear of many tokens: every bit of a GPTQ weight arrives", "[gpu][gemm][gptq]") {
   const DeviceScratch scratch;
   cuda::Context c = context();

@@ -1,6 +1,6 @@
 #pragma once
-// Products of matrices by cuBLASLt, which is loaded at its first use: libcublasLt.so.13, .12 or without a number, as the
-// dynamic linker finds them, or the file alone that the environment variable CF_CUBLASLT names.
+// Products of matrices by cuBLASLt, which is loaded at its first use: libcublasLt.so.13, .12 or without a number, as
+// the dynamic linker finds them, or the file alone that the environment variable CF_CUBLASLT names.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -12,8 +12,8 @@
 
 namespace cf::cuda {
 
-/// y[t,o] = sum_k x[t,k] * W[o,k] + bias[o] + residual[t,o], in float32 and rounded once. Tensors lie at multiples of 16
-/// bytes.
+/// y[t,o] = sum_k x[t,k] * W[o,k] + bias[o] + residual[t,o], in float32 and rounded once. Tensors lie at multiples of
+/// 16 bytes.
 struct Gemm {
   std::int64_t tokens, in, out;
   DType dtype;           // of x, weight, bias and residual: float16 or bfloat16

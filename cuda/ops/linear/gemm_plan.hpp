@@ -20,9 +20,9 @@ inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t(32) << 20;
 
 /// How many 16-bit matrices add up to a GPTQ weight W = s (q - z), exactly.
 ///   One is not enough. Rounding W to 16 bits changes every product by up to u |x W|, with u the unit roundoff of 16
-///   bits. The sum's error is then up to u sum_k |x_k W_k|, and 0.4 u ||x W||_2 where the roundings are independent. The
-///   budget of linear has one u, for the rounding of y, and otherwise float32's unit roundoff: where the sum cancels,
-///   ||x W||_2 is many times y, and the budget does not hold.
+///   bits. The sum's error is then up to u sum_k |x_k W_k|, and 0.4 u ||x W||_2 where the roundings are independent.
+///   The budget of linear has one u, for the rounding of y, and otherwise float32's unit roundoff: where the sum
+///   cancels, ||x W||_2 is many times y, and the budget does not hold.
 ///   W has 15 significant bits with 4-bit codes (11 of s, 4 of the difference, or a difference of 16) and 19 with 8-bit
 ///   codes. Two float16 numbers hold 22 bits. Two bfloat16 numbers hold 16 and three hold 24. Every float16 scale is a
 ///   multiple of 2^-24, the least float16 number, so that no part is lost below float16's range.

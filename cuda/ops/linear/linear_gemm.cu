@@ -35,8 +35,8 @@ __device__ uint2 load_scales(const DequantiseCall& c, int tile, int g, int colum
 __device__ float scale_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word)}); }
 __device__ float zero_of(std::uint32_t word) { return to_float(f16{std::uint16_t(word >> 16)}); }
 
-/// Writes every weight as Parts numbers of T that add up to it, the smallest first: a tensor core cuts off what a sum has
-/// beyond float32, and small sums lose little by that. A warp takes a tile: 16 rows and 64 columns of the first
+/// Writes every weight as Parts numbers of T that add up to it, the smallest first: a tensor core cuts off what a sum
+/// has beyond float32, and small sums lose little by that. A warp takes a tile: 16 rows and 64 columns of the first
 /// plane, with the second plane's codes of the same inputs. Float32 holds a weight's 19 bits, and what is left of them
 /// after each part.
 template <class T, int Bits, int Parts>
