@@ -35,7 +35,7 @@ class DataflowCapture {
     CF_TRY(prepare(args, launches));
     return add(reads, writes, launches, mode);
   }
-  /// Adds launches that read and write the tensors at these addresses, and the list's scratch memory where it uses that.
+  /// Adds launches that read and write the tensors at these addresses, and the scratch memory where the list uses it.
   Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
              const LaunchMode& mode);
 

@@ -14,8 +14,8 @@
 namespace cf::cuda {
 
 /// The activations of a step on a device: the hidden state that goes in, what the sites hand each other, the RoPE
-/// table, and the scratch memory of products of many tokens. All layers share it, so that after a step it holds what the last layer's sites made. Steps that run at the
-/// same time need a workspace each.
+/// table, and the scratch memory of products of many tokens. All layers share it, so that after a step it holds what
+/// the last layer's sites made. Steps that run at the same time need a workspace each.
 class Workspace {
  public:
   /// Memory for steps of up to `tokens` tokens (batch * q_len), and a table of `table_rows` positions. Products of many

@@ -27,9 +27,10 @@ struct Scratch {
   std::size_t bytes = 0;
 };
 
-/// Kernel launches with their arguments, and calls of libraries that launch kernels of their own. Ops check and plan their call once, when they add their launches; submit()
-/// only launches, any number of times. A list holds the addresses of the call's tensors: these must still be there when
-/// it is submitted. It may be submitted from one thread at a time.
+/// Kernel launches with their arguments, and calls of libraries that launch kernels of their own. Ops check and plan
+/// their call once, when they add their launches; submit() only launches, any number of times. A list holds the
+/// addresses of the call's tensors: these must still be there when it is submitted. It may be submitted from one thread
+/// at a time.
 class LaunchList {
  public:
   /// An empty list for the context's device and launch plans. An op that wants scratch memory does without where
