@@ -41,7 +41,24 @@ __global__ void follow_kernel(const std::int32_t* chosen, std::int32_t capacity,
   kv_len[i] = position + 1;
 }
 
+__global__ void end_of_prompt_kernel(const std::int32_t* from, std::int32_t* length, std::int32_t* position,
+                                     std::int32_t* kv_len) {
+  let_successor_start();
+  wait_for_predecessors();
+  if (threadIdx.x != 0) return;
+  *length = *kv_len = *from;
+  *position = *from - 1;
+}
+
 }  // namespace
+
+Status enqueue_end_of_prompt(const StepArrays& step, View<std::int32_t, 1> lengths, View<const std::int32_t, 1> kv_len,
+                             std::int64_t slot, const Context& context) {
+  LaunchList launches(context);
+  CF_TRY(launch("end_of_prompt", launches, {.grid = 1, .block = 32}, end_of_prompt_kernel, kv_len.data,
+                lengths.data + slot, step.positions.data + slot, step.kv_len.data + slot));
+  return launches.submit(context.stream(), {.early = context.overlap()});
+}
 
 Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Context& context) {
   LaunchList launches(context);

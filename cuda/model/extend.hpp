@@ -30,4 +30,9 @@ Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Con
 Status enqueue_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
                       const Context& context);
 
+/// The end of a slot's prompt: positions and kv_len are those of its last token, as is `length`, from the prompt's own
+/// kv_len.
+Status enqueue_end_of_prompt(const StepArrays& step, View<std::int32_t, 1> lengths, View<const std::int32_t, 1> kv_len,
+                             std::int64_t slot, const Context& context);
+
 }  // namespace cf::cuda

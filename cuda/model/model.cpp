@@ -13,6 +13,7 @@
 #include "core/model/slot_lengths.hpp"
 #include "core/resources.hpp"
 #include "core/scores.hpp"
+#include "cuda/graph/capture.hpp"
 #include "cuda/model/extend.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/place.hpp"
@@ -116,6 +117,8 @@ struct Model::State {
   }
   /// Puts a chunk's ids, positions and length onto the stream, and then its pass.
   Status pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// The pass of these tensors as a graph.
+  Result<GraphExec> pass_graph(const ModelTensors& t);
   /// Puts the tokens of a call through the model, chunk by chunk. `logits_of(first, count)` is where rows
   /// [first, first + count) of the call's last `rows` tokens go; `done` is called with them after each chunk.
   template <class LogitsOf, class Done>
@@ -173,20 +176,16 @@ struct Model::State {
   Pinned pinned_prompt, pinned_chosen;
   Event prompt_copied, choice_made, choice_copied;
 
-  /// A prompt's chunk, part by part, and from its second use on as a graph.
-  struct Pass {
-    std::vector<LaunchList> parts;
-    GraphExec graph{};
-  };
-
   std::vector<LaunchList> sample;  // by Where
   // A step of all slots, by the parity of where its logits go: what comes before and after the executor's layers, and
   // all of it as a graph.
   std::vector<LaunchList> embed, finish;
   std::array<GraphExec, 2> steps, followers;
   using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
-  std::map<PassKey, Pass> passes;  // by slot, tokens, logits and their rows
-  std::vector<Token> ahead;        // the step that is on the stream already; its ids are those chosen last
+  // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a
+  // graph, whose branches run side by side.
+  std::map<PassKey, GraphExec> passes;
+  std::vector<Token> ahead;  // the step that is on the stream already; its ids are those chosen last
 };
 
 std::size_t Model::State::lay_out(std::byte* block) {
@@ -386,6 +385,23 @@ void Model::release(std::int64_t slot) { state_->lengths.set(slot, 0); }
 
 // Prompts.
 
+Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
+  const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
+  const auto record = [&](DataflowCapture& graph) {
+    return for_each_model_site(
+        spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+          const LaunchMode mode{.early = true};
+          if (site.site.name != site::final_layer_norm.name) return name_site(site, graph.run(args, mode));
+          // It reads the last rows of what the layers make, whose first byte is another one.
+          LaunchList launches(context, workspace.scratch());
+          CF_TRY(name_site(site, prepare(args, launches)));
+          const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};
+          return graph.add(reads, writes, launches, mode);
+        });
+  };
+  return capture_dataflow(context, record, workspace.scratch());
+}
+
 Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                           AnyView<2> logits_to) {
   const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
@@ -401,24 +417,17 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   CF_TRY(from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord"));
 
   const LaunchMode mode{.early = context.overlap()};
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
   const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
   if (const auto found = passes.find(key); found != passes.end()) {
-    Pass& known = found->second;
-    if (!known.graph) {
-      CF_TRY_ASSIGN(known.graph, capture(stream.get(), [&]() -> Status {
-                      for (const LaunchList& part : known.parts) CF_TRY(part.submit(stream.get(), mode));
-                      return {};
-                    }));
-      known.parts.clear();
-    }
-    return from_cuda(cudaGraphLaunch(known.graph.get(), stream.get()), "cudaGraphLaunch");
+    GraphExec& known = found->second;
+    if (!known) CF_TRY_ASSIGN(known, pass_graph(t));
+    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
   }
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
-  std::vector<LayerCache> caches;
-  Pass made;
-  std::vector<LaunchList>& parts = made.parts;
+  std::vector<LaunchList> parts;
   std::int64_t layer = -1;
-  const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
   parts.emplace_back(context, workspace.scratch());
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
     if (site.layer != layer) {
@@ -432,7 +441,7 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   CF_TRY(parts.back().submit(stream.get(), mode));
   constexpr std::size_t most_passes = 64;
   if (passes.size() == most_passes) passes.clear();
-  passes.emplace(key, std::move(made));
+  passes[key] = {};
   return {};
 }
 
@@ -472,8 +481,7 @@ Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std
   CF_TRY(copy_async(rows_of(s.logits_at(Where::prompts), slot).data, s.prompt_logits.data,
                     std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
   s.where[std::size_t(slot)] = Where::prompts;
-  return copy_async(s.prompt_lengths.data + slot, s.prompt_kv_len.data, sizeof(std::int32_t), cudaMemcpyDeviceToDevice,
-                    s.stream.get());
+  return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
 }
 
 Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
@@ -623,8 +631,9 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
                       s.copies.get()));
     CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
-    // The next step of the same slots needs nothing of the host: it runs while the host reads the ids.
-    const std::vector<Draw>& stepped = by_place[std::size_t(s.last_step)];
+    // The next step of the same slots needs nothing of the host: it runs while the host reads the ids. Behind a prompt
+    // it is that of the only slot.
+    const std::vector<Draw>& stepped = by_place[std::size_t(s.options.slots == 1 ? s.where[0] : s.last_step)];
     s.ahead.clear();
     if (stepped.size() == draws.size() && std::none_of(draws.begin(), draws.end(), [&](const Draw& d) {
           return d.is_last || d.position >= s.options.capacity;

@@ -284,8 +284,10 @@ TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto
   CAPTURE(out);
   // Keys and values of 160 numbers in two layers, two bytes each.
   for (const char* part : {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory",
-                           "slots that fit", "| impl", " slots, ", "to 64 slots"})
+                           "slots that fit", "| impl", "graph for 1 to 64 slots"})
     CHECK(out.find(part) != std::string::npos);
+  CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 64 slots") !=
+        std::string::npos);
   CHECK(on_gpu("info --preset pythia-2.8b --quant gptq").out.find("GPTQ of 4 bits, group 128") != std::string::npos);
   // float32 weights leave one impl for any number of slots.
   CHECK(on_gpu("info --preset pythia-14m --dtype f32").out.find("graph for 1 to 64 slots") != std::string::npos);

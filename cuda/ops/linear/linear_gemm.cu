@@ -189,8 +189,10 @@ Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
     if (dtype == DType::f16 && !layout.fits_f16) return false;
   }
   const bool has_gelu = a.epilogue == ops::Epilogue::gelu_erf || a.epilogue == ops::Epilogue::gelu_tanh;
-  // cuBLASLt adds a bias of the output's dtype alone.
-  const bool has_sums = has_gelu || (a.linear.bias && a.linear.bias.dtype != dtype);
+  // cuBLASLt adds a bias of the output's dtype alone. For rows of y that are not aligned it has kernels that round the
+  // product before they add.
+  const bool adds = a.linear.bias || a.residual;
+  const bool has_sums = has_gelu || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
   const int parts = packed ? gptq_parts(dtype, packed->format.bits) : 0;
   const GemmScratch at = gemm_scratch(d.tokens, d.in, d.out, parts, has_sums);
   if (scratch.bytes < at.bytes) return false;
