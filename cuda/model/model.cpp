@@ -422,7 +422,9 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
   if (const auto found = passes.find(key); found != passes.end()) {
     GraphExec& known = found->second;
-    if (!known) CF_TRY_ASSIGN(known, pass_graph(t));
+    if (!known) {
+      CF_TRY_ASSIGN(known, pass_graph(t));
+    }
     return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
   }
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
