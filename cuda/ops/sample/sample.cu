@@ -8,6 +8,7 @@
 
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -36,23 +37,6 @@ struct Scratch {
 
 __device__ int lane_index() { return int(threadIdx.x % 32); }
 __device__ int warp_index() { return int(threadIdx.x / 32); }
-
-/// The largest x of a warp, in all lanes.
-__device__ std::uint64_t warp_max(std::uint64_t x) {
-  const auto high = std::uint32_t(x >> 32), highest = __reduce_max_sync(~0u, high);
-  const std::uint32_t low = __reduce_max_sync(~0u, high == highest ? std::uint32_t(x) : 0);
-  return std::uint64_t(highest) << 32 | low;
-}
-
-/// The sum of x over the lanes up to the calling one.
-__device__ std::uint64_t warp_scan(std::uint64_t x) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint64_t other = __shfl_up_sync(~0u, x, unsigned(offset));
-    if (lane_index() >= offset) x += other;
-  }
-  return x;
-}
 
 /// A slot's logits and what makes them scores.
 template <class T>
@@ -180,10 +164,10 @@ __device__ std::uint64_t lowest_kept_key(Scratch& s, const Row<T>& row, const Sa
     const int upper = kBins - 1 - 2 * thread;
     const std::uint64_t in_upper = amount_of<kWeights>(s, upper),
                         in_both = in_upper + amount_of<kWeights>(s, upper - 1);
-    const std::uint64_t of_lanes = warp_scan(in_both);
+    const std::uint64_t of_lanes = warp_scan(in_both, lane_index());
     if (lane_index() == 31) s.warps[warp_index()] = of_lanes;
     __syncthreads();
-    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()]);
+    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (kWeights && top == 64) asked = sampling::kept_sum(__shfl_sync(~0u, of_warps, 31), rule);
     const std::uint64_t of_warps_above = __shfl_sync(~0u, of_warps, (warp_index() + 31) % 32);
     const std::uint64_t sum = (warp_index() == 0 ? 0 : of_warps_above) + of_lanes, above = sum - in_both;
@@ -222,11 +206,11 @@ __device__ std::int32_t draw(Scratch& s, const Row<T>& row, const SamplingRule& 
       const std::uint64_t weight = sampling::weight(highest, score);
       if (weight >= least_weight) sum += weight;
     });
-    const std::uint64_t of_lanes = warp_scan(sum);
+    const std::uint64_t of_lanes = warp_scan(sum, lane_index());
     __syncthreads();  // every warp has read the sums of the round before
     if (lane_index() == 31) s.warps[warp_index()] = of_lanes;
     __syncthreads();
-    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()]);
+    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (end - begin == row.vocab) target = sampling::target(random, __shfl_sync(~0u, of_warps, 31));
     const unsigned beyond = __ballot_sync(~0u, of_warps > target);
     if (beyond == 0) return kNoToken;  // the rule is none of Sampling::rule(): nothing is kept
@@ -263,6 +247,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   __shared__ Scratch scratch;
   const long slot = blockIdx.x, vocab = a.logits.shape[1];
   const SlotSampling& settings = a.settings[slot];
+  const std::int32_t position = a.positions[slot];
   if (settings.chooses == 0) return;
   std::uint32_t* const seen = settings.penalises ? a.seen + slot * seen_words(vocab) : nullptr;
   const Row<T> row{.logits = static_cast<const T*>(a.logits.data) + slot * vocab,
@@ -270,7 +255,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
                    .seen = seen,
                    .repetition_penalty = settings.rule.repetition_penalty,
                    .temperature = settings.rule.temperature};
-  const std::int32_t chosen = choose(scratch, row, settings, a.positions[slot]);
+  const std::int32_t chosen = choose(scratch, row, settings, position);
   // Every thread has read `seen`: a barrier lies between its last score and the choice.
   if (threadIdx.x != 0) return;
   a.chosen[slot] = chosen;
