@@ -12,6 +12,23 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
+/// The sum of x over the lanes up to the calling one, which is `lane`.
+__device__ inline std::uint64_t warp_scan(std::uint64_t x, int lane) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const std::uint64_t other = __shfl_up_sync(~0u, x, unsigned(offset));
+    if (lane >= offset) x += other;
+  }
+  return x;
+}
+
+/// The largest x of a warp, in all lanes.
+__device__ inline std::uint64_t warp_max(std::uint64_t x) {
+  const auto high = std::uint32_t(x >> 32), highest = __reduce_max_sync(~0u, high);
+  const std::uint32_t low = __reduce_max_sync(~0u, high == highest ? std::uint32_t(x) : 0);
+  return std::uint64_t(highest) << 32 | low;
+}
+
 /// The value of lane (lane ^ bits).
 __device__ inline uint4 exchange(const uint4& v, int bits) {
   return {__shfl_xor_sync(~0u, v.x, bits), __shfl_xor_sync(~0u, v.y, bits), __shfl_xor_sync(~0u, v.z, bits),

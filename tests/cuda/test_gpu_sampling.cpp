@@ -400,7 +400,7 @@ TEST_CASE("Choices are the CPU's over large vocabularies", "[gpu][sampling]") {
     for (const DType dtype : kDTypes) {
       CAPTURE(vocab, to_string(dtype));
       Random random(std::uint64_t(vocab) * 8 + std::uint64_t(dtype));
-      Call call(dtype, slots_of(vocab, 8, random, [](std::size_t i, Random& r) -> const Sampling& {
+      Call call(dtype, slots_of(vocab, 16, random, [](std::size_t i, Random& r) -> const Sampling& {
                   return i == 0 ? all_settings()[0] : pick(all_settings(), r);
                 }));
       call.check(c);
@@ -450,6 +450,23 @@ TEST_CASE("Choices are the CPU's over thousands of seeds, sequences and position
       all_same &= got == first;
     }
     CHECK_FALSE(all_same);
+  }
+}
+
+TEST_CASE("A draw meets its target exactly", "[gpu][sampling][small]") {
+  // With seed 0 the random bits of these are 2^63 and 2^63 - 1: Philox is a bijection of its counter. Of n equal tokens
+  // the target of the one is what the first n / 2 weights sum to, and that of the other is 1 less.
+  constexpr std::uint64_t half = std::uint64_t(1) << 63, sequence = 0xf415967308659af7,
+                          sequence_less = 0x1ee72378a0e174f7;
+  constexpr std::int32_t position = 1830957059, position_less = 1267825289;
+  STATIC_REQUIRE(sampling::random_bits(0, sequence, position) == half);
+  STATIC_REQUIRE(sampling::random_bits(0, sequence_less, position_less) == half - 1);
+  const cuda::Context c = context();
+  for (const std::int32_t vocab : {2, 62, 64, 66, 2048, 5030}) {
+    const std::vector<float> row(std::size_t(vocab), 0.5f);
+    const Sampling settings{.temperature = 1};
+    Call call(DType::f32, {{row, settings, {}, sequence, position}, {row, settings, {}, sequence_less, position_less}});
+    CHECK(call.check(c) == Ids{vocab / 2, vocab / 2 - 1});
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -22,7 +23,8 @@ constexpr int kIdBits = 32;  // the lower bits of an order key
 /// The place of a logit that is NaN or +infinity among order keys: above that of every score below +infinity.
 constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);
 
-struct Scratch {
+/// What a block has in shared memory.
+struct Shared {
   std::uint64_t warps[kWarps];  // a key or a sum of each warp
   /// The weights' sum and the number of tokens in each bin. The sum's halves are apart, since shared memory adds words
   /// of four bytes.
@@ -36,23 +38,6 @@ struct Scratch {
 
 __device__ int lane_index() { return int(threadIdx.x % 32); }
 __device__ int warp_index() { return int(threadIdx.x / 32); }
-
-/// The largest x of a warp, in all lanes.
-__device__ std::uint64_t warp_max(std::uint64_t x) {
-  const auto high = std::uint32_t(x >> 32), highest = __reduce_max_sync(~0u, high);
-  const std::uint32_t low = __reduce_max_sync(~0u, high == highest ? std::uint32_t(x) : 0);
-  return std::uint64_t(highest) << 32 | low;
-}
-
-/// The sum of x over the lanes up to the calling one.
-__device__ std::uint64_t warp_scan(std::uint64_t x) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint64_t other = __shfl_up_sync(~0u, x, unsigned(offset));
-    if (lane_index() >= offset) x += other;
-  }
-  return x;
-}
 
 /// A slot's logits and what makes them scores.
 template <class T>
@@ -114,7 +99,7 @@ struct Row {
 /// The highest order key of a row, in all threads; kRefusedKey where a score is NaN or +infinity, 0 where all are
 /// -infinity. Plain: a score is the logit itself.
 template <bool kPlain, class T>
-__device__ std::uint64_t highest_key(Scratch& s, const Row<T>& row) {
+__device__ std::uint64_t highest_key(Shared& s, const Row<T>& row) {
   float highest = -INFINITY;
   std::int32_t highest_id = 0;
   bool refused = false;
@@ -137,7 +122,7 @@ __device__ std::uint64_t highest_key(Scratch& s, const Row<T>& row) {
 
 /// Adds a token to its bin.
 template <bool kWeights>
-__device__ void add_to_bin(Scratch& s, std::uint32_t bin, std::uint64_t weight) {
+__device__ void add_to_bin(Shared& s, std::uint32_t bin, std::uint64_t weight) {
   if constexpr (kWeights) {
     const auto low = std::uint32_t(weight);
     // The addition that overflows the lower half carries into the upper one, whatever the order of the additions.
@@ -149,7 +134,7 @@ __device__ void add_to_bin(Scratch& s, std::uint32_t bin, std::uint64_t weight) 
 
 /// What a bin sums to: weights or tokens.
 template <bool kWeights>
-__device__ std::uint64_t amount_of(const Scratch& s, int bin) {
+__device__ std::uint64_t amount_of(const Shared& s, int bin) {
   if constexpr (kWeights) return std::uint64_t(s.high[bin]) << 32 | s.low[bin];
   return s.count[bin];
 }
@@ -158,7 +143,7 @@ __device__ std::uint64_t amount_of(const Scratch& s, int bin) {
 /// fewest highest tokens whose weights reach kept_sum(). top_k keeps the top_k highest tokens; there must be as many.
 /// Between the key and that of the lowest kept token lies no other token's, but for tokens whose weight is 0.
 template <bool kWeights, class T>
-__device__ std::uint64_t lowest_kept_key(Scratch& s, const Row<T>& row, const SamplingRule& rule, float highest,
+__device__ std::uint64_t lowest_kept_key(Shared& s, const Row<T>& row, const SamplingRule& rule, float highest,
                                          std::uint64_t floor) {
   const int thread = int(threadIdx.x);
   std::uint64_t prefix = 0;                // the candidates' bits from `top` on; its lower bits are 0
@@ -180,10 +165,10 @@ __device__ std::uint64_t lowest_kept_key(Scratch& s, const Row<T>& row, const Sa
     const int upper = kBins - 1 - 2 * thread;
     const std::uint64_t in_upper = amount_of<kWeights>(s, upper),
                         in_both = in_upper + amount_of<kWeights>(s, upper - 1);
-    const std::uint64_t of_lanes = warp_scan(in_both);
+    const std::uint64_t of_lanes = warp_scan(in_both, lane_index());
     if (lane_index() == 31) s.warps[warp_index()] = of_lanes;
     __syncthreads();
-    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()]);
+    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (kWeights && top == 64) asked = sampling::kept_sum(__shfl_sync(~0u, of_warps, 31), rule);
     const std::uint64_t of_warps_above = __shfl_sync(~0u, of_warps, (warp_index() + 31) % 32);
     const std::uint64_t sum = (warp_index() == 0 ? 0 : of_warps_above) + of_lanes, above = sum - in_both;
@@ -209,8 +194,8 @@ __device__ std::uint64_t lowest_kept_key(Scratch& s, const Row<T>& row, const Sa
 
 /// Draws among the tokens whose key is `floor` or more and whose weight is that of min_p or more.
 template <class T>
-__device__ std::int32_t draw(Scratch& s, const Row<T>& row, const SamplingRule& rule, float highest,
-                             std::uint64_t floor, std::uint64_t random) {
+__device__ std::int32_t draw(Shared& s, const Row<T>& row, const SamplingRule& rule, float highest, std::uint64_t floor,
+                             std::uint64_t random) {
   const std::uint64_t least_weight = rule.least_weight;
   std::uint64_t target = 0;
   for (int begin = 0, end = row.vocab;;) {
@@ -222,11 +207,11 @@ __device__ std::int32_t draw(Scratch& s, const Row<T>& row, const SamplingRule& 
       const std::uint64_t weight = sampling::weight(highest, score);
       if (weight >= least_weight) sum += weight;
     });
-    const std::uint64_t of_lanes = warp_scan(sum);
+    const std::uint64_t of_lanes = warp_scan(sum, lane_index());
     __syncthreads();  // every warp has read the sums of the round before
     if (lane_index() == 31) s.warps[warp_index()] = of_lanes;
     __syncthreads();
-    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()]);
+    const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (end - begin == row.vocab) target = sampling::target(random, __shfl_sync(~0u, of_warps, 31));
     const unsigned beyond = __ballot_sync(~0u, of_warps > target);
     if (beyond == 0) return kNoToken;  // the rule is none of Sampling::rule(): nothing is kept
@@ -240,7 +225,7 @@ __device__ std::int32_t draw(Scratch& s, const Row<T>& row, const SamplingRule& 
 }
 
 template <class T>
-__device__ std::int32_t choose(Scratch& s, const Row<T>& row, const SlotSampling& slot, std::int32_t position) {
+__device__ std::int32_t choose(Shared& s, const Row<T>& row, const SlotSampling& slot, std::int32_t position) {
   const SamplingRule& rule = slot.rule;
   const bool plain = !row.seen && row.temperature == 1;
   const std::uint64_t highest = plain ? highest_key<true>(s, row) : highest_key<false>(s, row);
@@ -260,7 +245,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleArgs a) {
   let_successor_start();
   wait_for_predecessors();
-  __shared__ Scratch scratch;
+  __shared__ Shared shared;
   const long slot = blockIdx.x, vocab = a.logits.shape[1];
   const SlotSampling& settings = a.settings[slot];
   if (settings.chooses == 0) return;
@@ -270,7 +255,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
                    .seen = seen,
                    .repetition_penalty = settings.rule.repetition_penalty,
                    .temperature = settings.rule.temperature};
-  const std::int32_t chosen = choose(scratch, row, settings, a.positions[slot]);
+  const std::int32_t chosen = choose(shared, row, settings, a.positions[slot]);
   // Every thread has read `seen`: a barrier lies between its last score and the choice.
   if (threadIdx.x != 0) return;
   a.chosen[slot] = chosen;
