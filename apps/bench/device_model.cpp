@@ -31,7 +31,9 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
   const cuda::Impl impl =
       options.impl ? *options.impl : cuda::Model::auto_impl(device.context(), model, weights, o.slots);
-  return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
+  // Model::bytes() leaves out weights whose values are not there.
+  return DeviceModelPlan{double(weight_bytes(model, weights)), bytes.cache, bytes.workspace,
+                         std::string(to_string(impl))};
 }
 
 Result<double> free_device_bytes(DeviceTimer&) {
@@ -45,16 +47,14 @@ Status check_device_memory(DeviceTimer& device, const std::string& name, const D
   CF_TRY_ASSIGN(const double free, free_device_bytes(device));
   if (plan.bytes() <= free) return {};
   return Status::error(Code::out_of_memory,
-                       fmt::format("{}: {} slots of {} entries need {} for the weights, {} for the cache and {} for "
-                                   "activations, expected at most the {} of the GPU's memory that are free",
+                       fmt::format("{}: {} slots of {} entries need {} of device memory for the weights, {} for the "
+                                   "cache and {} for activations, {} are free",
                                    name, o.slots, o.capacity, gigabytes(plan.weights_bytes),
                                    gigabytes(plan.cache_bytes), gigabytes(plan.workspace_bytes), gigabytes(free)));
 }
 
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
                                       const ModelWeights& weights, const DeviceModelOptions& o) {
-  CF_TRY_ASSIGN(const DeviceModelPlan plan, plan_device_model(device, model, weights, o));
-  CF_TRY(check_device_memory(device, name, plan, o));
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
   Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(device.context(), name, model, weights, options);
   if (!made) {

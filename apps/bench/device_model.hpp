@@ -33,7 +33,8 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
 /// The bytes of the device's memory that are free.
 Result<double> free_device_bytes(DeviceTimer& device);
 
-/// Refuses a plan for which less of the device's memory is free; `name` is the model's in the message.
+/// Refuses a plan for which too little of the device's memory is free, as open_device_model() does, but before there
+/// are weights to copy; `name` is the model's in the message.
 Status check_device_memory(DeviceTimer& device, const std::string& name, const DeviceModelPlan& plan,
                            const DeviceModelOptions& options);
 
@@ -44,7 +45,7 @@ struct DeviceModel {
 };
 
 /// Copies the weights to the device and takes memory for cache and activations there. Refuses what
-/// check_device_memory() and cuda::Model::create() refuse; an error that an impl is to blame for names it.
+/// cuda::Model::create() refuses; what an impl that was asked for does not take is refused by its name.
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,
                                       const ModelWeights& weights, const DeviceModelOptions& options);
 

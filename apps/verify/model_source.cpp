@@ -9,12 +9,7 @@
 
 namespace cf::apps {
 
-std::int64_t LoadedModel::bytes() const {
-  std::int64_t sum = 0;
-  for_each_model_weight(config.spec(), weights,
-                        [&](const TensorSpec&, const auto& view, const auto&) { sum += view.bytes(); });
-  return sum;
-}
+std::int64_t LoadedModel::bytes() const { return weight_bytes(config.spec(), weights); }
 
 void LoadedModel::drop_values() {
   const ModelSpec spec = config.spec();

@@ -93,6 +93,13 @@ void for_each_model_weight(const ModelSpec& m, W& w, F&& f) {
     f(TensorSpec{Role::weight, "embed_out.weight"}, dense->weight, extents(s.vocab_size, s.hidden_size));
 }
 
+/// The bytes of all tensors of a model, by their shapes and dtypes.
+inline std::int64_t weight_bytes(const ModelSpec& m, const ModelWeights& w) {
+  std::int64_t sum = 0;
+  for_each_model_weight(m, w, [&](const TensorSpec&, const auto& view, const auto&) { sum += view.bytes(); });
+  return sum;
+}
+
 /// Where the embeddings are tied, makes embed_out a view of embed_in.
 inline void tie_embeddings(const ModelSpec& m, ModelWeights& w) {
   if (m.traits.tied_embeddings) w.embed_out = {.weight = DenseWeight{w.embed_in}};

@@ -313,6 +313,22 @@ TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[p
     const OwnedModelWeights model = procedural_model(m, e.dtype, e.seed, e.linears);
     CAPTURE(e.sum);
     CHECK(weights_checksum(m, model.weights) == e.sum);
+    // The outline has the same formats, dtypes and shapes, and no values.
+    const ModelWeights outline = outline_model(m, e.dtype, e.linears);
+    std::vector<std::pair<DType, Shape>> tensors;
+    const auto add = [&](const TensorSpec&, const auto& view, const auto&) {
+      tensors.push_back({view.dtype, {view.shape.begin(), view.shape.end()}});
+    };
+    for_each_model_weight(m, model.weights, add);
+    const std::vector<std::pair<DType, Shape>> expected = std::move(tensors);
+    tensors.clear();
+    for_each_model_weight(m, outline, add);
+    CHECK(tensors == expected);
+    for_each_model_weight(m, outline, [](const TensorSpec&, const auto& view, const auto&) { CHECK(!view); });
+    CHECK(weight_bytes(m, outline) == weight_bytes(m, model.weights));
+    std::int64_t stored = 0;
+    for (const Tensor& t : model.storage) stored += t.size_bytes();
+    CHECK(weight_bytes(m, outline) == stored);
   }
 }
 

@@ -142,7 +142,7 @@ Continued continued(Decoder& d, const std::vector<Ids>& prompts, const SequenceO
 }  // namespace
 
 TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle's within the budget",
-          "[gpu][model][small]") {
+          "[gpu][model][small][library]") {
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const Small small(dtype);
   const Ids ids = ids_of(41, 1);
@@ -244,7 +244,7 @@ TEST_CASE("model on the GPU: a slot's bits do not depend on what the other slots
   CHECK(got == expected);
 }
 
-TEST_CASE("model on the GPU: slots that a step leaves out keep their logits", "[gpu][model][small]") {
+TEST_CASE("model on the GPU: slots that a step leaves out keep their logits", "[gpu][model][small][library]") {
   const Small small;
   const auto model = small.model({.slots = 3, .capacity = 32, .chunk = 16});
   const Ids ids = ids_of(12, 6);

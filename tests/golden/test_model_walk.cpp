@@ -110,6 +110,22 @@ TEST_CASE("The float backend is within its derived bound, and never further than
   }
 }
 
+TEST_CASE("A model whose values were dropped keeps its sizes", "[model_golden]") {
+  for (const char* name : {"neox-d80", "neox-tied", "neox-gptq-sym"}) {
+    CAPTURE(name);
+    auto loaded = load_model({.directory = CF_DATA_DIR "/checkpoints/" + std::string(name), .preset = {}, .dtype = {}});
+    REQUIRE(loaded);
+    const std::int64_t bytes = loaded->bytes();
+    CHECK(bytes > 0);
+    loaded->drop_values();
+    CHECK(loaded->bytes() == bytes);
+    CHECK_FALSE(loaded->owner);
+    for_each_model_weight(loaded->config.spec(), loaded->weights,
+                          [](const TensorSpec&, const auto& view, const auto&) { CHECK(!view); });
+    CHECK(std::get<DenseWeight>(loaded->weights.embed_out.weight).weight.shape == loaded->weights.embed_in.shape);
+  }
+}
+
 TEST_CASE("A generation is checked within the budget of its runner's dtype, and a wrong logit or id is found",
           "[model_golden]") {
   const auto loaded = load_model({.directory = CF_DATA_DIR "/checkpoints/neox-d80", .preset = {}, .dtype = {}});
