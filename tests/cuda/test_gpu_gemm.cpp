@@ -25,7 +25,7 @@ constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue:
 /// The fewest tokens that cuBLASLt takes of any weight, and other numbers of them: from 17 on these are 17, 31, 64, 65,
 /// 129 and 512.
 constexpr std::int64_t kMany = std::max(cuda::kGemmTokens, cuda::kGptqGemmTokens) + 1;
-constexpr std::int64_t kTokens[] = {kMany, kMany + 14, kMany + 47, kMany + 48, kMany + 112, kMany + 495};
+constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, kMany, kMany + 64, kMany + 447};
 
 /// Scratch memory with room for these tests' products.
 class DeviceScratch {

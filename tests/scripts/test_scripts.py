@@ -256,8 +256,8 @@ class SanitizeGpu(Scripts):
         super().setUp()
         self.stub("bin/nvidia-smi", log=False)
         # What each program lists for the tags that it is asked for.
-        self.program("test_gpu_ops", "*[[]persistent*) exit;;")
-        self.program("test_gpu_persistent", "*[[]reruns*|*~*) exit;;")
+        self.program("test_gpu_ops", "*[[]persistent*|*[[]library*) exit;;")
+        self.program("test_gpu_persistent", "*[[]reruns*|*[[]library*|*~*) exit;;")
         self.program("test_gpu_session", "*][[]reruns*) exit;;")
         self.program("test_gpu_cluster", "*) exit;;")
         self.sanitizer()
@@ -285,6 +285,7 @@ class SanitizeGpu(Scripts):
                 "racecheck test_gpu_session ok, without [persistent]",
             ],
         )
+        self.assertIn("initcheck test_gpu_session ok, without [library]", [" ".join(line) for line in lines])
         self.assertNotIn("test_gpu_cluster", result.stdout)
         self.assertEqual(lines[-1], ["11", "runs,", "all", "ok"])
         tags = [call.split()[-1] for call in self.calls() if "racecheck" in call]
