@@ -3,7 +3,8 @@
 
 GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds a matrix input by input. It compensates each rounding in the inputs
 that are not rounded yet, by the inverse of the Hessian 2 X^T X of the Linear's inputs X. These inputs come from a run
-over random tokens, layer by layer; the layers before are quantised already. Round-to-nearest needs no run.
+over random tokens, or windows of a text's, layer by layer; the layers before are quantised already. Round-to-nearest
+needs no run.
 
 Needs torch, transformers, safetensors, numpy and h5py.
 """
@@ -147,7 +148,22 @@ def run_layer(model, dense, stored, hidden):
     return to_numpy(outputs[0]), hessians
 
 
-def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, seed=0):
+def windows(path, vocab_size, samples, length):
+    """`samples` windows of `length` ids (samples, length), evenly spaced over a token file."""
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise Refusal(f"{path}: expected a .npy file of token ids: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise Refusal(f"{path}: expected a row of integers, got shape {ids.shape} of {ids.dtype}")
+    if len(ids) < length or ids.min() < 0 or ids.max() >= vocab_size:
+        raise Refusal(f"{path}: expected at least {length} ids of 0 to {vocab_size - 1}, got {len(ids)} ids"
+                      + (f" of {ids.min()} to {ids.max()}" if len(ids) else ""))
+    starts = np.linspace(0, len(ids) - length, samples).astype(np.int64)
+    return ids[starts[:, None] + np.arange(length)]
+
+
+def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, seed=0, tokens=None):
     """Writes the checkpoint into directory `out`. After a failure the directory is as it was."""
     require(*PACKAGES)
     from safetensors import safe_open
@@ -166,7 +182,10 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
 
     hidden = None
     if not recipe.round_to_nearest:
-        ids = np.random.default_rng(seed).integers(0, model.vocab_size, (samples, length))
+        if tokens:
+            ids = windows(tokens, model.vocab_size, samples, length)
+        else:
+            ids = np.random.default_rng(seed).integers(0, model.vocab_size, (samples, length))
         hidden = tensors["gpt_neox.embed_in.weight"].double().numpy()[ids]
     form = gptq.Format(recipe.config(), out)
     for layer in range(model.num_hidden_layers):
@@ -193,7 +212,8 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     os.chmod(path, 0o666 & ~current_umask())
     about = {
         "command": command,
-        "seed": seed,
+        "seed": None if tokens else seed,
+        "tokens": os.path.basename(tokens) if tokens else "random",
         "from": os.path.basename(os.path.abspath(source)),
         "versions": versions(),
     }
@@ -224,6 +244,7 @@ def parse_arguments(argv):
     )
     parser.add_argument("--samples", type=integer(1, 1 << 16), default=16, help="calibration sequences (default 16)")
     parser.add_argument("--length", type=integer(1, 1 << 16), default=64, help="tokens of each (default 64)")
+    parser.add_argument("--tokens", metavar="FILE", help="a text's ids, as tokenize_text.py writes them, to calibrate on")
     parser.add_argument(
         "--seed", type=integer(0, (1 << 63) - 1), default=0, help="of the calibration tokens (default 0)"
     )
@@ -233,6 +254,8 @@ def parse_arguments(argv):
         raise Refusal("--group must be -1 or at least 1, got 0")
     if args.desc_act and args.rtn:
         raise Refusal("--desc-act excludes --rtn, which has no order")
+    if args.tokens and args.rtn:
+        raise Refusal("--tokens excludes --rtn, which has no calibration run")
     args.modules = tuple(args.modules.split(",")) if args.modules else gptq.LINEARS
     for module in args.modules:
         if module not in gptq.LINEARS:
@@ -254,7 +277,9 @@ def main(argv):
             modules=args.modules,
         )
         command = " ".join([NAME, *argv])
-        quantise_checkpoint(args.model, args.out, recipe, command, args.samples, args.length, args.seed)
+        quantise_checkpoint(
+            args.model, args.out, recipe, command, args.samples, args.length, args.seed, args.tokens
+        )
     except Refusal as refusal:
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)

@@ -40,6 +40,30 @@ def output_error(parts, recipe):
     return np.linalg.norm(X @ (dense(parts, recipe) - WEIGHT).T)
 
 
+class Calibration(unittest.TestCase):
+    def windows(self, ids, **settings):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "ids.npy")
+            np.save(path, ids)
+            return quantize_gptq.windows(path, **({"vocab_size": 100, "samples": 3, "length": 4} | settings))
+
+    def test_windows_are_spread_over_the_text(self):
+        ids = self.windows(np.arange(24, dtype=np.int32))
+        self.assertEqual(ids.tolist(), [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]])
+
+    def test_what_is_no_text_is_refused(self):
+        for ids, part in (
+            (np.arange(3, dtype=np.int32), "at least 4 ids of 0 to 99, got 3 ids of 0 to 2"),
+            (np.array([], np.int32), "got 0 ids"),
+            (np.array([1, 2, 3, 100]), "got 4 ids of 1 to 100"),
+            (np.zeros((2, 8), np.int32), "a row of integers, got shape (2, 8)"),
+            (np.zeros(8), "a row of integers"),
+        ):
+            with self.assertRaises(quantize_gptq.Refusal) as refusal:
+                self.windows(ids)
+            self.assertIn(part, str(refusal.exception))
+
+
 class Packing(unittest.TestCase):
     def test_words_hold_codes_low_bits_first(self):
         words = gptq.pack(np.arange(16).reshape(16, 1), 4, 0)

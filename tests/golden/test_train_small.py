@@ -29,14 +29,14 @@ def run(*argv):
 
 
 class Parts(unittest.TestCase):
-    def test_the_model_has_four_million_parameters_and_eight_megabytes(self):
+    def test_the_model_has_three_million_parameters_and_seven_megabytes(self):
         model = train_small.SIZES["small"].model
         self.assertEqual((model.vocab_size, model.head_dim, model.rotary_pct), (2048, 64, 0.25))
         self.assertEqual((model.hidden_act, model.use_parallel_residual), ("gelu", True))
-        self.assertFalse(model.tie_word_embeddings)
+        self.assertTrue(model.tie_word_embeddings)
         parameters = sum(int(np.prod(shape)) for shape in neox.model_shapes(model).values())
-        self.assertTrue(3.9e6 < parameters < 4e6, parameters)
-        self.assertLess(2 * parameters + 10_000, 8e6)
+        self.assertTrue(3.4e6 < parameters < 3.5e6, parameters)
+        self.assertLess(2 * parameters + 10_000, 7e6)
         self.assertEqual(train_small.SIZES["small"].held_out_tokens, 65536)
 
     def test_sources_are_sorted_and_bounded(self):
