@@ -143,8 +143,7 @@ class Bench {
       }));
       const auto all_layers = [&]() -> Status {
         for (std::int64_t l = 0; l < layers(); ++l)
-          CF_TRY(
-              walk(site, session_.tensors(l), l, [&](const auto& args) { return cuda::run(args, timer_.context()); }));
+          CF_TRY(walk(site, session_.tensors(l), l, [&](const auto& args) { return run(args); }));
         return {};
       };
       CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_graph_us(r_.bench, all_layers));
@@ -186,6 +185,15 @@ class Bench {
     return spread(std::move(series_us));
   }
 
+  /// Runs a site with the scratch memory that it has in a step.
+  template <class Args>
+  Status run(const Args& args) {
+    const cuda::Context& context = timer_.context();
+    cuda::LaunchList launches(context, session_.workspace.scratch());
+    CF_TRY(cuda::prepare(args, launches));
+    return launches.submit(context.stream(), {.early = context.overlap()});
+  }
+
   /// Checks the first layer's step against the oracle on the same inputs.
   Result<LayerCheck> check(Impl impl) {
     CF_TRY(session_.step(impl, cuda::LayerRange{0, 1}));
@@ -206,7 +214,7 @@ class Bench {
   Status walk_taps(const AddTap& add) {
     return for_each_site(
         r_.config, session_.weights.layer(0), session_.tensors(0), [&](const Site& site, const auto& args) {
-          CF_TRY(cuda::run(args, timer_.context()));
+          CF_TRY(run(args));
           for (SiteOutput output : site_outputs(site, args)) {
             Tensor host(output.data.dtype, {output.data.size()});
             CF_TRY(

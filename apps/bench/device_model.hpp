@@ -14,7 +14,7 @@ namespace cf::apps {
 
 /// How a GPU runs a model.
 struct DeviceModelOptions {
-  std::int64_t slots = 1, capacity = 2048, chunk = 512;
+  std::int64_t slots = 1, capacity = 2048, chunk = 2048;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
 };
 

@@ -27,9 +27,11 @@ struct ModelOptions {
   std::string backend = "cpu", impl = "auto";
   std::optional<DType> activation;  // the CPU's; a GPU's is the weights' dtype
   std::int64_t threads = 1;
-  std::int64_t chunk = 512;
+  std::optional<std::int64_t> chunk;
 
   bool cuda() const { return backend == "cuda"; }
+  /// Every chunk reads all weights. A larger one takes more memory for activations.
+  std::int64_t chunk_tokens() const { return chunk.value_or(cuda() ? 2048 : 512); }
 };
 
 /// Declares --model, --preset, --dtype, --quant, --group, --weights-seed, --backend and --impl; with `runs`

@@ -306,7 +306,7 @@ int Evaluate::run(const std::string& command) {
   if (oracle_) {
     Result<std::unique_ptr<cpu_ref::Model>> made =
         cpu_ref::Model::create(running->loaded.config, running->loaded.weights, running->loaded.owner,
-                               {.capacity = capacity, .chunk = model_.chunk, .activation = DType::f64});
+                               {.capacity = capacity, .chunk = model_.chunk_tokens(), .activation = DType::f64});
     if (!made) return fail(made.status());
     oracle = std::move(*made);
   }
@@ -341,15 +341,15 @@ int Evaluate::run(const std::string& command) {
       const std::int64_t skipped = std::max<std::int64_t>(0, w.scored - w.first - 1);
       std::vector<Tensor> expected;
       if (oracle) {
-        const Status s =
-            for_each_prediction(*oracle, fed, skipped, false, model_.chunk, [&](std::int64_t, const Tensor& row) {
-              expected.push_back(row.clone());
-              return Status();
-            });
+        const Status s = for_each_prediction(*oracle, fed, skipped, false, model_.chunk_tokens(),
+                                             [&](std::int64_t, const Tensor& row) {
+                                               expected.push_back(row.clone());
+                                               return Status();
+                                             });
         if (!s) return fail(s);
       }
       const Status s = for_each_prediction(
-          *running->model, fed, skipped, feed_ == "token", model_.chunk,
+          *running->model, fed, skipped, feed_ == "token", model_.chunk_tokens(),
           [&](std::int64_t i, const Tensor& row) -> Status {
             const std::int32_t next = ids[std::size_t(w.first + i + 1)];
             const std::vector<double> ours = widened(row);

@@ -103,7 +103,7 @@ int Info::run() {
       fmt::format("{:.1f} kB a token, {:.1f} MB a slot of {}", (twice->cache - one->cache) * 1e-3 / double(entries),
                   one->cache * 1e-6, entries));
   add(fmt::format("activations, {}", to_string(activation)),
-      fmt::format("{:.1f} MB for prompts in chunks of {}", one->workspace * 1e-6, model_.chunk));
+      fmt::format("{:.1f} MB for prompts in chunks of {}", one->workspace * 1e-6, model_.chunk_tokens()));
   double free = free_memory_bytes();
   if (device) {
     add("GPU", fmt::format("{}, {:.1f} MB", device->info().name, double(device->info().memory_bytes) * 1e-6));

@@ -27,7 +27,7 @@ class Model final : public ModelRunner {
   struct Options {
     std::int64_t slots = 1;
     std::int64_t capacity = 2048;  // cache entries of a slot
-    std::int64_t chunk = 512;      // tokens that a prefill takes through the model at once
+    std::int64_t chunk = 2048;     // tokens that a prefill takes through the model at once
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
   };
 
