@@ -8,7 +8,7 @@
 
 #include "golden/checkpoint/token_file.hpp"
 #include "golden/model_golden.hpp"
-#include "tests/apps/run_program.hpp"
+#include "tests/apps/run_cf_model.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/temp_dir.hpp"
 
@@ -20,27 +20,7 @@ using Json = nlohmann::json;
 
 const std::string model_dir = "--model '" CF_DATA_DIR "/checkpoints/neox-d80' ";
 
-ProgramRun cf_model(const std::string& arguments) {
-  return run_program("'" + std::string(CF_MODEL_PROGRAM) + "' " + arguments);
-}
-
-ProgramRun cf_model_ok(const std::string& arguments) {
-  ProgramRun r = cf_model(arguments);
-  CAPTURE(arguments, r.out, r.err);
-  REQUIRE(r.exit_code == 0);
-  return r;
-}
-
-/// Bad input: exit code 2, nothing on stdout, one line on stderr that contains the text.
-void check_refusal(const std::string& arguments, const std::string& text) {
-  const ProgramRun r = cf_model(arguments);
-  CAPTURE(arguments, r.out, r.err);
-  CHECK(r.exit_code == 2);
-  CHECK(r.out.empty());
-  CHECK(r.error_lines() == 1);
-  CHECK(r.err.starts_with("cf-model: "));
-  CHECK(r.err.find(text) != std::string::npos);
-}
+void check_refusal(const std::string& arguments, const std::string& text) { check_cf_model_refusal(arguments, text); }
 
 std::string list_of(const std::int32_t* ids, std::int64_t count) {
   std::string text;
@@ -234,25 +214,8 @@ TEST_CASE("cf-model eval shows itself and Hugging Face's own runs beside float64
 }
 
 TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "[cf_model]") {
-  const TempDir dir;
-  const auto r =
-      cf_model_ok("bench --preset pythia-14m --prompt-len 4,9 --new-tokens 1,3 --slots 1-2 --runs 2 --json '" +
-                  (dir / "x.json") + "' --csv '" + (dir / "x.csv") + "'");
-  const Json report = Json::parse(read_file(dir / "x.json"));
-  CHECK(report["complete"] == true);
+  const Json report = run_bench("--preset pythia-14m --prompt-len 4,9 --new-tokens 1,3 --slots 1-2 --runs 2").report;
   REQUIRE(report["results"].size() == 8);
-  const std::string csv = read_file(dir / "x.csv");
-  CHECK(std::count(csv.begin(), csv.end(), '\n') == 9);
-  for (const Json& row : report["results"]) {
-    CAPTURE(row.dump());
-    const double ttft = row["ttft_ms"], total = row["total_ms"], tpot = row["tpot_ms"];
-    const std::int64_t tokens = row["new_tokens"], slots = row["slots"];
-    CHECK(ttft > 0);
-    CHECK(total >= ttft);
-    CHECK((tokens == 1 ? tpot == 0 : tpot > 0));
-    CHECK(double(row["tokens_per_s"]) == Approx(1e3 * double(tokens * slots) / total));
-    CHECK(double(row["gflop"]) > 0);
-  }
   // Steps of two slots and of one read the weights once. They differ in the cache's bytes alone.
   const double one = report["results"][1]["decode_bytes"], two = report["results"][5]["decode_bytes"];
   CHECK(two > one);
