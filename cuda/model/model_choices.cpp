@@ -1,0 +1,149 @@
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "core/scores.hpp"
+#include "cuda/model/model_state.hpp"
+
+namespace cf::cuda {
+
+Status Model::State::enqueue_choice(Where place, std::span<const Draw> draws) {
+  std::vector<SlotSampling> wanted(std::size_t(options.slots), SlotSampling{});
+  for (const Draw& d : draws) {
+    const bool penalises = d.sampling.repetition_penalty != 1;
+    wanted[std::size_t(d.slot)] = {
+        .rule = d.sampling.rule(), .sequence = d.sequence, .chooses = 1, .penalises = penalises ? 1 : 0};
+    if (!penalises) continue;
+    // The sampler marks what it chooses; a history that grew in another way is copied.
+    const std::int64_t words = seen_words(spec.shape.vocab_size);
+    std::size_t& known = seen_size[std::size_t(d.slot)];
+    if (known == 0 || d.history.size() != known + 1 || d.history.back() != pinned_chosen.get()[d.slot]) {
+      std::vector<std::uint32_t> bits(std::size_t(words), 0);
+      CF_TRY(check_ids("sample", "history", d.history, spec.shape.vocab_size));
+      for (std::int32_t id : d.history) bits[std::size_t(id) / 32] |= 1u << (id % 32);
+      CF_TRY(copy_async(seen.data + d.slot * words, bits.data(), bits.size() * sizeof(std::uint32_t),
+                        cudaMemcpyHostToDevice, stream.get()));
+      CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
+    }
+    known = d.history.size();
+  }
+  std::vector<SlotSampling>& has = sent[std::size_t(place)];
+  const std::size_t bytes = wanted.size() * sizeof(SlotSampling);
+  static_assert(sizeof(SlotSampling) % sizeof(std::int32_t) == 0);
+  if (std::memcmp(has.data(), wanted.data(), bytes) != 0) {
+    has = wanted;
+    CF_TRY(copy_async(settings[std::size_t(place)].data, has.data(), bytes, cudaMemcpyHostToDevice, stream.get()));
+  }
+  return sample[std::size_t(place)].submit(stream.get(), {.early = context.overlap()});
+}
+
+std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
+  State& s = *state_;
+  const auto all = [&](const Status& status) {
+    return std::vector<Result<std::int32_t>>(draws.size(), Result<std::int32_t>(status));
+  };
+  std::array<std::vector<Draw>, kPlaces> by_place;
+  for (const Draw& d : draws) {
+    if (Status known = s.lengths.check(d.slot, 0, 1); !known) return all(known);
+    if (Status valid = d.sampling.validate(); !valid) return all(valid);
+    if (d.position != s.lengths[d.slot])
+      return all(bad_argument(kModelName, "slot " + std::to_string(d.slot) + ": expected a choice for position " +
+                                              std::to_string(s.lengths[d.slot]) + ", got " +
+                                              std::to_string(d.position)));
+    by_place[std::size_t(s.where[std::size_t(d.slot)])].push_back(d);
+  }
+  const auto enqueue = [&]() -> Status {
+    for (std::size_t place = 0; place < kPlaces; ++place)
+      if (!by_place[place].empty()) CF_TRY(s.enqueue_choice(Where(place), by_place[place]));
+    // The ids are copied beside the next step, which does not wait for the copy.
+    CF_TRY(from_cuda(cudaEventRecord(s.choice_made.get(), s.stream.get()), "cudaEventRecord"));
+    CF_TRY(from_cuda(cudaStreamWaitEvent(s.copies.get(), s.choice_made.get()), "cudaStreamWaitEvent"));
+    CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
+                      s.copies.get()));
+    CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
+    // The next step of the same slots needs nothing of the host: it runs while the host reads the ids. Behind a prompt
+    // it is that of the only slot.
+    const std::vector<Draw>& stepped = by_place[std::size_t(s.options.slots == 1 ? s.where[0] : s.last_step)];
+    s.ahead.clear();
+    if (stepped.size() == draws.size() && std::none_of(draws.begin(), draws.end(), [&](const Draw& d) {
+          return d.is_last || d.position >= s.options.capacity;
+        })) {
+      std::vector<Token> next;
+      for (const Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
+      const Where to = s.next_place();
+      CF_TRY(s.keep_logits(next, to));
+      CF_TRY(s.run_step(to, true));
+      s.ahead = std::move(next);
+    }
+    CF_TRY(from_cuda(cudaEventSynchronize(s.choice_copied.get()), "cudaEventSynchronize"));
+    return s.executor.take_report();
+  };
+  if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
+  for (Token& t : s.ahead) t.id = s.pinned_chosen.get()[t.slot];
+  std::vector<Result<std::int32_t>> ids;
+  for (const Draw& d : draws) ids.push_back(s.chosen_id(d));
+  return ids;
+}
+
+Result<std::int32_t> Model::State::chosen_id(const Draw& d) {
+  const std::int32_t id = pinned_chosen.get()[d.slot];
+  if (id != kNoToken) return id;
+  CF_TRY_ASSIGN(const Tensor row, fetch_logits(d.slot));
+  std::vector<float> wide;
+  for (std::int64_t i = 0; i < spec.shape.vocab_size; ++i)
+    wide.push_back(float(load_element(row.data(), row.dtype(), i)));
+  Status why = scores_of<float>(std::span<const float>(wide), d.sampling, d.history).status();
+  if (why) return Status::error(Code::device_error, "sample: no token was chosen among valid logits");
+  const std::string site = first_nan(d.slot);
+  return site.empty() ? why
+                      : Status::error(why.code(), why.message() + "; the first NaN of this token is made by " + site);
+}
+
+std::string Model::State::first_nan(std::int64_t slot) {
+  // The step that runs ahead uses the same activations: it is over before, and is run again.
+  ahead.clear();
+  std::string found;
+  const std::int64_t position = lengths[slot] - 1;
+  const std::int32_t staged[] = {last_ids[std::size_t(slot)], std::int32_t(position), std::int32_t(position + 1)};
+  const StepArrays arrays = prompt_arrays(1);
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(slot, 1, 1, arrays, prompt_logits, caches);
+  const auto look = [&]() -> Status {
+    CF_TRY(copy_to_device(context, arrays.ids.data, staged, sizeof *staged));
+    CF_TRY(copy_to_device(context, arrays.positions.data, staged + 1, sizeof *staged));
+    CF_TRY(copy_to_device(context, arrays.kv_len.data, staged + 2, sizeof *staged));
+    return for_each_model_site(
+        spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+          using Op = typename std::remove_cvref_t<decltype(args)>::Op;
+          LaunchList launches(context, workspace.scratch());
+          CF_TRY(prepare(args, launches));
+          CF_TRY(launches.submit(stream.get()));
+          Status status;
+          Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec_of, const auto& view, const auto&) {
+            if (spec_of.role != Role::output || !found.empty() || !status) return;
+            std::vector<std::byte> values(std::size_t(view.bytes()));
+            status = copy_to_host(context, values.data(), view.data, values.size());
+            for (std::int64_t i = 0; status && i < view.size(); ++i)
+              if (std::isnan(load_element(values.data(), view.dtype, i))) {
+                found = site.name();
+                break;
+              }
+          });
+          return status;
+        });
+  };
+  return look() ? found : "";
+}
+
+Result<Tensor> Model::State::fetch_logits(std::int64_t slot) {
+  Tensor row(workspace.activation(), {spec.shape.vocab_size});
+  CF_TRY(copy_to_host(context, row.data(), logits_of_slot(slot).data, std::size_t(row.size_bytes())));
+  return row;
+}
+
+Result<Tensor> Model::logits(std::int64_t slot) {
+  CF_TRY(state_->lengths.check(slot, 0, 1));
+  return state_->fetch_logits(slot);
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,137 @@
+#include <algorithm>
+#include <utility>
+
+#include "cuda/graph/capture.hpp"
+#include "cuda/model/model_state.hpp"
+
+namespace cf::cuda {
+
+Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
+  const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
+  const auto record = [&](DataflowCapture& graph) {
+    return for_each_model_site(
+        spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+          const LaunchMode mode{.early = true};
+          if (site.site.name != site::final_layer_norm.name) return name_site(site, graph.run(args, mode));
+          // It reads the last rows of what the layers make, whose first byte is another one.
+          LaunchList launches(context, workspace.scratch());
+          CF_TRY(name_site(site, prepare(args, launches)));
+          const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};
+          return graph.add(reads, writes, launches, mode);
+        });
+  };
+  return capture_dataflow(context, record, workspace.scratch());
+}
+
+Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                          AnyView<2> logits_to) {
+  const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
+  CF_TRY(from_cuda(cudaEventSynchronize(prompt_copied.get()), "cudaEventSynchronize"));
+  std::int32_t* const staged = pinned_prompt.get();
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    staged[i] = ids[std::size_t(i)];
+    staged[chunk + i] = std::int32_t(first + i);
+  }
+  staged[2 * chunk] = std::int32_t(first + tokens);
+  CF_TRY(copy_async(prompt_ids.data, staged, std::size_t(2 * chunk + 1) * sizeof(std::int32_t), cudaMemcpyHostToDevice,
+                    stream.get()));
+  CF_TRY(from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord"));
+
+  const LaunchMode mode{.early = context.overlap()};
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
+  const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
+  if (const auto found = passes.find(key); found != passes.end()) {
+    GraphExec& known = found->second;
+    if (!known) {
+      CF_TRY_ASSIGN(known, pass_graph(t));
+    }
+    return from_cuda(cudaGraphLaunch(known.get(), stream.get()), "cudaGraphLaunch");
+  }
+  // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
+  std::vector<LaunchList> parts;
+  std::int64_t layer = -1;
+  parts.emplace_back(context, workspace.scratch());
+  CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+    if (site.layer != layer) {
+      layer = site.layer;
+      CF_TRY(parts.back().submit(stream.get(), mode));
+      parts.emplace_back(context, workspace.scratch());
+    }
+    parts.back().set_label(site.site.name.data());  // a literal, which ends in a zero byte
+    return name_site(site, prepare(args, parts.back()));
+  }));
+  CF_TRY(parts.back().submit(stream.get(), mode));
+  constexpr std::size_t most_passes = 64;
+  if (passes.size() == most_passes) passes.clear();
+  passes[key] = {};
+  return {};
+}
+
+template <class LogitsOf, class Done>
+Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
+                         LogitsOf&& logits_of, Done&& done) {
+  CF_TRY(lengths.check(slot, first, std::int64_t(ids.size())));
+  CF_TRY(check_ids(kModelName, "ids", ids, spec.shape.vocab_size));
+  if (rows < 0 || rows > std::int64_t(ids.size()))
+    return bad_argument(kModelName,
+                        "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
+  ahead.clear();
+  seen_size[std::size_t(slot)] = 0;
+  std::int64_t rows_made = 0;
+  while (!ids.empty()) {
+    const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options.chunk)));
+    ids = ids.subspan(chunk.size());
+    // The chunk's tokens that are among the last rows of the call.
+    const std::int64_t count = std::max<std::int64_t>(0, rows - rows_made - std::int64_t(ids.size()));
+    CF_TRY_ASSIGN(const AnyView<2> to, logits_of(rows_made, count));
+    CF_TRY(pass(slot, first, chunk, to));
+    first += std::int64_t(chunk.size());
+    lengths.set(slot, first);
+    last_ids[std::size_t(slot)] = chunk.back();
+    CF_TRY(done(to, rows_made));
+    rows_made += count;
+  }
+  return {};
+}
+
+Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
+  State& s = *state_;
+  CF_TRY(s.run(
+      slot, first, ids, 1,
+      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },
+      [](const AnyView<2>&, std::int64_t) { return Status(); }));
+  CF_TRY(copy_async(rows_of(s.logits_at(Where::prompts), slot).data, s.prompt_logits.data,
+                    std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
+  s.where[std::size_t(slot)] = Where::prompts;
+  return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
+}
+
+Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
+  State& s = *state_;
+  const std::int64_t vocab = s.spec.shape.vocab_size;
+  if (logits.shape[1] != vocab || logits.dtype != activation())
+    return bad_argument(kModelName, "logits: expected rows of " + std::to_string(vocab) + " " +
+                                        std::string(to_string(activation())) + ", got " +
+                                        std::to_string(logits.shape[1]) + " " + std::string(to_string(logits.dtype)));
+  return s.run(
+      slot, first, ids, logits.shape[0],
+      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {
+        AnyView<2> to(nullptr, {count, vocab}, activation());
+        if (std::size_t(to.bytes()) > s.forward_memory.bytes()) {
+          CF_TRY(from_cuda(cudaStreamSynchronize(s.stream.get()), "cudaStreamSynchronize"));
+          s.passes.clear();
+          s.forward_memory = {};
+          CF_TRY_ASSIGN(s.forward_memory, DeviceMemory::create(s.context, std::size_t(to.bytes()),
+                                                               "logits of " + std::to_string(count) + " tokens"));
+        }
+        to.data = s.forward_memory.data() ? s.forward_memory.data() : s.memory.data();
+        return to;
+      },
+      [&](const AnyView<2>& from, std::int64_t row) -> Status {
+        if (from.shape[0] == 0) return {};
+        return copy_to_host(s.context, rows_of(logits, row).data, from.data, std::size_t(from.bytes()));
+      });
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,161 @@
+#pragma once
+// What a model on a GPU holds, and how its calls share it. Private to cuda/model.
+//   model.cpp          creation
+//   model_prompts.cpp  prompts, chunk by chunk
+//   model_steps.cpp    steps of all slots
+//   model_choices.cpp  the next ids, and why there is none
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "core/model/slot_lengths.hpp"
+#include "cuda/model/extend.hpp"
+#include "cuda/model/model.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/ops/sample/sample.hpp"
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/stream.hpp"
+
+namespace cf::cuda {
+
+inline constexpr std::string_view kModelName = "model";
+
+/// Memory of the host that a device copies from and to without waiting.
+struct FreePinned {
+  void operator()(std::int32_t* p) const { (void)cudaFreeHost(p); }
+};
+using Pinned = std::unique_ptr<std::int32_t, FreePinned>;
+
+inline Status copy_async(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, CUstream_st* stream) {
+  return from_cuda(cudaMemcpyAsync(to, from, bytes, kind, stream), "cudaMemcpyAsync");
+}
+
+/// Rows [first, first + count) of a matrix.
+inline AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1) {
+  matrix.data = static_cast<std::byte*>(matrix.data) + first * matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
+  matrix.shape[0] = count;
+  return matrix;
+}
+
+/// The status with the site's name before it.
+inline Status name_site(const ModelSite& site, const Status& status) {
+  return status ? status : Status::error(status.code(), site.name() + ": " + status.message());
+}
+
+/// Where the logits that a slot's next id is chosen from lie: in the memory of prompts, or in one of the two that steps
+/// write in turn, so that a step may run while the logits before it are still read.
+enum class Where { prompts, even_steps, odd_steps };
+inline constexpr int kPlaces = 3;
+
+struct Model::State {
+  State(const Context& c, Stream s, const ModelSpec& m, const Options& o, Impl i, ResidentWeights w, KvCache k,
+        Workspace a)
+      : stream(std::move(s)),
+        context(c),
+        spec(m),
+        options(o),
+        impl(i),
+        weights(std::move(w)),
+        cache(std::move(k)),
+        workspace(std::move(a)),
+        executor(context, i),
+        lengths(o.slots, o.capacity),
+        last_ids(std::size_t(o.slots)),
+        where(std::size_t(o.slots), Where::prompts) {}
+  ~State() { (void)cudaDeviceSynchronize(); }
+
+  std::size_t lay_out(std::byte* block);
+  Status prepare_steps();
+  /// What the first layer of a step reads.
+  ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
+
+  /// The walk's tensors for q_len new tokens of each of `batch` slots from `slot` on. `caches` holds what the result
+  /// points to.
+  ModelTensors tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& step,
+                       AnyView<2> logits, std::vector<LayerCache>& caches) const;
+  /// The arrays of a pass of `tokens` tokens of one slot.
+  StepArrays prompt_arrays(std::int64_t tokens) const {
+    return {.ids = {prompt_ids.data, {tokens}},
+            .positions = {prompt_positions.data, {tokens}},
+            .kv_len = {prompt_kv_len.data, {1}}};
+  }
+  /// Puts a chunk's ids, positions and length onto the stream, and then its pass.
+  Status pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// The pass of these tensors as a graph.
+  Result<GraphExec> pass_graph(const ModelTensors& t);
+  /// Puts the tokens of a call through the model, chunk by chunk. `logits_of(first, count)` is where rows
+  /// [first, first + count) of the call's last `rows` tokens go; `done` is called with them after each chunk.
+  template <class LogitsOf, class Done>
+  Status run(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
+             LogitsOf&& logits_of, Done&& done);
+
+  /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
+  /// go to `to`.
+  Status run_step(Where to, bool follows);
+  Status enqueue_step(std::size_t parity, bool follows);
+  /// Copies the logits of slots that this step leaves out, where the step would overwrite them.
+  Status keep_logits(std::span<const Token> tokens, Where overwritten);
+  /// Whether the step that was run ahead is this one.
+  bool ran_ahead(std::span<const Token> tokens) const;
+  static Where step_place(std::size_t parity) { return parity == 0 ? Where::even_steps : Where::odd_steps; }
+  Where next_place() const { return last_step == Where::even_steps ? Where::odd_steps : Where::even_steps; }
+
+  Status enqueue_choice(Where place, std::span<const Draw> draws);
+  Result<std::int32_t> chosen_id(const Draw& draw);
+  std::string first_nan(std::int64_t slot);
+  AnyView<2> logits_at(Where place) const { return logits[std::size_t(place)]; }
+  AnyView<2> logits_of_slot(std::int64_t slot) const { return rows_of(logits_at(where[std::size_t(slot)]), slot); }
+  Result<Tensor> fetch_logits(std::int64_t slot);
+
+  Stream stream, copies;
+  Context context;  // on `stream`
+  ModelSpec spec;
+  Options options;
+  Impl impl;
+  ModelBytes taken;
+  ResidentWeights weights;
+  KvCache cache;
+  Workspace workspace;
+  Executor executor;
+
+  SlotLengths lengths;
+  std::vector<std::int32_t> last_ids;  // by slot: the token of its last entry
+  std::vector<Where> where;            // by slot
+  Where last_step = Where::odd_steps;
+
+  // On the device.
+  DeviceMemory memory, forward_memory;
+  StepArrays step;  // of all slots
+  View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
+  AnyView<2> final_norm;
+  AnyView<2> prompt_logits;                // (1, vocab): a slot's row of `logits` is not aligned for every vocab
+  std::array<AnyView<2>, 2> hidden;        // the embedding and the layers' outputs, in turn
+  std::array<AnyView<2>, kPlaces> logits;  // (slots, vocab), by Where
+  std::array<View<std::int32_t, 1>, kPlaces> settings;  // SlotSampling of each slot, by Where
+  View<std::int32_t, 1> seen;
+
+  // On the host.
+  std::array<std::vector<SlotSampling>, kPlaces> sent;  // what `settings` hold
+  std::vector<std::size_t> seen_size;                   // by slot: the size of the history that `seen` holds, or 0
+  Pinned pinned_prompt, pinned_chosen;
+  Event prompt_copied, choice_made, choice_copied;
+
+  std::vector<LaunchList> sample;  // by Where
+  // A step of all slots, by the parity of where its logits go: what comes before and after the executor's layers, and
+  // all of it as a graph.
+  std::vector<LaunchList> embed, finish;
+  std::array<GraphExec, 2> steps, followers;
+  using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
+  // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a
+  // graph, whose branches run side by side.
+  std::map<PassKey, GraphExec> passes;
+  std::vector<Token> ahead;  // the step that is on the stream already; its ids are those chosen last
+};
+
+}  // namespace cf::cuda
