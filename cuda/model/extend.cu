@@ -67,12 +67,10 @@ Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Con
   return launches.submit(context.stream(), {.early = context.overlap()});
 }
 
-Status enqueue_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
-                      const Context& context) {
-  LaunchList launches(context);
-  CF_TRY(launch("follow", launches, {.grid = 1, .block = kMaxSlots}, follow_kernel, chosen.data, capacity,
-                step.ids.data, step.positions.data, step.kv_len.data, int(step.ids.size())));
-  return launches.submit(context.stream(), {.early = context.overlap()});
+Status add_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
+                  LaunchList& launches) {
+  return launch("follow", launches, {.grid = 1, .block = kMaxSlots}, follow_kernel, chosen.data, capacity,
+                step.ids.data, step.positions.data, step.kv_len.data, int(step.ids.size()));
 }
 
 Status enqueue_extend(View<std::int32_t, 1> positions, View<std::int32_t, 1> kv_len, std::int32_t q_len,

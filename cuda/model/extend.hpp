@@ -4,6 +4,7 @@
 
 #include "core/view.hpp"
 #include "cuda/runtime/context.hpp"
+#include "cuda/runtime/launch_list.hpp"
 
 namespace cf::cuda {
 
@@ -27,8 +28,8 @@ struct StepArrays {
 /// ids = tokens.id, positions = tokens.position and kv_len = positions + 1.
 Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Context& context);
 /// The step that follows: ids = chosen, and positions and kv_len grow by 1, except where a position is the capacity.
-Status enqueue_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
-                      const Context& context);
+Status add_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
+                  LaunchList& launches);
 
 /// The end of a slot's prompt: positions and kv_len are those of its last token, as is `length`, from the prompt's own
 /// kv_len.

@@ -72,6 +72,13 @@ struct Model::State {
 
   std::size_t lay_out(std::byte* block);
   Status prepare_steps();
+  /// Calls add(site, args) for the sites of a step outside the layers, in the walk's order.
+  template <class Add>
+  Status for_each_outer_site(Where to, Add&& add) const;
+  /// A step as one graph: around the layers that the executor puts onto a stream, or of every op by itself, which waits
+  /// for those alone whose data it needs.
+  Result<GraphExec> executor_step(Where to, bool follows);
+  Result<GraphExec> dataflow_step(Where to, bool follows);
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
@@ -98,7 +105,6 @@ struct Model::State {
   /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
   /// go to `to`.
   Status run_step(Where to, bool follows);
-  Status enqueue_step(std::size_t parity, bool follows);
   /// Copies the logits of slots that this step leaves out, where the step would overwrite them.
   Status keep_logits(std::span<const Token> tokens, Where overwritten);
   /// Whether the step that was run ahead is this one.
@@ -147,9 +153,7 @@ struct Model::State {
   Event prompt_copied, choice_made, choice_copied;
 
   std::vector<LaunchList> sample;  // by Where
-  // A step of all slots, by the parity of where its logits go: what comes before and after the executor's layers, and
-  // all of it as a graph.
-  std::vector<LaunchList> embed, finish;
+  // A step of all slots, by the parity of where its logits go.
   std::array<GraphExec, 2> steps, followers;
   using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
   // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a

@@ -1,31 +1,21 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/graph/capture.hpp"
+#include "cuda/model/layer_graph.hpp"
 #include "cuda/model/model_state.hpp"
+#include "cuda/model/place.hpp"
 
 namespace cf::cuda {
 
 Status Model::State::prepare_steps() {
-  std::vector<LayerCache> caches;
-  for (std::size_t parity : {0, 1}) {
-    // The layers of a step are the executor's. What comes before and after them are launches of their own.
-    LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
-    const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(step_place(parity)), caches);
-    CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) {
-      if (site.layer >= 0) return Status();
-      LaunchList& launches = site.site.name == site::embed_in.name ? before : after;
-      launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
-      return name_site(site, prepare(args, launches));
-    }));
-    embed.push_back(std::move(before));
-    finish.push_back(std::move(after));
+  for (std::size_t parity : {0, 1})
     for (bool follows : {false, true}) {
-      if (impl == Impl::graph) continue;  // a graph's executable cannot become part of another graph
-      CF_TRY_ASSIGN(GraphExec graph, capture(stream.get(), [&] { return enqueue_step(parity, follows); }));
+      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph ? dataflow_step(step_place(parity), follows)
+                                                         : executor_step(step_place(parity), follows));
       CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
       (follows ? followers : steps)[parity] = std::move(graph);
     }
-  }
   for (std::size_t i = 0; i < kPlaces; ++i) {
     LaunchList launches(context);
     CF_TRY(prepare(SampleArgs{.logits = logits[i],
@@ -40,19 +30,59 @@ Status Model::State::prepare_steps() {
   return {};
 }
 
-Status Model::State::enqueue_step(std::size_t parity, bool follows) {
+template <class Add>
+Status Model::State::for_each_outer_site(Where to, Add&& add) const {
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(to), caches);
+  return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+    return site.layer >= 0 ? Status() : name_site(site, add(site.site, args));
+  });
+}
+
+Result<GraphExec> Model::State::executor_step(Where to, bool follows) {
+  LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
+  if (follows) CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), before));
+  CF_TRY(for_each_outer_site(to, [&](const Site& site, const auto& args) {
+    LaunchList& launches = site.name == site::embed_in.name ? before : after;
+    launches.set_label(site.name.data());  // a literal, which ends in a zero byte
+    return prepare(args, launches);
+  }));
   const LaunchMode mode{.early = context.overlap()};
-  if (follows) CF_TRY(enqueue_follow(step, chosen, std::int32_t(options.capacity), context));
-  CF_TRY(embed[parity].submit(stream.get(), mode));
-  CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
-  return finish[parity].submit(stream.get(), mode);
+  return capture(stream.get(), [&]() -> Status {
+    CF_TRY(before.submit(stream.get(), mode));
+    CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
+    return after.submit(stream.get(), mode);
+  });
+}
+
+Result<GraphExec> Model::State::dataflow_step(Where to, bool follows) {
+  const LaunchMode mode{.early = true};
+  const auto record = [&](DataflowCapture& graph) -> Status {
+    if (follows) {
+      LaunchList launches(context);
+      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
+      const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
+                                                                    step.kv_len.data};
+      CF_TRY(graph.add(reads, writes, launches, mode));
+    }
+    return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
+      CF_TRY(graph.run(args, mode));
+      if (site.name != site::embed_in.name) return {};
+      for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
+        LayerTensors t = workspace.tensors(cache, 0, l, 1);
+        if (l == 0) t.hidden = step_input();
+        if (Status captured = capture_layer(spec, weights.layer(l), t, graph); !captured)
+          return Status::error(captured.code(), layer_prefix(l) + captured.message());
+      }
+      return {};
+    });
+  };
+  return capture_dataflow(context, record, workspace.scratch());
 }
 
 Status Model::State::run_step(Where to, bool follows) {
   const std::size_t parity = to == Where::even_steps ? 0 : 1;
-  const GraphExec& graph = (follows ? followers : steps)[parity];
-  CF_TRY(graph ? from_cuda(cudaGraphLaunch(graph.get(), stream.get()), "cudaGraphLaunch")
-               : enqueue_step(parity, follows));
+  CF_TRY(from_cuda(cudaGraphLaunch((follows ? followers : steps)[parity].get(), stream.get()), "cudaGraphLaunch"));
   last_step = to;
   return {};
 }
