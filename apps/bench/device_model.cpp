@@ -8,6 +8,7 @@
 
 #include "core/resources.hpp"
 #include "cuda/model/model.hpp"
+#include "cuda/ops/linear/gemm.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::apps {
@@ -63,6 +64,21 @@ Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& na
   }
   std::string impl(to_string((*made)->impl()));
   return DeviceModel{std::move(*made), std::move(impl)};
+}
+
+std::string product_library() {
+  const Result<std::string> library = cuda::gemm_library();
+  return library ? *library : library.status().message();
+}
+
+std::vector<std::string> product_algorithms() {
+  std::vector<std::string> all;
+  for (const cuda::GemmAlgorithm& a : cuda::gemm_algorithms())
+    all.push_back(
+        fmt::format("{} tokens, {} -> {}, {}{}{}: algorithm {}, tile {}, stages {}, split-k {}, {} B of workspace",
+                    a.tokens, a.in, a.out, to_string(a.dtype), a.output == a.dtype ? "" : " with float32 sums",
+                    a.residual ? " with a residual" : "", a.id, a.tile, a.stages, a.split_k, a.workspace_bytes));
+  return all;
 }
 
 }  // namespace cf::apps

@@ -33,6 +33,8 @@ Result<DeviceModel> open_device_model(DeviceTimer&, const std::string&, const Mo
                                       const DeviceModelOptions&) {
   return no_cuda();
 }
+std::string product_library() { return {}; }
+std::vector<std::string> product_algorithms() { return {}; }
 
 Status bench_ops(const OpBenchRequest&, const OpBenchSink&) { return no_cuda(); }
 

@@ -91,7 +91,11 @@ int Bench::run(const std::string& command) {
       Json report = {
           {"program", "cf-model bench"}, {"version", CF_VERSION}, {"commit", commit()}, {"command", command}};
       add_machine(report, model_, *running, activation);
-      if (running->device) report["impl"] = model_.impl;  // what was asked for; each row has its own
+      if (running->device) {
+        report["impl"] = model_.impl;  // what was asked for; each row has its own
+        report["product_library"] = product_library();
+        report["product_algorithms"] = product_algorithms();
+      }
       report["runs"] = runs;
       report["warmup"] = warmup;
       report["complete"] = complete;

@@ -116,6 +116,7 @@ int Info::run() {
     });
     if (!impls) return fail(impls.status());
     add("impl", *impls);
+    add("products of many tokens", product_library());
   }
   add("free memory", fmt::format("{:.1f} MB", free * 1e-6));
   // What was planned for one slot can be planned for more.

@@ -231,6 +231,11 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(report["activation_dtype"] == "float16");
   CHECK(report["runs"] == 5);
   CHECK(report["warmup"] == 2);
+  // Prompts of 70 ids, and steps of 9 slots.
+  CHECK(report["product_library"].get<std::string>().find("cublasLt") != std::string::npos);
+  for (const char* tokens : {"70 tokens, ", "9 tokens, "})
+    CHECK(std::any_of(report["product_algorithms"].begin(), report["product_algorithms"].end(),
+                      [&](const Json& a) { return a.get<std::string>().starts_with(tokens); }));
   REQUIRE(report["results"].size() == 8);
   for (const Json& row : report["results"]) {
     CAPTURE(row.dump());
@@ -253,8 +258,9 @@ TEST_CASE("cf-model info on the GPU: bytes, memory, slots and the impl that auto
   const std::string out = on_gpu("info " + d80).out;
   CAPTURE(out);
   // Keys and values of 160 numbers in two layers, two bytes each.
-  for (const char* part : {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory",
-                           "slots that fit", "| impl", "graph for 1 to 64 slots"})
+  for (const char* part :
+       {"cache, float16", "1.3 kB a token", "activations, float16", "GPU", "free memory", "slots that fit", "| impl",
+        "graph for 1 to 64 slots", "| products of many tokens", "libcublasLt"})
     CHECK(out.find(part) != std::string::npos);
   CHECK(on_gpu("info --preset pythia-2.8b").out.find("persistent for 1 to 4 slots, graph for 5 to 64 slots") !=
         std::string::npos);
