@@ -347,6 +347,37 @@ class Runner {
     }));
   }
 
+  /// The bound of the logits' error with activations of a dtype, for these ids: relative L2, relative maximum.
+  std::pair<double, double> error_bound(nb::handle from, const std::string& activation) {
+    const Ids ids = ids_of("ids", from, vocab_size());
+    const std::optional<DType> dtype = dtype_from_string(activation);
+    if (!dtype || *dtype == DType::i32)
+      refuse("activation: expected float16, bfloat16, float32 or float64, got '" + activation + "'");
+    if (!cpu_ || cpu_->activation() != DType::f64) refuse("error_bound: expected the oracle, activation float64");
+    Condition condition{0, 0};
+    check(work(*turns_, [&]() -> Status {
+      Tensor logits(DType::f64, {std::int64_t(ids.size()), vocab_size()});
+      cpu_->measure(&condition);
+      const Status ran = cpu_->forward(0, 0, ids, logits.view<2>());
+      cpu_->measure(nullptr);
+      if (ran) has_logits_[0] = false;
+      return ran;
+    }));
+    const Budget budget = model_budget(cpu_->model(), *dtype, condition);
+    return {budget.rel_l2, budget.rel_max};
+  }
+
+  bool is_open() {
+    return take(work(*turns_, [&]() -> Result<bool> { return !leased_ || leased_->is_open(); }));
+  }
+
+  void close() {
+    check(work(*turns_, [&] {
+      if (leased_) leased_->close();
+      return Status();
+    }));
+  }
+
   void release(std::int64_t slot) {
     check(work(*turns_, [&]() -> Status {
       CF_TRY(check_slot(slot));
@@ -421,7 +452,7 @@ class PythonDecoder {
                 const std::string& activation)
       : turns_(std::make_shared<Turns>()), decoder_(make_model(w, slots, capacity, chunk, activation, interrupt_)) {}
   PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
-      : turns_(turns_of(shared)), decoder_(lease(shared, slots, interrupt_)) {}
+      : turns_(turns_of(shared)), decoder_(hold(lease(shared, slots, interrupt_))) {}
 
   std::int64_t add(nb::handle prompt, const Sampling& sampling, std::uint64_t id, nb::handle stop,
                    std::optional<std::int64_t> max_new_tokens) {
@@ -456,6 +487,12 @@ class PythonDecoder {
   Array logits(std::int64_t sequence) {
     return array_of(take(work(*turns_, [&] { return decoder_.logits(sequence); })));
   }
+  void close() {
+    check(work(*turns_, [&] {
+      if (leased_) leased_->close();
+      return Status();
+    }));
+  }
   bool active() {
     return take(work(*turns_, [&]() -> Result<bool> { return decoder_.active(); }));
   }
@@ -470,8 +507,14 @@ class PythonDecoder {
     return pairs;
   }
 
+  std::unique_ptr<LeasedRunner> hold(std::unique_ptr<LeasedRunner> leased) {
+    leased_ = leased.get();
+    return leased;
+  }
+
   std::shared_ptr<Turns> turns_;
   Interrupt interrupt_;
+  LeasedRunner* leased_ = nullptr;  // the decoder's runner, where its model runs on a GPU
   Decoder decoder_;
 };
 
@@ -539,6 +582,8 @@ void bind_device(nb::module_& m) {
           "Gives the device's memory back. What its runners are asked from now on raises CfError.");
 }
 
+constexpr const char* kClose =
+    "Gives the slots of a model on a GPU back; every other call is refused then. Does nothing on the CPU.";
 constexpr const char* kSharedInit =
     "Takes `slots` of a model on a GPU until it ends. Raises ValueError where fewer are free.";
 constexpr const char* kRunnerInit =
@@ -547,6 +592,14 @@ constexpr const char* kRunnerInit =
     "and MemoryError where the memory is not free.";
 
 void bind_weights(nb::module_& m) {
+  m.def(
+      "presets",
+      [] {
+        std::vector<std::string> names;
+        for (const ModelConfig& preset : pythia_presets()) names.push_back(preset.name);
+        return names;
+      },
+      "The names of the models of the Pythia suite.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
           "open", &open, "directory"_a,
@@ -632,7 +685,13 @@ void bind_runner(nb::module_& m) {
            nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) of the slot's last prefill() or step().")
       .def("length", &Runner::length, "slot"_a, "The slot's valid cache entries.")
-      .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.");
+      .def("error_bound", &Runner::error_bound, "ids"_a, "activation"_a,
+           "The bound of the logits' error of a model with activations of a dtype, for these ids: relative L2 and the "
+           "largest error relative to the largest logit. A runner in float64 derives it from its own tensors, and puts "
+           "the ids into slot 0.")
+      .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.")
+      .def_prop_ro("is_open", &Runner::is_open, "Whether the runner has its slots still; always on the CPU.")
+      .def("close", &Runner::close, kClose);
 }
 
 void bind_decoder(nb::module_& m) {
@@ -667,6 +726,7 @@ void bind_decoder(nb::module_& m) {
       .def("logits", &PythonDecoder::logits, "sequence"_a,
            nb::sig("def logits(self, sequence: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) that a running sequence's last id was chosen from.")
+      .def("close", &PythonDecoder::close, kClose)
       .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running.")
       .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.");
 }

@@ -28,6 +28,9 @@ Result<std::vector<std::int64_t>> SharedModel::take_slots(std::int64_t count) {
   {
     const std::lock_guard lock(mutex_);
     const std::int64_t free = std::count(taken_.begin(), taken_.end(), false);
+    if (free == 0)
+      return Status::error(Code::invalid_argument, "slots: expected one that is free, got a model whose " +
+                                                       std::to_string(slots_) + " are all in use");
     if (count < 1 || count > free)
       return Status::error(Code::invalid_argument, "slots: expected 1 to " + std::to_string(free) +
                                                        ", those that are free of the model's " +
@@ -55,9 +58,20 @@ Result<std::unique_ptr<LeasedRunner>> LeasedRunner::create(std::shared_ptr<Share
       new LeasedRunner(std::move(shared), model->model(), std::move(taken), interrupt));
 }
 
+void LeasedRunner::close() {
+  shared_->give_slots(slots_);
+  slots_.clear();
+}
+
+Result<ModelRunner*> LeasedRunner::shared_runner() const {
+  if (slots_.empty())
+    return Status::error(Code::invalid_argument, "slots: expected some of the model, got none: close() gave them back");
+  return shared_->runner();
+}
+
 template <class Pass>
 Status LeasedRunner::extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_->runner());
+  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
   CF_TRY(lengths_.check(slot, first, tokens));
   CF_TRY(interrupt_.check());
   CF_TRY(pass(*model, shared_slot(slot)));
@@ -77,7 +91,7 @@ Status LeasedRunner::forward(std::int64_t slot, std::int64_t first, std::span<co
 }
 
 Status LeasedRunner::step(std::span<const Token> tokens) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_->runner());
+  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
   CF_TRY(lengths_.check_step(tokens));
   CF_TRY(interrupt_.check());
   std::vector<Token> theirs(tokens.begin(), tokens.end());
@@ -88,7 +102,7 @@ Status LeasedRunner::step(std::span<const Token> tokens) {
 }
 
 std::vector<Result<std::int32_t>> LeasedRunner::choose(std::span<const Draw> draws) {
-  const Result<ModelRunner*> model = shared_->runner();
+  const Result<ModelRunner*> model = shared_runner();
   if (!model) return std::vector<Result<std::int32_t>>(draws.size(), model.status());
   std::vector<Draw> theirs(draws.begin(), draws.end());
   for (Draw& d : theirs) d.slot = shared_slot(d.slot);
@@ -96,14 +110,14 @@ std::vector<Result<std::int32_t>> LeasedRunner::choose(std::span<const Draw> dra
 }
 
 Result<Tensor> LeasedRunner::logits(std::int64_t slot) {
-  CF_TRY_ASSIGN(ModelRunner* const model, shared_->runner());
+  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
   CF_TRY(lengths_.check(slot, 0, 1));
   return model->logits(shared_slot(slot));
 }
 
 void LeasedRunner::release(std::int64_t slot) {
   lengths_.set(slot, 0);
-  if (const Result<ModelRunner*> model = shared_->runner()) (*model)->release(shared_slot(slot));
+  if (const Result<ModelRunner*> model = shared_runner()) (*model)->release(shared_slot(slot));
 }
 
 }  // namespace cf::python

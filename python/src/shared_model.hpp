@@ -71,10 +71,13 @@ class LeasedRunner final : public ModelRunner {
                                                       Interrupt& interrupt);
   LeasedRunner(const LeasedRunner&) = delete;
   LeasedRunner& operator=(const LeasedRunner&) = delete;
-  ~LeasedRunner() override { shared_->give_slots(slots_); }
+  ~LeasedRunner() override { close(); }
+  /// Gives the slots back. Every other call is refused from now on.
+  void close();
+  bool is_open() const { return !slots_.empty() && shared_->is_open(); }
 
   const ModelSpec& model() const override { return spec_; }
-  std::int64_t slots() const override { return std::int64_t(slots_.size()); }
+  std::int64_t slots() const override { return lengths_.slots(); }
   std::int64_t capacity() const override { return lengths_.capacity(); }
   DType activation() const override { return shared_->activation(); }
   std::int64_t length(std::int64_t slot) const { return lengths_[slot]; }
@@ -94,6 +97,8 @@ class LeasedRunner final : public ModelRunner {
         slots_(std::move(slots)),
         lengths_(std::int64_t(slots_.size()), shared_->capacity()),
         interrupt_(interrupt) {}
+  /// The shared model, while this runner has slots of it.
+  Result<ModelRunner*> shared_runner() const;
   /// Runs pass(model, slot of the model), which gives a slot entries up to first + tokens.
   template <class Pass>
   Status extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass);
@@ -101,7 +106,7 @@ class LeasedRunner final : public ModelRunner {
 
   std::shared_ptr<SharedModel> shared_;
   ModelSpec spec_;
-  std::vector<std::int64_t> slots_;  // by this runner's own number
+  std::vector<std::int64_t> slots_;  // by this runner's own number; none once closed
   SlotLengths lengths_;
   Interrupt& interrupt_;
 };
