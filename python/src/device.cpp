@@ -16,18 +16,20 @@ std::string version(int encoded) { return std::to_string(encoded / 1000) + "." +
 /// Makes a device the calling thread's until the guard's end. The thread may be another library's, such as torch's.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) : device_(device) {
     if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
     status_ = from_cuda(cudaSetDevice(device), "cudaSetDevice");
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
-  ~DeviceGuard() { (void)cudaSetDevice(before_); }
+  ~DeviceGuard() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
 
   const Status& status() const { return status_; }
 
  private:
-  int before_ = 0;
+  int device_, before_ = 0;
   Status status_;
 };
 
