@@ -42,7 +42,7 @@ Result<DeviceMemory> DeviceMemory::create(const Context& context, std::size_t by
 }
 
 Status copy_to_device(const Context& context, void* device, const void* host, std::size_t bytes) {
-  return copy(context, device, host, bytes, cudaMemcpyHostToDevice);
+  return copy(context, device, host, bytes, cudaMemcpyDefault);  // the source may be device memory
 }
 
 Status copy_to_host(const Context& context, void* host, const void* device, std::size_t bytes) {

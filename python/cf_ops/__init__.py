@@ -2,6 +2,7 @@
 
 from cf_ops import _core, hf, ops
 from cf_ops._core import CfError
+from cf_ops._device import cuda_available
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load
 
 __version__ = _core.version()
@@ -15,6 +16,7 @@ __all__ = [
     "Model",
     "Perplexity",
     "__version__",
+    "cuda_available",
     "hf",
     "load",
     "ops",

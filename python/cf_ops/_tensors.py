@@ -56,7 +56,7 @@ def describe(call: str, name: str, tensor: Any, library: str, first: str, is_wri
     TypeError: the tensor is neither a numpy array nor a torch tensor.
     ValueError: the tensor comes from the other library, is not contiguous, has another byte order, or is written and
         is read-only or requires a gradient.
-    NotImplementedError: the tensor is on a device for which this installation has no backend.
+    NotImplementedError: the tensor is on another device than the CPU.
     """
     got = library_of(call, name, tensor)
     if got != library:
@@ -112,7 +112,7 @@ def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
     if tensor.layout != torch.strided:
         return ValueError, f"has layout {tensor.layout}, expected torch.strided"
     if tensor.device.type != "cpu":
-        return NotImplementedError, f"is on {tensor.device}, expected cpu: this installation has the CPU backend"
+        return NotImplementedError, f"is on {tensor.device}, expected cpu, which alone has ops in Python"
     if not tensor.is_contiguous():
         return ValueError, f"has strides {tuple(tensor.stride())}, expected a contiguous tensor"
     if is_written and tensor.requires_grad and torch.is_grad_enabled():

@@ -28,6 +28,15 @@ def open_tokenizer(directory: str) -> Tokenizer:
         raise ValueError(f"{path}: {error}") from None
 
 
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text's ids, with the special tokens that the tokenizer adds. Raises ValueError for what UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt: expected text that UTF-8 can hold: {error}") from None
+    return tokenizer.encode(text).ids
+
+
 class TextStream:
     """The text of ids that come one by one, in whole characters: the pieces of put() and finish() together are what
     ``tokenizer.decode(ids)`` returns. As there, special tokens are no part of the text, and bytes that form no

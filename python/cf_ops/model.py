@@ -6,13 +6,15 @@ import dataclasses
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core
-from cf_ops._text import TextStream, open_tokenizer
+from cf_ops._device import cuda_index, device_model
+from cf_ops._text import TextStream, encode, open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,6 +24,7 @@ __all__ = ["Generated", "Generation", "GenerationInterrupted", "Model", "Perplex
 MOST_SLOTS = 64
 _MOST_SEED = 2**64 - 1
 _MOST_INT = 2**31 - 1
+CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 
 Piece = TypeVar("Piece", str, int)
@@ -94,19 +97,19 @@ class Session:
         self._stop = model.eos_token_ids if settings.stop is None else list(settings.stop)
         self._next = 0  # the first prompt that waits for a slot
         self._index_of: dict[int, int] = {}  # by the decoder's number of a running sequence
-        self.slots = min(MOST_SLOTS, len(prompts)) if slots is None else slots
+        self.slots = model.slots_for(len(prompts)) if slots is None else slots
         # The last new id is not appended to the cache.
         self.capacity = max(map(len, prompts), default=1) + settings.max_new_tokens - 1
-        self._decoder = _core.Decoder(
-            model.weights,
-            slots=max(1, self.slots),
-            capacity=max(1, self.capacity),
-            chunk=_CHUNK,
-            activation=model.activation,
-        )
+        self._decoder = model.decoder(max(1, self.slots), max(1, self.capacity))
         # Every prompt is checked before the first one is read.
-        for index in range(len(prompts)):
-            self._decoder.drop(self._add(index))
+        try:
+            for index in range(len(prompts)):
+                self._decoder.drop(self._add(index))
+        except BaseException:
+            self._decoder.close()
+            raise
+        if self.done:
+            self._decoder.close()
 
     @property
     def done(self) -> bool:
@@ -164,6 +167,8 @@ class Session:
             self.results[index].error = self._decoder.status(sequence)
             self._decoder.drop(sequence)
             del self._index_of[sequence]
+        if self.done:
+            self._decoder.close()
         return indices
 
     def _end(self, finish: str, error: str | None) -> None:
@@ -171,6 +176,7 @@ class Session:
             self.results[index].ids = self._decoder.ids(sequence)
             self._decoder.drop(sequence)
         self._index_of.clear()
+        self._decoder.close()
         self._next = len(self.results)
         for result in self.results:
             if result.finish == "running":
@@ -212,6 +218,11 @@ class Generation(Iterator[Piece]):
         """Why the sequence ended, as :class:`Generated` names it."""
         return self._session.results[0].finish
 
+    def close(self) -> None:
+        """Ends the sequence here, as "interrupted". On a GPU its slot is free for another one."""
+        if not self._session.done:
+            self._session.interrupt()
+
     def __next__(self) -> Any:
         result = self._session.results[0]
         while not self._session.done:
@@ -231,16 +242,55 @@ class Generation(Iterator[Piece]):
 
 
 class Model:
-    """A GPT-NeoX checkpoint on the CPU. Weights are read where they lie in the mapped files; each call takes the memory
-    of its own cache. Calls from several threads do not disturb each other.
+    """A GPT-NeoX model, on the CPU or on a GPU. Calls from several threads do not disturb each other.
+
+    On the CPU weights are read where they lie in the mapped files, and each call takes the memory of its own cache. On a
+    GPU the model has a copy of the weights and a cache of `slots` sequences of `capacity` entries; a call takes free
+    slots, and gives them back when it ends.
+
+    activation: the dtype of activations and logits. eos_token_ids: the checkpoint's, which end a text.
     """
 
-    def __init__(self, weights: _core.Weights, directory: str, activation: str, eos_token_ids: list[int]) -> None:
+    def __init__(
+        self,
+        weights: _core.Weights,
+        directory: str,
+        activation: str,
+        eos_token_ids: list[int],
+        on_device: _core.DeviceModel | None = None,
+    ) -> None:
         self.weights = weights
         self.directory = directory
         self.activation = activation
         self.eos_token_ids = eos_token_ids
+        self._on_device = on_device
         self._tokenizer: Tokenizer | None = None
+
+    @property
+    def device(self) -> str:
+        """What runs the model: "cpu" or "cuda:0"."""
+        return "cpu" if self._on_device is None else f"cuda:{self._on_device.device}"
+
+    @property
+    def impl(self) -> str | None:
+        """How a step is launched on a GPU; None on the CPU."""
+        return None if self._on_device is None else self._on_device.impl
+
+    @property
+    def slots(self) -> int | None:
+        """Sequences that the cache on a GPU holds; None on the CPU, where each call takes a cache."""
+        return None if self._on_device is None else self._on_device.slots
+
+    @property
+    def capacity(self) -> int | None:
+        """Entries that a slot on a GPU has room for; None on the CPU."""
+        return None if self._on_device is None else self._on_device.capacity
+
+    def close(self) -> None:
+        """Gives a GPU's memory back at once, and not with the object. Calls raise CfError from now on. Does nothing on
+        the CPU."""
+        if self._on_device is not None:
+            self._on_device.close()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -263,7 +313,10 @@ class Model:
         return self._tokenizer
 
     def __repr__(self) -> str:
-        return f"cf_ops.Model({self.directory!r}, activation={self.activation!r})"
+        if self._on_device is None:
+            return f"cf_ops.Model({self.directory!r}, activation={self.activation!r})"
+        how = f"impl={self.impl!r}, slots={self.slots}, capacity={self.capacity}"
+        return f"cf_ops.Model({self.directory!r}, device={self.device!r}, {how})"
 
     @overload
     def generate(
@@ -320,7 +373,8 @@ class Model:
         seed and position alone. `stop` are ids that end the text; None means the checkpoint's eos_token_id.
 
         Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
-        MemoryError where the cache does not fit, and what :attr:`tokenizer` raises.
+        MemoryError where the cache does not fit, and what :attr:`tokenizer` raises. On a GPU ValueError also where no
+        slot is free, or a slot has too few entries for the prompt and its new tokens.
         """
         settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
         session = Session(self, [self.encode(prompt)], settings)
@@ -342,7 +396,8 @@ class Model:
         stop: Sequence[int] | None = None,
         slots: int | None = None,
     ) -> list[Generated]:
-        """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None).
+        """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None; on a GPU all
+        that have a free slot).
 
         The arguments are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
         on the other prompts. A sequence that fails says so in its result; the others go on.
@@ -371,11 +426,7 @@ class Model:
     def encode(self, prompt: str | Sequence[int] | NDArray[Any]) -> list[int]:
         """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are."""
         if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"prompt: expected text that UTF-8 can hold: {error}") from None
-            return self.tokenizer.encode(prompt).ids
+            return encode(self.tokenizer, prompt)
         return [operator.index(id) for id in prompt]
 
     def run(
@@ -386,13 +437,15 @@ class Model:
 
         Row p predicts id p + 1. A tap is what a module makes, (ids, ...), by the name that golden files give it:
         "embed_in", "layers.3.output", "layers.3.attention.rotary_emb.q", "final_layer_norm". The last one and "logits"
-        have the last `rows` rows alone. Arrays are of the model's activation dtype.
+        have the last `rows` rows alone. Arrays are of the model's activation dtype; 16 bits are widened to float32. A GPU
+        has no taps.
 
         Raises ValueError for ids that are none or outside the vocabulary, rows beyond the ids, and a tap that the model
-        does not have, with the names that it has; MemoryError where cache and results do not fit.
+        does not have, with the names that it has; MemoryError where cache and results do not fit; NotImplementedError
+        for taps on a GPU.
         """
-        runner = self._runner(max(1, len(ids)))
-        return runner.run(0, 0, ids, len(ids) if rows is None else rows, list(taps))
+        with self._runner(max(1, len(ids))) as runner:
+            return runner.run(0, 0, ids, len(ids) if rows is None else rows, list(taps))
 
     def logits(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         """The logits (ids, vocab) of every position: row p predicts id p + 1. Raises what :meth:`run` raises."""
@@ -424,15 +477,15 @@ class Model:
                 f"{all_ids.max()}"
             )
         context = min(context, all_ids.size)
-        runner = self._runner(context - 1)  # a window's last id is scored and not fed
         parts = []
         first, scored = 0, 1
-        while scored < all_ids.size:
-            last = min(first + context, all_ids.size)
-            window = all_ids[first:last]
-            rows = min(last - scored, last - first - 1)
-            parts.append(_nll(runner, window, rows))
-            first, scored = first + stride, last
+        with self._runner(context - 1) as runner:  # a window's last id is scored and not fed
+            while scored < all_ids.size:
+                last = min(first + context, all_ids.size)
+                window = all_ids[first:last]
+                rows = min(last - scored, last - first - 1)
+                parts.append(_nll(runner, window, rows))
+                first, scored = first + stride, last
         nll = np.concatenate(parts)
         if not np.isfinite(nll).all():
             raise ValueError(f"the logits of {np.count_nonzero(~np.isfinite(nll))} ids are not finite")
@@ -440,8 +493,39 @@ class Model:
         error = float(nll.std(ddof=1) / np.sqrt(nll.size)) if nll.size > 1 else 0.0
         return Perplexity(float(np.exp(mean)), float(np.exp(mean)) * error, mean, error, nll.size)
 
-    def _runner(self, capacity: int) -> _core.Runner:
-        return _core.Runner(self.weights, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+    def slots_for(self, prompts: int) -> int:
+        """How many slots a call takes for so many prompts, where nothing else is said."""
+        most = MOST_SLOTS if self._on_device is None else max(1, self._on_device.free_slots)
+        return min(most, prompts)
+
+    def decoder(self, slots: int, capacity: int) -> _core.Decoder:
+        """What continues `slots` prompts at once, with room for `capacity` entries of each; on a GPU in slots that are
+        free. Raises what :meth:`generate` raises of sizes."""
+        if self._on_device is None:
+            return _core.Decoder(self.weights, slots=slots, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+        self._check_capacity(self._on_device, capacity)
+        return _core.Decoder(self._on_device, slots=slots)
+
+    @contextmanager
+    def _runner(self, capacity: int) -> Iterator[_core.Runner]:
+        """A runner of one slot, whose slot is free again at the end, also where an error's traceback keeps the runner."""
+        if self._on_device is None:
+            yield _core.Runner(self.weights, capacity=capacity, chunk=_CHUNK, activation=self.activation)
+            return
+        self._check_capacity(self._on_device, capacity)
+        runner = _core.Runner(self._on_device)
+        try:
+            yield runner
+        finally:
+            runner.close()
+
+    @staticmethod
+    def _check_capacity(on_device: _core.DeviceModel, needed: int) -> None:
+        if needed > on_device.capacity:
+            raise ValueError(
+                f"capacity: expected at least the {needed} entries that this call needs of a slot, got the model's "
+                f"{on_device.capacity}: load(..., capacity={needed})"
+            )
 
 
 def _nll(runner: _core.Runner, window: NDArray[Any], rows: int) -> NDArray[np.float64]:
@@ -459,18 +543,84 @@ def _nll(runner: _core.Runner, window: NDArray[Any], rows: int) -> NDArray[np.fl
     return np.concatenate(parts)
 
 
-def load(directory: str | os.PathLike[str], *, activation: str = "float32", threads: int | None = None) -> Model:
+def load(
+    path_or_preset: str | os.PathLike[str],
+    *,
+    device: object = "cpu",
+    activation: str | None = None,
+    dtype: str | None = None,
+    slots: int | None = None,
+    capacity: int | None = None,
+    impl: str = "auto",
+    threads: int | None = None,
+) -> Model:
     """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
 
-    activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all models of this
-    process work with from now on; None leaves them as they are, at first one a core.
+    path_or_preset: the directory; or, where there is none of this name, a model of the Pythia suite, such as
+    "pythia-70m", with procedural weights of `dtype` ("float16", where it is None).
+
+    device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
+    of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
+    the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
+
+    On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
+    models of this process work with from now on; None leaves them as they are, at first one a core.
 
     Raises FileNotFoundError for a directory or file that is missing, ValueError for a checkpoint that is damaged, is no
-    GPT-NeoX model or has a weight that is not finite, and for another activation.
+    GPT-NeoX model or has a weight that is not finite, and for arguments that the device or the model does not take;
+    for a GPU MemoryError where its memory does not hold the model, NotImplementedError where this build has no CUDA
+    backend or the impl does not take the model, and CfError where there is no such GPU.
     """
-    if activation not in ("float32", "float64"):
-        raise ValueError(f"activation: expected float32 or float64, got {activation!r}")
+    index = cuda_index(device)
+    if index is None:
+        for name, given, default in (("slots", slots, None), ("capacity", capacity, None), ("impl", impl, "auto")):
+            if given != default:
+                raise ValueError(f"{name}: expected it with device='cuda' alone, got {given!r} for the CPU")
+        if activation not in (None, "float32", "float64"):
+            raise ValueError(f"activation: expected float32 or float64, got {activation!r}")
+    else:
+        for name, value in (("activation", activation), ("threads", threads)):
+            if value is not None:
+                raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
+        _core.check_cuda_device(index)
     if threads is not None:
         _core.set_num_threads(threads)
-    path = os.fspath(directory)
-    return Model(_core.Weights.open(path), path, activation, _core.eos_token_ids(path))
+    path = os.fspath(path_or_preset)
+    weights, eos_token_ids = open_weights(path, dtype)
+    if index is None:
+        return Model(weights, path, activation or "float32", eos_token_ids)
+    model = on_device(
+        weights,
+        path,
+        eos_token_ids,
+        index,
+        slots=1 if slots is None else slots,
+        capacity=CAPACITY if capacity is None else capacity,
+        impl=impl,
+    )
+    weights.drop_values()
+    return model
+
+
+def open_weights(path: str, dtype: str | None = None) -> tuple[_core.Weights, list[int]]:
+    """The weights of a checkpoint or of a preset, and the ids that end a text. Raises what :func:`load` raises."""
+    if path in _core.presets() and not os.path.isdir(path):
+        return _core.Weights.preset(path, "float16" if dtype is None else dtype), []
+    if dtype is not None:
+        raise ValueError(f"dtype: expected it with a preset alone, got {dtype!r} for {path}, whose files have a dtype")
+    return _core.Weights.open(path), _core.eos_token_ids(path)
+
+
+def on_device(
+    weights: _core.Weights,
+    path: str,
+    eos_token_ids: list[int],
+    device: int,
+    *,
+    slots: int,
+    capacity: int,
+    impl: str = "auto",
+) -> Model:
+    """A model on a GPU, which has a copy of the weights."""
+    made = device_model(weights, device, slots, capacity, min(_CHUNK, max(1, capacity)), impl)
+    return Model(weights, path, made.activation, eos_token_ids, made)

@@ -1,4 +1,4 @@
-"""Whether the ops of this installation are right: every op in float32 against the same op in float64, in seconds."""
+"""Whether this installation is right: every op in float32, and whole models on a GPU, against float64, in seconds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core, ops
+from cf_ops._device import cuda_available
+from cf_ops.model import on_device
 
 __all__ = ["Row", "arguments", "rows"]
 
 _SEED = 1
+_MODEL = "pythia-14m"
 
 
 class Row(NamedTuple):
@@ -25,7 +28,8 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Checks every op on a small example; an op with weights is checked with quantised weights too.
+    """Checks every op on a small example; an op with weights is checked with quantised weights too. Where there is a
+    GPU, a whole model with procedural weights is checked on it: its logits, and its greedy ids.
 
     What an op writes in float32 is compared with what it writes in float64, the oracle, for the same numbers.
     """
@@ -34,6 +38,8 @@ def rows() -> list[Row]:
         checked.append(_check(op, 0))
         if any(role == "gptq" for _, role, *_ in _core.op_example(op, 4)[0]):
             checked += [_check(op, bits) for bits in (4, 8)]
+    if cuda_available():
+        checked += [_check_model(dtype) for dtype in ("float16", "bfloat16")]
     return checked
 
 
@@ -94,3 +100,23 @@ def _check(op: str, bits: int) -> Row:
     name = f"{op} ({bits} bits)" if bits else op
     # A NaN is no number that is at most the bound.
     return Row(name, float(np.max(errors)), bound, all(error <= bound for error in errors))
+
+
+def _check_model(dtype: str) -> Row:
+    """A small model on a GPU beside the oracle: the logits of a prompt and its continuation, and the ids that it was
+    continued with. An id is right where its logit is the oracle's largest, or closer to it than twice the bound."""
+    weights = _core.Weights.preset(_MODEL, dtype)
+    model = on_device(weights, _MODEL, [], 0, slots=1, capacity=32)
+    prompt, new = list(range(1, 13)), 12
+    ids = list(model.generate(prompt, max_new_tokens=new))
+    logits = model.logits(prompt + ids[:-1]).astype(np.float64)
+    model.close()
+    oracle = _core.Runner(weights, capacity=32, activation="float64")
+    fed = prompt + ids[:-1]
+    exact = oracle.forward(0, 0, fed, len(fed))
+    bound, largest_error = oracle.error_bound(fed, dtype)
+    error = float(np.linalg.norm(logits - exact) / np.linalg.norm(exact))
+    chosen = exact[len(prompt) - 1 :]
+    behind = chosen.max(axis=1) - chosen[np.arange(new), ids]
+    are_right = bool((behind <= 2 * largest_error * np.abs(exact).max()).all())
+    return Row(f"{_MODEL} on cuda, {dtype}", error, bound, len(ids) == new and error <= bound and are_right)

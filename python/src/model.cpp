@@ -1,6 +1,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -14,12 +15,14 @@
 
 #include "core/model/decoder.hpp"
 #include "core/model/model.hpp"
+#include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/model.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 #include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
+#include "python/src/shared_model.hpp"
 #include "python/src/work.hpp"
 
 namespace nb = nanobind;
@@ -38,8 +41,10 @@ using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
   throw std::logic_error("an error Status raises");
 }
 
-/// A numpy array over a tensor's memory, which the array keeps. The tensor is of float32 or float64.
+/// A numpy array over a tensor's memory, which the array keeps: of float32 or float64, which 16-bit values are widened
+/// to.
 Array array_of(Tensor tensor) {
+  if (size_bytes(tensor.dtype()) == 2) tensor = tensor.converted(DType::f32);
   auto* const owned = new Tensor(std::move(tensor));
   const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Tensor*>(p); });
   const std::vector<std::size_t> shape(owned->shape().begin(), owned->shape().end());
@@ -74,12 +79,16 @@ Ids ids_of(const char* what, nb::handle from, std::int64_t vocab_size) {
   return ids;
 }
 
+/// Where weights lie; `none` once drop_values() was called.
+enum class Place { host, device, none };
+
 /// A model's config and its weights. `owner` keeps the weights' memory: the mapped files, or a Python object.
 struct Weights {
   ModelConfig config;
   ModelWeights weights;
   std::shared_ptr<const void> owner;
   std::vector<std::string> notes;
+  Place place = Place::host;
 
   std::int64_t bytes() const {
     std::int64_t sum = 0;
@@ -87,20 +96,30 @@ struct Weights {
                           [&](const auto&, const auto& view, const auto&) { sum += view.bytes(); });
     return sum;
   }
+
+  /// Gives the weights' memory back. Formats, dtypes and shapes stay.
+  void drop_values() {
+    const ModelSpec spec = config.spec();
+    for_each_model_weight(spec, weights, [](const TensorSpec&, auto& view, const auto&) { view.data = nullptr; });
+    tie_embeddings(spec, weights);
+    place = Place::none;
+    owner.reset();
+  }
 };
 
-/// Loads all weights of a checkpoint and looks at their values.
-Result<Weights> load(const checkpoint::Checkpoint& checkpoint) {
+/// Loads all weights of a checkpoint. Looks at their values where they lie on the host.
+Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
   Result<checkpoint::CheckpointModel> model = checkpoint.model();
   // What is missing inside a checkpoint is a fault of the checkpoint: not_found is kept for its files.
   if (!model && model.status().code() == Code::not_found)
     return Status::error(Code::invalid_file, model.status().message());
   CF_TRY(model.status());
-  CF_TRY(checkpoint.check_finite(*model));
+  if (place == Place::host) CF_TRY(checkpoint.check_finite(*model));
   Weights w{.config = checkpoint.config(),
             .weights = std::move(model->weights),
             .owner = std::move(model->storage),
-            .notes = std::move(model->notes)};
+            .notes = std::move(model->notes),
+            .place = place};
   w.config.dtype = model->dtype;
   return w;
 }
@@ -109,7 +128,29 @@ Weights open(const std::string& directory) {
   return take([&]() -> Result<Weights> {
     const nb::gil_scoped_release release;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
-    return load(opened);
+    return load(opened, Place::host);
+  }());
+}
+
+Weights preset(const std::string& name, const std::string& dtype, std::uint64_t seed) {
+  const std::optional<DType> stored = dtype_from_string(dtype);
+  if (!stored || (*stored != DType::f16 && *stored != DType::bf16 && *stored != DType::f32))
+    refuse("dtype: expected float16, bfloat16 or float32, got '" + dtype + "'");
+  return take([&]() -> Result<Weights> {
+    const nb::gil_scoped_release release;
+    CF_TRY_ASSIGN(ModelConfig config, find_preset(name));
+    config.dtype = *stored;
+    Weights w{.config = config,
+              .weights = outline_model(config.spec(), *stored),
+              .owner = nullptr,
+              .notes = {},
+              .place = Place::host};
+    const auto needed = double(w.bytes());
+    CF_TRY(check_free_memory(needed, name + ": the weights need " + gigabytes(needed)));
+    auto owned = std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), *stored, seed));
+    w.weights = owned->weights;
+    w.owner = std::move(owned);
+    return w;
   }());
 }
 
@@ -131,7 +172,7 @@ checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
 }
 
 Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::object owner,
-                     const std::optional<std::string>& gptq) {
+                     const std::optional<std::string>& gptq, bool on_device) {
   std::vector<checkpoint::TensorEntry> entries;
   for (const auto& [name, tensor] : tensors)
     entries.push_back(entry_of(nb::cast<std::string>(name), nb::cast<MemoryTensor>(tensor)));
@@ -145,7 +186,9 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
-    return load(opened);
+    if (on_device && opened.gptq())
+      return Status::error(Code::unimplemented, "tensors: expected dense weights on a device, got quantised ones");
+    return load(opened, on_device ? Place::device : Place::host);
   }());
 }
 
@@ -159,6 +202,9 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
                                   const std::string& activation, Interrupt& interrupt) {
   const std::optional<DType> dtype = dtype_from_string(activation);
   if (!dtype) refuse("activation: expected float32 or float64, got '" + activation + "'");
+  if (w.place != Place::host)
+    refuse(std::string("weights: expected them in the memory of the host, got ") +
+           (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
   const Model::Options options{.slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype};
   std::unique_ptr<Model> model = take([&]() -> Result<std::unique_ptr<Model>> {
     const nb::gil_scoped_release release;
@@ -169,19 +215,45 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
   return model;
 }
 
-/// A model that runs on the CPU. A mutex lets one thread call it at a time.
+/// Slots of a model on a GPU. Python handles signals before each pass.
+std::unique_ptr<LeasedRunner> lease(const std::shared_ptr<SharedModel>& shared, std::int64_t slots,
+                                    Interrupt& interrupt) {
+  return take(work(shared->turns(), [&] { return LeasedRunner::create(shared, slots, interrupt); }));
+}
+
+/// The turns of a runner's own model, or of one that it shares.
+std::shared_ptr<Turns> turns_of(const std::shared_ptr<SharedModel>& shared) {
+  return std::shared_ptr<Turns>(shared, &shared->turns());
+}
+
+/// A model that runs on the CPU, or slots of one on a GPU. A mutex lets one thread call it at a time.
 class Runner {
  public:
   Runner(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk, const std::string& activation)
-      : bytes_(Model::bytes(w.config, {slots, capacity, chunk, dtype_from_string(activation).value_or(DType::f32)})),
-        taps_(model_taps(w.config, w.weights)),
-        model_(make_model(w, slots, capacity, chunk, activation, interrupt_)),
-        has_logits_(std::size_t(slots)) {}
+      : turns_(std::make_shared<Turns>()), taps_(model_taps(w.config, w.weights)) {
+    const cpu_ref::ModelBytes bytes =
+        Model::bytes(w.config, {slots, capacity, chunk, dtype_from_string(activation).value_or(DType::f32)});
+    std::unique_ptr<Model> model = make_model(w, slots, capacity, chunk, activation, interrupt_);
+    cpu_ = model.get();
+    model_ = std::move(model);
+    has_logits_.resize(std::size_t(slots));
+    cache_bytes_ = std::int64_t(bytes.cache);
+    workspace_bytes_ = std::int64_t(bytes.workspace);
+  }
+  Runner(const std::shared_ptr<SharedModel>& shared, std::int64_t slots) : turns_(turns_of(shared)) {
+    std::unique_ptr<LeasedRunner> leased = lease(shared, slots, interrupt_);
+    leased_ = leased.get();
+    model_ = std::move(leased);
+    has_logits_.resize(std::size_t(slots));
+    cache_bytes_ = shared->cache_bytes() / shared->slots() * slots;
+    workspace_bytes_ = shared->workspace_bytes();
+  }
 
   std::int64_t vocab_size() const { return model_->model().shape.vocab_size; }
   std::int64_t slots() const { return model_->slots(); }
   std::int64_t capacity() const { return model_->capacity(); }
-  const cpu_ref::ModelBytes& bytes() const { return bytes_; }
+  std::int64_t cache_bytes() const { return cache_bytes_; }
+  std::int64_t workspace_bytes() const { return workspace_bytes_; }
   std::vector<std::string> tap_names() const {
     std::vector<std::string> names;
     for (const Tap& t : taps_) names.push_back(t.name);
@@ -190,7 +262,7 @@ class Runner {
 
   void prefill(std::int64_t slot, std::int64_t first, nb::handle from) {
     const Ids ids = ids_of("ids", from, vocab_size());
-    check(work(turns_, [&]() -> Status {
+    check(work(*turns_, [&]() -> Status {
       CF_TRY(model_->prefill(slot, first, ids));
       has_logits_[std::size_t(slot)] = true;
       return {};
@@ -201,7 +273,10 @@ class Runner {
     const auto view = [](const Table& t) {
       return View<const float, 2>{t.data(), {std::int64_t(t.shape(0)), std::int64_t(t.shape(1))}};
     };
-    check(work(turns_, [&] { return model_->set_rope_table(view(cos), view(sin)); }));
+    check(work(*turns_, [&]() -> Status {
+      if (!cpu_) return unimplemented_on_device("set_rope_table: expected the library's own RoPE table");
+      return cpu_->set_rope_table(view(cos), view(sin));
+    }));
   }
 
   std::pair<Array, std::map<std::string, Array>> run(std::int64_t slot, std::int64_t first, nb::handle from,
@@ -210,6 +285,7 @@ class Runner {
     const auto tokens = std::int64_t(ids.size());
     if (rows < 0 || rows > tokens)
       refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
+    if (!cpu_ && !names.empty()) check(unimplemented_on_device("taps: expected none, got '" + names.front() + "'"));
     std::map<std::string, Made> made;
     double elements = double(rows) * double(vocab_size());
     for (const std::string& name : names) {
@@ -222,15 +298,15 @@ class Runner {
       made[name].shape = std::move(shape);
     }
     Tensor logits;
-    check(work(turns_, [&]() -> Status {
+    check(work(*turns_, [&]() -> Status {
       const double bytes = elements * double(size_bytes(model_->activation()));
       CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
       logits = Tensor(model_->activation(), {rows, vocab_size()});
       for (auto& [name, m] : made) m.tensor = Tensor(model_->activation(), m.shape);
-      if (!made.empty()) model_->watch([&](const auto& s, auto tensors) { return collect(made, s, tensors); });
+      if (!made.empty()) cpu_->watch([&](const auto& s, auto tensors) { return collect(made, s, tensors); });
       const Status ran = model_->forward(slot, first, ids, logits.view<2>());
       if (ran) has_logits_[std::size_t(slot)] = false;
-      model_->watch([this](auto&&...) { return interrupt_.check(); });
+      if (!made.empty()) cpu_->watch([this](auto&&...) { return interrupt_.check(); });
       return ran;
     }));
     std::map<std::string, Array> taps;
@@ -247,7 +323,7 @@ class Runner {
       tokens.push_back({slot, std::int32_t(id), position});
     }
     if (tokens.empty()) return;
-    check(work(turns_, [&]() -> Status {
+    check(work(*turns_, [&]() -> Status {
       CF_TRY(model_->step(tokens));
       for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
       return {};
@@ -255,7 +331,7 @@ class Runner {
   }
 
   Array logits(std::int64_t slot) {
-    return array_of(take(work(turns_, [&]() -> Result<Tensor> {
+    return array_of(take(work(*turns_, [&]() -> Result<Tensor> {
       CF_TRY(check_slot(slot));
       if (!has_logits_[std::size_t(slot)])
         return Status::error(Code::invalid_argument,
@@ -265,14 +341,45 @@ class Runner {
   }
 
   std::int64_t length(std::int64_t slot) {
-    return take(work(turns_, [&]() -> Result<std::int64_t> {
+    return take(work(*turns_, [&]() -> Result<std::int64_t> {
       CF_TRY(check_slot(slot));
-      return model_->length(slot);
+      return cpu_ ? cpu_->length(slot) : leased_->length(slot);
+    }));
+  }
+
+  /// The bound of the logits' error with activations of a dtype, for these ids: relative L2, relative maximum.
+  std::pair<double, double> error_bound(nb::handle from, const std::string& activation) {
+    const Ids ids = ids_of("ids", from, vocab_size());
+    const std::optional<DType> dtype = dtype_from_string(activation);
+    if (!dtype || *dtype == DType::i32)
+      refuse("activation: expected float16, bfloat16, float32 or float64, got '" + activation + "'");
+    if (!cpu_ || cpu_->activation() != DType::f64) refuse("error_bound: expected the oracle, activation float64");
+    Condition condition{0, 0};
+    check(work(*turns_, [&]() -> Status {
+      Tensor logits(DType::f64, {std::int64_t(ids.size()), vocab_size()});
+      cpu_->measure(&condition);
+      const Status ran = cpu_->forward(0, 0, ids, logits.view<2>());
+      cpu_->measure(nullptr);
+      if (ran) has_logits_[0] = false;
+      return ran;
+    }));
+    const Budget budget = model_budget(cpu_->model(), *dtype, condition);
+    return {budget.rel_l2, budget.rel_max};
+  }
+
+  bool is_open() {
+    return take(work(*turns_, [&]() -> Result<bool> { return !leased_ || leased_->is_open(); }));
+  }
+
+  void close() {
+    check(work(*turns_, [&] {
+      if (leased_) leased_->close();
+      return Status();
     }));
   }
 
   void release(std::int64_t slot) {
-    check(work(turns_, [&]() -> Status {
+    check(work(*turns_, [&]() -> Status {
       CF_TRY(check_slot(slot));
       model_->release(slot);
       has_logits_[std::size_t(slot)] = false;
@@ -292,6 +399,10 @@ class Runner {
     if (slot >= 0 && slot < slots()) return {};
     return Status::error(Code::invalid_argument,
                          "slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
+  }
+
+  static Status unimplemented_on_device(const std::string& what) {
+    return Status::error(Code::unimplemented, what + " on a GPU; device='cpu' has it");
   }
 
   /// A tap's shape for one token.
@@ -324,20 +435,24 @@ class Runner {
     return interrupt_.check();
   }
 
-  Turns turns_;
+  std::shared_ptr<Turns> turns_;
   Interrupt interrupt_;
-  cpu_ref::ModelBytes bytes_;
-  std::vector<Tap> taps_;
-  std::unique_ptr<Model> model_;
-  std::vector<bool> has_logits_;  // by slot: whether the last call that changed the slot made its logits
+  std::int64_t cache_bytes_ = 0, workspace_bytes_ = 0;
+  std::vector<Tap> taps_;  // none on a GPU
+  std::unique_ptr<ModelRunner> model_;
+  Model* cpu_ = nullptr;            // the model, if it runs on the CPU
+  LeasedRunner* leased_ = nullptr;  // and else
+  std::vector<bool> has_logits_;    // by slot: whether the last call that changed the slot made its logits
 };
 
-/// A decoder whose model runs on the CPU. A mutex lets one thread call it at a time.
+/// A decoder whose model runs on the CPU or on a GPU. A mutex lets one thread call it at a time.
 class PythonDecoder {
  public:
   PythonDecoder(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
                 const std::string& activation)
-      : decoder_(make_model(w, slots, capacity, chunk, activation, interrupt_)) {}
+      : turns_(std::make_shared<Turns>()), decoder_(make_model(w, slots, capacity, chunk, activation, interrupt_)) {}
+  PythonDecoder(const std::shared_ptr<SharedModel>& shared, std::int64_t slots)
+      : turns_(turns_of(shared)), decoder_(hold(lease(shared, slots, interrupt_))) {}
 
   std::int64_t add(nb::handle prompt, const Sampling& sampling, std::uint64_t id, nb::handle stop,
                    std::optional<std::int64_t> max_new_tokens) {
@@ -345,38 +460,44 @@ class PythonDecoder {
     const Ids ids = ids_of("prompt", prompt, vocab_size);
     SequenceOptions options{.sampling = sampling, .id = id, .stop = ids_of("stop", stop, vocab_size)};
     options.max_new_tokens = max_new_tokens.value_or(options.max_new_tokens);
-    return take(work(turns_, [&] { return decoder_.add(ids, std::move(options)); }));
+    return take(work(*turns_, [&] { return decoder_.add(ids, std::move(options)); }));
   }
   std::vector<std::pair<std::int64_t, std::int32_t>> prefill() {
-    return pairs(take(work(turns_, [&] { return decoder_.prefill(); })));
+    return pairs(take(work(*turns_, [&] { return decoder_.prefill(); })));
   }
   std::vector<std::pair<std::int64_t, std::int32_t>> decode(std::int64_t steps) {
-    return pairs(take(work(turns_, [&] { return decoder_.decode(steps); })));
+    return pairs(take(work(*turns_, [&] { return decoder_.decode(steps); })));
   }
   void drop(std::int64_t sequence) {
-    check(work(turns_, [&] { return decoder_.drop(sequence); }));
+    check(work(*turns_, [&] { return decoder_.drop(sequence); }));
   }
   Ids ids(std::int64_t sequence) {
-    return take(work(turns_, [&] { return decoder_.ids(sequence); }));
+    return take(work(*turns_, [&] { return decoder_.ids(sequence); }));
   }
   std::string finish(std::int64_t sequence) {
-    return std::string(to_string(take(work(turns_, [&] { return decoder_.finish(sequence); }))));
+    return std::string(to_string(take(work(*turns_, [&] { return decoder_.finish(sequence); }))));
   }
   std::optional<std::string> status(std::int64_t sequence) {
-    return take(work(turns_, [&]() -> Result<std::optional<std::string>> {
+    return take(work(*turns_, [&]() -> Result<std::optional<std::string>> {
       CF_TRY(decoder_.finish(sequence).status());  // refuses an unknown sequence
       const Status status = decoder_.status(sequence);
       return status ? std::nullopt : std::optional(status.message());
     }));
   }
   Array logits(std::int64_t sequence) {
-    return array_of(take(work(turns_, [&] { return decoder_.logits(sequence); })));
+    return array_of(take(work(*turns_, [&] { return decoder_.logits(sequence); })));
+  }
+  void close() {
+    check(work(*turns_, [&] {
+      if (leased_) leased_->close();
+      return Status();
+    }));
   }
   bool active() {
-    return take(work(turns_, [&]() -> Result<bool> { return decoder_.active(); }));
+    return take(work(*turns_, [&]() -> Result<bool> { return decoder_.active(); }));
   }
   std::int64_t free_slots() {
-    return take(work(turns_, [&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
+    return take(work(*turns_, [&]() -> Result<std::int64_t> { return decoder_.free_slots(); }));
   }
 
  private:
@@ -386,37 +507,127 @@ class PythonDecoder {
     return pairs;
   }
 
-  Turns turns_;
+  std::unique_ptr<LeasedRunner> hold(std::unique_ptr<LeasedRunner> leased) {
+    leased_ = leased.get();
+    return leased;
+  }
+
+  std::shared_ptr<Turns> turns_;
   Interrupt interrupt_;
+  LeasedRunner* leased_ = nullptr;  // the decoder's runner, where its model runs on a GPU
   Decoder decoder_;
 };
 
+/// Copies a model to a GPU.
+std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std::int64_t slots, std::int64_t capacity,
+                                               std::int64_t chunk, const std::string& impl) {
+  if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
+  DeviceModel made = take([&]() -> Result<DeviceModel> {
+    const nb::gil_scoped_release release;
+    return make_device_model(w.config.name, w.config.spec(), w.weights, {device, slots, capacity, chunk, impl});
+  }());
+  return std::make_shared<SharedModel>(std::move(made), device);
+}
+
+void bind_device(nb::module_& m) {
+  m.def("has_cuda", &has_cuda, "Whether this build has the CUDA backend.");
+  m.def(
+      "cuda_versions", [] { return take(cuda_versions()); },
+      "The newest CUDA that the driver runs, \"0.0\" without a driver, and the CUDA that this build links.");
+  m.def("cublaslt", &cublaslt, "The cuBLASLt that was found, or why there is none.");
+  m.def(
+      "check_cuda_device", [](int device) { check(check_device(device)); }, "device"_a = 0,
+      "Raises CfError for a GPU that is not there or that this build has no kernels for, and NotImplementedError where "
+      "the build has no CUDA backend. Takes no memory of the device.");
+  m.def(
+      "cuda_device",
+      [](int device) {
+        const DeviceInfo d = take([&] {
+          const nb::gil_scoped_release release;
+          return device_info(device);
+        }());
+        return std::tuple(d.name, d.compute_capability, std::int64_t(d.memory_bytes), std::int64_t(d.free_bytes));
+      },
+      "device"_a = 0,
+      "A GPU's name, its compute capability (90 for 9.0), the bytes of its memory and those that are free. Raises what "
+      "check_cuda_device() raises.");
+  nb::class_<SharedModel>(m, "DeviceModel",
+                          "A model in the memory of a GPU. Runners and decoders share it, each with slots of its own; "
+                          "threads take turns.")
+      .def(nb::new_(&make_shared_model), "weights"_a, nb::kw_only(), "device"_a = 0, "slots"_a = 1, "capacity"_a = 2048,
+           "chunk"_a = 512, "impl"_a = "auto",
+           "Copies the weights to the device, and takes memory there for a cache of `slots` sequences of `capacity` "
+           "entries. Raises ValueError for sizes below 1 and an unknown `impl`, NotImplementedError for what the impl "
+           "or the backend does not take, MemoryError where the device's memory is not free, and CfError where there "
+           "is no such device.")
+      .def_prop_ro("device", &SharedModel::device, "The number of the GPU.")
+      .def_prop_ro("slots", &SharedModel::slots, "Sequences that the cache holds.")
+      .def_prop_ro("free_slots", &SharedModel::free_slots, "Slots that no runner and no decoder has.")
+      .def_prop_ro("capacity", &SharedModel::capacity, "Entries that a slot has room for.")
+      .def_prop_ro("impl", &SharedModel::impl, "How a step is launched.")
+      .def_prop_ro(
+          "activation", [](const SharedModel& s) { return std::string(to_string(s.activation())); },
+          "The dtype of activations, cache and logits.")
+      .def_prop_ro("weight_bytes", &SharedModel::weights_bytes, "The bytes of the weights on the device.")
+      .def_prop_ro("cache_bytes", &SharedModel::cache_bytes, "The bytes of the cache.")
+      .def_prop_ro("workspace_bytes", &SharedModel::workspace_bytes, "The bytes of the activations.")
+      .def(
+          "close",
+          [](SharedModel& s) {
+            check(work(s.turns(), [&] {
+              s.close();
+              return Status();
+            }));
+          },
+          "Gives the device's memory back. What its runners are asked from now on raises CfError.");
+}
+
+constexpr const char* kClose =
+    "Gives the slots of a model on a GPU back; every other call is refused then. Does nothing on the CPU.";
+constexpr const char* kSharedInit =
+    "Takes `slots` of a model on a GPU until it ends. Raises ValueError where fewer are free.";
 constexpr const char* kRunnerInit =
     "Takes memory for a cache of `slots` sequences of `capacity` entries and for activations of dtype `activation`; "
     "`chunk` tokens of a prompt go through the model at once. Raises ValueError for sizes below 1 or another dtype, "
     "and MemoryError where the memory is not free.";
 
 void bind_weights(nb::module_& m) {
+  m.def(
+      "presets",
+      [] {
+        std::vector<std::string> names;
+        for (const ModelConfig& preset : pythia_presets()) names.push_back(preset.name);
+        return names;
+      },
+      "The names of the models of the Pythia suite.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
           "open", &open, "directory"_a,
           "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
           "or holds no checkpoint, and ValueError for one that is damaged or has a weight that is not finite.")
+      .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0,
+                  "A model of the Pythia suite, such as \"pythia-70m\", with procedural weights of a dtype. Raises "
+                  "FileNotFoundError for another name, with the names that there are, and MemoryError.")
       .def_static(
           "from_tensors", &from_tensors, "config"_a, "tensors"_a, "owner"_a.none(), "gptq"_a = nb::none(),
+          "on_device"_a = false,
           nb::sig("def from_tensors(config: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], "
-                  "owner: object, gptq: str | None = None) -> Weights"),
+                  "owner: object, gptq: str | None = None, on_device: bool = False) -> Weights"),
           "Takes weights that lie in memory. `config` is config.json's text. `tensors` has each tensor's address, "
           "dtype name and shape by Hugging Face's name. `owner` keeps the memory and must not lead back to these "
-          "weights. `gptq` is quantize_config.json's text. Raises ValueError for a tensor that is missing, "
-          "unknown, of another shape or dtype, or not finite.")
+          "weights. `gptq` is quantize_config.json's text. Addresses `on_device` are a GPU's: values are not looked "
+          "at, "
+          "and only a DeviceModel takes the weights. Raises ValueError for a tensor that is missing, unknown, of "
+          "another shape or dtype, or not finite.")
       .def_prop_ro("config", &config_of, nb::sig("def config(self) -> dict[str, typing.Any]"),
                    "The model's config in the names of transformers 4.x.")
       .def_ro("notes", &Weights::notes, "Contradictions in the checkpoint and how they were resolved, a line each.")
       .def_prop_ro(
           "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
           "The dtype of every weight that is not quantised.")
-      .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.");
+      .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
+      .def("drop_values", &Weights::drop_values,
+           "Gives the memory of the weights back once a DeviceModel has its copy. No model can be made of them then.");
   m.def(
       "eos_token_ids",
       [](const std::string& directory) { return take(checkpoint::read_generation_config(directory)).eos_token_ids; },
@@ -427,14 +638,15 @@ void bind_runner(nb::module_& m) {
   nb::class_<Runner>(m, "Runner", "A model with a KV cache. Threads take turns.")
       .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
            nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
+           kSharedInit)
       .def_prop_ro("slots", &Runner::slots, "Sequences that the cache holds.")
       .def_prop_ro("capacity", &Runner::capacity, "Entries that a slot has room for.")
-      .def_prop_ro("taps", &Runner::tap_names, "The names that run() takes, in the order of the model.")
+      .def_prop_ro("taps", &Runner::tap_names, "The names that run() takes, in the order of the model; none on a GPU.")
       .def_prop_ro(
-          "cache_bytes", [](const Runner& r) { return std::int64_t(r.bytes().cache); }, "The bytes of the cache.")
+          "cache_bytes", [](const Runner& r) { return r.cache_bytes(); }, "The bytes of the cache.")
       .def_prop_ro(
-          "workspace_bytes", [](const Runner& r) { return std::int64_t(r.bytes().workspace); },
-          "The bytes of the activations.")
+          "workspace_bytes", [](const Runner& r) { return r.workspace_bytes(); }, "The bytes of the activations.")
       .def("prefill", &Runner::prefill, "slot"_a, "first"_a, "ids"_a,
            "Gives a slot the entries of `ids` at the positions from `first` on, and makes the logits of the last id.")
       .def("set_rope_table", &Runner::set_rope_table, "cos"_a, "sin"_a,
@@ -473,13 +685,21 @@ void bind_runner(nb::module_& m) {
            nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) of the slot's last prefill() or step().")
       .def("length", &Runner::length, "slot"_a, "The slot's valid cache entries.")
-      .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.");
+      .def("error_bound", &Runner::error_bound, "ids"_a, "activation"_a,
+           "The bound of the logits' error of a model with activations of a dtype, for these ids: relative L2 and the "
+           "largest error relative to the largest logit. A runner in float64 derives it from its own tensors, and puts "
+           "the ids into slot 0.")
+      .def("release", &Runner::release, "slot"_a, "Forgets the slot's entries.")
+      .def_prop_ro("is_open", &Runner::is_open, "Whether the runner has its slots still; always on the CPU.")
+      .def("close", &Runner::close, kClose);
 }
 
 void bind_decoder(nb::module_& m) {
   nb::class_<PythonDecoder>(m, "Decoder", "Continues several sequences at once, each in a slot. Threads take turns.")
       .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
            nb::kw_only(), "slots"_a = 1, "capacity"_a = 2048, "chunk"_a = 512, "activation"_a = "float32", kRunnerInit)
+      .def(nb::init<const std::shared_ptr<SharedModel>&, std::int64_t>(), "model"_a, nb::kw_only(), "slots"_a = 1,
+           kSharedInit)
       .def(
           "add",
           [](PythonDecoder& d, nb::handle prompt, double temperature, int top_k, double top_p, double min_p,
@@ -506,6 +726,7 @@ void bind_decoder(nb::module_& m) {
       .def("logits", &PythonDecoder::logits, "sequence"_a,
            nb::sig("def logits(self, sequence: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) that a running sequence's last id was chosen from.")
+      .def("close", &PythonDecoder::close, kClose)
       .def_prop_ro("active", &PythonDecoder::active, "Whether any sequence is running.")
       .def_prop_ro("free_slots", &PythonDecoder::free_slots, "Slots that no sequence holds.");
 }
@@ -515,6 +736,7 @@ void bind_decoder(nb::module_& m) {
 void bind_model(nb::module_& m) {
   bind_threads(m);
   bind_weights(m);
+  bind_device(m);
   bind_runner(m);
   bind_decoder(m);
 }

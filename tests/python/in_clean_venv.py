@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Builds the wheel, installs it in a virtual environment of its own, and there runs mypy and the tests of this folder.
   in_clean_venv.py FOLDER [PYTEST ARGUMENT...]
-FOLDER is where the environment, the wheel and its build lie; the environment is made anew. Exits with 77 where PyPI
-cannot be reached or Python has no venv: the package's tests are skipped then.
+FOLDER is where the environment, the wheel and its build lie; the environment is made anew. The wheel has the CPU
+backend alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where
+PyPI cannot be reached or Python has no venv: the package's tests are skipped then.
 """
 
 import glob
@@ -49,7 +50,8 @@ def main():
         skip("PyPI cannot be reached")
 
     require(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels,
-            "--config-settings", "build-dir=" + os.path.join(folder, "build"), ROOT)  # fmt: skip
+            "--config-settings", "build-dir=" + os.path.join(folder, "build"),
+            "--config-settings", "cmake.define.CF_CUDA=" + os.environ.get("CF_CUDA", "OFF"), ROOT)  # fmt: skip
     with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
         version = re.search(r"project\(cf VERSION ([\d.]+)", file.read())[1]
     (wheel,) = glob.glob(os.path.join(wheels, "*.whl"))

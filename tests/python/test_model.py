@@ -170,10 +170,10 @@ def test_draws_depend_on_the_seed_and_the_place(checkpoints: pathlib.Path) -> No
     assert list(model.generate([1, 2, 3], temperature=1.0, seed=5, stop=(), max_new_tokens=20)) == first[0].ids
 
 
-def constant_arrays(logits: np.ndarray[Any, Any]) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
+def constant_arrays(logits: np.ndarray[Any, Any], hidden: int = 8) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     """The config and tensors of a model that makes these logits whatever it is given: the last norm's gain is 0 and its
     bias a unit vector."""
-    hidden, vocab = 8, len(logits)
+    vocab = len(logits)
     config = {
         "model_type": "gpt_neox",
         "hidden_size": hidden,
@@ -185,7 +185,8 @@ def constant_arrays(logits: np.ndarray[Any, Any]) -> tuple[str, dict[str, np.nda
     }
     layer = "gpt_neox.layers.0."
     norms = ["gpt_neox.final_layer_norm", layer + "input_layernorm", layer + "post_attention_layernorm"]
-    linears = {"attention.query_key_value": 24, "attention.dense": 8, "mlp.dense_h_to_4h": 8, "mlp.dense_4h_to_h": 8}
+    linears = dict.fromkeys(["attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"], hidden)
+    linears["attention.query_key_value"] = 3 * hidden
     arrays = {name: np.zeros((vocab, hidden), np.float32) for name in ("gpt_neox.embed_in.weight", "embed_out.weight")}
     for norm in norms:
         arrays |= {norm + ".weight": np.zeros(hidden, np.float32), norm + ".bias": np.zeros(hidden, np.float32)}

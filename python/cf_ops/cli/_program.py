@@ -10,11 +10,12 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from cf_ops import _core
-from cf_ops.model import Model, load
+from cf_ops._device import cuda_index
+from cf_ops.model import Model, load, on_device, open_weights
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PROGRAM = "cf_ops"
@@ -74,32 +75,111 @@ def output_file(path: str) -> str:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of every command that runs a model."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory: config.json, safetensors")
-    parser.add_argument("--activation", choices=["float32", "float64"], default="float32", help="float64 is the oracle")
-    parser.add_argument("--threads", type=integer(1, 1024), help="threads; one a core when left out")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m",
+    )
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda or cuda:N; cpu when left out")
+    parser.add_argument(
+        "--impl",
+        choices=["auto", "unfused", "graph", "split", "layer", "persistent"],
+        help="how a GPU's step is launched; auto, when left out, is the fastest that takes the model",
+    )
+    parser.add_argument(
+        "--activation", choices=["float32", "float64"], help="the CPU's; float32 when left out, float64 is the oracle"
+    )
+    parser.add_argument("--threads", type=integer(1, 1024), help="the CPU's threads; one a core when left out")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything as JSON")
 
 
-def open_model(args: argparse.Namespace) -> Model:
-    """The model that the arguments name. Prints the first note of its checkpoint on stderr, and how many more."""
-    model = load(args.model, activation=args.activation, threads=args.threads)
-    if model.notes:
-        more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
-        print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
+def device(text: str) -> str:
+    """An argument's type: the name of a device."""
+    try:
+        cuda_index(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+    return text
+
+
+def check_device(args: argparse.Namespace) -> int | None:
+    """The number of the GPU that the arguments name, None for the CPU. Refuses a GPU that is not there, and arguments of
+    the other device."""
+    index = cuda_index(args.device)
+    others = ("impl",) if index is None else ("activation", "threads")
+    for name in others:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}: expected with --device {'cuda' if index is None else 'cpu'}")
+    if index is not None:
+        _core.check_cuda_device(index)
+    return index
+
+
+def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
+    """The model that the arguments name, on a GPU with so many slots and entries. Prints the first note of its
+    checkpoint on stderr, and how many more."""
+    if check_device(args) is None:
+        model = load(args.model, activation=args.activation, threads=args.threads)
+    else:
+        model = load(args.model, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
+    print_notes(model)
     return model
 
 
-def about(command: str, args: argparse.Namespace) -> dict[str, Any]:
+def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -> Iterator[tuple[int, Model]]:
+    """The model with each number of slots in turn; on a GPU the one before is closed first. The weights are loaded
+    once."""
+    index = check_device(args)
+    if index is None:
+        model = open_model(args, 1, capacity)
+        yield from ((count, model) for count in slots)
+        return
+    weights, eos_token_ids = open_weights(args.model)
+    for place, count in enumerate(slots):
+        model = on_device(
+            weights, args.model, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
+        )
+        if place == 0:
+            print_notes(model)
+        yield count, model
+        model.close()
+
+
+def print_notes(model: Model) -> None:
+    """Prints the first note of a checkpoint on stderr, and how many more."""
+    if model.notes:
+        more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
+        print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
+
+
+def about(command: str, args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """What every report says of its run."""
-    return {
+    report: dict[str, Any] = {
         "program": f"{PROGRAM} {command}",
         "version": _core.version(),
         "command": shlex.join(["python", "-m", PROGRAM, *args.argv]),
-        "cpu": cpu_name(),
-        "threads": _core.num_threads(),
-        "model": args.model,
-        "activation_dtype": args.activation,
+        "device": model.device,
     }
+    if model.device == "cpu":
+        report |= {"cpu": cpu_name(), "threads": _core.num_threads()}
+    else:
+        driver, runtime = _core.cuda_versions()
+        report |= {"gpu": gpu_name(model), "cuda_driver": driver, "cuda_runtime": runtime, "impl": model.impl}
+    return report | {"model": args.model, "activation_dtype": model.activation}
+
+
+def describe_device(model: Model) -> str:
+    """What has run a model: "2 threads of <CPU>", or the GPU's name and the impl."""
+    if model.device == "cpu":
+        return f"{_core.num_threads()} threads of {cpu_name()}"
+    return f"{gpu_name(model)}, impl {model.impl}"
+
+
+def gpu_name(model: Model) -> str:
+    """The name of the GPU that a model is on."""
+    index = cuda_index(model.device)
+    return "" if index is None else _core.cuda_device(index)[0]
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:

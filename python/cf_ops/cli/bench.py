@@ -29,11 +29,12 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    model = program.open_model(args)
+    capacity = max(args.prompt_len) + max(args.new_tokens) - 1
     results: list[dict[str, float]] = []
-    for slots in args.slots:
-        capacity = max(args.prompt_len) + max(args.new_tokens) - 1
-        decoder = _core.Decoder(model.weights, slots=slots, capacity=capacity, activation=model.activation)
+    described, about = "", {}
+    for slots, model in program.open_models(args, args.slots, capacity):
+        decoder = model.decoder(slots, capacity)
+        described, about = program.describe_device(model), program.about("bench", args, model)
         for prompt_len in args.prompt_len:
             for new_tokens in args.new_tokens:
                 sizes_of_run = {"prompt_len": prompt_len, "new_tokens": new_tokens, "slots": slots}
@@ -41,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
                     decoder, model.config["vocab_size"], prompt_len, new_tokens, slots, args.runs, args.warmup
                 )
                 results.append(sizes_of_run | timed)
-    print(f"{_core.num_threads()} threads of {program.cpu_name()}, checkpoint {args.model}\n")
+    print(f"{described}, model {args.model}\n")
     headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s"]
     digits = [0, 0, 0, 2, 3, 3, 3, 3, 1, 1]
     rows = [[f"{value:.{n}f}" for value, n in zip(result.values(), digits)] for result in results]
     program.print_table(headers, rows)
-    report = program.about("bench", args) | {"runs": args.runs, "warmup": args.warmup, "results": results}
+    report = about | {"runs": args.runs, "warmup": args.warmup, "results": results}
     program.write_json(args.json, report)
     return program.OK
 

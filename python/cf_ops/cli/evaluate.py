@@ -26,7 +26,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.stride is not None and args.stride > args.context:
         raise ValueError(f"--stride: expected at most --context {args.context}, got {args.stride}")
-    model = program.open_model(args)
+    model = program.open_model(args, 1, args.context - 1)
     if args.tokens is not None:
         ids = _read_ids(args.tokens)
     else:
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         ("perplexity", f"{score.perplexity:.6g} +- {score.error:.2g}"),
         ("mean -log p of the next id", f"{score.nll:.6g} +- {score.nll_error:.2g}"),
     ]
-    program.print_table(["what", args.activation], rows)
-    report = program.about("eval", args)
+    program.print_table(["what", model.activation], rows)
+    report = program.about("eval", args, model)
     report |= {"tokens": args.tokens or args.text, "ids": int(ids.size), "context": args.context}
     report |= {"stride": args.stride or args.context, **score._asdict()}
     program.write_json(args.json, report)

@@ -7,9 +7,9 @@ import sys
 import time
 from typing import Any
 
-from cf_ops._text import TextStream
+from cf_ops._text import TextStream, encode, open_tokenizer
 from cf_ops.cli import _program as program
-from cf_ops.model import Session, Settings
+from cf_ops.model import MOST_SLOTS, Session, Settings
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
         args.stop,
     )
     prompts = args.prompt_ids or _texts(args)
-    model = program.open_model(args)
+    slots, capacity = args.slots or min(MOST_SLOTS, len(prompts)), 0
+    if program.check_device(args) is not None:  # the sizes of a GPU's cache are said when the model is loaded
+        lengths = [len(encode(open_tokenizer(args.model), p) if isinstance(p, str) else p) for p in prompts]
+        capacity = max(lengths) + args.max_new_tokens - 1
+    model = program.open_model(args, slots, capacity)
     session = Session(model, [model.encode(prompt) for prompt in prompts], settings, args.slots)
     if session.capacity > (most := model.config["max_position_embeddings"]):
         beyond = (
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         sequence |= {"text": result.text} if result.text is not None else {}
         sequence |= {"fault": result.error} if result.error is not None else {}
         sequences.append(sequence)
-    report = program.about("generate", args)
+    report = program.about("generate", args, model)
     report |= {"slots": session.slots, "capacity": session.capacity, "total_s": total_s, "sequences": sequences}
     program.write_json(args.json, report)
     if interrupted:

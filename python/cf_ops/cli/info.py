@@ -7,6 +7,7 @@ import platform
 import sys
 
 from cf_ops import _core
+from cf_ops._device import name_cublaslt
 from cf_ops.cli import _program as program
 
 
@@ -35,7 +36,25 @@ def facts() -> list[tuple[str, str]]:
         *((package, program.version_of(package) or "not installed") for package in packages),
         ("cpu", program.cpu_name()),
         ("backend cpu", f"float64 (the oracle); float32 with {_core.instruction_set()}, {_core.num_threads()} threads"),
-        ("backend cuda", "not in this build"),
+        *_cuda(),
+    ]
+
+
+def _cuda() -> list[tuple[str, str]]:
+    """What the CUDA backend finds, or what is missing."""
+    if not _core.has_cuda():
+        return [("backend cuda", "not in this build")]
+    driver, runtime = _core.cuda_versions()
+    try:
+        name, capability, bytes, free = _core.cuda_device(0)
+    except _core.CfError as error:
+        return [("backend cuda", f"built with CUDA {runtime}; {error}")]
+    versions = f"driver for CUDA {driver}, built with {runtime}"
+    memory = f"{free / 1e9:.1f} of {bytes / 1e9:.1f} GB free"
+    name_cublaslt()
+    return [
+        ("backend cuda", f"{name}, compute capability {capability // 10}.{capability % 10}, {memory}; {versions}"),
+        ("cublaslt", _core.cublaslt()),
     ]
 
 

@@ -27,8 +27,15 @@ def speed_up(model: Model) -> Model:
     """Lets a loaded ``GPTNeoXForCausalLM`` run on cf_ops, and returns the same object.
 
     Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
-    sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy. Sums are
-    made in float32 whatever the weights' dtype; logits come back in the dtype that Hugging Face returns.
+    sequence or a batch with left padding. On a CPU weights are read where torch keeps them, so there is no second copy.
+    Sums are made in float32 whatever the weights' dtype; logits come back in the dtype that Hugging Face returns, on the
+    model's device.
+
+    On a GPU cf_ops has a copy of the weights beside torch's. It is made within the device when the first call comes, and
+    again for another number of sequences, for more tokens than a call had before, and after a parameter was changed in
+    place. One cache of keys and values is shared: where several of its users live and its slots do not suffice, they
+    make their entries again from their ids. Logits come back by way of the host's memory. RoPE's table is the library's
+    own; a model whose table differs, such as after ``model.half()``, stays on Hugging Face's path.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
     once, and `report` counts the calls of each.
@@ -43,6 +50,7 @@ def speed_up(model: Model) -> Model:
     ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says.
     NotImplementedError: a module is not the one that transformers builds (quantised layers, LoRA), or the parameters
         are on a device for which this installation has no runner.
+    CfError: the parameters are on a GPU that this build has no kernels for.
     """
     _implementation().speed_up(model)
     return model
@@ -79,12 +87,12 @@ def run(model: object, ids: Any, taps: Iterable[str] = ()) -> tuple[Any, dict[st
     Returns
     -------
     logits: (tokens, vocab) or (batch, tokens, vocab), float32.
-    taps: by name, (tokens, ...) or (batch, tokens, ...), float32.
+    taps: by name, (tokens, ...) or (batch, tokens, ...), float32. A GPU has none.
 
     Raises
     ------
     ValueError: the model has no `speed_up`, a tap is unknown, or ids are empty or outside the vocabulary.
-    NotImplementedError: the model was changed since into one that cf_ops does not run.
+    NotImplementedError: the model was changed since into one that cf_ops does not run, or taps are asked of a GPU.
     """
     result: tuple[Any, dict[str, Any]] = _implementation().run(model, ids, list(taps))
     return result

@@ -51,7 +51,8 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
     """The sequences of a batch, and a runner with a slot for each.
 
     The ids are kept beside the runner. From them its entries are made again where the runner cannot serve: a longer
-    cache, other rows after beam search, a copy, weights that were loaded again, Hugging Face's path.
+    cache, other rows after beam search, a copy, weights that were loaded again, a GPU's slots that went to another
+    cache, Hugging Face's path.
     """
 
     is_compileable = False
@@ -109,7 +110,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
             return logits
 
     def _ready(self, loaded: Loaded, before: list[list[int]], entries: int) -> Runner:
-        if self._runner is not None and self._loaded is loaded and entries <= self._capacity:
+        if self._runner is not None and self._loaded is loaded and entries <= self._capacity and self._runner.is_open:
             return self._runner
         if loaded.backend is None:
             raise ValueError("a cache needs a backend")

@@ -174,10 +174,20 @@ def _config(model: Module) -> str:
         "use_parallel_residual": _same("use_parallel_residual", {m.use_parallel_residual for m in neox.layers}),
         "attention_bias": neox.layers[0].attention.query_key_value.bias is not None,
         "hidden_act": config.hidden_act,
+        "rotary_emb_base": _rope_theta(config),
         "tie_word_embeddings": embeddings is neox.embed_in.weight,
         "torch_dtype": str(embeddings.dtype).removeprefix("torch."),
     }
     return json.dumps(text)
+
+
+def _rope_theta(config: Any) -> float:
+    """The base of RoPE's frequencies by the config; transformers has named it in three ways."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for theta in (parameters.get("rope_theta"), getattr(config, "rope_theta", None)):
+        if theta is not None:
+            return float(theta)
+    return float(getattr(config, "rotary_emb_base", 10000))
 
 
 def _same(name: str, values: set[Any]) -> Any:

@@ -134,7 +134,9 @@ class Patch:
     def report(self, model: Model) -> Report:
         backend = self.loaded(model).backend
         return self._counts.report(
-            0 if backend is None else backend.weight_bytes, sum(cache.cache_bytes for cache in list(self._caches))
+            0 if backend is None else backend.weight_bytes,
+            sum(cache.cache_bytes for cache in list(self._caches)),
+            backend is None or backend.reads_in_place,
         )
 
     @contextmanager
@@ -428,9 +430,10 @@ def run(model: Model, ids: Any, taps: list[str]) -> tuple[Tensor, dict[str, Tens
             f"ids: expected integers (tokens) or (batch, tokens), got {tokens.dtype} {tuple(tokens.shape)}"
         )
     count = int(tokens.shape[-1])
+    device = model.get_output_embeddings().weight.device
     runner = loaded.backend.runner(1, count)
     made = [runner.run(0, 0, row, count, taps) for row in tokens.reshape(-1, count).tolist()]
-    logits = torch.stack([one for one, _ in made])
+    logits = torch.stack([one for one, _ in made]).to(device)
     tapped = {name: torch.stack([one[name] for _, one in made]) for name in taps}
     if tokens.dim() == 2:
         return logits, tapped

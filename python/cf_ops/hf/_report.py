@@ -16,14 +16,16 @@ class Report:
     cf_ops: calls on cf_ops by what they were: ``"greedy prefill"``, ``"greedy step"``, ``"sampled prefill"``,
         ``"sampled step"`` inside ``generate()``; ``"forward prefill"``, ``"forward step"`` outside.
     hugging_face: calls on Hugging Face's path by reason.
-    weight_bytes: the parameters that cf_ops reads in place; no copy is made.
+    weight_bytes: the parameters that cf_ops reads: in place on a CPU, as a copy of its own on a GPU.
     cache_bytes: what the living caches of cf_ops take.
+    in_place: whether the parameters are read where torch keeps them.
     """
 
     cf_ops: dict[str, int]
     hugging_face: dict[str, int]
     weight_bytes: int
     cache_bytes: int
+    in_place: bool = True
 
     @property
     def share(self) -> float:
@@ -36,7 +38,8 @@ class Report:
         rows += [("Hugging Face", why, count) for why, count in sorted(self.hugging_face.items())]
         lines = [f"{path:<12}  {count:>8}  {what}" for path, what, count in rows]
         lines.append(
-            f"{self.share:.1%} of calls on cf_ops; weights {self.weight_bytes} bytes, read in place; "
+            f"{self.share:.1%} of calls on cf_ops; weights {self.weight_bytes} bytes, "
+            f"{'read in place' if self.in_place else 'copied'}; "
             f"caches {self.cache_bytes} bytes"
         )
         return "\n".join(lines)
@@ -60,6 +63,6 @@ class Counts:
             self._theirs[reason] += 1
             return self._theirs[reason] == 1
 
-    def report(self, weight_bytes: int, cache_bytes: int) -> Report:
+    def report(self, weight_bytes: int, cache_bytes: int, in_place: bool) -> Report:
         with self._lock:
-            return Report(dict(self._ours), dict(self._theirs), weight_bytes, cache_bytes)
+            return Report(dict(self._ours), dict(self._theirs), weight_bytes, cache_bytes, in_place)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops import _core
+from cf_ops import _core, ops
+from cf_ops._device import device_model
+from cf_ops.model import MOST_SLOTS
 
 Tensor = Any
 Described = tuple[int, str, tuple[int, ...]]
@@ -16,13 +20,18 @@ RopeTable = Callable[[int], tuple[Tensor, Tensor]]
 """cos and sin of the first positions, as many as asked for: (positions, rotary_dim / 2) each, float32."""
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
+_ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need another one
 
 
 class Runner(Protocol):
-    """A model with a cache of `slots` sequences on one device. Logits are float32 tensors on that device."""
+    """A model with a cache of `slots` sequences on one device. Logits are float32 tensors in the memory of the host."""
 
     @property
     def cache_bytes(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the runner has its cache still. A backend may take it for another runner."""
 
     def forward(self, slot: int, first: int, ids: list[int], rows: int) -> Tensor:
         """Gives a slot the entries of `ids` from position `first` on; the logits (rows, vocab) of the last `rows`."""
@@ -50,19 +59,23 @@ class Backend(Protocol):
 
 
 def backend_for(
-    device: Any, config: str, tensors: dict[str, Described], owner: object, rope_table: RopeTable
+    device: Any, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
 ) -> Backend:
     """The backend of a torch device. `config` is config.json's text, `tensors` the parameters by Hugging Face's names,
-    `owner` what keeps their memory."""
-    if device.type != "cpu":
-        raise NotImplementedError(f"model: expected parameters on a CPU, got the device '{device}'")
-    return _CpuBackend(config, tensors, owner, rope_table)
+    `owner` the same as tensors, in the same order, which keep their memory."""
+    if device.type == "cpu":
+        return _CpuBackend(config, tensors, owner, rope_table)
+    if device.type == "cuda":
+        return _CudaBackend(device, config, tensors, owner, rope_table)
+    raise NotImplementedError(f"model: expected parameters on a CPU or a CUDA device, got the device '{device}'")
 
 
 class _CpuBackend:
     reads_in_place = True
 
-    def __init__(self, config: str, tensors: dict[str, Described], owner: object, rope_table: RopeTable) -> None:
+    def __init__(
+        self, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
+    ) -> None:
         self._weights = _core.Weights.from_tensors(config, tensors, owner)
         self._rope_table = rope_table
 
@@ -74,16 +87,103 @@ class _CpuBackend:
         runner = _core.Runner(self._weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
         runner.set_rope_table(cos.numpy(), sin.numpy())
-        return _CpuRunner(runner)
+        return _CoreRunner(runner)
 
 
-class _CpuRunner:
+class _CudaBackend:
+    """A model on a GPU, whose slots the runners share.
+
+    The device has one copy of the weights beside torch's own. It is made from them by a copy within the device when a
+    runner first needs it, and again where a runner needs other sizes.
+    """
+
+    reads_in_place = False
+
+    def __init__(
+        self, device: Any, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
+    ) -> None:
+        _core.check_cuda_device(device.index)
+        for name, tensor in zip(tensors, owner, strict=True):
+            if not bool(torch.isfinite(tensor).all()):
+                count = int((~torch.isfinite(tensor)).sum())
+                raise ValueError(f"tensor '{name}': expected finite values, got {count} that are not")
+        self._device = device
+        self._weights = _core.Weights.from_tensors(config, tensors, owner, on_device=True)
+        self._rope_table = rope_table
+        self._lock = threading.Lock()
+        self._model: _core.DeviceModel | None = None
+        self._checked_positions = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weights.bytes
+
+    def runner(self, slots: int, capacity: int) -> Runner:
+        with self._lock:
+            entries = -(-capacity // _ENTRIES) * _ENTRIES
+            self._check_rope_table(entries)
+            return _CoreRunner(_core.Runner(self._model_for(slots, entries), slots=slots))
+
+    def _model_for(self, slots: int, capacity: int) -> _core.DeviceModel:
+        """A model that has so many free slots. While no other runner lives it has no more of them, so that the bits of a
+        call do not depend on the calls before."""
+        model, held = self._model, 0
+        if model is not None:
+            held = model.slots - model.free_slots
+            if model.capacity >= capacity and (model.free_slots >= slots if held else model.slots == slots):
+                return model
+            # The others make their entries again when they go on.
+            model.close()
+            self._model = None
+        shared = (held + slots, capacity if model is None else max(capacity, model.capacity))
+        torch.cuda.synchronize(self._device)  # what torch still writes into the parameters
+        try:
+            self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
+        except MemoryError:
+            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            self._model = self._make(slots, capacity)
+        return self._model
+
+    def _make(self, slots: int, capacity: int) -> _core.DeviceModel:
+        return device_model(self._weights, self._device.index, slots, capacity, min(_CHUNK, capacity))
+
+    def _check_rope_table(self, positions: int) -> None:
+        """Refuses a model whose table is not the library's own, which a GPU computes with.
+
+        Both are made in float32: frequencies are off by a power of two units in the last place and a division, the
+        angle by a product, and its cosine by two units in the last place. In roundoffs that is 4 + 1 and 1 of the angle
+        and 4 of the cosine, for each of the two tables.
+        """
+        if positions <= self._checked_positions:
+            return
+        theirs = [table.numpy() for table in self._rope_table(positions)]
+        config = self._weights.config
+        rotary_dim = 2 * theirs[0].shape[1]
+        ours = ops.rope_table(positions, rotary_dim, config["rotary_emb_base"])
+        frequencies = config["rotary_emb_base"] ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+        angles = np.arange(positions)[:, None] * frequencies
+        allowed = 2.0**-24 * (2 * 6 * angles + 2 * 4)
+        if any((np.abs(a.astype(np.float64) - b) > allowed).any() for a, b in zip(theirs, ours)):
+            raise NotImplementedError(
+                "RoPE's table is not the config's in float32, which a GPU computes with: model.half() and "
+                "model.to(dtype) round it, loading in the dtype does not"
+            )
+        self._checked_positions = positions
+
+
+class _CoreRunner:
+    """A runner of the compiled part, on either device: its arrays lie on the host."""
+
     def __init__(self, runner: _core.Runner) -> None:
         self._runner = runner
 
     @property
     def cache_bytes(self) -> int:
         return self._runner.cache_bytes
+
+    @property
+    def is_open(self) -> bool:
+        return self._runner.is_open
 
     def forward(self, slot: int, first: int, ids: list[int], rows: int) -> Tensor:
         return torch.from_numpy(self._runner.forward(slot, first, ids, rows))

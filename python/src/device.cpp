@@ -1,0 +1,155 @@
+#include "python/src/device.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/model/model.hpp"
+#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/runtime/check.hpp"
+
+namespace cf::python {
+namespace {
+
+using cuda::from_cuda;
+
+std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
+
+/// Makes a device the calling thread's until the guard's end. The thread may be another library's, such as torch's.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
+    status_ = from_cuda(cudaSetDevice(device), "cudaSetDevice");
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
+
+  const Status& status() const { return status_; }
+
+ private:
+  int device_, before_ = 0;
+  Status status_;
+};
+
+/// A model whose calls run on its device, whichever is the thread's own.
+class GuardedModel final : public ModelRunner {
+ public:
+  GuardedModel(int device, std::unique_ptr<cuda::Model> model) : device_(device), model_(std::move(model)) {}
+  GuardedModel(const GuardedModel&) = delete;
+  GuardedModel& operator=(const GuardedModel&) = delete;
+  ~GuardedModel() override {
+    const DeviceGuard guard(device_);
+    model_.reset();
+  }
+
+  const ModelSpec& model() const override { return model_->model(); }
+  std::int64_t slots() const override { return model_->slots(); }
+  std::int64_t capacity() const override { return model_->capacity(); }
+  DType activation() const override { return model_->activation(); }
+
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->prefill(slot, first, ids);
+  }
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->forward(slot, first, ids, logits);
+  }
+  Status step(std::span<const Token> tokens) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->step(tokens);
+  }
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override {
+    const DeviceGuard guard(device_);
+    if (!guard.status()) return std::vector<Result<std::int32_t>>(draws.size(), guard.status());
+    return model_->choose(draws);
+  }
+  Result<Tensor> logits(std::int64_t slot) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->logits(slot);
+  }
+  void release(std::int64_t slot) override { model_->release(slot); }
+
+ private:
+  int device_;
+  std::unique_ptr<cuda::Model> model_;
+};
+
+Result<cudaDeviceProp> properties_of(int device) {
+  int count = 0;
+  CF_TRY(from_cuda(cudaGetDeviceCount(&count), "no CUDA device"));
+  if (device < 0 || device >= count)
+    return Status::error(Code::device_error,
+                         "no CUDA device " + std::to_string(device) + ", there are " + std::to_string(count));
+  cudaDeviceProp properties;
+  CF_TRY(from_cuda(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties"));
+  CF_TRY(cuda::arch_of(properties, device).status());
+  return properties;
+}
+
+}  // namespace
+
+bool has_cuda() { return true; }
+
+Result<std::pair<std::string, std::string>> cuda_versions() {
+  int driver = 0, runtime = 0;
+  CF_TRY(from_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion"));
+  CF_TRY(from_cuda(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion"));
+  return std::pair(version(driver), version(runtime));
+}
+
+std::string cublaslt() {
+  const Result<std::string> found = cuda::gemm_library();
+  return found ? *found : found.status().message();
+}
+
+Status check_device(int device) { return properties_of(device).status(); }
+
+Result<DeviceInfo> device_info(int device) {
+  CF_TRY_ASSIGN(const cudaDeviceProp p, properties_of(device));
+  const DeviceGuard guard(device);
+  CF_TRY(guard.status());
+  std::size_t free = 0, all = 0;
+  CF_TRY(from_cuda(cudaMemGetInfo(&free, &all), "cudaMemGetInfo"));
+  return DeviceInfo{.name = p.name,
+                    .compute_capability = 10 * p.major + p.minor,
+                    .memory_bytes = double(all),
+                    .free_bytes = double(free)};
+}
+
+Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
+                                      const DeviceModelOptions& o) {
+  cuda::Model::Options options{.slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}};
+  if (o.impl != "auto") {
+    options.impl = cuda::impl_from_string(o.impl);
+    if (!options.impl) {
+      std::string names;
+      for (cuda::Impl impl : cuda::kImpls) names.append(", ").append(to_string(impl));
+      return Status::error(Code::invalid_argument, "impl: expected auto" + names + ", got '" + o.impl + "'");
+    }
+  }
+  CF_TRY(check_device(o.device));
+  const DeviceGuard guard(o.device);
+  CF_TRY(guard.status());
+  CF_TRY_ASSIGN(const cuda::Context context, cuda::Context::create(o.device));
+  Result<std::unique_ptr<cuda::Model>> made = cuda::Model::create(context, name, model, weights, options);
+  if (!made) {
+    if (!options.impl || made.status().code() != Code::unimplemented) return made.status();
+    return Status::error(made.status().code(), "impl '" + o.impl + "': " + made.status().message());
+  }
+  DeviceModel d{.runner = nullptr, .impl = std::string(to_string((*made)->impl()))};
+  const cuda::ModelBytes& bytes = (*made)->bytes();
+  d.weights_bytes = std::int64_t(bytes.weights);
+  d.cache_bytes = std::int64_t(bytes.cache);
+  d.workspace_bytes = std::int64_t(bytes.workspace);
+  d.runner = std::make_unique<GuardedModel>(o.device, std::move(*made));
+  return d;
+}
+
+}  // namespace cf::python

@@ -1,0 +1,52 @@
+#pragma once
+// Whole models on a GPU. The header holds no CUDA types: without the CUDA backend every call but the first is refused.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "core/model/decoder.hpp"
+#include "core/model/weights.hpp"
+#include "core/status.hpp"
+
+namespace cf::python {
+
+/// Whether this build has the CUDA backend.
+bool has_cuda();
+
+/// A GPU and what CUDA says of it.
+struct DeviceInfo {
+  std::string name;
+  int compute_capability = 0;  // 90 for 9.0
+  double memory_bytes = 0, free_bytes = 0;
+};
+
+/// The newest CUDA that the driver runs, "13.0", and the CUDA that this build links.
+Result<std::pair<std::string, std::string>> cuda_versions();
+/// How cuBLASLt was found, or why it was not: its products are left to the library's own kernels then.
+std::string cublaslt();
+/// Refuses a device that is not there or that this build has no kernels for. Takes no memory of the device.
+Status check_device(int device);
+Result<DeviceInfo> device_info(int device);
+
+/// How a GPU runs a model.
+struct DeviceModelOptions {
+  int device = 0;
+  std::int64_t slots = 1, capacity = 2048, chunk = 512;
+  std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
+};
+
+/// A model on a GPU with what it took there.
+struct DeviceModel {
+  std::unique_ptr<ModelRunner> runner;
+  std::string impl;  // of steps
+  std::int64_t weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
+};
+
+/// Copies weights, which may lie on the host or on a device, to the device, and takes memory for cache and activations
+/// there. A call of the runner, from whichever thread, leaves the thread's current device as it was. Refuses what
+/// cuda::Model::create() refuses, and the name of no impl.
+Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
+                                      const DeviceModelOptions& options);
+
+}  // namespace cf::python

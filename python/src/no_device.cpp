@@ -1,0 +1,25 @@
+// The GPU of a build without the CUDA backend: each call is refused.
+#include "python/src/device.hpp"
+
+namespace cf::python {
+namespace {
+
+Status no_cuda() {
+  return Status::error(Code::unimplemented,
+                       "device: this build of cf_ops has no CUDA backend, expected one that was made where nvcc is: "
+                       "put nvcc on PATH, then pip install .");
+}
+
+}  // namespace
+
+bool has_cuda() { return false; }
+Result<std::pair<std::string, std::string>> cuda_versions() { return no_cuda(); }
+std::string cublaslt() { return no_cuda().message(); }
+Status check_device(int) { return no_cuda(); }
+Result<DeviceInfo> device_info(int) { return no_cuda(); }
+Result<DeviceModel> make_device_model(const std::string&, const ModelSpec&, const ModelWeights&,
+                                      const DeviceModelOptions&) {
+  return no_cuda();
+}
+
+}  // namespace cf::python

@@ -1,0 +1,229 @@
+"""speed_up of models on a GPU, beside the oracle and Hugging Face's own path."""
+
+import copy
+import gc
+
+import pytest
+from cuda_models import CHECKPOINTS, Oracle, check_greedy, gpu
+
+torch = pytest.importorskip("torch", reason="torch is missing")
+transformers = pytest.importorskip("transformers", reason="transformers is missing")
+
+import cf_ops.hf
+from cf_ops import _core
+from hf_models import TAKES_CACHES, load, padded, sequences
+
+DEVICE = "cuda"
+DENSE = [name for name in CHECKPOINTS if "gptq" not in name]
+BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
+
+pytestmark = [gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+
+
+def model_of(root, name, dtype="auto"):
+    return load(root, name, dtype).to(DEVICE)
+
+
+def on_device(inputs):
+    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+
+
+def greedy(model, inputs, new=24, **options):
+    return model.generate(**on_device(inputs), max_new_tokens=new, do_sample=False, **options).cpu()
+
+
+def weights_of(root, name):
+    return _core.Weights.open(str(root / "data" / "checkpoints" / name))
+
+
+def dtype_name(model):
+    return str(model.dtype).removeprefix("torch.")
+
+
+def assert_all_ours(model):
+    report = cf_ops.hf.report(model)
+    assert report.hugging_face == {} and report.share == 1 and sum(report.cf_ops.values()) > 0, str(report)
+
+
+def check_all(root, name, model, inputs, generated):
+    """The share of ids whose margin decides."""
+    shares = [
+        check_greedy(weights_of(root, name), row[:prompt].tolist(), row[prompt:].tolist(), dtype_name(model))
+        for row, prompt in sequences(inputs, generated)
+    ]
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_greedy_ids_are_those_of_float64(root, name, batch):
+    inputs = padded(BATCHES[batch])
+    model = cf_ops.hf.speed_up(model_of(root, name))
+    generated = greedy(model, inputs)
+    assert generated.shape == (batch, inputs["input_ids"].shape[1] + 24)
+    assert check_all(root, name, model, inputs, generated) > 0
+    assert_all_ours(model)
+    assert set(cf_ops.hf.report(model).cf_ops) == {"greedy prefill", "greedy step"}
+    assert torch.equal(generated, greedy(model, inputs))
+    assert torch.equal(generated, greedy(cf_ops.hf.speed_up(model_of(root, name)), inputs))
+
+
+@pytest.mark.parametrize("name, dtype", [*((name, "auto") for name in DENSE), ("neox-d80", torch.float32)])
+def test_logits_are_within_the_bound(root, name, dtype):
+    ids = padded([40])["input_ids"]
+    model = cf_ops.hf.speed_up(model_of(root, name, dtype))
+    with torch.no_grad():
+        logits = model(ids.to(DEVICE)).logits
+    assert logits.dtype == model.dtype and logits.device == model.device and logits.shape == (1, 40, 128)
+    assert_all_ours(model)
+    oracle = Oracle(weights_of(root, name), ids[0].tolist(), dtype_name(model))
+    oracle.check_rows(logits[0].float().cpu().numpy())
+    in_float32, taps = cf_ops.hf.run(model, ids)
+    assert taps == {} and in_float32.device == model.device and torch.equal(in_float32.to(logits.dtype), logits)
+    with pytest.raises(NotImplementedError, match="taps: expected none, got 'layers.0.output' on a GPU"):
+        cf_ops.hf.run(model, ids, ["layers.0.output"])
+
+
+def test_sampling_and_several_sequences_run_on_ours(root):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        inputs = on_device(padded(BATCHES[3]))
+        out = model.generate(**inputs, do_sample=True, num_return_sequences=4, max_new_tokens=8)
+        assert out.shape == (12, 17)
+        drawn.append(out)
+    assert torch.equal(*drawn)
+    model.generate(**on_device(padded(BATCHES[8])), do_sample=True, max_new_tokens=8, repetition_penalty=1.2)
+    assert_all_ours(model)
+    assert set(cf_ops.hf.report(model).cf_ops) == {"sampled prefill", "sampled step"}
+
+
+def test_a_calls_bits_do_not_depend_on_the_calls_before(root):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    ids = padded([9])["input_ids"].to(DEVICE)
+    with torch.no_grad():
+        first = model(ids, use_cache=True)
+        step = model(ids[:, :1], past_key_values=first.past_key_values).logits
+        del first
+        greedy(model, padded(BATCHES[8]))  # more slots
+        greedy(model, padded([3]), new=300)  # more entries
+        again = model(ids, use_cache=True)
+        assert torch.equal(model(ids[:, :1], past_key_values=again.past_key_values).logits, step)
+    assert_all_ours(model)
+
+
+def test_caches_share_the_device(root):
+    """The second cache takes the device's model over; the first makes its entries again and goes on."""
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    texts = [padded([7], seed=1)["input_ids"], padded([5, 5, 5], seed=2)["input_ids"]]
+    caches, rows = [None, None], [[], []]
+    with torch.no_grad():
+        for first, last in ((0, 3), (3, 4), (4, 5)):
+            for which, ids in enumerate(texts):
+                output = model(ids[:, first:last].to(DEVICE), past_key_values=caches[which], use_cache=True)
+                caches[which] = output.past_key_values
+                rows[which].append(output.logits.float().cpu())
+    assert_all_ours(model)
+    assert cf_ops.hf.report(model).cache_bytes > 0
+    for ids, parts in zip(texts, rows):
+        for row, logits in zip(ids, torch.cat(parts, 1)):
+            Oracle(weights_of(root, "neox-d80"), row[:5].tolist(), "float16").check_rows(logits.numpy())
+    copied = copy.deepcopy(caches[0])
+    with torch.no_grad():
+        one, other = (model(texts[0][:, 5:6].to(DEVICE), past_key_values=c).logits for c in (caches[0], copied))
+    row = texts[0][0, :6].tolist()
+    for logits in (one, other):
+        Oracle(weights_of(root, "neox-d80"), row, "float16").check_rows(logits[0].float().cpu().numpy())
+
+
+@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes caches as tuples")
+def test_a_batch_beyond_the_slots_falls_back(root):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    generated = greedy(model, padded([3] * 65), new=2)
+    assert generated.shape == (65, 5)
+    assert any("slots must be 1 to 64, got 65" in reason for reason in cf_ops.hf.report(model).hugging_face)
+    assert check_all(root, "neox-d80", model, padded([3]), greedy(model, padded([3]), new=2)) >= 0
+
+
+def test_what_falls_back(root):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    theirs = model_of(root, "neox-d80")
+    ids = padded([6])["input_ids"].to(DEVICE)
+    with torch.no_grad():
+        assert torch.equal(
+            model(ids, output_hidden_states=True).hidden_states[1],
+            theirs(ids, output_hidden_states=True).hidden_states[1],
+        )
+        model.generate(ids, num_beams=2, max_new_tokens=3, do_sample=False)
+    assert set(cf_ops.hf.report(model).hugging_face) == {"output_hidden_states", "generation mode beam_search"}
+
+
+def test_rounded_frequencies_fall_back(root):
+    """model.half() rounds the buffer of RoPE's frequencies, and Hugging Face computes with what is left."""
+    model = cf_ops.hf.speed_up(load(root, "neox-d80", torch.float32).half().to(DEVICE))
+    theirs = load(root, "neox-d80", torch.float32).half().to(DEVICE)
+    ids = padded([6])["input_ids"].to(DEVICE)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, theirs(ids).logits)
+    (reason,) = cf_ops.hf.report(model).hugging_face
+    assert reason.startswith("RoPE's table is not the config's in float32")
+
+
+def test_changed_weights_are_read_again(root):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    inputs = padded([6])
+    before = greedy(model, inputs)
+    norm = model.gpt_neox.final_layer_norm
+    with torch.no_grad():
+        ids = inputs["input_ids"].to(DEVICE)
+        logits = model(ids).logits
+        norm.weight.mul_(2)
+        norm.bias.mul_(2)
+        # A power of two changes no other bit of a logit, unless it is subnormal.
+        assert torch.equal(model(ids).logits[logits.abs() > 1e-3], 2 * logits[logits.abs() > 1e-3])
+        norm.weight.div_(2)
+        norm.bias.div_(2)
+    assert torch.equal(greedy(model, inputs), before)
+    assert_all_ours(model)
+    with torch.no_grad():
+        norm.weight[3] = float("nan")
+        model(ids)
+    (reason,) = cf_ops.hf.report(model).hugging_face
+    assert reason == "tensor 'gpt_neox.final_layer_norm.weight': expected finite values, got 1 that are not"
+    with pytest.raises(ValueError, match="expected finite values, got 1"):
+        cf_ops.hf.speed_up(cf_ops.hf.restore(model))
+
+
+def test_restore_gives_methods_and_memory_back(root):
+    model = model_of(root, "neox-d80")
+    methods = dict(model.__dict__)
+    ids = padded([6])["input_ids"].to(DEVICE)
+    cf_ops.hf.speed_up(model)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    report = cf_ops.hf.report(model)
+    assert report.cache_bytes == cache.cache_bytes > 0 and report.weight_bytes > 0 and not report.in_place
+    assert "copied" in str(report)
+    shared = model._cf_ops._loaded.backend._model
+    assert shared.free_slots == 0
+    cf_ops.hf.restore(model)
+    gc.collect()
+    assert shared.free_slots == 1 and cache.cache_bytes == 0 and model.__dict__ == methods
+    cf_ops.hf.speed_up(model)
+    with torch.no_grad():
+        model(ids)
+    del shared
+    assert_all_ours(model)
+
+
+def test_a_model_that_moves_is_read_again(root):
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+    inputs = padded([6, 3])
+    on_cpu = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    model.to(DEVICE)
+    on_gpu = greedy(model, inputs, new=6)
+    check_all(root, "neox-d80", model, inputs, on_gpu)
+    model.to("cpu")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), on_cpu)
+    assert_all_ours(model)
