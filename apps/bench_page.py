@@ -239,8 +239,19 @@ def gpu_model(figures):
         if report:
             about = f"{report['model']} on {report['gpu']}, {report['weights']}. {figures.source(f'model-{name}')}"
             lines += [about, "", *model_table(report), ""]
+    for name in ("pythia-2.8b",):
+        if figures[f"model-peers-{name}"]:
+            _, _, *rows = plot_bench.tables(os.path.join(figures.directory, f"model-peers-{name}.json"))
+            lines += [PEERS_OF_A_MODEL + " " + figures.source(f"model-peers-{name}"), "", *rows, ""]
     return lines[:-1] or ["Not recorded."]
 
+
+PEERS_OF_A_MODEL = (
+    "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled steps, "
+    "and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs). The "
+    "last column counts the greedy ids of one prompt that are generate()'s with the same weights, where a model is named "
+    "with those of that model."
+)
 
 PAGE = """# Recorded figures
 

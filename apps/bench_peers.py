@@ -7,6 +7,13 @@ Weights are random, of Hugging Face's own initial scale, in float16. All layers 
 its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
 new token's with them. A peer that fails is recorded with its reason, and the others go on.
 
+With --what model whole models run instead, from a prompt's ids to new ids on the host: cf-model bench beside Hugging
+Face's generate(), the same with a static cache and compiled steps, and torch's operators in CUDA graphs, one for every
+step (torch_graph) or one for each kv_len (torch_graphs). Times are the host's: TTFT is the time to the first id, TPOT
+that between ids after it. Ours takes several prompts one after the other, the peers as one batch. The greedy ids of one
+prompt are compared with hf_generate's: cf-model's with the same procedural weights of --agreement-preset, the peers'
+with the random weights that they are timed with.
+
 Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.
 """
 
@@ -31,6 +38,7 @@ import numpy as np
 import console
 import dump_hf
 import golden_file
+import model_peers
 import neox
 
 NAME = os.path.basename(__file__)
@@ -39,6 +47,34 @@ NORM_PEERS = ("layernorm_residual", "residual_layernorm")
 OP_PEERS = ("linear", "attention", *NORM_PEERS)
 COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs")
 NORM_TOKENS = (1, 4096)
+BUILD = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
+# What is timed, and the options that are about it alone or have a default of its own.
+DEFAULTS = {
+    "layers": {
+        "preset": "pythia-2.8b,pythia-6.9b",
+        "peers": ",".join((*STACK_PEERS, *OP_PEERS)),
+        "impl": "graph,persistent",
+        "runs": 30,
+        "warmup": 5,
+        "batch": [1, 4, 16],
+        "kv_len": [128, 512, 1024, 2048],
+        "compile_modes": COMPILE_MODES[0],
+        "cf_layer": os.path.join(BUILD, "cf-layer"),
+        "cf_op": os.path.join(BUILD, "cf-op"),
+    },
+    "model": {
+        "preset": "pythia-2.8b",
+        "peers": ",".join(model_peers.PEERS),
+        "impl": "auto",
+        "runs": 5,
+        "warmup": 2,
+        "prompt_len": [16, 128, 512, 2048],
+        "new_tokens": [32],
+        "slots": [1],
+        "agreement_preset": "pythia-160m",
+        "cf_model": os.path.join(BUILD, "cf-model"),
+    },
+}
 
 
 # --- what needs no torch ---
@@ -239,11 +275,10 @@ class Step:
 
 def torch_stack(hf, step):
     """A callable that runs all layers op by op, and returns what leaves the last one."""
-    import torch
     import torch.nn.functional as F
 
     cos, sin = (t.unsqueeze(1) for t in hf.rotary_emb(step.hidden, position_ids=step.position))
-    rotary_dim, last = cos.shape[-1], step.kv_len - 1
+    last = step.kv_len - 1
     shape = (step.batch, step.heads, step.kv_len, step.head_dim)
     caches = []
     for old_k, old_v in step.past:
@@ -251,29 +286,15 @@ def torch_stack(hf, step):
         k[:, :, :last], v[:, :, :last] = old_k, old_v
         caches.append((k, v))
 
-    def rotate(x):
-        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        a, b = turned.chunk(2, -1)
-        return torch.cat((turned * cos + torch.cat((-b, a), -1) * sin, rest), -1)
-
-    def norm(x, module):
-        return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, module.eps)
-
-    def linear(x, module):
-        return F.linear(x, module.weight, module.bias)
-
     def run():
         x = step.hidden
         for layer, (k_cache, v_cache) in zip(hf.layers, caches):
-            attention, mlp = layer.attention, layer.mlp
-            qkv = linear(norm(x, layer.input_layernorm), attention.query_key_value)
-            qkv = qkv.view(step.batch, 1, step.heads, 3 * step.head_dim).transpose(1, 2)
-            q, k, v = qkv.chunk(3, -1)
-            k_cache[:, :, last:], v_cache[:, :, last:] = rotate(k), v
-            context = F.scaled_dot_product_attention(rotate(q), k_cache, v_cache)
-            attended = linear(context.transpose(1, 2).reshape(step.batch, 1, -1), attention.dense)
-            act = F.gelu(linear(norm(x, layer.post_attention_layernorm), mlp.dense_h_to_4h))
-            x = linear(act, mlp.dense_4h_to_h) + attended + x
+
+            def attend(q, k, v):
+                k_cache[:, :, last:], v_cache[:, :, last:] = k, v
+                return F.scaled_dot_product_attention(q, k_cache, v_cache)
+
+            x = model_peers.torch_layer(layer, x, step.heads, cos, sin, attend)
         return x
 
     return run
@@ -422,9 +443,13 @@ class Bench:
     """Collects rows; a peer that fails leaves its reason in its row. The file, headed by `about`, is written anew after
     each of them, so that what was measured is there whatever ends the run."""
 
+    WHAT = "decode on one GPU, times a layer, weights cold: this library beside others in one run"
+    KINDS = ("stack", *OP_PEERS)
+    SIZES = ("batch", "kv_len")
+
     def __init__(self, args, about):
         self.args, self.about, self.timer = args, about, Timer(args.runs, args.warmup)
-        self.results = {what: [] for what in ("stack", *OP_PEERS)}
+        self.results = {what: [] for what in self.KINDS}
         self.programs = []
         self.end_s = time.monotonic() + args.time_limit_s
 
@@ -439,13 +464,20 @@ class Bench:
         if not self.args.json:
             return
         commit = self.programs[0]["commit"] if self.programs else "unknown"
-        found = {"results": self.results, "ratios": ratios(self.results), "programs": self.programs}
+        found = self.findings() | {"programs": self.programs}
         golden_file.write_text(self.args.json, json.dumps(self.about | {"commit": commit} | found, indent=1) + "\n")
+
+    def findings(self):
+        return {"results": self.results, "ratios": ratios(self.results)}
+
+    def print(self):
+        print_table(self.results)
 
     def measure(self, what, shape, system, measured):
         """Adds a row: `measured` returns its fields."""
-        row = dict(zip(("preset", "batch", "kv_len"), shape)) | {"system": system}
-        console.progress(f"{what}: {system}, {shape[0]}, batch {shape[1]}, kv_len {shape[2]}")
+        row = dict(zip(("preset", *self.SIZES), shape)) | {"system": system}
+        sizes = ", ".join(f"{name} {size}" for name, size in zip(self.SIZES, shape[1:]))
+        console.progress(f"{what}: {system}, {shape[0]}, {sizes}")
         try:
             with time_limit(self.seconds()):
                 row |= measured()
@@ -472,10 +504,15 @@ class Bench:
             self.programs.append(report)
         except Exception as error:
             system = os.path.basename(command[0])
-            row = {"preset": preset, "batch": 0, "kv_len": 0, "system": system, "error": one_line(error)}
+            row = {"preset": preset} | dict.fromkeys(self.SIZES, 0) | {"system": system, "error": one_line(error)}
             self.results[what].append(row)
         console.progress("")
         self.write()
+
+    def run(self, preset):
+        self.run_programs(preset)
+        self.run_ops(preset)
+        self.run_stacks(preset)
 
     def run_programs(self, preset):
         args = self.args
@@ -534,30 +571,122 @@ class Bench:
                 self.measure(op, (preset, tokens, 1), "torch layer_norm + add in a graph", measured)
 
 
+class ModelBench(Bench):
+    """The same of whole models."""
+
+    WHAT = "tokens of whole models on one GPU, float16: this library beside others in one run"
+    KINDS = ("model",)
+    SIZES = model_peers.SIZES
+
+    def __init__(self, args, about):
+        super().__init__(args, about)
+        self.agreements = {}  # (impl as asked for, prompt_len) -> fields
+
+    def findings(self):
+        return {"results": {"model": model_peers.with_ratios(self.results["model"])}}
+
+    def print(self):
+        print("\n".join(model_peers.table(model_peers.with_ratios(self.results["model"]))))
+
+    def loads(self):
+        args = self.args
+        return [model_peers.Load(*sizes) for sizes in itertools.product(args.slots, args.prompt_len, args.new_tokens)]
+
+    def run(self, preset):
+        if self.args.agreement_preset and 1 in self.args.slots and not self.agreements:
+            self.run_agreement(self.args.agreement_preset)
+        self.run_programs(preset)
+        self.run_peers(preset)
+
+    def run_agreement(self, preset):
+        """Fills in how far cf-model's ids are hf_generate's, with the same weights and one prompt of each length."""
+        args, new_tokens = self.args, max(self.args.new_tokens)
+        loads = [model_peers.Load(1, prompt_len, new_tokens) for prompt_len in args.prompt_len]
+        vocab_size = neox.PRESETS[preset].vocab_size
+        console.progress(f"agreement: hf_generate, {preset}")
+        try:
+            with time_limit(self.seconds()):
+                hf = model_peers.procedural_model(preset)
+                theirs = [model_peers.timed("hf_generate", hf, load, captured, 1, 0)[1] for load in loads]
+        except Exception as error:  # the times are measured all the same
+            theirs = one_line(error)
+        hf = None
+        self.free()
+        prompts = ";".join(",".join(map(str, load.prompts(vocab_size)[0])) for load in loads)
+        model = ["--backend", "cuda", "--preset", preset, "--weights-seed", str(model_peers.WEIGHTS_SEED)]
+        generate = ["--prompt-ids", prompts, "--max-new-tokens", str(new_tokens), "--slots", "1", "--stop", "none"]
+        for impl in args.impl.split(","):
+            console.progress(f"agreement: cf-model {impl}, {preset}")
+            found = {"preset": preset, "weights": "procedural", "with": "hf_generate"}
+            try:
+                if isinstance(theirs, str):
+                    raise RuntimeError(f"hf_generate: {theirs}")
+                command = [args.cf_model, "generate", *model, "--impl", impl, *generate]
+                report = run_program(command, self.seconds())
+                ours = [sequence["ids"] for sequence in report["sequences"]]
+                for load, mine, ids in zip(loads, ours, theirs, strict=True):
+                    same = {"impl": report["impl"]} | model_peers.agreement(mine, ids)
+                    self.agreements[impl, load.prompt_len] = found | same
+            except Exception as error:
+                for load in loads:
+                    self.agreements[impl, load.prompt_len] = found | {"error": one_line(error)}
+        console.progress("")
+
+    def run_programs(self, preset):
+        args = self.args
+        sizes = {option: ",".join(map(str, getattr(args, option))) for option in ("prompt_len", "new_tokens")}
+        # One program each: one that refuses its slots is recorded, and the others go on.
+        for impl, slots in itertools.product(args.impl.split(","), args.slots):
+
+            def rows(report, preset):
+                found = model_peers.program_rows(report, preset)
+                for row in found:
+                    if row["slots"] == 1 and (impl, row["prompt_len"]) in self.agreements:
+                        row["agreement"] = self.agreements[impl, row["prompt_len"]]
+                return found
+
+            command = [args.cf_model, "bench", "--backend", "cuda", "--preset", preset, "--impl", impl]
+            command += ["--prompt-len", sizes["prompt_len"], "--new-tokens", sizes["new_tokens"]]
+            command += ["--slots", str(slots), "--runs", str(args.runs), "--warmup", str(args.warmup)]
+            self.program("model", preset, command, rows)
+
+    def run_peers(self, preset):
+        args, hf, reference = self.args, None, {}
+        for peer, load in itertools.product([p for p in model_peers.PEERS if p in args.peers], self.loads()):
+
+            def measured():
+                nonlocal hf
+                hf = hf or model_peers.random_model(preset)
+                row, ids = model_peers.timed(peer, hf, load, captured, args.runs, args.warmup)
+                if peer == "hf_generate":
+                    reference[load] = ids
+                elif load in reference:
+                    found = {"preset": preset, "weights": "random", "with": "hf_generate"}
+                    row["agreement"] = found | model_peers.agreement(ids, reference[load])
+                return row
+
+            shape = (preset, *(getattr(load, size) for size in self.SIZES))
+            self.measure("model", shape, peer, measured)
+
+
+def default_text(attribute):
+    """An option's default in its help, of each --what that takes it."""
+    found = {what: defaults[attribute] for what, defaults in DEFAULTS.items() if attribute in defaults}
+    texts = [",".join(map(str, value)) if isinstance(value, list) else str(value) for value in found.values()]
+    if len(texts) == 1:
+        return "default " + texts[0]
+    return "default " + ", ".join(f"{text} ({what})" for what, text in zip(found, texts))
+
+
 def parse_arguments(argv):
-    build = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
     count = console.integer(1, 1 << 20)
     parser = console.Parser(prog=NAME, description=__doc__)
-    parser.add_argument("--preset", default="pythia-2.8b,pythia-6.9b", metavar="NAME[,NAME...]", help="default: both")
-    parser.add_argument("--batch", type=dump_hf.lengths, default=[1, 4, 16], metavar="N[,N...]", help="default 1,4,16")
-    parser.add_argument(
-        "--kv-len", type=dump_hf.lengths, default=[128, 512, 1024, 2048], metavar="N[,N...]",
-        help="cache entries after the append (default 128,512,1024,2048)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--peers", default=",".join((*STACK_PEERS, *OP_PEERS)), metavar="NAME[,NAME...]",
-        help="some of %(default)s (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--compile-modes", default=COMPILE_MODES[0], metavar="NAME[,NAME...]",
-        help=f"torch.compile's modes, some of {','.join(COMPILE_MODES)}; the second compiles for minutes "
-        "(default: the first)",
-    )  # fmt: skip
-    parser.add_argument("--impl", default="graph,persistent", help="cf-layer's --impl (default graph,persistent)")
-    parser.add_argument("--cf-layer", default=os.path.join(build, "cf-layer"), metavar="FILE", help="the program")
-    parser.add_argument("--cf-op", default=os.path.join(build, "cf-op"), metavar="FILE", help="the program")
-    parser.add_argument("--runs", type=count, default=30, help="timed steps (default 30)")
-    parser.add_argument("--warmup", type=count, default=5, help="steps before them (default 5)")
+    parser.add_argument("--what", choices=list(DEFAULTS), default="layers", help="what is timed (default layers)")
+    parser.add_argument("--preset", metavar="NAME[,NAME...]", help=default_text("preset"))
+    parser.add_argument("--peers", metavar="NAME[,NAME...]", help="some of these; " + default_text("peers"))
+    parser.add_argument("--impl", metavar="NAME[,NAME...]", help="the programs' --impl; " + default_text("impl"))
+    parser.add_argument("--runs", type=count, help="timed steps, or runs of a model; " + default_text("runs"))
+    parser.add_argument("--warmup", type=count, help="steps or runs before them; " + default_text("warmup"))
     parser.add_argument(
         "--peer-timeout-s", type=count, default=600, metavar="N",
         help="seconds that one measurement may take (default 600)",
@@ -567,24 +696,69 @@ def parse_arguments(argv):
         help="seconds after which nothing more is measured; what is left out says so (default 7200)",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write everything there, anew after each measurement")
+    layers = parser.add_argument_group("--what layers")
+    layers.add_argument("--batch", type=dump_hf.lengths, metavar="N[,N...]", help=default_text("batch"))
+    layers.add_argument(
+        "--kv-len", type=dump_hf.lengths, metavar="N[,N...]",
+        help="cache entries after the append; " + default_text("kv_len"),
+    )  # fmt: skip
+    layers.add_argument(
+        "--compile-modes", metavar="NAME[,NAME...]",
+        help=f"torch.compile's modes, some of {','.join(COMPILE_MODES)}; the second compiles for minutes; "
+        + default_text("compile_modes"),
+    )  # fmt: skip
+    layers.add_argument("--cf-layer", metavar="FILE", help="the program")
+    layers.add_argument("--cf-op", metavar="FILE", help="the program")
+    model = parser.add_argument_group("--what model")
+    model.add_argument(
+        "--prompt-len", type=dump_hf.lengths, metavar="N[,N...]", help="a prompt's ids; " + default_text("prompt_len")
+    )
+    model.add_argument(
+        "--new-tokens", type=dump_hf.lengths, metavar="N[,N...]", help="of a prompt; " + default_text("new_tokens")
+    )
+    model.add_argument(
+        "--slots", type=dump_hf.lengths, metavar="N[,N...]", help="prompts at once; " + default_text("slots")
+    )
+    model.add_argument(
+        "--agreement-preset", metavar="NAME",
+        help="whose ids are compared where one prompt runs, or none; Python makes its weights, 40 million a second; "
+        + default_text("agreement_preset"),
+    )  # fmt: skip
+    model.add_argument("--cf-model", metavar="FILE", help="the program")
     args = parser.parse_args(argv)
-    for option, known in (
-        ("preset", tuple(neox.PRESETS)),
-        ("peers", (*STACK_PEERS, *OP_PEERS)),
-        ("compile-modes", COMPILE_MODES),
-    ):
-        attribute = option.replace("-", "_")
+    for what, defaults in DEFAULTS.items():
+        for attribute, default in defaults.items():
+            if what == args.what and getattr(args, attribute) is None:
+                setattr(args, attribute, default)
+            elif attribute not in DEFAULTS[args.what] and getattr(args, attribute) is not None:
+                raise neox.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
+    peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
+    known = {"preset": tuple(neox.PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
+    for attribute in known.keys() & DEFAULTS[args.what].keys():
         values = getattr(args, attribute).split(",")
         for value in values:
-            if value not in known:
-                raise neox.Refusal(f"--{option} must be of {', '.join(known)}, got {value!r}")
+            if value not in known[attribute]:
+                option = attribute.replace("_", "-")
+                raise neox.Refusal(f"--{option} must be of {', '.join(known[attribute])}, got {value!r}")
         setattr(args, attribute, values)
     longest = min(neox.PRESETS[preset].max_position_embeddings for preset in args.preset)
-    if min(args.kv_len) < 2 or max(args.kv_len) > longest:
-        raise neox.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
-    for program in (args.cf_layer, args.cf_op):
+    if args.what == "layers":
+        if min(args.kv_len) < 2 or max(args.kv_len) > longest:
+            raise neox.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
+        programs = (args.cf_layer, args.cf_op)
+    else:
+        if max(args.prompt_len) > longest:
+            raise neox.Refusal(f"--prompt-len must be at most {longest}, got {max(args.prompt_len)}")
+        if args.agreement_preset not in (*neox.PRESETS, "none"):
+            raise neox.Refusal(
+                f"--agreement-preset must be none or of {', '.join(neox.PRESETS)}, got {args.agreement_preset!r}"
+            )
+        args.agreement_preset = None if args.agreement_preset == "none" else args.agreement_preset
+        programs = (args.cf_model,)
+    for program in programs:
         if not os.access(program, os.X_OK):
-            raise neox.Refusal(f"{program}: no such program; scripts/test builds it, --cf-layer and --cf-op name it")
+            named = "--cf-model names" if args.what == "model" else "--cf-layer and --cf-op name"
+            raise neox.Refusal(f"{program}: no such program; scripts/test builds it, {named} it")
     if args.json:
         golden_file.check_writable(args.json)
     return args
@@ -606,8 +780,9 @@ def main(argv):
         print(f"{NAME}: {error}; torch and transformers are needed", file=sys.stderr)
         return 2
 
+    kind = {"layers": Bench, "model": ModelBench}[args.what]
     about = {
-        "what": "decode on one GPU, times a layer, weights cold: this library beside others in one run",
+        "what": kind.WHAT,
         "command": shlex.join([NAME, *argv]),
         "gpu": torch.cuda.get_device_name(0),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
@@ -615,13 +790,11 @@ def main(argv):
         "runs": args.runs,
         "warmup": args.warmup,
     }
-    bench = Bench(args, about)
+    bench = kind(args, about)
     for preset in args.preset:
-        bench.run_programs(preset)
-        bench.run_ops(preset)
-        bench.run_stacks(preset)
+        bench.run(preset)
         bench.free()
-    print_table(bench.results)
+    bench.print()
     return 0
 
 

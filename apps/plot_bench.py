@@ -26,6 +26,7 @@ console.require_numpy(NAME)
 
 import bench_peers
 import golden_file
+import model_peers
 import neox
 from neox import Refusal
 
@@ -258,7 +259,8 @@ def stack_table(report):
 
 
 def tables(path):
-    """The lines of a table for each kind of work in a file of bench_peers.py, or for the stacks in one of cf-layer."""
+    """The lines of a table for each kind of work in a file of bench_peers.py, its rows of whole models, or for the
+    stacks in a file of cf-layer."""
     report = read_json(path)
     if isinstance(report, dict) and report.get("program") == "cf-layer" and "gpu" in report:
         return stack_table(report)
@@ -266,6 +268,8 @@ def tables(path):
         raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [f"{report['gpu']}, {versions}, commit {report['commit']}: `{report['command']}`"]
+    if "model" in report["results"]:
+        return [*lines, "", *model_peers.table(report["results"]["model"])]
     for what, rows in report["results"].items():
         rows = [row for row in rows if row["batch"]]
         if not rows:
