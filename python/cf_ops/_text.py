@@ -34,7 +34,8 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt: expected text that UTF-8 can hold: {error}") from None
-    return tokenizer.encode(text).ids
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids
 
 
 class TextStream:

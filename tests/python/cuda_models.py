@@ -28,6 +28,7 @@ CHECKPOINTS = [
     "neox-gptq-sym",
     "neox-gptq-v2",
     "neox-tied",
+    "stdlib-4m",
 ]
 
 

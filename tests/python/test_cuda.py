@@ -173,6 +173,11 @@ def test_the_command_line_refuses(
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_every_16_bit_checkpoint_is_tested(checkpoints: pathlib.Path) -> None:
+    found = [path.name for path in sorted(checkpoints.iterdir()) if (path / "config.json").exists()]
+    assert [name for name in found if _core.Weights.open(str(checkpoints / name)).dtype != "float32"] == CHECKPOINTS
+
+
 @pytest.mark.parametrize("name", ["neox-d80", "neox-d64-sequential"])
 def test_the_bound_of_an_activation_dtype(checkpoints: pathlib.Path, name: str) -> None:
     weights = _core.Weights.open(str(checkpoints / name))
@@ -244,14 +249,15 @@ def test_logits_are_the_oracles_within_the_bound(checkpoints: pathlib.Path, name
     model = cf_ops.load(checkpoints / name, device="cuda", capacity=64)
     oracle = Oracle(_core.Weights.open(str(checkpoints / name)), ids, model.activation)
     logits = model.logits(ids)
-    assert logits.dtype == np.float32 and logits.shape == (40, 128)
+    vocab = model.config["vocab_size"]
+    assert logits.dtype == np.float32 and logits.shape == (40, vocab)
     oracle.check_rows(logits)
     last, taps = model.run(np.array(ids), rows=3)
-    assert taps == {} and last.shape == (3, 128)
+    assert taps == {} and last.shape == (3, vocab)
     oracle.check_rows(last)
     assert np.array_equal(model.logits(ids), logits)
     assert np.array_equal(cf_ops.load(checkpoints / name, device="cuda", capacity=64).logits(ids), logits)
-    assert model.run(ids, rows=0)[0].shape == (0, 128)
+    assert model.run(ids, rows=0)[0].shape == (0, vocab)
 
 
 @gpu
