@@ -496,7 +496,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def program(self, what, preset, command, rows, known=None):
-        """Adds the rows of a program of this repository, or a row of what is known and the reason why there are none."""
+        """Adds the rows of a program of this repository, or one of what is known and the reason why there are none."""
         console.progress(shlex.join(command))
         try:
             report = run_program(command, self.seconds())
@@ -720,7 +720,7 @@ def parse_arguments(argv):
     )
     model.add_argument(
         "--agreement-preset", metavar="NAME",
-        help="whose ids are compared where one prompt runs, or none; Python makes its weights, large ones take minutes; "
+        help="whose ids are compared where one prompt runs, or none; a large one's weights take minutes to make; "
         + default_text("agreement_preset"),
     )  # fmt: skip
     model.add_argument("--cf-model", metavar="FILE", help="the program")
@@ -733,7 +733,7 @@ def parse_arguments(argv):
                 raise neox.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
     peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
     known = {"preset": tuple(neox.PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
-    for attribute in known.keys() & DEFAULTS[args.what].keys():
+    for attribute in (name for name in known if name in DEFAULTS[args.what]):
         values = getattr(args, attribute).split(",")
         for value in values:
             if value not in known[attribute]:

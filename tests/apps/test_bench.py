@@ -179,12 +179,15 @@ def model_row(system, total_ms, **fields):
     return row | times | fields
 
 
+SAME = {"preset": "pythia-160m", "of": 3, "equal": 3, "first_divergence": None}
+OTHER = {"preset": "pythia-2.8b", "of": 3, "equal": 1, "first_divergence": 1}
+NO_ROW = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": 128, "new_tokens": 3, "system": "hf_generate"}
 MODEL_ROWS = [
     model_row("cf-model graph", 12.0),
-    model_row("cf-model persistent", 8.0, agreement={"preset": "pythia-160m", "of": 3, "equal": 3, "first_divergence": None}),
-    model_row("torch_graph", 16.0, agreement={"preset": "pythia-2.8b", "of": 3, "equal": 1, "first_divergence": 1}),
-    {"preset": "pythia-2.8b", "slots": 1, "prompt_len": 128, "new_tokens": 3, "system": "hf_generate", "error": "E: no"},
-]  # fmt: skip
+    model_row("cf-model persistent", 8.0, agreement=SAME),
+    model_row("torch_graph", 16.0, agreement=OTHER),
+    NO_ROW | {"error": "E: no"},
+]
 
 # A cf-model that knows one impl, and whose ids are 0, 1, 2, ...
 CF_MODEL = """#!/usr/bin/env python3
