@@ -247,10 +247,10 @@ def gpu_model(figures):
 
 
 PEERS_OF_A_MODEL = (
-    "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled steps, "
-    "and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs). The "
-    "last column counts the greedy ids of one prompt that are generate()'s with the same weights, where a model is named "
-    "with those of that model."
+    "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled "
+    "steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len "
+    "(torch_graphs). The last column counts the greedy ids of one prompt that are generate()'s with the same weights; "
+    "where it names a model, the ids are that model's."
 )
 
 PAGE = """# Recorded figures

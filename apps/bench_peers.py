@@ -495,17 +495,16 @@ class Bench:
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
 
-    def program(self, what, preset, command, rows):
-        """Adds the rows of a program of this repository, or the reason why there are none."""
+    def program(self, what, preset, command, rows, known=None):
+        """Adds the rows of a program of this repository, or one of what is known and the reason why there are none."""
         console.progress(shlex.join(command))
         try:
             report = run_program(command, self.seconds())
             self.results[what] += rows(report, preset)
             self.programs.append(report)
         except Exception as error:
-            system = os.path.basename(command[0])
-            row = {"preset": preset} | dict.fromkeys(self.SIZES, 0) | {"system": system, "error": one_line(error)}
-            self.results[what].append(row)
+            row = {"preset": preset} | dict.fromkeys(self.SIZES, 0) | {"system": os.path.basename(command[0])}
+            self.results[what].append(row | (known or {}) | {"error": one_line(error)})
         console.progress("")
         self.write()
 
@@ -648,7 +647,7 @@ class ModelBench(Bench):
             command = [args.cf_model, "bench", "--backend", "cuda", "--preset", preset, "--impl", impl]
             command += ["--prompt-len", sizes["prompt_len"], "--new-tokens", sizes["new_tokens"]]
             command += ["--slots", str(slots), "--runs", str(args.runs), "--warmup", str(args.warmup)]
-            self.program("model", preset, command, rows)
+            self.program("model", preset, command, rows, {"slots": slots, "system": f"cf-model {impl}"})
 
     def run_peers(self, preset):
         args, hf, reference = self.args, None, {}
@@ -721,7 +720,7 @@ def parse_arguments(argv):
     )
     model.add_argument(
         "--agreement-preset", metavar="NAME",
-        help="whose ids are compared where one prompt runs, or none; Python makes its weights, 40 million a second; "
+        help="whose ids are compared where one prompt runs, or none; a large one's weights take minutes to make; "
         + default_text("agreement_preset"),
     )  # fmt: skip
     model.add_argument("--cf-model", metavar="FILE", help="the program")
@@ -734,7 +733,7 @@ def parse_arguments(argv):
                 raise neox.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
     peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
     known = {"preset": tuple(neox.PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
-    for attribute in known.keys() & DEFAULTS[args.what].keys():
+    for attribute in (name for name in known if name in DEFAULTS[args.what]):
         values = getattr(args, attribute).split(",")
         for value in values:
             if value not in known[attribute]:

@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -10,14 +11,23 @@ import os
 import stat
 import sys
 import tempfile
+import types
 import unittest
+from dataclasses import replace
+from unittest import mock
+
+HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 APPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "apps")
 sys.path.insert(0, APPS)
 
 import bench_page
 import bench_peers
+import model_peers
+import neox
+import neox_hf
 import plot_bench
+import procedural
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -163,6 +173,163 @@ class Rows(Files):
         self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
 
 
+def model_row(system, total_ms, **fields):
+    row = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": 16, "new_tokens": 3, "system": system}
+    times = {"ttft_ms": total_ms / 4, "tpot_ms": total_ms * 3 / 8, "total_ms": total_ms, "tokens_per_s": 3e3 / total_ms}
+    return row | times | fields
+
+
+SAME = {"preset": "pythia-160m", "of": 3, "equal": 3, "first_divergence": None}
+OTHER = {"preset": "pythia-2.8b", "of": 3, "equal": 1, "first_divergence": 1}
+NO_ROW = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": 128, "new_tokens": 3, "system": "hf_generate"}
+MODEL_ROWS = [
+    model_row("cf-model graph", 12.0),
+    model_row("cf-model persistent", 8.0, agreement=SAME),
+    model_row("torch_graph", 16.0, agreement=OTHER),
+    NO_ROW | {"error": "E: no"},
+]
+
+# A cf-model that knows one impl, and whose ids are 0, 1, 2, ...
+CF_MODEL = """#!/usr/bin/env python3
+import json, sys
+of = lambda option: sys.argv[sys.argv.index(option) + 1]
+if of("--impl") != "auto":
+    sys.exit("cf-model: no such impl")
+report = {"commit": "abc", "impl": "graph"}
+if sys.argv[1] == "generate":
+    prompts = of("--prompt-ids").split(";")
+    report["sequences"] = [{"ids": list(range(int(of("--max-new-tokens"))))} for _ in prompts]
+else:
+    sizes = {"slots": int(of("--slots")), "new_tokens": int(of("--new-tokens"))}
+    times = dict.fromkeys(("ttft_ms", "tpot_ms", "total_ms", "inter_token_p50_ms", "inter_token_p99_ms"), 2.0)
+    times |= {"tokens_per_s": 5.0, "decode_percent_of_read": 50.0, "impl": "graph"}
+    report["results"] = [times | sizes | {"prompt_len": int(n)} for n in of("--prompt-len").split(",")]
+with open(of("--json"), "w") as file:
+    json.dump(report, file)
+"""
+
+
+class Models(Files):
+    def bench(self, **fields):
+        program = self.write("cf-model", CF_MODEL, True)
+        arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None}
+        arguments |= {"cf_model": program, "impl": "auto", "slots": [1], "prompt_len": [3, 5], "new_tokens": [4]}
+        arguments |= {"peers": list(model_peers.PEERS), "agreement_preset": "pythia-14m"}
+        bench = bench_peers.ModelBench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
+        bench.free = lambda: None
+        return bench
+
+    def test_prompts_are_those_of_cf_model(self):
+        # The formula of prompt_of() in apps/bench/model_bench.cpp.
+        first, second = model_peers.Load(2, 3, 1).prompts(97)
+        self.assertEqual(first[0], 2654435761 % 97)
+        self.assertEqual(second[2], (3 * 2654435761 + 40503) % 97)
+        self.assertEqual((len(first), len(second)), (3, 3))
+        self.assertEqual(model_peers.Load(1, 3, 2).capacity, 4)
+
+    def test_figures_are_medians_by_cf_model_s_definitions(self):
+        load = model_peers.Load(2, 16, 3)
+        got = model_peers.figures([[4.0, 6.0, 10.0], [2.0, 5.0, 8.0], [3.0, 4.0, 9.0]], load)
+        self.assertEqual((got["ttft_ms"], got["total_ms"], got["tpot_ms"]), (3.0, 9.0, 3.0))
+        self.assertEqual(got["inter_token_p50_ms"], 3.0)
+        self.assertAlmostEqual(got["tokens_per_s"], 6e3 / 9)
+        one = model_peers.figures([[4.0]], model_peers.Load(1, 16, 1))
+        self.assertEqual((one["ttft_ms"], one["tpot_ms"], one["tokens_per_s"]), (4.0, 0.0, 250.0))
+
+    def test_agreement_counts_equal_ids_and_names_the_first_other(self):
+        same = {"of": 4, "equal": 4, "equal_fraction": 1.0, "first_divergence": None, "distinct_ids": 3}
+        self.assertEqual(model_peers.agreement([1, 2, 3, 3], [1, 2, 3, 3]), same)
+        other = same | {"equal": 2, "equal_fraction": 0.5, "first_divergence": 1}
+        self.assertEqual(model_peers.agreement([1, 7, 3, 7], [1, 2, 3, 3]), other)
+        with self.assertRaisesRegex(RuntimeError, "expected 4 ids, got 3"):
+            model_peers.agreement([1, 2, 3], [1, 2, 3, 3])
+
+    def test_a_peer_s_row_has_its_times_over_our_fastest(self):
+        rows = model_peers.with_ratios(MODEL_ROWS)
+        self.assertEqual(rows[:2] + rows[3:], MODEL_ROWS[:2] + MODEL_ROWS[3:])
+        added = {"ours": "cf-model persistent", "ttft_ratio": 2.0, "tpot_ratio": 2.0, "total_ratio": 2.0}
+        self.assertEqual(rows[2], MODEL_ROWS[2] | added)
+        one = [model_row(system, 8.0, tpot_ms=0.0) for system in ("cf-model graph", "hf_generate")]
+        self.assertNotIn("tpot_ratio", model_peers.with_ratios(one)[1])
+
+    def test_the_table_has_a_row_a_system(self):
+        self.assertEqual(model_peers.table(model_peers.with_ratios(MODEL_ROWS))[2:], [
+            "| pythia-2.8b | cf-model graph | 1 | 16 | 3 | 3.00 |  | 4.50 |  | 250.0 |  |",
+            "| pythia-2.8b | cf-model persistent | 1 | 16 | 3 | 2.00 |  | 3.00 |  | 375.0 | 3 of 3 (pythia-160m) |",
+            "| pythia-2.8b | torch_graph | 1 | 16 | 3 | 4.00 | 2.00x | 6.00 | 2.00x | 187.5 | 1 of 3, first other 1 |",
+            "| pythia-2.8b | hf_generate | 1 | 128 | 3 | E: no |  |  |  |  |  |",
+        ])  # fmt: skip
+
+    def test_ours_and_peers_and_their_ids_are_rows_of_one_file(self):
+        path = os.path.join(self.directory, "r.json")
+        bench = self.bench(json=path, impl="auto,other", slots=[1, 2])
+
+        def timed(peer, hf, load, captured, runs, warmup):
+            if peer == "torch_graph":
+                raise MemoryError
+            ids = [0, 1, 9, 3] if peer == "hf_generate" else [0, 1, 2, 3]
+            return model_peers.figures([[4.0] * load.new_tokens] * runs, load), ids
+
+        models = {"random_model": lambda preset: preset, "procedural_model": lambda preset: preset}
+        with mock.patch.multiple(model_peers, timed=timed, **models):
+            bench.run("pythia-14m")
+        with open(path, encoding="utf-8") as file:
+            rows = json.load(file)["results"]["model"]
+        ours = [row for row in rows if row["system"] == "cf-model graph"]
+        self.assertEqual([(r["slots"], r["prompt_len"]) for r in ours], [(1, 3), (1, 5), (2, 3), (2, 5)])
+        self.assertEqual([r.get("agreement", {}).get("equal") for r in ours], [3, 3, None, None])
+        self.assertEqual(ours[0]["agreement"]["first_divergence"], 2)
+        self.assertEqual(ours[0]["agreement"]["impl"], "graph")
+        refused = [row for row in rows if row["system"] == "cf-model other"]
+        self.assertEqual([row["slots"] for row in refused], [1, 2])
+        self.assertEqual(refused[0]["error"], "RuntimeError: exit code 1: cf-model: no such impl")
+        peers = [row for row in rows if not model_peers.is_ours(row)]
+        self.assertEqual([row["system"] for row in peers[::4]], list(model_peers.PEERS))
+        self.assertEqual({row["error"] for row in peers if row["system"] == "torch_graph"}, {"MemoryError: no message"})
+        compiled = peers[-1]
+        self.assertEqual((compiled["system"], compiled["slots"], compiled["prompt_len"]), ("hf_static_compile", 2, 5))
+        self.assertEqual((compiled["ours"], compiled["ttft_ratio"]), ("cf-model graph", 2.0))
+        self.assertEqual((compiled["agreement"]["equal"], compiled["agreement"]["preset"]), (3, "pythia-14m"))
+
+    def test_ids_that_cannot_be_compared_say_why_and_times_are_there(self):
+        def no_model(preset):
+            raise MemoryError("too large")
+
+        bench = self.bench(peers=[], slots=[1])
+        with mock.patch.object(model_peers, "procedural_model", no_model):
+            bench.run("pythia-14m")
+        rows = bench.results["model"]
+        self.assertEqual([row["total_ms"] for row in rows], [2.0, 2.0])
+        self.assertEqual(rows[0]["agreement"]["error"], "RuntimeError: hf_generate: MemoryError: too large")
+        bench = self.bench(peers=[], agreement_preset=None)
+        bench.run("pythia-14m")
+        self.assertNotIn("agreement", bench.results["model"][0])
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_peers_choose_the_ids_of_hugging_face_s_own_pass(self):
+        model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=2, vocab_size=512)
+        shapes = neox.model_shapes(model)
+        weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
+        hf = neox_hf.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
+
+        def captured(step, before=lambda: None):
+            """What a graph does, without one: a warm-up, then the step at each replay."""
+            for _ in range(3):
+                before()
+                step()
+            before()
+            return types.SimpleNamespace(replay=step)
+
+        # 14 + 3 - 1 entries fill the cache of the mask's multiple of 16.
+        for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
+            prompt = load.prompts(model.vocab_size)[0]
+            expected = neox_hf.generate(hf, prompt, load.new_tokens)[0].tolist()[load.prompt_len :]
+            for peer in ("hf_generate", "torch_graph", "torch_graphs"):
+                found, ids = model_peers.timed(peer, hf, load, captured, 2, 1)
+                self.assertEqual(ids, expected, (peer, load))
+                self.assertGreater(found["total_ms"], 0)
+
+
 class Refusals(Files):
     def check(self, script, words, *argv):
         code, out, error = run(script, *argv)
@@ -180,6 +347,15 @@ class Refusals(Files):
         self.check(bench_peers, "--kv-len must be 2 to 2048, got 128 to 4096", "--kv-len", "128,4096")
         self.check(bench_peers, "nowhere: no such program", "--cf-layer", "nowhere")
         self.check(bench_peers, "/nowhere: no such directory", *programs, "--json", "/nowhere/x.json")
+        self.check(bench_peers, "--slots: expected with --what model", "--slots", "1")
+
+    def test_bench_peers_of_models(self):
+        check = functools.partial(self.check, bench_peers)
+        check("--peers must be of hf_generate, ", "--what", "model", "--peers", "torch_ops")
+        check("--kv-len: expected with --what layers", "--what", "model", "--kv-len", "128")
+        check("--prompt-len must be at most 2048, got 4096", "--what", "model", "--prompt-len", "16,4096")
+        check("--agreement-preset must be none or of pythia-14m, ", "--what", "model", "--agreement-preset", "gpt2")
+        check("nowhere: no such program", "--what", "model", "--cf-model", "nowhere")
 
     def test_plot_bench(self):
         self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
@@ -298,6 +474,17 @@ class Page(Files):
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
             "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
         ])  # fmt: skip
+
+    def test_peers_of_whole_models_stand_below_them(self):
+        report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
+        report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}}
+        directory = os.path.dirname(self.write("model-peers-pythia-2.8b.json", json.dumps(report)))
+        lines = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertIn("commit abc: `bench_peers.py --what model`", lines[0])
+        self.assertEqual(lines[2:], model_peers.table(report["results"]["model"]))
+        code, out, error = run(plot_bench, "--tables", os.path.join(directory, "model-peers-pythia-2.8b.json"))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.splitlines()[2:], lines[2:])
 
     def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
         directory = self.recorded()

@@ -393,6 +393,8 @@ class BenchGpu(Scripts):
         self.assertEqual(len(files), len(set(files)))
         self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
         self.assertEqual({call[0] for call in words if "--json" in call}, {"cf-layer", "cf-op", "cf-model", "bench_peers.py"})
+        models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
+        self.assertEqual([call[-1] for call in models], ["out/model-peers-pythia-2.8b.json"])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
