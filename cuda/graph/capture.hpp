@@ -28,7 +28,7 @@ class DataflowCapture {
     using Op = typename Args::Op;
     std::vector<const void*> reads, writes;
     Op::tensors(Op::dims(args), args, [&](const TensorSpec& t, const auto& view, const auto&) {
-      if (is_read(t.role)) reads.push_back(view.data);
+      if (is_read(t.role) || is_index(t.role)) reads.push_back(view.data);
       if (is_written(t.role)) writes.push_back(view.data);
     });
     LaunchList launches(context_, scratch_);

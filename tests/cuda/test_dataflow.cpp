@@ -118,7 +118,7 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
       const Status walked = for_each_site(m, LayerWeights{}, *t, [&]<class Args>(const Site&, const Args& args) {
         std::vector<const void*> reads, writes;
         Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
-          if (is_read(spec.role)) reads.push_back(v.data);
+          if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
           if (is_written(spec.role)) writes.push_back(v.data);
         });
         all.push_back(flow.add(reads, writes));
