@@ -475,6 +475,24 @@ class Page(Files):
             "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
         ])  # fmt: skip
 
+    def test_the_headline_ends_with_a_whole_token_beside_its_peers(self):
+        directory = self.recorded()
+        self.assertEqual(bench_page.whole_token(bench_page.Figures(directory)), [])
+        load = {"slots": 1, "prompt_len": 128}
+        rows = [
+            load | {"system": "cf-model graph", "tpot_ms": 2.0, "ttft_ms": 5.0},
+            load | {"system": "cf-model persistent", "tpot_ms": 1.5, "ttft_ms": 4.0},
+            load | {"system": "hf_generate", "tpot_ratio": 10.04, "ttft_ratio": 5.5},
+            load | {"system": "torch_graph", "error": "stopped"},
+        ]
+        self.write("model-peers-pythia-2.8b.json", json.dumps({"results": {"model": rows}}))
+        self.assertEqual(bench_page.whole_token(bench_page.Figures(directory)), [])
+        rows[-1] = load | {"system": "torch_graph", "tpot_ratio": 2.6, "ttft_ratio": 1.25}
+        self.write("model-peers-pythia-2.8b.json", json.dumps({"results": {"model": rows}}))
+        text = " ".join(bench_page.headline(bench_page.Figures(directory))[-3:])
+        self.assertIn("takes 1.50 ms behind 128 ids, and the first one 4.0 ms. Hugging Face's `generate()` takes 10.0 "
+                      "and 5.5 times as long, torch in CUDA graphs 2.6 and 1.2 times.", text)  # fmt: skip
+
     def test_peers_of_whole_models_stand_below_them(self):
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
         report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}}

@@ -71,7 +71,7 @@ struct Streams {
 }  // namespace
 
 TEST_CASE("ownership: a prompt of 17 tokens on one stream, then a token on another, on the same weights and cache",
-          "[gpu][ownership][persistent][small]") {
+          "[gpu][ownership][persistent][small][library]") {
   const ModelConfig m = small_model();
   const LayerRange range{0, 3};
   cuda::Context c = context();

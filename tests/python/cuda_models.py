@@ -29,6 +29,7 @@ CHECKPOINTS = [
     "neox-gptq-v2",
     "neox-tied",
     "stdlib-4m",
+    "stdlib-4m-gptq",
 ]
 
 
