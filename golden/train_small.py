@@ -237,7 +237,7 @@ def run(args, command):
 
         progress("writing")
         write_model(directory, model, state)
-        tokenizer.save(os.path.join(directory, "tokenizer.json"))
+        tokenizer.save(os.path.join(directory, "tokenizer.json"), pretty=False)
         write_ids(os.path.join(directory, "held_out.npy"), held_out)
         about = {
             "command": command,
