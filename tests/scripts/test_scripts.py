@@ -376,16 +376,45 @@ class BenchGpu(Scripts):
         self.assertFalse(os.path.exists(os.path.join(self.root, "out")))
         self.assertEqual(self.calls(), [])
 
-    def measure(self, cf_op=""):
+    def measure(self, cf_op="", arguments=("out",)):
         self.stub("bin/nvidia-smi", log=False)
         self.stub("build/release/apps/cf-layer")
         self.stub("build/release/apps/cf-op", cf_op)
         self.stub("build/release/apps/cf-model")
         for name in ("bench_peers.py", "plot_bench.py", "bench_page.py"):
             self.stub(f"apps/{name}")
-        result = self.run_script("bench_gpu", "out")
+        result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
         return result, self.calls()
+
+    def test_the_parts_make_up_the_whole(self):
+        _, whole = self.measure()
+        parts = []
+        for part, programs in (
+            ("layers", {"cf-layer", "cf-op"}),
+            ("models", {"cf-model"}),
+            ("peers", {"bench_peers.py"}),
+            ("layer-peers", {"bench_peers.py"}),
+        ):
+            os.remove(self.log)
+            result, calls = self.measure(arguments=("--only", part, "out"))
+            self.assertEqual(result.returncode, 0, result)
+            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+            self.assertEqual({call.split()[0] for call in calls[:-1]}, programs)
+            parts += calls[:-1]
+        self.assertEqual(parts, whole[:-1])
+        for part in ("", "all"):
+            self.refused(self.run_script("bench_gpu", "--only", part, "out"), "--only: expected one of layers", f"'{part}'")
+        self.refused(self.run_script("bench_gpu", "--only", "peers"), "expected OUT_DIR")
+
+    def test_pictures_are_drawn_of_what_is_there(self):
+        os.mkdir(os.path.join(self.root, "out"))
+        for name in ("growth-pythia-2.8b", "pythia-2.8b"):
+            open(os.path.join(self.root, "out", name + ".json"), "w").close()
+        _, calls = self.measure(arguments=("--only", "models", "out"))
+        plots = [call for call in calls if call.startswith("plot_bench.py")]
+        self.assertEqual(plots, ["plot_bench.py out/growth-pythia-2.8b.json",
+                                 "plot_bench.py --hero out/hero.svg out/pythia-2.8b.json"])  # fmt: skip
 
     def test_every_measurement_has_a_file_of_its_own(self):
         result, calls = self.measure()
