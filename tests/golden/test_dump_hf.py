@@ -453,6 +453,7 @@ class Programs(unittest.TestCase):
     NEEDS = {
         "convert_golden.py": ("numpy", "h5py"),
         "dump_hf.py": ("numpy", "h5py", *TORCH),
+        "eval_hf.py": ("numpy", "h5py", *TORCH),
         "make_checkpoints.py": ("numpy", "h5py", *TORCH),
         "make_goldens.py": ("numpy", "h5py", *TORCH),
         "make_sampling_cases.py": ("numpy", "torch", "transformers"),
@@ -495,6 +496,7 @@ class Programs(unittest.TestCase):
             arguments = {
                 "convert_golden.py": [os.path.join(SCHEMA_1, "layer.h5")],
                 "dump_hf.py": ["--preset", "pythia-14m", "--out", out],
+                "eval_hf.py": ["--model", model, "--tokens", out],
                 "make_checkpoints.py": ["--out", out],
                 "make_goldens.py": ["--out", out],
                 "make_sampling_cases.py": ["--out", out],
