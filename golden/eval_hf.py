@@ -22,6 +22,7 @@ import numpy as np
 
 from golden_file import atomic, check_writable, write_json
 from neox_hf import Checkpoint, build_causal, call, device_name, empty_cache, torch_device, versions
+from tokenize_text import read_ids
 
 EXAMPLES = """
 examples
@@ -102,22 +103,6 @@ class Scores:
         }
 
 
-def read_ids(path, vocab_size, limit):
-    """The first ids of a token file."""
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except OSError as error:
-        raise Refusal(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Refusal(f"{path}: expected a .npy file of token ids: {error}") from None
-    if ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) < 2:
-        raise Refusal(f"{path}: expected a row of at least 2 integers, got shape {ids.shape} of {ids.dtype}")
-    ids = ids[:limit]
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise Refusal(f"{path}: expected ids of 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
-    return ids.astype(np.int64)
-
-
 def logits_of(hf, ids, skipped):
     """The logits (positions, vocab) behind the ids from number `skipped` on, in float64."""
     import torch
@@ -175,7 +160,7 @@ def run(args, command):
         check_writable(args.json)
     checkpoint = Checkpoint(args.model)
     model, device = checkpoint.model, torch_device(args.device)
-    ids = read_ids(args.tokens, model.vocab_size, args.limit)
+    ids = read_ids(args.tokens, model.vocab_size)[: args.limit]
     ours = {}
     for path in args.beside:
         ours |= read_ours(path, len(ids) - 1)

@@ -26,6 +26,7 @@ import gptq
 from golden_file import current_umask, write_json
 from neox import layer_shapes
 from neox_hf import PACKAGES, Checkpoint, build, to_numpy, to_torch, versions
+from tokenize_text import read_ids
 
 
 @dataclass(frozen=True)
@@ -150,15 +151,9 @@ def run_layer(model, dense, stored, hidden):
 
 def windows(path, vocab_size, samples, length):
     """`samples` windows of `length` ids (samples, length), evenly spaced over a token file."""
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise Refusal(f"{path}: expected a .npy file of token ids: {error}") from error
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise Refusal(f"{path}: expected a row of integers, got shape {ids.shape} of {ids.dtype}")
-    if len(ids) < length or ids.min() < 0 or ids.max() >= vocab_size:
-        raise Refusal(f"{path}: expected at least {length} ids of 0 to {vocab_size - 1}, got {len(ids)} ids"
-                      + (f" of {ids.min()} to {ids.max()}" if len(ids) else ""))
+    ids = read_ids(path, vocab_size)
+    if len(ids) < length:
+        raise Refusal(f"{path}: expected at least the {length} ids of a window, got {len(ids)}")
     starts = np.linspace(0, len(ids) - length, samples).astype(np.int64)
     return ids[starts[:, None] + np.arange(length)]
 

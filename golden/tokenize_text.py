@@ -74,6 +74,21 @@ def write_ids(path, ids):
         np.save(file, ids, allow_pickle=False)
 
 
+def read_ids(path, vocab_size):
+    """The ids of a token file: one row of at least 2 integers below vocab_size, as int64."""
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise Refusal(f"{path}: expected a .npy file of token ids: {error}") from None
+    if ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) < 2:
+        raise Refusal(f"{path}: expected a row of at least 2 integers, got shape {ids.shape} of {ids.dtype}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise Refusal(f"{path}: expected ids of 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
+    return ids.astype(np.int64)
+
+
 def parse_arguments(argv):
     parser = Parser(prog=NAME, description=__doc__, epilog=EXAMPLES)
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a UTF-8 text file, or - for standard input")

@@ -53,11 +53,11 @@ class Calibration(unittest.TestCase):
 
     def test_what_is_no_text_is_refused(self):
         for ids, part in (
-            (np.arange(3, dtype=np.int32), "at least 4 ids of 0 to 99, got 3 ids of 0 to 2"),
-            (np.array([], np.int32), "got 0 ids"),
-            (np.array([1, 2, 3, 100]), "got 4 ids of 1 to 100"),
-            (np.zeros((2, 8), np.int32), "a row of integers, got shape (2, 8)"),
-            (np.zeros(8), "a row of integers"),
+            (np.arange(3, dtype=np.int32), "at least the 4 ids of a window, got 3"),
+            (np.array([], np.int32), "a row of at least 2 integers, got shape (0,)"),
+            (np.array([1, 2, 3, 100]), "ids of 0 to 99, got 1 to 100"),
+            (np.zeros((2, 8), np.int32), "a row of at least 2 integers, got shape (2, 8)"),
+            (np.zeros(8), "of float64"),
         ):
             with self.assertRaises(quantize_gptq.Refusal) as refusal:
                 self.windows(ids)

@@ -105,6 +105,29 @@ class TokenizeText(unittest.TestCase):
         os.unlink(self.tokenizer)
         self.assertIn("tokenizer.json: No such file or directory", self.refused(text))
 
+    def test_a_token_file_is_read_or_refused(self):
+        path = self.out
+        tokenize_text.write_ids(path, np.array([8, 0, 3], np.int32))
+        ids = tokenize_text.read_ids(path, 9)
+        self.assertEqual((ids.dtype, ids.tolist()), (np.int64, [8, 0, 3]))
+        for content, part in (
+            (np.zeros((2, 3), np.int32), "a row of at least 2 integers, got shape (2, 3)"),
+            (np.zeros(3), "of float64"),
+            (np.array([1]), "got shape (1,)"),
+            (np.array([1, 9]), "expected ids of 0 to 8, got 1 to 9"),
+            (np.array([-1, 8]), "expected ids of 0 to 8, got -1 to 8"),
+        ):
+            np.save(path, content)
+            with self.assertRaises(tokenize_text.Refusal) as refusal:
+                tokenize_text.read_ids(path, 9)
+            self.assertIn(part, str(refusal.exception))
+        with self.assertRaises(tokenize_text.Refusal) as refusal:
+            tokenize_text.read_ids(self.write("text.npy", b"no array"), 9)
+        self.assertIn("expected a .npy file of token ids", str(refusal.exception))
+        with self.assertRaises(tokenize_text.Refusal) as refusal:
+            tokenize_text.read_ids(os.path.join(self.directory, "none.npy"), 9)
+        self.assertIn("No such file", str(refusal.exception))
+
     def test_command_line(self):
         for argv, words in [
             ([], "the following arguments are required: TEXT"),
