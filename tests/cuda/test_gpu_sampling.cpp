@@ -372,6 +372,19 @@ void check_arithmetic(std::size_t n) {
   }
 }
 
+/// Compares the choices of all settings, a slot each in one launch, with the CPU's, for each vocabulary and dtype.
+void check_settings(const std::vector<Sampling>& settings, std::initializer_list<std::int64_t> vocabs) {
+  const cuda::Context c = context();
+  for (const std::int64_t vocab : vocabs)
+    for (const DType dtype : kDTypes) {
+      CAPTURE(vocab, to_string(dtype));
+      Random random(std::uint64_t(vocab) * 8 + std::uint64_t(dtype));
+      Call call(dtype, slots_of(vocab, settings.size(), random,
+                                [&](std::size_t i, Random&) -> const Sampling& { return settings[i]; }));
+      call.check(c);
+    }
+}
+
 }  // namespace
 
 TEST_CASE("The arithmetic of sampling has the same bits on the device - small", "[gpu][sampling][small]") {
@@ -382,16 +395,7 @@ TEST_CASE("The arithmetic of sampling has the same bits on the device", "[gpu][s
 }
 
 TEST_CASE("Choices are the CPU's over small vocabularies and all settings", "[gpu][sampling]") {
-  const cuda::Context c = context();
-  const std::vector<Sampling>& settings = all_settings();
-  for (const std::int64_t vocab : {1, 2, 31, 33, 257, 2048})
-    for (const DType dtype : kDTypes) {
-      CAPTURE(vocab, to_string(dtype));
-      Random random(std::uint64_t(vocab) * 8 + std::uint64_t(dtype));
-      Call call(dtype, slots_of(vocab, settings.size(), random,
-                                [&](std::size_t i, Random&) -> const Sampling& { return settings[i]; }));
-      call.check(c);
-    }
+  check_settings(all_settings(), {1, 2, 31, 33, 257, 2048});
 }
 
 TEST_CASE("Choices are the CPU's over large vocabularies", "[gpu][sampling]") {
@@ -471,21 +475,13 @@ TEST_CASE("A draw meets its target exactly", "[gpu][sampling][small]") {
 }
 
 TEST_CASE("Choices are the CPU's - small", "[gpu][sampling][small]") {
-  const cuda::Context c = context();
   const std::vector<Sampling> settings{{},
                                        {.repetition_penalty = 1.3},
                                        {.temperature = 1},
                                        {.temperature = 0.7, .top_k = 5, .repetition_penalty = 0.8},
                                        {.temperature = 1.3, .top_p = 0.7},
                                        {.temperature = 1, .top_k = 40, .top_p = 0.9, .min_p = 0.02}};
-  for (const std::int64_t vocab : {1, 33, 1027})
-    for (const DType dtype : kDTypes) {
-      CAPTURE(vocab, to_string(dtype));
-      Random random(std::uint64_t(vocab) * 8 + std::uint64_t(dtype));
-      Call call(dtype, slots_of(vocab, settings.size(), random,
-                                [&](std::size_t i, Random&) -> const Sampling& { return settings[i]; }));
-      call.check(c);
-    }
+  check_settings(settings, {1, 33, 1027});
 }
 
 TEST_CASE("The sampler waits for the kernel that makes its logits, and chooses the same again",

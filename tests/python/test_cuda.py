@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_models import CHECKPOINTS, Oracle, check_greedy, gpu
-from test_model import LONG, constant_arrays, described, interrupt_after
+from test_model import LONG, constant_arrays, described, interrupt_after, interrupt_at_step
 
 import cf_ops
 from cf_ops import _core, _device
@@ -302,7 +301,8 @@ def test_perplexity_is_near_the_oracles(checkpoints: pathlib.Path) -> None:
     weights = _core.Weights.open(str(checkpoints / "neox-d80"))
     exact = cf_ops.load(checkpoints / "neox-d80", activation="float64").perplexity(ids, 20, 10)
     ours = cf_ops.load(checkpoints / "neox-d80", device="cuda", capacity=19).perplexity(ids, 20, 10)
-    # A logit and the logarithm of the sum change by the bound at most. Windows differ; the largest bound counts.
+    # The loss is the log of the sum of exp less the next id's logit. Each of the two errs by `allowed` at most. Every
+    # window has a bound of its own, and the largest one holds for all.
     windows = [ids[first : first + 20].tolist() for first in range(0, 60, 10)]
     allowed = max(Oracle(weights, window, "float16").allowed for window in windows)
     assert ours.positions == exact.positions
@@ -514,17 +514,7 @@ def test_an_interrupt_ends_a_generation_between_steps(checkpoints: pathlib.Path)
 def test_an_interrupt_leaves_what_was_made(checkpoints: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cf_ops.load(checkpoints / "neox-tied", device="cuda", capacity=LONG + 8)
     expected = list(model.generate([1, 2, 3], max_new_tokens=50, stop=()))
-    step, steps = cf_ops.model.Session.step, 0
-
-    def interrupted_step(session: cf_ops.model.Session) -> list[int]:
-        nonlocal steps
-        made = step(session)
-        steps += 1
-        if steps == 50:
-            os.kill(os.getpid(), signal.SIGINT)
-        return made
-
-    monkeypatch.setattr(cf_ops.model.Session, "step", interrupted_step)
+    interrupt_at_step(monkeypatch, 50)
     with pytest.raises(cf_ops.GenerationInterrupted) as caught:
         model.generate_batch([[1, 2, 3], [4]], max_new_tokens=LONG, stop=())
     first, waiting = caught.value.results

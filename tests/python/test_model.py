@@ -576,28 +576,34 @@ def interrupt_after(seconds: float) -> threading.Timer:
     return timer
 
 
-LONG = 20_000  # steps, of which each takes 50 us at the least: longer than the time to the signal
-
-
-def test_an_interrupt_leaves_what_was_made(checkpoints: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = cf_ops.load(checkpoints / "neox-tied")
-    expected = list(model.generate([1, 2, 3], max_new_tokens=50, stop=()))
+def interrupt_at_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Sends Ctrl-C at the end of step `number` of the sessions to come."""
     step, steps = cf_ops.model.Session.step, 0
 
     def interrupted_step(session: cf_ops.model.Session) -> list[int]:
         nonlocal steps
         made = step(session)
         steps += 1
-        if steps == 50:
+        if steps == number:
             os.kill(os.getpid(), signal.SIGINT)
         return made
 
     monkeypatch.setattr(cf_ops.model.Session, "step", interrupted_step)
+
+
+LONG = 20_000  # steps, of which each takes 50 us at the least: longer than the time to the signal
+
+
+def test_an_interrupt_leaves_what_was_made(checkpoints: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cf_ops.load(checkpoints / "neox-tied")
+    expected = list(model.generate([1, 2, 3], max_new_tokens=50, stop=()))
+    interrupt_at_step(monkeypatch, 50)
     generation = model.generate([1, 2, 3], max_new_tokens=LONG, stop=())
     with pytest.raises(KeyboardInterrupt):
         list(generation)
     assert generation.ids == expected
-    steps = 0
+    monkeypatch.undo()
+    interrupt_at_step(monkeypatch, 50)
     with pytest.raises(cf_ops.GenerationInterrupted) as caught:
         model.generate_batch([[1, 2, 3], [4]], max_new_tokens=LONG, stop=(), slots=1)
     first, waiting = caught.value.results
