@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "core/resources.hpp"
 #include "cuda/model/model.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/runtime/check.hpp"
@@ -32,9 +31,7 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
   const cuda::Impl impl =
       options.impl ? *options.impl : cuda::Model::auto_impl(device.context(), model, weights, o.slots);
-  // Model::bytes() leaves out weights whose values are not there.
-  return DeviceModelPlan{double(weight_bytes(model, weights)), bytes.cache, bytes.workspace,
-                         std::string(to_string(impl))};
+  return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
 }
 
 Result<double> free_device_bytes(DeviceTimer&) {
@@ -43,15 +40,10 @@ Result<double> free_device_bytes(DeviceTimer&) {
   return double(free);
 }
 
-Status check_device_memory(DeviceTimer& device, const std::string& name, const DeviceModelPlan& plan,
+Status check_device_memory(DeviceTimer&, const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                            const DeviceModelOptions& o) {
-  CF_TRY_ASSIGN(const double free, free_device_bytes(device));
-  if (plan.bytes() <= free) return {};
-  return Status::error(Code::out_of_memory,
-                       fmt::format("{}: {} slots of {} entries need {} of device memory for the weights, {} for the "
-                                   "cache and {} for activations, {} are free",
-                                   name, o.slots, o.capacity, gigabytes(plan.weights_bytes),
-                                   gigabytes(plan.cache_bytes), gigabytes(plan.workspace_bytes), gigabytes(free)));
+  CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
+  return cuda::Model::check_memory(name, model, weights, options);
 }
 
 Result<DeviceModel> open_device_model(DeviceTimer& device, const std::string& name, const ModelSpec& model,

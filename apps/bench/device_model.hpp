@@ -34,10 +34,10 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
 /// The bytes of the device's memory that are free.
 Result<double> free_device_bytes(DeviceTimer& device);
 
-/// Refuses a plan for which too little of the device's memory is free, as open_device_model() does, but before there
-/// are weights to copy; `name` is the model's in the message.
-Status check_device_memory(DeviceTimer& device, const std::string& name, const DeviceModelPlan& plan,
-                           const DeviceModelOptions& options);
+/// Refuses a model for which too little of the device's memory is free, as open_device_model() does, but before there
+/// are values to copy; `name` is the model's in the message.
+Status check_device_memory(DeviceTimer& device, const std::string& name, const ModelSpec& model,
+                           const ModelWeights& weights, const DeviceModelOptions& options);
 
 /// A model on the timer's device, which must outlive it.
 struct DeviceModel {

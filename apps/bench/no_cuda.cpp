@@ -26,7 +26,8 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer&, const ModelSpec&, const 
   return no_cuda();
 }
 Result<double> free_device_bytes(DeviceTimer&) { return no_cuda(); }
-Status check_device_memory(DeviceTimer&, const std::string&, const DeviceModelPlan&, const DeviceModelOptions&) {
+Status check_device_memory(DeviceTimer&, const std::string&, const ModelSpec&, const ModelWeights&,
+                           const DeviceModelOptions&) {
   return no_cuda();
 }
 Result<DeviceModel> open_device_model(DeviceTimer&, const std::string&, const ModelSpec&, const ModelWeights&,

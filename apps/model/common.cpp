@@ -76,10 +76,8 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
     running.device = std::make_shared<DeviceTimer>(std::move(device));
     if (choice.directory.empty()) {
       CF_TRY_ASSIGN(const LoadedModel outline, outline_of(choice));
-      const DeviceModelOptions options = device_options(o, slots, capacity);
-      CF_TRY_ASSIGN(const DeviceModelPlan plan,
-                    plan_device_model(*running.device, outline.config.spec(), outline.weights, options));
-      CF_TRY(check_device_memory(*running.device, config.name, plan, options));
+      CF_TRY(check_device_memory(*running.device, config.name, outline.config.spec(), outline.weights,
+                                 device_options(o, slots, capacity)));
     }
   } else {
     CF_TRY(cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity)));

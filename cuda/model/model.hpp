@@ -34,8 +34,12 @@ class Model final : public ModelRunner {
   /// The fastest impl that takes these steps.
   static Impl auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights,
                         std::int64_t slots);
-  /// What create() takes on the device for these weights, which may lie on the host or a device.
+  /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.
   static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
+  /// Refuses more memory than is free on the current device (Code::out_of_memory). `name` is the model's in the message.
+  /// Of the weights it looks at formats, dtypes and shapes, as bytes() does.
+  static Status check_memory(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
+                             const Options& options);
   /// Copies the weights to the device, packs what is quantised, and takes memory for cache and activations. `name` is
   /// the model's in messages. Activations, cache and logits have the weights' dtype. Refuses weights that
   /// check_model_weights() refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl
