@@ -207,7 +207,7 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
 
 Status Model::step(std::span<const Token> tokens) {
   CF_TRY(lengths_.check_step(tokens));
-  std::vector<std::int32_t> ids(lengths_.size()), kv_len;
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(slots())), kv_len;
   for (std::int64_t slot = 0; slot < slots(); ++slot) kv_len.push_back(std::int32_t(length(slot) + 1));
   for (const Token& t : tokens) {
     ids[std::size_t(t.slot)] = t.id;

@@ -61,10 +61,10 @@ Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capac
 /// Both of them. Where a GPU runs the model and `keep_weights` is false, the host's weights keep their shapes alone.
 Result<RunningModel> open_model(const ModelOptions& o, std::int64_t slots, std::int64_t capacity, bool keep_weights);
 
-/// What has run the model: "2 threads of <CPU>", or the GPU's name.
+/// The hardware that runs the model, in words: "2 threads of <CPU>", or the GPU's name.
 std::string describe_machine(const ModelOptions& o, const RunningModel& running);
 
-/// Adds what has run the model to a report, a JSON object.
+/// Adds the hardware that runs the model to a report, a JSON object.
 template <class Json>
 void add_machine(Json& report, const ModelOptions& o, const RunningModel& running, DType activation) {
   report["backend"] = o.backend;

@@ -81,8 +81,8 @@ struct Tap {
 /// Every tap of a model, in the order of the walk.
 std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w);
 
-/// The error bound of a tap in this activation dtype, where `c` adds up the conditions of all sites up to the tap. As in
-/// a layer, every site before the tap stores its output once more. Sums of 16-bit values are in float32. Sums of 16-bit values are taken to be in float32.
+/// The bound of a tap's error in this activation dtype. `c` is the sum of the conditions of all sites up to the tap.
+/// Sums of 16-bit values are taken in float32. Every site stores its output once, which adds one rounding each.
 Budget model_budget(const ModelSpec& m, DType activation, Condition c);
 
 /// Refuses weights that are not those of a whole model: other than num_layers layers, or tensors of other shapes than

@@ -10,24 +10,25 @@
 
 namespace cf {
 
-/// Refuses an id outside the vocabulary: "prompt[3]: expected an id of 0 to 50303, got -1".
+/// Refuses an id outside the vocabulary. `owner` and `what` begin the message:
+/// "decoder: prompt[3]: expected an id of 0 to 50303, got -1".
 Status check_ids(std::string_view owner, std::string_view what, std::span<const std::int32_t> ids,
                  std::int64_t vocab_size);
 
-/// How many valid cache entries each slot of a runner has, and what a runner refuses because of them.
+/// The number of valid cache entries in each slot of a runner, and the checks of a call that depend on it.
 class SlotLengths {
  public:
   SlotLengths(std::int64_t slots, std::int64_t capacity) : capacity_(capacity), lengths_(std::size_t(slots)) {}
 
   std::int64_t slots() const { return std::int64_t(lengths_.size()); }
-  std::size_t size() const { return lengths_.size(); }
   std::int64_t capacity() const { return capacity_; }
   std::int64_t operator[](std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
   void set(std::int64_t slot, std::int64_t length) { lengths_[std::size_t(slot)] = length; }
 
-  /// Refuses a slot that is none, no tokens, `first` beyond the slot's entries, and tokens beyond the capacity.
+  /// Checks a call that gives a slot `tokens` new entries from position `first` on. Refuses a slot number outside
+  /// 0 .. slots() - 1, fewer tokens than one, a position beyond the slot's entries, and entries beyond the capacity.
   Status check(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
-  /// The same for each token of a step, and two tokens of one slot.
+  /// Checks the tokens of a step. Refuses what check() refuses for any of them, and a second token of the same slot.
   Status check_step(std::span<const ModelRunner::Token> tokens) const;
 
  private:

@@ -33,8 +33,8 @@ struct Kernels {
   /// token's bits do not depend on the others.
   void (*gptq_columns)(const GptqColumns& columns, const float* x, std::int64_t in, std::int64_t tokens, float* y);
 
-  /// y[r * tokens + t] = sum_k w[r * n + k] * x[t * n + k] in float32, for r < rows and t < tokens. It is faster than
-  /// the dots where a product has many tokens.
+  /// y[r * tokens + t] = sum_k w[r * n + k] * x[t * n + k] in float32, for r < rows and t < tokens. With many
+  /// tokens this is faster than a dot() for each row.
   void (*product)(const float* w, std::int64_t rows, const float* x, std::int64_t tokens, std::int64_t n, float* y);
 
   /// y[i] += a * x[i]

@@ -12,7 +12,7 @@ __device__ float warp_sum(float x) {
   return x;
 }
 
-/// The sum of x over the lanes up to the calling one, which is `lane`.
+/// The inclusive prefix sum of x over the lanes of a warp. `lane` is the number of the calling lane.
 __device__ inline std::uint64_t warp_scan(std::uint64_t x, int lane) {
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {

@@ -14,25 +14,26 @@ Status enqueue_extend(View<std::int32_t, 1> positions, View<std::int32_t, 1> kv_
 
 inline constexpr int kMaxSlots = 64;
 
-/// The tokens of a step of all slots, one each, as the host gives them.
+/// The token of each slot in a step, as the host gives it. A slot without a token has the cache's capacity as its
+/// position, so that nothing is appended to it.
 struct SlotTokens {
   std::int32_t id[kMaxSlots];
-  std::int32_t
-      position[kMaxSlots];  // that of a slot without a token is the cache's capacity: nothing is appended there
+  std::int32_t position[kMaxSlots];
 };
 /// The device's arrays of a step, (slots) each.
 struct StepArrays {
   View<std::int32_t, 1> ids, positions, kv_len;
 };
 
-/// ids = tokens.id, positions = tokens.position and kv_len = positions + 1.
+/// Prepares a step whose tokens the host gives: ids = tokens.id, positions = tokens.position, kv_len = positions + 1.
 Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Context& context);
-/// The step that follows: ids = chosen, and positions and kv_len grow by 1, except where a position is the capacity.
+/// Adds the launch that prepares the step after a choice: ids = chosen, positions += 1, kv_len += 1. A position that is
+/// the capacity stays, and so does its kv_len.
 Status add_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
                   LaunchList& launches);
 
-/// The end of a slot's prompt: positions and kv_len are those of its last token, as is `length`, from the prompt's own
-/// kv_len.
+/// Records the end of a slot's prompt. `kv_len` (1) is the number of the slot's entries: it becomes lengths[slot] and
+/// step.kv_len[slot]. step.positions[slot] becomes the position of the last entry.
 Status enqueue_end_of_prompt(const StepArrays& step, View<std::int32_t, 1> lengths, View<const std::int32_t, 1> kv_len,
                              std::int64_t slot, const Context& context);
 

@@ -61,8 +61,8 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
                       s.copies.get()));
     CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
-    // The next step of the same slots needs nothing of the host: it runs while the host reads the ids. Behind a prompt
-    // it is that of the only slot.
+    // The next step of the same slots needs nothing from the host: it runs while the host reads the ids. After a prompt
+    // the runner knows the next step only where there is one slot.
     const std::vector<Draw>& stepped = by_place[std::size_t(s.options.slots == 1 ? s.where[0] : s.last_step)];
     s.ahead.clear();
     if (stepped.size() == draws.size() && std::none_of(draws.begin(), draws.end(), [&](const Draw& d) {
@@ -100,7 +100,7 @@ Result<std::int32_t> Model::State::chosen_id(const Draw& d) {
 }
 
 std::string Model::State::first_nan(std::int64_t slot) {
-  // The step that runs ahead uses the same activations: it is over before, and is run again.
+  // A step that runs ahead uses the same activations. The copies below wait for its end, and it is run again later.
   ahead.clear();
   std::string found;
   const std::int64_t position = lengths[slot] - 1;

@@ -13,7 +13,7 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
         spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
           const LaunchMode mode{.early = true};
           if (site.site.name != site::final_layer_norm.name) return name_site(site, graph.run(args, mode));
-          // It reads the last rows of what the layers make, whose first byte is another one.
+          // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
           LaunchList launches(context, workspace.scratch());
           CF_TRY(name_site(site, prepare(args, launches)));
           const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};

@@ -43,7 +43,7 @@ inline AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t co
   return matrix;
 }
 
-/// The status with the site's name before it.
+/// Puts the site's name before the message of a Status that is not ok.
 inline Status name_site(const ModelSite& site, const Status& status) {
   return status ? status : Status::error(status.code(), site.name() + ": " + status.message());
 }
@@ -72,11 +72,11 @@ struct Model::State {
 
   std::size_t lay_out(std::byte* block);
   Status prepare_steps();
-  /// Calls add(site, args) for the sites of a step outside the layers, in the walk's order.
+  /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
   template <class Add>
   Status for_each_outer_site(Where to, Add&& add) const;
-  /// A step as one graph: around the layers that the executor puts onto a stream, or of every op by itself, which waits
-  /// for those alone whose data it needs.
+  /// A step as one graph. executor_step() captures what the executor puts onto a stream for the layers.
+  /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
   Result<GraphExec> executor_step(Where to, bool follows);
   Result<GraphExec> dataflow_step(Where to, bool follows);
   /// What the first layer of a step reads.
@@ -107,7 +107,7 @@ struct Model::State {
   Status run_step(Where to, bool follows);
   /// Copies the logits of slots that this step leaves out, where the step would overwrite them.
   Status keep_logits(std::span<const Token> tokens, Where overwritten);
-  /// Whether the step that was run ahead is this one.
+  /// Whether these tokens are those of the step that is on the stream already.
   bool ran_ahead(std::span<const Token> tokens) const;
   static Where step_place(std::size_t parity) { return parity == 0 ? Where::even_steps : Where::odd_steps; }
   Where next_place() const { return last_step == Where::even_steps ? Where::odd_steps : Where::even_steps; }

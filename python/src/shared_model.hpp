@@ -12,7 +12,7 @@
 
 namespace cf::python {
 
-/// A model on a GPU whose slots any number of runners share, each with slots of its own. Threads take turns.
+/// A model on a GPU that several runners share. Each runner leases slots of its own. One thread at a time uses the model.
 class SharedModel {
  public:
   SharedModel(DeviceModel model, int device)

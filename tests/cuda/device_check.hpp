@@ -48,8 +48,8 @@ void check_state(Problem<Op>& untouched, Problem<Op>& got, Problem<Op>& referenc
   CHECK(c->within(budget));
 }
 
-/// Whether the device runs a problem of this setup; what it runs is held against the oracle. What it does not run must
-/// say why. `change` may take optional tensors away.
+/// Runs a problem of this setup on the device and compares the outputs with the oracle's. Returns whether the device has
+/// a kernel for it; where there is none, the refusal must give a reason. `change` may take optional tensors away.
 template <class Op>
 bool check_on_device(
     const Setup& s, Problem<Op>& untouched, cuda::Scratch scratch = {},

@@ -274,7 +274,7 @@ TEST_CASE("decoder on the GPU: each id is the CPU sampler's choice among the log
   const Small small;
   Decoder d = small.decoder({.slots = 2, .capacity = 96, .chunk = 16});
   const Ids prompt = ids_of(9, 7);
-  // A second sequence takes a slot that another one has left.
+  // A first sequence ends, and leaves its slot to the second.
   const auto before = taken(d.add(ids_of(5, 8), {.sampling = sampling, .max_new_tokens = 3}));
   taken(d.decode(3));
   CHECK(taken(d.finish(before)) == Finish::length);

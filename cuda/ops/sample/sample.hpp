@@ -20,7 +20,7 @@ struct SlotSampling {
 /// lies beyond float32, all are -infinity, or the position is negative.
 inline constexpr std::int32_t kNoToken = -1;
 
-/// The words of four bytes that have a bit for each id.
+/// The number of 32-bit words in a bitmap that has one bit for each id.
 constexpr std::int64_t seen_words(std::int64_t vocab_size) { return (vocab_size + 31) / 32; }
 
 /// Where the logits and the settings of all slots lie, and where their tokens go. All of it is device memory.
