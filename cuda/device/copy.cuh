@@ -27,6 +27,20 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uin
                : "memory");
 }
 
+/// The copy engine brings a tile of a matrix to shared memory, from this column and row on, and counts its bytes at the
+/// barrier: those beyond the matrix, too. `map` is a kernel's argument that make_tensor_map() made.
+__device__ inline void copy_tensor_tile(void* to, const void* map, int column, int row, int matrix,
+                                        std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Brings a kernel's tensor map to where the copy engine looks for it.
+__device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 /// cp.async: begins the copy of 16 bytes from device memory to shared memory, past the registers. Both addresses are
 /// multiples of 16.
 __device__ inline void copy_async(void* to, const void* from) {
