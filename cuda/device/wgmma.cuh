@@ -55,20 +55,52 @@ __device__ void wgmma_wait() {
 #endif
 }
 
-/// Orders this thread's accesses to registers before what follows in the compiler's eyes: called for sums after
-/// wgmma_wait().
+/// Orders this thread's accesses to registers before what follows in the compiler's eyes: called for sums and for
+/// operand a after wgmma_wait(), and before wgmma_fence() where other code has touched them.
 template <int N>
 __device__ void keep_in_registers(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N>
+__device__ void keep_in_registers(std::uint32_t (&a)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
+/// to = from, by an instruction of its own. It makes a new operand a out of registers that were written while other
+/// products were running: without it the compiler takes these for the operand itself, and lets no products run beside.
+template <int N>
+__device__ void copy_registers(std::uint32_t (&to)[N], const std::uint32_t (&from)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("mov.b32 %0, %1;" : "=r"(to[i]) : "r"(from[i]));
+}
+
+/// Orders this thread's plain stores to shared memory before products that read what was stored. The threads that start
+/// the products wait for this thread after the call.
+__device__ inline void let_products_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// Gives registers of the calling warpgroup's threads away, until each has Registers left, a multiple of 8.
+template <int Registers>
+__device__ void give_registers() {
+#ifdef CF_HAVE_WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+#endif
+}
+/// Waits until each of the calling warpgroup's threads has Registers, which others of the block have given away.
+template <int Registers>
+__device__ void take_registers() {
+#ifdef CF_HAVE_WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+#endif
 }
 
 // wgmma(d, a, b, add, T): d = a * b, or d += a * b where `add` is true, in float32. a is 64 x 16, b is 16 x n, d is
 // 64 x n with n = 2 * the registers of d. a and b are described by tile_along_k(). In warp w of the warpgroup a lane
 // holds, with g = lane / 4 and t = lane % 4,
 //   d[4j..4j+1] = d[16w + g][8j + 2t..]   d[4j+2..4j+3] = d[16w + g + 8][8j + 2t..]
-// wgmma_across(d, a, b, T): d += a * b with operand a in registers as mma() takes it, rows 16w..16w+15 in warp w, and b
-// described by tile_across_k().
+// Operand a may also be in registers as mma() takes it, rows 16w..16w+15 in warp w.
+// wgmma_across(d, a, b, T): d += a * b with operand a in registers and b described by tile_across_k().
 #define CF_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CF_NUMBERS_16 CF_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CF_NUMBERS_24 CF_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -91,6 +123,12 @@ __device__ void keep_in_registers(float (&d)[N]) {
                "k16.f32." type "." type " {" CF_NUMBERS_##registers "}, %" a ", %" b ", add, 1, 1, 0, 0;\n}" \
                : CF_SUMS_##registers(0)                                                                      \
                : "l"(tile_a), "l"(tile_b), "r"(int(is_added)))
+#define CF_WGMMA_ROWS_ASM(n, registers, type, a0, a1, a2, a3, b, add)                                              \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n           \
+               "k16.f32." type "." type " {" CF_NUMBERS_##registers "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b \
+                                                                    ", add, 1, 1, 0;\n}"                           \
+               : CF_SUMS_##registers(0)                                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile_b), "r"(int(is_added)))
 #define CF_WGMMA_ACROSS_ASM(n, registers, type, a0, a1, a2, a3, b)                                         \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" CF_NUMBERS_##registers \
                "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b ", 1, 1, 1, 1;"                              \
@@ -98,6 +136,7 @@ __device__ void keep_in_registers(float (&d)[N]) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile_b))
 #else
 #define CF_WGMMA_ASM(...)
+#define CF_WGMMA_ROWS_ASM(...)
 #define CF_WGMMA_ACROSS_ASM(...)
 #endif
 #define CF_WGMMA(n, registers, a, b, add)                                                                     \
@@ -108,6 +147,15 @@ __device__ void keep_in_registers(float (&d)[N]) {
   __device__ inline void wgmma([[maybe_unused]] float(&d)[registers], [[maybe_unused]] std::uint64_t tile_a,  \
                                [[maybe_unused]] std::uint64_t tile_b, [[maybe_unused]] bool is_added, bf16) { \
     CF_WGMMA_ASM(n, registers, "bf16", a, b, add);                                                            \
+  }
+#define CF_WGMMA_ROWS(n, registers, a0, a1, a2, a3, b, add)                                                        \
+  __device__ inline void wgmma([[maybe_unused]] float(&d)[registers], [[maybe_unused]] const std::uint32_t(&a)[4], \
+                               [[maybe_unused]] std::uint64_t tile_b, [[maybe_unused]] bool is_added, f16) {       \
+    CF_WGMMA_ROWS_ASM(n, registers, "f16", a0, a1, a2, a3, b, add);                                                \
+  }                                                                                                                \
+  __device__ inline void wgmma([[maybe_unused]] float(&d)[registers], [[maybe_unused]] const std::uint32_t(&a)[4], \
+                               [[maybe_unused]] std::uint64_t tile_b, [[maybe_unused]] bool is_added, bf16) {      \
+    CF_WGMMA_ROWS_ASM(n, registers, "bf16", a0, a1, a2, a3, b, add);                                               \
   }
 #define CF_WGMMA_ACROSS(n, registers, a0, a1, a2, a3, b)                             \
   __device__ inline void wgmma_across([[maybe_unused]] float(&d)[registers],         \
@@ -124,12 +172,15 @@ CF_WGMMA(16, 8, "8", "9", "10")
 CF_WGMMA(32, 16, "16", "17", "18")
 CF_WGMMA(64, 32, "32", "33", "34")
 CF_WGMMA(128, 64, "64", "65", "66")
+CF_WGMMA_ROWS(64, 32, "32", "33", "34", "35", "36", "37")
 CF_WGMMA_ACROSS(64, 32, "32", "33", "34", "35", "36")
 CF_WGMMA_ACROSS(80, 40, "40", "41", "42", "43", "44")
 CF_WGMMA_ACROSS(128, 64, "64", "65", "66", "67", "68")
 #undef CF_WGMMA
+#undef CF_WGMMA_ROWS
 #undef CF_WGMMA_ACROSS
 #undef CF_WGMMA_ASM
+#undef CF_WGMMA_ROWS_ASM
 #undef CF_WGMMA_ACROSS_ASM
 #undef CF_NUMBERS_8
 #undef CF_NUMBERS_16

@@ -2,6 +2,7 @@
 #include "cuda/ops/run.hpp"
 
 #include "cuda/runtime/launch.hpp"
+#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -197,6 +198,9 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
     if constexpr (dtype_of<T> == DType::f32) {
       return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
     } else {
+      if (wgmma_pays(launches.arch(), d.head_dim, d.q_len) && runs_wgmma(launches.device()))
+        return prepare_wgmma_prefill(call, wgmma_plan(launches.arch(), d.head_dim, d.q_len, d.batch * d.heads),
+                                     a.q.dtype, d.batch, launches);
       if (prefill_pays(d.q_len)) return prepare_prefill(call, a.q.dtype, d.batch, launches);
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);

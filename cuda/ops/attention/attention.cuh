@@ -38,6 +38,8 @@ struct AttentionCall {
 
 /// Attention of many new tokens, 16-bit activations: cuda/ops/attention/attention_prefill.cu.
 Status prepare_prefill(const AttentionCall&, DType activation, std::int64_t batch, LaunchList&);
+/// The same on Hopper's tensor cores, where wgmma_pays(): cuda/ops/attention/attention_wgmma.cu.
+Status prepare_wgmma_prefill(const AttentionCall&, const WgmmaPlan&, DType activation, std::int64_t batch, LaunchList&);
 
 /// Copies a tile of keys and values into shared memory; the cache holds `keys` of them. All warps of a block call. Each
 /// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,
@@ -68,13 +70,42 @@ struct Fragment {
   std::uint32_t a[4];
 };
 
+/// Loads queries as rows of operand a: row(r) is the query of row g + 8r, or null for a row of zeros. With Rows = 1 the
+/// query of row g is that of row g + 8, too.
+template <class T, int HeadDim, int Rows, class Row>
+__device__ void load_queries(Fragment (&q)[HeadDim / 16], int head_dim, Row row) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < Rows; ++r) {
+    const T* x = row(r);
+#pragma unroll
+    for (int i = 0; i < HeadDim / 8; ++i) {
+      const int column = 8 * i + 2 * t;
+      std::uint32_t* a = q[i / 2].a + i % 2 * 2;
+      a[r] = x && column < head_dim ? *reinterpret_cast<const std::uint32_t*>(x + column) : 0;
+      if constexpr (Rows == 1) a[1] = a[0];
+    }
+  }
+}
+
+/// Two weights as two pairs of numbers of T: their rounded values and the rests. One rounding alone would cost as much
+/// accuracy as the rounding of the result.
+template <class T>
+struct SplitWeights {
+  std::uint32_t high, low;
+
+  __device__ SplitWeights(float first, float second) : high(pack_pair<T>(first, second)) {
+    const float2 rounded = unpack(high, T{});
+    low = pack_pair<T>(first - rounded.x, second - rounded.y);
+  }
+};
+
 /// A warp's queries and their softmax-weighted sums so far. The queries are the rows of `Operands` operands of 16 rows,
 /// which share each load of keys and values. With g = lane / 4 and t = lane % 4 a lane holds columns 8n + 2t and
 /// 8n + 2t + 1 of rows g and g + 8 of each operand.
 /// Rows = 2: each row is a query. Rows = 1: all rows of an operand are the same query. A weight enters the product as
-/// two numbers of T: its rounded value and the rest. One rounding alone would cost as much accuracy as the rounding of
-/// the result. With Rows = 1 the upper eight rows multiply the rounded values, the lower eight the rests, and the
-/// caller adds both.
+/// SplitWeights has it. With Rows = 1 the upper eight rows multiply the rounded values, the lower eight the rests, and
+/// the caller adds both.
 /// Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 template <class T, int HeadDim, int TileKeys, int Keys, int Rows, int Operands = 1>
 struct AttentionRows {
@@ -86,20 +117,8 @@ struct AttentionRows {
   /// row(operand, r) is the query of row g + 8r, or null for a row of zeros.
   template <class Row>
   __device__ AttentionRows(int head_dim, Row row) : head_dim(head_dim) {
-    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int m = 0; m < Operands; ++m)
-#pragma unroll
-      for (int r = 0; r < Rows; ++r) {
-        const T* x = row(m, r);
-#pragma unroll
-        for (int i = 0; i < HeadDim / 8; ++i) {
-          const int column = 8 * i + 2 * t;
-          std::uint32_t* a = q[m][i / 2].a + i % 2 * 2;
-          a[r] = x && column < head_dim ? *reinterpret_cast<const std::uint32_t*>(x + column) : 0;
-          if constexpr (Rows == 1) a[1] = a[0];
-        }
-      }
+    for (int m = 0; m < Operands; ++m) load_queries<T, HeadDim, Rows>(q[m], head_dim, [&](int r) { return row(m, r); });
   }
 
   /// Adds Keys keys and values of a tile in shared memory: Keys / 8 of each run, from the run's key `first` on. Row i
@@ -140,9 +159,9 @@ struct AttentionRows {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* p = s[m][2 * j + i / 2] + (Rows == 1 ? 0 : i % 2 * 2);
-          high[m].a[i] = pack_pair<T>(p[0], p[1]);
-          const float2 rounded = unpack(high[m].a[i], T{});
-          low[m].a[i] = pack_pair<T>(p[0] - rounded.x, p[1] - rounded.y);
+          const SplitWeights<T> split(p[0], p[1]);
+          high[m].a[i] = split.high;
+          low[m].a[i] = split.low;
         }
         if constexpr (Rows == 1) {
           high[m].a[1] = low[m].a[0];

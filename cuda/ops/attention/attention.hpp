@@ -54,6 +54,49 @@ constexpr int prefill_smem_bytes(int padded_head_dim) {
 /// Whether the prefill kernel is faster than the decode kernel, which gives each query blocks of its own.
 constexpr bool prefill_pays(std::int64_t q_len) { return q_len >= 16; }
 
+/// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueries queries to kWgmmaKeys keys at once.
+inline constexpr int kWgmmaQueries = 64, kWgmmaKeys = 64;
+inline constexpr int kWgmmaTileBytes = kWgmmaKeys * 128;  // a tile's row has 64 elements
+
+/// Whether that kernel is faster than the other prefill kernel. `head_dim` is a multiple of 8.
+constexpr bool wgmma_pays(const Arch& arch, std::int64_t head_dim, std::int64_t q_len) {
+  return arch.compute_capability == 90 && head_dim <= 128 && q_len >= 64;
+}
+
+/// Tiles side by side that hold a key or value.
+constexpr int wgmma_columns(int padded_head_dim) { return (padded_head_dim + 63) / 64; }
+/// Tiles of a block's rings, of keys and of values.
+constexpr int wgmma_stages(int warpgroups) { return warpgroups > 1 ? 4 : 3; }
+/// Threads of a block: one warpgroup more copies the tiles, and leaves its registers to the others.
+constexpr int wgmma_threads(int warpgroups) { return 128 * (warpgroups + 1); }
+inline constexpr int kWgmmaCopyRegisters = 24;  // of a thread that copies
+constexpr int wgmma_registers(int warpgroups) { return warpgroups > 1 ? 240 : 232; }
+/// Blocks that the plan expects on an SM: two warpgroups in any case, so that one computes weights while the tensor
+/// cores multiply for the other.
+constexpr int wgmma_blocks_per_sm(int warpgroups) { return warpgroups > 1 ? 1 : 2; }
+
+/// How the prefill on Hopper's tensor cores divides its work.
+struct WgmmaPlan {
+  int warpgroups;    // of a block
+  int query_blocks;  // blocks that share a head's queries
+  int smem_bytes;    // of a block
+};
+
+/// The plan with blocks of this many warpgroups. The rings begin at a multiple of 1024 bytes.
+constexpr WgmmaPlan wgmma_plan_of(int warpgroups, std::int64_t head_dim, std::int64_t q_len) {
+  const int queries = warpgroups * kWgmmaQueries, columns = wgmma_columns(padded_head_dim(head_dim));
+  return {.warpgroups = warpgroups,
+          .query_blocks = int((q_len + queries - 1) / queries),
+          .smem_bytes = 1024 + wgmma_stages(warpgroups) * 2 * columns * kWgmmaTileBytes};
+}
+
+/// `heads` = batch * heads. Two warpgroups read each tile once. Where their blocks would leave an SM without one, each
+/// warpgroup has a block of its own.
+constexpr WgmmaPlan wgmma_plan(const Arch& arch, std::int64_t head_dim, std::int64_t q_len, std::int64_t heads) {
+  const WgmmaPlan two = wgmma_plan_of(2, head_dim, q_len);
+  return two.query_blocks * heads >= arch.sm_count ? two : wgmma_plan_of(1, head_dim, q_len);
+}
+
 /// Floats of a partial result: head_dim sums of weighted values, the softmax's maximum and sum, and padding to 16
 /// bytes.
 constexpr int part_floats(int head_dim) { return head_dim + 4; }
@@ -107,5 +150,10 @@ struct SplitTiles {
 
 static_assert(prefill_smem_bytes(128) <= kRtx5090.smem_per_block_bytes &&
               prefill_smem_bytes(kMaxHeadDim) <= kRtx5090.smem_per_block_bytes);
+static_assert(wgmma_blocks_per_sm(1) * 128 * (wgmma_registers(1) + kWgmmaCopyRegisters) <= kH200.registers_per_sm &&
+              wgmma_blocks_per_sm(2) * 128 * (2 * wgmma_registers(2) + kWgmmaCopyRegisters) <= kH200.registers_per_sm);
+// Beside its dynamic shared memory a block has the rings' barriers.
+static_assert(wgmma_plan_of(1, 128, 64).smem_bytes + 256 <= smem_per_block_bytes(kH200, wgmma_blocks_per_sm(1)) &&
+              wgmma_plan_of(2, 128, 64).smem_bytes + 256 <= smem_per_block_bytes(kH200, wgmma_blocks_per_sm(2)));
 
 }  // namespace cf::cuda

@@ -1,0 +1,326 @@
+#include "core/ops/attention.hpp"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/ops/attention/attention.cuh"
+#include "cuda/runtime/launch.hpp"
+#include "cuda/runtime/tensor_map.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// A ring's barriers. A stage is full when its copies have arrived, and empty when every warp of the warpgroups is done
+/// with it.
+template <int Stages>
+struct RingBarriers {
+  std::uint64_t full[Stages], empty[Stages];
+};
+
+/// A turn at a ring: its stage, and the parity of the stage's barriers.
+template <int Stages>
+struct Turn {
+  int stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == Stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// A warpgroup's queries and their softmax-weighted sums so far. With g = lane / 4 and t = lane % 4 a lane of warp w
+/// holds rows 16w + g and 16w + g + 8 of the queries, as wgmma() has them. The products of a start are one group. Its
+/// registers are left alone until the caller has waited for the group and called the end.
+/// Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+template <class T, int HeadDim>
+struct WarpgroupRows {
+  static constexpr int kKeySteps = kWgmmaKeys / 16;
+  /// The weights of a tile's keys as SplitWeights has them, in operands of 16 keys.
+  struct Weights {
+    Fragment high[kKeySteps], low[kKeySteps];
+  };
+
+  Fragment q[HeadDim / 16];
+  Weights weights;
+  float scores[kWgmmaKeys / 2] = {}, values[HeadDim / 2] = {};
+  SoftmaxState state[2];  // each sum is over the lane's own columns
+  float factor[2];        // that brings `values` to the maxima of `state`
+
+  /// Starts the queries' products with a tile of keys.
+  __device__ void start_scores(const unsigned char* keys) {
+    keep_in_registers(scores);
+    wgmma_fence();
+    const std::uint64_t k = tile_along_k(keys);
+#pragma unroll
+    for (int i = 0; i < HeadDim / 16; ++i)
+      wgmma(scores, q[i].a, k + std::uint64_t(i / 4 * (kWgmmaTileBytes >> 4)) + i % 4 * kWgmmaStep, i > 0, T{});
+    wgmma_commit();
+  }
+  __device__ void end_scores() { keep_in_registers(scores); }
+
+  /// Starts the weights' products with a tile of values.
+  __device__ void start_values(const unsigned char* tile) {
+    keep_operands();
+    wgmma_fence();
+    const std::uint64_t v = tile_across_k(tile, kWgmmaTileBytes);
+#pragma unroll
+    for (int j = 0; j < kKeySteps; ++j) {
+      wgmma_across(values, weights.high[j].a, v + j * kWgmmaRows, T{});
+      wgmma_across(values, weights.low[j].a, v + j * kWgmmaRows, T{});
+    }
+    wgmma_commit();
+  }
+  __device__ void end_values() { keep_operands(); }
+
+  /// The weights of the scores. Row g + 8r sees the tile's first visible(r) keys; without `masked` it sees all of them.
+  /// `values` are left for rescale_values().
+  template <class Visible>
+  __device__ Weights weigh_scores(float scale, bool masked, Visible visible) {
+    const auto score = [&](int r, int i) -> float& { return scores[i / 2 * 4 + 2 * r + i % 2]; };
+    if (masked)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int keys = visible(r) - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kWgmmaKeys / 4; ++i)
+          if (i / 2 * 8 + i % 2 >= keys) score(r, i) = -INFINITY;
+      }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      weigh<kWgmmaKeys / 4, true>(
+          state[r], scale, [&](int i) -> float& { return score(r, i); }, [&](float f) { factor[r] = f; });
+    Weights next;
+#pragma unroll
+    for (int i = 0; i < kWgmmaKeys / 4; ++i) {
+      const SplitWeights<T> split(scores[2 * i], scores[2 * i + 1]);
+      next.high[i / 4].a[i % 4] = split.high;
+      next.low[i / 4].a[i % 4] = split.low;
+    }
+    return next;
+  }
+  /// Makes these the weights of the next products with values.
+  __device__ void set_weights(const Weights& next) {
+#pragma unroll
+    for (int j = 0; j < kKeySteps; ++j) {
+      copy_registers(weights.high[j].a, next.high[j].a);
+      copy_registers(weights.low[j].a, next.low[j].a);
+    }
+  }
+  /// Waits for the products with values, and brings these to the maxima of the latest scores. The wait also stands in the
+  /// branch: the compiler would move a single one up over all instructions without a branch, before the weights.
+  __device__ void rescale_values() {
+    if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
+      wgmma_wait<0>();
+      end_values();
+#pragma unroll
+      for (int i = 0; i < HeadDim / 2; ++i) values[i] *= factor[i / 2 % 2];
+    }
+    wgmma_wait<0>();
+    end_values();
+  }
+
+  /// Stores row g + 8r of the result.
+  __device__ void store(int r, int head_dim, T* y) const {
+    const int t = threadIdx.x % 4;
+    const float per_weight = 1 / quad_sum(state[r].sum);
+    if (!y) return;
+#pragma unroll
+    for (int n = 0; n < HeadDim / 8; ++n)
+      if (8 * n < head_dim) {
+        const float* x = values + 4 * n + 2 * r;
+        *reinterpret_cast<std::uint32_t*>(y + 8 * n + 2 * t) = pack_pair<T>(x[0] * per_weight, x[1] * per_weight);
+      }
+  }
+
+ private:
+  __device__ void keep_operands() {
+    keep_in_registers(values);
+#pragma unroll
+    for (int j = 0; j < kKeySteps; ++j) {
+      keep_in_registers(weights.high[j].a);
+      keep_in_registers(weights.low[j].a);
+    }
+  }
+};
+
+/// A block attends with kWgmmaQueries queries a warpgroup, of one sequence and head, to all keys that the last of them
+/// sees. A warp of one warpgroup more keeps rings of tiles of keys and of values full. A warpgroup computes a tile's
+/// weights while the tensor cores multiply the weights of the tile before with its values, or work for the other
+/// warpgroup.
+template <class T, int HeadDim, int Warpgroups>
+__global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm(Warpgroups))
+    wgmma_prefill_kernel([[maybe_unused]] const __grid_constant__ AttentionCall c,
+                         [[maybe_unused]] const __grid_constant__ CUtensorMap k_map,
+                         [[maybe_unused]] const __grid_constant__ CUtensorMap v_map) {
+#ifdef CF_HAVE_WGMMA
+  constexpr int stages = wgmma_stages(Warpgroups), columns = wgmma_columns(HeadDim),
+                stage_bytes = columns * kWgmmaTileBytes;
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ RingBarriers<stages> k_ring, v_ring;
+  __shared__ std::uint64_t zeros_stored;
+  unsigned char* const k_tiles = smem + (-shared_address(smem) & 1023);
+  unsigned char* const v_tiles = k_tiles + stages * stage_bytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (RingBarriers<stages>* ring : {&k_ring, &v_ring})
+      for (int s = 0; s < stages; ++s) {
+        init_barrier(ring->full + s, 1);
+        init_barrier(ring->empty + s, 4 * Warpgroups);
+      }
+    init_barrier(&zeros_stored, 1);
+    publish_barriers();
+  }
+  __syncthreads();
+  let_successor_start();
+  wait_for_predecessors();
+
+  // Blocks with more keys start earlier.
+  const int first_query = int(gridDim.y - 1 - blockIdx.y) * Warpgroups * kWgmmaQueries, head = blockIdx.x,
+            b = blockIdx.z;
+  const int kv_len = c.kv_len[b];
+  // The tiles that queries up to this one see. A block copies the first tile in any case, before kv_len is there.
+  const auto tiles_up_to = [&](int query) {
+    const int sees = c.visible_keys(kv_len, 0);  // keys that query 0 sees; query i sees i more
+    return sees ? (sees + min(query, c.q_len - 1) + kWgmmaKeys - 1) / kWgmmaKeys : 0;
+  };
+  const auto last_tile = [&] { return max(tiles_up_to(first_query + Warpgroups * kWgmmaQueries - 1), 1) - 1; };
+
+  if (warp >= 4 * Warpgroups) {
+    give_registers<kWgmmaCopyRegisters>();
+    if (warp > 4 * Warpgroups) return;
+    if (elected()) {
+      const int matrix = b * c.kv_heads + c.kv_head(head);
+      const auto copy = [&](unsigned char* to, const CUtensorMap& map, int tile, std::uint64_t* full) {
+        arrive_expecting(full, stage_bytes);
+#pragma unroll
+        for (int i = 0; i < columns; ++i)
+          copy_tensor_tile(to + i * kWgmmaTileBytes, &map, i * kTileColumns, tile * kWgmmaKeys, matrix, full);
+      };
+      Turn<stages> turn;
+      int tile = 0;
+      do {
+        wait_barrier(k_ring.empty + turn.stage, turn.parity ^ 1);  // at once in the first round
+        copy(k_tiles + turn.stage * stage_bytes, k_map, tile, k_ring.full + turn.stage);
+        wait_barrier(v_ring.empty + turn.stage, turn.parity ^ 1);
+        copy(v_tiles + turn.stage * stage_bytes, v_map, tile, v_ring.full + turn.stage);
+        turn.next();
+      } while (++tile <= last_tile());
+    }
+    __syncwarp();
+    // Values behind the last key become zeros, because a weight of 0 times NaN would be NaN. Scores of keys behind it
+    // are never used.
+    const int tile = last_tile(), s = tile % stages, valid = kv_len - tile * kWgmmaKeys;
+    if (valid > 0 && valid < kWgmmaKeys) {
+      wait_barrier(v_ring.full + s, tile / stages % 2);
+#pragma unroll
+      for (int i = 0; i < columns; ++i)
+#pragma unroll 1
+        for (int byte = valid * kTileRowBytes + lane * 16; byte < kWgmmaTileBytes; byte += 32 * 16)
+          *reinterpret_cast<uint4*>(v_tiles + s * stage_bytes + i * kWgmmaTileBytes + byte) = {};
+      let_products_see();
+      __syncwarp();
+      if (lane == 0) arrive(&zeros_stored);
+    }
+    return;
+  }
+
+  take_registers<wgmma_registers(Warpgroups)>();
+  const int own_first = first_query + warp / 4 * kWgmmaQueries, warp_first = own_first + warp % 4 * 16;
+  const auto query_of = [&](int r) { return warp_first + 8 * r + lane / 4; };
+  WarpgroupRows<T, HeadDim> rows;
+  load_queries<T, HeadDim, 2>(rows.q, c.head_dim, [&](int r) {
+    return query_of(r) < c.q_len ? static_cast<const T*>(c.q) + c.query(b, query_of(r), head) : nullptr;
+  });
+  const int sees = c.visible_keys(kv_len, 0), last = last_tile();
+  const int tiles = own_first < c.q_len ? tiles_up_to(own_first + kWgmmaQueries - 1) : 0;
+  const bool zeros = kv_len < (last + 1) * kWgmmaKeys;
+  Turn<stages> k_turn, v_turn;
+
+  const auto start_scores = [&] {
+    wait_barrier(k_ring.full + k_turn.stage, k_turn.parity);
+    rows.start_scores(k_tiles + k_turn.stage * stage_bytes);
+  };
+  const auto weigh_scores = [&](int tile) {
+    rows.end_scores();
+    if (lane == 0) arrive(k_ring.empty + k_turn.stage);
+    k_turn.next();
+    const int first = tile * kWgmmaKeys;
+    return rows.weigh_scores(c.scale, first + kWgmmaKeys > sees + warp_first,
+                             [&](int r) { return sees + min(query_of(r), c.q_len - 1) - first; });
+  };
+  const auto start_values = [&](int tile) {
+    wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
+    if (tile == last && zeros) wait_barrier(&zeros_stored, 0);
+    rows.start_values(v_tiles + v_turn.stage * stage_bytes);
+  };
+  const auto release_values = [&] {
+    if (lane == 0) arrive(v_ring.empty + v_turn.stage);
+    v_turn.next();
+  };
+
+  if (tiles > 0) {
+    start_scores();
+    wgmma_wait<0>();
+    rows.set_weights(weigh_scores(0));
+#pragma unroll 1
+    for (int tile = 1; tile < tiles; ++tile) {
+      start_scores();
+      start_values(tile - 1);
+      wgmma_wait<1>();
+      const auto next = weigh_scores(tile);
+      rows.rescale_values();
+      release_values();
+      rows.set_weights(next);
+    }
+    start_values(tiles - 1);
+    wgmma_wait<0>();
+    rows.end_values();
+    release_values();
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    rows.store(r, c.head_dim, query_of(r) < c.q_len ? static_cast<T*>(c.y) + c.query(b, query_of(r), head) : nullptr);
+  // The tiles that only the block's other queries see are not read, but waited for: no copy outlives the block, and the
+  // barriers' phases keep their order.
+  for (int tile = tiles; tile <= last; ++tile) {
+    wait_barrier(k_ring.full + k_turn.stage, k_turn.parity);
+    if (lane == 0) arrive(k_ring.empty + k_turn.stage);
+    k_turn.next();
+    wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
+    if (lane == 0) arrive(v_ring.empty + v_turn.stage);
+    v_turn.next();
+  }
+#endif
+}
+
+template <class T>
+auto kernel_for(int padded, int warpgroups) {
+  switch (padded) {
+    case 64: return warpgroups > 1 ? wgmma_prefill_kernel<T, 64, 2> : wgmma_prefill_kernel<T, 64, 1>;
+    case 80: return warpgroups > 1 ? wgmma_prefill_kernel<T, 80, 2> : wgmma_prefill_kernel<T, 80, 1>;
+    default: return warpgroups > 1 ? wgmma_prefill_kernel<T, 128, 2> : wgmma_prefill_kernel<T, 128, 1>;
+  }
+}
+
+}  // namespace
+
+Status prepare_wgmma_prefill(const AttentionCall& c, const WgmmaPlan& plan, DType activation, std::int64_t batch,
+                             LaunchList& launches) {
+  const auto map_of = [&](const void* cache, CUtensorMap& map) {
+    return make_tensor_map(
+        {.data = cache, .dtype = activation, .columns = c.head_dim, .rows = c.capacity, .matrices = batch * c.kv_heads},
+        kWgmmaKeys, map);
+  };
+  CUtensorMap k_map, v_map;
+  CF_TRY(map_of(c.k_cache, k_map));
+  CF_TRY(map_of(c.v_cache, v_map));
+  const LaunchShape shape{.grid = dim3(unsigned(c.heads), unsigned(plan.query_blocks), unsigned(batch)),
+                          .block = unsigned(wgmma_threads(plan.warpgroups)),
+                          .smem_bytes = std::size_t(plan.smem_bytes)};
+  const int padded = padded_head_dim(c.head_dim);
+  return launch(
+      ops::Attention::name, launches, shape,
+      activation == DType::f16 ? kernel_for<f16>(padded, plan.warpgroups) : kernel_for<bf16>(padded, plan.warpgroups),
+      c, k_map, v_map);
+}
+
+}  // namespace cf::cuda
