@@ -23,6 +23,13 @@ static_assert(cuda::attention_plan(cuda::kH200, 80, 32, 128).splits == 1);
 // Sixteen sequences fill the device without splits.
 static_assert(cuda::attention_plan(cuda::kH200, 80, 512, 2048).splits == 1);
 
+/// So many heads that a prefill's blocks on Hopper's tensor cores have two warpgroups each. With few heads they have
+/// one.
+constexpr std::int64_t kManyHeads = 132;
+static_assert(cuda::wgmma_plan(cuda::kH200, 80, 64, kManyHeads).warpgroups == 2 &&
+              cuda::wgmma_plan(cuda::kH200, 80, 130, 17 * 8).warpgroups == 2 &&
+              cuda::wgmma_plan(cuda::kH200, 80, 512, 2 * 3).warpgroups == 1);
+
 }  // namespace
 
 // A case takes as long as the oracle and the inputs take. So one head_dim goes through every boundary, the others
@@ -66,11 +73,53 @@ TEST_CASE("attention on the GPU: prefill with and without a past", "[gpu][attent
     }
 }
 
+// From 64 queries on an H200 takes its own tensor cores: 64 queries a warpgroup, tiles of 64 keys.
+TEST_CASE("attention on the GPU: a long prefill at every boundary of queries and keys", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16}) {
+    for (std::int64_t q_len : {63, 64, 65, 127, 128, 129, 192, 200, 512})
+      for (std::int64_t past : {0, 1, 63, 64, 101}) {
+        const std::int64_t kv_len = q_len + past;
+        CHECK(agrees(attention_setup(1, 80, {1, q_len, kv_len, kv_len + past % 64}, activation)));
+      }
+    for (std::int64_t head_dim : {8, 64, 72, 80, 96, 128})
+      for (const Workload& load : {Workload{3, 64, 67, 200}, Workload{2, 129, 129, 129}, Workload{3, 65, 330, 333},
+                                   Workload{1, 70, 1111, 1200}})
+        CHECK(agrees(attention_setup(2, head_dim, load, activation)));
+  }
+}
+
+TEST_CASE("attention on the GPU: a long prefill of many heads", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (std::int64_t head_dim : {64, 80, 128})
+      for (const Workload& load : {Workload{1, 64, 64, 64}, Workload{1, 65, 100, 120}, Workload{1, 128, 191, 191},
+                                   Workload{1, 129, 129, 140}, Workload{1, 130, 300, 320}})
+        CHECK(agrees(attention_setup(kManyHeads, head_dim, load, activation)));
+}
+
+TEST_CASE("attention on the GPU: a long prefill with peaked and heavy-tailed inputs", "[gpu][attention]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (Fill fill : {Fill::heavy_tailed, Fill::peaked, Fill::shifted}) {
+      Setup few = attention_setup(2, 128, {2, 130, 290, 300}, activation),
+            many = attention_setup(kManyHeads, 80, {1, 130, 290, 300}, activation);
+      few.fill = many.fill = fill;
+      CHECK(agrees(few));
+      CHECK(agrees(many));
+    }
+}
+
+TEST_CASE("attention on the GPU: a long prefill - small", "[gpu][attention][small]") {
+  for (std::int64_t head_dim : {80, 128})
+    for (const Workload& load : {Workload{1, 64, 64, 64}, Workload{2, 65, 131, 200}})
+      CHECK(agrees(attention_setup(1, head_dim, load, DType::f16)));
+  CHECK(agrees(attention_setup(kManyHeads, 64, {1, 65, 70, 75}, DType::bf16)));
+}
+
 TEST_CASE("attention on the GPU: grouped query heads agree with the oracle", "[gpu][attention][grouped]") {
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (auto [heads, kv_heads] : kGroupedHeads)
       for (std::int64_t head_dim : {64, 80, 128, 256})
-        for (const Workload& load : {Workload{2, 1, 129, 140}, Workload{1, 3, 40, 41}, Workload{2, 33, 70, 70}})
+        for (const Workload& load :
+             {Workload{2, 1, 129, 140}, Workload{1, 3, 40, 41}, Workload{2, 33, 70, 70}, Workload{2, 66, 140, 150}})
           CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load, activation)));
 }
 
@@ -127,7 +176,8 @@ TEST_CASE("attention on the GPU: a kv_len that the cache has no room for gives N
 
 TEST_CASE("attention on the GPU gives the same bits a thousand times", "[gpu][attention]") {
   cuda::Context c = context();
-  for (const Workload& load : {Workload{1, 1, 2048, 0}, Workload{1, 1, 300, 0}, Workload{1, 130, 200, 0}})
+  for (const Workload& load : {Workload{1, 1, 2048, 0}, Workload{1, 1, 300, 0}, Workload{1, 130, 200, 0},
+                               Workload{17, 130, 200, 210}})  // blocks of two warpgroups
     for (DType activation : {DType::f16, DType::f32}) {
       const Setup s = attention_setup(8, 80, load, activation);
       DeviceProblem<ops::Attention> p(s);

@@ -103,6 +103,22 @@ Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& 
           }};
 }
 
+/// The items are the queries of a head and sequence. The rings' barriers are static shared memory.
+Launch wgmma_prefill_launch(const Arch& arch, std::int64_t head_dim, std::int64_t heads, const Workload& w) {
+  constexpr int static_smem_bytes = 256;
+  const WgmmaPlan plan = wgmma_plan(arch, head_dim, w.q_len, w.batch * heads);
+  const std::int64_t queries = plan.warpgroups * kWgmmaQueries;
+  return {.grid = {heads, plan.query_blocks, w.batch},
+          .threads = wgmma_threads(plan.warpgroups),
+          .blocks_per_sm = wgmma_blocks_per_sm(plan.warpgroups),
+          .smem_bytes = plan.smem_bytes + static_smem_bytes,
+          .items = w.q_len,
+          .sharers = plan.query_blocks,
+          .share = [=](std::int64_t block) {
+            return std::vector<Range>{{block * queries, std::min((block + 1) * queries, w.q_len)}};
+          }};
+}
+
 Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
   const LinearPlan plan = linear_plan(arch, in, out, w.tokens());
   const std::int64_t tiles = (out + kTileRows - 1) / kTileRows;
@@ -261,6 +277,32 @@ TEST_CASE("plans hold for prefill and for shapes beyond the suite's", "[plans]")
                          << w.q_len << ", kv_len " << w.kv_len);
           CHECK(fault(arch, plan.launch(arch, m, w)) == "");
         }
+}
+
+TEST_CASE("attention: a prefill on Hopper's tensor cores covers its queries and leaves few SMs without a block",
+          "[plans]") {
+  for (std::int64_t head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8)
+    for (std::int64_t q_len = 1; q_len <= 2049; ++q_len) {
+      CHECK_FALSE(wgmma_pays(kRtx5090, head_dim, q_len));
+      if (!wgmma_pays(kH200, head_dim, q_len)) continue;
+      for (std::int64_t heads : {1, 12, 32, 65})
+        for (std::int64_t batch : {1, 3}) {
+          const Launch l = wgmma_prefill_launch(kH200, head_dim, heads, {batch, q_len, q_len});
+          const std::string found = fault(kH200, l);
+          const bool two = l.threads == wgmma_threads(2);
+          if (found.empty() && two == ((q_len + 127) / 128 * heads * batch >= kH200.sm_count)) continue;
+          FAIL("head_dim " << head_dim << ", q_len " << q_len << ", heads " << heads << ", batch " << batch << ": "
+                           << (found.empty() ? "other warpgroups" : found));
+        }
+    }
+  // Pythia-2.8B and Pythia-12B; heads that the kernel does not take; a prompt that other kernels are faster for.
+  CHECK(wgmma_pays(kH200, 80, 128));
+  CHECK(wgmma_pays(kH200, 128, 2048));
+  CHECK_FALSE(wgmma_pays(kH200, 136, 2048));
+  CHECK_FALSE(wgmma_pays(kH200, 256, 2048));
+  CHECK_FALSE(wgmma_pays(kH200, 80, 16));
+  CHECK(wgmma_plan(kH200, 80, 128, 32).warpgroups == 1);
+  CHECK(wgmma_plan(kH200, 80, 2048, 32).warpgroups == 2);
 }
 
 TEST_CASE("attention: a query head's kv head is head / group", "[plans][grouped]") {

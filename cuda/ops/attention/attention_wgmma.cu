@@ -105,8 +105,8 @@ struct WarpgroupRows {
       copy_registers(weights.low[j].a, next.low[j].a);
     }
   }
-  /// Waits for the products with values, and brings these to the maxima of the latest scores. The wait also stands in the
-  /// branch: the compiler would move a single one up over all instructions without a branch, before the weights.
+  /// Waits for the products with values, and brings these to the maxima of the latest scores. The branch waits by
+  /// itself: the compiler would move a single wait up to the last branch before it, where the weights are not made yet.
   __device__ void rescale_values() {
     if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
       wgmma_wait<0>();
