@@ -161,6 +161,8 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   unsigned char* const v_tiles = k_tiles + stages * stage_bytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
+    prefetch_map(&k_map);
+    prefetch_map(&v_map);
     for (RingBarriers<stages>* ring : {&k_ring, &v_ring})
       for (int s = 0; s < stages; ++s) {
         init_barrier(ring->full + s, 1);
