@@ -20,8 +20,8 @@ struct ModelBytes {
 };
 
 /// A whole model on a GPU: what cpu_ref::Model is on the CPU. A prompt goes through the walk of the model's sites; a
-/// step of all slots goes through the layers by an Executor. The same calls give the same bits. With the same number of
-/// slots and impl a slot's results do not depend on what the other slots hold.
+/// step of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or
+/// without. With the same number of slots and impl a slot's results do not depend on what the other slots hold.
 class Model final : public ModelRunner {
  public:
   struct Options {
@@ -64,6 +64,11 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
+  /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
+  /// launches are there. A step has no sites of its own: with a visitor step() is refused (Code::unimplemented).
+  void watch(Visit visit) override;
+  /// Waits for the launches before it.
+  Status fetch(const SiteTensor& tensor, void* to) override;
 
  private:
   struct State;

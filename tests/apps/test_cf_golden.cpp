@@ -244,6 +244,17 @@ TEST_CASE("run --verbose prints a table of at most 120 columns a file and dtype"
   }
 }
 
+TEST_CASE("a whole model's file is run from its ids on") {
+  const std::string x = CF_DATA_DIR "/golden_model/neox-gptq-sym-16.h5";
+  const ProgramRun r = cf_golden("run -v " + x);
+  CAPTURE(r.out, r.err);
+  CHECK(r.exit_code == 0);
+  CHECK(has(r.out, ", 17 ids, cpu backend, float64 activations; 12 of 12 greedy ids are the file's\n"));
+  CHECK(has(r.out, "layers.1.output"));
+  for (const char* option : {"--isolated", "--site attention.dense"})
+    check_refused(cf_golden("run " + x + " " + option), {x, "run from its ids on: expected no --impl layer, --site"});
+}
+
 TEST_CASE("FAIL is red on a terminal alone, and NO_COLOR is honoured") {
   const TempDir dir;
   GoldenSample s = make_sample();
