@@ -64,8 +64,8 @@ class ModelRunner {
   /// and of the activations' dtype. The slot's own logits stay as they are.
   virtual Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                          AnyView<2> logits) = 0;
-  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Every weight
-  /// is read once.
+  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Slots share
+  /// each read of a weight.
   virtual Status step(std::span<const Token> tokens) = 0;
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.
