@@ -35,10 +35,10 @@ struct ModelWalkOptions {
   std::int64_t chunk = 0;         // ids that go through the model at once; 0 for all
 };
 
-/// Feeds the file's ids to a backend. The CPU takes the file's RoPE table, a GPU the library's own. The bound in float64
-/// is kModelBudget; in other dtypes it is derived as a layer's is, from the conditions that the oracle measures, and
-/// with a table of its own a GPU has kTableBudget for each layer besides. Refuses activations that the backend does not
-/// have.
+/// Feeds the file's ids to a backend. The CPU takes the file's RoPE table, a GPU the library's own. The bound in
+/// float64 is kModelBudget; in other dtypes it is derived as a layer's is, from the conditions that the oracle
+/// measures. For a table of its own a GPU has kTableBudget for each layer besides. Refuses activations of another dtype
+/// than a GPU has.
 Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
                              const ModelWalkOptions& options);
 

@@ -1,6 +1,6 @@
 // Never worse than Hugging Face: from float64, the GPU's 16 bits may be no further than Hugging Face's own 16-bit
-// arithmetic, at any tap of any golden file, with an op a site and with one persistent kernel. Whole models meet float64
-// within the walk's bound.
+// arithmetic, at any tap of any golden file, with an op a site and with one persistent kernel. Whole models meet
+// float64 within the walk's bound.
 #include <cmath>
 #include <map>
 #include <string>
