@@ -285,28 +285,30 @@ void report_taps(const Options& o, const std::string& path, const std::vector<Ta
   std::fflush(stdout);
 }
 
-/// The same for a file of a whole model, which the CPU runs.
+/// The same for a file of a whole model.
 Status run_model_file(const Options& o, const std::string& path, Json& rows, Summary& summary_of_all) {
-  if (o.cuda() || !o.site.empty() || o.isolated)
+  if (o.impl == "layer" || !o.site.empty() || o.isolated)
     return Status::error(Code::invalid_argument,
                          path +
-                             ": a whole model's file is run on the CPU from its ids on: expected no --backend cuda, "
-                             "--site or --isolated");
+                             ": a whole model's file is run from its ids on: expected no --impl layer, --site or "
+                             "--isolated");
   CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(path));
   CF_TRY_ASSIGN(const golden::GoldenModelWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   const golden::ModelGoldenMeta& m = file.meta();
+  const Backend backend = o.cuda() ? Backend::cuda : Backend::cpu;
   for (DType dtype : chosen_dtypes(o, m.dtype)) {
-    CF_TRY_ASSIGN(const ModelWalk walk, walk_model(file, weights, dtype));
+    CF_TRY_ASSIGN(const ModelWalk walk, walk_model(file, weights, {.backend = backend, .activation = dtype}));
     const std::string same = fmt::format("{} of {} greedy ids are the file's{}", walk.same, walk.chosen,
                                          walk.excused ? fmt::format(", {} as close as the bound", walk.excused) : "");
     std::vector<std::string> words{"cf-golden", "run", path, "--dtype", std::string(to_string(dtype))};
+    if (o.cuda()) words.insert(words.end(), {"--backend", o.backend});
     if (!o.model.empty()) words.insert(words.end(), {"--model", o.model});
     const std::string repeats = "reproduce: " + shell_command(words) + "\n";
     report_taps(
         o, path, walk.taps, file.variants(), m.dtype,
-        fmt::format("{}: {} of {} layers, {} ids, cpu backend, {} activations; {}", path, m.model,
-                    m.config.num_hidden_layers, m.tokens, to_string(dtype), same),
+        fmt::format("{}: {} of {} layers, {} ids, {} backend, {} activations; {}", path, m.model,
+                    m.config.num_hidden_layers, m.tokens, o.backend, to_string(dtype), same),
         [&](const TapResult&) { return repeats; }, rows, summary_of_all);
     if (walk.same + walk.excused < walk.chosen) {
       summary_of_all.fail();

@@ -1,10 +1,10 @@
 #include "cpu_ref/model.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
 
+#include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -25,25 +25,6 @@ AnyView<2> row_of(Tensor& matrix, std::int64_t row, std::int64_t rows = 1) {
   v.data = static_cast<char*>(v.data) + row * v.shape[1] * std::int64_t(size_bytes(v.dtype));
   v.shape[0] = rows;
   return v;
-}
-
-/// Op::tensors of a call, as a visitor of sites sees them.
-template <class Args>
-std::vector<Model::SiteTensor> tensors_of(const Args& args) {
-  using Op = typename Args::Op;
-  std::vector<Model::SiteTensor> tensors;
-  Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, const auto& view, const auto&) {
-    if (view)
-      tensors.push_back(
-          {spec.role, std::string(spec.name), view.data, view.dtype, {view.shape.begin(), view.shape.end()}});
-  });
-  return tensors;
-}
-
-bool has_nan(const Model::SiteTensor& t) {
-  for (std::int64_t i = 0, size = t.size(); i < size; ++i)
-    if (std::isnan(load_element(t.data, t.dtype, i))) return true;
-  return false;
 }
 
 }  // namespace
@@ -251,6 +232,11 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     ids.push_back(std::move(id));
   }
   return ids;
+}
+
+Status Model::fetch(const SiteTensor& tensor, void* to) {
+  std::memcpy(to, tensor.data, std::size_t(tensor.bytes()));
+  return {};
 }
 
 Result<Tensor> Model::logits(std::int64_t slot) {

@@ -1,9 +1,9 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/contract.hpp"
@@ -29,18 +29,6 @@ class Model final : public ModelRunner {
     std::int64_t chunk = 512;       // tokens that a prefill takes through the model at once
     DType activation = DType::f32;  // or f64
   };
-  /// A tensor of a site's call: what the op reads, what it has written, or a weight.
-  struct SiteTensor {
-    Role role;
-    std::string name;  // in the op's contract
-    const void* data;
-    DType dtype;
-    Shape shape;
-
-    std::int64_t size() const { return element_count(shape); }
-  };
-  /// Called after a site has run, with all its tensors in the order of Op::tensors.
-  using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
   /// check_model_weights() refuses, sizes below 1, and another activation dtype.
@@ -65,9 +53,9 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
+  void watch(Visit visit) override { visit_ = std::move(visit); }
+  Status fetch(const SiteTensor& tensor, void* to) override;
 
-  /// Calls `visit` for every site of every prefill and step from now on; an empty one ends that.
-  void watch(Visit visit) { visit_ = std::move(visit); }
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
   /// other sizes, and more rows than the capacity.
   Status set_rope_table(View<const float, 2> cos, View<const float, 2> sin);

@@ -73,7 +73,15 @@ Exit status: 0 when the file is written, 2 when the arguments or the input are r
 """
 
 # What one kind of dump alone takes, and its default. None stands for what the model decides.
-LAYER_OPTIONS = {"layer": 0, "kv_len": [17], "batch": None, "q_len": 1, "cache": None, "weights": None}
+LAYER_OPTIONS = {
+    "layer": 0,
+    "kv_len": [17],
+    "batch": None,
+    "q_len": 1,
+    "cache": None,
+    "weights": None,
+    "dequantised_weights": True,
+}
 MODEL_OPTIONS = {
     "layers": None,
     "prompt_ids": None,
@@ -162,6 +170,12 @@ def parse_arguments(argv):
         "checkpoint's directory (the default where it is a GPTQ one, whose weights no file holds), or made from the "
         "seed (the default with --preset)",
     )
+    layer.add_argument(
+        "--dequantised-weights",
+        action=argparse.BooleanOptionalAction,
+        help="keep a GPTQ checkpoint's weights, dequantised, beside the reference's taps; one file a layer is enough "
+        "(default: keep them)",
+    )
 
     whole = parser.add_argument_group("a whole model's greedy run")
     whole.add_argument("--whole-model", action="store_true", help="dump the model's run instead of a layer's step")
@@ -232,6 +246,8 @@ def check_arguments(args, model, is_quantised):
         raise Refusal(f"--kv-len must be at least --q-len {args.q_len}, got {min(args.kv_len)}")
     if args.weights == "stored" and is_quantised:
         raise Refusal("--weights must be checkpoint or procedural with a GPTQ checkpoint, got stored")
+    if not (args.dequantised_weights or is_quantised):
+        raise Refusal("--no-dequantised-weights needs a GPTQ checkpoint")
     if args.preset and args.weights == "checkpoint":
         raise Refusal("--weights checkpoint needs --model, got --preset")
     if args.cache == "prefill" and (args.preset or args.weights == "procedural"):
@@ -277,7 +293,7 @@ def dump(args, command):
     implementations = attention_implementations()
     progress(f"float64 {implementations[-1]}")
     taps, tables = run_variant(model, weights, step, "float64", implementations[-1], device)
-    dequantised = {name: weights[name].astype(np.float64) for name in quantised}
+    dequantised = {name: weights[name].astype(np.float64) for name in quantised if args.dequantised_weights}
     variants["float64"] = (about("float64", implementations[-1], device), taps | dequantised, "float64")
     check_rope(model, step, tables["cos"], tables["sin"])
     progress("float64 numpy")

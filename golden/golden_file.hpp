@@ -41,7 +41,7 @@
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.
 //                       The taps of a site have the shapes of tap_dims(); kv_append's are appended_rows().
-//                       weight_tap()s hold dequantised GPTQ weights, exact in float64.
+//                       weight_tap()s hold dequantised GPTQ weights, exact in float64; a file may lack them.
 //                       Names that begin with "hf." are outputs of Hugging Face's modules which are not taps of a site.
 //
 // float16 is HDF5's IEEE half; bfloat16 is uint16 with the attribute dtype = "bfloat16" on the dataset. All numbers are

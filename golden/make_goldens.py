@@ -47,7 +47,8 @@ def layer_dumps():
     for name in make_checkpoints.GPTQ_RECIPES:
         base = f"--model checkpoints/{name} --layer 1"
         yield f"{name}-kv17-b3", f"{base} --kv-len 17,16,8"
-        yield f"{name}-q7-kv23", f"{base} --kv-len 23 --q-len 7"
+        # The dequantised weights are in the first file.
+        yield f"{name}-q7-kv23", f"{base} --kv-len 23 --q-len 7 --no-dequantised-weights"
     for preset in ("pythia-2.8b", "pythia-6.9b"):
         for n in (17, 2048):
             yield f"{preset}-kv{n}", f"--preset {preset} --layer 3 --kv-len {n}"

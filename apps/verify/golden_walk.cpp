@@ -75,6 +75,10 @@ void write_tap(const Tensor& golden, const SiteOutput& output, View<const std::i
     std::memcpy(output.data.data, t.data(), std::size_t(t.size_bytes()));
 }
 
+bool has_tap(const golden::VariantInfo& variant, const std::string& tap) {
+  return std::ranges::find(variant.taps, tap) != variant.taps.end();
+}
+
 /// The visitor of for_each_site. With WalkImpl::unfused it runs each site; with WalkImpl::layer the outputs hold the
 /// layer's results before the walk.
 class Walk {
@@ -154,12 +158,14 @@ class Walk {
     return add(site, output.tap, read_tap(output, m.config, m.load, kv_len_), golden, budget);
   }
 
-  /// Compares a quantised weight as the CPU dequantises it, which takes no rounding. A GPU dequantises inside its
-  /// products and does not show the weight.
+  /// Compares a quantised weight as the CPU dequantises it, which takes no rounding, where the file holds it. A GPU
+  /// dequantises inside its products and does not show the weight.
   Status add_weight(const Site& site, const ops::Linear::Args& args) {
     const auto* gptq = std::get_if<GptqWeight>(&args.linear.weight);
     if (!gptq || device_) return {};
     const std::string tap = golden::weight_tap(site.name);
+    const auto holds_it = [&](const golden::VariantInfo& v) { return v.name == golden::kReference && has_tap(v, tap); };
+    if (std::ranges::none_of(file_.variants(), holds_it)) return {};
     CF_TRY_ASSIGN(const Tensor golden, file_.tap(std::string(golden::kReference), tap));
     const DType dtype = options_.activation == DType::f64 ? DType::f64 : DType::f32;
     return add(site, tap, cpu_ref::dequantise(*gptq, dtype), golden, 0);
@@ -176,7 +182,7 @@ class Walk {
                 .budget = budget,
                 .producer_rel_l2 = {}};
     for (const golden::VariantInfo& v : file_.variants()) {
-      if (v.name == golden::kReference || !std::count(v.taps.begin(), v.taps.end(), tap)) continue;
+      if (v.name == golden::kReference || !has_tap(v, tap)) continue;
       CF_TRY_ASSIGN(const Tensor theirs, file_.tap(v.name, tap));
       CF_TRY_ASSIGN(const Comparison c, compare(theirs, golden));
       r.producer_rel_l2[v.name] = c.rel_l2;

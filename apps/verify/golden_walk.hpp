@@ -109,8 +109,8 @@ struct TapResult {
   double error_over_budget() const;
 };
 
-/// Runs the walk. Refuses a site that the layer does not have and a tap that the file does not have. WalkImpl::layer
-/// refuses what the persistent kernel does not take, with Code::unimplemented.
+/// Runs the walk. Refuses a site that the layer does not have, and a file without a site's tap; dequantised weights may
+/// be missing. WalkImpl::layer refuses what the persistent kernel does not take, with Code::unimplemented.
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options);
 

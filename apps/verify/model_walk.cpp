@@ -5,7 +5,9 @@
 #include <map>
 #include <utility>
 
+#include "apps/verify/device_runner.hpp"
 #include "apps/verify/quality.hpp"
+#include "core/model/taps.hpp"
 #include "cpu_ref/model.hpp"
 
 namespace cf::apps {
@@ -28,52 +30,74 @@ std::vector<std::string> reference_taps(const ModelGolden& file) {
   return {};
 }
 
-/// Runs the file's ids, and collects the rows of the taps and of the logits.
-Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::GoldenModelWeights& weights,
-                                        DType activation, bool one_by_one, bool measure) {
-  const golden::ModelGoldenMeta& m = file.meta();
-  const ModelSpec spec = m.config;
-  const std::int64_t fed = m.fed(), hidden = spec.shape.hidden_size;
-  CF_TRY_ASSIGN(const Tensor ids, file.ids());
+/// The CPU backend with the file's RoPE table.
+Result<std::unique_ptr<Model>> make_cpu_model(const ModelGolden& file, const golden::GoldenModelWeights& weights,
+                                              DType activation, std::int64_t chunk) {
+  const ModelSpec spec = file.meta().config;
+  const std::int64_t fed = file.meta().fed();
   CF_TRY_ASSIGN(const Tensor cos, file.input("cos"));
   CF_TRY_ASSIGN(const Tensor sin, file.input("sin"));
   CF_TRY_ASSIGN(
-      const std::unique_ptr<Model> model,
-      Model::create(spec, weights.weights, weights.owner, {.capacity = fed, .chunk = fed, .activation = activation}));
+      std::unique_ptr<Model> model,
+      Model::create(spec, weights.weights, weights.owner, {.capacity = fed, .chunk = chunk, .activation = activation}));
   const std::array<std::int64_t, 2> table{fed, spec.shape.rotary_dim / 2};
   CF_TRY(model->set_rope_table({cos.as<float>(), table}, {sin.as<float>(), table}));
+  return model;
+}
 
+/// Runs the file's ids, and collects the rows of the taps and of the logits. `total` is the sum of the conditions of
+/// the sites so far, where the runner measures them.
+Result<std::map<std::string, Made>> run(const ModelGolden& file, ModelRunner& runner, bool one_by_one,
+                                        const Condition& total) {
+  const ModelSpec& spec = runner.model();
+  const DType activation = runner.activation();
+  const std::int64_t fed = file.meta().fed();
+  CF_TRY_ASSIGN(const Tensor ids, file.ids());
   std::map<std::string, Made> made;
-  for (const std::string& tap : reference_taps(file)) made[tap].rows = Tensor(activation, {fed, hidden});
-  made["logits"].rows = Tensor(activation, {fed, spec.shape.vocab_size});
-  Condition total{0, 0};
-  if (measure) model->measure(&total);
-  std::int64_t first = 0;  // position of the rows that a site makes
-  model->watch([&](const ModelSite& site, std::span<const Model::SiteTensor> tensors) -> Status {
-    const auto found = made.find(site.tap());
-    if (found == made.end()) return {};
-    found->second.site = site.name();
-    found->second.condition = total;
-    for (const Model::SiteTensor& t : tensors) {
-      if (t.role != Role::output) continue;
-      Tensor& rows = found->second.rows;
-      convert(t.data, t.dtype,
-              static_cast<char*>(rows.data()) + first * rows.shape()[1] * std::int64_t(size_bytes(activation)),
-              activation, t.size());
-    }
-    return {};
+  std::map<std::string, TapRows> taps;
+  for (const std::string& tap : reference_taps(file))
+    taps[tap].rows = Tensor(activation, {fed, spec.shape.hidden_size});
+  taps["logits"].rows = Tensor(activation, {fed, spec.shape.vocab_size});
+  runner.watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
+    if (taps.contains(site.tap())) made[site.tap()] = {.site = site.name(), .rows = {}, .condition = total};
+    return append_taps(runner, site, tensors, taps);
   });
   const std::span<const std::int32_t> all(ids.as<std::int32_t>(), std::size_t(fed));
   Tensor logits(activation, {fed, spec.shape.vocab_size});
-  if (!one_by_one) {
-    CF_TRY(model->forward(0, 0, all, logits.view<2>()));
-    return made;
+  if (!one_by_one) CF_TRY(runner.forward(0, 0, all, logits.view<2>()));
+  for (std::int64_t i = 0; one_by_one && i < fed; ++i) {
+    const ModelRunner::Token token{.slot = 0, .id = all[std::size_t(i)], .position = i};
+    CF_TRY(runner.step(std::span(&token, 1)));
   }
-  for (; first < fed; ++first) {
-    const ModelRunner::Token token{.slot = 0, .id = all[std::size_t(first)], .position = first};
-    CF_TRY(model->step(std::span(&token, 1)));
-  }
+  runner.watch({});
+  for (auto& [name, tap] : taps) made.at(name).rows = std::move(tap.rows);
   return made;
+}
+
+/// The same in a walk's backend.
+Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::GoldenModelWeights& weights,
+                                        const ModelWalkOptions& o) {
+  const golden::ModelGoldenMeta& m = file.meta();
+  const std::int64_t chunk = o.chunk > 0 ? o.chunk : m.fed();
+  if (o.backend == Backend::cpu) {
+    CF_TRY_ASSIGN(const std::unique_ptr<Model> model, make_cpu_model(file, weights, o.activation, chunk));
+    return run(file, *model, o.one_by_one, {});
+  }
+  if (const DType stored = weights.weights.embed_in.dtype; o.activation != stored)
+    return Status::error(Code::invalid_argument, file.path() + ": expected activations of " +
+                                                     std::string(to_string(stored)) + " on a GPU, the weights', got " +
+                                                     std::string(to_string(o.activation)));
+  CF_TRY_ASSIGN(const std::unique_ptr<ModelRunner> runner,
+                make_device_runner(m.model, m.config, weights.weights, m.fed(), chunk));
+  return run(file, *runner, o.one_by_one, {});
+}
+
+/// The conditions of the taps' sites, which the oracle measures.
+Result<std::map<std::string, Made>> measure(const ModelGolden& file, const golden::GoldenModelWeights& weights) {
+  CF_TRY_ASSIGN(const std::unique_ptr<Model> oracle, make_cpu_model(file, weights, DType::f64, file.meta().fed()));
+  Condition total{0, 0};
+  oracle->measure(&total);
+  return run(file, *oracle, false, total);
 }
 
 /// The columns of `rows` that each row's ids name.
@@ -97,17 +121,20 @@ bool ModelWalk::ok() const {
   return same + excused == chosen && std::all_of(taps.begin(), taps.end(), [](const TapResult& r) { return r.ok(); });
 }
 
-Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelWeights& weights, DType activation,
-                             bool one_by_one) {
+Result<ModelWalk> walk_model(const ModelGolden& file, const golden::GoldenModelWeights& weights,
+                             const ModelWalkOptions& options) {
   const golden::ModelGoldenMeta& m = file.meta();
-  CF_TRY_ASSIGN(auto made, run(file, weights, activation, one_by_one, false));
+  const DType activation = options.activation;
+  CF_TRY_ASSIGN(auto made, run(file, weights, options));
   if (activation != DType::f64) {
-    CF_TRY_ASSIGN(auto measured, run(file, weights, DType::f64, false, true));
+    CF_TRY_ASSIGN(auto measured, measure(file, weights));
     for (auto& [tap, rows] : made) rows.condition = measured.at(tap).condition;
   }
   const auto budget_of = [&](const Made& rows) -> Budget {
     if (activation == DType::f64) return {kModelBudget, kModelBudget};
-    return model_budget(m.config, activation, rows.condition);
+    Budget b = model_budget(m.config, activation, rows.condition);
+    const double tables = options.backend == Backend::cuda ? kTableBudget * double(m.config.num_hidden_layers) : 0;
+    return b += {tables, tables};
   };
   ModelWalk walk;
   Tensor reference_logits, reference_ids;

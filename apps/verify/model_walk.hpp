@@ -1,5 +1,5 @@
 #pragma once
-// A golden file of a whole model: the CPU backend runs the file's ids, and what it makes is compared with the file.
+// A golden file of a whole model: a backend runs the file's ids, and what it makes is compared with the file.
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -27,10 +27,20 @@ struct ModelWalk {
   bool ok() const;
 };
 
-/// Feeds the file's ids to the CPU backend, all at once or one by one, with the file's RoPE table. The bound in float64
-/// is kModelBudget; in float32 it is derived as a layer's is, from the conditions that the oracle measures.
+/// How a model's golden file is walked.
+struct ModelWalkOptions {
+  Backend backend = Backend::cpu;
+  DType activation = DType::f64;  // a GPU's are the weights' dtype
+  bool one_by_one = false;        // every id as a step of its own; a GPU has no taps of steps
+  std::int64_t chunk = 0;         // ids that go through the model at once; 0 for all
+};
+
+/// Feeds the file's ids to a backend. The CPU takes the file's RoPE table, a GPU the library's own. The bound in
+/// float64 is kModelBudget; in other dtypes it is derived as a layer's is, from the conditions that the oracle
+/// measures. For a table of its own a GPU has kTableBudget for each layer besides. Refuses activations of another dtype
+/// than a GPU has.
 Result<ModelWalk> walk_model(const golden::ModelGolden& file, const golden::GoldenModelWeights& weights,
-                             DType activation, bool one_by_one = false);
+                             const ModelWalkOptions& options);
 
 /// What a runner made of a prompt and its new ids, beside the oracle.
 struct GenerationCheck {

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -7,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/model/shape.hpp"
+#include "core/model/model.hpp"
 #include "core/sampling.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
@@ -34,6 +35,20 @@ class ModelRunner {
     bool is_last = false;                   // the sequence ends with the chosen token, whichever it is
   };
 
+  /// A tensor of a site's call: what the op reads, what it has written, or a weight.
+  struct SiteTensor {
+    Role role;
+    std::string name;  // in the op's contract
+    const void* data;  // where the model runs: on the host or on a device
+    DType dtype;
+    Shape shape;
+
+    std::int64_t size() const { return element_count(shape); }
+    std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
+  };
+  /// Called after a site has run, with all its tensors in the order of Op::tensors.
+  using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
+
   virtual ~ModelRunner() = default;
 
   virtual const ModelSpec& model() const = 0;
@@ -49,8 +64,8 @@ class ModelRunner {
   /// and of the activations' dtype. The slot's own logits stay as they are.
   virtual Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                          AnyView<2> logits) = 0;
-  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Every weight
-  /// is read once.
+  /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Slots share
+  /// each read of a weight.
   virtual Status step(std::span<const Token> tokens) = 0;
   /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
   /// of its own.
@@ -59,6 +74,12 @@ class ModelRunner {
   virtual Result<Tensor> logits(std::int64_t slot) = 0;
   /// Forgets a slot's entries.
   virtual void release(std::int64_t slot) = 0;
+
+  /// Calls `visit` for every site of every prefill(), forward() and step() from now on; an empty one ends that. A call
+  /// ends with the first Status of `visit` that is not ok.
+  virtual void watch(Visit visit) = 0;
+  /// Copies a tensor that `visit` was called with to the host's memory, before `visit` returns.
+  virtual Status fetch(const SiteTensor& tensor, void* to) = 0;
 };
 
 /// How a sequence is continued, and until when.

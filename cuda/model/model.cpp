@@ -206,5 +206,9 @@ DType Model::activation() const { return state_->workspace.activation(); }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) { state_->lengths.set(slot, 0); }
+void Model::watch(Visit visit) { state_->visit = std::move(visit); }
+Status Model::fetch(const SiteTensor& tensor, void* to) {
+  return copy_to_host(state_->context, to, tensor.data, std::size_t(tensor.bytes()));
+}
 
 }  // namespace cf::cuda

@@ -20,8 +20,8 @@ struct ModelBytes {
 };
 
 /// A whole model on a GPU: what cpu_ref::Model is on the CPU. A prompt goes through the walk of the model's sites; a
-/// step of all slots goes through the layers by an Executor. The same calls give the same bits. With the same number of
-/// slots and impl a slot's results do not depend on what the other slots hold.
+/// step of all slots goes through the layers by an Executor. The same calls give the same bits, with a visitor or
+/// without. With the same number of slots and impl a slot's results do not depend on what the other slots hold.
 class Model final : public ModelRunner {
  public:
   struct Options {
@@ -60,10 +60,17 @@ class Model final : public ModelRunner {
   /// forward() wait for it.
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
+  /// Reads each weight once for up to 8 slots. With more, cuBLASLt reads a dense 16-bit weight once for all; linear's
+  /// own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
+  /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
+  /// launches are there. A step has no sites of its own: with a visitor step() is refused (Code::unimplemented).
+  void watch(Visit visit) override;
+  /// Waits for the launches before it.
+  Status fetch(const SiteTensor& tensor, void* to) override;
 
  private:
   struct State;

@@ -1,7 +1,6 @@
-#include <cmath>
 #include <cstring>
-#include <type_traits>
 
+#include "core/model/taps.hpp"
 #include "core/scores.hpp"
 #include "cuda/model/model_state.hpp"
 
@@ -112,25 +111,16 @@ std::string Model::State::first_nan(std::int64_t slot) {
     CF_TRY(copy_to_device(context, arrays.ids.data, staged, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.positions.data, staged + 1, sizeof *staged));
     CF_TRY(copy_to_device(context, arrays.kv_len.data, staged + 2, sizeof *staged));
-    return for_each_model_site(
-        spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
-          using Op = typename std::remove_cvref_t<decltype(args)>::Op;
-          LaunchList launches(context, workspace.scratch());
-          CF_TRY(prepare(args, launches));
-          CF_TRY(launches.submit(stream.get()));
-          Status status;
-          Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec_of, const auto& view, const auto&) {
-            if (spec_of.role != Role::output || !found.empty() || !status) return;
-            std::vector<std::byte> values(std::size_t(view.bytes()));
-            status = copy_to_host(context, values.data(), view.data, values.size());
-            for (std::int64_t i = 0; status && i < view.size(); ++i)
-              if (std::isnan(load_element(values.data(), view.dtype, i))) {
-                found = site.name();
-                break;
-              }
-          });
-          return status;
-        });
+    return walk(t, [&](const ModelSite& site, std::span<const SiteTensor> made) -> Status {
+      for (SiteTensor tensor : made) {
+        if (tensor.role != Role::output || !found.empty()) continue;
+        std::vector<std::byte> values(std::size_t(tensor.bytes()));
+        CF_TRY(copy_to_host(context, values.data(), tensor.data, values.size()));
+        tensor.data = values.data();
+        if (has_nan(tensor)) found = site.name();
+      }
+      return {};
+    });
   };
   return look() ? found : "";
 }

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/model/taps.hpp"
 #include "cuda/graph/capture.hpp"
 #include "cuda/model/model_state.hpp"
 
@@ -23,6 +24,17 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
   return capture_dataflow(context, record, workspace.scratch());
 }
 
+Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
+  const LaunchMode mode{.early = context.overlap()};
+  return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+    LaunchList launches(context, workspace.scratch());
+    launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
+    CF_TRY(name_site(site, prepare(args, launches)));
+    CF_TRY(launches.submit(stream.get(), mode));
+    return visit_site(site, tensors_of(args));
+  });
+}
+
 Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                           AnyView<2> logits_to) {
   const auto tokens = std::int64_t(ids.size()), chunk = prompt_ids.shape[0];
@@ -37,9 +49,10 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
                     stream.get()));
   CF_TRY(from_cuda(cudaEventRecord(prompt_copied.get(), stream.get()), "cudaEventRecord"));
 
-  const LaunchMode mode{.early = context.overlap()};
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
+  if (visit) return walk(t, visit);
+  const LaunchMode mode{.early = context.overlap()};
   const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
   if (const auto found = passes.find(key); found != passes.end()) {
     GraphExec& known = found->second;

@@ -96,6 +96,8 @@ struct Model::State {
   Status pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   /// The pass of these tensors as a graph.
   Result<GraphExec> pass_graph(const ModelTensors& t);
+  /// The pass of these tensors site by site, each with a call of `visit_site`.
+  Status walk(const ModelTensors& t, const Visit& visit_site);
   /// Puts the tokens of a call through the model, chunk by chunk. `logits_of(first, count)` is where rows
   /// [first, first + count) of the call's last `rows` tokens go; `done` is called with them after each chunk.
   template <class LogitsOf, class Done>
@@ -130,6 +132,7 @@ struct Model::State {
   Workspace workspace;
   Executor executor;
 
+  Visit visit;
   SlotLengths lengths;
   std::vector<std::int32_t> last_ids;  // by slot: the token of its last entry
   std::vector<Where> where;            // by slot

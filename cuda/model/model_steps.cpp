@@ -112,6 +112,10 @@ Status Model::step(std::span<const Token> tokens) {
   CF_TRY(s.lengths.check_step(tokens));
   for (const Token& t : tokens) CF_TRY(check_ids(kModelName, "ids", std::span(&t.id, 1), s.spec.shape.vocab_size));
   if (tokens.empty()) return {};
+  if (s.visit)
+    return Status::error(Code::unimplemented,
+                         "model: step: expected no visitor of sites on a GPU, which has them for "
+                         "prompts alone; watch() takes an empty one");
   if (!s.ran_ahead(tokens)) {
     const Where to = s.next_place();
     CF_TRY(s.keep_logits(tokens, to));

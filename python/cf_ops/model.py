@@ -437,12 +437,10 @@ class Model:
 
         Row p predicts id p + 1. A tap is what a module makes, (ids, ...), by the name that golden files give it:
         "embed_in", "layers.3.output", "layers.3.attention.rotary_emb.q", "final_layer_norm". The last one and "logits"
-        have the last `rows` rows alone. Arrays are of the model's activation dtype; 16 bits are widened to float32. A GPU
-        has no taps.
+        have the last `rows` rows alone. Arrays are of the model's activation dtype; 16 bits are widened to float32.
 
         Raises ValueError for ids that are none or outside the vocabulary, rows beyond the ids, and a tap that the model
-        does not have, with the names that it has; MemoryError where cache and results do not fit; NotImplementedError
-        for taps on a GPU.
+        does not have, with the names that it has; MemoryError where cache and results do not fit.
         """
         with self._runner(max(1, len(ids))) as runner:
             return runner.run(0, 0, ids, len(ids) if rows is None else rows, list(taps))

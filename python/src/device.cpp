@@ -75,6 +75,12 @@ class GuardedModel final : public ModelRunner {
     return model_->logits(slot);
   }
   void release(std::int64_t slot) override { model_->release(slot); }
+  void watch(Visit visit) override { model_->watch(std::move(visit)); }
+  Status fetch(const SiteTensor& tensor, void* to) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->fetch(tensor, to);
+  }
 
  private:
   int device_;

@@ -7,14 +7,15 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
 
 #include "core/model/decoder.hpp"
 #include "core/model/model.hpp"
+#include "core/model/taps.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/model.hpp"
@@ -196,6 +197,11 @@ nb::dict config_of(const Weights& w) {
   return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(checkpoint::to_hf_json(w.config)));
 }
 
+/// Lets Python handle signals at every site.
+ModelRunner::Visit notice(Interrupt& interrupt) {
+  return [&interrupt](auto&&...) { return interrupt.check(); };
+}
+
 /// A model that takes memory for its cache and activations, once that memory is known to be free. It notices signals
 /// while it works.
 std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
@@ -211,7 +217,7 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
     CF_TRY(Model::check_memory(w.config.name, w.config, options));
     return Model::create(w.config, w.weights, w.owner, options);
   }());
-  model->watch([&interrupt](auto&&...) { return interrupt.check(); });
+  model->watch(notice(interrupt));
   return model;
 }
 
@@ -243,6 +249,7 @@ class Runner {
   Runner(const std::shared_ptr<SharedModel>& shared, std::int64_t slots) : turns_(turns_of(shared)) {
     std::unique_ptr<LeasedRunner> leased = lease(shared, slots, interrupt_);
     leased_ = leased.get();
+    taps_ = model_taps(leased->model(), outline_model(leased->model(), leased->activation()));
     model_ = std::move(leased);
     has_logits_.resize(std::size_t(slots));
     cache_bytes_ = shared->cache_bytes() / shared->slots() * slots;
@@ -285,8 +292,7 @@ class Runner {
     const auto tokens = std::int64_t(ids.size());
     if (rows < 0 || rows > tokens)
       refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
-    if (!cpu_ && !names.empty()) check(unimplemented_on_device("taps: expected none, got '" + names.front() + "'"));
-    std::map<std::string, Made> made;
+    std::map<std::string, Shape> shapes;
     double elements = double(rows) * double(vocab_size());
     for (const std::string& name : names) {
       Shape shape = shape_of(name);
@@ -295,22 +301,27 @@ class Runner {
       double size = 1;
       for (std::int64_t n : shape) size *= double(n);
       elements += size;
-      made[name].shape = std::move(shape);
+      shapes[name] = std::move(shape);
     }
     Tensor logits;
+    std::map<std::string, TapRows> made;
     check(work(*turns_, [&]() -> Status {
       const double bytes = elements * double(size_bytes(model_->activation()));
       CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
       logits = Tensor(model_->activation(), {rows, vocab_size()});
-      for (auto& [name, m] : made) m.tensor = Tensor(model_->activation(), m.shape);
-      if (!made.empty()) cpu_->watch([&](const auto& s, auto tensors) { return collect(made, s, tensors); });
+      for (const auto& [name, shape] : shapes) made[name].rows = Tensor(model_->activation(), shape);
+      if (!made.empty())
+        model_->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
+          CF_TRY(append_taps(*model_, site, tensors, made));
+          return interrupt_.check();
+        });
       const Status ran = model_->forward(slot, first, ids, logits.view<2>());
       if (ran) has_logits_[std::size_t(slot)] = false;
-      if (!made.empty()) cpu_->watch([this](auto&&...) { return interrupt_.check(); });
+      if (!made.empty()) model_->watch(cpu_ ? notice(interrupt_) : ModelRunner::Visit());
       return ran;
     }));
     std::map<std::string, Array> taps;
-    for (auto& [name, m] : made) taps.emplace(name, array_of(std::move(m.tensor)));
+    for (auto& [name, tap] : made) taps.emplace(name, array_of(std::move(tap.rows)));
     return {array_of(std::move(logits)), std::move(taps)};
   }
 
@@ -388,13 +399,6 @@ class Runner {
   }
 
  private:
-  /// A tap of all tokens.
-  struct Made {
-    Shape shape{};
-    Tensor tensor{};
-    std::int64_t bytes = 0;  // of the tokens that were there so far
-  };
-
   Status check_slot(std::int64_t slot) const {
     if (slot >= 0 && slot < slots()) return {};
     return Status::error(Code::invalid_argument,
@@ -421,24 +425,10 @@ class Runner {
            std::to_string(model_->model().shape.num_layers - 1));
   }
 
-  Status collect(std::map<std::string, Made>& made, const ModelSite& site, std::span<const Model::SiteTensor> tensors) {
-    const auto outputs = std::count_if(tensors.begin(), tensors.end(), [](auto& t) { return t.role == Role::output; });
-    for (const Model::SiteTensor& t : tensors) {
-      if (t.role != Role::output) continue;
-      const auto found = made.find(output_tap(site.tap(), t.name, std::size_t(outputs)));
-      if (found == made.end()) continue;
-      Made& m = found->second;
-      const std::int64_t bytes = t.size() * std::int64_t(size_bytes(t.dtype));
-      std::memcpy(static_cast<char*>(m.tensor.data()) + m.bytes, t.data, std::size_t(bytes));
-      m.bytes += bytes;
-    }
-    return interrupt_.check();
-  }
-
   std::shared_ptr<Turns> turns_;
   Interrupt interrupt_;
   std::int64_t cache_bytes_ = 0, workspace_bytes_ = 0;
-  std::vector<Tap> taps_;  // none on a GPU
+  std::vector<Tap> taps_;
   std::unique_ptr<ModelRunner> model_;
   Model* cpu_ = nullptr;            // the model, if it runs on the CPU
   LeasedRunner* leased_ = nullptr;  // and else
@@ -642,7 +632,7 @@ void bind_runner(nb::module_& m) {
            kSharedInit)
       .def_prop_ro("slots", &Runner::slots, "Sequences that the cache holds.")
       .def_prop_ro("capacity", &Runner::capacity, "Entries that a slot has room for.")
-      .def_prop_ro("taps", &Runner::tap_names, "The names that run() takes, in the order of the model; none on a GPU.")
+      .def_prop_ro("taps", &Runner::tap_names, "The names that run() takes, in the order of the model.")
       .def_prop_ro(
           "cache_bytes", [](const Runner& r) { return r.cache_bytes(); }, "The bytes of the cache.")
       .def_prop_ro(

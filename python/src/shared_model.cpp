@@ -70,11 +70,20 @@ Result<ModelRunner*> LeasedRunner::shared_runner() const {
 }
 
 template <class Pass>
+Status LeasedRunner::watched(ModelRunner& model, Pass&& pass) {
+  if (!visit_) return pass();
+  model.watch(visit_);
+  const Status ran = pass();
+  model.watch({});
+  return ran;
+}
+
+template <class Pass>
 Status LeasedRunner::extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass) {
   CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
   CF_TRY(lengths_.check(slot, first, tokens));
   CF_TRY(interrupt_.check());
-  CF_TRY(pass(*model, shared_slot(slot)));
+  CF_TRY(watched(*model, [&] { return pass(*model, shared_slot(slot)); }));
   lengths_.set(slot, first + tokens);
   return {};
 }
@@ -96,7 +105,7 @@ Status LeasedRunner::step(std::span<const Token> tokens) {
   CF_TRY(interrupt_.check());
   std::vector<Token> theirs(tokens.begin(), tokens.end());
   for (Token& t : theirs) t.slot = shared_slot(t.slot);
-  CF_TRY(model->step(theirs));
+  CF_TRY(watched(*model, [&] { return model->step(theirs); }));
   for (const Token& t : tokens) lengths_.set(t.slot, t.position + 1);
   return {};
 }
@@ -113,6 +122,11 @@ Result<Tensor> LeasedRunner::logits(std::int64_t slot) {
   CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
   CF_TRY(lengths_.check(slot, 0, 1));
   return model->logits(shared_slot(slot));
+}
+
+Status LeasedRunner::fetch(const SiteTensor& tensor, void* to) {
+  CF_TRY_ASSIGN(ModelRunner* const model, shared_runner());
+  return model->fetch(tensor, to);
 }
 
 void LeasedRunner::release(std::int64_t slot) {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/model/decoder.hpp"
@@ -88,6 +89,9 @@ class LeasedRunner final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
+  /// The visitor sees the passes of this runner alone.
+  void watch(Visit visit) override { visit_ = std::move(visit); }
+  Status fetch(const SiteTensor& tensor, void* to) override;
 
  private:
   LeasedRunner(std::shared_ptr<SharedModel> shared, const ModelSpec& spec, std::vector<std::int64_t> slots,
@@ -99,6 +103,9 @@ class LeasedRunner final : public ModelRunner {
         interrupt_(interrupt) {}
   /// The shared model, while this runner has slots of it.
   Result<ModelRunner*> shared_runner() const;
+  /// Runs pass(), and calls this runner's visitor for the sites of the model.
+  template <class Pass>
+  Status watched(ModelRunner& model, Pass&& pass);
   /// Runs pass(model, slot of the model), which gives a slot entries up to first + tokens.
   template <class Pass>
   Status extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass);
@@ -108,6 +115,7 @@ class LeasedRunner final : public ModelRunner {
   ModelSpec spec_;
   std::vector<std::int64_t> slots_;  // by this runner's own number; none once closed
   SlotLengths lengths_;
+  Visit visit_;
   Interrupt& interrupt_;
 };
 

@@ -10,6 +10,7 @@
 #include "core/compare.hpp"
 #include "core/model/config.hpp"
 #include "core/model/decoder.hpp"
+#include "core/model/taps.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/model.hpp"
 #include "tests/support/catch.hpp"
@@ -149,6 +150,104 @@ TEST_CASE("The list of taps is what a pass makes", "[model]") {
   }
   CHECK(taps[2].name == "layers.0.attention.query_key_value");
   CHECK(std::set<std::string>(names.begin(), names.end()).contains("layers.1.attention.rotary_emb.v"));
+}
+
+namespace {
+
+/// A model whose tensors a visitor cannot read where they are, as on a device.
+class FarModel final : public ModelRunner {
+ public:
+  explicit FarModel(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+  const ModelSpec& model() const override { return model_->model(); }
+  std::int64_t slots() const override { return model_->slots(); }
+  std::int64_t capacity() const override { return model_->capacity(); }
+  DType activation() const override { return model_->activation(); }
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
+    return model_->forward(slot, first, ids, logits);
+  }
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
+    return model_->prefill(slot, first, ids);
+  }
+  Status step(std::span<const Token> tokens) override { return model_->step(tokens); }
+  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
+  Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
+  void release(std::int64_t slot) override { model_->release(slot); }
+  void watch(Visit visit) override {
+    if (!visit) return model_->watch({});
+    model_->watch([visit = std::move(visit)](const ModelSite& site, std::span<const SiteTensor> tensors) {
+      std::vector<SiteTensor> far;
+      for (const SiteTensor& t : tensors) far.push_back(moved(t));
+      return visit(site, far);
+    });
+  }
+  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(moved(tensor), to); }
+
+ private:
+  /// The tensor at an address that no process has, or back again.
+  static SiteTensor moved(SiteTensor t) {
+    t.data = reinterpret_cast<const void*>(~reinterpret_cast<std::uintptr_t>(t.data));
+    return t;
+  }
+  std::unique_ptr<Model> model_;
+};
+
+/// The taps of a prompt, each with room for `rows` rows.
+Result<std::map<std::string, TapRows>> taps_of(ModelRunner& runner, const Ids& ids, const std::vector<Tap>& taps,
+                                               std::int64_t rows, DType dtype = DType::f32) {
+  std::map<std::string, TapRows> made;
+  for (const Tap& t : taps) {
+    Shape shape = t.shape;
+    shape.insert(shape.begin(), rows);
+    made[t.name].rows = Tensor(dtype, std::move(shape));
+  }
+  runner.watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) {
+    return append_taps(runner, site, tensors, made);
+  });
+  Tensor logits(runner.activation(), {std::int64_t(ids.size()), runner.model().shape.vocab_size});
+  CF_TRY(runner.forward(0, 0, ids, logits.view<2>()));
+  runner.watch({});
+  return made;
+}
+
+}  // namespace
+
+TEST_CASE("Taps are the rows of all tokens, in chunks or not, wherever the model runs", "[model]") {
+  const Small small;
+  const Ids ids = ids_of(11, 6);
+  const std::vector<Tap> all = model_taps(small.spec, small.weights->weights);
+  FarModel whole(small.model({.capacity = 11, .chunk = 11})), chunked(small.model({.capacity = 11, .chunk = 4}));
+  const auto expected = taken(taps_of(whole, ids, all, 11)), got = taken(taps_of(chunked, ids, all, 11));
+  REQUIRE(expected.size() == all.size());
+  for (const auto& [name, tap] : expected) {
+    CAPTURE(name);
+    CHECK(tap.made_rows == 11);
+    CHECK(got.at(name).made_rows == 11);
+    const auto error = compare(got.at(name).rows, tap.rows);
+    REQUIRE(error);
+    CHECK(error->non_finite == 0);
+    CHECK(error->rel_l2 < 1e-5);
+  }
+  // The rows of the embedding are those of the table.
+  const Tensor& rows = expected.at("embed_in").rows;
+  const ConstAnyView<2> table = small.weights->weights.embed_in;
+  for (std::int64_t i = 0; i < rows.size(); ++i) {
+    const std::int64_t h = table.shape[1], from = ids[std::size_t(i / h)] * h + i % h;
+    REQUIRE(rows.at(i) == load_element(table.data, table.dtype, from));
+  }
+}
+
+TEST_CASE("Taps without room, or of another dtype, are refused", "[model]") {
+  const Small small;
+  const std::vector<Tap> all = model_taps(small.spec, small.weights->weights), one{all[1]};
+  const auto model = small.model({.capacity = 8, .chunk = 2});
+  CHECK(refusal_fault(
+            taps_of(*model, ids_of(5, 1), one, 3).status(), Code::invalid_argument,
+            {"tap 'layers.0.input_layernorm': expected at most (1, 48) of float32, got (2, 48) of float32"}) == "");
+  CHECK(refusal_fault(taps_of(*model, ids_of(5, 1), one, 5, DType::f64).status(), Code::invalid_argument,
+                      {"expected at most (5, 48) of float64, got (2, 48) of float32"}) == "");
+  const std::vector<Tap> wide{{.name = all[1].name, .shape = {33}}};
+  CHECK(refusal_fault(taps_of(*model, ids_of(5, 1), wide, 5).status(), Code::invalid_argument,
+                      {"expected at most (5, 33) of float32, got (2, 48) of float32"}) == "");
 }
 
 TEST_CASE("A step reads each weight once for all slots", "[model]") {
@@ -328,8 +427,7 @@ class StaleModel final : public ModelRunner {
   std::int64_t slots() const override { return model_->slots(); }
   std::int64_t capacity() const override { return model_->capacity(); }
   DType activation() const override { return model_->activation(); }
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                 AnyView<2> logits) override {
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
     return model_->forward(slot, first, ids, logits);
   }
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
@@ -344,6 +442,8 @@ class StaleModel final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
   Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
   void release(std::int64_t) override {}
+  void watch(Visit visit) override { model_->watch(std::move(visit)); }
+  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
 
  private:
   std::unique_ptr<Model> model_;

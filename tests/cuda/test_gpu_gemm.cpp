@@ -8,6 +8,7 @@
 #include "cuda/graph/capture.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/gemm_plan.hpp"
+#include "cuda/ops/linear/launches.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "tests/cuda/device_check.hpp"
@@ -304,6 +305,38 @@ TEST_CASE("linear of many tokens: a row does not depend on what the other rows h
             CHECK(row_bytes(got, row) == row_bytes(expected, row));
           }
       }
+}
+
+TEST_CASE("linear: a call's list has the launches that are counted for it, each of which reads the weight",
+          "[gpu][gemm]") {
+  const DeviceScratch scratch;
+  for (const DType dtype : {DType::f16, DType::f32})
+    for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}, GptqSetup{8, 32, 1, false}}) {
+      if (dtype == DType::f32 && gptq.bits) continue;
+      for (const std::int64_t tokens : {1, 3, 8, 16, 64, 65}) {
+        DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear(tokens, 640, 72));
+        no_bias(p.args());  // one of another dtype is added by a launch of its own
+        std::size_t counted = 0;
+        const auto count = [&](auto&&...) {
+          ++counted;
+          return Status();
+        };
+        const auto* const packed = std::get_if<PackedWeight>(&p.args().linear.weight);
+        if (packed) {
+          const Result<cuda::GptqLayout> layout = cuda::gptq_layout("linear", *packed);
+          REQUIRE(layout);
+          REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout), tokens, count));
+        } else {
+          REQUIRE(cuda::for_each_linear_launch(tokens, count));
+        }
+        CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
+        CHECK(prepared(p.args(), {}).size() == counted);
+        const cuda::LaunchList launches = prepared(p.args(), scratch.get());
+        CHECK(launches.has_calls() == cuda::is_gemm(tokens, 640, dtype, packed != nullptr));
+        // The library's call; before it a quantised weight is made a dense one, and x is copied.
+        CHECK(launches.size() == (!launches.has_calls() ? counted : packed ? 3 : 1));
+      }
+    }
 }
 
 TEST_CASE("linear of many tokens: without scratch memory, or with too little, its own kernels take it", "[gpu][gemm]") {

@@ -8,6 +8,7 @@
 
 #include "core/compare.hpp"
 #include "core/model/decoder.hpp"
+#include "core/model/taps.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/model.hpp"
 #include "cpu_ref/sample.hpp"
@@ -347,6 +348,87 @@ TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][
                       {"logits[0] is NaN",
                        "the first NaN of this token is made by "
                        "gpt_neox.layers.1.attention.dense"}) == "");
+}
+
+TEST_CASE("model on the GPU: the taps of every site are the oracle's within the budget, and watching changes no bit",
+          "[gpu][model][small]") {
+  const auto [dtype, bits_of_weights] = GENERATE(
+      table<DType, int>({{DType::f16, 0}, {DType::bf16, 0}, {DType::f32, 0}, {DType::f16, 4}, {DType::f16, 8}}));
+  const Small small(dtype, {.bits = bits_of_weights, .group_size = bits_of_weights ? 64 : 0});
+  const Ids ids = ids_of(19, 12);
+  const auto n = std::int64_t(ids.size());
+  const std::vector<Tap> all = model_taps(small.config, small.weights->weights);
+  const auto watched = [&](ModelRunner& runner, Tensor& logits) {
+    std::map<std::string, TapRows> taps;
+    for (const Tap& t : all) {
+      Shape shape = t.shape;
+      shape.insert(shape.begin(), n);
+      taps[t.name].rows = Tensor(runner.activation(), std::move(shape));
+    }
+    runner.watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) {
+      return append_taps(runner, site, tensors, taps);
+    });
+    require_ok(runner.forward(0, 0, ids, logits.view<2>()));
+    runner.watch({});
+    return taps;
+  };
+  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
+                                                   {.capacity = n, .chunk = n, .activation = DType::f64}));
+  Tensor exact(DType::f64, {n, kVocab});
+  const auto expected = watched(*oracle, exact);
+  const Budget budget = reference_of(small, ids).budget;
+  for (std::int64_t chunk : {1, 5, 64}) {
+    const auto model = small.model({.capacity = 96, .chunk = chunk});
+    Tensor plain(dtype, {n, kVocab}), logits(dtype, {n, kVocab});
+    require_ok(small.model({.capacity = 96, .chunk = chunk})->forward(0, 0, ids, plain.view<2>()));
+    const auto got = watched(*model, logits);
+    CAPTURE(to_string(dtype), bits_of_weights, chunk);
+    CHECK(bits(logits) == bits(plain));
+    CHECK(bits(got.at("logits").rows) == bits(logits));
+    for (const auto& [name, tap] : got) {
+      CHECK(tap.made_rows == n);
+      const auto error = compare(tap.rows, expected.at(name).rows);
+      REQUIRE(error);
+      CAPTURE(name, error->rel_l2, error->rel_max, budget.rel_l2, budget.rel_max);
+      CHECK(error->non_finite == 0);
+      CHECK(error->rel_l2 <= budget.rel_l2);
+    }
+    // What follows is not watched, and has the bits of a model that never was.
+    require_ok(model->forward(0, 0, ids, logits.view<2>()));
+    CHECK(bits(logits) == bits(plain));
+  }
+}
+
+TEST_CASE("model on the GPU: a visitor sees the sites that the CPU's does, ends a prompt, and sees no step",
+          "[gpu][model][small]") {
+  const Small small;
+  const auto names_of = [&](ModelRunner& runner) {
+    std::vector<std::string> names;
+    runner.watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
+      names.push_back(site.name());
+      CHECK(std::count_if(tensors.begin(), tensors.end(), [](const auto& t) { return is_written(t.role); }) > 0);
+      return {};
+    });
+    require_ok(runner.prefill(0, 0, Ids{1, 2, 3}));
+    return names;
+  };
+  const auto model = small.model({.slots = 2, .capacity = 8, .chunk = 2});
+  const auto oracle = taken(cpu_ref::Model::create(small.config, small.weights->weights, small.weights,
+                                                   {.capacity = 8, .chunk = 2, .activation = DType::f64}));
+  const std::vector<std::string> names = names_of(*model);
+  CHECK(names == names_of(*oracle));
+  CHECK(names.size() == 2 * (3 * sites.size() + 1) + 2);
+
+  const ModelRunner::Token token{.slot = 0, .id = 4, .position = 3};
+  CHECK(refusal_fault(model->step(std::span(&token, 1)), Code::unimplemented,
+                      {"model: step: expected no visitor of sites on a GPU, which has them for prompts alone"}) == "");
+  model->watch([](const ModelSite& site, auto&&) -> Status {
+    return site.layer == 1 ? Status::error(Code::io_error, "enough") : Status();
+  });
+  CHECK(refusal_fault(model->prefill(1, 0, Ids{1, 2}), Code::io_error, {"enough"}) == "");
+  model->watch({});
+  require_ok(model->step(std::span(&token, 1)));
+  require_ok(model->prefill(1, 0, Ids{1, 2}));
 }
 
 TEST_CASE("model on the GPU: what cannot be is refused by name", "[gpu][model][bad]") {

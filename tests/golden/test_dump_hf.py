@@ -216,6 +216,8 @@ class Arguments(unittest.TestCase):
             ([*preset, "--cache", "prefill"], "--cache prefill needs the weights of a --model"),
             ([*preset, "--weights", "checkpoint"], "--weights checkpoint needs --model"),
             ([*preset, "--top", "3"], "--top needs --whole-model"),
+            ([*preset, "--no-dequantised-weights"], "--no-dequantised-weights needs a GPTQ checkpoint"),
+            ([*preset, "--whole-model", "--no-dequantised-weights"], "--dequantised-weights is of one layer's step"),
             ([*preset, "--dtype", "float64"], "invalid choice: 'float64'"),
             ([*preset, "--unknown"], "unrecognized arguments"),
         ]:

@@ -1,4 +1,6 @@
 // Every golden file in data/, against the CPU backend.
+#include <algorithm>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -24,6 +26,7 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
   };
   const std::vector<std::string> paths = test::golden_files();
   CHECK_FALSE(paths.empty());
+  std::set<std::string> quantised, with_weights;  // checkpoints
   for (const std::string& path : paths) {
     const auto file = golden::GoldenFile::open(path);
     CAPTURE(path, file.status().message());
@@ -31,13 +34,21 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
     const auto weights = file->weights();
     CAPTURE(weights.status().message());
     REQUIRE(weights);
+    std::size_t weight_taps = 0;
+    for (const golden::VariantInfo& v : file->variants())
+      weight_taps +=
+          std::size_t(std::ranges::count_if(v.taps, [](const auto& tap) { return tap.ends_with(".weight"); }));
+    const std::size_t linears = test::quantised_linears(weights->weights);
+    CHECK((weight_taps == 0 || weight_taps == linears));
+    if (linears > 0) quantised.insert(file->meta().weights_checkpoint);
+    if (weight_taps > 0) with_weights.insert(file->meta().weights_checkpoint);
     for (const Case& c : cases) {
       CAPTURE(c.what);
       const auto rows = apps::walk_golden(*file, *weights, c.options);
       CAPTURE(rows.status().message());
       REQUIRE(rows);
-      // Twelve of the walk, and each quantised weight.
-      CHECK(rows->size() == 12 + test::quantised_linears(weights->weights));
+      // Twelve of the walk, and each dequantised weight that the file holds.
+      CHECK(rows->size() == 12 + weight_taps);
       for (const apps::TapResult& r : *rows) {
         CAPTURE(r.tap, r.worst);
         CHECK(r.error.non_finite == 0);
@@ -46,4 +57,7 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
       }
     }
   }
+  // One file of each quantised checkpoint is enough to hold its weights.
+  CHECK_FALSE(quantised.empty());
+  CHECK(quantised == with_weights);
 }

@@ -7,6 +7,7 @@
 #include "golden/model_golden.hpp"
 #include "tests/golden/golden_files.hpp"
 #include "tests/support/catch.hpp"
+#include "tests/support/refusal.hpp"
 
 namespace {
 
@@ -25,7 +26,7 @@ ModelWalk walked(const std::string& path, DType activation, bool one_by_one) {
   const auto weights = file->weights();
   INFO(weights.status().message());
   REQUIRE(weights);
-  Result<ModelWalk> walk = walk_model(*file, *weights, activation, one_by_one);
+  Result<ModelWalk> walk = walk_model(*file, *weights, {.activation = activation, .one_by_one = one_by_one});
   INFO(walk.status().message());
   REQUIRE(walk);
   for (const TapResult& r : walk->taps) {
@@ -60,6 +61,8 @@ class Rounded final : public ModelRunner {
     return made.converted(dtype_);
   }
   void release(std::int64_t slot) override { inner_->release(slot); }
+  void watch(Visit visit) override { inner_->watch(std::move(visit)); }
+  Status fetch(const SiteTensor& tensor, void* to) override { return inner_->fetch(tensor, to); }
 
  private:
   std::unique_ptr<ModelRunner> inner_;
@@ -107,6 +110,30 @@ TEST_CASE("The float backend is within its derived bound, and never further than
         CHECK(r.error.rel_l2 <= error);
       }
     }
+  }
+}
+
+TEST_CASE("A GPU walks a model in the weights' dtype alone", "[model_golden]") {
+  const auto file = golden::ModelGolden::open(CF_DATA_DIR "/golden_model/neox-gptq-sym-16.h5");
+  REQUIRE(file);
+  const auto weights = file->weights();
+  REQUIRE(weights);
+  const auto walk = walk_model(*file, *weights, {.backend = Backend::cuda, .activation = DType::f32});
+  CHECK(test::refusal_fault(
+            walk.status(), Code::invalid_argument,
+            {"neox-gptq-sym-16.h5: expected activations of float16 on a GPU, the weights', got float32"}) == "");
+}
+
+TEST_CASE("The oracle makes the same taps of chunks", "[model_golden]") {
+  for (const char* name : {"neox-d80", "neox-gptq-desc-act"}) {
+    const auto file = golden::ModelGolden::open(CF_DATA_DIR "/golden_model/" + std::string(name) + "-16.h5");
+    REQUIRE(file);
+    const auto weights = file->weights();
+    REQUIRE(weights);
+    const auto walk = walk_model(*file, *weights, {.chunk = 5});
+    REQUIRE(walk);
+    CHECK(walk->ok());
+    CHECK(walk->taps.size() == 5);
   }
 }
 

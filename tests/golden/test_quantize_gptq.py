@@ -172,6 +172,12 @@ class CommandLine(unittest.TestCase):
             with dump_hf.read_sealed(dump) as file:
                 self.assertEqual(golden_file.attributes_of(file)["weights"], "checkpoint")
                 self.assertEqual(file["taps/float64/mlp.dense_4h_to_h.weight"].shape, (64, 128))
+                kept = {name for name in file["taps/float64"] if not name.endswith(".weight")}
+                self.assertEqual(len(file["taps/float64"]), len(kept) + 4)
+            thin = ["--model", out, "--layer", "1", "--kv-len", "5", "--no-dequantised-weights", "--out", dump]
+            self.assertEqual(dump_hf.main(thin), 0)
+            with dump_hf.read_sealed(dump) as file:
+                self.assertEqual(set(file["taps/float64"]), kept)
             self.assertIn("no such directory", self.refused("--model", out + "x", "--out", source))
             self.assertIn("is quantised already", self.refused("--model", out, "--out", source))
 

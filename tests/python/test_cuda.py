@@ -260,14 +260,39 @@ def test_logits_are_the_oracles_within_the_bound(checkpoints: pathlib.Path, name
 
 
 @gpu
-def test_taps_are_refused(checkpoints: pathlib.Path) -> None:
+@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "neox-gptq-sym", "neox-gptq-desc-act"])
+def test_taps_are_the_oracles_within_the_bound(checkpoints: pathlib.Path, name: str, chunk: int) -> None:
+    weights = _core.Weights.open(str(checkpoints / name))
+    shared = _core.DeviceModel(weights, slots=2, capacity=32, chunk=chunk)
+    runner, other = _core.Runner(shared), _core.Runner(shared)
+    ids = list(range(5, 16))
+    oracle = _core.Runner(weights, capacity=len(ids), activation="float64")
+    assert runner.taps == oracle.taps
+    logits, taps = runner.run(0, 0, ids, 3, runner.taps)
+    exact_logits, exact = oracle.run(0, 0, ids, 3, oracle.taps)
+    bound, _ = oracle.error_bound(ids, shared.activation)
+    assert list(taps) == list(exact) == runner.taps
+    for tap in taps:
+        assert taps[tap].dtype == np.float32 and taps[tap].shape == exact[tap].shape
+        assert np.linalg.norm(taps[tap] - exact[tap]) <= bound * np.linalg.norm(exact[tap]), tap
+    assert np.array_equal(taps["logits"], logits) and logits.shape == exact_logits.shape
+    # Neither this runner's next calls nor another's are watched, and the same call has the same bits.
+    assert np.array_equal(runner.forward(0, 0, ids, 3), logits)
+    other.prefill(0, 0, ids)
+    other.step([(0, 1, len(ids))])
+    runner.step([(0, 1, len(ids))])
+    assert np.array_equal(runner.logits(0), other.logits(0))
+
+
+@gpu
+def test_what_a_device_model_refuses(checkpoints: pathlib.Path) -> None:
     model = cf_ops.load(checkpoints / "neox-d80", device="cuda", capacity=16)
-    with pytest.raises(NotImplementedError, match="^taps: expected none, got 'layers.0.output' on a GPU; device='cpu'"):
-        model.run([1, 2], taps=["layers.0.output"])
+    with pytest.raises(ValueError, match=r"tap 'layers.7.output' is unknown; there are embed_in, layers.N.input_"):
+        model.run([1, 2], taps=["layers.7.output"])
     with pytest.raises(NotImplementedError, match="RoPE table"):
         runner = _core.Runner(_core.DeviceModel(_core.Weights.open(str(checkpoints / "neox-d80")), capacity=8))
         runner.set_rope_table(np.zeros((1, 10), np.float32), np.zeros((1, 10), np.float32))
-    assert runner.taps == []
 
 
 @gpu

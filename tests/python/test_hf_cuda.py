@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import numpy as np
 import pytest
 from cuda_models import CHECKPOINTS, Oracle, check_greedy, gpu
 
@@ -84,8 +85,13 @@ def test_logits_are_within_the_bound(root, name, dtype):
     oracle.check_rows(logits[0].float().cpu().numpy())
     in_float32, taps = cf_ops.hf.run(model, ids)
     assert taps == {} and in_float32.device == model.device and torch.equal(in_float32.to(logits.dtype), logits)
-    with pytest.raises(NotImplementedError, match="taps: expected none, got 'layers.0.output' on a GPU"):
-        cf_ops.hf.run(model, ids, ["layers.0.output"])
+    again, taps = cf_ops.hf.run(model, ids, ["layers.0.output"])
+    assert torch.equal(again, in_float32)
+    tap = taps["layers.0.output"]
+    assert tap.dtype == torch.float32 and tap.device == model.device
+    runner = _core.Runner(weights_of(root, name), capacity=40, activation="float64")
+    exact = runner.run(0, 0, ids[0].tolist(), 1, list(taps))[1]["layers.0.output"]
+    assert np.linalg.norm(tap[0].cpu().numpy() - exact) <= oracle.bound * np.linalg.norm(exact)
 
 
 def test_sampling_and_several_sequences_run_on_ours(root):

@@ -17,6 +17,13 @@ inline constexpr std::int64_t kGemmTokens = 8;
 /// that take 16 tokens a launch, and 228 us for 64 tokens with cuBLASLt, on an H200.
 inline constexpr std::int64_t kGptqGemmTokens = 64;
 
+/// Whether a product goes through cuBLASLt, where the library, an algorithm and scratch memory are there: one of many
+/// tokens, in 16 bits, whose rows of x are aligned.
+constexpr bool is_gemm(std::int64_t tokens, std::int64_t in, DType activation, bool packed) {
+  return tokens > (packed ? kGptqGemmTokens : kGemmTokens) && in % 8 == 0 &&
+         (activation == DType::f16 || activation == DType::bf16);
+}
+
 /// The workspace that cuBLASLt may take for a product. NVIDIA recommends 32 MiB for Hopper.
 inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t(32) << 20;
 

@@ -2,6 +2,7 @@
 #include "cuda/ops/run.hpp"
 
 #include "cuda/device/sync.cuh"
+#include "cuda/ops/linear/launches.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
 #include "cuda/runtime/launch.hpp"
@@ -102,14 +103,13 @@ Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
               .activation = a.x.dtype,
               .weight_dtype = dense->weight.dtype,
               .output = linear_output(a)};
-    for (std::int64_t first = 0; first < d.tokens; first += kMmaTokens) {
-      p.tokens = int(std::min<std::int64_t>(kMmaTokens, d.tokens - first));
+    return for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+      p.tokens = int(count);
       p.x = static_cast<const T*>(a.x.data) + first * d.in;
       p.output.y = static_cast<T*>(a.y.data) + first * d.out;
       if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
-      CF_TRY(prepare_tokens(p, launches));
-    }
-    return {};
+      return prepare_tokens(p, launches);
+    });
   });
 }
 

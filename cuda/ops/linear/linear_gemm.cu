@@ -178,8 +178,7 @@ Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
   const DType dtype = a.x.dtype;
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
   const Scratch scratch = launches.scratch();
-  if (!scratch.data || d.tokens <= (packed ? kGptqGemmTokens : kGemmTokens) || d.in % kVec) return false;
-  if (dtype != DType::f16 && dtype != DType::bf16) return false;
+  if (!scratch.data || !is_gemm(d.tokens, d.in, dtype, packed != nullptr)) return false;
   if (reinterpret_cast<std::uintptr_t>(scratch.data) % 256)
     return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
 

@@ -1,5 +1,6 @@
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/linear/gptq_block.cuh"
+#include "cuda/ops/linear/launches.hpp"
 #include "cuda/ops/linear/linear.cuh"
 #include "cuda/runtime/launch.hpp"
 
@@ -114,13 +115,9 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
                .tokens = 0};
     const bool is_plain =
         layout.pairs == RopePairs{} && d.out % 4 == 0 && (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);
-    for (std::int64_t first = 0; first < d.tokens; first += c.tokens) {
-      c.plan = gptq_plan(launches.arch(), sizes, d.tokens - first, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-      if (c.plan.grid == 0)
-        return Status::error(Code::unimplemented, "linear: cuda takes GPTQ weights of up to " +
-                                                      std::to_string(kGptqMaxColumns) + " columns, got " +
-                                                      std::to_string(kGptqColumns * sizes.chunks));
-      c.tokens = c.plan.tokens;
+    return for_each_gptq_launch(launches.arch(), sizes, d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
+      c.plan = plan;
+      c.tokens = plan.tokens;
       // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
       // there an element has four rows.
       const bool pairs_fit =
@@ -128,7 +125,7 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
       c.x = static_cast<const T*>(a.x.data) + first * d.in;
       c.output.y = static_cast<T*>(a.y.data) + first * d.out;
       if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
-      CF_TRY(launch(ops::Linear::name, launches,
+      return launch(ops::Linear::name, launches,
                     {.grid = unsigned(c.plan.grid),
                      .block = gptq_threads(kLinearGptqTurns),
                      .smem_bytes = std::size_t(linear_gptq_smem_bytes(launches.arch(), c.plan)),
@@ -136,9 +133,8 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
                     !is_plain   ? gptq_kernel_for<LinearGptqKernels<T, 1>>(c.plan, sizes, d.tokens)
                     : pairs_fit ? gptq_kernel_for<LinearGptqKernels<T, 2>>(c.plan, sizes, d.tokens)
                                 : gptq_kernel_for<LinearGptqKernels<T, 4>>(c.plan, sizes, d.tokens),
-                    c));
-    }
-    return {};
+                    c);
+    });
   });
 }
 

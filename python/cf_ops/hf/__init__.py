@@ -87,12 +87,12 @@ def run(model: object, ids: Any, taps: Iterable[str] = ()) -> tuple[Any, dict[st
     Returns
     -------
     logits: (tokens, vocab) or (batch, tokens, vocab), float32.
-    taps: by name, (tokens, ...) or (batch, tokens, ...), float32. A GPU has none.
+    taps: by name, (tokens, ...) or (batch, tokens, ...), float32.
 
     Raises
     ------
     ValueError: the model has no `speed_up`, a tap is unknown, or ids are empty or outside the vocabulary.
-    NotImplementedError: the model was changed since into one that cf_ops does not run, or taps are asked of a GPU.
+    NotImplementedError: the model was changed since into one that cf_ops does not run.
     """
     result: tuple[Any, dict[str, Any]] = _implementation().run(model, ids, list(taps))
     return result

@@ -434,7 +434,7 @@ def run(model: Model, ids: Any, taps: list[str]) -> tuple[Tensor, dict[str, Tens
     runner = loaded.backend.runner(1, count)
     made = [runner.run(0, 0, row, count, taps) for row in tokens.reshape(-1, count).tolist()]
     logits = torch.stack([one for one, _ in made]).to(device)
-    tapped = {name: torch.stack([one[name] for _, one in made]) for name in taps}
+    tapped = {name: torch.stack([one[name] for _, one in made]).to(device) for name in taps}
     if tokens.dim() == 2:
         return logits, tapped
     return logits[0], {name: tap[0] for name, tap in tapped.items()}

@@ -1,0 +1,43 @@
+#pragma once
+// Taps of a model that runs: what a visitor of ModelRunner::watch() makes of a site's tensors.
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/model/decoder.hpp"
+#include "core/model/model.hpp"
+#include "core/status.hpp"
+#include "core/tensor.hpp"
+
+namespace cf {
+
+/// The tensors of a site's call, as a visitor is given them.
+template <class Args>
+std::vector<ModelRunner::SiteTensor> tensors_of(const Args& args) {
+  using Op = typename Args::Op;
+  std::vector<ModelRunner::SiteTensor> tensors;
+  Op::tensors(Op::dims(args), args, [&](const TensorSpec& spec, const auto& view, const auto&) {
+    if (view)
+      tensors.push_back(
+          {spec.role, std::string(spec.name), view.data, view.dtype, {view.shape.begin(), view.shape.end()}});
+  });
+  return tensors;
+}
+
+/// A tap of the tokens that go through a model, in chunks or one by one.
+struct TapRows {
+  Tensor rows;                 // (tokens, ...), of the runner's dtype
+  std::int64_t made_rows = 0;  // those that are there
+};
+
+/// Appends what a site has made to those of `taps`, by name, that it makes. A visitor of `runner` calls this. Refuses
+/// rows of another dtype or shape than a tap's, and more rows than it has room for.
+Status append_taps(ModelRunner& runner, const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors,
+                   std::map<std::string, TapRows>& taps);
+
+/// Whether a tensor in the host's memory holds a NaN.
+bool has_nan(const ModelRunner::SiteTensor& tensor);
+
+}  // namespace cf

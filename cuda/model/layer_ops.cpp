@@ -1,0 +1,81 @@
+#include "cuda/model/layer_ops.hpp"
+
+#include "cuda/ops/attention/attention.hpp"
+#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/ln_qkv/ln_qkv.hpp"
+#include "cuda/ops/norm/layernorm.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Whether ln_qkv takes the place of the four sites from input_layernorm to kv_append. On an H200 ln_qkv is faster for
+/// up to four tokens; with a dense weight it is slower from eight tokens on. Its shared memory must hold the tokens.
+/// Its bits are those of the four sites only where layernorm gives each thread the same eight elements of a row.
+bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  constexpr std::int64_t most_tokens = 4;
+  const std::int64_t tokens = t.hidden.shape[0], h = m.shape.hidden_size,
+                     weight_bytes = std::int64_t(size_bytes(w.input_layernorm.gamma.dtype));
+  if (tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
+  if (const auto* packed = std::get_if<PackedWeight>(&w.query_key_value.weight)) {
+    const Result<GptqLayout> layout = gptq_layout(site::query_key_value.name, *packed);
+    if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return false;
+    const GptqPlan plan = ln_qkv_gptq_plan(arch, gptq_sizes(*layout), h, tokens, weight_bytes).product;
+    return plan.grid > 0 && plan.tokens == tokens;
+  }
+  return ln_qkv_plan(arch, h, m.shape.qkv_size(), tokens, std::int64_t(size_bytes(t.hidden.dtype)), weight_bytes)
+             .tokens == tokens;
+}
+
+/// Whether attention's blocks form clusters. Only then do kernels divide an SM's L1 alike: a cluster's SMs become free
+/// sooner, but attention without clusters, as for four tokens of 32 heads, is slower with that division.
+bool attends_in_clusters(const Arch& arch, const LayerTensors& t) {
+  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
+}
+
+/// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
+/// it waits. Attention and attention.dense run beside the MLP's first product, which needs those SMs more: both start
+/// late. Where that product has quantised weights its blocks are resident before attention begins, so that
+/// attention.dense may start early.
+bool starts_early(const Site& s, const LayerWeights& w) {
+  if (s.name == site::dense.name) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
+  return s.name != site::context.name;
+}
+
+/// Whether a site is on the longer branch, the one through attention. The MLP's first product is the other branch: it
+/// fills the SMs that the longer branch leaves free.
+bool is_urgent(const Site& s) { return s.name != site::dense_h_to_4h.name; }
+
+}  // namespace
+
+LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  const bool few = takes_ln_qkv(arch, m, w, t);
+  return {.few = few, .side_by_side = few && attends_in_clusters(arch, t)};
+}
+
+LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {
+  return {.early = starts_early(s, w), .urgent = ops.few && is_urgent(s), .side_by_side = ops.side_by_side};
+}
+
+bool is_part_of_ln_qkv(const Site& s) {
+  for (const Site& part : {site::input_layernorm, site::query_key_value, site::rotary_emb, site::kv_append})
+    if (s.name == part.name) return true;
+  return false;
+}
+
+ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  return {.x = t.hidden,
+          .norm = w.input_layernorm,
+          .linear = w.query_key_value,
+          .cos = t.cos,
+          .sin = t.sin,
+          .positions = t.positions,
+          .kv_len = t.kv_len,
+          .q = t.q,
+          .k = t.k,
+          .v = t.v,
+          .k_cache = t.k_cache,
+          .v_cache = t.v_cache,
+          .eps = m.traits.layer_norm_eps};
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,33 @@
+#pragma once
+// The ops of a layer as a graph has them, without CUDA's headers. Private to cuda/model.
+#include "core/model/layer.hpp"
+#include "core/ops/ln_qkv.hpp"
+#include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/launch_list.hpp"
+
+namespace cf::cuda {
+
+/// How a layer's ops are chosen and launched.
+struct LayerOps {
+  bool few = false;           // ln_qkv takes the place of the four sites from input_layernorm to kv_append
+  bool side_by_side = false;  // of LaunchMode, for every op
+};
+
+LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
+LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
+/// Whether ln_qkv computes this site.
+bool is_part_of_ln_qkv(const Site& s);
+ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
+
+/// Calls f(args, mode) for every op of a layer, in order, and stops at the first Status that is not ok: for_each_site()
+/// with ln_qkv in the place of its parts where it takes the tokens.
+template <class F>
+Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
+  const LayerOps ops = layer_ops(arch, m, w, t);
+  if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
+  return for_each_site(m, w, t, [&](const Site& site, const auto& args) {
+    return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
+  });
+}
+
+}  // namespace cf::cuda

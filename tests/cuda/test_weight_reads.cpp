@@ -1,0 +1,246 @@
+// How often a step of all slots reads each weight, by the ops that it is made of and the launches of each: for every
+// Pythia model, as sites one by one and as a graph, on each device. Nothing runs, and no GPU is needed.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/model/config.hpp"
+#include "core/model/model.hpp"
+#include "core/procedural.hpp"
+#include "cuda/model/layer_ops.hpp"
+#include "cuda/ops/linear/gemm_plan.hpp"
+#include "cuda/ops/linear/launches.hpp"
+#include "cuda/ops/ln_qkv/ln_qkv.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+
+namespace {
+
+/// A model's step whose tensors have shapes and addresses, and at these addresses nothing.
+class Step {
+ public:
+  Step(const ModelConfig& config, std::int64_t slots, DType dtype, WeightFormat linears)
+      : spec(config.spec()), weights(outline_model(spec, dtype, linears)) {
+    for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { place(view); });
+    for (LayerWeights& w : weights.layers)
+      for_each_linear(spec, w, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
+        if (linears.bits == 0) return;
+        // As pack() orders the rows for ln_qkv.
+        const bool turned = module == site::query_key_value.name;
+        l.weight = packed(size, linears, turned ? RopePairs{spec.shape.head_dim, spec.shape.rotary_dim} : RopePairs{});
+      });
+    tie_embeddings(spec, weights);
+    const std::int64_t capacity = 64;
+    for_each_activation(
+        spec.shape, {.batch = slots, .q_len = 1, .table_rows = capacity, .capacity = capacity},
+        [&](const TensorSpec&, auto& view, const auto& shape) {
+          point(view, nullptr, shape, dtype);
+          place(view);
+        },
+        tensors.layer);
+    tensors.layer.max_kv_len = capacity;
+    tensors.ids.shape = {slots};
+    const auto matrix = [&](AnyView<2>& view, std::int64_t columns) {
+      view = {nullptr, {slots, columns}, dtype};
+      place(view);
+    };
+    for (AnyView<2>& h : tensors.hidden) matrix(h, spec.shape.hidden_size);
+    matrix(tensors.final_norm, spec.shape.hidden_size);
+    matrix(tensors.logits, spec.shape.vocab_size);
+    caches.assign(weights.layers.size(), {tensors.layer.k_cache, tensors.layer.v_cache});
+    tensors.caches = caches;
+  }
+
+  ModelSpec spec;
+  ModelWeights weights;
+  ModelTensors tensors;
+  std::vector<LayerCache> caches;
+
+ private:
+  template <class V>
+  void place(V& view) {
+    view.data = reinterpret_cast<typename V::element*>(next_);
+    next_ += std::uintptr_t(view.bytes() + 255) / 256 * 256;
+  }
+
+  PackedWeight packed(const LinearSize& size, WeightFormat format, const RopePairs& pairs) {
+    const auto groups = std::int32_t((size.in + format.group_size - 1) / format.group_size);
+    const GptqLayout layout{.row_tiles = std::int32_t((size.out + kGptqRows - 1) / kGptqRows),
+                            .chunks = std::int32_t((size.in + kGptqColumns - 1) / kGptqColumns),
+                            .groups = groups,
+                            .columns_per_group = std::int32_t(format.group_size),
+                            .fits_f16 = true,
+                            .pairs = pairs};
+    PackedWeight w{.packer = kCudaPacker, .format = format, .out = size.out, .in = size.in, .data = {}, .layout = {}};
+    w.data.shape = {layout.words()};
+    place(w.data);
+    std::memcpy(w.layout.data(), &layout, sizeof layout);
+    return w;
+  }
+
+  std::uintptr_t next_ = 4096;
+};
+
+/// The launches of an op's call that read its weights. `library` says whether cuBLASLt is there.
+template <class Args>
+Result<std::int64_t> launches_of(const Arch&, const Args&, bool) {
+  return std::int64_t(1);  // rows of one token, or no weights
+}
+
+Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, bool library) {
+  const auto d = ops::Linear::dims(a);
+  const auto* packed = std::get_if<PackedWeight>(&a.linear.weight);
+  if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
+  std::int64_t launches = 0, tokens = 0;
+  if (packed) {
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
+    CF_TRY(for_each_gptq_launch(arch, gptq_sizes(layout), d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
+      CHECK(first == tokens);
+      tokens += plan.tokens;
+      ++launches;
+      return Status();
+    }));
+  } else {
+    CF_TRY(for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+      CHECK(first == tokens);
+      tokens += count;
+      ++launches;
+      return Status();
+    }));
+  }
+  CHECK(tokens == d.tokens);
+  return launches;
+}
+
+Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bool) {
+  const auto d = ops::LnQkv::dims(a);
+  const auto bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));
+  std::int64_t tokens = 0;  // of a launch
+  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::LnQkv::name, *packed));
+    tokens = ln_qkv_gptq_plan(arch, gptq_sizes(layout), d.hidden, d.tokens(), bytes).product.tokens;
+  } else {
+    tokens = ln_qkv_plan(arch, d.hidden, d.out(), d.tokens(), std::int64_t(size_bytes(a.x.dtype)), bytes).tokens;
+  }
+  REQUIRE(tokens > 0);
+  return (d.tokens() + tokens - 1) / tokens;
+}
+
+/// How often each weight is read, by its address.
+using Reads = std::map<const void*, std::int64_t>;
+
+/// Of a step whose layers are walked site by site, or are those of a graph.
+Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library) {
+  Reads reads;
+  const auto add = [&](const auto& args) -> Status {
+    using Op = typename std::remove_cvref_t<decltype(args)>::Op;
+    CF_TRY_ASSIGN(const std::int64_t launches, launches_of(arch, args, library));
+    Op::tensors(Op::dims(args), args, [&](const TensorSpec& t, const auto& view, const auto&) {
+      if ((is_weight(t.role) || t.role == Role::gptq) && view) reads[view.data] += launches;
+    });
+    return {};
+  };
+  CF_TRY(for_each_model_site(s.spec, s.weights, s.tensors, [&](const ModelSite& site, const auto& args) -> Status {
+    if (site.site.name == site::embed_in.name) {
+      // The table is read by rows. Behind it come the layers of a graph.
+      for (const LayerWeights& w : s.weights.layers)
+        if (graph) {
+          LayerTensors t = s.tensors.layer;
+          t.hidden = s.tensors.hidden[0];
+          CF_TRY(for_each_layer_op(arch, s.spec, w, t, [&](const auto& op, const LaunchMode&) { return add(op); }));
+        }
+      return {};
+    }
+    return graph && site.layer >= 0 ? Status() : add(args);
+  }));
+  return reads;
+}
+
+/// The least and the most reads of a weight. Requires that every weight but the table of the embedding is read.
+std::pair<std::int64_t, std::int64_t> range_of(const Step& s, const Arch& arch, bool graph, bool library) {
+  const Result<Reads> reads = reads_of(s, arch, graph, library);
+  INFO(reads.status().message());
+  REQUIRE(reads);
+  std::vector<const void*> expected;
+  const auto expect = [&](const auto& view) { expected.push_back(view.data); };
+  const auto expect_norm = [&](const NormParams& n) {
+    expect(n.gamma);
+    expect(n.beta);
+  };
+  for (const LayerWeights& w : s.weights.layers) {
+    expect_norm(w.input_layernorm);
+    expect_norm(w.post_attention_layernorm);
+    for_each_linear(s.spec, w, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
+      if (const auto* packed = std::get_if<PackedWeight>(&l.weight))
+        expect(packed->data);
+      else
+        expect(std::get<DenseWeight>(l.weight).weight);
+      if (size.has_bias) expect(l.bias);
+    });
+  }
+  expect_norm(s.weights.final_layer_norm);
+  expect(std::get<DenseWeight>(s.weights.embed_out.weight).weight);
+  CHECK(reads->size() == expected.size());
+  std::int64_t least = INT64_MAX, most = 0;
+  for (const void* weight : expected) {
+    const auto found = reads->find(weight);
+    REQUIRE(found != reads->end());
+    least = std::min(least, found->second);
+    most = std::max(most, found->second);
+  }
+  return {least, most};
+}
+
+}  // namespace
+
+TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all that a launch takes",
+          "[plans][model]") {
+  for (ModelConfig m : pythia_presets()) {
+    m.num_hidden_layers = 2;
+    for (const Arch& arch : {kH200, kRtx5090})
+      for (const DType dtype : {DType::f16, DType::bf16, DType::f32})
+        for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
+          if (dtype == DType::f32 && format.bits) continue;  // the kernels take GPTQ weights with 16 bits alone
+          // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles.
+          const std::int64_t a_launch = format.bits && arch.compute_capability == 120 ? 8 : 16;
+          for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
+            const Step step(m, slots, dtype, format);
+            for (const bool graph : {false, true})
+              for (const bool library : {false, true}) {
+                CAPTURE(m.name, arch.compute_capability, to_string(dtype), format.bits, slots, graph, library);
+                const auto [least, most] = range_of(step, arch, graph, library);
+                CHECK(least == 1);  // the norms'
+                // cuBLASLt takes all slots: of dense weights of 16 bits from 9 on, of quantised ones from 65 on.
+                const bool by_library = library && format.bits == 0 && dtype != DType::f32;
+                CHECK(most == (by_library ? 1 : (slots + a_launch - 1) / a_launch));
+              }
+          }
+        }
+  }
+}
+
+TEST_CASE("a graph's step of few slots has ln_qkv in the place of four sites, and still reads each weight once",
+          "[plans][model]") {
+  ModelConfig m = *find_preset("pythia-2.8b");
+  m.num_hidden_layers = 1;
+  for (const auto& [slots, few] : {std::pair{1, true}, {3, true}, {8, false}, {16, false}, {64, false}}) {
+    const Step step(m, slots, DType::f16, {});
+    int fused = 0, ops = 0;
+    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
+                              [&]<class Args>(const Args&, const LaunchMode&) {
+                                fused += std::is_same_v<Args, ops::LnQkv::Args>;
+                                ++ops;
+                                return Status();
+                              }));
+    CAPTURE(slots);
+    CHECK(fused == int(few));
+    CHECK(ops == int(sites.size()) - (few ? 3 : 0));
+  }
+}
