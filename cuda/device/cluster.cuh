@@ -23,15 +23,16 @@ __device__ inline int cluster_index() {
 }
 
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.
-/// The inbox costs one barrier of the cluster. A block arrives at that barrier when the kernel starts, and waits for it
-/// only before its first send, much later. A block may leave when it has sent its values; a block that sends none may
+/// The inbox costs one barrier of the cluster. A block arrives at that barrier in open(), and waits for it only before
+/// its first send. A block may leave when it has sent its values; a block that sends none may
 /// leave at any time. An inbox serves one launch and clusters of two blocks or more.
 class ClusterInbox {
  public:
   /// `arrived` is a barrier in the block's shared memory, at the same offset in every block.
   __device__ explicit ClusterInbox(std::uint64_t* arrived) : arrived_(arrived) {}
 
-  /// Prepares the barrier. All threads of all blocks of the cluster call this when the kernel starts.
+  /// Prepares the barrier. All threads of all blocks of the cluster call this, when the kernel starts or as soon as the
+  /// block has no other use for the memory that it receives values in.
   __device__ void open() {
     if (threadIdx.x == 0) {
       init_barrier(arrived_, 1);
@@ -67,7 +68,27 @@ class ClusterInbox {
   }
 
  private:
+  friend class ClusterOutbox;
   std::uint64_t* arrived_;
+};
+
+/// An array in another block's inbox, for many sends to it.
+class ClusterOutbox {
+ public:
+  /// `to` is the array's place in this block's shared memory, and at the same offset in that of block `rank`.
+  __device__ ClusterOutbox(const ClusterInbox& inbox, unsigned rank, float* to)
+      : to_(shared_address_in(rank, to)), arrived_(shared_address_in(rank, inbox.arrived_)) {}
+
+  /// Writes element i.
+  __device__ void send(int i, float v) const {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(to_ + 4 * std::uint32_t(i)),
+        "r"(arrived_), "f"(v)
+        : "memory");
+  }
+
+ private:
+  std::uint32_t to_, arrived_;
 };
 
 }  // namespace cf::cuda

@@ -60,8 +60,8 @@ class Model final : public ModelRunner {
   /// forward() wait for it.
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
-  /// Reads each weight once for up to 8 slots. With more, cuBLASLt reads a dense 16-bit weight once for all; linear's
-  /// own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
+  /// Reads each weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit weight
+  /// once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
   Status step(std::span<const Token> tokens) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;

@@ -1,5 +1,5 @@
-// Products of many tokens on the GPU through cuBLASLt, against the oracle within linear's budget. They need the
-// library: where the dynamic linker does not find it, CF_CUBLASLT names its file.
+// Products of many tokens on the GPU, against the oracle within linear's budget: on Hopper's tensor cores, and through
+// cuBLASLt. The latter need the library: where the dynamic linker does not find it, CF_CUBLASLT names its file.
 #include <array>
 #include <cstring>
 #include <set>
@@ -9,6 +9,7 @@
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/gemm_plan.hpp"
 #include "cuda/ops/linear/launches.hpp"
+#include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "tests/cuda/device_check.hpp"
@@ -23,10 +24,9 @@ using Args = ops::Linear::Args;
 namespace {
 
 constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual};
-/// The fewest tokens that cuBLASLt takes of any weight, and other numbers of them: from 17 on these are 17, 31, 64, 65,
-/// 129 and 512.
-constexpr std::int64_t kMany = std::max(cuda::kGemmTokens, cuda::kGptqGemmTokens) + 1;
-constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, kMany, kMany + 64, kMany + 447};
+/// The fewest tokens that cuBLASLt takes of any weight on any GPU, and other numbers of tokens.
+constexpr std::int64_t kMany = std::max({cuda::kGemmTokens, cuda::kGptqGemmTokens, cuda::kLinearWgmmaTokens}) + 1;
+constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, cuda::kGptqGemmTokens + 1, kMany, 512};
 
 /// Scratch memory with room for these tests' products.
 class DeviceScratch {
@@ -98,6 +98,54 @@ std::vector<std::byte> row_bytes(Problem<ops::Linear>& p, std::int64_t row) {
   return {data, data + bytes};
 }
 
+/// Makes p's residual what rounding leaves of the product, with the other sign. So y is u times the product: whatever is
+/// rounded to 16 bits before the residual is added, or a weight that is, shows as an error as large as y.
+void cancel_product(Problem<ops::Linear>& p, Problem<ops::Linear>& product) {
+  Problem<ops::Linear> oracle(product, DType::f64);
+  REQUIRE(block(p, "x").memory == block(product, "x").memory);
+  REQUIRE(cpu_ref::run(oracle.args()));
+  const Tensor y = oracle.tensor(block(oracle, "y"));
+  set(block(p, "residual"), [&](std::int64_t i) { return -y.at(i); });
+}
+
+/// How many of a thousand runs, early and late, captured and not, differ from the first.
+std::int64_t same_bits_a_thousand_times(DeviceProblem<ops::Linear>& p, cuda::Context& c, cuda::Scratch scratch) {
+  CUstream_st* const stream = c.stream();
+  const auto first = p.run(c, scratch).bytes();
+  const cuda::LaunchList launches = prepared(p.args(), scratch);
+  const Result<cuda::GraphExec> graph = cuda::capture(stream, [&] { return launches.submit(stream, {.early = true}); });
+  REQUIRE(graph);
+  std::int64_t different = 0;
+  for (int i = 0; i < 1000; ++i) {
+    require_cuda(cudaMemsetAsync(p.args().y.data, 0xff, std::size_t(p.args().y.bytes()), stream));
+    if (i % 3 == 2)
+      require_cuda(cudaGraphLaunch(graph->get(), stream));
+    else
+      REQUIRE(launches.submit(stream, {.early = i % 3 == 1}));
+    require_cuda(cudaStreamSynchronize(stream));
+    different += p.fetch().bytes() != first;
+  }
+  return different;
+}
+
+/// Checks that a row of y has the same bits whatever the other rows of x hold.
+void rows_are_independent(const GptqSetup& gptq, Epilogue epilogue, std::int64_t tokens, cuda::Context& c,
+                          cuda::Scratch scratch) {
+  const std::int64_t in = 640;
+  Problem<ops::Linear> untouched(setup(DType::bf16, gptq), linear(tokens, in, 72, epilogue)), changed(untouched);
+  DeviceProblem<ops::Linear> p(untouched);
+  Problem<ops::Linear> expected(p.run(c, scratch));
+  for (std::int64_t row : {std::int64_t(0), tokens / 2, tokens - 1})
+    for (double value : {std::numeric_limits<double>::quiet_NaN(), 1e30, 0.}) {
+      const Tensor x = untouched.tensor(block(untouched, "x"));
+      set(block(changed, "x"), [&](std::int64_t i) { return i / in == row ? x.at(i) : value; });
+      p.restore(changed);
+      Problem<ops::Linear>& got = p.run(c, scratch);
+      INFO("row " << row << " of " << tokens << ", the others " << value);
+      CHECK(row_bytes(got, row) == row_bytes(expected, row));
+    }
+}
+
 }  // namespace
 
 TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, with and without a bias", "[gpu][gemm]") {
@@ -107,14 +155,16 @@ TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, wit
       for (std::int64_t tokens : kTokens)
         for (auto [in, out] :
              {std::pair<std::int64_t, std::int64_t>{8, 8}, {24, 64}, {264, 72}, {264, 63}, {1288, 648}}) {
-          if (tokens > kMany + 48 && out == 648 && epilogue == Epilogue::gelu_tanh) continue;  // takes the oracle long
+          if (tokens > kMany && out == 648 && epilogue == Epilogue::gelu_tanh) continue;  // takes the oracle long
           INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
           const Setup s = setup(dtype, {}, std::uint64_t(in));
           Problem<ops::Linear> p(s, linear(tokens, in, out, epilogue));
           CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
           CHECK(check_on_device<ops::Linear>(s, p, scratch.get(), no_bias));
           // An odd `out` is for cuBLASLt to take or to leave.
-          if (out % 8 == 0) CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
+          if (out % 8 == 0)
+            CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()) !=
+                  cuda::is_linear_wgmma(context().arch(), tokens, in, out, dtype, false));
         }
 }
 
@@ -140,8 +190,6 @@ TEST_CASE("linear of many tokens: hostile inputs", "[gpu][gemm]") {
         }
 }
 
-// The residual is what rounding leaves of the product, with the other sign. So y is u times the product: whatever is
-// rounded to 16 bits before the residual is added, or a weight that is, shows as an error as large as y.
 TEST_CASE("linear of many tokens: nothing is rounded to 16 bits before y", "[gpu][gemm]") {
   const DeviceScratch scratch;
   for (DType dtype : {DType::f16, DType::bf16})
@@ -151,11 +199,7 @@ TEST_CASE("linear of many tokens: nothing is rounded to 16 bits before y", "[gpu
         INFO("tokens " << tokens);
         const Setup s = setup(dtype, gptq);
         Problem<ops::Linear> p(s, linear(tokens, 256, 72, Epilogue::residual)), product(s, linear(tokens, 256, 72));
-        Problem<ops::Linear> oracle(product, DType::f64);
-        REQUIRE(block(p, "x").memory == block(product, "x").memory);
-        REQUIRE(cpu_ref::run(oracle.args()));
-        const Tensor y = oracle.tensor(block(oracle, "y"));
-        set(block(p, "residual"), [&](std::int64_t i) { return -y.at(i); });
+        cancel_product(p, product);
         CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
         CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()));
       }
@@ -263,23 +307,8 @@ TEST_CASE("linear of many tokens: the same bits a thousand times, early and late
          {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, kMany + 48, 2560, 512},
           {Epilogue::residual, kMany, 2560, 256}}) {
       DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear(tokens, in, out, epilogue));
-      const auto first = p.run(c, scratch.get()).bytes();
-      const cuda::LaunchList launches = prepared(p.args(), scratch.get());
-      REQUIRE(launches.has_calls());
-      const Result<cuda::GraphExec> graph =
-          cuda::capture(stream->get(), [&] { return launches.submit(stream->get(), {.early = true}); });
-      REQUIRE(graph);
-      std::int64_t different = 0;
-      for (int i = 0; i < 1000; ++i) {
-        require_cuda(cudaMemsetAsync(p.args().y.data, 0xff, std::size_t(p.args().y.bytes()), stream->get()));
-        if (i % 3 == 2)
-          require_cuda(cudaGraphLaunch(graph->get(), stream->get()));
-        else
-          REQUIRE(launches.submit(stream->get(), {.early = i % 3 == 1}));
-        require_cuda(cudaStreamSynchronize(stream->get()));
-        different += p.fetch().bytes() != first;
-      }
-      CHECK(different == 0);
+      REQUIRE(prepared(p.args(), scratch.get()).has_calls());
+      CHECK(same_bits_a_thousand_times(p, c, scratch.get()) == 0);
     }
 }
 
@@ -289,21 +318,9 @@ TEST_CASE("linear of many tokens: a row does not depend on what the other rows h
   for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}})
     for (Epilogue epilogue : kEpilogues)
       for (std::int64_t tokens : {kMany, kMany + 48}) {
-        const std::int64_t in = 640, out = 72;
-        const auto sizes = linear(tokens, in, out, epilogue);
-        Problem<ops::Linear> untouched(setup(DType::bf16, gptq), sizes), changed(untouched);
-        DeviceProblem<ops::Linear> p(untouched);
-        REQUIRE(takes_library(p.args(), scratch.get()));
-        Problem<ops::Linear> expected(p.run(c, scratch.get()));
-        for (std::int64_t row : {std::int64_t(0), tokens / 2, tokens - 1})
-          for (double value : {std::numeric_limits<double>::quiet_NaN(), 1e30, 0.}) {
-            const Tensor x = untouched.tensor(block(untouched, "x"));
-            set(block(changed, "x"), [&, n = in](std::int64_t i) { return i / n == row ? x.at(i) : value; });
-            p.restore(changed);
-            Problem<ops::Linear>& got = p.run(c, scratch.get());
-            INFO("row " << row << " of " << tokens << ", the others " << value);
-            CHECK(row_bytes(got, row) == row_bytes(expected, row));
-          }
+        REQUIRE(takes_library(DeviceProblem<ops::Linear>(setup(DType::bf16, gptq), linear(tokens, 640, 72)).args(),
+                              scratch.get()));
+        rows_are_independent(gptq, epilogue, tokens, c, scratch.get());
       }
 }
 
@@ -313,7 +330,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
   for (const DType dtype : {DType::f16, DType::f32})
     for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}, GptqSetup{8, 32, 1, false}}) {
       if (dtype == DType::f32 && gptq.bits) continue;
-      for (const std::int64_t tokens : {1, 3, 8, 16, 64, 65}) {
+      for (const std::int64_t tokens : {1, 3, 8, 16, 64, 65, 128, 129}) {
         DeviceProblem<ops::Linear> p(setup(dtype, gptq), linear(tokens, 640, 72));
         no_bias(p.args());  // one of another dtype is added by a launch of its own
         std::size_t counted = 0;
@@ -330,9 +347,11 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(cuda::for_each_linear_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
+        const bool tiles = cuda::is_linear_wgmma(context().arch(), tokens, 640, 72, dtype, packed != nullptr);
+        if (tiles) counted = 1;
         CHECK(prepared(p.args(), {}).size() == counted);
         const cuda::LaunchList launches = prepared(p.args(), scratch.get());
-        CHECK(launches.has_calls() == cuda::is_gemm(tokens, 640, dtype, packed != nullptr));
+        CHECK(launches.has_calls() == (!tiles && cuda::is_gemm(tokens, 640, dtype, packed != nullptr)));
         // The library's call; before it a quantised weight is made a dense one, and x is copied.
         CHECK(launches.size() == (!launches.has_calls() ? counted : packed ? 3 : 1));
       }
@@ -377,6 +396,81 @@ TEST_CASE("linear of many tokens: quantised weights beyond float16's range are l
     static_cast<f16*>(block(wide, "scales").data())[3] = narrow<f16>(scale);
     CHECK(takes_library(DeviceProblem<ops::Linear>(wide).args(), scratch.get()));
   }
+}
+
+namespace {
+
+/// Whether the test's GPU has Hopper's tensor cores; says so where it has none.
+bool has_wgmma() {
+  if (context().arch().compute_capability == 90) return true;
+  WARN("no GPU of compute capability 9.0: nothing is tested");
+  return false;
+}
+
+}  // namespace
+
+TEST_CASE("linear on Hopper's tensor cores: every tile of tokens and its edges, sizes, epilogues, biases",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Epilogue epilogue : kEpilogues)
+      for (std::int64_t tokens : {9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128})
+        for (auto [in, out] :
+             {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 120}, {520, 1000}, {2048, 264}}) {
+          if (epilogue == Epilogue::gelu_tanh && in > 264) continue;  // takes the oracle long
+          INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
+          const Setup s = setup(dtype, {}, std::uint64_t(in + tokens));
+          Problem<ops::Linear> p(s, linear(tokens, in, out, epilogue));
+          CHECK(check_on_device<ops::Linear>(s, p));
+          if (tokens % 16 == 0) CHECK(check_on_device<ops::Linear>(s, p, {}, no_bias));
+          CHECK(prepared(DeviceProblem<ops::Linear>(p).args(), {}).size() == 1);
+        }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: small products for compute-sanitizer", "[gpu][gemm][wgmma][small]") {
+  if (!has_wgmma()) return;
+  for (std::int64_t tokens : {9, 40, 100})
+    for (std::int64_t in : {72, 1032})  // one block a tile, and clusters
+      CHECK(check_on_device<ops::Linear>(setup(DType::bf16), linear(tokens, in, 136, Epilogue::residual)));
+}
+
+TEST_CASE("linear on Hopper's tensor cores: hostile inputs, and nothing is rounded to 16 bits before y",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (std::int64_t tokens : {16, 33, 128}) {
+      for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
+        for (Epilogue epilogue : kEpilogues) {
+          Setup s = setup(dtype);
+          s.fill = fill;
+          CHECK(check_on_device<ops::Linear>(s, linear(tokens, 640, 136, epilogue)));
+        }
+      const Setup s = setup(dtype);
+      Problem<ops::Linear> p(s, linear(tokens, 1024, 72, Epilogue::residual)), product(s, linear(tokens, 1024, 72));
+      cancel_product(p, product);
+      CHECK(check_on_device<ops::Linear>(s, p));
+    }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: the same bits a thousand times, early and late, captured and not",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  const auto stream = cuda::make_stream();
+  REQUIRE(stream);
+  cuda::Context c = context(stream->get());
+  for (auto [epilogue, tokens, in, out] :
+       {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, 16, 2560, 10240},
+        {Epilogue::residual, 64, 10240, 2560},
+        {Epilogue::none, 128, 2560, 7680}}) {
+    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(tokens, in, out, epilogue));
+    CHECK(same_bits_a_thousand_times(p, c, {}) == 0);
+  }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: a row does not depend on what the other rows hold", "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  cuda::Context c = context();
+  for (std::int64_t tokens : {9, 64, 128}) rows_are_independent(GptqSetup{}, Epilogue::residual, tokens, c, {});
 }
 
 namespace {

@@ -13,6 +13,7 @@
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/rope/rope.hpp"
@@ -341,6 +342,41 @@ TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {
           CHECK(first.size() - last.size() <= 1);
           CHECK(l.grid[0] <= arch.sm_count * l.blocks_per_sm);
         }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: each step and each warp's rows are one block's, and all has room",
+          "[plans]") {
+  for (std::int64_t tokens : {9, 16, 17, 32, 33, 64, 65, 128})
+    for (std::int64_t in : {8, 64, 256, 2560, 10240, 16384})
+      for (std::int64_t out : {8, 128, 136, 2560, 7680, 10240, 50304}) {
+        CAPTURE(tokens, in, out);
+        const LinearWgmmaPlan p = linear_wgmma_plan(kH200, tokens, in, out);
+        CHECK(p.token_tile >= tokens);
+        CHECK(p.row_tiles * kLinearWgmmaTileRows >= out);
+        CHECK((p.row_tiles - 1) * kLinearWgmmaTileRows < out);
+        CHECK(p.splits >= 1);
+        CHECK(p.splits <= kH200.max_cluster_blocks);
+        CHECK((p.splits == 1 || in / kLinearWgmmaColumns >= p.splits));
+        CHECK(p.stages >= 3);
+        CHECK(p.stages <= kMostLinearWgmmaStages);
+        CHECK(p.smem_bytes + 256 <= smem_per_block_bytes(kH200, tokens > 64 ? 1 : 2));
+        CHECK(linear_wgmma_parts_bytes(p.token_tile, p.splits) <= p.stages * linear_wgmma_stage_bytes(p.token_tile));
+        CHECK(linear_wgmma_first_warp(p.splits, 0) == 0);
+        CHECK(linear_wgmma_first_warp(p.splits, p.splits) == kLinearWgmmaWarps);
+        for (int warp = 0; warp < kLinearWgmmaWarps; ++warp) {
+          const int owner = warp * p.splits / kLinearWgmmaWarps;
+          CHECK(warp >= linear_wgmma_first_warp(p.splits, owner));
+          CHECK(warp < linear_wgmma_first_warp(p.splits, owner + 1));
+        }
+      }
+  using enum DType;
+  CHECK(is_linear_wgmma(kH200, 9, 64, 64, f16, false));
+  CHECK(is_linear_wgmma(kH200, 128, 64, 64, bf16, false));
+  for (bool other : {is_linear_wgmma(kH200, 8, 64, 64, f16, false), is_linear_wgmma(kH200, 129, 64, 64, f16, false),
+                     is_linear_wgmma(kH200, 64, 64, 64, f32, false), is_linear_wgmma(kH200, 64, 60, 64, f16, false),
+                     is_linear_wgmma(kH200, 64, 64, 60, f16, false), is_linear_wgmma(kH200, 64, 64, 64, f16, true),
+                     is_linear_wgmma(kRtx5090, 64, 64, 64, f16, false)})
+    CHECK_FALSE(other);
 }
 
 TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and its ring have room for", "[plans]") {

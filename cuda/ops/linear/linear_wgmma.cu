@@ -1,0 +1,293 @@
+#include "cuda/ops/linear/linear_wgmma.hpp"
+
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/ops/linear/linear.cuh"
+#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/runtime/launch.hpp"
+#include "cuda/runtime/tensor_map.hpp"
+#include "cuda/runtime/wgmma.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr int kConsumers = 32 * kLinearWgmmaWarps, kThreads = kConsumers + 32;  // the last warp starts the copies
+
+struct WgmmaCall {
+  LinearOutput output;
+  int tokens, steps, splits, stages;
+};
+
+/// The steps of a tile that block `rank` of its cluster takes.
+struct Steps {
+  int first, count;
+  __device__ Steps(const WgmmaCall& c, int rank) : first(c.steps * rank / c.splits) {
+    count = c.steps * (rank + 1) / c.splits - first;
+  }
+};
+
+/// A block's stages in shared memory, and the barriers of their two changes of hands.
+template <int Tokens>
+struct Ring {
+  static constexpr int weight_bytes = kLinearWgmmaTileRows * kTileRowBytes,
+                       stage_bytes = linear_wgmma_stage_bytes(Tokens);
+  unsigned char* first;   // at a multiple of 1024 bytes
+  std::uint64_t* filled;  // by copies
+  std::uint64_t* free;    // again, when each consumer warp has arrived
+  int stages;
+
+  __device__ unsigned char* weight(int stage) const { return first + stage * stage_bytes; }
+  __device__ unsigned char* x(int stage) const { return weight(stage) + weight_bytes; }
+};
+
+/// A step's stage, and the parity of the stage's turn.
+struct Place {
+  int stage = 0, parity = 0;
+  __device__ void next(int stages) {
+    if (++stage < stages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+/// The copying warp's one lane: weights first, as they need no predecessor.
+template <int Tokens>
+__device__ void copy_steps(const Ring<Tokens>& ring, const Steps& steps, int row, const CUtensorMap& weight,
+                           const CUtensorMap& x) {
+  const auto copy_weight = [&](int i, int stage) {
+    arrive_expecting(ring.filled + stage, ring.stage_bytes);
+    copy_tensor_tile(ring.weight(stage), &weight, (steps.first + i) * kLinearWgmmaColumns, row, 0, ring.filled + stage);
+  };
+  const auto copy_x = [&](int i, int stage) {
+    copy_tensor_tile(ring.x(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
+  };
+  const int ahead = min(steps.count, ring.stages);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy_weight(i, i);
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy_x(i, i);
+  Place place;
+#pragma unroll 1
+  for (int i = ahead; i < steps.count; ++i, place.next(ring.stages)) {
+    wait_barrier(ring.free + place.stage, place.parity);
+    copy_weight(i, place.stage);
+    copy_x(i, place.stage);
+  }
+}
+
+/// A warpgroup's sums of 64 rows for Tokens tokens, over the block's steps.
+template <class T, int Tokens>
+__device__ void multiply_steps(const Ring<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
+  const int group = threadIdx.x / 128;
+  Place place;
+  int last_stage = 0;
+#pragma unroll 1
+  for (int i = 0; i < steps.count; ++i, place.next(ring.stages)) {
+    wait_barrier(ring.filled + place.stage, place.parity);
+    const std::uint64_t a = tile_along_k(ring.weight(place.stage) + group * 64 * kTileRowBytes),
+                        b = tile_along_k(ring.x(place.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
+      wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.free + last_stage);
+    last_stage = place.stage;
+  }
+  wgmma_wait<0>();
+  keep_in_registers(sum);
+}
+
+/// Where the sums of the rows that a block finishes come together, when its ring has done its work: for each warp whose
+/// rows these are, and for each block of the cluster, (Tokens, 16 rows). What comes after is loops: unrolled, it would
+/// be thousands of instructions that run once, and their fetch would take longer than the product.
+template <int Tokens>
+struct Parts {
+  // Eight tokens' sums of eight rows, as wgmma() leaves them in a warp, lie in 32 banks.
+  static constexpr int pitch = kLinearWgmmaPartPitch, floats = Tokens * pitch;
+  float* first;
+  int splits;
+
+  /// Of the `warp`-th of the warps, from block `rank`.
+  __device__ float* part(int warp, int rank) const { return first + (warp * splits + rank) * floats; }
+};
+
+/// Hands a warp's sums to store(i, sum), with i the place in a part.
+template <int Tokens, class Store>
+__device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < Tokens / 2; ++i)
+    store((i / 4 * 8 + 2 * t + i % 2) * Parts<Tokens>::pitch + i % 4 / 2 * 8 + g, sum[i]);
+}
+
+/// Threads take rows by fours.
+constexpr int kQuad = 4, kQuads = kLinearWgmmaWarpRows / kQuad;
+
+/// The end of a block's rows, which are those of `warps` warps. A thread takes four rows of every step-th token. What is
+/// added to the sums is loaded before the sums are there.
+template <class T, int Tokens>
+struct Finish {
+  static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kConsumers;
+  const LinearOutput& to;
+  int quad, token, step;  // the thread's rows, its first token, and from one token to the next
+  int rounds;             // the thread's tokens
+  long at;                // the thread's first element of y
+  float bias[kQuad];
+  uint2 residual[most_rounds];
+
+  __device__ Finish(const LinearOutput& to, int warps, long first_row, int tokens) : to(to) {
+    const int quads = warps * kQuads;
+    quad = threadIdx.x % quads;
+    token = threadIdx.x / quads;
+    step = kConsumers / quads;
+    const long row = first_row + quad * kQuad;
+    at = token * to.out + row;
+    rounds = token < min(step, tokens) && row < to.out ? (tokens - token + step - 1) / step : 0;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e)
+      bias[e] = to.bias && rounds > 0 ? from_bits(bias_bits(to, row + e), to.bias_dtype) : 0;
+    if (to.residual)
+#pragma unroll
+      for (int i = 0; i < most_rounds; ++i)
+        if (i < rounds)
+          residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
+  }
+
+  /// sums(quad, token) are the sums of a quad of rows.
+  template <class SumsOf>
+  __device__ void store(SumsOf sums) {
+    T* y = static_cast<T*>(to.y) + at;
+#pragma unroll 2
+    for (int i = 0; i < rounds; ++i, y += step * to.out) {
+      const float4 sum = sums(quad, token + i * step);
+      float v[] = {sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
+      if (to.residual) {
+        const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
+        v[0] += low.x;
+        v[1] += low.y;
+        v[2] += high.x;
+        v[3] += high.y;
+        // An index that is known at run time alone would put the array into memory.
+#pragma unroll
+        for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+      }
+      apply(to.epilogue, v);
+      store_few(y, v);
+    }
+  }
+};
+
+template <class T, int Tokens>
+__global__ void __launch_bounds__(kThreads, 1)
+    linear_wgmma_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
+                        const __grid_constant__ WgmmaCall c) {
+#ifdef CF_HAVE_WGMMA
+  extern __shared__ unsigned char smem[];
+  __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
+  const Ring<Tokens> ring{
+      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = c.stages};
+  if (threadIdx.x == kConsumers) {
+    prefetch_map(&weight);
+    prefetch_map(&x);
+  }
+  if (threadIdx.x < c.stages) {
+    init_barrier(filled + threadIdx.x, 1);
+    init_barrier(free + threadIdx.x, kLinearWgmmaWarps);
+    publish_barriers();
+  }
+  __syncthreads();
+  let_successor_start();
+
+  const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
+  const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
+  const Steps steps(c, rank);
+  float sum[Tokens / 2] = {};
+  if (warp == kLinearWgmmaWarps) {
+    if (elected()) copy_steps(ring, steps, first_row, weight, x);
+    __syncwarp();
+  } else {
+    multiply_steps<T>(ring, steps, sum);
+  }
+
+  const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
+  ClusterInbox inbox(&arrived);
+  if (c.splits > 1) {
+    inbox.open();
+    inbox.connect();  // no block reads its ring any more
+  } else {
+    __syncthreads();
+  }
+  if (warp == kLinearWgmmaWarps) return;
+  const int owner = warp * c.splits / kLinearWgmmaWarps;
+  float* const to = parts.part(warp - linear_wgmma_first_warp(c.splits, owner), rank);
+  if (owner == rank)
+    for_each_sum<Tokens>(sum, [&](int i, float v) { to[i] = v; });
+  else
+    for_each_sum<Tokens>(sum, [out = ClusterOutbox(inbox, owner, to)](int i, float v) { out.send(i, v); });
+
+  const int first_warp = linear_wgmma_first_warp(c.splits, rank),
+            warps = linear_wgmma_first_warp(c.splits, rank + 1) - first_warp;
+  wait_for_predecessors();
+  Finish<T, Tokens> finish(c.output, warps, first_row + first_warp * kLinearWgmmaWarpRows, c.tokens);
+  named_barrier(1, kConsumers);
+  if (c.splits > 1) inbox.receive(warps * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
+  finish.store([&](int quad, int token) {
+    const float* from = parts.part(quad / kQuads, 0) + token * parts.pitch + quad % kQuads * kQuad;
+    float4 total{};
+    for (int split = 0; split < c.splits; ++split, from += parts.floats) {
+      const float4 v = *reinterpret_cast<const float4*>(from);
+      total.x += v.x;
+      total.y += v.y;
+      total.z += v.z;
+      total.w += v.w;
+    }
+    return total;
+  });
+#endif
+}
+
+template <class T>
+auto kernel_for(int token_tile) {
+  switch (token_tile) {
+    case 16: return linear_wgmma_kernel<T, 16>;
+    case 32: return linear_wgmma_kernel<T, 32>;
+    case 64: return linear_wgmma_kernel<T, 64>;
+    default: return linear_wgmma_kernel<T, 128>;
+  }
+}
+
+}  // namespace
+
+Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launches) {
+  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+  const auto d = ops::Linear::dims(a);
+  const DType dtype = a.x.dtype;
+  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.out, dtype, !dense) || !runs_wgmma(launches.device()))
+    return false;
+  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.out);
+  CUtensorMap weight, x;
+  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
+                         kLinearWgmmaTileRows, weight));
+  CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens}, plan.token_tile, x));
+  const WgmmaCall c{.output = linear_output(a),
+                    .tokens = int(d.tokens),
+                    .steps = int((d.in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns),
+                    .splits = plan.splits,
+                    .stages = plan.stages};
+  CF_TRY(launch(ops::Linear::name, launches,
+                {.grid = unsigned(plan.row_tiles * plan.splits),
+                 .block = kThreads,
+                 .smem_bytes = std::size_t(plan.smem_bytes),
+                 .cluster_blocks = plan.splits},
+                dtype == DType::f16 ? kernel_for<f16>(plan.token_tile) : kernel_for<bf16>(plan.token_tile), weight, x,
+                c));
+  return true;
+}
+
+}  // namespace cf::cuda
