@@ -64,6 +64,7 @@ Status DeviceCheck::examine(const TensorSpec& t, const void* data, DType dtype) 
   if (reinterpret_cast<std::uintptr_t>(data) % alignment_bytes_)
     return bad_argument(
         op_, tensor + " is misaligned, expected a multiple of " + std::to_string(alignment_bytes_) + " bytes");
+  if (trusts_addresses_) return {};
   cudaPointerAttributes where;
   CF_TRY(
       from_cuda(cudaPointerGetAttributes(&where, data), std::string(op_) + ": cudaPointerGetAttributes of " + tensor));
