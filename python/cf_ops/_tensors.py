@@ -42,7 +42,9 @@ def library_of(call: str, name: str, tensor: object) -> str:
     raise TypeError(f"{call}: '{name}' must be a numpy array or a torch tensor, got {kind}")
 
 
-def describe(call: str, name: str, tensor: Any, library: str, first: str, is_written: bool) -> Described:
+def describe(
+    call: str, name: str, tensor: Any, library: str, first: str, is_written: bool, device: object = None
+) -> Described:
     """The address, dtype and shape of a tensor that an op may use where it lies.
 
     Parameters
@@ -50,13 +52,14 @@ def describe(call: str, name: str, tensor: Any, library: str, first: str, is_wri
     call, name: whose argument the tensor is, for errors.
     library, first: the library that made the call's other tensors, and the name of the first of them.
     is_written: whether the op writes the tensor.
+    device: the torch.device of the call's other tensors; any that has ops where there is none.
 
     Raises
     ------
     TypeError: the tensor is neither a numpy array nor a torch tensor.
-    ValueError: the tensor comes from the other library, is not contiguous, has another byte order, or is written and
-        is read-only or requires a gradient.
-    NotImplementedError: the tensor is on another device than the CPU.
+    ValueError: the tensor comes from the other library, is on another device than the others, is not contiguous, has
+        another byte order, or is written and is read-only or requires a gradient.
+    NotImplementedError: the tensor is neither on the CPU nor on a GPU of CUDA's.
     """
     got = library_of(call, name, tensor)
     if got != library:
@@ -65,8 +68,8 @@ def describe(call: str, name: str, tensor: Any, library: str, first: str, is_wri
         fault = _numpy_fault(tensor, is_written)
         described = tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
     else:
-        fault = _torch_fault(tensor, is_written)
-        described = 0 if fault else tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        fault = _torch_fault(tensor, is_written, first, device)
+        described = 0 if fault else tensor.data_ptr(), torch_name(tensor.dtype), tuple(tensor.shape)
     if fault:
         error, text = fault
         raise error(f"{call}: '{name}' {text}")
@@ -107,17 +110,38 @@ def _numpy_fault(array: Any, is_written: bool) -> _Fault:
     return None
 
 
-def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
+@cache
+def torch_name(dtype: Any) -> str:
+    """The name of a torch.dtype without the module's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch_fault(tensor: Any, is_written: bool, first: str, device: object) -> _Fault:
     torch: Any = sys.modules["torch"]
     if tensor.layout != torch.strided:
         return ValueError, f"has layout {tensor.layout}, expected torch.strided"
-    if tensor.device.type != "cpu":
-        return NotImplementedError, f"is on {tensor.device}, expected cpu, which alone has ops in Python"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return NotImplementedError, f"is on {tensor.device}, expected cpu or cuda, which alone have ops"
+    if device not in (None, tensor.device):
+        return ValueError, f"is on {tensor.device}, expected {device} as '{first}' is"
     if not tensor.is_contiguous():
         return ValueError, f"has strides {tuple(tensor.stride())}, expected a contiguous tensor"
     if is_written and tensor.requires_grad and torch.is_grad_enabled():
         return ValueError, "requires a gradient, expected a tensor that can be written without one"
     return None
+
+
+def is_plain(tensor: Any, index: int, is_written: bool) -> bool:
+    """Whether describe() has nothing to refuse in a torch tensor of GPU `index`. Says so faster."""
+    torch: Any = sys.modules["torch"]
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cuda
+        and tensor.get_device() == index
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (is_written and tensor.requires_grad)
+    )
 
 
 def integer(call: str, name: str, value: object, least: int | None = None, most: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 #include "cuda/model/model.hpp"
 #include "cuda/ops/linear/gemm.hpp"
+#include "cuda/runtime/stream.hpp"
 #include "python/src/device_guard.hpp"
 
 namespace cf::python {
@@ -87,7 +88,10 @@ std::string cublaslt() {
   return found ? *found : found.status().message();
 }
 
-Status check_device(int device) { return properties_of(device).status(); }
+Status check_device(int device) {
+  const cuda::RelaxedCapture relaxed;  // an op's first call may be captured
+  return properties_of(device).status();
+}
 
 Result<DeviceInfo> device_info(int device) {
   CF_TRY_ASSIGN(const cudaDeviceProp p, properties_of(device));

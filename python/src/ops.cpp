@@ -470,7 +470,9 @@ DType dtype_named(const std::string& name) {
 void bind_device_ops(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<DeviceWeight>(m, "DeviceWeight", "A GPTQ weight on a GPU, in the layout of its kernels.")
-      .def_ro("memory", &DeviceWeight::memory, "The tensor that the weight lies in.");
+      .def_prop_ro(
+          "memory", [](const DeviceWeight& w) { return w.memory; }, nb::sig("def memory(self) -> typing.Any"),
+          "The tensor that the weight lies in.");
   nb::class_<BoundOp>(m, "BoundOp",
                       "An op on a GPU with the dtypes and shapes of its tensors, all but their addresses. A call takes "
                       "addresses in the order in which the tensors were described, and the handle of a CUDA stream.")
