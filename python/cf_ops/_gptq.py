@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from cf_ops import _core
 
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+GPTQ_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 W = TypeVar("W")
 
 
@@ -33,7 +33,7 @@ class PackedForms:
         allocate: Callable[[int], Any],
     ) -> _core.DeviceWeight:
         """The weight as ``bound``'s GPTQ weight of that number, for launches on a stream."""
-        parts = [getattr(self, part) for part in _PARTS]
+        parts = [getattr(self, part) for part in GPTQ_PARTS]
         state = [(part.data_ptr(), -1 if part.is_inference() else part._version) for part in parts]
         key = device, bound.row_order
         try:

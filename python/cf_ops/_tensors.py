@@ -61,19 +61,23 @@ def describe(
         another byte order, or is written and is read-only or requires a gradient.
     NotImplementedError: the tensor is neither on the CPU nor on a GPU of CUDA's.
     """
+    check_tensor(call, name, tensor, library, first, is_written, device)
+    if library == "numpy":
+        return tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
+    return tensor.data_ptr(), torch_name(tensor.dtype), tuple(tensor.shape)
+
+
+def check_tensor(
+    call: str, name: str, tensor: Any, library: str, first: str, is_written: bool, device: object = None
+) -> None:
+    """Refuses what describe() refuses."""
     got = library_of(call, name, tensor)
     if got != library:
         raise ValueError(f"{call}: '{name}' is a {got} tensor, expected {library} as '{first}' is")
-    if got == "numpy":
-        fault = _numpy_fault(tensor, is_written)
-        described = tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
-    else:
-        fault = _torch_fault(tensor, is_written, first, device)
-        described = 0 if fault else tensor.data_ptr(), torch_name(tensor.dtype), tuple(tensor.shape)
+    fault = _numpy_fault(tensor, is_written) if got == "numpy" else _torch_fault(tensor, is_written, first, device)
     if fault:
         error, text = fault
         raise error(f"{call}: '{name}' {text}")
-    return described
 
 
 def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
@@ -83,9 +87,8 @@ def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
     if isinstance(like, np.ndarray):
         made = np.empty(shape, like.dtype if dtype is None else dtype)
     else:
-        torch: Any = sys.modules["torch"]
-        wanted = like.dtype if dtype is None else getattr(torch, dtype)
-        made = torch.empty(tuple(shape), dtype=wanted, device=getattr(like, "device"))
+        new_empty = getattr(like, "new_empty")
+        made = new_empty(shape) if dtype is None else new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     return made  # type: ignore[no-any-return]
 
 
@@ -131,24 +134,26 @@ def _torch_fault(tensor: Any, is_written: bool, first: str, device: object) -> _
     return None
 
 
-def is_plain(tensor: Any, index: int, is_written: bool) -> bool:
-    """Whether describe() has nothing to refuse in a torch tensor of GPU `index`. Says so faster."""
+def are_plain(tensors: Sequence[Any], index: int) -> bool:
+    """Whether check_tensor() refuses none of a call's tensors on GPU `index`, where they are only read. It is faster."""
     torch: Any = sys.modules["torch"]
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.is_cuda
-        and tensor.get_device() == index
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (is_written and tensor.requires_grad)
-    )
+    kind, strided = torch.Tensor, torch.strided
+    for t in tensors:
+        if not (isinstance(t, kind) and t.is_cuda and t.get_device() == index and t.layout is strided):
+            return False
+        if not t.is_contiguous():
+            return False
+    return True
 
 
 def integer(call: str, name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """An integer argument. Raises TypeError for another type, ValueError for a value outside least .. most."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if type(value) is int:  # a protocol takes microseconds to look up
+        number = value
+    elif isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{call}: {name} must be an integer, got {value!r}")
-    number = operator.index(value)
+    else:
+        number = operator.index(value)
     if (least is not None and number < least) or (most is not None and number > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{call}: {name} must be {expected}, got {number}")

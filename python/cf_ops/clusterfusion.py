@@ -28,7 +28,7 @@ from typing import Any
 
 from cf_ops import ops
 from cf_ops._gptq import kept
-from cf_ops._tensors import describe, integer, is_plain, library_of, require_torch, torch_name
+from cf_ops._tensors import are_plain, check_tensor, integer, library_of, require_torch, torch_name
 
 torch = require_torch("cf_ops.clusterfusion")
 
@@ -351,13 +351,12 @@ class _Check:
     def __call__(
         self, name: str, tensor: Any, dtype: str, shape: tuple[int, ...] | None = None, is_written: bool = False
     ) -> tuple[int, ...]:
-        """The shape of a tensor. Refuses what describe() refuses, another dtype, and another shape than a given one."""
-        if self._index is not None and is_plain(tensor, self._index, is_written):
-            got, got_shape = torch_name(tensor.dtype), tuple(tensor.shape)
-        else:
+        """A tensor's shape. Refuses what check_tensor() refuses, another dtype, and another shape than a given one."""
+        if self._index is None or is_written or not are_plain((tensor,), self._index):
             if library_of(self.call, name, tensor) != "torch":
                 raise TypeError(f"{self.call}: '{name}' must be a torch tensor, got a numpy array")
-            _, got, got_shape = describe(self.call, name, tensor, "torch", self._first, is_written, self._device)
+            check_tensor(self.call, name, tensor, "torch", self._first, is_written, self._device)
+        got, got_shape = torch_name(tensor.dtype), tuple(tensor.shape)
         if got != dtype:
             raise ValueError(f"{self.call}: '{name}' has dtype {got}, expected {dtype}")
         if shape is not None and got_shape != shape:

@@ -22,8 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core, _device
-from cf_ops._gptq import PackedForms
-from cf_ops._tensors import Described, T, Tensor, describe, empty, integer, is_plain, library_of, torch_name
+from cf_ops._gptq import GPTQ_PARTS, PackedForms
+from cf_ops._tensors import (
+    Described,
+    T,
+    Tensor,
+    are_plain,
+    check_tensor,
+    describe,
+    empty,
+    integer,
+    library_of,
+    torch_name,
+)
 
 __all__ = [
     "Budget",
@@ -93,6 +104,7 @@ class GptqWeight(PackedForms, Generic[T]):
     zero_offset: int
 
 
+_GPTQ_SCALARS = ("bits", "group_size", "zero_offset")
 _Weight = Tensor | GptqWeight[Any]
 _Tensors = dict[str, _Weight | None]
 
@@ -152,6 +164,13 @@ def _written(op: str) -> frozenset[str]:
     return frozenset(name for name, role, *_ in tensors if role in ("output", "state"))
 
 
+@cache
+def _states(op: str) -> list[str]:
+    """The names of the arguments that an op writes."""
+    tensors, _ = _core.op_example(op)
+    return [name for name, role, *_ in tensors if role == "state"]
+
+
 class _Measure:
     """The precision of a budget that is asked for, and the budget of the last call."""
 
@@ -177,27 +196,18 @@ class _Call(Generic[T]):
         self._written = _written(op)
         for name, tensor in tensors.items():
             if isinstance(tensor, GptqWeight):
-                self._add_gptq(name.removesuffix("weight"), tensor)
+                prefix = name.removesuffix("weight")
+                for part in GPTQ_PARTS:
+                    self._add(prefix + part, getattr(tensor, part))
+                for scalar in _GPTQ_SCALARS:
+                    self.scalars[prefix + scalar] = getattr(tensor, scalar)
             elif tensor is not None:
                 self._add(name, tensor)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Checks the tensors that were added, and finds the outputs' shapes."""
-        self._outputs = dict(_core.op_outputs(self.op, self.described, self.scalars))
+        self._outputs = dict(_core.op_outputs(op, self.described, scalars))
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        self.described[name] = self._describe(name, tensor)
-
-    def _describe(self, name: str, tensor: Tensor) -> Described:
         is_written = name in self._written
-        return describe(self.op, name, tensor, self._library, self._first, is_written, self._device)
-
-    def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            self._add(prefix + part, getattr(weight, part))
-        for scalar in ("bits", "group_size", "zero_offset"):
-            self.scalars[prefix + scalar] = getattr(weight, scalar)
+        self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written, self._device)
 
     def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
         """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``."""
@@ -245,61 +255,67 @@ class _Signature:
 _signature = lru_cache(maxsize=4096)(_Signature)
 
 
-class _CudaCall(_Call[T]):
-    """A call of an op on torch tensors of a GPU. What depends on dtypes and shapes alone is looked up."""
+class _CudaCall(Generic[T]):
+    """A call of an op on torch tensors of a GPU: a _Call that looks up what depends on dtypes and shapes alone."""
 
-    def __init__(self, op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> None:
-        self._index: int = getattr(like, "get_device")()
-        self._names: list[str] = []
-        self._tensors: list[Any] = []
-        self._fixed: list[tuple[str, object]] = []
+    def __init__(self, op: str, like: Any, tensors: Mapping[str, _Weight | None], scalars: dict[str, object]) -> None:
+        self.op = op
+        self.like = like
+        self.scalars = scalars
+        self._index: int = like.get_device()
         self._gptq: dict[str, GptqWeight[Any]] = {}
-        super().__init__(op, like, tensors, **scalars)
-
-    def _settle(self) -> None:
-        if "config" in self.scalars:
-            self._fixed.append(("config", self.scalars.pop("config")))
-        dtypes, shapes = tuple([t.dtype for t in self._tensors]), tuple([t.shape for t in self._tensors])
-        key = self.op, tuple(self._names), dtypes, shapes, tuple(self._fixed)
+        names: list[str] = []
+        given: list[Any] = []
+        fixed: list[tuple[str, object]] = []
+        for name, tensor in tensors.items():
+            if isinstance(tensor, GptqWeight):
+                prefix = name.removesuffix("weight")
+                self._gptq[prefix] = tensor
+                names += [prefix + part for part in GPTQ_PARTS]
+                given += [getattr(tensor, part) for part in GPTQ_PARTS]
+                fixed += [(prefix + scalar, getattr(tensor, scalar)) for scalar in _GPTQ_SCALARS]
+            elif tensor is not None:
+                names.append(name)
+                given.append(tensor)
+        if not are_plain(given, self._index) or any(getattr(tensors[n], "requires_grad", 0) for n in _states(op)):
+            first = next(name for name, tensor in zip(names, given) if tensor is like)
+            for name, tensor in zip(names, given):
+                check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
+        if "config" in scalars:
+            fixed.append(("config", scalars.pop("config")))
+        key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
         except TypeError:  # a scalar that has no hash, which is refused
             self._signature = _Signature(*key)
-
-    def _add(self, name: str, tensor: Any) -> None:
-        if not is_plain(tensor, self._index, name in self._written):
-            self._describe(name, tensor)
-        self._names.append(name)
-        self._tensors.append(tensor)
-
-    def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
-        self._gptq[prefix] = weight
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            self._add(prefix + part, getattr(weight, part))
-        for scalar in ("bits", "group_size", "zero_offset"):
-            self._fixed.append((prefix + scalar, getattr(weight, scalar)))
+        self._tensors = given
 
     def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
+        """What _Call.run() says, but for a budget."""
+        like, index = self.like, self._index
         if _measure.get() is not None:
-            raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {self._device}")
-        index = self._index
+            raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {like.device}")
         allocate = _device.prepare_ops(index)
-        like: Any = self.like
         bound, outputs = self._signature.bound(shapes, torch_name(like.dtype) if dtype is None else dtype)
-        made = tuple([empty(shape, self.like, dtype) for shape in outputs])
-        addresses = [tensor.data_ptr() for tensor in (*self._tensors, *made)]
+        made = [empty(shape, like, dtype) for shape in outputs]
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        addresses += [tensor.data_ptr() for tensor in made]
         stream = _device.current_stream(index)
-        packed = [
-            self._gptq[prefix].packed(bound, number, index, stream, addresses, allocate)
-            for number, prefix in enumerate(bound.gptq if self._gptq else ())
-        ]
+        packed: Sequence[_core.DeviceWeight] = ()
+        if self._gptq:
+            packed = [
+                self._gptq[prefix].packed(bound, number, index, stream, addresses, allocate)
+                for number, prefix in enumerate(bound.gptq)
+            ]
         bound.run(index, stream, addresses, self.scalars, packed, allocate)
-        return made
+        return tuple(made)
 
 
-def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> _Call[T]:
+def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> _Call[T] | _CudaCall[T]:
     """A call on the device of ``like``."""
-    return (_CudaCall if getattr(like, "is_cuda", False) else _Call)(op, like, tensors, **scalars)
+    if getattr(like, "is_cuda", False):
+        return _CudaCall(op, like, tensors, scalars)
+    return _Call(op, like, tensors, **scalars)
 
 
 def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:

@@ -99,6 +99,21 @@ OP_TEST_CASE("Every tensor of every op is checked before a launch", "[gpu][bad][
   p.run(c);  // the context is as usable as before
 }
 
+TEST_CASE("A launch list that trusts addresses looks at their alignment alone", "[gpu][bad][small]") {
+  DeviceProblem<ops::LayerNorm> p(kSetup);
+  alignas(64) static std::byte host[64];
+  ops::LayerNorm::Args args = p.args();
+  args.x.data = host;
+  cuda::LaunchList asks(context()), trusts(context());
+  trusts.trust_addresses();
+  CHECK(refusal_fault(cuda::prepare(args, asks), Code::invalid_argument, {"layernorm: 'x' points to host memory"}) ==
+        "");
+  CHECK(cuda::prepare(args, trusts));
+  CHECK(trusts.size() == 1);
+  args.x.data = host + 8;
+  CHECK(refusal_fault(cuda::prepare(args, trusts), Code::invalid_argument, {"layernorm: 'x' is misaligned"}) == "");
+}
+
 OP_TEST_CASE("float64 is said to be unimplemented on the GPU", "[gpu][bad][small]", ops::All) {
   Setup activation = kSetup, weight = kSetup;
   activation.activation = weight.weight = DType::f64;

@@ -133,8 +133,8 @@ def fake():
         ({"x": lambda fake: fake(2, 16)[:, ::2]}, ValueError, r"'x' has strides \(16, 2\), expected a contiguous"),
         ({"gamma": lambda fake: fake(1).expand(8)}, ValueError, r"'gamma' has strides \(0,\), expected a contiguous"),
         ({"x": lambda fake: fake(8)}, ValueError, r"'x' has shape \(8\), expected 2 dimensions"),
-        ({"x": lambda fake: fake(2, 8, dtype=torch.complex64)}, ValueError, "'x' has dtype complex64, expected float16"),
-        ({"gamma": lambda fake: torch.ones(8, device="meta")}, NotImplementedError, "'gamma' is on meta, expected cpu or"),
+        ({"x": lambda fake: fake(2, 8, dtype=torch.complex64)}, ValueError, "'x' has dtype complex64, expected float"),
+        ({"beta": lambda fake: torch.ones(8, device="meta")}, NotImplementedError, "'beta' is on meta, expected cpu"),
     ],
 )
 def test_refusals_are_one_line(fake, change, error, message):
@@ -182,7 +182,7 @@ def test_a_weights_numbers_are_checked(fake, field, bad):
 def test_a_bound_op_is_checked():
     shapes = {"x": (0, "float16", (2, 8)), "gamma": (0, "float16", (8,)), "beta": (0, "float16", (8,))}
     for tensors, scalars, message in (
-        ({**shapes, "z": (0, "float16", (2, 8))}, {}, "layernorm: 'z' is none of its tensors, expected x, gamma, beta, y"),
+        ({**shapes, "z": shapes["x"]}, {}, "layernorm: 'z' is none of its tensors, expected x, gamma, beta, y"),
         ({**shapes, "y": (0, "float16", (8,))}, {}, r"layernorm: 'y' has shape \(8\), expected 2 dimensions"),
         (shapes, {"scale": 1.0}, "layernorm: 'scale' is none of its scalars, expected eps"),
     ):
@@ -590,13 +590,13 @@ def test_views_of_a_gpus_memory():
         ("layernorm", lambda a: {"x": a["x"].int()}, ValueError, "'x' has dtype int32, expected a floating-point"),
         ("layernorm", lambda a: {"eps": 0.0}, ValueError, "eps must be positive, got 0"),
         ("layernorm", lambda a: {"x": a["x"].double()}, NotImplementedError, "cuda takes float16, bfloat16 or float32"),
-        ("layernorm", lambda a: {"x": a["x"][:0]}, ValueError, r"'x' has shape \(0, 96\), expected sizes of at least 1"),
+        ("layernorm", lambda a: {"x": a["x"][:0]}, ValueError, r"'x' has shape \(0, 96\), expected sizes of at"),
         ("linear", lambda a: {"weight": a["weight"].float(), "bias": None}, NotImplementedError, "weights of the same"),
         ("linear", lambda a: {"epilogue": "residual"}, ValueError, "'residual' is null"),
         ("attention", lambda a: {"max_kv_len": 99}, ValueError, "max_kv_len must be q_len 2 to capacity 13, got 99"),
         ("kv_append", lambda a: {"kv_len": a["kv_len"].long()}, ValueError, "'kv_len' has dtype int64, expected int32"),
         ("decode_layer", lambda a: {"config": "{"}, ValueError, "decode_layer: config"),
-        ("decode_layer", lambda a: {"hidden": a["hidden"].cpu()}, ValueError, "is on cuda:0, expected cpu as 'hidden' is"),
+        ("decode_layer", lambda a: {"hidden": a["hidden"].cpu()}, ValueError, "cuda:0, expected cpu as 'hidden' is"),
     ],
 )
 def test_refusals_of_a_call(op, change, error, message):
