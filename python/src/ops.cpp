@@ -142,6 +142,9 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   if (shape.size() != std::size_t(View::rank))
     return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected " +
                                 std::to_string(View::rank) + " dimensions");
+  // Here, since torch's tensors without elements have no address: the contract would take one for none at all.
+  if (std::any_of(shape.begin(), shape.end(), [](std::int64_t size) { return size < 1; }))
+    return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected sizes of at least 1");
   const std::optional<DType> dtype = dtype_from_string(dtype_name);
   constexpr bool is_any = std::is_void_v<std::remove_const_t<typename View::element>>;
   const DType fixed = dtype_of_view<View>(dtype.value_or(DType::i32));

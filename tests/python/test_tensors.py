@@ -87,6 +87,15 @@ def test_torch_tensors_that_do_not_lie_in_this_memory():
 
 
 @needs_torch
+def test_tensors_without_elements_are_refused():
+    x, weight = torch.zeros(2, 8), torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"linear: 'bias' has shape \(0\), expected sizes of at least 1"):
+        ops.linear(x, weight, torch.zeros(0))
+    with pytest.raises(ValueError, match=r"linear: 'x' has shape \(0, 8\), expected sizes of at least 1"):
+        ops.linear(x[:0], weight)
+
+
+@needs_torch
 def test_a_cache_that_requires_a_gradient_is_refused():
     arguments = to_torch(selfcheck.arguments("kv_append", "float32"))
     arguments["k_cache"].requires_grad_()
