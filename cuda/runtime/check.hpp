@@ -16,13 +16,15 @@ Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = S
 Result<Arch> arch_of(const cudaDeviceProp& properties, int device);
 
 /// Refuses, by name, tensors outside the device's memory unless addresses are trusted, tensors that are not aligned to
-/// `alignment_bytes`, and float64 weights.
+/// `alignment_bytes`, and float64 weights. The kernels of ops read tables and indices element by element: there these
+/// may lie at any element.
 class DeviceCheck {
  public:
   DeviceCheck(std::string_view op, int device, std::size_t alignment_bytes = 16)
       : op_(op), device_(device), alignment_bytes_(alignment_bytes) {}
   DeviceCheck(std::string_view op, const LaunchList& launches) : DeviceCheck(op, launches.device()) {
     trusts_addresses_ = launches.trusts_addresses();
+    is_op_ = true;
   }
 
   template <class V, class Shape>
@@ -38,7 +40,7 @@ class DeviceCheck {
   std::string_view op_;
   int device_;
   std::size_t alignment_bytes_;
-  bool trusts_addresses_ = false;
+  bool trusts_addresses_ = false, is_op_ = false;
   Status status_;
 };
 

@@ -411,7 +411,7 @@ def fused_ln_qkv_gptq(
         check(name, tensor, "float16", (hidden,))
     scalars = {"group_size": group, "zero_offset": zero_offset}
     weight = kept(
-        ops.GptqWeight[Any],
+        ops.GptqWeight,
         qweight,
         qzeros,
         scales,

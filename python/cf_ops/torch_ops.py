@@ -63,7 +63,7 @@ def _run_linear_gptq(
     epilogue: ops.Epilogue = "none",
 ) -> Any:
     scalars = {"bits": bits, "group_size": group_size, "zero_offset": zero_offset}
-    weight = kept(ops.GptqWeight[Any], qweight, qzeros, scales, g_idx, **scalars)
+    weight = kept(ops.GptqWeight, qweight, qzeros, scales, g_idx, **scalars)
     return ops.linear(x, weight, bias, residual, epilogue=epilogue)
 
 

@@ -582,6 +582,23 @@ def test_views_of_a_gpus_memory():
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("op", [op for op in _core.ops() if op not in ("layernorm", "linear")])
+def test_tables_lengths_and_ids_may_lie_at_any_element(op):
+    call = Call(op, "float16")
+    expected = call.run()
+    moved = {}
+    for name, role, *_ in _core.op_example(op)[0]:
+        if role in ("cosine", "sine", "length", "position", "token_id"):
+            value = call.arguments[name]
+            block = torch.full((value.numel() + 1,), 7, dtype=value.dtype, device="cuda")
+            moved[name] = block[1:].view(value.shape)
+            moved[name].copy_(value)
+    assert same(call.run(**moved), expected)
+    assert bool(moved) == (not op.endswith(("norm", "residual", "heads")))
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize(
     "op, change, error, message",
     [
