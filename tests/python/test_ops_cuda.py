@@ -370,7 +370,8 @@ def test_ops_chain_to_a_layer():
     qkv = ops.linear(z, weights["attention.query_key_value.weight"], weights["attention.query_key_value.bias"])
     q, k, v = ops.rope(qkv.view(made.qkv.shape), *table)
     ops.kv_append(k, v, layer["kv_len"], *caches)
-    y = ops.attention(q, *caches, layer["kv_len"], scale=q.shape[2] ** -0.5)
+    scale, most = q.shape[2] ** -0.5, layer["max_kv_len"]  # a GPU's plan follows from it
+    y = ops.attention(q, *caches, layer["kv_len"], scale=scale, max_kv_len=most)
     assert same([z, q, k, v, y], [made.attn_in, made.q, made.k, made.v, made.context])
     assert same(caches, [layer["k_cache"], layer["v_cache"]])
 
