@@ -46,8 +46,8 @@ class LaunchList {
   /// Says that launches of this list use the scratch memory.
   void use_scratch() { uses_scratch_ = true; }
   bool uses_scratch() const { return uses_scratch_; }
-  /// Says that the tensors of all calls lie in the device's memory, as whoever allocated them knows. Without that, checks
-  /// ask CUDA where each address lies.
+  /// Says that the tensors of all calls lie in the device's memory, as whoever allocated them knows. Without that,
+  /// checks ask CUDA where each address lies.
   void trust_addresses() { trusts_addresses_ = true; }
   bool trusts_addresses() const { return trusts_addresses_; }
   /// Whether the list holds a library's call.

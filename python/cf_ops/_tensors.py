@@ -135,7 +135,7 @@ def _torch_fault(tensor: Any, is_written: bool, first: str, device: object) -> _
 
 
 def are_plain(tensors: Sequence[Any], index: int) -> bool:
-    """Whether check_tensor() refuses none of a call's tensors on GPU `index`, where they are only read. It is faster."""
+    """Whether check_tensor() refuses none of a call's tensors on GPU `index`, were they only read. This is faster."""
     torch: Any = sys.modules["torch"]
     kind, strided = torch.Tensor, torch.strided
     for t in tensors:

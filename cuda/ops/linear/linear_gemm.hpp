@@ -4,8 +4,8 @@
 
 namespace cf::cuda {
 
-/// The bytes of scratch memory that prepare_gemm() asks for; 0 for a call that it leaves to linear's own kernels however
-/// much there is.
+/// The bytes of scratch memory that prepare_gemm() asks for; 0 for a call that it leaves to linear's own kernels
+/// however much there is.
 std::size_t gemm_scratch_bytes(const ops::Linear::Args& args);
 
 /// linear of many tokens by cuBLASLt, in the list's scratch memory. False, with nothing added, where linear's own
