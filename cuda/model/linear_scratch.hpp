@@ -1,5 +1,6 @@
 #pragma once
-// The scratch memory of a layer's products of many tokens. Private to cuda/model and the programs' benchmarks.
+// The scratch memory of a layer's products of many tokens. Private to cuda/model, the programs' benchmarks
+// and the Python package.
 #include <algorithm>
 
 #include "core/model/layer.hpp"

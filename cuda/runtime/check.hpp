@@ -15,12 +15,17 @@ Status from_cuda(cudaError_t error, std::string_view what, SourceLocation at = S
 /// The limits of a device as its properties give them. Refuses a compute capability that there are no kernels for.
 Result<Arch> arch_of(const cudaDeviceProp& properties, int device);
 
-/// Refuses, by name, tensors outside the device's memory, tensors that are not aligned to `alignment_bytes`, and
-/// float64 weights.
+/// Refuses, by name, tensors outside the device's memory unless addresses are trusted, tensors that are not aligned to
+/// `alignment_bytes`, and float64 weights. The kernels of ops read tables and indices element by element: there these
+/// may lie at any element.
 class DeviceCheck {
  public:
   DeviceCheck(std::string_view op, int device, std::size_t alignment_bytes = 16)
       : op_(op), device_(device), alignment_bytes_(alignment_bytes) {}
+  DeviceCheck(std::string_view op, const LaunchList& launches) : DeviceCheck(op, launches.device()) {
+    trusts_addresses_ = launches.trusts_addresses();
+    is_op_ = true;
+  }
 
   template <class V, class Shape>
   void operator()(const TensorSpec& t, const V& v, const Shape&) {
@@ -35,6 +40,7 @@ class DeviceCheck {
   std::string_view op_;
   int device_;
   std::size_t alignment_bytes_;
+  bool trusts_addresses_ = false, is_op_ = false;
   Status status_;
 };
 
@@ -43,7 +49,7 @@ template <class Args>
 Status check_call(const Args& args, const LaunchList& launches) {
   using Op = typename Args::Op;
   CF_TRY(Op::check(args));
-  DeviceCheck check(Op::name, launches.device());
+  DeviceCheck check(Op::name, launches);
   Op::tensors(Op::dims(args), args, check);
   return check.status();
 }

@@ -61,9 +61,11 @@ Status DeviceCheck::examine(const TensorSpec& t, const void* data, DType dtype) 
     return Status::error(
         Code::unimplemented,
         std::string(op_) + ": " + tensor + " has dtype float64, cuda takes float16, bfloat16 or float32 weights");
-  if (reinterpret_cast<std::uintptr_t>(data) % alignment_bytes_)
-    return bad_argument(
-        op_, tensor + " is misaligned, expected a multiple of " + std::to_string(alignment_bytes_) + " bytes");
+  const bool is_single = is_op_ && (is_table(t.role) || is_index(t.role));
+  const std::size_t alignment = is_single ? size_bytes(dtype) : alignment_bytes_;
+  if (reinterpret_cast<std::uintptr_t>(data) % alignment)
+    return bad_argument(op_, tensor + " is misaligned, expected a multiple of " + std::to_string(alignment) + " bytes");
+  if (trusts_addresses_) return {};
   cudaPointerAttributes where;
   CF_TRY(
       from_cuda(cudaPointerGetAttributes(&where, data), std::string(op_) + ": cudaPointerGetAttributes of " + tensor));

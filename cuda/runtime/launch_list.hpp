@@ -46,6 +46,10 @@ class LaunchList {
   /// Says that launches of this list use the scratch memory.
   void use_scratch() { uses_scratch_ = true; }
   bool uses_scratch() const { return uses_scratch_; }
+  /// Says that the tensors of all calls lie in the device's memory, as whoever allocated them knows. Without that,
+  /// checks ask CUDA where each address lies.
+  void trust_addresses() { trusts_addresses_ = true; }
+  bool trusts_addresses() const { return trusts_addresses_; }
   /// Whether the list holds a library's call.
   bool has_calls() const { return has_calls_; }
 
@@ -88,7 +92,7 @@ class LaunchList {
   Arch arch_;
   int device_;
   Scratch scratch_;
-  bool uses_scratch_ = false, has_calls_ = false;
+  bool uses_scratch_ = false, trusts_addresses_ = false, has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

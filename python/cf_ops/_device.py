@@ -6,6 +6,10 @@ import glob
 import importlib.util
 import os
 import re
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 from cf_ops import _core
 
@@ -41,6 +45,29 @@ def device_model(
     """A model on a GPU. Raises what :class:`cf_ops._core.DeviceModel` raises."""
     name_cublaslt()
     return _core.DeviceModel(weights, device=device, slots=slots, capacity=capacity, chunk=chunk, impl=impl)
+
+
+@cache
+def prepare_ops(device: int) -> Callable[[int], Any]:
+    """Makes a GPU ready for ops, and returns what allocates memory of it: a function of a number of bytes that makes a
+    torch tensor.
+
+    Raises NotImplementedError in a build without the CUDA backend, CfError for a GPU that it has no kernels for.
+    """
+    _core.check_cuda_device(device)
+    name_cublaslt()
+    torch: Any = sys.modules["torch"]
+    return partial(torch.empty, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream of a GPU."""
+    torch: Any = sys.modules["torch"]
+    try:
+        # What torch's own generated code asks: no object is made for the stream.
+        return int(torch._C._cuda_getCurrentRawStream(device))
+    except AttributeError:
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def cublaslt_file(newest: int) -> str | None:

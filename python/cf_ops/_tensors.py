@@ -42,7 +42,9 @@ def library_of(call: str, name: str, tensor: object) -> str:
     raise TypeError(f"{call}: '{name}' must be a numpy array or a torch tensor, got {kind}")
 
 
-def describe(call: str, name: str, tensor: Any, library: str, first: str, is_written: bool) -> Described:
+def describe(
+    call: str, name: str, tensor: Any, library: str, first: str, is_written: bool, device: object = None
+) -> Described:
     """The address, dtype and shape of a tensor that an op may use where it lies.
 
     Parameters
@@ -50,27 +52,32 @@ def describe(call: str, name: str, tensor: Any, library: str, first: str, is_wri
     call, name: whose argument the tensor is, for errors.
     library, first: the library that made the call's other tensors, and the name of the first of them.
     is_written: whether the op writes the tensor.
+    device: the torch.device of the call's other tensors; any that has ops where there is none.
 
     Raises
     ------
     TypeError: the tensor is neither a numpy array nor a torch tensor.
-    ValueError: the tensor comes from the other library, is not contiguous, has another byte order, or is written and
-        is read-only or requires a gradient.
-    NotImplementedError: the tensor is on another device than the CPU.
+    ValueError: the tensor comes from the other library, is on another device than the others, is not contiguous, has
+        another byte order, or is written and is read-only or requires a gradient.
+    NotImplementedError: the tensor is neither on the CPU nor on a GPU of CUDA's.
     """
+    check_tensor(call, name, tensor, library, first, is_written, device)
+    if library == "numpy":
+        return tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
+    return tensor.data_ptr(), torch_name(tensor.dtype), tuple(tensor.shape)
+
+
+def check_tensor(
+    call: str, name: str, tensor: Any, library: str, first: str, is_written: bool, device: object = None
+) -> None:
+    """Refuses what describe() refuses."""
     got = library_of(call, name, tensor)
     if got != library:
         raise ValueError(f"{call}: '{name}' is a {got} tensor, expected {library} as '{first}' is")
-    if got == "numpy":
-        fault = _numpy_fault(tensor, is_written)
-        described = tensor.__array_interface__["data"][0], _numpy_name(tensor.dtype), tensor.shape
-    else:
-        fault = _torch_fault(tensor, is_written)
-        described = 0 if fault else tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    fault = _numpy_fault(tensor, is_written) if got == "numpy" else _torch_fault(tensor, is_written, first, device)
     if fault:
         error, text = fault
         raise error(f"{call}: '{name}' {text}")
-    return described
 
 
 def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
@@ -80,9 +87,8 @@ def empty(shape: Sequence[int], like: T, dtype: str | None = None) -> T:
     if isinstance(like, np.ndarray):
         made = np.empty(shape, like.dtype if dtype is None else dtype)
     else:
-        torch: Any = sys.modules["torch"]
-        wanted = like.dtype if dtype is None else getattr(torch, dtype)
-        made = torch.empty(tuple(shape), dtype=wanted, device=getattr(like, "device"))
+        new_empty = getattr(like, "new_empty")
+        made = new_empty(shape) if dtype is None else new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     return made  # type: ignore[no-any-return]
 
 
@@ -107,12 +113,20 @@ def _numpy_fault(array: Any, is_written: bool) -> _Fault:
     return None
 
 
-def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
+@cache
+def torch_name(dtype: Any) -> str:
+    """The name of a torch.dtype without the module's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _torch_fault(tensor: Any, is_written: bool, first: str, device: object) -> _Fault:
     torch: Any = sys.modules["torch"]
     if tensor.layout != torch.strided:
         return ValueError, f"has layout {tensor.layout}, expected torch.strided"
-    if tensor.device.type != "cpu":
-        return NotImplementedError, f"is on {tensor.device}, expected cpu, which alone has ops in Python"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return NotImplementedError, f"is on {tensor.device}, expected cpu or cuda, which alone have ops"
+    if device not in (None, tensor.device):
+        return ValueError, f"is on {tensor.device}, expected {device} as '{first}' is"
     if not tensor.is_contiguous():
         return ValueError, f"has strides {tuple(tensor.stride())}, expected a contiguous tensor"
     if is_written and tensor.requires_grad and torch.is_grad_enabled():
@@ -120,11 +134,26 @@ def _torch_fault(tensor: Any, is_written: bool) -> _Fault:
     return None
 
 
+def are_plain(tensors: Sequence[Any], index: int) -> bool:
+    """Whether check_tensor() refuses none of a call's tensors on GPU `index`, were they only read. This is faster."""
+    torch: Any = sys.modules["torch"]
+    kind, strided = torch.Tensor, torch.strided
+    for t in tensors:
+        if not (isinstance(t, kind) and t.is_cuda and t.get_device() == index and t.layout is strided):
+            return False
+        if not t.is_contiguous():
+            return False
+    return True
+
+
 def integer(call: str, name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """An integer argument. Raises TypeError for another type, ValueError for a value outside least .. most."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if type(value) is int:  # a protocol takes microseconds to look up
+        number = value
+    elif isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{call}: {name} must be an integer, got {value!r}")
-    number = operator.index(value)
+    else:
+        number = operator.index(value)
     if (least is not None and number < least) or (most is not None and number > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{call}: {name} must be {expected}, got {number}")

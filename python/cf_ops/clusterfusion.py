@@ -9,11 +9,13 @@ Layouts: tensors are float16 but for cos and sin. Weights are (out, in); QKV row
 valid rows before it. cos and sin are float32 of head_dim elements: the position's cosines and sines of Hugging Face's
 rotary part, then 1 and 0, which are not read.
 
-The CPU backend has no float16 activations: there inputs and cache rows are widened to float32, which is exact, and the
-output, the key and the value are rounded to float16 once.
+Tensors lie on the CPU or on a GPU, all on one. On a GPU activations are float16 as well, and the work goes onto torch's
+current stream. The CPU backend has no float16 activations: there inputs and cache rows are widened to float32, which is
+exact, and the output, the key and the value are rounded to float16 once.
 
 Unlike the port, a call checks its arguments, neither synchronises nor prints, and raises ValueError, TypeError or
-NotImplementedError with one line. Nothing has been written then. Needs torch.
+NotImplementedError with one line. Nothing has been written then. On a GPU the first call with a quantised weight packs
+it and waits for that. Needs torch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cf_ops import ops
-from cf_ops._tensors import describe, integer, library_of, require_torch
+from cf_ops._gptq import kept
+from cf_ops._tensors import are_plain, check_tensor, integer, library_of, require_torch, torch_name
 
 torch = require_torch("cf_ops.clusterfusion")
 
@@ -163,11 +166,11 @@ class DecoderCalls:
             "mlp_down_weight": mlp_down_weight,
             "mlp_down_bias": mlp_down_bias,
         }
-        call = f"{self._model} decoder_layer"
-        named = self._named(call, weights)
-        self._check_step(call, input, cos, sin)
-        rows = self._check_caches(call, k_cache, v_cache)
-        length = integer(call, "current_seq_len", current_seq_len, 0, rows - 1)
+        check = _Check(f"{self._model} decoder_layer", "input", input)
+        named = self._named(check, weights)
+        self._check_step(check, input, cos, sin)
+        rows = self._check_caches(check, k_cache, v_cache)
+        length = integer(check.call, "current_seq_len", current_seq_len, 0, rows - 1)
         cache = self._empty_cache(length + 1, input.device)
         return self._step(named, input, cos, sin, k_cache, v_cache, cache, length)
 
@@ -196,8 +199,9 @@ class DecoderCalls:
             "mlp_up_weight": mlp_up_weight,
             "mlp_down_weight": mlp_down_weight,
         }
-        named = self._named(call, weights)
-        rows = self._check_caches(call, k_cache, v_cache)
+        check = _Check(call, "k_cache", k_cache)
+        named = self._named(check, weights)
+        rows = self._check_caches(check, k_cache, v_cache)
         integer(call, "max_seq_len", max_seq_len, 1, rows)
         cache = self._empty_cache(max_seq_len, k_cache.device)
         context = _Context(self._model, named, k_cache, v_cache, max_seq_len, cache)
@@ -241,9 +245,10 @@ class DecoderCalls:
             "mlp_up_bias": mlp_up_bias,
             "mlp_down_bias": mlp_down_bias,
         }
-        named = {**context.weights, **self._named(call, weights)}
-        self._check_step(call, input, cos, sin)
-        self._check_caches(call, k_cache, v_cache)
+        check = _Check(call, "k_cache", context.k_cache)
+        named = {**context.weights, **self._named(check, weights)}
+        self._check_step(check, input, cos, sin)
+        self._check_caches(check, k_cache, v_cache)
         for name, given, own in (("k_cache", k_cache, context.k_cache), ("v_cache", v_cache, context.v_cache)):
             if given.data_ptr() != own.data_ptr() or given.shape != own.shape:
                 raise ValueError(
@@ -271,30 +276,30 @@ class DecoderCalls:
                 del _contexts[id]
             return context
 
-    def _named(self, call: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, check: _Check, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The port's weights by Hugging Face's names."""
         for name, tensor in weights.items():
-            _check(call, name, tensor, "float16", self._shapes[name])
+            check(name, tensor, "float16", self._shapes[name])
         return {_WEIGHTS[name]: tensor for name, tensor in weights.items()}
 
-    def _check_step(self, call: str, input: Any, cos: Any, sin: Any) -> None:
-        _check(call, "input", input, "float16", self._shapes["input"])
+    def _check_step(self, check: _Check, input: Any, cos: Any, sin: Any) -> None:
+        check("input", input, "float16", self._shapes["input"])
         for name, tensor in (("cos", cos), ("sin", sin)):
-            shape = _check(call, name, tensor, "float32")
+            shape = check(name, tensor, "float32")
             if tensor.numel() != self._head_dim:
-                raise ValueError(f"{call}: '{name}' has shape {shape}, expected {self._head_dim} elements")
+                raise ValueError(f"{check.call}: '{name}' has shape {shape}, expected {self._head_dim} elements")
 
-    def _check_caches(self, call: str, k_cache: Any, v_cache: Any) -> int:
+    def _check_caches(self, check: _Check, k_cache: Any, v_cache: Any) -> int:
         """The rows of both caches."""
-        shape = _check(call, "k_cache", k_cache, "float16", is_written=True)
+        shape = check("k_cache", k_cache, "float16", is_written=True)
         if len(shape) != 2 or shape[0] < 1 or shape[1] != self._hidden:
-            raise ValueError(f"{call}: 'k_cache' has shape {shape}, expected (max_seq, {self._hidden})")
-        _check(call, "v_cache", v_cache, "float16", shape, is_written=True)
+            raise ValueError(f"{check.call}: 'k_cache' has shape {shape}, expected (max_seq, {self._hidden})")
+        check("v_cache", v_cache, "float16", shape, is_written=True)
         return shape[0]
 
     def _empty_cache(self, capacity: int, device: Any) -> _Cache:
         shape = 1, self._heads, capacity, self._head_dim
-        return _Cache(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
+        return _Cache(*(torch.empty(shape, dtype=_activation(device), device=device) for _ in range(2)))
 
     def _step(
         self,
@@ -312,38 +317,56 @@ class DecoderCalls:
             for ours, rows in ((cache.k, k_cache), (cache.v, v_cache)):
                 ours[0, :, :length] = rows[:length].view(length, self._heads, self._head_dim).transpose(0, 1)
             cache.length = length
+        activation = _activation(input.device)
         made = ops.decode_layer(
             weights,
             self._config,
-            input.float(),
-            torch.zeros(1, dtype=torch.int32),
-            torch.tensor([length + 1], dtype=torch.int32),
+            input.to(activation),
+            torch.zeros(1, dtype=torch.int32, device=input.device),
+            torch.full((1,), length + 1, dtype=torch.int32, device=input.device),
             cos.view(-1)[: self._half].view(1, -1),
             sin.view(-1)[: self._half].view(1, -1),
             cache.k,
             cache.v,
+            max_kv_len=length + 1,  # the plan of a GPU's attention follows from it, and not from the cache's room
         )
         k_new, v_new = made.k.half(), made.v.half()
         for ours, rows, new in ((cache.k, k_cache, k_new), (cache.v, v_cache, v_new)):
             rows[length] = new.view(-1)
-            ours[0, :, length] = new[0]  # later steps read what the caller's cache holds
+            if activation != torch.float16:
+                ours[0, :, length] = new[0]  # later steps read what the caller's cache holds
         cache.length = length + 1
         return made.output.half(), k_new, v_new
 
 
-def _check(
-    call: str, name: str, tensor: Any, dtype: str, shape: tuple[int, ...] | None = None, is_written: bool = False
-) -> tuple[int, ...]:
-    """The shape of a torch tensor. Refuses what describe() refuses, another dtype, and another shape where one is
-    given."""
-    if library_of(call, name, tensor) != "torch":
-        raise TypeError(f"{call}: '{name}' must be a torch tensor, got a numpy array")
-    _, got, got_shape = describe(call, name, tensor, "torch", name, is_written)
-    if got != dtype:
-        raise ValueError(f"{call}: '{name}' has dtype {got}, expected {dtype}")
-    if shape is not None and got_shape != shape:
-        raise ValueError(f"{call}: '{name}' has shape {got_shape}, expected {shape}")
-    return got_shape
+class _Check:
+    """Checks a call's torch tensors. All lie on the device of the first."""
+
+    def __init__(self, call: str, first: str, tensor: Any) -> None:
+        self.call = call
+        self._first = first
+        self._device = tensor.device if isinstance(tensor, torch.Tensor) else None
+        self._index = tensor.get_device() if getattr(tensor, "is_cuda", False) else None
+
+    def __call__(
+        self, name: str, tensor: Any, dtype: str, shape: tuple[int, ...] | None = None, is_written: bool = False
+    ) -> tuple[int, ...]:
+        """A tensor's shape. Refuses what check_tensor() refuses, another dtype, and another shape than a given one."""
+        if self._index is None or is_written or not are_plain((tensor,), self._index):
+            if library_of(self.call, name, tensor) != "torch":
+                raise TypeError(f"{self.call}: '{name}' must be a torch tensor, got a numpy array")
+            check_tensor(self.call, name, tensor, "torch", self._first, is_written, self._device)
+        got, got_shape = torch_name(tensor.dtype), tuple(tensor.shape)
+        if got != dtype:
+            raise ValueError(f"{self.call}: '{name}' has dtype {got}, expected {dtype}")
+        if shape is not None and got_shape != shape:
+            raise ValueError(f"{self.call}: '{name}' has shape {got_shape}, expected {shape}")
+        return got_shape
+
+
+def _activation(device: Any) -> Any:
+    """The dtype in which a device's backend computes what is float16 for the caller."""
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 def fused_ln_qkv_gptq(
@@ -374,26 +397,29 @@ def fused_ln_qkv_gptq(
     call = "fused_ln_qkv_gptq"
     for name, size in (("num_heads", num_heads), ("kv_num_heads", kv_num_heads), ("head_size", head_size)):
         integer(call, name, size, 1)
-    shape = _check(call, "input", input, "float16")
+    check = _Check(call, "input", input)
+    shape = check("input", input, "float16")
     if len(shape) != 3:
         raise ValueError(f"{call}: 'input' has shape {shape}, expected (batch, seq, hidden)")
     hidden, columns = shape[2], (num_heads + 2 * kv_num_heads) * head_size
     group = hidden if groupsize == -1 else integer(call, "groupsize", groupsize, 1)
     groups = -(-hidden // group)
-    _check(call, "qweight", qweight, "int32", (hidden // 8, columns))
-    _check(call, "qzeros", qzeros, "int32", (groups, columns // 8))
-    _check(call, "scales", scales, "float16", (groups, columns))
+    check("qweight", qweight, "int32", (hidden // 8, columns))
+    check("qzeros", qzeros, "int32", (groups, columns // 8))
+    check("scales", scales, "float16", (groups, columns))
     for name, tensor in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
-        _check(call, name, tensor, "float16", (hidden,))
-    weight = ops.GptqWeight(
-        qweight=qweight,
-        qzeros=qzeros,
-        scales=scales,
-        g_idx=torch.arange(hidden, dtype=torch.int32, device=input.device) // group,
-        group_size=group,
-        zero_offset=zero_offset,
+        check(name, tensor, "float16", (hidden,))
+    scalars = {"group_size": group, "zero_offset": zero_offset}
+    weight = kept(
+        ops.GptqWeight,
+        qweight,
+        qzeros,
+        scales,
+        lambda: torch.arange(hidden, dtype=torch.int32, device=input.device) // group,
+        **scalars,
     )
-    made = ops.ln_qkv_heads(input.float(), ln_weight, ln_bias, weight, heads=num_heads, kv_heads=kv_num_heads, eps=eps)
+    activation = input.to(_activation(input.device))
+    made = ops.ln_qkv_heads(activation, ln_weight, ln_bias, weight, heads=num_heads, kv_heads=kv_num_heads, eps=eps)
     q, k, v = (tensor.half() for tensor in made)
     return q, k, v
 

@@ -1,8 +1,11 @@
 """Every op of the library as a function on numpy arrays or torch tensors.
 
 A function has the name of its op's contract and the names of the contract's arguments. A call's tensors come from one
-library. They are used where they lie: nothing is copied, and a tensor that is not contiguous is refused. Outputs are
-allocated by the tensors' library and returned in the order of the contract; they carry no gradient.
+library and lie on one device. They are used where they lie: nothing is copied, and a tensor that is not contiguous is
+refused. Outputs are allocated by the tensors' library and returned in the order of the contract; they have no gradient.
+
+torch tensors of a GPU are used on torch's current stream of that GPU. A call launches kernels and returns: it does not
+wait for them, and may be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,14 +15,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import _core
-from cf_ops._tensors import Described, T, Tensor, describe, empty, integer, library_of
+from cf_ops import _core, _device
+from cf_ops._gptq import GPTQ_PARTS, PackedForms
+from cf_ops._tensors import (
+    Described,
+    T,
+    Tensor,
+    are_plain,
+    check_tensor,
+    describe,
+    empty,
+    integer,
+    library_of,
+    torch_name,
+)
 
 __all__ = [
     "Budget",
@@ -49,19 +64,25 @@ P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., object])
 
 _DTYPES_AND_ERRORS = """\
-Dtypes: activations share one dtype, float32 or float64 on the CPU. Weights share another: float16, bfloat16, float32 or
-float64. Cosines and sines are float32; lengths, positions and ids are int32.
+Dtypes: activations share one dtype, float32 or float64 on the CPU, float16, bfloat16 or float32 on a GPU. Weights share
+another: float16, bfloat16, float32 or, on the CPU, float64. On a GPU products of 16-bit activations take weights of
+their own dtype. Cosines and sines are float32; lengths, positions and ids are int32.
 
-Raises ValueError for a shape, dtype, stride or value that the op refuses, TypeError for what is no tensor,
-NotImplementedError for what no backend of this installation computes. Nothing has been written then."""
+Raises ValueError for a shape, dtype, stride, device or value that the op refuses, TypeError for what is no tensor,
+NotImplementedError for what no backend of this installation computes. Nothing has been written then. Lengths, positions
+and ids in a GPU's memory cannot be checked before the launch: nothing is read or written out of bounds for them, and
+what depends on them is NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptqWeight(Generic[T]):
+class GptqWeight(PackedForms, Generic[T]):
     """A matrix (out, in) quantised by GPTQ, as AutoGPTQ and GPTQModel store it.
 
     W[n, k] = scales[g, n] * (q(k, n) - zero(g, n)), g = g_idx[k], zero(g, n) = stored(g, n) + zero_offset.
     Source: Frantar et al. 2022 (arXiv:2210.17323).
+
+    On a GPU the first call packs the weight into the layout of the kernels and waits for that; it cannot be captured
+    into a CUDA graph. The packed form is kept with this object, and made again where the tensors have changed.
 
     Attributes
     ----------
@@ -83,6 +104,7 @@ class GptqWeight(Generic[T]):
     zero_offset: int
 
 
+_GPTQ_SCALARS = ("bits", "group_size", "zero_offset")
 _Weight = Tensor | GptqWeight[Any]
 _Tensors = dict[str, _Weight | None]
 
@@ -142,6 +164,13 @@ def _written(op: str) -> frozenset[str]:
     return frozenset(name for name, role, *_ in tensors if role in ("output", "state"))
 
 
+@cache
+def _states(op: str) -> list[str]:
+    """The names of the arguments that an op writes."""
+    tensors, _ = _core.op_example(op)
+    return [name for name, role, *_ in tensors if role == "state"]
+
+
 class _Measure:
     """The precision of a budget that is asked for, and the budget of the last call."""
 
@@ -163,23 +192,22 @@ class _Call(Generic[T]):
         self.described: dict[str, Described] = {}
         self._first = next(name for name, tensor in tensors.items() if tensor is like)
         self._library = library_of(op, self._first, like)
+        self._device = getattr(like, "device", None) if self._library == "torch" else None
         self._written = _written(op)
         for name, tensor in tensors.items():
             if isinstance(tensor, GptqWeight):
-                self._add_gptq(name.removesuffix("weight"), tensor)
+                prefix = name.removesuffix("weight")
+                for part in GPTQ_PARTS:
+                    self._add(prefix + part, getattr(tensor, part))
+                for scalar in _GPTQ_SCALARS:
+                    self.scalars[prefix + scalar] = getattr(tensor, scalar)
             elif tensor is not None:
                 self._add(name, tensor)
         self._outputs = dict(_core.op_outputs(op, self.described, scalars))
 
     def _add(self, name: str, tensor: Tensor) -> None:
         is_written = name in self._written
-        self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written)
-
-    def _add_gptq(self, prefix: str, weight: GptqWeight[Any]) -> None:
-        for part in ("qweight", "qzeros", "scales", "g_idx"):
-            self._add(prefix + part, getattr(weight, part))
-        for scalar in ("bits", "group_size", "zero_offset"):
-            self.scalars[prefix + scalar] = getattr(weight, scalar)
+        self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written, self._device)
 
     def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
         """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``."""
@@ -193,12 +221,110 @@ class _Call(Generic[T]):
         return tuple(made.values())
 
 
+class _Signature:
+    """An op with the dtypes and shapes of its inputs on a GPU, and with those scalars that shapes depend on."""
+
+    def __init__(
+        self,
+        op: str,
+        names: tuple[str, ...],
+        dtypes: tuple[Any, ...],
+        shapes: tuple[tuple[int, ...], ...],
+        scalars: tuple[tuple[str, object], ...],
+    ) -> None:
+        self._op = op
+        self._inputs = {n: (0, torch_name(d), tuple(s)) for n, d, s in zip(names, dtypes, shapes)}
+        self._scalars = dict(scalars)
+        self._outputs = dict(_core.op_outputs(op, self._inputs, self._scalars))
+        self._bound: dict[object, tuple[_core.BoundOp, list[Sequence[int]]]] = {}
+
+    def bound(
+        self, shapes: Mapping[str, Sequence[int]] | None, dtype: str
+    ) -> tuple[_core.BoundOp, list[Sequence[int]]]:
+        """The op with outputs of a dtype and the shapes that run() is given, and the shapes of all outputs."""
+        key = dtype, None if shapes is None else tuple(shapes.items())
+        found = self._bound.get(key)
+        if found is None:
+            outputs = {**self._outputs, **(shapes or {})}
+            described = {name: (0, dtype, tuple(shape)) for name, shape in outputs.items()}
+            found = _core.bind_op(self._op, {**self._inputs, **described}, self._scalars), [*outputs.values()]
+            self._bound[key] = found
+        return found
+
+
+_signature = lru_cache(maxsize=4096)(_Signature)
+
+
+class _CudaCall(Generic[T]):
+    """A call of an op on torch tensors of a GPU: a _Call that looks up what depends on dtypes and shapes alone."""
+
+    def __init__(self, op: str, like: Any, tensors: Mapping[str, _Weight | None], scalars: dict[str, object]) -> None:
+        self.op = op
+        self.like = like
+        self.scalars = scalars
+        self._index: int = like.get_device()
+        self._gptq: dict[str, GptqWeight[Any]] = {}
+        names: list[str] = []
+        given: list[Any] = []
+        fixed: list[tuple[str, object]] = []
+        for name, tensor in tensors.items():
+            if isinstance(tensor, GptqWeight):
+                prefix = name.removesuffix("weight")
+                self._gptq[prefix] = tensor
+                names += [prefix + part for part in GPTQ_PARTS]
+                given += [getattr(tensor, part) for part in GPTQ_PARTS]
+                fixed += [(prefix + scalar, getattr(tensor, scalar)) for scalar in _GPTQ_SCALARS]
+            elif tensor is not None:
+                names.append(name)
+                given.append(tensor)
+        if not are_plain(given, self._index) or any(getattr(tensors[n], "requires_grad", 0) for n in _states(op)):
+            first = next(name for name, tensor in zip(names, given) if tensor is like)
+            for name, tensor in zip(names, given):
+                check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
+        if "config" in scalars:
+            fixed.append(("config", scalars.pop("config")))
+        key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
+        try:
+            self._signature = _signature(*key)
+        except TypeError:  # a scalar that has no hash, which is refused
+            self._signature = _Signature(*key)
+        self._tensors = given
+
+    def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
+        """What _Call.run() says, but for a budget."""
+        like, index = self.like, self._index
+        if _measure.get() is not None:
+            raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {like.device}")
+        allocate = _device.prepare_ops(index)
+        bound, outputs = self._signature.bound(shapes, torch_name(like.dtype) if dtype is None else dtype)
+        made = [empty(shape, like, dtype) for shape in outputs]
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        addresses += [tensor.data_ptr() for tensor in made]
+        stream = _device.current_stream(index)
+        packed: Sequence[_core.DeviceWeight] = ()
+        if self._gptq:
+            packed = [
+                self._gptq[prefix].packed(bound, number, index, stream, addresses, allocate)
+                for number, prefix in enumerate(bound.gptq)
+            ]
+        bound.run(index, stream, addresses, self.scalars, packed, allocate)
+        return tuple(made)
+
+
+def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> _Call[T] | _CudaCall[T]:
+    """A call on the device of ``like``."""
+    if getattr(like, "is_cuda", False):
+        return _CudaCall(op, like, tensors, scalars)
+    return _Call(op, like, tensors, **scalars)
+
+
 def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "float32") -> Callable[P, Budget]:
     """A function of an op's arguments that runs the op and returns its error bound for them.
 
     The bound is the contract's own: it follows from the length of the sums, the dtypes that a backend computes in and
     stores, and how much the sums cancel for these arguments, which is measured. Give float64 arguments, so that
-    what is measured is exact.
+    what is measured is exact. For an op on a GPU give its arguments on the CPU, and the dtype of its activations as
+    ``output``.
 
     >>> ops.budget(ops.layernorm)(x, gamma, beta).rel_l2  # doctest: +SKIP
     """
@@ -240,28 +366,28 @@ def embedding(ids: T, table: Tensor, *, dtype: str = "float32") -> T:
     """Returns y, of the dtype that ``dtype`` names."""
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"embedding: dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
-    call = _Call("embedding", ids, {"ids": ids, "table": table})
+    call = _call("embedding", ids, {"ids": ids, "table": table})
     return call.run(dtype=dtype)[0]
 
 
 @_op
 def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
-    return _Call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps).run()[0]
+    return _call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps).run()[0]
 
 
 @_op
 def layernorm_residual(x: T, residual: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
     tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
-    return _Call("layernorm_residual", x, tensors, eps=eps).run()[0]
+    return _call("layernorm_residual", x, tensors, eps=eps).run()[0]
 
 
 @_op
 def residual_layernorm(x: T, a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> tuple[T, T]:
     """Returns (h, y)."""
     tensors: _Tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
-    h, y = _Call("residual_layernorm", x, tensors, eps=eps).run()
+    h, y = _call("residual_layernorm", x, tensors, eps=eps).run()
     return h, y
 
 
@@ -271,7 +397,7 @@ def dual_layernorm(
 ) -> tuple[T, T]:
     """Returns (y1, y2)."""
     tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
-    y1, y2 = _Call("dual_layernorm", x, tensors, eps=eps).run()
+    y1, y2 = _call("dual_layernorm", x, tensors, eps=eps).run()
     return y1, y2
 
 
@@ -286,21 +412,21 @@ def linear(
 ) -> T:
     """Returns y. ``weight`` is a tensor (out, in) or a GptqWeight; f is chosen by ``epilogue``."""
     tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    call = _Call("linear", x, tensors, epilogue=epilogue)
+    call = _call("linear", x, tensors, epilogue=epilogue)
     return call.run({"y": (x.shape[0], _rows(weight))})[0]
 
 
 @_op
 def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
     """Returns (q, k, v). ``rope_table()`` makes cos and sin."""
-    q, k, v = _Call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}).run()
+    q, k, v = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}).run()
     return q, k, v
 
 
 @_op
 def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Returns nothing, and writes k_cache and v_cache in place."""
-    _Call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
+    _call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
 
 
 @_op
@@ -334,7 +460,7 @@ def ln_qkv(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
-    call = _Call("ln_qkv", x, tensors, eps=eps)
+    call = _call("ln_qkv", x, tensors, eps=eps)
     _, heads, _, head_dim = k_cache.shape
     q, k, v = call.run(dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim)))
     return q, k, v
@@ -355,7 +481,7 @@ def ln_qkv_heads(
     """Returns (q, k, v). head_dim follows from the rows of ``weight``, which may be a GptqWeight."""
     heads, kv_heads = (integer("ln_qkv_heads", n, size, 1) for n, size in (("heads", heads), ("kv_heads", kv_heads)))
     tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
-    call = _Call("ln_qkv_heads", x, tensors, eps=eps)
+    call = _call("ln_qkv_heads", x, tensors, eps=eps)
     head_dim, rest = divmod(_rows(weight), heads + 2 * kv_heads)
     if rest:
         raise ValueError(
@@ -373,7 +499,7 @@ def attention(
     q: T, k_cache: Tensor, v_cache: Tensor, kv_len: Tensor, *, scale: float, max_kv_len: int | None = None
 ) -> T:
     """Returns y. The usual scale is head_dim^-0.5. Without max_kv_len it is the capacity of the cache."""
-    call = _Call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
+    call = _call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
     return call.run()[0]
 
@@ -414,7 +540,7 @@ def decode_layer(
     }
     for name in weights.keys() & activations.keys():
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
-    call = _Call("decode_layer", hidden, {**activations, **weights}, config=text)
+    call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
     return LayerOutputs(*call.run())
 

@@ -3,7 +3,7 @@
 Importing this module registers ``torch.ops.cf_ops.<op>`` for the names in ``__all__``; the module's functions are these
 ops. An op takes the arguments of the function of its name in ``cf_ops.ops``, whose documentation holds for both, and
 writes its caches in place. ``linear_gptq`` is ``cf_ops.ops.linear`` with the parts of a GptqWeight as arguments of
-their own. As with those functions, outputs carry no gradient.
+their own. As with those functions, outputs carry no gradient. Tensors may lie on the CPU or on a GPU.
 
 Needs torch 2.4 or newer; the import raises ImportError where it is missing.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cf_ops import ops
+from cf_ops._gptq import kept
 from cf_ops._tensors import require_torch
 
 torch = require_torch("cf_ops.torch_ops")
@@ -37,10 +38,11 @@ _LIBRARY = torch.library.Library("cf_ops", "DEF")
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an op: what runs it on the CPU, and what says the shapes and dtypes of its outputs."""
+    """Registers an op: what runs it on every device, and what says the shapes and dtypes of its outputs."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CPU")
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, device)
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cf_ops::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.cf_ops, name)
@@ -60,15 +62,8 @@ def _run_linear_gptq(
     group_size: int = 128,
     epilogue: ops.Epilogue = "none",
 ) -> Any:
-    weight = ops.GptqWeight(
-        qweight=qweight,
-        qzeros=qzeros,
-        scales=scales,
-        g_idx=g_idx,
-        bits=bits,
-        group_size=group_size,
-        zero_offset=zero_offset,
-    )
+    scalars = {"bits": bits, "group_size": group_size, "zero_offset": zero_offset}
+    weight = kept(ops.GptqWeight, qweight, qzeros, scales, g_idx, **scalars)
     return ops.linear(x, weight, bias, residual, epilogue=epilogue)
 
 
@@ -134,7 +129,7 @@ def fused_layernorm_residual(x: Any, residual: Any, weight: Any, bias: Any, eps:
 
     x, residual: (batch, seq, hidden), float32 or float16; weight, bias: (hidden). Returns a tensor like x. The CPU
     backend has no float16 activations: there float16 is widened to float32, which is exact, and the result is rounded
-    to float16 once. The formula is that of ``cf_ops.ops.layernorm_residual``.
+    to float16 once, as on a GPU. The formula is that of ``cf_ops.ops.layernorm_residual``.
 
     Raises ValueError for another dtype, number of dimensions or stride, and for what that op refuses.
     """

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import ops
+from cf_ops import CfError, ops
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
 
@@ -65,7 +65,7 @@ def device_of(wanted: str | None) -> str:
     one = torch.ones(1, 8, dtype=torch.float16, device="cuda")
     try:
         ops.layernorm(one, one[0], one[0])
-    except NotImplementedError as error:
+    except (NotImplementedError, CfError) as error:
         if wanted is None:
             return "cpu"
         raise ValueError(f"--device cuda: {error}") from None

@@ -1,10 +1,9 @@
 #include "python/src/device.hpp"
 
-#include <cuda_runtime_api.h>
-
 #include "cuda/model/model.hpp"
 #include "cuda/ops/linear/gemm.hpp"
-#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/stream.hpp"
+#include "python/src/device_guard.hpp"
 
 namespace cf::python {
 namespace {
@@ -12,26 +11,6 @@ namespace {
 using cuda::from_cuda;
 
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
-
-/// Makes a device the calling thread's until the guard's end. The thread may be another library's, such as torch's.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
-    status_ = from_cuda(cudaSetDevice(device), "cudaSetDevice");
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  ~DeviceGuard() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-
-  const Status& status() const { return status_; }
-
- private:
-  int device_, before_ = 0;
-  Status status_;
-};
 
 /// A model whose calls run on its device, whichever is the thread's own.
 class GuardedModel final : public ModelRunner {
@@ -115,7 +94,10 @@ std::string cublaslt() {
   return found ? *found : found.status().message();
 }
 
-Status check_device(int device) { return properties_of(device).status(); }
+Status check_device(int device) {
+  const cuda::RelaxedCapture relaxed;  // an op's first call may be captured
+  return properties_of(device).status();
+}
 
 Result<DeviceInfo> device_info(int device) {
   CF_TRY_ASSIGN(const cudaDeviceProp p, properties_of(device));

@@ -1,5 +1,6 @@
 // The GPU of a build without the CUDA backend: each call is refused.
 #include "python/src/device.hpp"
+#include "python/src/device_ops.hpp"
 
 namespace cf::python {
 namespace {
@@ -21,5 +22,13 @@ Result<DeviceModel> make_device_model(const std::string&, const ModelSpec&, cons
                                       const DeviceModelOptions&) {
   return no_cuda();
 }
+
+#define CF_OP(Op)                                                      \
+  std::size_t device_scratch_bytes(const ops::Op::Args&) { return 0; } \
+  Status run_on_device(const ops::Op::Args&, const DeviceStream&, const DeviceScratch&) { return no_cuda(); }
+#include "core/ops/ops.def"
+#undef CF_OP
+Result<cuda::Packed> pack_on_device(const GptqWeight&, const cuda::PackHint&, const DeviceStream&) { return no_cuda(); }
+Status place_on_device(cuda::Packed&, std::uintptr_t, const DeviceStream&) { return no_cuda(); }
 
 }  // namespace cf::python

@@ -1,15 +1,18 @@
-// One function runs every op of ops.def: it finds the op by its name, and the op's tensors by the names that the
-// contract lists. An op needs no line here.
+// One function runs every op of ops.def on the CPU: it finds the op by its name, and the op's tensors by the names that
+// the contract lists. One class runs every op on a GPU: it does that once for tensors of the same dtypes and shapes. An
+// op needs no line here.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -19,6 +22,7 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
+#include "python/src/device_ops.hpp"
 
 namespace nb = nanobind;
 
@@ -89,13 +93,13 @@ constexpr std::array kEpilogues{std::pair{"none", ops::Epilogue::none}, std::pai
 /// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
 class ScalarReader {
  public:
-  explicit ScalarReader(const Call& call) : call_(call) {}
+  ScalarReader(std::string_view op, const nb::dict& scalars) : op_(op), scalars_(scalars) {}
 
   template <class T>
   void operator()(const std::string& name, T& value) {
     known_.push_back(name);
-    if (!status_ || !call_.scalars.contains(name.c_str())) return;
-    const nb::handle given = call_.scalars[name.c_str()];
+    if (!status_ || !scalars_.contains(name.c_str())) return;
+    const nb::handle given = scalars_[name.c_str()];
     if constexpr (std::is_same_v<T, ops::Epilogue>) {
       std::string text, names;
       const bool is_text = nb::try_cast(given, text);
@@ -107,7 +111,7 @@ class ScalarReader {
     } else if constexpr (std::is_same_v<T, ModelSpec>) {
       std::string text;
       if (!nb::try_cast(given, text)) return refuse(name, "the text of a config.json", given);
-      const Result<ModelConfig> config = checkpoint::parse_hf_config(text, call_.op + ": config");
+      const Result<ModelConfig> config = checkpoint::parse_hf_config(text, std::string(op_) + ": config");
       if (config)
         value = config->spec();
       else
@@ -121,10 +125,11 @@ class ScalarReader {
 
  private:
   void refuse(const std::string& name, const std::string& expected, nb::handle given) {
-    status_ = bad_argument(call_.op, quoted(name) + " must be " + expected + ", got " + nb::repr(given).c_str());
+    status_ = bad_argument(op_, quoted(name) + " must be " + expected + ", got " + nb::repr(given).c_str());
   }
 
-  const Call& call_;
+  std::string_view op_;
+  const nb::dict& scalars_;
   std::vector<std::string> known_;
   Status status_;
 };
@@ -137,6 +142,9 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   if (shape.size() != std::size_t(View::rank))
     return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected " +
                                 std::to_string(View::rank) + " dimensions");
+  // Here, since torch's tensors without elements have no address: the contract would take one for none at all.
+  if (std::any_of(shape.begin(), shape.end(), [](std::int64_t size) { return size < 1; }))
+    return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected sizes of at least 1");
   const std::optional<DType> dtype = dtype_from_string(dtype_name);
   constexpr bool is_any = std::is_void_v<std::remove_const_t<typename View::element>>;
   const DType fixed = dtype_of_view<View>(dtype.value_or(DType::i32));
@@ -149,11 +157,20 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   return {};
 }
 
+/// Calls f(spec, view) for each tensor of an op's arguments, a linear's residual among them whatever its epilogue: the
+/// contract's check says best what is wrong with one.
+template <class Op, class F>
+void for_each_tensor(typename Op::Args& args, F&& f) {
+  auto dims = Op::dims(args);
+  if constexpr (requires { dims.residual; }) dims.residual = true;
+  Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) { f(spec, view); });
+}
+
 /// An op's arguments from those of a call. What the contract itself refuses is left to its check().
 template <class Op>
 Result<typename Op::Args> bind(const Call& call) {
   typename Op::Args args{};
-  ScalarReader read(call);
+  ScalarReader read(call.op, call.scalars);
   for_each_scalar(args, read);
   for_each_linear_of(args, [&](const std::string& prefix, LinearParams& linear) {
     if (call.tensors.count(prefix + "qweight")) linear.weight = GptqWeight{};
@@ -161,10 +178,7 @@ Result<typename Op::Args> bind(const Call& call) {
 
   std::vector<std::string> known;
   Status status;
-  auto dims = Op::dims(args);
-  // The contract's check says best what is wrong with a residual that its epilogue does not take.
-  if constexpr (requires { dims.residual; }) dims.residual = true;
-  Op::tensors(dims, args, [&](const TensorSpec& spec, auto& view, const auto&) {
+  for_each_tensor<Op>(args, [&](const TensorSpec& spec, auto& view) {
     known.emplace_back(spec.name);
     const auto given = call.tensors.find(known.back());
     if (status && given != call.tensors.end()) status = bind_tensor(call.op, spec.name, view, given->second);
@@ -210,6 +224,148 @@ Result<Budget> budget(const Call& call, Precision precision) {
   const nb::gil_scoped_release release;
   CF_TRY_ASSIGN(const Condition condition, cpu_ref::condition(args));
   return Op::budget(Op::dims(args), precision, condition);
+}
+
+/// A GPTQ weight on a GPU, in the layout of its kernels, and the tensor whose memory it lies in.
+struct DeviceWeight {
+  cuda::Packed packed;
+  nb::object memory;
+};
+
+/// An op on a GPU with the dtypes and shapes of its tensors, all but their addresses. A call takes addresses in the
+/// order in which the tensors were described.
+class BoundOp {
+ public:
+  using Addresses = std::vector<std::uintptr_t>;
+
+  BoundOp() = default;
+  BoundOp(const BoundOp&) = delete;
+  BoundOp& operator=(const BoundOp&) = delete;
+  virtual ~BoundOp() = default;
+
+  /// What stands before the names of the tensors of each GPTQ weight.
+  virtual std::vector<std::string> gptq() const = 0;
+  /// The order of rows that the op wants of its GPTQ weights, as (head_dim, rotary_dim) of cuda::RopePairs.
+  virtual std::pair<std::int64_t, std::int64_t> row_order() const = 0;
+  /// Packs the GPTQ weight of that number. `allocate` makes a tensor of so many bytes on the device.
+  virtual DeviceWeight pack(std::size_t number, const DeviceStream& at, const Addresses& addresses,
+                            const nb::callable& allocate) const = 0;
+  /// Launches the op. `packed` has each GPTQ weight's packed form, `scalars` those scalars that were not bound.
+  virtual void run(const DeviceStream& at, const Addresses& addresses, const nb::dict& scalars,
+                   const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const = 0;
+};
+
+std::uintptr_t address_of(const nb::object& tensor) { return nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()); }
+
+template <class Op>
+class BoundTo final : public BoundOp {
+ public:
+  BoundTo(std::vector<std::string> names, typename Op::Args args) : names_(std::move(names)), args_(std::move(args)) {
+    for_each_linear_of(args_, [&](const std::string& prefix, LinearParams& linear) {
+      const auto* const weight = std::get_if<GptqWeight>(&linear.weight);
+      if (!weight) return;
+      gptq_.push_back({prefix, *weight});
+      linear.weight = PackedWeight{};
+    });
+    for_each_tensor<Op>(args_, [&](const TensorSpec& spec, auto&) { places_.push_back(place(spec.name)); });
+  }
+
+  std::vector<std::string> gptq() const override {
+    std::vector<std::string> prefixes;
+    for (const auto& [prefix, weight] : gptq_) prefixes.push_back(prefix);
+    return prefixes;
+  }
+  std::pair<std::int64_t, std::int64_t> row_order() const override {
+    const cuda::RopePairs& pairs = cuda::pack_hint(args_).pairs;
+    return {pairs.head_dim, pairs.rotary_dim};
+  }
+
+  DeviceWeight pack(std::size_t number, const DeviceStream& at, const Addresses& addresses,
+                    const nb::callable& allocate) const override {
+    check_count("addresses", addresses.size(), names_.size());
+    auto [prefix, weight] = gptq_.at(number);
+    const auto bring = [&, &prefix = prefix](auto& view, const char* part) {
+      using Element = typename std::remove_reference_t<decltype(view)>::element;
+      const int from = place(prefix + part);
+      if (from >= 0) view.data = reinterpret_cast<Element*>(addresses[std::size_t(from)]);
+    };
+    bring(weight.qweight, "qweight");
+    bring(weight.qzeros, "qzeros");
+    bring(weight.scales, "scales");
+    bring(weight.g_idx, "g_idx");
+    const auto named = [&, &prefix = prefix](const Status& status) {
+      if (!status)
+        check(Status::error(status.code(),
+                            std::string(Op::name) + ": " + quoted(prefix + "weight") + ": " + status.message()));
+    };
+    Result<cuda::Packed> packed = [&, &weight = weight] {
+      const nb::gil_scoped_release release;
+      return pack_on_device(weight, cuda::pack_hint(args_), at);
+    }();
+    named(packed.status());
+    nb::object memory = allocate(packed->storage.size_bytes());
+    named([&, address = address_of(memory)] {
+      const nb::gil_scoped_release release;
+      return place_on_device(*packed, address, at);
+    }());
+    return {std::move(*packed), std::move(memory)};
+  }
+
+  void run(const DeviceStream& at, const Addresses& addresses, const nb::dict& scalars,
+           const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const override {
+    check_count("addresses", addresses.size(), names_.size());
+    check_count("packed weights", packed.size(), gptq_.size());
+    typename Op::Args args = args_;
+    ScalarReader read(Op::name, scalars);
+    for_each_scalar(args, read);
+    check(read.status());
+    auto weight = packed.begin();
+    for_each_linear_of(args, [&](const std::string&, LinearParams& linear) {
+      if (std::holds_alternative<PackedWeight>(linear.weight)) linear.weight = (*weight++)->packed.weight;
+    });
+    auto from = places_.begin();
+    for_each_tensor<Op>(args, [&](const TensorSpec&, auto& view) {
+      using Element = typename std::remove_reference_t<decltype(view)>::element;
+      if (const int i = *from++; i >= 0) view.data = reinterpret_cast<Element*>(addresses[std::size_t(i)]);
+    });
+    // The tensor may go when the op is launched: the memory is used again in the stream's order.
+    nb::object memory;
+    DeviceScratch scratch{.address = 0, .bytes = device_scratch_bytes(args)};
+    if (scratch.bytes) {
+      memory = allocate(scratch.bytes);
+      scratch.address = address_of(memory);
+    }
+    check([&] {
+      const nb::gil_scoped_release release;
+      return run_on_device(args, at, scratch);
+    }());
+  }
+
+ private:
+  /// Where a tensor's address stands among a call's; -1 for a tensor that is not given.
+  int place(std::string_view name) const {
+    const auto found = std::find(names_.begin(), names_.end(), name);
+    return found == names_.end() ? -1 : int(found - names_.begin());
+  }
+  static void check_count(const char* what, std::size_t got, std::size_t expected) {
+    if (got != expected)
+      check(bad_argument(
+          Op::name, std::string("expected ") + std::to_string(expected) + " " + what + ", got " + std::to_string(got)));
+  }
+
+  struct Gptq {
+    std::string prefix;
+    GptqWeight weight;
+  };
+  std::vector<std::string> names_;
+  typename Op::Args args_;   // GPTQ weights are empty PackedWeights
+  std::vector<Gptq> gptq_;   // in the order of for_each_linear_of()
+  std::vector<int> places_;  // of each tensor of for_each_tensor()
+};
+
+template <class Op>
+std::unique_ptr<BoundOp> bound(std::vector<std::string> names, const Call& call) {
+  return std::make_unique<BoundTo<Op>>(std::move(names), take(bind<Op>(call)));
 }
 
 /// The example that describes an op: a small model, two sequences of two new tokens each.
@@ -286,10 +442,12 @@ struct Entry {
   Status (*run)(const Call&);
   Result<Budget> (*budget)(const Call&, Precision);
   std::pair<std::vector<ExampleTensor>, nb::dict> (*example)(int bits);
+  std::unique_ptr<BoundOp> (*bind)(std::vector<std::string> names, const Call&);
 };
 
 constexpr std::array kEntries{
-#define CF_OP(Op) Entry{ops::Op::name, outputs<ops::Op>, run<ops::Op>, budget<ops::Op>, example<ops::Op>},
+#define CF_OP(Op) \
+  Entry{ops::Op::name, outputs<ops::Op>, run<ops::Op>, budget<ops::Op>, example<ops::Op>, bound<ops::Op>},
 #include "core/ops/ops.def"
 #undef CF_OP
 };
@@ -310,6 +468,59 @@ DType dtype_named(const std::string& name) {
     check(Status::error(Code::invalid_argument,
                         "dtype must be float16, bfloat16, float32 or float64, got " + quoted(name)));
   return *dtype;
+}
+
+void bind_device_ops(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<DeviceWeight>(m, "DeviceWeight", "A GPTQ weight on a GPU, in the layout of its kernels.")
+      .def_prop_ro(
+          "memory", [](const DeviceWeight& w) { return w.memory; }, nb::sig("def memory(self) -> typing.Any"),
+          "The tensor that the weight lies in.");
+  nb::class_<BoundOp>(m, "BoundOp",
+                      "An op on a GPU with the dtypes and shapes of its tensors, all but their addresses. A call takes "
+                      "addresses in the order in which the tensors were described, and the handle of a CUDA stream.")
+      .def_prop_ro("gptq", &BoundOp::gptq,
+                   "What stands before the names of the tensors of each GPTQ weight, in the op's order.")
+      .def_prop_ro("row_order", &BoundOp::row_order,
+                   "The order of rows in which the op's GPTQ weights are packed: equal orders may share a packed "
+                   "weight.")
+      .def(
+          "pack",
+          [](const BoundOp& op, std::size_t number, int device, std::uintptr_t stream,
+             const BoundOp::Addresses& addresses, const nb::callable& allocate) {
+            return op.pack(number, {device, stream}, addresses, allocate);
+          },
+          "number"_a, "device"_a, "stream"_a, "addresses"_a, "allocate"_a,
+          nb::sig("def pack(self, number: int, device: int, stream: int, addresses: collections.abc.Sequence[int], "
+                  "allocate: collections.abc.Callable[[int], typing.Any]) -> DeviceWeight"),
+          "Packs the GPTQ weight of that number into memory of the device: `allocate` makes a tensor of so many bytes. "
+          "Waits for the device. Raises CfError while the stream is captured, and ValueError for tensors that do not "
+          "fit each other.")
+      .def(
+          "run",
+          [](const BoundOp& op, int device, std::uintptr_t stream, const BoundOp::Addresses& addresses,
+             const nb::dict& scalars, const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) {
+            op.run({device, stream}, addresses, scalars, packed, allocate);
+          },
+          "device"_a, "stream"_a, "addresses"_a, "scalars"_a, "packed"_a, "allocate"_a,
+          nb::sig("def run(self, device: int, stream: int, addresses: collections.abc.Sequence[int], scalars: "
+                  "dict[str, object], packed: collections.abc.Sequence[DeviceWeight], allocate: "
+                  "collections.abc.Callable[[int], typing.Any]) -> None"),
+          "Launches the op and does not wait for it. Addresses are trusted to be of the device. `allocate` makes a "
+          "tensor of so many bytes for the launches to use, where they want any.");
+  m.def(
+      "bind_op",
+      [](std::string op, nb::dict tensors, nb::dict scalars) {
+        const Entry& e = entry(op);
+        std::vector<std::string> names;
+        for (const auto& [name, tensor] : tensors) names.push_back(nb::cast<std::string>(name));
+        return e.bind(std::move(names), {std::move(op), nb::cast<Tensors>(tensors), std::move(scalars)});
+      },
+      "op"_a, "tensors"_a, "scalars"_a,
+      nb::sig("def bind_op(op: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], scalars: dict[str, object]) "
+              "-> BoundOp"),
+      "An op on a GPU with the dtypes and shapes of all its tensors. Their addresses are not looked at. Refuses what "
+      "op_outputs() refuses.");
 }
 
 }  // namespace
@@ -373,6 +584,7 @@ void bind_ops(nb::module_& m) {
       },
       "cos"_a, "sin"_a, "rows"_a, "half"_a, "theta"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Fills two float32 tables (rows, half) at these addresses with RoPE's cosines and sines.");
+  bind_device_ops(m);
 }
 
 }  // namespace cf::python

@@ -9,6 +9,7 @@
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/gemm_plan.hpp"
 #include "cuda/ops/linear/launches.hpp"
+#include "cuda/ops/linear/linear_gemm.hpp"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
@@ -366,6 +367,7 @@ TEST_CASE("linear of many tokens: without scratch memory, or with too little, it
     DeviceProblem<ops::Linear> p(s, linear(kMany + 23, 640, 72, Epilogue::gelu_erf));
     const auto own = p.run(c).bytes();
     const std::size_t least = cuda::gemm_scratch(kMany + 23, 640, 72, gptq.bits ? 2 : 0, true).bytes;
+    CHECK(cuda::gemm_scratch_bytes(p.args()) == least);
     CHECK_FALSE(takes_library(p.args(), {}));
     CHECK_FALSE(takes_library(p.args(), {scratch.get().data, least - 1}));
     CHECK(takes_library(p.args(), {scratch.get().data, least}));
@@ -378,11 +380,12 @@ TEST_CASE("linear of many tokens: without scratch memory, or with too little, it
   }
   // Few tokens, and float32 activations.
   const std::int64_t few = std::min(cuda::kGemmTokens, cuda::kGptqGemmTokens);
-  CHECK_FALSE(takes_library(DeviceProblem<ops::Linear>(setup(DType::f16), linear(few, 64, 64)).args(), scratch.get()));
-  CHECK_FALSE(
-      takes_library(DeviceProblem<ops::Linear>(setup(DType::f16, {4, 32}), linear(few, 64, 64)).args(), scratch.get()));
-  CHECK_FALSE(
-      takes_library(DeviceProblem<ops::Linear>(setup(DType::f32), linear(kMany + 23, 64, 64)).args(), scratch.get()));
+  for (const auto& [s, tokens] :
+       {std::pair{setup(DType::f16), few}, {setup(DType::f16, {4, 32}), few}, {setup(DType::f32), kMany + 23}}) {
+    DeviceProblem<ops::Linear> p(s, linear(tokens, 64, 64));
+    CHECK_FALSE(takes_library(p.args(), scratch.get()));
+    CHECK(cuda::gemm_scratch_bytes(p.args()) == 0);
+  }
 }
 
 TEST_CASE("linear of many tokens: quantised weights beyond float16's range are left to its own kernels",

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cuda_models import gpu  # noqa: E402
 from golden_layer import GoldenLayer, golden_files  # noqa: E402
 
 from cf_ops import clusterfusion, ops  # noqa: E402
@@ -32,9 +33,11 @@ STEP_BIASES = {"bias_qkv": "qkv_bias", "bias_o": "o_bias"}
 CREATE = ("k_cache", "v_cache", "weight_qkv", "weight_o", "mlp_up_weight", "mlp_down_weight")
 SPARE_ROWS = 4
 FLOAT16_ROUNDING = 2**-11
+needs_gpu = [gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
-def port_arguments(layer):
+def port_arguments(layer, device="cpu"):
     """decoder_layer()'s arguments for a golden file of one sequence and one new token."""
     model, length = layer.model, int(layer.inputs["kv_len"][0]) - 1
     given = {name: torch.from_numpy(layer.weights[target].copy()) for name, target in LAYER_WEIGHTS.items()}
@@ -46,7 +49,13 @@ def port_arguments(layer):
     for name, rest in (("cos", 1.0), ("sin", 0.0)):
         half = torch.from_numpy(layer.inputs[name][0])
         given[name] = torch.cat([half, half, torch.full((model.head_dim - model.rotary_dim,), rest)])
-    return {**given, "input": torch.from_numpy(layer.inputs["hidden"].copy()), "current_seq_len": length}
+    given["input"] = torch.from_numpy(layer.inputs["hidden"].copy())
+    return {**{name: tensor.to(device) for name, tensor in given.items()}, "current_seq_len": length}
+
+
+def activation(device):
+    """The dtype in which a device computes a layer of float16."""
+    return torch.float16 if torch.device(device).type == "cuda" else torch.float32
 
 
 def small_layer():
@@ -67,11 +76,11 @@ def create(calls, id, given):
     calls.create_graph_context(id, *(given[name] for name in CREATE), max_seq_len=len(given["k_cache"]))
 
 
-@pytest.fixture
-def context():
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def context(request):
     """The calls, the arguments, and the id of a context that is destroyed afterwards."""
     layer = small_layer()
-    calls, given = calls_of(layer), port_arguments(layer)
+    calls, given = calls_of(layer), port_arguments(layer, request.param)
     create(calls, 7, given)
     yield calls, given, 7
     if 7 in clusterfusion._contexts:
@@ -85,13 +94,13 @@ def our_arguments(layer, given, dtype):
         given[name][: length + 1].to(dtype).view(1, length + 1, heads, -1).permute(0, 2, 1, 3).contiguous()
         for name in ("k_cache", "v_cache")
     ]
-    half = layer.model.rotary_dim // 2
+    half, device = layer.model.rotary_dim // 2, given["input"].device
     return (
         {target: given[name] for name, target in LAYER_WEIGHTS.items()},
         layer.config,
         given["input"].to(dtype),
-        torch.tensor([0], dtype=torch.int32),
-        torch.tensor([length + 1], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32, device=device),
+        torch.tensor([length + 1], dtype=torch.int32, device=device),
         given["cos"][None, :half].contiguous(),
         given["sin"][None, :half].contiguous(),
         *caches,
@@ -99,22 +108,26 @@ def our_arguments(layer, given, dtype):
 
 
 def error_bound(layer, given):
-    """The relative L2 error of a float32 layer whose result is rounded to float16."""
-    return ops.budget(ops.decode_layer)(*our_arguments(layer, given, torch.float64)).rel_l2 + FLOAT16_ROUNDING
+    """The relative L2 error of a float16 layer, or of a float32 layer whose result is rounded to float16."""
+    dtype = activation(given["input"].device)
+    measure = ops.budget(ops.decode_layer, output=str(dtype).removeprefix("torch."))
+    on_cpu = {name: value.cpu() if torch.is_tensor(value) else value for name, value in given.items()}
+    bound = measure(*our_arguments(layer, on_cpu, torch.float64)).rel_l2
+    return bound + (FLOAT16_ROUNDING if dtype == torch.float32 else 0)
 
 
-def check_against_hugging_face(layer, calls):
-    given = port_arguments(layer)
+def check_against_hugging_face(layer, calls, device):
+    given = port_arguments(layer, device)
     bound = error_bound(layer, given)
-    made = ops.decode_layer(*our_arguments(layer, given, torch.float32))
+    made = ops.decode_layer(*our_arguments(layer, given, activation(device)))
     output, k_new, v_new = calls.decoder_layer(**given)
     # Bit for bit our layer's.
     assert torch.equal(output, made.output.half())
     assert torch.equal(k_new, made.k.half()) and torch.equal(v_new, made.v.half())
-    # Within float16's rounding and the float32 layer's error of Hugging Face's float64.
+    # Within the bound of Hugging Face's float64.
     for got, tap in ((output, "output"), (k_new, "attention.rotary_emb.k"), (v_new, "attention.rotary_emb.v")):
         exact = layer.taps[tap]
-        error = np.linalg.norm(got.double().numpy() - exact) / np.linalg.norm(exact)
+        error = np.linalg.norm(got.double().cpu().numpy() - exact) / np.linalg.norm(exact)
         assert 0 < error < bound, tap
     length = given["current_seq_len"]
     for cache, new in ((given["k_cache"], k_new), (given["v_cache"], v_new)):
@@ -123,27 +136,30 @@ def check_against_hugging_face(layer, calls):
     return given, output
 
 
-def test_a_small_layer():
+@on_each_device
+def test_a_small_layer(device):
     layer = small_layer()
-    check_against_hugging_face(layer, calls_of(layer))
+    check_against_hugging_face(layer, calls_of(layer), device)
 
 
-def test_a_layer_of_pythia_2b8():
+@on_each_device
+def test_a_layer_of_pythia_2b8(device):
     layer = GoldenLayer(golden_files("pythia-2.8b-kv17.h5")[0])
-    given, output = check_against_hugging_face(layer, clusterfusion._PYTHIA_2B8)
+    given, output = check_against_hugging_face(layer, clusterfusion._PYTHIA_2B8, device)
     again, _, _ = clusterfusion.pythia_2b8_decoder_layer_split(**given)
     assert torch.equal(again, output)
 
 
-def test_wrong_weights_are_noticed():
+@on_each_device
+def test_wrong_weights_are_noticed(device):
     layer = small_layer()
-    given = port_arguments(layer)
+    given = port_arguments(layer, device)
     bound = error_bound(layer, given)
     rows = given["weight_qkv"]
     given["weight_qkv"] = rows.view(2, 3, 80, 160).transpose(0, 1).reshape(rows.shape).contiguous()  # not interleaved
     output, _, _ = calls_of(layer).decoder_layer(**given)
     exact = layer.taps["output"]
-    assert np.linalg.norm(output.double().numpy() - exact) / np.linalg.norm(exact) > bound
+    assert np.linalg.norm(output.double().cpu().numpy() - exact) / np.linalg.norm(exact) > bound
 
 
 def test_a_graph_context_equals_the_stateless_call(context):
@@ -155,9 +171,10 @@ def test_a_graph_context_equals_the_stateless_call(context):
     for length in (first, first + 1, first + 2, first + 1, first + 2, 3, 4):
         for arguments in (given, alone):
             arguments["current_seq_len"] = length
-        given["input"] = alone["input"] = torch.randn(1, 160).half()
+        device = given["k_cache"].device
+        given["input"] = alone["input"] = torch.randn(1, 160).half().to(device)
         if length == 3:
-            rows = torch.randn(2, 3, 160).half()
+            rows = torch.randn(2, 3, 160).half().to(device)
             for arguments in (given, alone):
                 arguments["k_cache"][:3], arguments["v_cache"][:3] = rows
         step = calls.graph_decode_step(**step_arguments(given, id))
@@ -192,9 +209,10 @@ def test_contexts_are_validated(context):
             use()
 
 
-def test_a_context_owns_its_tensors():
+@on_each_device
+def test_a_context_owns_its_tensors(device):
     layer = small_layer()
-    calls, given = calls_of(layer), port_arguments(layer)
+    calls, given = calls_of(layer), port_arguments(layer, device)
     expected = calls.decoder_layer(**given)[0]
     create(calls, 9, given)
     step = step_arguments(given, 9)
@@ -203,15 +221,16 @@ def test_a_context_owns_its_tensors():
     calls.destroy_graph_context(9)
 
 
-def test_two_threads_with_a_context_each():
+@on_each_device
+def test_two_threads_with_a_context_each(device):
     layer = small_layer()
     calls = calls_of(layer)
-    expected = calls.decoder_layer(**port_arguments(layer))[0]
+    expected = calls.decoder_layer(**port_arguments(layer, device))[0]
     wrong = []
 
     def work(id):
         for _ in range(20):
-            given = port_arguments(layer)
+            given = port_arguments(layer, device)
             create(calls, id, given)
             output, _, _ = calls.graph_decode_step(**step_arguments(given, id))
             calls.destroy_graph_context(id)
@@ -223,6 +242,38 @@ def test_two_threads_with_a_context_each():
     for thread in threads:
         thread.join()
     assert not wrong and not clusterfusion._contexts
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_steps_are_captured(device):
+    """A CUDA graph of the user's own holds a step of a context. Replays read what the tensors then hold."""
+    layer = small_layer()
+    calls, given = calls_of(layer), port_arguments(layer, device)
+    create(calls, 11, given)
+    step = step_arguments(given, 11)
+    calls.graph_decode_step(**step)  # turns the valid rows into our layout
+    step["current_seq_len"] += 1
+    inputs = [torch.randn(1, 160).half().to(device) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = calls.graph_decode_step(**step)
+    for other in inputs:
+        step["input"].copy_(other)
+        graph.replay()
+        got = [tensor.clone() for tensor in (*made, given["k_cache"][step["current_seq_len"]])]
+        expected = calls.decoder_layer(**{**given, "input": other, "current_seq_len": step["current_seq_len"]})
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+        assert torch.equal(got[3], expected[1].view(-1))
+    calls.destroy_graph_context(11)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_tensors_of_a_call_lie_on_one_device(device):
+    layer = small_layer()
+    given = port_arguments(layer, device)
+    for name in ("ln_bias", "weight_o", "cos", "v_cache"):
+        with pytest.raises(ValueError, match=f"'{name}' is on cpu, expected cuda:0 as 'input' is"):
+            calls_of(layer).decoder_layer(**{**given, name: given[name].cpu()})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +334,7 @@ def test_the_models_sizes_are_checked():
         assert (getattr(clusterfusion, name).__doc__ or "").strip()
 
 
-def gptq_arguments():
+def gptq_arguments(device="cpu"):
     torch.manual_seed(1)
     hidden, heads, kv_heads, head, group = 64, 4, 2, 16, 32
     columns = (heads + 2 * kv_heads) * head
@@ -291,7 +342,7 @@ def gptq_arguments():
     def words(*shape):
         return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
 
-    return {
+    given = {
         "input": torch.randn(2, 3, hidden).half(),
         "qweight": words(hidden // 8, columns),
         "qzeros": words(hidden // group, columns // 8),
@@ -304,10 +355,12 @@ def gptq_arguments():
         "groupsize": group,
         "eps": 1e-5,
     }
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in given.items()}
 
 
+@on_each_device
 @pytest.mark.parametrize("zero_offset", [0, 1])
-def test_fused_ln_qkv_gptq(zero_offset):
+def test_fused_ln_qkv_gptq(zero_offset, device):
     given = gptq_arguments()
     x = given["input"].double()
     z = torch.nn.functional.layer_norm(x, (64,), given["ln_weight"].double(), given["ln_bias"].double(), 1e-5)
@@ -317,14 +370,18 @@ def test_fused_ln_qkv_gptq(zero_offset):
     group = torch.arange(64) // 32
     weight = given["scales"].double()[group] * (codes - zeros[group])
     parts = (z @ weight).view(2, 3, 8, 16).transpose(1, 2).split([4, 2, 2], 1)
-    made = clusterfusion.fused_ln_qkv_gptq(**given, **({} if zero_offset else {"zero_offset": 0}))
+    there = gptq_arguments(device)
+    made = clusterfusion.fused_ln_qkv_gptq(**there, **({} if zero_offset else {"zero_offset": 0}))
     stored = {name: given[name] for name in ("qweight", "qzeros", "scales")}
     quantised = ops.GptqWeight(**stored, g_idx=group.int(), group_size=32, zero_offset=zero_offset)
-    measure = ops.budget(ops.ln_qkv_heads)
-    bound = measure(x, given["ln_weight"], given["ln_bias"], quantised, heads=4, kv_heads=2).rel_l2 + FLOAT16_ROUNDING
+    measure = ops.budget(ops.ln_qkv_heads, output=str(activation(device)).removeprefix("torch."))
+    bound = measure(x, given["ln_weight"], given["ln_bias"], quantised, heads=4, kv_heads=2).rel_l2
+    bound += FLOAT16_ROUNDING if device == "cpu" else 0
     for got, exact in zip(made, parts):
-        assert got.dtype == torch.float16 and got.shape == exact.shape
-        assert 0 < (got.double() - exact).norm() <= bound * exact.norm()
+        assert got.dtype == torch.float16 and got.shape == exact.shape and got.device.type == device
+        assert 0 < (got.double().cpu() - exact).norm() <= bound * exact.norm()
+    again = clusterfusion.fused_ln_qkv_gptq(**there, **({} if zero_offset else {"zero_offset": 0}))
+    assert all(torch.equal(a, b) for a, b in zip(made, again))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_libraries_are_not_mixed():
 @needs_torch
 def test_torch_tensors_that_do_not_lie_in_this_memory():
     weight = torch.ones(8)
-    with pytest.raises(NotImplementedError, match="layernorm: 'x' is on meta, expected cpu, which alone has ops in Python"):
+    with pytest.raises(NotImplementedError, match="layernorm: 'x' is on meta, expected cpu or cuda, which"):
         ops.layernorm(torch.zeros(2, 8, device="meta"), weight, weight)
     with pytest.raises(ValueError, match="layernorm: 'x' has layout torch.sparse_coo, expected torch.strided"):
         ops.layernorm(torch.zeros(2, 8).to_sparse(), weight, weight)
@@ -84,6 +84,15 @@ def test_torch_tensors_that_do_not_lie_in_this_memory():
         ops.layernorm(torch.zeros(8, 2).t(), weight, weight)
     with pytest.raises(ValueError, match=r"layernorm: 'gamma' has strides \(0,\), expected a contiguous tensor"):
         ops.layernorm(torch.zeros(2, 8), torch.ones(1).expand(8), weight)
+
+
+@needs_torch
+def test_tensors_without_elements_are_refused():
+    x, weight = torch.zeros(2, 8), torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"linear: 'bias' has shape \(0\), expected sizes of at least 1"):
+        ops.linear(x, weight, torch.zeros(0))
+    with pytest.raises(ValueError, match=r"linear: 'x' has shape \(0, 8\), expected sizes of at least 1"):
+        ops.linear(x[:0], weight)
 
 
 @needs_torch

@@ -1,0 +1,103 @@
+#include "python/src/device_ops.hpp"
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <variant>
+
+#include "cuda/model/linear_scratch.hpp"
+#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/linear_gemm.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/stream.hpp"
+#include "python/src/device_guard.hpp"
+
+namespace cf::python {
+namespace {
+
+/// A context on a stream that somebody else owns. A device's limits are asked for once, since that takes long.
+Result<cuda::Context> context_on(const DeviceStream& at) {
+  static std::mutex mutex;
+  static std::map<int, cuda::Context> contexts;
+  const std::lock_guard lock(mutex);
+  auto found = contexts.find(at.device);
+  if (found == contexts.end()) {
+    CF_TRY_ASSIGN(const cuda::Context made, cuda::Context::create(at.device));
+    found = contexts.emplace(at.device, made).first;
+  }
+  return found->second.on_stream(reinterpret_cast<CUstream_st*>(at.stream));
+}
+
+/// Calls f with a context, on the device. What f does first loads kernels and libraries, and may be captured.
+template <class F>
+Status with_context(const DeviceStream& at, F&& f) {
+  const DeviceGuard guard(at.device);
+  CF_TRY(guard.status());
+  const cuda::RelaxedCapture relaxed;
+  CF_TRY_ASSIGN(const cuda::Context context, context_on(at));
+  return f(context);
+}
+
+template <class Args>
+std::size_t scratch_bytes(const Args& a) {
+  std::size_t bytes = 0;
+  if constexpr (std::is_same_v<Args, ops::Linear::Args>) bytes = cuda::gemm_scratch_bytes(a);
+  if constexpr (std::is_same_v<Args, ops::DecodeLayer::Args>) {
+    bool is_quantised = false;
+    for_each_linear(a.model, a.weights, [&](std::string_view, const LinearParams& linear, const LinearSize&) {
+      is_quantised |= !std::holds_alternative<DenseWeight>(linear.weight);
+    });
+    bytes = cuda::linear_scratch_bytes(a.model, a.t.hidden.dtype, a.t.hidden.shape[0], is_quantised);
+  }
+  return bytes && cuda::gemm_library() ? bytes : 0;
+}
+
+template <class Args>
+Status run(const Args& args, const DeviceStream& at, const DeviceScratch& scratch) {
+  return with_context(at, [&](const cuda::Context& context) -> Status {
+    cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
+    launches.trust_addresses();
+    CF_TRY(cuda::prepare(args, launches));
+    return launches.submit(context.stream());
+  });
+}
+
+}  // namespace
+
+#define CF_OP(Op)                                                                                         \
+  std::size_t device_scratch_bytes(const ops::Op::Args& args) { return scratch_bytes(args); }             \
+  Status run_on_device(const ops::Op::Args& args, const DeviceStream& at, const DeviceScratch& scratch) { \
+    return run(args, at, scratch);                                                                        \
+  }
+#include "core/ops/ops.def"
+#undef CF_OP
+
+Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at) {
+  cuda::Packed packed;
+  CF_TRY(with_context(at, [&](const cuda::Context& context) -> Status {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    CF_TRY(cuda::from_cuda(cudaStreamIsCapturing(context.stream(), &capture), "cudaStreamIsCapturing"));
+    if (capture != cudaStreamCaptureStatusNone)
+      return Status::error(Code::device_error,
+                           "the weight is not packed yet, which a CUDA graph cannot capture: expected a call with this "
+                           "weight before the capture");
+    CF_TRY_ASSIGN(packed, cuda::pack(weight, hint, context));
+    return {};
+  }));
+  return packed;
+}
+
+Status place_on_device(cuda::Packed& packed, std::uintptr_t address, const DeviceStream& at) {
+  auto& weight = std::get<PackedWeight>(packed.weight);
+  auto* const to = reinterpret_cast<std::int32_t*>(address);
+  CF_TRY(with_context(at, [&](const cuda::Context& context) {
+    return cuda::copy_to_device(context, to, weight.data.data, std::size_t(weight.data.bytes()));
+  }));
+  weight.data.data = to;
+  packed.storage = {};
+  return {};
+}
+
+}  // namespace cf::python

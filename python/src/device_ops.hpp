@@ -1,0 +1,39 @@
+#pragma once
+// Single ops on a GPU. The header holds no CUDA types: without the CUDA backend every call is refused.
+#include <cstddef>
+#include <cstdint>
+
+#include "core/ops/all.hpp"
+#include "core/status.hpp"
+#include "cuda/ops/linear/pack.hpp"
+
+namespace cf::python {
+
+/// Where an op is launched: a device, and a stream of it by CUDA's handle. 0 is the default stream.
+struct DeviceStream {
+  int device = 0;
+  std::uintptr_t stream = 0;
+};
+
+/// Memory of the device that an op's launches may use while they run, from a multiple of 256 bytes on.
+struct DeviceScratch {
+  std::uintptr_t address = 0;
+  std::size_t bytes = 0;
+};
+
+/// Every op on tensors of the device, whose addresses are trusted. run_on_device() launches and returns: it neither
+/// waits nor takes memory, and a stream that is captured records the launches. It uses no more scratch memory than
+/// device_scratch_bytes(), and does without where it is given none.
+#define CF_OP(Op)                                         \
+  std::size_t device_scratch_bytes(const ops::Op::Args&); \
+  Status run_on_device(const ops::Op::Args&, const DeviceStream&, const DeviceScratch&);
+#include "core/ops/ops.def"
+#undef CF_OP
+
+/// Packs a weight whose tensors lie on the device into host memory. Waits for the work on the stream, and refuses a
+/// stream that is captured.
+Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at);
+/// Copies a packed weight to the device's memory at `address`, where it then lies, and waits for the copy.
+Status place_on_device(cuda::Packed& packed, std::uintptr_t address, const DeviceStream& at);
+
+}  // namespace cf::python

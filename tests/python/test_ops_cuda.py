@@ -1,0 +1,715 @@
+"""Ops on torch tensors of a GPU, beside the oracle. What needs no GPU, such as refusals, runs everywhere."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cuda_models import gpu  # noqa: E402
+from test_torch_ops import OPS as REGISTERED  # noqa: E402
+from test_torch_ops import given as registered_arguments  # noqa: E402
+from test_torch_ops import written as registered_written  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+import cf_ops  # noqa: E402
+from cf_ops import _core, _device, _gptq, ops, selfcheck, torch_ops  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+DTYPES = ["float16", "bfloat16", "float32"]
+QUANTISED = [op for op in _core.ops() if any(role == "gptq" for _, role, *_ in _core.op_example(op, 4)[0])]
+CASES = [(op, dtype, 0) for op in _core.ops() for dtype in DTYPES] + [
+    (op, dtype, bits) for op in QUANTISED for dtype in ("float16", "bfloat16") for bits in (4, 8)
+]
+
+
+def on_gpu(value, dtype):
+    """An argument of the example as a GPU takes it: activations of a dtype, weights of that dtype if it has 16 bits."""
+    if isinstance(value, dict):
+        return {name: on_gpu(part, dtype) for name, part in value.items()}
+    if isinstance(value, ops.GptqWeight):
+        parts = {name: torch.from_numpy(part.copy()).cuda() for name, part in vars(value).items() if np.ndim(part)}
+        return ops.GptqWeight(**{**vars(value), **parts})
+    if not isinstance(value, np.ndarray):
+        return value
+    tensor = torch.from_numpy(value.copy()).cuda()
+    is_weight = tensor.dtype == torch.float16
+    if tensor.dtype == torch.float64 or (is_weight and dtype != "float32"):
+        return tensor.to(getattr(torch, dtype))
+    return tensor
+
+
+def for_oracle(value, dtype):
+    """An argument of a GPU for the oracle: the same numbers on the CPU, activations in float64."""
+    if isinstance(value, dict):
+        return {name: for_oracle(part, dtype) for name, part in value.items()}
+    if isinstance(value, ops.GptqWeight):
+        return ops.GptqWeight(**{n: p.cpu() if torch.is_tensor(p) else p for n, p in vars(value).items()})
+    return value.cpu() if torch.is_tensor(value) else value
+
+
+class Call:
+    """A call of an op on a GPU."""
+
+    def __init__(self, op, dtype, bits=0):
+        self.op, self.function, self.dtype = op, getattr(ops, op), dtype
+        example = selfcheck.arguments(op, "float64", bits)
+        self.arguments = on_gpu(example, dtype)
+        self.activations = [n for n, v in example.items() if getattr(v, "dtype", None) == np.float64]
+        if op == "embedding":
+            self.arguments["dtype"] = dtype
+        self.states = [name for name, role, *_ in _core.op_example(op)[0] if role == "state"]
+
+    def run(self, **changed):
+        """What the call writes. Caches are copies."""
+        arguments = {**self.arguments, **changed}
+        arguments |= {name: arguments[name].clone() for name in self.states}
+        result = self.function(**arguments)
+        outputs = result if isinstance(result, tuple) else () if result is None else (result,)
+        return [*outputs, *(arguments[name] for name in self.states)]
+
+    def exact(self):
+        """The oracle's arguments, what it writes for them, and the contract's bound."""
+        arguments = for_oracle(self.arguments, self.dtype)
+        arguments |= {name: arguments[name].double() for name in self.activations}
+        if self.op == "embedding":
+            arguments["dtype"] = "float64"
+        bound = ops.budget(self.function, output=self.dtype)(**copy.deepcopy(arguments))
+        result = self.function(**arguments)
+        outputs = result if isinstance(result, tuple) else () if result is None else (result,)
+        return [*outputs, *(arguments[name] for name in self.states)], bound
+
+    def check(self, got):
+        exact, bound = self.exact()
+        assert len(got) == len(exact) > 0
+        for a, b in zip(got, exact):
+            assert a.is_cuda and str(a.dtype) == f"torch.{self.dtype}" and a.shape == b.shape and not a.requires_grad
+            error = a.double().cpu() - b
+            assert error.norm() <= bound.rel_l2 * b.norm(), (self.op, error.norm() / b.norm(), bound)
+            assert error.abs().max() <= bound.rel_max * b.abs().max(), (self.op, bound)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def delay(milliseconds=200):
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(int(milliseconds * 2e6))
+
+
+# --- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake():
+    """Makes tensors that say that they are on a GPU, and have no memory."""
+    mode = FakeTensorMode()
+
+    def make(*shape, dtype=torch.float16, device="cuda:0"):
+        with mode:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"gamma": lambda fake: torch.ones(8).half()}, ValueError, "'gamma' is on cpu, expected cuda:0 as 'x' is"),
+        ({"beta": lambda fake: fake(8, device="cuda:1")}, ValueError, "'beta' is on cuda:1, expected cuda:0 as 'x' is"),
+        ({"x": lambda fake: torch.zeros(2, 8)}, ValueError, "'gamma' is on cuda:0, expected cpu as 'x' is"),
+        ({"x": lambda fake: np.zeros((2, 8), np.float32)}, ValueError, "'gamma' is a torch tensor, expected numpy"),
+        ({"beta": lambda fake: np.zeros(8, np.float16)}, ValueError, "'beta' is a numpy tensor, expected torch as 'x'"),
+        ({"beta": lambda fake: [0.0]}, TypeError, "'beta' must be a numpy array or a torch tensor, got builtins.list"),
+        ({"x": lambda fake: fake(8, 2).t()}, ValueError, r"'x' has strides \(1, 2\), expected a contiguous tensor"),
+        ({"x": lambda fake: fake(2, 16)[:, ::2]}, ValueError, r"'x' has strides \(16, 2\), expected a contiguous"),
+        ({"gamma": lambda fake: fake(1).expand(8)}, ValueError, r"'gamma' has strides \(0,\), expected a contiguous"),
+        ({"x": lambda fake: fake(8)}, ValueError, r"'x' has shape \(8\), expected 2 dimensions"),
+        ({"x": lambda fake: fake(2, 8, dtype=torch.complex64)}, ValueError, "'x' has dtype complex64, expected float"),
+        ({"beta": lambda fake: torch.ones(8, device="meta")}, NotImplementedError, "'beta' is on meta, expected cpu"),
+    ],
+)
+def test_refusals_are_one_line(fake, change, error, message):
+    arguments = {"x": fake(2, 8), "gamma": fake(8), "beta": fake(8)}
+    arguments |= {name: make(fake) for name, make in change.items()}
+    with pytest.raises(error, match="layernorm: " + message) as caught:
+        ops.layernorm(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(cf_ops.cuda_available(), reason="there is a GPU")
+def test_without_a_gpu_the_first_call_says_what_is_missing(fake):
+    expected = cf_ops.CfError if _core.has_cuda() else NotImplementedError
+    message = "no CUDA device" if _core.has_cuda() else "no CUDA backend.*put nvcc on PATH, then pip install ."
+    with pytest.raises(expected, match=message):
+        ops.layernorm(fake(2, 8), fake(8), fake(8))
+    shapes = {"x": (0, "float16", (2, 8)), "gamma": (0, "float16", (8,)), "beta": (0, "float16", (8,))}
+    bound = _core.bind_op("layernorm", {**shapes, "y": shapes["x"]}, {})
+    with pytest.raises(expected, match="CUDA|cuda"):
+        bound.run(0, 0, [16, 16, 16, 16], {"eps": 1e-5}, [], pytest.fail)
+
+
+def test_a_cache_that_requires_a_gradient_is_refused(fake):
+    arguments = {"k": fake(2, 3, 8), "v": fake(2, 3, 8), "kv_len": fake(2, dtype=torch.int32)}
+    arguments |= {"k_cache": fake(2, 3, 5, 8).requires_grad_(), "v_cache": fake(2, 3, 5, 8)}
+    with pytest.raises(ValueError, match="kv_append: 'k_cache' requires a gradient, expected"):
+        ops.kv_append(**arguments)
+
+
+def test_a_budget_is_measured_on_the_cpu(fake):
+    with pytest.raises(NotImplementedError, match="layernorm: a budget is measured on the CPU, got tensors on cuda:0"):
+        ops.budget(ops.layernorm)(fake(2, 8), fake(8), fake(8))
+
+
+@pytest.mark.parametrize("field", ["bits", "group_size", "zero_offset"])
+@pytest.mark.parametrize("bad", [[], "4", 2**70, None])
+def test_a_weights_numbers_are_checked(fake, field, bad):
+    parts = {"qweight": fake(8, 64, dtype=torch.int32), "qzeros": fake(2, 8, dtype=torch.int32)}
+    parts |= {"scales": fake(2, 64), "g_idx": fake(64, dtype=torch.int32)}
+    weight = ops.GptqWeight(**parts, **{"bits": 4, "group_size": 32, "zero_offset": 1, field: bad})
+    with pytest.raises(ValueError, match=f"linear: '{field}' must be an integer, got"):
+        ops.linear(fake(2, 64), weight)
+
+
+def test_a_bound_op_is_checked():
+    shapes = {"x": (0, "float16", (2, 8)), "gamma": (0, "float16", (8,)), "beta": (0, "float16", (8,))}
+    for tensors, scalars, message in (
+        ({**shapes, "z": shapes["x"]}, {}, "layernorm: 'z' is none of its tensors, expected x, gamma, beta, y"),
+        ({**shapes, "y": (0, "float16", (8,))}, {}, r"layernorm: 'y' has shape \(8\), expected 2 dimensions"),
+        (shapes, {"scale": 1.0}, "layernorm: 'scale' is none of its scalars, expected eps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _core.bind_op("layernorm", tensors, scalars)
+    with pytest.raises(ValueError, match="'softmax' is no op, expected one of"):
+        _core.bind_op("softmax", {}, {})
+    bound = _core.bind_op("layernorm", {**shapes, "y": shapes["x"]}, {})
+    assert bound.gptq == [] and bound.row_order == (0, 0)
+    with pytest.raises(ValueError, match="layernorm: expected 4 addresses, got 3"):
+        bound.run(0, 0, [16, 16, 16], {}, [], pytest.fail)
+    with pytest.raises(ValueError, match="layernorm: 'eps' must be a number, got 'small'"):
+        bound.run(0, 0, [16] * 4, {"eps": "small"}, [], pytest.fail)
+
+
+@pytest.mark.parametrize("op", QUANTISED)
+def test_a_bound_op_names_its_quantised_weights(op):
+    tensors, scalars = _core.op_example(op, 4)
+    shapes = {name: (0, dtype or "float16", tuple(shape)) for name, _, dtype, shape, _ in tensors}
+    scalars = {name: value for name, value in scalars.items() if "bits" in name or name == "config"}
+    bound = _core.bind_op(op, shapes, scalars)
+    assert bound.gptq == [name.removesuffix("qweight") for name in shapes if name.endswith("qweight")]
+    head_dim = shapes["q"][2][-1] if op == "ln_qkv" else 0
+    assert bound.row_order == (head_dim, 2 * shapes["cos"][2][1] if head_dim else 0)
+    with pytest.raises(ValueError, match=f"{op}: expected {len(bound.gptq)} packed weights, got 0"):
+        bound.run(0, 0, [16] * len(shapes), {}, [], pytest.fail)
+
+
+class Part:
+    """In place of a tensor of a GPU."""
+
+    is_cuda, shape, _version = True, (8, 64), 0
+
+    def __init__(self, address):
+        self.address = address
+
+    def data_ptr(self):
+        return self.address
+
+    def is_inference(self):
+        return False
+
+    def detach(self):
+        return Part(self.address)
+
+
+class Packer:
+    """In place of a bound op: counts what it packs."""
+
+    row_order = (0, 0)
+
+    def __init__(self):
+        self.packs = 0
+
+    def pack(self, *_):
+        self.packs += 1
+        return self.packs
+
+
+def quantised(**changed):
+    parts = {name: Part(number) for number, name in enumerate(("qweight", "qzeros", "scales", "g_idx"), 1)}
+    return ops.GptqWeight(**{**parts, "zero_offset": 1, **changed})
+
+
+def test_a_weight_is_packed_once():
+    weight, packer = quantised(), Packer()
+
+    def pack(device=0, stream=5):
+        return weight.packed(packer, 0, device, stream, [], pytest.fail)
+
+    assert pack() == pack() == 1
+    assert pack(device=1) == 2 and pack() == 1
+    packer.row_order = (16, 4)
+    assert pack() == 3
+    packer.row_order = (0, 0)
+    weight.scales._version = 1
+    assert pack() == pack() == 4
+    # An equal object is another weight.
+    for other in (copy.copy(weight), ops.GptqWeight(**vars(weight))):
+        assert vars(other) == vars(weight)
+        assert other.packed(packer, 0, 0, 5, [], pytest.fail) == packer.packs
+    assert packer.packs == 6 and pack() == 4
+    on_host = ops.GptqWeight(qweight=1, qzeros=2, scales=3, g_idx=4, zero_offset=0)
+    assert pickle.loads(pickle.dumps(on_host)) == copy.deepcopy(on_host) == on_host
+
+
+def test_parts_that_come_one_by_one_are_kept_as_long_as_they_live():
+    before = dict(_gptq._kept)
+    qweight, qzeros, scales, g_idx = (Part(number) for number in range(4))
+
+    def kept(g_idx=g_idx, **scalars):
+        return _gptq.kept(ops.GptqWeight, qweight, qzeros, scales, g_idx, **{"zero_offset": 1, **scalars})
+
+    weight = kept()
+    assert kept() is weight and weight.qweight is not qweight and weight.qweight.address == qweight.address
+    assert kept(zero_offset=0) is not weight and kept(g_idx=Part(9)) is not weight
+    made = kept(g_idx=lambda: "made")
+    assert made.g_idx == "made" and kept(g_idx=lambda: "again") is made
+    assert kept() is weight
+    del weight, made
+    assert len(_gptq._kept) == len(before) + 1
+    del qweight
+    gc.collect()
+    assert _gptq._kept == before
+
+
+def test_the_current_stream(monkeypatch):
+    class Torch:
+        class cuda:
+            @staticmethod
+            def current_stream(device):
+                return type("Stream", (), {"cuda_stream": 70 + device})
+
+        class _C:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    assert _device.current_stream(1) == 71
+    Torch._C._cuda_getCurrentRawStream = staticmethod(lambda device: 80 + device)
+    assert _device.current_stream(1) == 81
+
+
+def test_every_registered_op_runs_on_gpus():
+    for op in REGISTERED:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cf_ops::{op}", "CUDA")
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op, dtype, bits", CASES)
+def test_ops_are_within_the_contracts_budget(op, dtype, bits):
+    call = Call(op, dtype, bits)
+    got = call.run()
+    call.check(got)
+    assert all(same(call.run(), got) for _ in range(20))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", ["linear", "decode_layer"])
+def test_the_check_can_fail(op):
+    call = Call(op, "float16")
+    got = call.run()
+    got[0][0, 0] += 0.05 * got[0].abs().max()
+    with pytest.raises(AssertionError):
+        call.check(got)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tokens, bits", [(8, 0), (9, 0), (40, 0), (64, 4), (65, 4), (100, 8)])
+@pytest.mark.parametrize("epilogue", ["none", "gelu_erf", "residual"])
+def test_products_of_many_tokens(dtype, tokens, bits, epilogue):
+    """Those that take scratch memory, which is used again at once."""
+    torch.manual_seed(1)
+    call = Call("linear", dtype, bits)
+    weight = call.arguments["weight"]
+    out = weight.qweight.shape[1] if bits else weight.shape[0]
+    hidden = call.arguments["x"].shape[1]
+    kind = getattr(torch, dtype)
+    call.arguments |= {"x": torch.randn(tokens, hidden, device="cuda").to(kind), "epilogue": epilogue}
+    call.arguments["residual"] = torch.randn(tokens, out, device="cuda").to(kind) if epilogue == "residual" else None
+    call.activations = ["x", "residual"] if epilogue == "residual" else ["x"]
+    delay()
+    got = call.run()
+    poison = [torch.full((1 << 22,), 255, dtype=torch.uint8, device="cuda") for _ in range(24)]
+    call.check(got)
+    assert same(call.run(), got) and len(poison) == 24
+
+
+@gpu
+@needs_gpu
+def test_ops_chain_to_a_layer():
+    """Attention's block op by op gives the bits of the layer's sites."""
+    layer = Call("decode_layer", "float16").arguments
+    weights, caches = layer["weights"], [layer["k_cache"].clone(), layer["v_cache"].clone()]
+    made = ops.decode_layer(**layer)
+    norm = (weights["input_layernorm.weight"], weights["input_layernorm.bias"])
+    table = (layer["cos"], layer["sin"], layer["positions"])
+    z = ops.layernorm(layer["hidden"], *norm)
+    qkv = ops.linear(z, weights["attention.query_key_value.weight"], weights["attention.query_key_value.bias"])
+    q, k, v = ops.rope(qkv.view(made.qkv.shape), *table)
+    ops.kv_append(k, v, layer["kv_len"], *caches)
+    scale, most = q.shape[2] ** -0.5, layer["max_kv_len"]  # a GPU's plan follows from it
+    y = ops.attention(q, *caches, layer["kv_len"], scale=scale, max_kv_len=most)
+    assert same([z, q, k, v, y], [made.attn_in, made.q, made.k, made.v, made.context])
+    assert same(caches, [layer["k_cache"], layer["v_cache"]])
+
+
+# --- streams, graphs, memory ------------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", _core.ops())
+def test_a_side_stream_is_used_and_not_waited_for(op):
+    call = Call(op, "float16")
+    expected = call.run()
+    name = "table" if op == "embedding" else call.activations[0]
+    right = call.arguments[name]
+    stream, done = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        late = torch.full_like(right, torch.nan)
+        delay()
+        late.copy_(right)  # what runs on another stream, or before its turn, reads NaN
+        got = call.run(**{name: late})
+        done.record()
+        assert not done.query()  # the host is ahead of the device
+    stream.synchronize()
+    assert same(got, expected)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op, dtype, bits", [case for case in CASES if case[1] == "float16"])
+def test_graphs_of_the_users_own(op, dtype, bits):
+    call = Call(op, dtype, bits)
+    call.run()  # packs the weights
+    name = "table" if op == "embedding" else call.activations[0]
+    source = call.arguments[name]
+    values = [source.clone(), source.flip(0).contiguous(), source * 0.5]
+    expected = [call.run(**{name: value}) for value in values]
+    input = source.clone()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = call.run(**{name: input})
+    for value, right in zip(values, expected):
+        input.copy_(value)
+        graph.replay()
+        assert same(got, right)
+
+
+FIRST_CALL = """
+import torch
+from cf_ops import ops
+x = torch.randn(40, 64, device="cuda").half()
+weight, ones = torch.randn(48, 64, device="cuda").half(), torch.ones(64, device="cuda").half()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    z = ops.layernorm(x, ones, ones)
+    y = ops.linear(z, weight, epilogue="gelu_erf")
+    few = ops.linear(z[:8], weight)
+graph.replay()
+assert torch.equal(y, ops.linear(ops.layernorm(x, ones, ones), weight, epilogue="gelu_erf"))
+assert torch.equal(few, ops.linear(z[:8], weight))
+assert torch.isfinite(y).all() and y.abs().max() > 0
+"""
+
+
+@gpu
+@needs_gpu
+def test_a_first_call_may_be_captured():
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], env=os.environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@gpu
+@needs_gpu
+def test_packing_is_not_captured():
+    call, norm = Call("linear", "float16", 4), Call("layernorm", "float16")
+    expected = norm.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(cf_ops.CfError, match="linear: 'weight': the weight is not packed yet.*before the capture"):
+            call.run()
+        got = norm.run()
+    graph.replay()
+    assert same(got, expected)
+    call.check(call.run())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", ["layernorm", "linear", "attention", "ln_qkv", "decode_layer"])
+def test_inputs_may_die_early(op):
+    call = Call(op, "float16")
+    expected = call.run()
+    delay()
+    copies = {name: call.arguments[name].clone() for name in call.activations}
+    got = call.run(**copies)
+    shapes = [value.shape for value in copies.values()]
+    del copies
+    # The allocator hands the memory out again while the op still waits for its turn.
+    poison = [torch.full(shape, torch.nan, dtype=torch.float16, device="cuda") for shape in shapes for _ in range(4)]
+    assert same(got, expected) and poison
+
+
+@gpu
+@needs_gpu
+def test_a_packed_weight_may_be_used_and_dropped_on_another_stream():
+    call = Call("linear", "float16", 4)
+    expected = call.run()
+    torch.cuda.synchronize()
+    words = next(iter(call.arguments["weight"]._forms.values()))[2].memory.numel()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        delay()
+        got = call.run()
+    del call.arguments["weight"]
+    gc.collect()
+    poison = [torch.full((words,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    assert same(got, expected) and poison
+
+
+@gpu
+@needs_gpu
+def test_a_weight_that_was_changed_is_packed_again():
+    call = Call("linear", "float16", 4)
+    first = call.run()
+    call.arguments["weight"].scales.mul_(2)
+    second = call.run()
+    assert not same(first, second)
+    call.check(second)
+    fresh = Call("linear", "float16", 4)
+    fresh.arguments["weight"].scales.mul_(2)
+    assert same(second, fresh.run())
+
+
+@gpu
+@needs_gpu
+def test_threads_have_streams_of_their_own():
+    calls = [Call("linear", "float16"), Call("ln_qkv", "bfloat16"), Call("linear", "float16", 4)]
+    expected = [call.run() for call in calls]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(call, right):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                wrong.extend([call.op] * (not same(call.run(), right)))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@gpu
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_another_gpu_than_the_current_one():
+    call = Call("linear", "float16")
+    expected = call.run()
+    moved = {name: value.to("cuda:1") for name, value in call.arguments.items() if torch.is_tensor(value)}
+    assert torch.cuda.current_device() == 0
+    (got,) = call.run(**moved)
+    assert torch.cuda.current_device() == 0 and got.device == torch.device("cuda:1")
+    assert torch.equal(got.cpu(), expected[0].cpu())
+    with pytest.raises(ValueError, match="linear: 'weight' is on cuda:0, expected cuda:1 as 'x' is"):
+        call.run(x=moved["x"])
+
+
+# --- what torch does around them --------------------------------------------------------------------------------------
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", _core.ops())
+def test_modes_of_torch_change_nothing(op):
+    call = Call(op, "float32")
+    expected = call.run()
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert same(call.run(), expected)
+    with torch.inference_mode():
+        assert same(call.run(), expected)
+        assert same(Call(op, "float32").run(), expected)
+    with torch.no_grad():
+        assert same(call.run(), expected)
+
+
+@gpu
+@needs_gpu
+def test_views_of_a_gpus_memory():
+    call = Call("layernorm", "float16")
+    expected = call.run()[0]
+    x = call.arguments["x"]
+    tokens, hidden = x.shape
+    block = torch.full((tokens + 4, hidden), torch.nan, dtype=x.dtype, device="cuda")
+    block[2 : tokens + 2] = x
+    assert torch.equal(call.run(x=block[2 : tokens + 2])[0], expected)
+    odd = torch.zeros(tokens * hidden + 1, dtype=x.dtype, device="cuda")[1:].view(tokens, hidden)
+    with pytest.raises(ValueError, match="layernorm: 'x' is misaligned, expected a multiple of 16 bytes"):
+        call.run(x=odd)
+    with pytest.raises(ValueError, match="layernorm: 'x' has strides .*, expected a contiguous tensor"):
+        call.run(x=torch.zeros(hidden, tokens, dtype=x.dtype, device="cuda").t())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", [op for op in _core.ops() if op not in ("layernorm", "linear")])
+def test_tables_lengths_and_ids_may_lie_at_any_element(op):
+    call = Call(op, "float16")
+    expected = call.run()
+    moved = {}
+    for name, role, *_ in _core.op_example(op)[0]:
+        if role in ("cosine", "sine", "length", "position", "token_id"):
+            value = call.arguments[name]
+            block = torch.full((value.numel() + 1,), 7, dtype=value.dtype, device="cuda")
+            moved[name] = block[1:].view(value.shape)
+            moved[name].copy_(value)
+    assert same(call.run(**moved), expected)
+    assert bool(moved) == (not op.endswith(("norm", "residual", "heads")))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "op, change, error, message",
+    [
+        ("layernorm", lambda a: {"gamma": a["gamma"][:8]}, ValueError, r"'gamma' has shape \(8\), expected \(96\)"),
+        ("layernorm", lambda a: {"beta": None}, ValueError, "'beta' is null, expected a tensor"),
+        ("layernorm", lambda a: {"x": a["x"].int()}, ValueError, "'x' has dtype int32, expected a floating-point"),
+        ("layernorm", lambda a: {"eps": 0.0}, ValueError, "eps must be positive, got 0"),
+        ("layernorm", lambda a: {"x": a["x"].double()}, NotImplementedError, "cuda takes float16, bfloat16 or float32"),
+        ("layernorm", lambda a: {"x": a["x"][:0]}, ValueError, r"'x' has shape \(0, 96\), expected sizes of at"),
+        ("linear", lambda a: {"weight": a["weight"].float(), "bias": None}, NotImplementedError, "weights of the same"),
+        ("linear", lambda a: {"epilogue": "residual"}, ValueError, "'residual' is null"),
+        ("attention", lambda a: {"max_kv_len": 99}, ValueError, "max_kv_len must be q_len 2 to capacity 13, got 99"),
+        ("kv_append", lambda a: {"kv_len": a["kv_len"].long()}, ValueError, "'kv_len' has dtype int64, expected int32"),
+        ("decode_layer", lambda a: {"config": "{"}, ValueError, "decode_layer: config"),
+        ("decode_layer", lambda a: {"hidden": a["hidden"].cpu()}, ValueError, "cuda:0, expected cpu as 'hidden' is"),
+    ],
+)
+def test_refusals_of_a_call(op, change, error, message):
+    call = Call(op, "float16")
+    expected = call.run()
+    with pytest.raises(error, match=message) as caught:
+        call.run(**change(call.arguments))
+    assert "\n" not in str(caught.value)
+    assert same(call.run(), expected)
+
+
+@gpu
+@needs_gpu
+def test_lengths_out_of_bounds_write_nothing_and_give_nan():
+    call = Call("kv_append", "float16")
+    caches = {name: call.arguments[name].clone() for name in call.states}
+    ops.kv_append(**{**call.arguments, **caches, "kv_len": torch.full_like(call.arguments["kv_len"], 99)})
+    assert same(list(caches.values()), [call.arguments[name] for name in call.states])
+    attention = Call("attention", "float16")
+    (y,) = attention.run(kv_len=torch.full_like(attention.arguments["kv_len"], 99))
+    assert torch.isnan(y).all()
+
+
+def registered(op, dtype=torch.float16):
+    """A registered op's arguments on a GPU."""
+
+    def convert(name, value):
+        if not torch.is_tensor(value):
+            return value
+        return value.cuda().to(dtype) if value.dtype == torch.float32 and name not in ("cos", "sin") else value.cuda()
+
+    tensors, scalars = registered_arguments(op)
+    schema = getattr(torch.ops.cf_ops, op).default._schema
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    return [convert(name, value) for name, value in zip(names, tensors)], scalars
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", REGISTERED)
+def test_opcheck(op):
+    tensors, scalars = registered(op)
+    torch.library.opcheck(getattr(torch.ops.cf_ops, op).default, tuple(tensors), scalars)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", REGISTERED)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_keeps_the_graph_and_the_bits(op, dynamic):
+    run = getattr(torch_ops, op)
+    tensors, scalars = registered(op)
+    expected = registered_written(op, run, *copy.deepcopy((tensors, scalars)))
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert same(registered_written(op, compiled, tensors, scalars), expected)
+
+
+@gpu
+@needs_gpu
+def test_a_registered_weight_is_packed_once(monkeypatch):
+    tensors, scalars = registered("linear_gptq")
+    expected = torch_ops.linear_gptq(*tensors, **scalars)
+    monkeypatch.setattr(_gptq.PackedForms, "packed", checked := Counted(_gptq.PackedForms.packed))
+    assert torch.equal(torch_ops.linear_gptq(*tensors, **scalars), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # would be refused where the weight had to be packed
+        got = torch_ops.linear_gptq(*tensors, **scalars)
+    graph.replay()
+    assert torch.equal(got, expected) and checked.calls == 2
+
+
+class Counted:
+    """A method that counts its calls."""
+
+    def __init__(self, method):
+        self.method, self.calls = method, 0
+
+    def __get__(self, instance, _):
+        def call(*arguments):
+            self.calls += 1
+            return self.method(instance, *arguments)
+
+        return call
+
+
+@gpu
+@needs_gpu
+def test_fused_layernorm_residual_rounds_once():
+    torch.manual_seed(1)
+    x, residual = (torch.randn(2, 3, 40, device="cuda").half() for _ in range(2))
+    weight, bias = torch.randn(40, device="cuda").half(), torch.randn(40, device="cuda").half()
+    got = torch_ops.fused_layernorm_residual(x, residual, weight, bias)
+    flat = [tensor.double().cpu().view(6, 40) for tensor in (x, residual)]
+    exact = ops.layernorm_residual(*flat, weight.cpu(), bias.cpu())
+    bound = ops.budget(ops.layernorm_residual, output="float16")(*flat, weight.cpu(), bias.cpu())
+    assert got.is_cuda and got.dtype == torch.float16 and got.shape == x.shape
+    assert (got.double().cpu().view(6, 40) - exact).norm() <= bound.rel_l2 * exact.norm()
