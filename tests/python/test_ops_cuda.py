@@ -138,6 +138,8 @@ def fake():
     ],
 )
 def test_refusals_are_one_line(fake, change, error, message):
+    if "cuda:1" in message and torch.cuda.device_count() == 1:
+        pytest.skip("torch makes no tensor of cuda:1, not even a fake one, beside one GPU")
     arguments = {"x": fake(2, 8), "gamma": fake(8), "beta": fake(8)}
     arguments |= {name: make(fake) for name, make in change.items()}
     with pytest.raises(error, match="layernorm: " + message) as caught:

@@ -105,17 +105,14 @@ struct WarpgroupRows {
       copy_registers(weights.low[j].a, next.low[j].a);
     }
   }
-  /// Waits for the products with values, and brings these to the maxima of the latest scores. The branch waits by
-  /// itself: the compiler would move a single wait up to the last branch before it, where the weights are not made yet.
+  /// Waits for the products with values, and brings these to the maxima of the latest scores. They are multiplied even
+  /// where no maximum grew: a warp that alone skipped this might go on in a copy of the code, and the warps of a
+  /// warpgroup must start their products by the same instruction.
   __device__ void rescale_values() {
-    if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) {
-      wgmma_wait<0>();
-      end_values();
-#pragma unroll
-      for (int i = 0; i < HeadDim / 2; ++i) values[i] *= factor[i / 2 % 2];
-    }
     wgmma_wait<0>();
     end_values();
+#pragma unroll
+    for (int i = 0; i < HeadDim / 2; ++i) values[i] *= factor[i / 2 % 2];
   }
 
   /// Stores row g + 8r of the result.
@@ -246,8 +243,9 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     if (lane == 0) arrive(k_ring.empty + k_turn.stage);
     k_turn.next();
     const int first = tile * kWgmmaKeys;
-    return rows.weigh_scores(c.scale, first + kWgmmaKeys > sees + warp_first,
-                             [&](int r) { return sees + min(query_of(r), c.q_len - 1) - first; });
+    // The same for all warps of the warpgroup, for the reason that rescale_values() gives.
+    const bool masked = first + kWgmmaKeys > sees + own_first;
+    return rows.weigh_scores(c.scale, masked, [&](int r) { return sees + min(query_of(r), c.q_len - 1) - first; });
   };
   const auto start_values = [&](int tile) {
     wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
