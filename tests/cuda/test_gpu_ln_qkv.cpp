@@ -43,7 +43,8 @@ void check_bits(DType activation, const GptqSetup& gptq) {
       DeviceProblem<ops::LnQkv> fused(s, sizes), parts(s, sizes);
       if (load.batch == 4) fused.args().linear.bias.data = parts.args().linear.bias.data = nullptr;
       // There linear's sums have another order.
-      if (cuda::is_linear_wgmma(c.arch(), load.batch * load.q_len, n.hidden, sizes.first.out(), activation, gptq.bits)) {
+      if (cuda::is_linear_wgmma(c.arch(), load.batch * load.q_len, n.hidden, sizes.first.out(), activation,
+                                gptq.bits)) {
         CHECK(check_on_device<ops::LnQkv>(s, sizes));
         continue;
       }
