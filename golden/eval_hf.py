@@ -40,12 +40,13 @@ COMPARED = ("kl", "nll")
 
 def windows(count, context, stride):
     """(first, last, scored) of each window: ids [first, last) go through the model, and the predictions of id `scored`
-    and of the later ones count. The first id has no prediction."""
+    and of the later ones count. A window's first id has no prediction."""
     found, first, scored = [], 0, 1
     while scored < count:
         last = min(first + context, count)
         found.append((first, last, scored))
-        first, scored = first + stride, last
+        first += stride
+        scored = max(last, first + 1)
     return found
 
 
@@ -161,15 +162,16 @@ def run(args, command):
     checkpoint = Checkpoint(args.model)
     model, device = checkpoint.model, torch_device(args.device)
     ids = read_ids(args.tokens, model.vocab_size)[: args.limit]
+    parts = windows(len(ids), args.context, args.stride or args.context)
     ours = {}
     for path in args.beside:
-        ours |= read_ours(path, len(ids) - 1)
+        ours |= read_ours(path, sum(last - scored for _, last, scored in parts))
     _, weights, stored = checkpoint.whole()
     reference = build_causal(model, weights, stored, "float64", "eager", device)
     runs = {v: build_causal(model, weights, stored, *v.split(":"), device) for v in args.runs}
     scores = {variant: Scores() for variant in runs}
-    for first, last, scored in windows(len(ids), args.context, args.stride or args.context):
-        fed, skipped = ids[first : last - 1], max(0, scored - first - 1)
+    for first, last, scored in parts:
+        fed, skipped = ids[first : last - 1], scored - first - 1
         progress(f"id {first} of {len(ids)}")
         expected = logits_of(reference, fed, skipped)
         for variant, hf in runs.items():
