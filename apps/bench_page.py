@@ -130,7 +130,7 @@ def ways_to_step(figures):
 
 def batches(figures):
     rows, sources = [], []
-    for batch in (1, 2, 4, 8):
+    for batch in (1, 2, 4, 8, 16, 64):
         name = "stack-pythia-2.8b" + (f"-batch-{batch}" if batch > 1 else "")
         steps = figures.steps(name)
         if steps:
@@ -252,6 +252,32 @@ def cpu_model(figures):
     return lines[:-1]
 
 
+def quality(figures):
+    rows, sources = [], []
+    for name in ("stdlib-4m", "stdlib-4m-bfloat16", "stdlib-4m-gptq"):
+        report = figures[f"quality-{name}"]
+        if not report:
+            continue
+        runs = {f"Hugging Face, {run}": f for run, f in report["figures"].items()}
+        runs |= {f"`{about['impl']}`": f for about, f in zip(report["programs"], report["beside"].values())}
+        for run, f in runs.items():
+            rows.append([
+                name,
+                run,
+                f"{f['kl']['mean']:.3g} ± {f['kl']['error']:.1g}",
+                f"{f['kl_p99_9']:.2g}",
+                f"{f['perplexity']['mean']:.4f}",
+                f"{100 * (f['perplexity']['mean'] / f['reference_perplexity']['mean'] - 1):+.3f} %",
+                f"{f['logits_rel_l2']:.2e}",
+            ])  # fmt: skip
+        commit = report["programs"][0]["commit"]
+        sources.append(f"- [`quality-{name}.json`](quality-{name}.json), commit {commit}: `{report['command']}`")
+    if not rows:
+        return ["Not recorded."]
+    headers = ["text", "run", "KL from float64", "KL, 99.9 %", "perplexity", "from float64's", "logits' relative L2"]
+    return [*table(headers, rows), "", *sources]
+
+
 def gpu_model(figures):
     lines = []
     for name in ("pythia-2.8b", "pythia-2.8b-slots", "pythia-2.8b-gptq", "pythia-6.9b"):
@@ -276,7 +302,7 @@ PEERS_OF_A_MODEL = (
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
-records all of them again in about a quarter of an hour and needs a GPU with 80 GB, torch, transformers and matplotlib.
+records all of them again in about twenty minutes and needs a GPU with 80 GB, torch, transformers and matplotlib.
 Each file holds the GPU, the command and the commit of its figures.
 
 How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
@@ -295,6 +321,14 @@ TTFT is the time from the prompts to the last slot's first id, TPOT the time bet
 host's clock.
 
 {gpu_model}
+
+## How far tokens are from float64
+
+The held-out text of the small trained model: 32,768 ids in windows of 512, one id after the other as a decoder takes
+them, against the same stored weights in float64; dequantised ones where they are quantised. Hugging Face's runs take a
+window at once.
+
+{quality}
 
 ## Several sequences
 
@@ -341,7 +375,7 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, batches, quantised, ablation, growth, peers, cpu, cpu_model)
+    parts = (ways_to_step, gpu_model, quality, batches, quantised, ablation, growth, peers, cpu, cpu_model)
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 

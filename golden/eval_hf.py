@@ -35,7 +35,7 @@ Exit status: 0 when all is well, 1 when one of --beside is worse than Hugging Fa
 
 PERCENTILES = (("kl_p99_9", 99.9), ("kl_p99", 99), ("kl_p90", 90), ("kl_median", 50), ("kl_p10", 10))
 # The figures of which smaller is better, and that have a standard error.
-COMPARED = ("kl", "nll")
+COMPARED = ("kl", "nll", "log_perplexity_ratio")
 
 
 def windows(count, context, stride):
@@ -126,8 +126,12 @@ def worse(ours, theirs):
     return found
 
 
+# What a report says of the run whose figures it holds.
+ABOUT_RUN = ("program", "version", "commit", "command", "gpu", "impl")
+
+
 def read_ours(path, length):
-    """{name: figures} of a file that cf-model eval --json has written."""
+    """{name: figures} of a file that cf-model eval --json has written, and what it says of its run."""
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
@@ -141,7 +145,8 @@ def read_ours(path, length):
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Refusal(f"{path}: expected a report of cf-model eval --oracle --json") from None
     how = report.get("impl") or report.get("backend", "")
-    return {f"{os.path.basename(path)}, {how} {name}": of_run for name, of_run in figures.items()}
+    named = {f"{os.path.basename(path)}, {how} {name}": of_run for name, of_run in figures.items()}
+    return named, {key: report[key] for key in ABOUT_RUN if key in report}
 
 
 def print_table(columns):
@@ -163,9 +168,11 @@ def run(args, command):
     model, device = checkpoint.model, torch_device(args.device)
     ids = read_ids(args.tokens, model.vocab_size)[: args.limit]
     parts = windows(len(ids), args.context, args.stride or args.context)
-    ours = {}
+    ours, programs = {}, []
     for path in args.beside:
-        ours |= read_ours(path, sum(last - scored for _, last, scored in parts))
+        figures, about = read_ours(path, sum(last - scored for _, last, scored in parts))
+        ours |= figures
+        programs.append(about)
     _, weights, stored = checkpoint.whole()
     reference = build_causal(model, weights, stored, "float64", "eager", device)
     runs = {v: build_causal(model, weights, stored, *v.split(":"), device) for v in args.runs}
@@ -185,7 +192,7 @@ def run(args, command):
     if args.json:
         about = {"program": NAME, "command": command, "device": device_name(device), "versions": versions()}
         with atomic(args.json) as temporary:
-            write_json(temporary, about | {"figures": theirs, "beside": ours, "worse": faults})
+            write_json(temporary, about | {"figures": theirs, "beside": ours, "worse": faults, "programs": programs})
     return 1 if faults else 0
 
 

@@ -475,6 +475,23 @@ class Page(Files):
             "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
         ])  # fmt: skip
 
+    def test_distances_from_float64_have_a_table_where_they_are_recorded(self):
+        directory = self.recorded()
+        self.assertEqual(bench_page.quality(bench_page.Figures(directory)), ["Not recorded."])
+        mean = {"mean": 2.5e-6, "error": 2e-8}
+        figures = {"kl": mean, "kl_p99_9": 2.6e-5, "perplexity": {"mean": 11.01}, "reference_perplexity": {"mean": 11.0}}
+        figures |= {"logits_rel_l2": 5.9e-4}
+        report = {"command": "eval_hf.py", "figures": {"float16:eager": figures}, "beside": {"graph.json": figures}}
+        report |= {"programs": [{"impl": "graph", "commit": "abc"}]}
+        self.write("quality-stdlib-4m.json", json.dumps(report))
+        rest = " | 2.5e-06 ± 2e-08 | 2.6e-05 | 11.0100 | +0.091 % | 5.90e-04 |"
+        self.assertEqual(bench_page.quality(bench_page.Figures(directory))[2:], [
+            "| stdlib-4m | Hugging Face, float16:eager" + rest,
+            "| stdlib-4m | `graph`" + rest,
+            "",
+            "- [`quality-stdlib-4m.json`](quality-stdlib-4m.json), commit abc: `eval_hf.py`",
+        ])  # fmt: skip
+
     def test_the_headline_ends_with_a_whole_token_beside_its_peers(self):
         directory = self.recorded()
         self.assertEqual(bench_page.whole_token(bench_page.Figures(directory)), [])

@@ -64,13 +64,18 @@ class Parts(unittest.TestCase):
         self.assertAlmostEqual(figures["logits_rel_l2"], math.sqrt(((ours - reference) ** 2).sum()) / norm, 12)
 
     def test_worse_is_beyond_chance_and_beyond_every_run(self):
+        def figures(kl, nll, ratio):
+            return {"kl": kl, "nll": nll, "log_perplexity_ratio": ratio}
+
         theirs = {
-            "float16:eager": {"kl": mean(1.0, 0.1), "nll": mean(2.0, 0.1)},
-            "float16:sdpa": {"kl": mean(2.0, 0.1), "nll": mean(2.0, 0.1)},
+            "float16:eager": figures(mean(1.0, 0.1), mean(2.0, 0.1), mean(-0.1, 0.01)),
+            "float16:sdpa": figures(mean(2.0, 0.1), mean(2.0, 0.1), mean(0.1, 0.01)),
         }
-        self.assertEqual(eval_hf.worse({"kl": mean(2.2, 0.1), "nll": mean(2.1, 0.1)}, theirs), [])
-        self.assertEqual(eval_hf.worse({"kl": mean(2.4, 0.1), "nll": mean(2.0)}, theirs), ["kl"])
-        self.assertEqual(eval_hf.worse({"kl": mean(0.5), "nll": mean(2.5)}, theirs), ["nll"])
+        same = mean(0.1)
+        self.assertEqual(eval_hf.worse(figures(mean(2.2, 0.1), mean(2.1, 0.1), mean(0.12, 0.01)), theirs), [])
+        self.assertEqual(eval_hf.worse(figures(mean(2.4, 0.1), mean(2.0), same), theirs), ["kl"])
+        self.assertEqual(eval_hf.worse(figures(mean(0.5), mean(2.5), same), theirs), ["nll"])
+        self.assertEqual(eval_hf.worse(figures(mean(0.5), mean(2.0), mean(0.13)), theirs), ["log_perplexity_ratio"])
 
 
 class Refusals(unittest.TestCase):
@@ -89,7 +94,7 @@ class Refusals(unittest.TestCase):
     def test_files(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "file")
-            figures = {"positions": 7, "kl": mean(1.0), "nll": mean(2.0)}
+            figures = {"positions": 7, "kl": mean(1.0), "nll": mean(2.0), "log_perplexity_ratio": mean(0.0)}
             for report, part in (
                 ("no JSON", "expected a report of cf-model eval"),
                 (json.dumps({"figures": {"float16": {"positions": 8, "nll": mean(1.0)}}}), "expected a report"),

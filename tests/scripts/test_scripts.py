@@ -381,8 +381,9 @@ class BenchGpu(Scripts):
         self.stub("build/release/apps/cf-layer")
         self.stub("build/release/apps/cf-op", cf_op)
         self.stub("build/release/apps/cf-model")
-        for name in ("bench_peers.py", "plot_bench.py", "bench_page.py"):
-            self.stub(f"apps/{name}")
+        self.stub("bin/python3", log=False)
+        for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "golden/eval_hf.py"):
+            self.stub(name)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
         return result, self.calls()
@@ -393,6 +394,7 @@ class BenchGpu(Scripts):
         for part, programs in (
             ("layers", {"cf-layer", "cf-op"}),
             ("models", {"cf-model"}),
+            ("quality", {"cf-model", "eval_hf.py"}),
             ("peers", {"bench_peers.py"}),
             ("layer-peers", {"bench_peers.py"}),
         ):
@@ -423,7 +425,8 @@ class BenchGpu(Scripts):
         files = [call[call.index("--json") + 1] for call in words if "--json" in call]
         self.assertEqual(len(files), len(set(files)))
         self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
-        self.assertEqual({call[0] for call in words if "--json" in call}, {"cf-layer", "cf-op", "cf-model", "bench_peers.py"})
+        self.assertEqual({call[0] for call in words if "--json" in call},
+                         {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         self.assertEqual([call[-1] for call in models], ["out/model-peers-pythia-2.8b.json"])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
