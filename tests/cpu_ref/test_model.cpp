@@ -154,10 +154,10 @@ TEST_CASE("The list of taps is what a pass makes", "[model]") {
 
 namespace {
 
-/// A model whose tensors a visitor cannot read where they are, as on a device.
-class FarModel final : public ModelRunner {
+/// A model that hands every call on to another one.
+class Relay : public ModelRunner {
  public:
-  explicit FarModel(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+  explicit Relay(std::unique_ptr<Model> model) : model_(std::move(model)) {}
   const ModelSpec& model() const override { return model_->model(); }
   std::int64_t slots() const override { return model_->slots(); }
   std::int64_t capacity() const override { return model_->capacity(); }
@@ -172,6 +172,17 @@ class FarModel final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
   Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
   void release(std::int64_t slot) override { model_->release(slot); }
+  void watch(Visit visit) override { model_->watch(std::move(visit)); }
+  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
+
+ protected:
+  std::unique_ptr<Model> model_;
+};
+
+/// A model whose tensors a visitor cannot read where they are, as on a device.
+class FarModel final : public Relay {
+ public:
+  using Relay::Relay;
   void watch(Visit visit) override {
     if (!visit) return model_->watch({});
     model_->watch([visit = std::move(visit)](const ModelSite& site, std::span<const SiteTensor> tensors) {
@@ -188,7 +199,6 @@ class FarModel final : public ModelRunner {
     t.data = reinterpret_cast<const void*>(~reinterpret_cast<std::uintptr_t>(t.data));
     return t;
   }
-  std::unique_ptr<Model> model_;
 };
 
 /// The taps of a prompt, each with room for `rows` rows.
@@ -420,16 +430,9 @@ TEST_CASE("A sequence that reaches the capacity says so and keeps its ids; the o
 namespace {
 
 /// A model that forgets to forget: a slot's next sequence follows the entries of the one before.
-class StaleModel final : public ModelRunner {
+class StaleModel final : public Relay {
  public:
-  explicit StaleModel(std::unique_ptr<Model> model) : model_(std::move(model)) {}
-  const ModelSpec& model() const override { return model_->model(); }
-  std::int64_t slots() const override { return model_->slots(); }
-  std::int64_t capacity() const override { return model_->capacity(); }
-  DType activation() const override { return model_->activation(); }
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
-    return model_->forward(slot, first, ids, logits);
-  }
+  using Relay::Relay;
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
     offset_ = model_->length(slot);
     return model_->prefill(slot, first + offset_, ids);
@@ -439,14 +442,9 @@ class StaleModel final : public ModelRunner {
     for (Token& t : later) t.position += offset_;
     return model_->step(later);
   }
-  std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
-  Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
   void release(std::int64_t) override {}
-  void watch(Visit visit) override { model_->watch(std::move(visit)); }
-  Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
 
  private:
-  std::unique_ptr<Model> model_;
   std::int64_t offset_ = 0;
 };
 
