@@ -101,6 +101,8 @@ Result<cudaDeviceProp> properties_of(int device) {
 
 }  // namespace
 
+static_assert(kWeightAlignment == cuda::ResidentWeights::kAlignment);
+
 bool has_cuda() { return true; }
 
 Result<std::pair<std::string, std::string>> cuda_versions() {

@@ -12,6 +12,9 @@
 
 namespace cf::python {
 
+/// Weights in place begin at a multiple of so many bytes.
+inline constexpr std::int64_t kWeightAlignment = 256;
+
 /// Whether this build has the CUDA backend.
 bool has_cuda();
 

@@ -574,6 +574,7 @@ std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std
 
 void bind_device(nb::module_& m) {
   m.def("has_cuda", &has_cuda, "Whether this build has the CUDA backend.");
+  m.attr("WEIGHT_ALIGNMENT") = kWeightAlignment;
   m.def(
       "cuda_versions", [] { return take(cuda_versions()); },
       "The newest CUDA that the driver runs, \"0.0\" without a driver, and the CUDA that this build links.");
