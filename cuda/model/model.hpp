@@ -75,7 +75,8 @@ class Model final : public ModelRunner {
   /// What is put onto `stream` from now on comes after all that the model was asked for.
   Status run_before(CUstream_st* stream);
   /// forward() with logits in the device's memory, and copy_logits(), which copies those of slots to the rows of a
-  /// matrix there. Neither waits for the device: run_before() says when the logits may be read.
+  /// matrix there. Neither waits for the logits: run_before() says who may read them. A chunk of a prompt waits until
+  /// the device has taken the ids of the chunk before.
   Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
   Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits);
 

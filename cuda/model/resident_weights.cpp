@@ -37,16 +37,17 @@ Status check_biases(const ModelSpec& spec, std::int64_t layer, const LayerWeight
 
 /// Refuses an address at which kernels cannot read a weight.
 Status check_place(const Context& context, const std::string& name, const void* data) {
-  if (const auto past = reinterpret_cast<std::uintptr_t>(data) % ResidentWeights::kAlignment; past != 0)
-    return bad_argument(kName, "'" + name + "' begins " + std::to_string(past) + " bytes past a multiple of " +
-                                   std::to_string(ResidentWeights::kAlignment) + ", expected one");
   cudaPointerAttributes found{};
   CF_TRY(from_cuda(cudaPointerGetAttributes(&found, data), "cudaPointerGetAttributes"));
   const bool on_device = found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged;
-  if (on_device && found.device == context.device()) return {};
-  return bad_argument(kName, "'" + name + "' is in the memory of " +
-                                 (on_device ? "device " + std::to_string(found.device) : "the host") +
-                                 ", expected device " + std::to_string(context.device()));
+  if (!on_device || found.device != context.device())
+    return bad_argument(kName, "'" + name + "' is in the memory of " +
+                                   (on_device ? "device " + std::to_string(found.device) : "the host") +
+                                   ", expected device " + std::to_string(context.device()));
+  const auto past = reinterpret_cast<std::uintptr_t>(data) % ResidentWeights::kAlignment;
+  if (past == 0) return {};
+  return bad_argument(kName, "'" + name + "' begins " + std::to_string(past) + " bytes past a multiple of " +
+                                 std::to_string(ResidentWeights::kAlignment) + ", expected one");
 }
 
 }  // namespace

@@ -59,8 +59,9 @@ struct DeviceModel {
 };
 
 /// Copies weights, which may lie on the host or on a device, to the device, or reads them there in place, and takes
-/// memory for cache and activations. Weights in place must outlive the model. A call of the runner, from whichever thread, leaves the thread's current device as it was. Refuses what
-/// cuda::Model::create() refuses, and the name of no impl.
+/// memory for cache and activations. Weights in place must outlive the model. A call of the runner, from whichever
+/// thread, leaves the thread's current device as it was. Refuses what cuda::Model::create() refuses, and the name of no
+/// impl.
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& options);
 

@@ -80,8 +80,9 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         return 0 if runner is None else runner.cache_bytes
 
     def free(self) -> None:
-        """Gives the runner's memory back. The next `forward` makes the entries again."""
+        """Gives the runner's memory back, and what the backend has. The next `forward` makes the entries again."""
         self._runner = None
+        self._loaded = None
 
     def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
         """Appends ids to each sequence; the logits (batch, rows, vocab) of the last places, zero at padding. Where it
