@@ -240,7 +240,7 @@ class StandInRunner:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Lets speed_up take models of the CPU as it takes those of a GPU. Returns the described weights of each backend."""
+    """Lets speed_up take models of the CPU as it takes those of a GPU. Has the described weights of each backend."""
     taken = []
 
     def from_tensors(config, tensors, owner, on_device):
@@ -328,13 +328,23 @@ def test_what_a_gpu_cannot_read_in_place_is_copied(root, stand_in):
     cf_ops.hf.speed_up(model)
     assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
     report = cf_ops.hf.report(model)
-    assert not report.in_place and report.copied_bytes >= size * block.element_size() and "of them copied" in str(report)
+    assert not report.in_place and report.copied_bytes >= copied and "of them copied" in str(report)
     loads = len(stand_in.taken)
     with torch.no_grad():
         norm.weight.zero_()
         norm.bias.zero_()
         assert model(INPUTS["input_ids"][:1]).logits.abs().max() == 0
     assert len(stand_in.taken) == loads + 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_gpu_takes_no_value_that_is_not_finite(root, stand_in, value):
+    model = load(root, NAME)
+    with torch.no_grad():
+        model.gpt_neox.layers[1].attention.dense.weight[2, 3] = float(value)
+    name = "gpt_neox.layers.1.attention.dense.weight"
+    with pytest.raises(ValueError, match=f"tensor '{name}': expected finite values, got 1 that are not"):
+        cf_ops.hf.speed_up(model)
 
 
 def test_restore_ends_a_gpus_model(root, stand_in):

@@ -35,9 +35,10 @@ def speed_up(model: Model) -> Model:
     On a GPU a call comes after all that torch's current stream has to do, and before all that is put there later: what
     other streams write into a parameter is yours to order. Logits are tensors of the GPU, which no call waits for. A
     parameter that does not begin at a multiple of 256 bytes, such as a slice of a larger tensor, has a copy, which is
-    made again after a parameter was changed in place; `report` counts its bytes. One cache of keys and values is shared:
-    where several of its users live and its slots do not suffice, they make their entries again from their ids. RoPE's
-    table is the library's own; a model whose table differs, such as after ``model.half()``, stays on Hugging Face's path.
+    made again after a parameter was changed in place; `report` counts its bytes. One cache of keys and values is
+    shared: where several of its users live and its slots do not suffice, they make their entries again from their ids.
+    RoPE's table is the library's own; a model whose table differs, such as after ``model.half()``, stays on Hugging
+    Face's path.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
     once, and `report` counts the calls of each.
