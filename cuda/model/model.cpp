@@ -151,7 +151,8 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
 
   CF_TRY_ASSIGN(Stream stream, make_stream());
   Context context = on.on_stream(stream.get());
-  context.set_overlap(true);  // the weights do not change while a model runs: run_after() comes between
+  // The weights do not change while a model runs: whoever writes those in place calls run_after().
+  context.set_overlap(true);
   const DType dtype = dtype_of_weights(host);
   const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
   CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));

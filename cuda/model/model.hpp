@@ -42,10 +42,10 @@ class Model final : public ModelRunner {
   static Status check_memory(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                              const Options& options);
   /// Copies the weights to the device and packs what is quantised, or reads them in place as
-  /// ResidentWeights::in_place() does; takes memory for cache and activations. `name` is
-  /// the model's in messages. Activations, cache and logits have the weights' dtype. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl
-  /// does not take (Code::unimplemented).
+  /// ResidentWeights::in_place() does; takes memory for cache and activations. `name` is the model's in messages.
+  /// Activations, cache and logits have the weights' dtype. Refuses weights that check_model_weights() or in_place()
+  /// refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl does not take
+  /// (Code::unimplemented).
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
                                                const ModelWeights& weights, const Options& options);
   ~Model() override;
