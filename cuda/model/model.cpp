@@ -110,7 +110,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   const ModelShape& s = m.shape;
   const auto element = double(size_bytes(dtype_of_weights(weights)));
   ModelBytes b;
-  b.weights = double(weight_bytes(m, weights));
+  b.weights = o.in_place ? 0 : double(weight_bytes(m, weights));
   b.cache = 2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * double(o.capacity) *
             double(s.head_dim) * element;
   const auto tokens = double(most_tokens(o));
@@ -151,9 +151,11 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
 
   CF_TRY_ASSIGN(Stream stream, make_stream());
   Context context = on.on_stream(stream.get());
-  context.set_overlap(true);  // the weights do not change while a model runs
+  // The weights do not change while a model runs: whoever writes those in place calls run_after().
+  context.set_overlap(true);
   const DType dtype = dtype_of_weights(host);
-  CF_TRY_ASSIGN(ResidentWeights weights, ResidentWeights::load(context, spec, dtype, host));
+  const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
+  CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
   CF_TRY_ASSIGN(Workspace workspace,
                 Workspace::create(context, spec, dtype, most_tokens(o), table_rows(spec, o), is_quantised(spec, host)));
@@ -179,6 +181,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.choice_made, make_event());
   CF_TRY_ASSIGN(s.choice_copied, make_event());
+  CF_TRY_ASSIGN(s.handover, make_event());
   CF_TRY_ASSIGN(s.copies, make_stream());
   const Step step{.stream = s.stream.get(), .input = s.step_input()};
   Status prepared = s.executor.prepare(s.weights, s.cache, s.workspace, step);
@@ -207,6 +210,20 @@ Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) { state_->lengths.set(slot, 0); }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
+
+Status Model::run_after(CUstream_st* stream) {
+  State& s = *state_;
+  CF_TRY(s.executor.take_report());
+  CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
+  return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
+}
+
+Status Model::run_before(CUstream_st* stream) {
+  State& s = *state_;
+  CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), s.stream.get()), "cudaEventRecord"));
+  return from_cuda(cudaStreamWaitEvent(stream, s.handover.get()), "cudaStreamWaitEvent");
+}
+
 Status Model::fetch(const SiteTensor& tensor, void* to) {
   return copy_to_host(state_->context, to, tensor.data, std::size_t(tensor.bytes()));
 }

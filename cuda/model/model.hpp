@@ -29,6 +29,7 @@ class Model final : public ModelRunner {
     std::int64_t capacity = 2048;  // cache entries of a slot
     std::int64_t chunk = 2048;     // tokens that a prefill takes through the model at once
     std::optional<Impl> impl{};    // of steps; auto_impl() where it is empty
+    bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
   };
 
   /// The fastest impl that takes these steps.
@@ -40,10 +41,11 @@ class Model final : public ModelRunner {
   /// Of the weights it looks at formats, dtypes and shapes, as bytes() does.
   static Status check_memory(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                              const Options& options);
-  /// Copies the weights to the device, packs what is quantised, and takes memory for cache and activations. `name` is
-  /// the model's in messages. Activations, cache and logits have the weights' dtype. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl
-  /// does not take (Code::unimplemented).
+  /// Copies the weights to the device and packs what is quantised, or reads them in place as
+  /// ResidentWeights::in_place() does; takes memory for cache and activations. `name` is the model's in messages.
+  /// Activations, cache and logits have the weights' dtype. Refuses weights that check_model_weights() or in_place()
+  /// refuses, sizes below 1, more memory than is free (Code::out_of_memory), and what the impl does not take
+  /// (Code::unimplemented).
   static Result<std::unique_ptr<Model>> create(const Context& context, const std::string& name, const ModelSpec& model,
                                                const ModelWeights& weights, const Options& options);
   ~Model() override;
@@ -66,6 +68,18 @@ class Model final : public ModelRunner {
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
+
+  /// What the model is asked for from now on comes after all that is on `stream`, another stream of the device.
+  /// Code::device_error where an earlier step was given up.
+  Status run_after(CUstream_st* stream);
+  /// What is put onto `stream` from now on comes after all that the model was asked for.
+  Status run_before(CUstream_st* stream);
+  /// forward() with logits in the device's memory, and copy_logits(), which copies those of slots to the rows of a
+  /// matrix there. Neither waits for the logits: run_before() says who may read them. A chunk of a prompt waits until
+  /// the device has taken the ids of the chunk before.
+  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits);
+
   /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
   /// launches are there. A step has no sites of its own: with a visitor step() is refused (Code::unimplemented).
   void watch(Visit visit) override;

@@ -136,4 +136,22 @@ Result<Tensor> Model::logits(std::int64_t slot) {
   return state_->fetch_logits(slot);
 }
 
+Status Model::copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) {
+  State& s = *state_;
+  CF_TRY(s.check_logits(logits));
+  if (logits.shape[0] != std::int64_t(slots.size()))
+    return bad_argument(kModelName, "logits: expected a row for each of " + std::to_string(slots.size()) +
+                                        " slots, got " + std::to_string(logits.shape[0]));
+  for (std::int64_t slot : slots) CF_TRY(s.lengths.check(slot, 0, 1));
+  // Neighbours whose logits lie in one place are copied as one.
+  for (std::size_t i = 0, end; i < slots.size(); i = end) {
+    const AnyView<2> from = s.logits_of_slot(slots[i]);
+    for (end = i + 1; end < slots.size(); ++end)
+      if (slots[end] != slots[end - 1] + 1 || s.where[std::size_t(slots[end])] != s.where[std::size_t(slots[i])]) break;
+    CF_TRY(copy_async(rows_of(logits, std::int64_t(i)).data, from.data, (end - i) * std::size_t(from.bytes()),
+                      cudaMemcpyDeviceToDevice, s.stream.get()));
+  }
+  return {};
+}
+
 }  // namespace cf::cuda

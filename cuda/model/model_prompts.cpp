@@ -120,31 +120,50 @@ Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std
   return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
 }
 
-Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
-  State& s = *state_;
-  const std::int64_t vocab = s.spec.shape.vocab_size;
-  if (logits.shape[1] != vocab || logits.dtype != activation())
-    return bad_argument(kModelName, "logits: expected rows of " + std::to_string(vocab) + " " +
-                                        std::string(to_string(activation())) + ", got " +
-                                        std::to_string(logits.shape[1]) + " " + std::string(to_string(logits.dtype)));
-  return s.run(
-      slot, first, ids, logits.shape[0],
+Status Model::State::check_logits(const AnyView<2>& logits) const {
+  const std::int64_t vocab = spec.shape.vocab_size;
+  const DType dtype = workspace.activation();
+  if (logits.shape[1] == vocab && logits.dtype == dtype) return {};
+  return bad_argument(kModelName, "logits: expected rows of " + std::to_string(vocab) + " " +
+                                      std::string(to_string(dtype)) + ", got " + std::to_string(logits.shape[1]) + " " +
+                                      std::string(to_string(logits.dtype)));
+}
+
+template <class Copy>
+Status Model::State::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                             AnyView<2> logits_to, Copy&& copy) {
+  CF_TRY(check_logits(logits_to));
+  return run(
+      slot, first, ids, logits_to.shape[0],
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {
-        AnyView<2> to(nullptr, {count, vocab}, activation());
-        if (std::size_t(to.bytes()) > s.forward_memory.bytes()) {
-          CF_TRY(from_cuda(cudaStreamSynchronize(s.stream.get()), "cudaStreamSynchronize"));
-          s.passes.clear();
-          s.forward_memory = {};
-          CF_TRY_ASSIGN(s.forward_memory, DeviceMemory::create(s.context, std::size_t(to.bytes()),
-                                                               "logits of " + std::to_string(count) + " tokens"));
+        AnyView<2> to(nullptr, {count, spec.shape.vocab_size}, workspace.activation());
+        if (std::size_t(to.bytes()) > forward_memory.bytes()) {
+          CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
+          passes.clear();
+          forward_memory = {};
+          CF_TRY_ASSIGN(forward_memory, DeviceMemory::create(context, std::size_t(to.bytes()),
+                                                             "logits of " + std::to_string(count) + " tokens"));
         }
-        to.data = s.forward_memory.data() ? s.forward_memory.data() : s.memory.data();
+        to.data = forward_memory.data() ? forward_memory.data() : memory.data();
         return to;
       },
       [&](const AnyView<2>& from, std::int64_t row) -> Status {
         if (from.shape[0] == 0) return {};
-        return copy_to_host(s.context, rows_of(logits, row).data, from.data, std::size_t(from.bytes()));
+        return copy(rows_of(logits_to, row).data, from.data, std::size_t(from.bytes()));
       });
+}
+
+Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
+  return state_->forward(slot, first, ids, logits, [&](void* to, const void* from, std::size_t bytes) {
+    return copy_to_host(state_->context, to, from, bytes);
+  });
+}
+
+Status Model::forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                                AnyView<2> logits) {
+  return state_->forward(slot, first, ids, logits, [&](void* to, const void* from, std::size_t bytes) {
+    return copy_async(to, from, bytes, cudaMemcpyDeviceToDevice, state_->stream.get());
+  });
 }
 
 }  // namespace cf::cuda

@@ -103,6 +103,12 @@ struct Model::State {
   template <class LogitsOf, class Done>
   Status run(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
              LogitsOf&& logits_of, Done&& done);
+  /// Refuses what cannot hold rows of logits.
+  Status check_logits(const AnyView<2>& logits) const;
+  /// Model::forward(), whose rows of logits `copy(to, from, bytes)` takes from the device.
+  template <class Copy>
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
+                 Copy&& copy);
 
   /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
   /// go to `to`.
@@ -153,7 +159,7 @@ struct Model::State {
   std::array<std::vector<SlotSampling>, kPlaces> sent;  // what `settings` hold
   std::vector<std::size_t> seen_size;                   // by slot: the size of the history that `seen` holds, or 0
   Pinned pinned_prompt, pinned_chosen;
-  Event prompt_copied, choice_made, choice_copied;
+  Event prompt_copied, choice_made, choice_copied, handover;
 
   std::vector<LaunchList> sample;  // by Where
   // A step of all slots, by the parity of where its logits go.

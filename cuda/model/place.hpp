@@ -32,17 +32,25 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
-/// Copies a tensor of the host or of a device to `to`, whose shape and dtype it must have. `owner` and `name` stand in
-/// the refusal: "kv_cache: 'k_cache' has shape ...".
+/// Refuses a tensor without data, or of another shape or dtype. `owner` and `name` stand in the refusal:
+/// "kv_cache: 'k_cache' has shape ...".
+template <int Rank>
+Status check_source(std::string_view owner, const std::string& name, const ConstAnyView<Rank>& tensor,
+                    const std::array<std::int64_t, Rank>& shape, DType dtype) {
+  TensorCheck check(owner);
+  check({dtype == DType::i32 ? Role::position : Role::input, name}, tensor, shape);
+  CF_TRY(check.status());
+  if (tensor.dtype != dtype)
+    return bad_argument(owner, "'" + name + "' has dtype " + std::string(to_string(tensor.dtype)) + ", expected " +
+                                   std::string(to_string(dtype)));
+  return {};
+}
+
+/// Copies a tensor of the host or of a device to `to`, whose shape and dtype it must have.
 template <int Rank>
 Status copy_in(const Context& context, std::string_view owner, const std::string& name, const AnyView<Rank>& to,
                const ConstAnyView<Rank>& from) {
-  TensorCheck check(owner);
-  check({to.dtype == DType::i32 ? Role::position : Role::input, name}, from, to.shape);
-  CF_TRY(check.status());
-  if (from.dtype != to.dtype)
-    return bad_argument(owner, "'" + name + "' has dtype " + std::string(to_string(from.dtype)) + ", expected " +
-                                   std::string(to_string(to.dtype)));
+  CF_TRY(check_source<Rank>(owner, name, from, to.shape, to.dtype));
   return copy_to_device(context, to.data, from.data, std::size_t(to.bytes()));
 }
 

@@ -21,6 +21,35 @@ PackHint hint_for(std::string_view module, const ModelSpec& m) {
   return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
 }
 
+Status check_layer_count(const ModelSpec& spec, const ModelWeights& model) {
+  if (std::int64_t(model.layers.size()) == spec.shape.num_layers) return {};
+  return bad_argument(kName, "the model has " + std::to_string(model.layers.size()) + " layers, expected " +
+                                 std::to_string(spec.shape.num_layers));
+}
+
+Status check_biases(const ModelSpec& spec, std::int64_t layer, const LayerWeights& source) {
+  for (const LinearParams* l : {&source.query_key_value, &source.dense})
+    if (!spec.traits.attention_bias && l->bias)
+      return bad_argument(
+          kName, layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
+  return {};
+}
+
+/// Refuses an address at which kernels cannot read a weight.
+Status check_place(const Context& context, const std::string& name, const void* data) {
+  cudaPointerAttributes found{};
+  CF_TRY(from_cuda(cudaPointerGetAttributes(&found, data), "cudaPointerGetAttributes"));
+  const bool on_device = found.type == cudaMemoryTypeDevice || found.type == cudaMemoryTypeManaged;
+  if (!on_device || found.device != context.device())
+    return bad_argument(kName, "'" + name + "' is in the memory of " +
+                                   (on_device ? "device " + std::to_string(found.device) : "the host") +
+                                   ", expected device " + std::to_string(context.device()));
+  const auto past = reinterpret_cast<std::uintptr_t>(data) % ResidentWeights::kAlignment;
+  if (past == 0) return {};
+  return bad_argument(kName, "'" + name + "' begins " + std::to_string(past) + " bytes past a multiple of " +
+                                 std::to_string(ResidentWeights::kAlignment) + ", expected one");
+}
+
 }  // namespace
 
 struct ResidentWeights::State {
@@ -154,11 +183,7 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
   if (!s.range.contains(layer))
     return bad_argument(kName, "layer must be " + std::to_string(s.range.first) + " to " +
                                    std::to_string(s.range.last - 1) + ", got " + std::to_string(layer));
-  for (const LinearParams* l : {&source.query_key_value, &source.dense})
-    if (!s.model.traits.attention_bias && l->bias)
-      return bad_argument(
-          kName, layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
-
+  CF_TRY(check_biases(s.model, layer, source));
   State::Layer& to = s.at(layer);
   to.loaded = false;
   s.version = next_version();
@@ -182,9 +207,7 @@ Status ResidentWeights::load_layer(std::int64_t layer, const LayerWeights& sourc
 
 Result<ResidentWeights> ResidentWeights::load(const Context& context, const ModelSpec& spec, DType dtype,
                                               const ModelWeights& model) {
-  if (std::int64_t(model.layers.size()) != spec.shape.num_layers)
-    return bad_argument(kName, "the model has " + std::to_string(model.layers.size()) + " layers, expected " +
-                                   std::to_string(spec.shape.num_layers));
+  CF_TRY(check_layer_count(spec, model));
   CF_TRY_ASSIGN(ResidentWeights weights,
                 create(context, spec, dtype, {0, spec.shape.num_layers}, model.layers.front()));
   State& s = *weights.state_;
@@ -217,6 +240,43 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
   CF_TRY(status);
   for (std::int64_t layer = 0; layer < spec.shape.num_layers; ++layer)
     CF_TRY(weights.load_layer(layer, model.layers[std::size_t(layer)]));
+  return weights;
+}
+
+Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const ModelSpec& spec, DType dtype,
+                                                  const ModelWeights& model) {
+  CF_TRY(check_model(spec));
+  CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
+  CF_TRY(check_layer_count(spec, model));
+  const LayerRange all{0, spec.shape.num_layers};
+  auto state = std::make_unique<State>(context, spec, dtype, all);
+  state->outside = {.embed_in = model.embed_in,
+                    .layers = {},
+                    .final_layer_norm = model.final_layer_norm,
+                    .embed_out = model.embed_out};
+  Status status;
+  for (std::int64_t l = all.first; l < all.last; ++l) {
+    const LayerWeights& source = model.layers[std::size_t(l)];
+    CF_TRY(check_biases(spec, l, source));
+    for_each_linear(spec, source, [&](std::string_view module, const LinearParams& linear, auto...) {
+      if (status && !std::holds_alternative<DenseWeight>(linear.weight))
+        status = Status::error(Code::unimplemented, std::string(kName) + ": '" + layer_prefix(l) + std::string(module) +
+                                                        ".weight' is quantised, expected dense weights in place");
+    });
+    state->at(l) = {.weights = source, .packed = {}, .loaded = true};
+  }
+  CF_TRY(status);
+  tie_embeddings(spec, state->outside);
+  ResidentWeights weights(std::move(state));
+  const ModelWeights there = weights.model_weights();
+  for_each_model_weight(spec, there, [&]<class V>(const TensorSpec& t, const V& view, const auto& shape) {
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
+      const std::string name(t.name);
+      if (status) status = check_source<V::rank>(kName, name, view, shape, dtype);
+      if (status) status = check_place(context, name, view.data);
+    }
+  });
+  CF_TRY(status);
   return weights;
 }
 

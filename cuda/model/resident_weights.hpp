@@ -20,8 +20,9 @@ struct LayerRange {
 };
 
 /// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels
-/// read. They are read by any number of executors and belong to none. layer(i) is the table of a layer's pointers. A
-/// layer's place does not follow from another layer's. Not shared between threads while layers are loaded.
+/// read: row-major as Hugging Face has them, but for what is quantised. They are read by any number of executors and
+/// belong to none. layer(i) is the table of a layer's pointers. A layer's place does not follow from another layer's. Not
+/// shared between threads while layers are loaded.
 class ResidentWeights {
  public:
   /// Takes the memory of all layers' dense tensors, in one block. `like` says which Linears are quantised, in every
@@ -36,6 +37,13 @@ class ResidentWeights {
   /// load_layer() refuse, a number of layers that is not num_layers, and shapes and dtypes that are not the model's.
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
                                       const ModelWeights& model);
+  /// The weights of a whole model where they lie in the device's memory, without a copy. Their owner keeps the memory
+  /// for as long as this object lives, and orders what it writes there with the steps that read it. Refuses what load()
+  /// refuses, quantised weights (Code::unimplemented), and a tensor that is not in the memory of the context's device or
+  /// does not begin at a multiple of kAlignment bytes.
+  static Result<ResidentWeights> in_place(const Context& context, const ModelSpec& spec, DType dtype,
+                                          const ModelWeights& model);
+  static constexpr std::size_t kAlignment = 256;
   ResidentWeights(ResidentWeights&&) noexcept;
   ResidentWeights& operator=(ResidentWeights&&) noexcept;
   /// Waits for the device: the weights may be in use.
@@ -55,6 +63,7 @@ class ResidentWeights {
   /// The weights of the whole model as views of device memory. Where create() made this object, all but the layers'
   /// views are empty.
   ModelWeights model_weights() const;
+  /// The memory that this object has taken: 0 after in_place().
   std::size_t device_bytes() const;
   /// A number that is new after every change of where weights lie, and that no other object has.
   std::uint64_t version() const;

@@ -13,7 +13,7 @@ using cuda::from_cuda;
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
 
 /// A model whose calls run on its device, whichever is the thread's own.
-class GuardedModel final : public ModelRunner {
+class GuardedModel final : public DeviceRunner {
  public:
   GuardedModel(int device, std::unique_ptr<cuda::Model> model) : device_(device), model_(std::move(model)) {}
   GuardedModel(const GuardedModel&) = delete;
@@ -54,6 +54,27 @@ class GuardedModel final : public ModelRunner {
     return model_->logits(slot);
   }
   void release(std::int64_t slot) override { model_->release(slot); }
+  Status run_after(std::uintptr_t stream) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->run_after(reinterpret_cast<CUstream_st*>(stream));
+  }
+  Status run_before(std::uintptr_t stream) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->run_before(reinterpret_cast<CUstream_st*>(stream));
+  }
+  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                           AnyView<2> logits) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->forward_on_device(slot, first, ids, logits);
+  }
+  Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) override {
+    const DeviceGuard guard(device_);
+    CF_TRY(guard.status());
+    return model_->copy_logits(slots, logits);
+  }
   void watch(Visit visit) override { model_->watch(std::move(visit)); }
   Status fetch(const SiteTensor& tensor, void* to) override {
     const DeviceGuard guard(device_);
@@ -79,6 +100,8 @@ Result<cudaDeviceProp> properties_of(int device) {
 }
 
 }  // namespace
+
+static_assert(kWeightAlignment == cuda::ResidentWeights::kAlignment);
 
 bool has_cuda() { return true; }
 
@@ -113,7 +136,8 @@ Result<DeviceInfo> device_info(int device) {
 
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& o) {
-  cuda::Model::Options options{.slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}};
+  cuda::Model::Options options{
+      .slots = o.slots, .capacity = o.capacity, .chunk = o.chunk, .impl = {}, .in_place = o.in_place};
   if (o.impl != "auto") {
     options.impl = cuda::impl_from_string(o.impl);
     if (!options.impl) {

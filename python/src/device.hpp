@@ -2,6 +2,7 @@
 // Whole models on a GPU. The header holds no CUDA types: without the CUDA backend every call but the first is refused.
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -10,6 +11,9 @@
 #include "core/status.hpp"
 
 namespace cf::python {
+
+/// Weights in place begin at a multiple of so many bytes.
+inline constexpr std::int64_t kWeightAlignment = 256;
 
 /// Whether this build has the CUDA backend.
 bool has_cuda();
@@ -34,18 +38,30 @@ struct DeviceModelOptions {
   int device = 0;
   std::int64_t slots = 1, capacity = 2048, chunk = 512;
   std::string impl = "auto";  // of steps: the name of a cuda::Impl, or auto for the fastest that takes them
+  bool in_place = false;      // whether the weights lie on the device and are read there, without a copy
+};
+
+/// A model on a GPU, whose logits may stay there: cuda::Model's calls, with a stream by CUDA's handle.
+class DeviceRunner : public ModelRunner {
+ public:
+  virtual Status run_after(std::uintptr_t stream) = 0;
+  virtual Status run_before(std::uintptr_t stream) = 0;
+  virtual Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
+                                   AnyView<2> logits) = 0;
+  virtual Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) = 0;
 };
 
 /// A model on a GPU with what it took there.
 struct DeviceModel {
-  std::unique_ptr<ModelRunner> runner;
+  std::unique_ptr<DeviceRunner> runner;
   std::string impl;  // of steps
   std::int64_t weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
 };
 
-/// Copies weights, which may lie on the host or on a device, to the device, and takes memory for cache and activations
-/// there. A call of the runner, from whichever thread, leaves the thread's current device as it was. Refuses what
-/// cuda::Model::create() refuses, and the name of no impl.
+/// Copies weights, which may lie on the host or on a device, to the device, or reads them there in place, and takes
+/// memory for cache and activations. Weights in place must outlive the model. A call of the runner, from whichever
+/// thread, leaves the thread's current device as it was. Refuses what cuda::Model::create() refuses, and the name of no
+/// impl.
 Result<DeviceModel> make_device_model(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                                       const DeviceModelOptions& options);
 

@@ -34,6 +34,7 @@ namespace {
 
 using cpu_ref::Model;
 using Ids = std::vector<std::int32_t>;
+using Steps = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;  // slot, id, position
 using Array = nb::ndarray<nb::numpy>;
 using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
 
@@ -289,56 +290,35 @@ class Runner {
   std::pair<Array, std::map<std::string, Array>> run(std::int64_t slot, std::int64_t first, nb::handle from,
                                                      std::int64_t rows, const std::vector<std::string>& names) {
     const Ids ids = ids_of("ids", from, vocab_size());
-    const auto tokens = std::int64_t(ids.size());
-    if (rows < 0 || rows > tokens)
-      refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
-    std::map<std::string, Shape> shapes;
-    double elements = double(rows) * double(vocab_size());
-    for (const std::string& name : names) {
-      Shape shape = shape_of(name);
-      const bool by_row = name == site::final_layer_norm.tap || name == site::embed_out.tap;
-      shape.insert(shape.begin(), by_row ? rows : tokens);
-      double size = 1;
-      for (std::int64_t n : shape) size *= double(n);
-      elements += size;
-      shapes[name] = std::move(shape);
-    }
     Tensor logits;
-    std::map<std::string, TapRows> made;
-    check(work(*turns_, [&]() -> Status {
-      const double bytes = elements * double(size_bytes(model_->activation()));
-      CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
+    auto taps = pass(slot, ids, rows, names, rows, [&]() -> Status {
       logits = Tensor(model_->activation(), {rows, vocab_size()});
-      for (const auto& [name, shape] : shapes) made[name].rows = Tensor(model_->activation(), shape);
-      if (!made.empty())
-        model_->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
-          CF_TRY(append_taps(*model_, site, tensors, made));
-          return interrupt_.check();
-        });
-      const Status ran = model_->forward(slot, first, ids, logits.view<2>());
-      if (ran) has_logits_[std::size_t(slot)] = false;
-      if (!made.empty()) model_->watch(cpu_ ? notice(interrupt_) : ModelRunner::Visit());
-      return ran;
-    }));
-    std::map<std::string, Array> taps;
-    for (auto& [name, tap] : made) taps.emplace(name, array_of(std::move(tap.rows)));
+      return model_->forward(slot, first, ids, logits.view<2>());
+    });
     return {array_of(std::move(logits)), std::move(taps)};
   }
 
-  void step(const std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>& from) {
-    std::vector<ModelRunner::Token> tokens;
-    for (const auto& [slot, id, position] : from) {
-      if (id < 0 || id >= vocab_size())
-        refuse("slot " + std::to_string(slot) + ": expected an id of 0 to " + std::to_string(vocab_size() - 1) +
-               ", got " + std::to_string(id));
-      tokens.push_back({slot, std::int32_t(id), position});
-    }
-    if (tokens.empty()) return;
-    check(work(*turns_, [&]() -> Status {
-      CF_TRY(model_->step(tokens));
-      for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
-      return {};
-    }));
+  std::map<std::string, Array> forward_on_device(std::int64_t slot, std::int64_t first, nb::handle from,
+                                                 const MemoryTensor& logits, std::uintptr_t stream,
+                                                 const std::vector<std::string>& names) {
+    const Ids ids = ids_of("ids", from, vocab_size());
+    const AnyView<2> to = logits_on_device(logits);
+    return pass(slot, ids, to.shape[0], names, 0,
+                [&] { return leased_->forward_on_device(slot, first, ids, to, stream); });
+  }
+
+  void step_on_device(const Steps& from, const MemoryTensor& logits, std::uintptr_t stream) {
+    const std::vector<ModelRunner::Token> tokens = tokens_of(from);
+    const AnyView<2> to = logits_on_device(logits);
+    if (to.shape[0] != std::int64_t(tokens.size()))
+      refuse("logits: expected a row for each of " + std::to_string(tokens.size()) + " tokens, got " +
+             std::to_string(to.shape[0]));
+    if (!tokens.empty()) advance(tokens, [&] { return leased_->step_on_device(tokens, to, stream); });
+  }
+
+  void step(const Steps& from) {
+    const std::vector<ModelRunner::Token> tokens = tokens_of(from);
+    if (!tokens.empty()) advance(tokens, [&] { return model_->step(tokens); });
   }
 
   Array logits(std::int64_t slot) {
@@ -399,6 +379,77 @@ class Runner {
   }
 
  private:
+  std::vector<ModelRunner::Token> tokens_of(const Steps& from) const {
+    std::vector<ModelRunner::Token> tokens;
+    for (const auto& [slot, id, position] : from) {
+      if (id < 0 || id >= vocab_size())
+        refuse("slot " + std::to_string(slot) + ": expected an id of 0 to " + std::to_string(vocab_size() - 1) +
+               ", got " + std::to_string(id));
+      tokens.push_back({slot, std::int32_t(id), position});
+    }
+    return tokens;
+  }
+
+  /// Runs the step of these tokens.
+  template <class Step>
+  void advance(std::span<const ModelRunner::Token> tokens, Step&& step) {
+    check(work(*turns_, [&]() -> Status {
+      CF_TRY(step());
+      for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
+      return {};
+    }));
+  }
+
+  /// Rows of logits in the device's memory.
+  AnyView<2> logits_on_device(const MemoryTensor& tensor) const {
+    const auto& [address, dtype, shape] = tensor;
+    if (!leased_) refuse("logits: expected a model on a GPU, got one on the CPU");
+    if (dtype != to_string(model_->activation()) || shape.size() != 2 || shape[0] < 0 || shape[1] != vocab_size())
+      refuse("logits: expected (tokens, " + std::to_string(vocab_size()) + ") of " +
+             std::string(to_string(model_->activation())) + ", got " + to_string(shape) + " of " + dtype);
+    if (address == 0 && shape[0] > 0) refuse("logits: expected the address of their elements, got 0");
+    return {reinterpret_cast<void*>(address), {shape[0], shape[1]}, model_->activation()};
+  }
+
+  /// Runs forward(), which makes the last `rows` logits of a slot's new ids, and returns the taps. The host has room
+  /// for `host_rows` of the logits.
+  template <class Forward>
+  std::map<std::string, Array> pass(std::int64_t slot, const Ids& ids, std::int64_t rows,
+                                    const std::vector<std::string>& names, std::int64_t host_rows, Forward&& forward) {
+    const auto tokens = std::int64_t(ids.size());
+    if (rows < 0 || rows > tokens)
+      refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
+    std::map<std::string, Shape> shapes;
+    double elements = double(host_rows) * double(vocab_size());
+    for (const std::string& name : names) {
+      Shape shape = shape_of(name);
+      const bool by_row = name == site::final_layer_norm.tap || name == site::embed_out.tap;
+      shape.insert(shape.begin(), by_row ? rows : tokens);
+      double size = 1;
+      for (std::int64_t n : shape) size *= double(n);
+      elements += size;
+      shapes[name] = std::move(shape);
+    }
+    std::map<std::string, TapRows> made;
+    check(work(*turns_, [&]() -> Status {
+      const double bytes = elements * double(size_bytes(model_->activation()));
+      CF_TRY(check_free_memory(bytes, "the logits and taps need " + gigabytes(bytes)));
+      for (const auto& [name, shape] : shapes) made[name].rows = Tensor(model_->activation(), shape);
+      if (!made.empty())
+        model_->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
+          CF_TRY(append_taps(*model_, site, tensors, made));
+          return interrupt_.check();
+        });
+      const Status ran = forward();
+      if (ran) has_logits_[std::size_t(slot)] = false;
+      if (!made.empty()) model_->watch(cpu_ ? notice(interrupt_) : ModelRunner::Visit());
+      return ran;
+    }));
+    std::map<std::string, Array> taps;
+    for (auto& [name, tap] : made) taps.emplace(name, array_of(std::move(tap.rows)));
+    return taps;
+  }
+
   Status check_slot(std::int64_t slot) const {
     if (slot >= 0 && slot < slots()) return {};
     return Status::error(Code::invalid_argument,
@@ -508,19 +559,22 @@ class PythonDecoder {
   Decoder decoder_;
 };
 
-/// Copies a model to a GPU.
+/// Copies a model to a GPU, or reads the weights that lie there in place.
 std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std::int64_t slots, std::int64_t capacity,
                                                std::int64_t chunk, const std::string& impl) {
   if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
+  const bool in_place = w.place == Place::device;
   DeviceModel made = take([&]() -> Result<DeviceModel> {
     const nb::gil_scoped_release release;
-    return make_device_model(w.config.name, w.config.spec(), w.weights, {device, slots, capacity, chunk, impl});
+    return make_device_model(w.config.name, w.config.spec(), w.weights,
+                             {device, slots, capacity, chunk, impl, in_place});
   }());
-  return std::make_shared<SharedModel>(std::move(made), device);
+  return std::make_shared<SharedModel>(std::move(made), device, in_place ? w.owner : nullptr);
 }
 
 void bind_device(nb::module_& m) {
   m.def("has_cuda", &has_cuda, "Whether this build has the CUDA backend.");
+  m.attr("WEIGHT_ALIGNMENT") = kWeightAlignment;
   m.def(
       "cuda_versions", [] { return take(cuda_versions()); },
       "The newest CUDA that the driver runs, \"0.0\" without a driver, and the CUDA that this build links.");
@@ -546,8 +600,9 @@ void bind_device(nb::module_& m) {
                           "threads take turns.")
       .def(nb::new_(&make_shared_model), "weights"_a, nb::kw_only(), "device"_a = 0, "slots"_a = 1, "capacity"_a = 2048,
            "chunk"_a = 512, "impl"_a = "auto",
-           "Copies the weights to the device, and takes memory there for a cache of `slots` sequences of `capacity` "
-           "entries. Raises ValueError for sizes below 1 and an unknown `impl`, NotImplementedError for what the impl "
+           "Copies the weights to the device, or reads in place those that lie there, and takes memory for a cache of "
+           "`slots` sequences of `capacity` entries. Raises ValueError for sizes below 1 and an unknown `impl`, "
+           "NotImplementedError for what the impl "
            "or the backend does not take, MemoryError where the device's memory is not free, and CfError where there "
            "is no such device.")
       .def_prop_ro("device", &SharedModel::device, "The number of the GPU.")
@@ -558,7 +613,8 @@ void bind_device(nb::module_& m) {
       .def_prop_ro(
           "activation", [](const SharedModel& s) { return std::string(to_string(s.activation())); },
           "The dtype of activations, cache and logits.")
-      .def_prop_ro("weight_bytes", &SharedModel::weights_bytes, "The bytes of the weights on the device.")
+      .def_prop_ro("weight_bytes", &SharedModel::weights_bytes,
+                   "The bytes of the model's own weights on the device: 0 where it reads them in place.")
       .def_prop_ro("cache_bytes", &SharedModel::cache_bytes, "The bytes of the cache.")
       .def_prop_ro("workspace_bytes", &SharedModel::workspace_bytes, "The bytes of the activations.")
       .def(
@@ -606,8 +662,8 @@ void bind_weights(nb::module_& m) {
           "Takes weights that lie in memory. `config` is config.json's text. `tensors` has each tensor's address, "
           "dtype name and shape by Hugging Face's name. `owner` keeps the memory and must not lead back to these "
           "weights. `gptq` is quantize_config.json's text. Addresses `on_device` are a GPU's: values are not looked "
-          "at, "
-          "and only a DeviceModel takes the weights. Raises ValueError for a tensor that is missing, unknown, of "
+          "at, and only a DeviceModel takes the weights, which it reads where they lie. Raises ValueError for a tensor "
+          "that is missing, unknown, of "
           "another shape or dtype, or not finite.")
       .def_prop_ro("config", &config_of, nb::sig("def config(self) -> dict[str, typing.Any]"),
                    "The model's config in the names of transformers 4.x.")
@@ -671,6 +727,20 @@ void bind_runner(nb::module_& m) {
       .def("step", &Runner::step, "tokens"_a,
            "Appends the tokens (slot, id, position), at most one a slot, and makes their logits. A position is at most "
            "the slot's length.")
+      .def("forward_on_device", &Runner::forward_on_device, "slot"_a, "first"_a, "ids"_a, "logits"_a, "stream"_a,
+           "taps"_a = std::vector<std::string>(),
+           nb::sig("def forward_on_device(self, slot: int, first: int, ids: object, "
+                   "logits: tuple[int, str, tuple[int, ...]], stream: int, "
+                   "taps: collections.abc.Sequence[str] = ()) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
+           "Does what run() does on a GPU, and returns the taps. `logits` are the address, the dtype's name and the "
+           "shape (rows, vocab) of memory there, which gets the logits in the model's own dtype. The work comes after "
+           "all that is on the stream with this handle, and before all that is put there later; the call does not wait "
+           "for it.")
+      .def("step_on_device", &Runner::step_on_device, "tokens"_a, "logits"_a, "stream"_a,
+           nb::sig("def step_on_device(self, tokens: collections.abc.Sequence[tuple[int, int, int]], "
+                   "logits: tuple[int, str, tuple[int, ...]], stream: int) -> None"),
+           "Does what step() does on a GPU, and gives memory there the logits, a row for each token, as "
+           "forward_on_device() does.")
       .def("logits", &Runner::logits, "slot"_a,
            nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) of the slot's last prefill() or step().")

@@ -16,8 +16,10 @@ namespace cf::python {
 /// A model on a GPU that several runners share. Each runner leases slots of its own. One thread at a time uses the model.
 class SharedModel {
  public:
-  SharedModel(DeviceModel model, int device)
-      : model_(std::move(model)),
+  /// `weights` keeps the memory of weights that the model reads in place.
+  SharedModel(DeviceModel model, int device, std::shared_ptr<const void> weights)
+      : weights_(std::move(weights)),
+        model_(std::move(model)),
         device_(device),
         slots_(model_.runner->slots()),
         capacity_(model_.runner->capacity()),
@@ -42,9 +44,12 @@ class SharedModel {
   /// What follows must be called in turn.
 
   /// The model, or an error once it is closed.
-  Result<ModelRunner*> runner();
+  Result<DeviceRunner*> runner();
   /// Gives the device's memory back. Every call of a runner is refused from now on.
-  void close() { model_.runner.reset(); }
+  void close() {
+    model_.runner.reset();
+    weights_.reset();
+  }
   bool is_open() const { return model_.runner != nullptr; }
 
  private:
@@ -54,6 +59,7 @@ class SharedModel {
   /// May be called out of turn: a runner ends where Python says.
   void give_slots(const std::vector<std::int64_t>& slots);
 
+  std::shared_ptr<const void> weights_;
   DeviceModel model_;
   int device_;
   std::int64_t slots_, capacity_;
@@ -93,6 +99,12 @@ class LeasedRunner final : public ModelRunner {
   void watch(Visit visit) override { visit_ = std::move(visit); }
   Status fetch(const SiteTensor& tensor, void* to) override;
 
+  /// forward() and step() with logits (tokens, vocab) in the device's memory. Their work comes after all that is on
+  /// `stream` of the device, by CUDA's handle, and before all that is put there later; neither call waits for it.
+  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
+                           std::uintptr_t stream);
+  Status step_on_device(std::span<const Token> tokens, AnyView<2> logits, std::uintptr_t stream);
+
  private:
   LeasedRunner(std::shared_ptr<SharedModel> shared, const ModelSpec& spec, std::vector<std::int64_t> slots,
                Interrupt& interrupt)
@@ -102,10 +114,13 @@ class LeasedRunner final : public ModelRunner {
         lengths_(std::int64_t(slots_.size()), shared_->capacity()),
         interrupt_(interrupt) {}
   /// The shared model, while this runner has slots of it.
-  Result<ModelRunner*> shared_runner() const;
+  Result<DeviceRunner*> shared_runner() const;
   /// Runs pass(), and calls this runner's visitor for the sites of the model.
   template <class Pass>
   Status watched(ModelRunner& model, Pass&& pass);
+  /// Runs pass() between what is on the stream and what comes there later.
+  template <class Pass>
+  Status ordered(DeviceRunner& model, std::uintptr_t stream, Pass&& pass);
   /// Runs pass(model, slot of the model), which gives a slot entries up to first + tokens.
   template <class Pass>
   Status extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass);

@@ -1,4 +1,6 @@
 // A whole model on the GPU beside the oracle: prompts, steps, choices, slots that come and go.
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,6 +16,7 @@
 #include "cpu_ref/sample.hpp"
 #include "cuda/model/model.hpp"
 #include "tests/cuda/device_tensors.hpp"
+#include "tests/cuda/occupy.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
 
@@ -265,6 +268,96 @@ TEST_CASE("model on the GPU: slots that a step leaves out keep their logits", "[
   std::vector<float> wide;
   for (std::int64_t i = 0; i < kVocab; ++i) wide.push_back(float(row.at(i)));
   CHECK(taken(chosen[0]) == taken(cpu_ref::sample(wide, {}, {}, 0, 4)));
+}
+
+TEST_CASE("model on the GPU: weights in place give the same bits and take no memory", "[gpu][model]") {
+  const Impl impl = GENERATE(from_range(std::begin(cuda::kImpls), std::end(cuda::kImpls)));
+  const Small small;
+  const auto source = taken(cuda::ResidentWeights::load(context(), small.config, DType::f16, small.weights->weights));
+  const ModelWeights there = source.model_weights();
+  const Model::Options options{.capacity = 96, .impl = impl, .in_place = true};
+  CHECK(Model::bytes(small.config, there, options).weights == 0);
+  const auto model = taken(Model::create(context(), "small", small.config, there, options));
+  CHECK(model->bytes().weights == 0);
+  const auto copied = small.model({.capacity = 96, .impl = impl});
+  CHECK(copied->bytes().weights > 0);
+  const Ids ids = ids_of(20, 4);
+  const std::vector<Tensor> ours = prefill_and_step(*model, ids, 9), theirs = prefill_and_step(*copied, ids, 9);
+  CAPTURE(to_string(impl));
+  REQUIRE(ours.size() == theirs.size());
+  for (std::size_t i = 0; i < ours.size(); ++i) CHECK(same_bits(ours[i], theirs[i]));
+}
+
+TEST_CASE("model on the GPU: logits stay on the device, in order with another stream", "[gpu][model]") {
+  constexpr std::int64_t kTokens = 20;
+  constexpr int kDelayMs = 30;
+  const Small small;
+  const auto source = taken(cuda::ResidentWeights::load(context(), small.config, DType::f16, small.weights->weights));
+  const ModelWeights there = source.model_weights();
+  const auto model = taken(Model::create(context(), "small", small.config, there,
+                                         {.slots = 4, .capacity = 32, .chunk = 8, .in_place = true}));
+  const Ids ids = ids_of(kTokens, 6);
+  Tensor expected(DType::f16, {kTokens, kVocab});
+  require_ok(model->forward(0, 0, ids, expected.view<2>()));
+
+  struct Theirs {
+    Theirs() {
+      require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+      for (void*& b : blocks) require_cuda(cudaMalloc(&b, kTokens * kVocab * 2));
+    }
+    ~Theirs() {
+      (void)cudaDeviceSynchronize();
+      for (void* b : blocks) (void)cudaFree(b);
+      (void)cudaStreamDestroy(stream);
+    }
+    cudaStream_t stream = nullptr;
+    void* blocks[2] = {};
+  } theirs;
+  const auto logits = [&](int block, std::int64_t rows) {
+    return AnyView<2>(theirs.blocks[block], {rows, kVocab}, DType::f16);
+  };
+  // Their stream is late: what does not wait for it is overwritten, and what it does not wait for is not copied.
+  const auto copied = [&](std::int64_t rows, auto&& run) {
+    enqueue_occupy(theirs.stream, 1, kDelayMs);
+    require_cuda(cudaMemsetAsync(theirs.blocks[0], 0xff, kTokens * kVocab * 2, theirs.stream));
+    require_ok(model->run_after(theirs.stream));
+    require_ok(run(logits(0, rows)));
+    require_ok(model->run_before(theirs.stream));
+    require_cuda(cudaMemcpyAsync(theirs.blocks[1], theirs.blocks[0], std::size_t(rows * kVocab * 2),
+                                 cudaMemcpyDeviceToDevice, theirs.stream));
+    return fetch<2>(logits(1, rows));
+  };
+  CHECK(same_bits(copied(kTokens, [&](AnyView<2> to) { return model->forward_on_device(0, 0, ids, to); }), expected));
+
+  for (std::int64_t slot : {0, 1, 2, 3})
+    require_ok(model->prefill(slot, 0, std::span(ids).first(std::size_t(2 + slot))));
+  const std::vector<ModelRunner::Token> tokens{{0, ids[2], 2}, {1, ids[3], 3}, {3, ids[5], 5}};
+  const std::vector<std::int64_t> slots{3, 0, 1, 2};  // slot 2 has those of its prompt
+  const Tensor rows = copied(4, [&](AnyView<2> to) -> Status {
+    CF_TRY(model->step(tokens));
+    return model->copy_logits(slots, to);
+  });
+  for (std::int64_t row = 0; row < 4; ++row) {
+    const Tensor one = row_of(*model, slots[std::size_t(row)]);
+    CHECK(std::memcmp(static_cast<const std::byte*>(rows.data()) + row * one.size_bytes(), one.data(),
+                      std::size_t(one.size_bytes())) == 0);
+  }
+
+  // Weights that their stream changes.
+  const Tensor none = copied(1, [&](AnyView<2> to) -> Status {
+    for (const ConstAnyView<1>& v : {there.final_layer_norm.gamma, there.final_layer_norm.beta})
+      require_cuda(cudaMemsetAsync(const_cast<void*>(v.data), 0, std::size_t(v.bytes()), theirs.stream));
+    CF_TRY(model->run_after(theirs.stream));
+    return model->forward_on_device(0, 0, ids, to);
+  });
+  for (std::int64_t i = 0; i < kVocab; ++i) CHECK(none.at(i) == 0);
+
+  const auto fault = [](const Status& s, std::string_view part) {
+    return refusal_fault(s, Code::invalid_argument, {part});
+  };
+  CHECK(fault(model->forward_on_device(0, 0, ids, AnyView<2>(theirs.blocks[0], {1, 8}, DType::f16)),
+              "expected rows of 333 float16, got 8 float16") == "");
+  CHECK(fault(model->copy_logits(slots, logits(0, 3)), "expected a row for each of 4 slots, got 3") == "");
 }
 
 TEST_CASE("decoder on the GPU: each id is the CPU sampler's choice among the logits", "[gpu][model][sampling]") {

@@ -224,6 +224,41 @@ TEST_CASE("ownership: a whole model is resident, embedding, final norm and head 
                       {"gpt_neox.embed_in.weight", "(36, 256)", "(37, 256)"}) == "");
 }
 
+TEST_CASE("ownership: weights in place are read where they lie", "[gpu][ownership][bad]") {
+  const ModelConfig m = small_model();
+  cuda::Context c = context();
+  const OwnedModelWeights host = procedural_model(m, m.dtype, 7);
+  const ResidentWeights source = require_value(ResidentWeights::load(c, m, m.dtype, host.weights));
+  const ModelWeights there = source.model_weights();
+  const ResidentWeights weights = require_value(ResidentWeights::in_place(c, m, m.dtype, there));
+  CHECK(weights.device_bytes() == 0);
+  CHECK(weights.is_loaded(2));
+  std::vector<const void*> expected, got;
+  for (const auto& [all, to] : {std::pair(there, &expected), std::pair(weights.model_weights(), &got)})
+    for_each_model_weight(m, all,
+                          [&, to = to](const auto&, const auto& view, const auto&) { to->push_back(view.data); });
+  CHECK(got == expected);
+
+  const auto fault = [&](const ModelWeights& w, Code code, std::initializer_list<std::string_view> parts) {
+    return refusal_fault(ResidentWeights::in_place(c, m, m.dtype, w).status(), code, parts);
+  };
+  CHECK(fault(host.weights, Code::invalid_argument,
+              {"'gpt_neox.embed_in.weight' is in the memory of the host, expected device 0"}) == "");
+  ModelWeights wrong = there;
+  wrong.layers[1].dense.bias.data = static_cast<const std::byte*>(wrong.layers[1].dense.bias.data) + 16;
+  CHECK(fault(wrong, Code::invalid_argument,
+              {"'gpt_neox.layers.1.attention.dense.bias' begins 16 bytes past a multiple of 256, expected one"}) == "");
+  wrong = there;
+  wrong.layers.pop_back();
+  CHECK(fault(wrong, Code::invalid_argument, {"the model has 2 layers, expected 3"}) == "");
+  wrong = there;
+  wrong.embed_in.shape[0] -= 1;
+  CHECK(fault(wrong, Code::invalid_argument, {"gpt_neox.embed_in.weight"}) == "");
+  wrong = there;
+  wrong.layers[0].dense.weight = GptqWeight{};
+  CHECK(fault(wrong, Code::unimplemented, {"layer 0: attention.dense.weight' is quantised, expected dense"}) == "");
+}
+
 TEST_CASE("ownership: a range of a model's layers keeps the model's numbers", "[gpu][ownership]") {
   const ModelConfig m = small_model(6);
   cuda::Context c = context();

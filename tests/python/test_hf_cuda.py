@@ -180,7 +180,7 @@ def test_rounded_frequencies_fall_back(root):
     assert reason.startswith("RoPE's table is not the config's in float32")
 
 
-def test_changed_weights_are_read_again(root):
+def test_changed_weights_are_seen(root):
     model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
     inputs = padded([6])
     before = greedy(model, inputs)
@@ -195,12 +195,10 @@ def test_changed_weights_are_read_again(root):
         norm.weight.div_(2)
         norm.bias.div_(2)
     assert torch.equal(greedy(model, inputs), before)
-    assert_all_ours(model)
     with torch.no_grad():
         norm.weight[3] = float("nan")
-        model(ids)
-    (reason,) = cf_ops.hf.report(model).hugging_face
-    assert reason == "tensor 'gpt_neox.final_layer_norm.weight': expected finite values, got 1 that are not"
+        assert model(ids).logits.isnan().all()
+    assert_all_ours(model)
     with pytest.raises(ValueError, match="expected finite values, got 1"):
         cf_ops.hf.speed_up(cf_ops.hf.restore(model))
 
@@ -213,13 +211,14 @@ def test_restore_gives_methods_and_memory_back(root):
     with torch.no_grad():
         cache = model(ids).past_key_values
     report = cf_ops.hf.report(model)
-    assert report.cache_bytes == cache.cache_bytes > 0 and report.weight_bytes > 0 and not report.in_place
-    assert "copied" in str(report)
+    assert report.cache_bytes == cache.cache_bytes > 0 and report.weight_bytes > 0 and report.in_place
+    assert "read in place" in str(report)
     shared = model._cf_ops._loaded.backend._model
     assert shared.free_slots == 0
     cf_ops.hf.restore(model)
     gc.collect()
     assert shared.free_slots == 1 and cache.cache_bytes == 0 and model.__dict__ == methods
+    assert shared.weight_bytes == 0
     cf_ops.hf.speed_up(model)
     with torch.no_grad():
         model(ids)
@@ -236,4 +235,236 @@ def test_a_model_that_moves_is_read_again(root):
     check_all(root, "neox-d80", model, inputs, on_gpu)
     model.to("cpu")
     assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), on_cpu)
+    assert_all_ours(model)
+
+
+def bits_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def addresses(model):
+    return [p.data_ptr() for p in model.parameters()]
+
+
+def bytes_of(model):
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def large_model():
+    """A model whose weights are many times what else it needs: 0.7 GB of float16."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=4096,
+        hidden_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        intermediate_size=8192,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device(DEVICE):
+        model = transformers.GPTNeoXForCausalLM(config).eval()
+    for parameter in model.parameters():  # half() would round the frequencies of RoPE too
+        parameter.data = parameter.data.half()
+    return model
+
+
+def taken_bytes():
+    """What is not free on the GPU once torch has given back what no tensor has."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "neox-tied"])
+def test_parameters_stay_where_they_are(root, name):
+    """Hugging Face's path computes the same bits before, with and after speed_up, and so do all that use parameters."""
+    model = model_of(root, name)
+    ids = padded([7, 3])["input_ids"].to(DEVICE)
+    parameters, places, state = list(model.parameters()), addresses(model), bits_of(model)
+
+    def theirs():
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).logits
+
+    before = theirs()
+    cf_ops.hf.speed_up(model)
+    generated = greedy(model, padded([7, 3]))
+    assert_all_ours(model)
+    assert torch.equal(theirs(), before)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True)) and addresses(model) == places
+    assert cf_ops.hf.report(model).copied_bytes == 0 and cf_ops.hf.report(model).weight_bytes == bytes_of(model)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert is_tied == (name == "neox-tied")
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    cf_ops.hf.restore(model)
+    assert addresses(model) == places and torch.equal(theirs(), before)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    model.cpu()
+    assert all(torch.equal(tensor, state[key].cpu()) for key, tensor in model.state_dict().items())
+    wide = model.to(device=DEVICE, dtype=torch.float32)
+    assert all(torch.equal(tensor, state[key].float()) for key, tensor in wide.state_dict().items())
+    assert generated.shape == (2, 31)
+
+
+def test_weights_lie_once_on_the_device(root):
+    inputs = padded([6, 3], vocab=4096)
+    batches = [{name: rows[:count] for name, rows in inputs.items()} for count in (1, 2)]
+    model = cf_ops.hf.speed_up(large_model())
+    for batch in batches:
+        greedy(model, batch, new=4)  # loads the kernels
+    del model
+    empty = taken_bytes()
+    model = large_model()
+    weights, loaded, of_torch = bytes_of(model), taken_bytes(), torch.cuda.memory_allocated()
+    assert loaded - empty >= weights
+    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    for batch in batches:
+        torch.cuda.reset_peak_memory_stats()
+        cf_ops.hf.speed_up(model)
+        greedy(model, batch, new=4)
+        assert_all_ours(model)
+        shared = model._cf_ops._loaded.backend._model
+        assert shared.weight_bytes == 0
+        assert taken_bytes() - loaded <= shared.cache_bytes + shared.workspace_bytes + 64e6 < weights / 2
+        assert torch.cuda.memory_allocated() <= of_torch + 1e6
+        assert torch.cuda.max_memory_allocated() <= of_torch + 64e6
+        del shared
+        cf_ops.hf.restore(model)
+        assert taken_bytes() <= loaded + 16e6
+    assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in model.state_dict().items())
+    cf_ops.hf.speed_up(model)
+    greedy(model, inputs, new=2)
+    del model
+    assert taken_bytes() <= empty + 16e6
+
+
+def test_two_models_at_once(root):
+    names = ("neox-d80", "neox-d128")
+    inputs = padded(BATCHES[3])
+    expected = [greedy(cf_ops.hf.speed_up(model_of(root, name)), inputs).tolist() for name in names]
+    first, second = (cf_ops.hf.speed_up(model_of(root, name)) for name in names)
+    inner = []
+
+    def generate_in_between(ids, scores, **_):
+        inner.append(greedy(second, inputs).tolist())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    criteria = transformers.StoppingCriteriaList([generate_in_between])
+    assert greedy(first, inputs, stopping_criteria=criteria).tolist() == expected[0]
+    assert len(inner) == 24 and all(ids == expected[1] for ids in inner)
+    for model in (first, second):
+        assert_all_ours(model)
+    cf_ops.hf.restore(first)
+    del first
+    gc.collect()
+    assert greedy(second, inputs).tolist() == expected[1]
+
+
+def test_processors_see_logits_of_the_gpu(root):
+    """Processors, criteria and streamers get what the model's own forward gives for the same ids."""
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    inputs = padded([6])
+    seen, stopped, streamed = [], [], []
+
+    def processor(ids, scores):
+        seen.append((ids.clone(), scores.clone()))
+        return scores
+
+    def criterion(ids, scores, **_):
+        stopped.append(ids.shape[1])
+        return torch.full((len(ids),), ids.shape[1] == 14, device=ids.device)
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            streamed.extend(value.flatten().tolist())
+
+        def end(self):
+            streamed.append(None)
+
+    out = greedy(
+        model,
+        inputs,
+        logits_processor=transformers.LogitsProcessorList([processor]),
+        stopping_criteria=transformers.StoppingCriteriaList([criterion]),
+        streamer=Streamer(),
+    )
+    assert out.shape == (1, 14) and stopped == list(range(7, 15)) and streamed == [*out[0].tolist(), None]
+    for step, (ids, scores) in enumerate(seen):
+        assert scores.is_cuda and scores.shape == (1, model.config.vocab_size)
+        assert out[0, 6 + step] == scores.argmax()
+        Oracle(weights_of(root, "neox-d80"), ids[0].tolist(), "float16").check_rows(scores.float().cpu().numpy())
+    assert_all_ours(model)
+
+
+def test_no_logits_pass_through_the_host(root, monkeypatch):
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    inputs = on_device(padded(BATCHES[3]))
+    ids = padded([9, 9])["input_ids"].to(DEVICE)
+    copies = []
+    to = torch.Tensor.to
+
+    def watched(self, *args, **kwargs):
+        if self.shape[-1:] == (model.config.vocab_size,) and not self.is_cuda:
+            copies.append(self.shape)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    with torch.no_grad():
+        for out in (model(ids).logits, model(ids, use_cache=False).logits, cf_ops.hf.run(model, ids)[0]):
+            assert out.is_cuda and out.shape == (2, 9, model.config.vocab_size)
+    model.generate(**inputs, max_new_tokens=4, do_sample=True)
+    assert copies == []
+    assert_all_ours(model)
+
+
+def test_calls_are_in_order_with_torchs_stream(root):
+    """On a stream that is late, a call reads what the stream writes before it and not what it writes behind it."""
+    model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+    ids = padded([9])["input_ids"].to(DEVICE)
+    row = ids[0].tolist()  # on the host, so that a call does not wait for it
+    norm = model.gpt_neox.final_layer_norm
+    kept = [p.detach().clone() for p in (norm.weight, norm.bias)]
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.cuda.synchronize()
+        for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
+            with torch.cuda.stream(stream):
+                made = []
+                for factor in (0, 1):
+                    torch.cuda._sleep(50_000_000)
+                    for parameter, values in zip((norm.weight, norm.bias), kept):
+                        parameter.copy_(values * factor)
+                    made.append(cf_ops.hf.run(model, row)[0])
+                    for parameter in (norm.weight, norm.bias):
+                        parameter.fill_(float("nan"))
+                for parameter, values in zip((norm.weight, norm.bias), kept):
+                    parameter.copy_(values)
+            stream.synchronize()
+            assert made[0].abs().max() == 0
+            assert torch.equal(made[1].to(expected.dtype), expected[0])
+        assert torch.equal(model(ids).logits, expected)
+    assert_all_ours(model)
+
+
+def test_a_parameter_amid_a_block_is_copied(root):
+    model = model_of(root, "neox-d80")
+    inputs = padded(BATCHES[3])
+    expected = greedy(cf_ops.hf.speed_up(model), inputs)
+    cf_ops.hf.restore(model)
+    linear = model.gpt_neox.layers[0].mlp.dense_h_to_4h
+    block = torch.empty(linear.weight.numel() + 1, dtype=linear.weight.dtype, device=DEVICE)
+    block[1:] = linear.weight.detach().flatten()
+    linear.weight.data = block[1:].view_as(linear.weight)
+    cf_ops.hf.speed_up(model)
+    assert torch.equal(greedy(model, inputs), expected)
+    report = cf_ops.hf.report(model)
+    assert report.copied_bytes == linear.weight.numel() * linear.weight.element_size() and not report.in_place
+    with torch.no_grad():
+        before = model(inputs["input_ids"].to(DEVICE)).logits
+        linear.weight.zero_()
+        assert not torch.equal(model(inputs["input_ids"].to(DEVICE)).logits, before)
     assert_all_ours(model)

@@ -306,7 +306,7 @@ def test_a_runner_that_fails_hands_over(root, monkeypatch):
     inputs = padded([6, 3, 9])
     ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
     steps = []
-    step = _runner._CoreRunner.step
+    step = _runner._CpuRunner.step
 
     def failing(self, tokens):
         steps.append(tokens)
@@ -314,7 +314,7 @@ def test_a_runner_that_fails_hands_over(root, monkeypatch):
             raise MemoryError("no memory is left")
         return step(self, tokens)
 
-    monkeypatch.setattr(_runner._CoreRunner, "step", failing)
+    monkeypatch.setattr(_runner._CpuRunner, "step", failing)
     out = ours.generate(**inputs, max_new_tokens=20, do_sample=False)
     counted = cf_ops.hf.report(ours)
     assert counted.cf_ops == {"greedy prefill": 1, "greedy step": 4}

@@ -1,11 +1,13 @@
 """What speed_up takes and gives back: memory, methods, copies, threads."""
 
 import copy
+import ctypes
 import gc
 import os
 import pathlib
 import pickle
 import threading
+import types
 import weakref
 
 import pytest
@@ -14,6 +16,8 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
+from cf_ops import _core
+from cf_ops.hf import _runner
 from hf_models import ErrorBound, load, padded
 
 NAME = "neox-d80"
@@ -181,6 +185,189 @@ def test_save_pretrained_writes_the_same_files(root, tmp_path):
     assert "model.safetensors" in files and files == sorted(path.name for path in (tmp_path / "after").iterdir())
     for name in files:
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+
+
+STREAM = 7
+
+
+class StandInModel:
+    """What a backend asks of a model on a GPU, on the CPU."""
+
+    def __init__(self, backend, slots, capacity):
+        self.weights, self.rope_table = backend._weights, backend._rope_table
+        self.slots, self.capacity, self.activation = slots, capacity, self.weights.dtype
+        self.runners, self.is_open = weakref.WeakSet(), True
+
+    @property
+    def free_slots(self):
+        return self.slots - sum(runner.slots for runner in self.runners)
+
+    def close(self):
+        self.is_open = False
+
+
+class StandInRunner:
+    """A runner on the CPU that writes logits to the memory of the caller, as one on a GPU does."""
+
+    def __init__(self, model, slots):
+        self.model, self.slots, self.activation = model, slots, getattr(torch, model.activation)
+        self.runner = _core.Runner(model.weights, slots=slots, capacity=model.capacity, chunk=model.capacity)
+        self.runner.set_rope_table(*(table.numpy() for table in model.rope_table(model.capacity)))
+        self.cache_bytes = self.runner.cache_bytes
+        model.runners.add(self)
+
+    @property
+    def is_open(self):
+        return self.model.is_open
+
+    def write(self, rows, logits):
+        address, dtype, shape = logits
+        assert dtype == self.model.activation and shape == tuple(rows.shape)
+        rows = rows.to(self.activation).contiguous()
+        ctypes.memmove(address, rows.data_ptr(), rows.numel() * rows.element_size())
+
+    def forward_on_device(self, slot, first, ids, logits, stream, taps=()):
+        assert stream == STREAM
+        made, tapped = self.runner.run(slot, first, ids, logits[2][0], list(taps))
+        self.write(torch.from_numpy(made), logits)
+        return tapped
+
+    def step_on_device(self, tokens, logits, stream):
+        assert stream == STREAM
+        self.runner.step(tokens)
+        self.write(torch.stack([torch.from_numpy(self.runner.logits(slot)) for slot, _, _ in tokens]), logits)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Lets speed_up take models of the CPU as it takes those of a GPU. Has the described weights of each backend."""
+    taken = []
+
+    def from_tensors(config, tensors, owner, on_device):
+        assert on_device
+        taken.append(tensors)
+        return _core.Weights.from_tensors(config, tensors, owner)
+
+    class Backend(_runner._CudaBackend):
+        def _make(self, slots, capacity):
+            return StandInModel(self, slots, capacity)
+
+    core = types.SimpleNamespace(
+        check_cuda_device=lambda index: None,
+        WEIGHT_ALIGNMENT=1,
+        Weights=types.SimpleNamespace(from_tensors=from_tensors),
+        Runner=StandInRunner,
+    )
+    monkeypatch.setattr(_runner, "_core", core)
+    monkeypatch.setattr(_runner, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(_runner, "_CpuBackend", lambda *args: Backend(torch.device("cpu"), *args))
+    return types.SimpleNamespace(taken=taken, core=core)
+
+
+def all_outputs(model):
+    """Greedy ids, and the logits of a batch, of its last places, of one place without a cache, and of run()."""
+    ids = padded([5, 5])["input_ids"]
+    seen = []
+    processors = transformers.LogitsProcessorList([lambda ids, scores: (seen.append(scores.clone()), scores)[1]])
+    with torch.no_grad():
+        outputs = [greedy(model, logits_processor=processors), model(ids).logits, model(ids, use_cache=False).logits]
+        logits, taps = cf_ops.hf.run(model, ids, ["layers.0.output"])
+    assert cf_ops.hf.report(model).share == 1 and len(seen) == 12
+    assert logits.dtype == torch.float32 and outputs[1].dtype == outputs[2].dtype == model.dtype
+    return [*outputs, *seen, logits.to(model.dtype), taps["layers.0.output"]]
+
+
+@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "neox-tied"])
+def test_what_a_gpu_is_asked_for(root, name, request):
+    """Addresses of parameters, memory for logits and torch's stream; the tensors that come back are the CPU's."""
+    expected = all_outputs(cf_ops.hf.speed_up(load(root, name)))
+    taken = request.getfixturevalue("stand_in").taken
+    model = load(root, name)
+    parameters = [(p, p.data_ptr()) for p in model.parameters()]
+    outputs = all_outputs(cf_ops.hf.speed_up(model))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert [(p, p.data_ptr()) for p in model.parameters()] == parameters
+    assert [address for tensors in taken for address, _, _ in tensors.values()] == [at for _, at in parameters]
+    report = cf_ops.hf.report(model)
+    assert report.in_place and report.copied_bytes == 0 and "read in place" in str(report)
+    assert report.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_a_gpu_sees_a_parameter_that_changes_in_place(root, stand_in):
+    model = cf_ops.hf.speed_up(load(root, NAME))
+    loaded = model._cf_ops.loaded(model)
+    with torch.no_grad():
+        assert model(INPUTS["input_ids"][:1]).logits.abs().max() > 0
+        model.get_output_embeddings().weight.zero_()
+        assert model(INPUTS["input_ids"][:1]).logits.abs().max() == 0
+    assert model._cf_ops.loaded(model) is loaded and len(stand_in.taken) == 1
+
+
+def test_what_a_gpu_cannot_read_in_place_is_copied(root, stand_in):
+    model = load(root, NAME)
+    expected = all_outputs(cf_ops.hf.speed_up(model))
+    cf_ops.hf.restore(model)
+    norm = model.gpt_neox.final_layer_norm
+    size, alignment = norm.weight.numel(), 256
+    block = torch.empty(2 * alignment + size, dtype=norm.weight.dtype)
+    at = (-block.data_ptr() % alignment) // block.element_size() + 1
+    block[at : at + size] = norm.weight.detach()
+    norm.weight.data = block[at : at + size]
+    assert norm.weight.data_ptr() % alignment == block.element_size()
+    described = {
+        "one": (norm.weight.data_ptr(), "float16", (size,)),
+        "other": (norm.weight.data_ptr() - block.element_size(), "float16", (size,)),
+    }
+    stand_in.core.WEIGHT_ALIGNMENT = alignment
+    other = block[at - 1 :][:size]
+    tensors, owner, copied = _runner.aligned(described, [norm.weight.detach(), other])
+    assert copied == size * block.element_size() and tensors["other"] == described["other"] and owner[1] is other
+    assert tensors["one"] == (owner[0].data_ptr(), "float16", (size,)) and torch.equal(owner[0], norm.weight)
+    assert owner[0].data_ptr() != norm.weight.data_ptr()
+
+    cf_ops.hf.speed_up(model)
+    assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
+    report = cf_ops.hf.report(model)
+    assert not report.in_place and report.copied_bytes >= copied and "of them copied" in str(report)
+    loads = len(stand_in.taken)
+    with torch.no_grad():
+        norm.weight.zero_()
+        norm.bias.zero_()
+        assert model(INPUTS["input_ids"][:1]).logits.abs().max() == 0
+    assert len(stand_in.taken) == loads + 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_gpu_takes_no_value_that_is_not_finite(root, stand_in, value):
+    model = load(root, NAME)
+    with torch.no_grad():
+        model.gpt_neox.layers[1].attention.dense.weight[2, 3] = float(value)
+    name = "gpt_neox.layers.1.attention.dense.weight"
+    with pytest.raises(ValueError, match=f"tensor '{name}': expected finite values, got 1 that are not"):
+        cf_ops.hf.speed_up(model)
+
+
+def test_restore_ends_a_gpus_model(root, stand_in):
+    model = load(root, NAME)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    addresses = [p.data_ptr() for p in model.parameters()]
+    cf_ops.hf.speed_up(model)
+    with torch.no_grad():
+        cache = model(INPUTS["input_ids"]).past_key_values
+    theirs = weakref.ref(model._cf_ops._loaded.backend._model)
+    assert theirs().free_slots == 0 and cache.cache_bytes > 0
+    cf_ops.hf.restore(model)
+    gc.collect()
+    assert theirs() is None and cache.cache_bytes == 0
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    cf_ops.hf.speed_up(model)
+    with torch.no_grad():
+        model(INPUTS["input_ids"])
+    parameter, theirs = weakref.ref(model.get_output_embeddings().weight), weakref.ref(model._cf_ops._loaded.backend)
+    del model, cache
+    gc.collect()
+    assert theirs() is None and parameter() is None
 
 
 class TestCache:

@@ -27,15 +27,18 @@ def speed_up(model: Model) -> Model:
     """Lets a loaded ``GPTNeoXForCausalLM`` run on cf_ops, and returns the same object.
 
     Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
-    sequence or a batch with left padding. On a CPU weights are read where torch keeps them, so there is no second copy.
+    sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy, and a
+    parameter that is changed in place is seen by the next call; what a cache holds was made with the values before.
     Sums are made in float32 whatever the weights' dtype; logits come back in the dtype that Hugging Face returns, on the
     model's device.
 
-    On a GPU cf_ops has a copy of the weights beside torch's. It is made within the device when the first call comes, and
-    again for another number of sequences, for more tokens than a call had before, and after a parameter was changed in
-    place. One cache of keys and values is shared: where several of its users live and its slots do not suffice, they
-    make their entries again from their ids. Logits come back by way of the host's memory. RoPE's table is the library's
-    own; a model whose table differs, such as after ``model.half()``, stays on Hugging Face's path.
+    On a GPU a call comes after all that torch's current stream has to do, and before all that is put there later: what
+    other streams write into a parameter is yours to order. Logits are tensors of the GPU, which no call waits for. A
+    parameter that does not begin at a multiple of 256 bytes, such as a slice of a larger tensor, has a copy, which is
+    made again after a parameter was changed in place; `report` counts its bytes. One cache of keys and values is
+    shared: where several of its users live and its slots do not suffice, they make their entries again from their ids.
+    RoPE's table is the library's own; a model whose table differs, such as after ``model.half()``, stays on Hugging
+    Face's path.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
     once, and `report` counts the calls of each.

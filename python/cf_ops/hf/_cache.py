@@ -80,8 +80,9 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         return 0 if runner is None else runner.cache_bytes
 
     def free(self) -> None:
-        """Gives the runner's memory back. The next `forward` makes the entries again."""
+        """Gives the runner's memory back, and what the backend has. The next `forward` makes the entries again."""
         self._runner = None
+        self._loaded = None
 
     def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
         """Appends ids to each sequence; the logits (batch, rows, vocab) of the last places, zero at padding. Where it
@@ -94,13 +95,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
                     steps = [(slot, new[0], len(before[slot])) for slot, new in enumerate(ids)]
                     logits = runner.step(steps)[:, None]
                 else:
-                    logits = stack_rows(
-                        [
-                            runner.forward(slot, len(before[slot]), new, min(rows, len(new)))
-                            for slot, new in enumerate(ids)
-                        ],
-                        rows,
-                    )
+                    logits = logits_of(runner, [len(sequence) for sequence in before], ids, rows)
             except BaseException:
                 self.free()
                 raise
@@ -121,7 +116,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         runner = loaded.backend.runner(len(before), self._capacity)
         for slot, ids in enumerate(before):
             if ids:
-                runner.forward(slot, 0, ids, 0)
+                runner.forward(slot, 0, ids, runner.new_logits(0))
         self._runner = runner
         return runner
 
@@ -226,11 +221,15 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         raise TypeError("a cache of cf_ops cannot be pickled: its entries lie with the runner")
 
 
-def stack_rows(logits: list[Tensor], rows: int) -> Tensor:
-    """(batch, rows, vocab) of each sequence's last rows, zero where a sequence has fewer."""
-    if all(one.shape[0] == rows for one in logits):
-        return torch.stack(logits)
-    return torch.stack([torch.nn.functional.pad(one, (0, 0, rows - one.shape[0], 0)) for one in logits])
+def logits_of(runner: Runner, first: list[int], ids: list[list[int]], rows: int, has_slots: bool = True) -> Tensor:
+    """Gives each sequence the entries of its `ids` from position `first` on, in a slot of its own, or one after the
+    other in slot 0; the logits (batch, rows, vocab) of the last rows, zero where a sequence has fewer."""
+    logits = runner.new_logits(len(ids), rows)
+    for row, new in enumerate(ids):
+        padding = max(rows - len(new), 0)
+        logits[row, :padding] = 0
+        runner.forward(row if has_slots else 0, first[row], new, logits[row, padding:])
+    return logits
 
 
 def _seq_length(cache: Any) -> int:

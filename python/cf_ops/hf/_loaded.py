@@ -81,7 +81,7 @@ class Loaded:
 
     def _value_versions(self) -> tuple[int, ...]:
         """Torch's counters of changes in place, where they matter. Tensors of inference mode have none."""
-        if self.backend is None or self.backend.reads_in_place:
+        if self.backend is None or self.backend.copied_bytes == 0:
             return ()
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
 

@@ -18,7 +18,7 @@ from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, un
 from transformers.cache_utils import DynamicCache  # type: ignore[import-not-found, unused-ignore]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops.hf._cache import TAKES_CACHES, NeoXCache, stack_rows
+from cf_ops.hf._cache import TAKES_CACHES, NeoXCache, logits_of
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
 from cf_ops.hf._runner import Tensor
@@ -136,7 +136,7 @@ class Patch:
         return self._counts.report(
             0 if backend is None else backend.weight_bytes,
             sum(cache.cache_bytes for cache in list(self._caches)),
-            backend is None or backend.reads_in_place,
+            0 if backend is None else backend.copied_bytes,
         )
 
     @contextmanager
@@ -271,8 +271,7 @@ class Patch:
         try:
             if not call.use_cache:
                 runner = loaded.backend.runner(1, max(map(len, call.ids)))
-                rows = [runner.forward(0, 0, ids, min(call.rows, len(ids))) for ids in call.ids]
-                return stack_rows(rows, call.rows), None
+                return logits_of(runner, [0] * len(call.ids), call.ids, call.rows, has_slots=False), None
             cache = call.cache
             if cache is None:
                 places = max(pad + len(ids) for pad, ids in zip(call.pads, call.ids))
@@ -432,9 +431,11 @@ def run(model: Model, ids: Any, taps: list[str]) -> tuple[Tensor, dict[str, Tens
     count = int(tokens.shape[-1])
     device = model.get_output_embeddings().weight.device
     runner = loaded.backend.runner(1, count)
-    made = [runner.run(0, 0, row, count, taps) for row in tokens.reshape(-1, count).tolist()]
-    logits = torch.stack([one for one, _ in made]).to(device)
-    tapped = {name: torch.stack([one[name] for _, one in made]).to(device) for name in taps}
+    rows = tokens.reshape(-1, count).tolist()
+    own = runner.new_logits(len(rows), count)
+    made = [runner.run(0, 0, row, its_logits, taps) for row, its_logits in zip(rows, own)]
+    logits = own.float()
+    tapped = {name: torch.stack([one[name] for one in made]).to(device) for name in taps}
     if tokens.dim() == 2:
         return logits, tapped
     return logits[0], {name: tap[0] for name, tap in tapped.items()}

@@ -16,16 +16,21 @@ class Report:
     cf_ops: calls on cf_ops by what they were: ``"greedy prefill"``, ``"greedy step"``, ``"sampled prefill"``,
         ``"sampled step"`` inside ``generate()``; ``"forward prefill"``, ``"forward step"`` outside.
     hugging_face: calls on Hugging Face's path by reason.
-    weight_bytes: the parameters that cf_ops reads: in place on a CPU, as a copy of its own on a GPU.
+    weight_bytes: the parameters that cf_ops reads, where torch keeps them.
     cache_bytes: what the living caches of cf_ops take.
-    in_place: whether the parameters are read where torch keeps them.
+    copied_bytes: those of the parameters that cf_ops has a copy of, since they begin where a GPU's kernels cannot read.
     """
 
     cf_ops: dict[str, int]
     hugging_face: dict[str, int]
     weight_bytes: int
     cache_bytes: int
-    in_place: bool = True
+    copied_bytes: int = 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all parameters are read where torch keeps them."""
+        return self.copied_bytes == 0
 
     @property
     def share(self) -> float:
@@ -39,7 +44,7 @@ class Report:
         lines = [f"{path:<12}  {count:>8}  {what}" for path, what, count in rows]
         lines.append(
             f"{self.share:.1%} of calls on cf_ops; weights {self.weight_bytes} bytes, "
-            f"{'read in place' if self.in_place else 'copied'}; "
+            f"{'read in place' if self.in_place else f'{self.copied_bytes} of them copied'}; "
             f"caches {self.cache_bytes} bytes"
         )
         return "\n".join(lines)
@@ -63,6 +68,6 @@ class Counts:
             self._theirs[reason] += 1
             return self._theirs[reason] == 1
 
-    def report(self, weight_bytes: int, cache_bytes: int, in_place: bool) -> Report:
+    def report(self, weight_bytes: int, cache_bytes: int, copied_bytes: int) -> Report:
         with self._lock:
-            return Report(dict(self._ours), dict(self._theirs), weight_bytes, cache_bytes, in_place)
+            return Report(dict(self._ours), dict(self._theirs), weight_bytes, cache_bytes, copied_bytes)

@@ -10,7 +10,8 @@ import numpy as np
 import torch  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops import _core, ops
-from cf_ops._device import device_model
+from cf_ops._device import current_stream, device_model
+from cf_ops._tensors import torch_name
 from cf_ops.model import MOST_SLOTS
 
 Tensor = Any
@@ -24,7 +25,8 @@ _ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so tha
 
 
 class Runner(Protocol):
-    """A model with a cache of `slots` sequences on one device. Logits are float32 tensors in the memory of the host."""
+    """A model with a cache of `slots` sequences on one device. Logits are tensors there: float32 on a CPU, and on a GPU
+    of the parameters' dtype, behind what torch's current stream has to do."""
 
     @property
     def cache_bytes(self) -> int: ...
@@ -33,16 +35,18 @@ class Runner(Protocol):
     def is_open(self) -> bool:
         """Whether the runner has its cache still. A backend may take it for another runner."""
 
-    def forward(self, slot: int, first: int, ids: list[int], rows: int) -> Tensor:
-        """Gives a slot the entries of `ids` from position `first` on; the logits (rows, vocab) of the last `rows`."""
+    def new_logits(self, *shape: int) -> Tensor:
+        """Memory for logits, (*shape, vocab), without values."""
+
+    def forward(self, slot: int, first: int, ids: list[int], logits: Tensor) -> None:
+        """Gives a slot the entries of `ids` from position `first` on. `logits`, a part of what new_logits() made, gets
+        those of the last ids, as many as it has rows."""
 
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         """Appends (slot, id, position) to each slot in one pass; the logits (tokens, vocab)."""
 
-    def run(
-        self, slot: int, first: int, ids: list[int], rows: int, taps: list[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What `forward` does, and the taps (ids, ...) by name."""
+    def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
+        """What `forward` does; the taps (ids, ...) by name, in the memory of the host."""
 
 
 class Backend(Protocol):
@@ -52,8 +56,8 @@ class Backend(Protocol):
     def weight_bytes(self) -> int: ...
 
     @property
-    def reads_in_place(self) -> bool:
-        """Whether runners read the parameters themselves, so that a value changed in place needs no reload."""
+    def copied_bytes(self) -> int:
+        """The bytes of the parameters that runners read a copy of, so that a value changed in place needs a reload."""
 
     def runner(self, slots: int, capacity: int) -> Runner: ...
 
@@ -71,7 +75,7 @@ def backend_for(
 
 
 class _CpuBackend:
-    reads_in_place = True
+    copied_bytes = 0
 
     def __init__(
         self, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
@@ -87,28 +91,26 @@ class _CpuBackend:
         runner = _core.Runner(self._weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
         runner.set_rope_table(cos.numpy(), sin.numpy())
-        return _CoreRunner(runner)
+        return _CpuRunner(runner, int(self._weights.config["vocab_size"]))
 
 
 class _CudaBackend:
-    """A model on a GPU, whose slots the runners share.
-
-    The device has one copy of the weights beside torch's own. It is made from them by a copy within the device when a
-    runner first needs it, and again where a runner needs other sizes.
-    """
-
-    reads_in_place = False
+    """A model on a GPU, whose slots the runners share. It reads the parameters where torch keeps them, in the layout
+    that they have there. A parameter that begins where kernels cannot read it has a copy."""
 
     def __init__(
         self, device: Any, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
     ) -> None:
         _core.check_cuda_device(device.index)
         for name, tensor in zip(tensors, owner, strict=True):
-            if not bool(torch.isfinite(tensor).all()):
+            # aminmax() keeps NaN, and needs no memory beside the tensor.
+            if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
                 count = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"tensor '{name}': expected finite values, got {count} that are not")
         self._device = device
+        tensors, owner, self.copied_bytes = aligned(tensors, owner)
         self._weights = _core.Weights.from_tensors(config, tensors, owner, on_device=True)
+        self._vocab_size = int(self._weights.config["vocab_size"])
         self._rope_table = rope_table
         self._lock = threading.Lock()
         self._model: _core.DeviceModel | None = None
@@ -122,7 +124,8 @@ class _CudaBackend:
         with self._lock:
             entries = -(-capacity // _ENTRIES) * _ENTRIES
             self._check_rope_table(entries)
-            return _CoreRunner(_core.Runner(self._model_for(slots, entries), slots=slots))
+            model = self._model_for(slots, entries)
+            return _CudaRunner(_core.Runner(model, slots=slots), self._device, model.activation, self._vocab_size)
 
     def _model_for(self, slots: int, capacity: int) -> _core.DeviceModel:
         """A model that has so many free slots. While no other runner lives it has no more of them, so that the bits of a
@@ -136,7 +139,6 @@ class _CudaBackend:
             model.close()
             self._model = None
         shared = (held + slots, capacity if model is None else max(capacity, model.capacity))
-        torch.cuda.synchronize(self._device)  # what torch still writes into the parameters
         try:
             self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
         except MemoryError:
@@ -171,8 +173,22 @@ class _CudaBackend:
         self._checked_positions = positions
 
 
+def aligned(
+    tensors: dict[str, Described], owner: Sequence[Tensor]
+) -> tuple[dict[str, Described], list[Tensor], int]:
+    """The same tensors, with a copy of each that begins where a GPU's kernels cannot read it, such as a slice of a
+    larger tensor; and the bytes of the copies. What torch allocates by itself begins at a multiple of 512 bytes."""
+    described, kept, copied = dict(tensors), list(owner), 0
+    for place, (name, (address, dtype, shape)) in enumerate(tensors.items()):
+        if address % _core.WEIGHT_ALIGNMENT:
+            kept[place] = owner[place].clone()
+            described[name] = (kept[place].data_ptr(), dtype, shape)
+            copied += kept[place].numel() * kept[place].element_size()
+    return described, kept, copied
+
+
 class _CoreRunner:
-    """A runner of the compiled part, on either device: its arrays lie on the host."""
+    """A runner of the compiled part."""
 
     def __init__(self, runner: _core.Runner) -> None:
         self._runner = runner
@@ -185,15 +201,58 @@ class _CoreRunner:
     def is_open(self) -> bool:
         return self._runner.is_open
 
-    def forward(self, slot: int, first: int, ids: list[int], rows: int) -> Tensor:
-        return torch.from_numpy(self._runner.forward(slot, first, ids, rows))
+
+class _CpuRunner(_CoreRunner):
+    def __init__(self, runner: _core.Runner, vocab_size: int) -> None:
+        super().__init__(runner)
+        self._vocab_size = vocab_size
+
+    def new_logits(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, self._vocab_size)
+
+    def forward(self, slot: int, first: int, ids: list[int], logits: Tensor) -> None:
+        logits.copy_(torch.from_numpy(self._runner.forward(slot, first, ids, len(logits))))
 
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         self._runner.step(tokens)
         return torch.stack([torch.from_numpy(self._runner.logits(slot)) for slot, _, _ in tokens])
 
-    def run(
-        self, slot: int, first: int, ids: list[int], rows: int, taps: list[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, made = self._runner.run(slot, first, ids, rows, taps)
-        return torch.from_numpy(logits), {name: torch.from_numpy(tap) for name, tap in made.items()}
+    def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
+        made, tapped = self._runner.run(slot, first, ids, len(logits), taps)
+        logits.copy_(torch.from_numpy(made))
+        return {name: torch.from_numpy(tap) for name, tap in tapped.items()}
+
+
+class _CudaRunner(_CoreRunner):
+    """Logits stay on the device: the compiled part copies them there into tensors of torch's, in order with torch's
+    current stream. No call waits for them."""
+
+    def __init__(self, runner: _core.Runner, device: Any, dtype: str, vocab_size: int) -> None:
+        super().__init__(runner)
+        self._device = device
+        self._dtype = getattr(torch, dtype)
+        self._vocab_size = vocab_size
+
+    def new_logits(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, self._vocab_size, dtype=self._dtype, device=self._device)
+
+    def forward(self, slot: int, first: int, ids: list[int], logits: Tensor) -> None:
+        self._runner.forward_on_device(slot, first, ids, self._described(logits), self._stream)
+
+    def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
+        logits = self.new_logits(len(tokens))
+        self._runner.step_on_device(tokens, self._described(logits), self._stream)
+        return logits
+
+    def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
+        made = self._runner.forward_on_device(slot, first, ids, self._described(logits), self._stream, taps)
+        return {name: torch.from_numpy(tap) for name, tap in made.items()}
+
+    @property
+    def _stream(self) -> int:
+        return current_stream(self._device.index)
+
+    @staticmethod
+    def _described(logits: Tensor) -> Described:
+        assert logits.is_contiguous()
+        return logits.data_ptr(), torch_name(logits.dtype), tuple(logits.shape)
