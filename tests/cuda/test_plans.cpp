@@ -175,6 +175,7 @@ Launch rope_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
   const RopePlan plan = rope_plan(arch, w.tokens(), heads, m.head_dim(), m.rotary_dim, 8);
   return {.grid = {w.tokens(), plan.blocks.blocks, 1},
           .threads = plan.blocks.threads,
+          .blocks_per_sm = rope_blocks_per_sm(plan.heads),
           .items = heads * 3 * plan.vectors,
           .sharers = plan.blocks.blocks,
           .share = [=](std::int64_t block) {

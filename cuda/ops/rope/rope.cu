@@ -14,7 +14,7 @@ struct RowsOfTokens {
 };
 
 template <class T, int Heads>
-__global__ void __launch_bounds__(kTokenThreads, kRopeBlocksPerSm)
+__global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
     rope_kernel(const __grid_constant__ ops::Rope::Args a, const __grid_constant__ RopePlan plan) {
   rope_unit<T, Heads>(a, plan, RowsOfTokens<T>{a});
 }

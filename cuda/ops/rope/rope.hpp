@@ -39,16 +39,17 @@ struct RopePlan {
   }
 };
 
-/// Blocks of the kernels that an SM has registers for at least: half of an H200's threads.
-inline constexpr int kRopeBlocksPerSm = 6;
+/// Blocks that an SM has registers for at least, by the heads of a group.
+constexpr int rope_blocks_per_sm(int heads) { return heads == 1 ? 8 : 6; }
 
-/// One head a group while all threads are resident at once: the time of a decode step is that of one unit. The
-/// kernels' registers leave room for half of an SM's threads. Four otherwise: more loads in flight for each thread.
+/// One head a group while all threads are resident at once: the time of a decode step is that of one unit. Four
+/// otherwise: more loads in flight for each resident thread.
 constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim,
                              std::int64_t rotary_dim, int elements_in_16_bytes) {
   const std::int64_t vectors = head_dim / elements_in_16_bytes,
                      turning = (rotary_dim + 2 * elements_in_16_bytes - 1) / (2 * elements_in_16_bytes) * 2;
-  const bool resident = tokens * heads * 3 * vectors <= std::int64_t(arch.sm_count) * arch.threads_per_sm / 2;
+  const bool resident =
+      tokens * heads * 3 * vectors <= std::int64_t(arch.sm_count) * rope_blocks_per_sm(1) * kTokenThreads;
   RopePlan p{.heads = resident ? 1 : 4,
              .groups = int(resident ? heads : (heads + 3) / 4),
              .vectors = int(vectors),

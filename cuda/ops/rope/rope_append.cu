@@ -28,8 +28,9 @@ struct RowsOfCache {
 };
 
 template <class T, int Heads>
-__global__ void __launch_bounds__(kTokenThreads) rope_append_kernel(const __grid_constant__ ops::RopeAppend::Args a,
-                                                                    const __grid_constant__ RopePlan plan, int q_len) {
+__global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
+    rope_append_kernel(const __grid_constant__ ops::RopeAppend::Args a, const __grid_constant__ RopePlan plan,
+                       int q_len) {
   rope_unit<T, Heads>(a, plan, RowsOfCache<T>{a, q_len});
 }
 
