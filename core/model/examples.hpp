@@ -35,6 +35,11 @@ inline Example<Rope> make(For<Rope>, Model m, Load w) {
 inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity()}, {}};
 }
+inline Example<RopeAppend> make(For<RopeAppend>, Model m, Load w) {
+  return {{w.batch, w.q_len, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim, m.shape.max_positions,
+           w.cache_capacity()},
+          {}};
+}
 inline Example<LnQkv> make(For<LnQkv>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim,
            m.shape.max_positions, w.cache_capacity()},

@@ -36,10 +36,7 @@ struct KvAppend {
   static Status check(const Args& a) {
     CF_TRY(check_tensors<KvAppend>(a));
     const Dims d = dims(a);
-    if (d.q_len > d.capacity)
-      return bad_argument(
-          name, "q_len must be at most capacity " + std::to_string(d.capacity) + ", got " + std::to_string(d.q_len));
-    return {};
+    return check_q_len(name, d.q_len, d.capacity);
   }
   static Cost cost(const Dims& d, DType activation, DType) {
     const double elements = double(d.batch * d.q_len * d.kv_heads * d.head_dim);
@@ -47,6 +44,13 @@ struct KvAppend {
   }
   /// A copy: the bits are the input's.
   static Budget budget(const Dims&, Precision, Condition = {}) { return {}; }
+
+  /// Refuses more new tokens than the cache has room for.
+  static Status check_q_len(std::string_view op, std::int64_t q_len, std::int64_t capacity) {
+    if (q_len <= capacity) return {};
+    return bad_argument(
+        op, "q_len must be at most capacity " + std::to_string(capacity) + ", got " + std::to_string(q_len));
+  }
 };
 
 }  // namespace cf::ops

@@ -66,13 +66,8 @@ struct LnQkv {
     CF_TRY(Linear::check_linear(name, d.out(), d.hidden, a.linear));
     CF_TRY(check_tensors<LnQkv>(a));
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
-    if (d.rotary_dim > d.head_dim)
-      return bad_argument(name, "rotary_dim must be at most head_dim " + std::to_string(d.head_dim) + ", got " +
-                                    std::to_string(d.rotary_dim) + " from the table's shape");
-    if (d.q_len > d.capacity)
-      return bad_argument(
-          name, "q_len must be at most capacity " + std::to_string(d.capacity) + ", got " + std::to_string(d.q_len));
-    return {};
+    CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
+    return KvAppend::check_q_len(name, d.q_len, d.capacity);
   }
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out()),

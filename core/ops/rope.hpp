@@ -38,10 +38,7 @@ struct Rope {
   static Status check(const Args& a) {
     CF_TRY(check_tensors<Rope>(a));
     const Dims d = dims(a);
-    if (d.rotary_dim > d.head_dim)
-      return bad_argument(name, "rotary_dim must be at most head_dim " + std::to_string(d.head_dim) + ", got " +
-                                    std::to_string(d.rotary_dim) + " from the table's shape");
-    return {};
+    return check_rotary_dim(name, d.head_dim, d.rotary_dim);
   }
   static Cost cost(const Dims& d, DType activation, DType) {
     const double n = double(d.tokens) * double(d.heads), token_rows = double(d.tokens);
@@ -54,6 +51,12 @@ struct Rope {
   static void table_tensors(std::int64_t rows, std::int64_t rotary_dim, A& a, F&& f) {
     f(TensorSpec{Role::cosine, "cos"}, a.cos, extents(rows, rotary_dim / 2));
     f(TensorSpec{Role::sine, "sin"}, a.sin, extents(rows, rotary_dim / 2));
+  }
+  /// Refuses a table that is wider than a head.
+  static Status check_rotary_dim(std::string_view op, std::int64_t head_dim, std::int64_t rotary_dim) {
+    if (rotary_dim <= head_dim) return {};
+    return bad_argument(op, "rotary_dim must be at most head_dim " + std::to_string(head_dim) + ", got " +
+                                std::to_string(rotary_dim) + " from the table's shape");
   }
 };
 

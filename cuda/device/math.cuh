@@ -1,6 +1,7 @@
 #pragma once
 // Arithmetic that kernels share. Functions with CF_HD are compiled for the host, too, where their tests run.
 #include <cmath>
+#include <cstdint>
 
 #include "core/host_device.hpp"
 
@@ -31,6 +32,12 @@ CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
   const float turned = fmaf(a, cos, -(b * sin));
   b = fmaf(b, cos, a * sin);
   a = turned;
+}
+
+/// The entry of its sequence's cache that the nth of a sequence's q_len new tokens goes to: kv_len counts the entries
+/// after the append. -1 where the cache has no room for such a kv_len.
+CF_HD inline int new_entry(int kv_len, int q_len, int nth, std::int64_t capacity) {
+  return kv_len < q_len || kv_len > capacity ? -1 : kv_len - q_len + nth;
 }
 
 /// 2^x. A device computes it by its exponential unit, to two units in the last place; results below 2^-126 are 0 there.

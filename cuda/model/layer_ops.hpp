@@ -1,7 +1,10 @@
 #pragma once
 // The ops of a layer as a graph has them, without CUDA's headers. Private to cuda/model.
+#include <type_traits>
+
 #include "core/model/layer.hpp"
 #include "core/ops/ln_qkv.hpp"
+#include "core/ops/rope_append.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/launch_list.hpp"
 
@@ -19,15 +22,31 @@ LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
 bool is_part_of_ln_qkv(const Site& s);
 ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 
+/// A visitor for a walk over sites: it calls f(site, args) with rope_append, at kv_append, in the place of rotary_emb and
+/// of kv_append behind it. Nothing then writes k and v.
+template <class F>
+auto with_rope_append(F f) {
+  return [f, rope = ops::Rope::Args{}]<class Args>(const auto& site, const Args& args) mutable -> Status {
+    if constexpr (std::is_same_v<Args, ops::Rope::Args>) {
+      rope = args;
+      return {};
+    } else if constexpr (std::is_same_v<Args, ops::KvAppend::Args>) {
+      return f(site, ops::RopeAppend::of_parts(rope, args));
+    } else {
+      return f(site, args);
+    }
+  };
+}
+
 /// Calls f(args, mode) for every op of a layer, in order, and stops at the first Status that is not ok: for_each_site()
-/// with ln_qkv in the place of its parts where it takes the tokens.
+/// with ln_qkv in the place of its parts where it takes the tokens, and else with rope_append in the place of its own.
 template <class F>
 Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const LayerOps ops = layer_ops(arch, m, w, t);
   if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
-  return for_each_site(m, w, t, [&](const Site& site, const auto& args) {
-    return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
-  });
+  return for_each_site(m, w, t, with_rope_append([&](const Site& site, const auto& args) {
+                         return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
+                       }));
 }
 
 }  // namespace cf::cuda

@@ -3,6 +3,7 @@
 
 #include "core/model/taps.hpp"
 #include "cuda/graph/capture.hpp"
+#include "cuda/model/layer_ops.hpp"
 #include "cuda/model/model_state.hpp"
 
 namespace cf::cuda {
@@ -11,7 +12,7 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
   const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
   const auto record = [&](DataflowCapture& graph) {
     return for_each_model_site(
-        spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+        spec, weights.model_weights(), t, with_rope_append([&](const ModelSite& site, const auto& args) -> Status {
           const LaunchMode mode{.early = true};
           if (site.site.name != site::final_layer_norm.name) return name_site(site, graph.run(args, mode));
           // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
@@ -19,7 +20,7 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
           CF_TRY(name_site(site, prepare(args, launches)));
           const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};
           return graph.add(reads, writes, launches, mode);
-        });
+        }));
   };
   return capture_dataflow(context, record, workspace.scratch());
 }
@@ -65,7 +66,7 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   std::vector<LaunchList> parts;
   std::int64_t layer = -1;
   parts.emplace_back(context, workspace.scratch());
-  CF_TRY(for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+  const auto add = [&](const ModelSite& site, const auto& args) -> Status {
     if (site.layer != layer) {
       layer = site.layer;
       CF_TRY(parts.back().submit(stream.get(), mode));
@@ -73,7 +74,8 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
     }
     parts.back().set_label(site.site.name.data());  // a literal, which ends in a zero byte
     return name_site(site, prepare(args, parts.back()));
-  }));
+  };
+  CF_TRY(for_each_model_site(spec, weights.model_weights(), t, with_rope_append(add)));
   CF_TRY(parts.back().submit(stream.get(), mode));
   constexpr std::size_t most_passes = 64;
   if (passes.size() == most_passes) passes.clear();

@@ -54,6 +54,7 @@ __all__ = [
     "ln_qkv_heads",
     "residual_layernorm",
     "rope",
+    "rope_append",
     "rope_table",
 ]
 
@@ -427,6 +428,23 @@ def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
 def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Returns nothing, and writes k_cache and v_cache in place."""
     _call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
+
+
+@_op
+def rope_append(
+    qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> T:
+    """Returns q, and writes k_cache and v_cache in place."""
+    tensors: _Tensors = {
+        "qkv": qkv,
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+        "kv_len": kv_len,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    return _call("rope_append", qkv, tensors).run()[0]
 
 
 @_op

@@ -31,6 +31,7 @@ __all__ = [
     "linear_gptq",
     "ln_qkv",
     "rope",
+    "rope_append",
 ]
 
 # Registrations last as long as their library.
@@ -108,6 +109,12 @@ kv_append = _register(
     "kv_append(Tensor k, Tensor v, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
     ops.kv_append,
     lambda *_: None,
+)
+rope_append = _register(
+    "rope_append(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor kv_len, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache) -> Tensor",
+    ops.rope_append,
+    lambda qkv, *_: _heads_of_qkv(qkv)[0],
 )
 ln_qkv = _register(
     "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, "

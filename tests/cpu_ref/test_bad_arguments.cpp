@@ -133,6 +133,10 @@ TEST_CASE("Indices out of bounds are refused", "[bad]") {
     set(append, "kv_len", kv_len);
     check_refused(append, Code::invalid_argument,
                   {"kv_append: 'kv_len'[1] must be 1 to 6", "got " + std::to_string(kv_len)});
+    Problem<ops::RopeAppend> rope_append(kSetup);
+    set(rope_append, "kv_len", kv_len);
+    check_refused(rope_append, Code::invalid_argument,
+                  {"rope_append: 'kv_len'[1] must be 1 to 6", "got " + std::to_string(kv_len)});
   }
   for (std::int32_t kv_len : {0, -1, 6}) {
     Problem<ops::Attention> attention(kSetup);
@@ -145,6 +149,10 @@ TEST_CASE("Indices out of bounds are refused", "[bad]") {
     set(rope, "positions", position);
     check_refused(rope, Code::invalid_argument,
                   {"rope: 'positions'[1] must be 0 to 63", "got " + std::to_string(position)});
+    Problem<ops::RopeAppend> rope_append(kSetup);
+    set(rope_append, "positions", position);
+    check_refused(rope_append, Code::invalid_argument,
+                  {"rope_append: 'positions'[1] must be 0 to 63", "got " + std::to_string(position)});
   }
   for (std::int32_t id : {-1, 37}) {
     Problem<ops::Embedding> embedding(kSetup);
@@ -159,6 +167,8 @@ TEST_CASE("A table wider than a head is refused", "[bad]") {
   s.model.rotary_dim = 18;
   Problem<ops::Rope> p(s);
   check_refused(p, Code::invalid_argument, {"rope: rotary_dim must be at most head_dim 16, got 18"});
+  Problem<ops::RopeAppend> append(s);
+  check_refused(append, Code::invalid_argument, {"rope_append: rotary_dim must be at most head_dim 16, got 18"});
 }
 
 TEST_CASE("Query heads that kv_heads does not divide are refused", "[bad]") {
@@ -183,9 +193,23 @@ TEST_CASE("Keys and values of different kv heads are refused", "[bad]") {
   check_refused(p, Code::invalid_argument, {"attention: 'v_cache' has shape (2, 2, 6, 16), expected (2, 1, 6, 16)"});
 }
 
+TEST_CASE("rope_append refuses a cache of fewer heads than qkv has", "[bad]") {
+  for (auto [name, refused] :
+       {std::pair{"k_cache", &ops::RopeAppend::Args::k_cache}, {"v_cache", &ops::RopeAppend::Args::v_cache}}) {
+    Problem<ops::RopeAppend> p(kSetup);
+    (p.args().*refused).shape[1] = 1;
+    check_refused(p, Code::invalid_argument,
+                  {"rope_append: '", name, "' has shape (2, 1, 6, 16), expected (2, 2, 6, 16)"});
+  }
+}
+
 TEST_CASE("More new tokens than the cache holds are refused", "[bad]") {
   Problem<ops::KvAppend> p(kSetup, {{.batch = 1, .q_len = 4, .kv_heads = 2, .head_dim = 16, .capacity = 3}, {}});
   check_refused(p, Code::invalid_argument, {"kv_append: q_len must be at most capacity 3, got 4"});
+  auto sizes = example_of<ops::RopeAppend>(kSetup);
+  sizes.first.q_len = 7;
+  Problem<ops::RopeAppend> rope_append(kSetup, sizes);
+  check_refused(rope_append, Code::invalid_argument, {"rope_append: q_len must be at most capacity 6, got 7"});
 }
 
 TEST_CASE("A residual goes with its epilogue and with nothing else", "[bad]") {

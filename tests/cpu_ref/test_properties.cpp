@@ -1,6 +1,8 @@
 // Properties that hold for all numbers, which no reference is needed for.
 #include <omp.h>
 
+#include <cstring>
+
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/simd/kernels.hpp"
@@ -185,6 +187,38 @@ TEST_CASE("Attention's compulsory bytes count each kv head once", "[cost][attent
   const Setup s = grouped_setup(24, 3, 128, {2, 3, 100, 0}, DType::f16);
   CHECK(ops::KvAppend::cost(example_of<ops::KvAppend>(s).first, DType::f16, DType::f16).bytes ==
         2 * 4 * (2 * 3 * 3 * 128) + 2 * 4);
+}
+
+TEST_CASE("rope_append is rope's q, and rope's k and v behind the caches' old entries", "[property][rope]") {
+  Setup s = kSetup;
+  s.load = {.batch = 3, .q_len = 2, .kv_len = 9, .capacity = 11};
+  Problem<ops::RopeAppend> fused(s), untouched(s);
+  Problem<ops::Rope> rope(s);
+  std::memcpy(data_of(rope, "qkv"), data_of(fused, "qkv"), std::size_t(fused.args().qkv.bytes()));
+  require_run(fused);
+  require_run(rope);
+  CHECK(std::memcmp(data_of(fused, "q"), data_of(rope, "q"), std::size_t(rope.args().q.bytes())) == 0);
+  const std::int64_t heads = 2, row = 80;
+  for (const auto& [cache, made] : {std::pair{"k_cache", "k"}, {"v_cache", "v"}})
+    for (std::int64_t b = 0; b < 3; ++b)
+      for (std::int64_t head = 0; head < heads; ++head)
+        for (std::int64_t entry = 0; entry < 11; ++entry) {
+          const std::int64_t at = ((b * heads + head) * 11 + entry) * row, nth = entry - (kv_len_of(s.load, b) - 2);
+          const double* const expected = nth == 0 || nth == 1
+                                             ? data_of(rope, made) + ((b * 2 + nth) * heads + head) * row
+                                             : data_of(untouched, cache) + at;
+          CAPTURE(cache, b, head, entry);
+          CHECK(std::memcmp(data_of(fused, cache) + at, expected, row * sizeof(double)) == 0);
+        }
+}
+
+TEST_CASE("rope_append's compulsory bytes are rope's and the lengths", "[cost][rope]") {
+  Setup s = kSetup;
+  s.load = {.batch = 3, .q_len = 2, .kv_len = 9, .capacity = 11};
+  const Cost fused = ops::RopeAppend::cost(example_of<ops::RopeAppend>(s).first, DType::f16, DType::f16);
+  // qkv, and as many elements of q and of the caches; six tokens' positions and rows of the table; three lengths.
+  CHECK(fused.bytes == 2 * 2 * (6 * 3 * 2 * 80) + 6 * (4 + 2 * 4 * 10) + 3 * 4);
+  CHECK(fused.flops == ops::Rope::cost(example_of<ops::Rope>(s).first, DType::f16, DType::f16).flops);
 }
 
 TEST_CASE("LayerNorm does not see a shift or a scale of its row", "[property][layernorm]") {

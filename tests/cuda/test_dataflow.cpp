@@ -4,6 +4,7 @@
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
 #include "cuda/graph/dataflow.hpp"
+#include "cuda/model/layer_ops.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
@@ -110,12 +111,12 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
   second.output = cache.tensors().output;
   second.k_cache = cache.tensors().k_cache;
   second.v_cache = cache.tensors().v_cache;
-  const auto edges = [&](bool parallel) {
+  const auto edges = [&](bool parallel, bool joined = false) {
     m.use_parallel_residual = parallel;
     Dataflow flow;
     std::vector<Tasks> all;
     for (const LayerTensors* t : {&first, &second}) {
-      const Status walked = for_each_site(m, LayerWeights{}, *t, [&]<class Args>(const Site&, const Args& args) {
+      const auto add = [&]<class Args>(const Site&, const Args& args) {
         std::vector<const void*> reads, writes;
         Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
           if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
@@ -123,7 +124,9 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
         });
         all.push_back(flow.add(reads, writes));
         return Status();
-      });
+      };
+      const Status walked = joined ? for_each_site(m, LayerWeights{}, *t, cuda::with_rope_append(add))
+                                   : for_each_site(m, LayerWeights{}, *t, add);
       REQUIRE(walked);
     }
     return all;
@@ -166,4 +169,22 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
                                            {14},
                                            {15},
                                            {16}});
+
+  // With rope_append, 2, in the place of two sites: context 3 waits for its q and for the entries of its caches.
+  CHECK(edges(true, true) == std::vector<Tasks>{{},
+                                                {0},
+                                                {1},
+                                                {2},
+                                                {3},
+                                                {},
+                                                {5},
+                                                {4, 6},  //
+                                                {7},
+                                                {8},
+                                                {9},
+                                                {10},
+                                                {11},
+                                                {7},
+                                                {13},
+                                                {12, 14}});
 }

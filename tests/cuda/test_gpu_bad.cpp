@@ -150,6 +150,7 @@ TEST_CASE("Sizes and dtypes that have no kernel are refused with the reason", "[
   check_unimplemented<ops::Linear>(odd_hidden, {"linear: cuda takes in a multiple of 8, got 156"});
   check_unimplemented<ops::KvAppend>(odd_head, {"kv_append: cuda takes head_dim a multiple of 8, got 12"});
   check_unimplemented<ops::Rope>(odd_head, {"rope: cuda takes head_dim a multiple of 8, got 12"});
+  check_unimplemented<ops::RopeAppend>(odd_head, {"rope_append: cuda takes head_dim a multiple of 8, got 12"});
   check_unimplemented<ops::Attention>(odd_head, {"attention: cuda takes head_dim a multiple of 8, got 12"});
   check_unimplemented<ops::Attention>(wide_head, {"attention: cuda takes head_dim up to 256, got 264"});
   // Of a layer, whichever site it is that has no kernel, no site before it is launched.
@@ -234,6 +235,7 @@ void check_bad_index(const Setup& s, Problem<Op>& good, std::size_t block, std::
   const std::int64_t indices = got.blocks()[block].shape[0], tokens = s.load.tokens();
   const std::int64_t sequence = at * s.load.batch / indices;
   const bool is_kv_len = got.blocks()[block].role == Role::length;
+  constexpr bool appends = std::is_same_v<Op, ops::LnQkv> || std::is_same_v<Op, ops::RopeAppend>;
   std::int64_t token_nan = 0;
   bool outputs = false;
   for (std::size_t i = 0; i < got.blocks().size(); ++i) {
@@ -244,8 +246,8 @@ void check_bad_index(const Setup& s, Problem<Op>& good, std::size_t block, std::
     for (std::int64_t other = 0; other < s.load.batch; ++other)
       if (other != sequence || appends_nothing)
         CHECK(same(part_of(b, other, s.load.batch), part_of(good.blocks()[i], other, s.load.batch)));
-    // Outputs of an append's op are the new rows themselves.
-    if (b.role == Role::state || (std::is_same_v<Op, ops::LnQkv> && is_kv_len)) continue;
+    // Outputs of an append's op do not depend on kv_len.
+    if (b.role == Role::state || (appends && is_kv_len)) continue;
     outputs = true;
     const std::int64_t token = at * tokens / indices;
     const Bytes row = part_of(b, token, tokens);

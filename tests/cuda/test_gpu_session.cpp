@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <set>
+#include <string_view>
 #include <vector>
 
 #include "core/compare.hpp"
@@ -60,9 +62,11 @@ Session make_session(const cuda::Context& c, const ModelConfig& m, const Workloa
   return std::move(*session);
 }
 
-/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv does not write.
+/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv does not write, and k and v,
+/// which rope_append does not write.
 template <class F>
 void for_each_written(const Session& session, F&& f) {
+  const std::set<std::string_view> unwritten{"attn_in", "qkv", "k", "v"};
   for (std::int64_t l = 0; l < session.layers().last; ++l) {
     const bool last = l == session.layers().last - 1;
     const LayerTensors tensors = session.tensors(l);
@@ -70,8 +74,7 @@ void for_each_written(const Session& session, F&& f) {
         {}, {},
         [&]<class V>(const TensorSpec& t, const V& view, auto) {
           if constexpr (std::is_same_v<V, AnyView<V::rank>>)
-            if (t.role == Role::state || (last && is_written(t.role) && t.name != "attn_in" && t.name != "qkv"))
-              f(t.role, view);
+            if (t.role == Role::state || (last && is_written(t.role) && !unwritten.contains(t.name))) f(t.role, view);
         },
         tensors);
   }

@@ -1,6 +1,7 @@
 // Launch plans without a GPU: for every Pythia model, up to 16 sequences and every length of the cache, what a plan
 // asks for is what the device has, and its blocks divide the work without gap or overlap.
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <set>
 #include <string>
@@ -168,17 +169,28 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
           }};
 }
 
-/// The items are the heads of a token.
+/// The items are the vectors of a token's q, k and v, in the order of qkv. The launch is rope_append's, too.
 Launch rope_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
   const std::int64_t heads = m.num_attention_heads;
   const RopePlan plan = rope_plan(arch, w.tokens(), heads, m.head_dim(), m.rotary_dim, 8);
-  const std::int64_t blocks = (heads + plan.heads - 1) / plan.heads;
-  return {.grid = {w.tokens(), blocks, 1},
-          .threads = 3 * plan.threads,
-          .items = heads,
-          .sharers = blocks,
+  return {.grid = {w.tokens(), plan.blocks.blocks, 1},
+          .threads = plan.blocks.threads,
+          .blocks_per_sm = rope_blocks_per_sm(plan.heads),
+          .items = heads * 3 * plan.vectors,
+          .sharers = plan.blocks.blocks,
           .share = [=](std::int64_t block) {
-            return std::vector<Range>{{block * plan.heads, std::min((block + 1) * plan.heads, heads)}};
+            std::vector<Range> ranges;
+            for (int thread = 0; thread < plan.blocks.threads; ++thread) {
+              const int index = int(block) * plan.blocks.threads + thread;
+              if (index >= plan.units()) continue;
+              const RopeUnit unit = plan.unit(index);
+              for (std::int64_t i = 0; i < plan.heads; ++i)
+                if (const std::int64_t head = unit.group * plan.heads + i; head < heads) {
+                  const std::int64_t item = (head * 3 + unit.part) * plan.vectors + unit.vector;
+                  ranges.push_back({item, item + 1});
+                }
+            }
+            return ranges;
           }};
 }
 
@@ -318,16 +330,44 @@ TEST_CASE("attention: a query head's kv head is head / group", "[plans][grouped]
   CHECK(KvHeadOf(most)(most - 1) == 0);
 }
 
-TEST_CASE("rope: a decode step rotates one head a thread, a long prefill four", "[plans]") {
+TEST_CASE("rope: a decode step has one head a thread, a long prefill four", "[plans]") {
   for (const Arch& arch : {kH200, kRtx5090}) {
     CHECK(rope_plan(arch, 1, 32, 80, 20, 8).heads == 1);
+    CHECK(rope_plan(arch, 64, 32, 80, 20, 8).heads == 1);
     CHECK(rope_plan(arch, 4096, 32, 80, 20, 8).heads == 4);
   }
-  // 24 single elements and 7 vectors of eight; 256 single elements; more than a block takes at once.
-  CHECK(rope_plan(kH200, 1, 32, 80, 20, 8).threads == 32);
-  CHECK(rope_plan(kH200, 1, 32, 256, 256, 8).threads == 256);
-  CHECK(rope_plan(kH200, 1, 1, 4096, 4096, 8).threads == kMaxRopeThreads);
-  static_assert(3 * kMaxRopeThreads <= 1024);
+  // 20 rotated elements lie in 64 of a head's 160 bytes; 256 elements, in all of them; 8, in all 16 bytes of a head.
+  CHECK(rope_plan(kH200, 1, 32, 80, 20, 8).turning == 4);
+  CHECK(rope_plan(kH200, 1, 32, 256, 256, 8).turning == 32);
+  CHECK(rope_plan(kH200, 1, 32, 8, 8, 8).turning == 1);
+  CHECK(rope_plan(kH200, 1, 32, 80, 20, 4).turning == 6);
+}
+
+TEST_CASE("rope: each vector of a token is one thread's, and those with rotated elements come first and turn",
+          "[plans]") {
+  for (int lane : {4, 8})
+    for (std::int64_t head_dim : {8, 16, 64, 80, 104, 128, 256, 4096})
+      for (std::int64_t rotary_dim : {std::int64_t(2), head_dim / 4, head_dim / 4 + 2, head_dim})
+        for (std::int64_t heads : {1, 3, 4, 5, 32})
+          for (std::int64_t tokens : {1, 100000}) {
+            const RopePlan plan = rope_plan(kH200, tokens, heads, head_dim, rotary_dim, lane);
+            std::set<std::array<int, 3>> seen;
+            bool turned = true, orderly = true;
+            for (int index = 0; index < plan.units(); ++index) {
+              const RopeUnit u = plan.unit(index);
+              orderly &= u.turns <= turned && u.group >= 0 && u.group < plan.groups && u.part >= 0 && u.part < 3 &&
+                         u.vector >= 0 && u.vector < plan.vectors;
+              // What does not turn has no rotated element.
+              orderly &= u.turns || u.part == 2 || u.vector * lane >= rotary_dim;
+              orderly &= !u.turns || u.part < 2;
+              turned = u.turns;
+              seen.insert({u.group, u.part, u.vector});
+            }
+            CAPTURE(lane, head_dim, rotary_dim, heads, tokens);
+            CHECK(orderly);
+            CHECK(std::int64_t(seen.size()) == std::int64_t(plan.groups) * 3 * (head_dim / lane));
+            CHECK((plan.groups * plan.heads >= heads && (plan.groups - 1) * plan.heads < heads));
+          }
 }
 
 TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {

@@ -230,21 +230,23 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
   }
 }
 
-TEST_CASE("a graph's step of few slots has ln_qkv in the place of four sites, and still reads each weight once",
+TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, and rope_append of two for more",
           "[plans][model]") {
   ModelConfig m = *find_preset("pythia-2.8b");
   m.num_hidden_layers = 1;
   for (const auto& [slots, few] : {std::pair{1, true}, {3, true}, {8, false}, {16, false}, {64, false}}) {
     const Step step(m, slots, DType::f16, {});
-    int fused = 0, ops = 0;
+    int ln_qkv = 0, rope_append = 0, ops = 0;
     REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
                               [&]<class Args>(const Args&, const LaunchMode&) {
-                                fused += std::is_same_v<Args, ops::LnQkv::Args>;
+                                ln_qkv += std::is_same_v<Args, ops::LnQkv::Args>;
+                                rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
                                 ++ops;
                                 return Status();
                               }));
     CAPTURE(slots);
-    CHECK(fused == int(few));
-    CHECK(ops == int(sites.size()) - (few ? 3 : 0));
+    CHECK(ln_qkv == int(few));
+    CHECK(rope_append == int(!few));
+    CHECK(ops == int(sites.size()) - (few ? 3 : 1));
   }
 }

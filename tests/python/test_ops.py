@@ -110,6 +110,13 @@ def outcomes(g):
         ops.kv_append, {"k": k, "v": v, "kv_len": kv_len, **caches()}, cache_rows("k_cache"), cache_rows("v_cache")
     )
     yield Outcome(
+        ops.rope_append,
+        {"qkv": qkv, **table, "kv_len": kv_len, **caches()},
+        ("rotary_emb.q", made, q),
+        cache_rows("k_cache"),
+        cache_rows("v_cache"),
+    )
+    yield Outcome(
         ops.attention,
         {"q": q, "kv_len": kv_len, "scale": m.head_dim**-0.5, **filled()},
         ("attention.context", made, tap["attention.context"]),

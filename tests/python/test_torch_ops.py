@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from cf_ops import ops, selfcheck, torch_ops  # noqa: E402
 
-OPS = ["layernorm", "layernorm_residual", "linear", "linear_gptq", "ln_qkv", "attention", "rope", "kv_append"]
+APPENDS = ["ln_qkv", "kv_append", "rope_append"]
+OPS = ["layernorm", "layernorm_residual", "linear", "linear_gptq", "attention", "rope", *APPENDS]
 
 
 def to_torch(value):
@@ -34,7 +35,7 @@ def written(op, run, tensors, scalars):
     """What a call returns and the caches that it writes."""
     result = run(*tensors, **scalars)
     outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-    return [*outputs, *(tensors[-2:] if op in ("ln_qkv", "kv_append") else ())]
+    return [*outputs, *(tensors[-2:] if op in APPENDS else ())]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -68,7 +69,7 @@ def test_a_registered_op_is_the_function(op):
         arguments = selfcheck.arguments(op, "float32")
         result = getattr(ops, op)(**arguments)
         outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-        expected = [*outputs, *(arguments[n] for n in ("k_cache", "v_cache") if op in ("ln_qkv", "kv_append"))]
+        expected = [*outputs, *(arguments[n] for n in ("k_cache", "v_cache") if op in APPENDS)]
     assert len(got) == len(expected)
     assert all((a.numpy() == b).all() for a, b in zip(got, expected))
 

@@ -1,3 +1,4 @@
+#include "cuda/device/math.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/token_plan.hpp"
@@ -13,8 +14,8 @@ __global__ void __launch_bounds__(kTokenThreads)
   let_successor_start();
   wait_for_predecessors();
   // The stores wait for kv_len: its load comes first, and a decode step needs no division for its address.
-  const unsigned token = blockIdx.x, b = q_len == 1 ? token : token / q_len, i = token - b * q_len;
-  const long kv_len = a.kv_len.data[b];
+  const unsigned token = blockIdx.x, b = q_len == 1 ? token : token / q_len;
+  const int kv_len = a.kv_len.data[b];
   const unsigned kv_heads = unsigned(a.k.shape[1]), token_vectors = kv_heads * row_vectors;
   const unsigned vector = blockIdx.y * blockDim.x + threadIdx.x;
   if (vector >= token_vectors) return;
@@ -22,8 +23,9 @@ __global__ void __launch_bounds__(kTokenThreads)
   const uint4 k = static_cast<const uint4*>(a.k.data)[from], v = static_cast<const uint4*>(a.v.data)[from];
   const unsigned head = vector / row_vectors, column = vector % row_vectors;
   const long capacity = a.k_cache.shape[2];
-  if (kv_len < q_len || kv_len > capacity) return;
-  const long row = (long(b) * kv_heads + head) * capacity + kv_len - q_len + i, to = row * row_vectors + column;
+  const int entry = new_entry(kv_len, int(q_len), int(token - b * q_len), capacity);
+  if (entry < 0) return;
+  const long row = (long(b) * kv_heads + head) * capacity + entry, to = row * row_vectors + column;
   static_cast<uint4*>(a.k_cache.data)[to] = k;
   static_cast<uint4*>(a.v_cache.data)[to] = v;
 }

@@ -60,17 +60,17 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   __device__ void normalise() const {
     const auto& a = c.args;
     const int t = int(blockDim.x - 1 - threadIdx.x);  // in the last warp, which has the fewest parts of a row
-    int kv_len = 0, position = 0, after = 0;
+    int kv_len = 0, position = 0, nth = 0;
     if (t < c.norm.count) {
       const int of = c.norm.first + t, sequence = sequence_of(of);
       kv_len = a.kv_len.data[sequence];
       position = a.positions.data[of];
-      after = of - (sequence + 1) * c.q_len;
+      nth = of - sequence * c.q_len;
     }
     Tokens::normalise([&] {
       if (t < c.norm.count)  // here, so that the norm does not wait for the two loads
         token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                       .entry = kv_len < c.q_len || kv_len > a.k_cache.shape[2] ? -1 : kv_len + after};
+                       .entry = new_entry(kv_len, c.q_len, nth, a.k_cache.shape[2])};
     });
   }
 

@@ -1,0 +1,105 @@
+#pragma once
+// RoPE's rotation, for the kernels of rope and rope_append: they differ in where a rotated head goes.
+#include "cuda/device/math.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/device/vec.cuh"
+#include "cuda/ops/rope/rope.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+
+/// Where a part of consecutive heads goes: head i to first + i * stride, and nowhere where first is null.
+template <class T>
+struct HeadRows {
+  T* first;
+  long stride;
+};
+
+/// The rows of consecutive heads of a token's q, k or v, (tokens, heads, head_dim).
+template <class T>
+__device__ HeadRows<T> token_rows(const AnyView<3>& to, long token, int head) {
+  return {static_cast<T*>(to.data) + (token * to.shape[1] + head) * to.shape[2], long(to.shape[2])};
+}
+
+/// Rotates the 16 bytes at `column` of each head, which are in `vectors`. `x(i)` is the whole of head i's q or k, which
+/// has the other element of each pair. An element behind the rotated ones goes the same way and keeps its bits. A
+/// position outside the table reads nothing outside the table and makes the rotated elements NaN.
+template <class T, class Args, class ForEachHead, class Head>
+__device__ void turn(const Args& a, long token, int column, uint4* vectors, ForEachHead for_each_head, Head x) {
+  constexpr int n = kLane<T>;
+  const int half = int(a.cos.shape[1]);
+  const long position = a.positions.data[token];
+  const bool known = position >= 0 && position < a.cos.shape[0];
+  const long row = (known ? position : 0) * half;
+  const auto is_first = [&](int e) { return column + e < half; };
+  float cos[n], sin[n];
+#pragma unroll
+  for (int e = 0; e < n; ++e) {
+    const long at = row + (is_first(e) ? column + e : min(column + e - half, half - 1));
+    cos[e] = known ? a.cos.data[at] : NAN;
+    sin[e] = a.sin.data[at];
+  }
+  for_each_head([&](int h) {
+    alignas(16) T mine[n], other[n];
+    *reinterpret_cast<uint4*>(mine) = vectors[h];
+#pragma unroll
+    for (int e = 0; e < n; ++e) other[e] = x(h)[column + e + (is_first(e) ? half : -half)];
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      const bool first = is_first(e);
+      float p = to_float(first ? mine[e] : other[e]), q = to_float(first ? other[e] : mine[e]);
+      rotate(p, q, cos[e], sin[e]);
+      if (column + e < 2 * half) mine[e] = from_float<T>(first ? p : q);
+    }
+    vectors[h] = *reinterpret_cast<const uint4*>(mine);
+  });
+}
+
+/// One unit of token blockIdx.x. A thread loads its part of all heads before it stores any. `rows` has
+///   begin(token)                 loads what says where the token goes
+///   of(token, part, first_head)  the HeadRows of a part from a head on
+template <class T, int Heads, class Args, class Rows>
+__device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
+  let_successor_start();
+  const int index = int(blockIdx.y * blockDim.x + threadIdx.x);
+  const RopeUnit unit = plan.unit(index);
+  const int heads = int(a.qkv.shape[1]), head_dim = int(a.qkv.shape[3]);
+  const int first_head = unit.group * Heads, column = unit.vector * kLane<T>;
+  const long token = blockIdx.x;
+  const T* const from = static_cast<const T*>(a.qkv.data) + ((token * heads + first_head) * 3 + unit.part) * head_dim;
+  const auto x = [&](int i) { return from + 3 * i * head_dim; };
+  const auto for_each_head = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < Heads; ++i)
+      if (Heads == 1 || first_head + i < heads) f(i);
+  };
+  wait_for_predecessors();
+  if (index >= plan.units()) return;
+
+  rows.begin(token);
+  uint4 vectors[Heads];
+  for_each_head([&](int i) { vectors[i] = load_raw(x(i) + column); });
+  if (unit.turns) turn<T>(a, token, column, vectors, for_each_head, x);
+  const HeadRows<T> to = rows.of(token, unit.part, first_head);
+  if (!to.first) return;
+  for_each_head([&](int i) { *reinterpret_cast<uint4*>(to.first + i * to.stride + column) = vectors[i]; });
+}
+
+/// Checks a call and prepares its launch. prepare_kernel(zero, plan, shape) adds the kernel for activations of zero's
+/// type.
+template <class Args, class PrepareKernel>
+Status prepare_rope(const Args& a, std::int64_t tokens, LaunchList& launches, PrepareKernel prepare_kernel) {
+  constexpr std::string_view name = Args::Op::name;
+  CF_TRY(check_call(a, launches));
+  const auto d = Args::Op::dims(a);
+  CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
+  return with_activation(name, a.qkv.dtype, [&](auto zero) {
+    const RopePlan plan = rope_plan(launches.arch(), tokens, d.heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
+    return prepare_kernel(zero, plan,
+                          LaunchShape{.grid = dim3(unsigned(tokens), unsigned(plan.blocks.blocks)),
+                                      .block = unsigned(plan.blocks.threads)});
+  });
+}
+
+}  // namespace cf::cuda

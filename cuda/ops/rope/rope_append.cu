@@ -1,0 +1,48 @@
+#include "cuda/ops/rope/rope.cuh"
+
+namespace cf::cuda {
+namespace {
+
+/// Queries go to q, keys and values to the token's entry of its sequence's cache, and nowhere where a cache has no room
+/// for kv_len.
+template <class T>
+struct RowsOfCache {
+  const ops::RopeAppend::Args& a;
+  int q_len;
+  int sequence = 0, kv_len = 0;
+
+  /// The stores of keys and values wait for kv_len: its load comes first.
+  __device__ void begin(long token) {
+    sequence = q_len == 1 ? int(token) : int(token) / q_len;
+    kv_len = a.kv_len.data[sequence];
+  }
+  __device__ HeadRows<T> of(long token, int part, int head) const {
+    if (part == 0) return token_rows<T>(a.q, token, head);
+    const AnyView<4>& cache = part == 1 ? a.k_cache : a.v_cache;
+    const long heads = cache.shape[1], capacity = cache.shape[2], head_dim = cache.shape[3];
+    const int entry = new_entry(kv_len, q_len, int(token) - sequence * q_len, capacity);
+    if (entry < 0) return {nullptr, 0};
+    return {static_cast<T*>(cache.data) + ((sequence * heads + head) * capacity + entry) * head_dim,
+            capacity * head_dim};
+  }
+};
+
+template <class T, int Heads>
+__global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
+    rope_append_kernel(const __grid_constant__ ops::RopeAppend::Args a, const __grid_constant__ RopePlan plan,
+                       int q_len) {
+  rope_unit<T, Heads>(a, plan, RowsOfCache<T>{a, q_len});
+}
+
+}  // namespace
+
+Status prepare(const ops::RopeAppend::Args& a, LaunchList& launches) {
+  return prepare_rope(a, a.qkv.shape[0], launches, [&](auto zero, const RopePlan& plan, const LaunchShape& shape) {
+    using T = decltype(zero);
+    return launch(ops::RopeAppend::name, launches, shape,
+                  plan.heads == 1 ? rope_append_kernel<T, 1> : rope_append_kernel<T, 4>, a, plan,
+                  int(ops::RopeAppend::dims(a).q_len));
+  });
+}
+
+}  // namespace cf::cuda
