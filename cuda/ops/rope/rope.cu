@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
 }  // namespace
 
 Status prepare(const ops::Rope::Args& a, LaunchList& launches) {
-  return prepare_rope(a, a.qkv.shape[0], launches, [&](auto zero, const RopePlan& plan, const LaunchShape& shape) {
+  return prepare_rope(a, launches, [&](auto zero, const RopePlan& plan, const LaunchShape& shape) {
     using T = decltype(zero);
     return launch(ops::Rope::name, launches, shape, plan.heads == 1 ? rope_kernel<T, 1> : rope_kernel<T, 4>, a, plan);
   });

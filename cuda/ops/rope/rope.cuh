@@ -89,10 +89,11 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
 /// Checks a call and prepares its launch. prepare_kernel(zero, plan, shape) adds the kernel for activations of zero's
 /// type.
 template <class Args, class PrepareKernel>
-Status prepare_rope(const Args& a, std::int64_t tokens, LaunchList& launches, PrepareKernel prepare_kernel) {
+Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_kernel) {
   constexpr std::string_view name = Args::Op::name;
   CF_TRY(check_call(a, launches));
   const auto d = Args::Op::dims(a);
+  const std::int64_t tokens = a.qkv.shape[0];
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   return with_activation(name, a.qkv.dtype, [&](auto zero) {
     const RopePlan plan = rope_plan(launches.arch(), tokens, d.heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
