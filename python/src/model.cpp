@@ -680,6 +680,13 @@ void bind_weights(nb::module_& m) {
       "directory"_a, "The ids that end a sequence, from generation_config.json or else config.json.");
 }
 
+/// The taps in the order of their names in the call.
+nb::dict dict_of(const std::vector<std::string>& names, const std::map<std::string, Array>& taps) {
+  nb::dict dict;
+  for (const std::string& name : names) dict[name.c_str()] = taps.at(name);
+  return dict;
+}
+
 void bind_runner(nb::module_& m) {
   nb::class_<Runner>(m, "Runner", "A model with a KV cache. Threads take turns.")
       .def(nb::init<const Weights&, std::int64_t, std::int64_t, std::int64_t, const std::string&>(), "weights"_a,
@@ -714,9 +721,7 @@ void bind_runner(nb::module_& m) {
           [](Runner& r, std::int64_t slot, std::int64_t first, nb::handle ids, std::int64_t rows,
              const std::vector<std::string>& taps) {
             auto [logits, made] = r.run(slot, first, ids, rows, taps);
-            nb::dict dict;
-            for (const std::string& name : taps) dict[name.c_str()] = made.at(name);
-            return nb::make_tuple(std::move(logits), std::move(dict));
+            return nb::make_tuple(std::move(logits), dict_of(taps, made));
           },
           "slot"_a, "first"_a, "ids"_a, "rows"_a, "taps"_a,
           nb::sig("def run(self, slot: int, first: int, ids: object, rows: int, taps: collections.abc.Sequence[str]) "
@@ -727,15 +732,20 @@ void bind_runner(nb::module_& m) {
       .def("step", &Runner::step, "tokens"_a,
            "Appends the tokens (slot, id, position), at most one a slot, and makes their logits. A position is at most "
            "the slot's length.")
-      .def("forward_on_device", &Runner::forward_on_device, "slot"_a, "first"_a, "ids"_a, "logits"_a, "stream"_a,
-           "taps"_a = std::vector<std::string>(),
-           nb::sig("def forward_on_device(self, slot: int, first: int, ids: object, "
-                   "logits: tuple[int, str, tuple[int, ...]], stream: int, "
-                   "taps: collections.abc.Sequence[str] = ()) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
-           "Does what run() does on a GPU, and returns the taps. `logits` are the address, the dtype's name and the "
-           "shape (rows, vocab) of memory there, which gets the logits in the model's own dtype. The work comes after "
-           "all that is on the stream with this handle, and before all that is put there later; the call does not wait "
-           "for it.")
+      .def(
+          "forward_on_device",
+          [](Runner& r, std::int64_t slot, std::int64_t first, nb::handle ids, const MemoryTensor& logits,
+             std::uintptr_t stream, const std::vector<std::string>& taps) {
+            return dict_of(taps, r.forward_on_device(slot, first, ids, logits, stream, taps));
+          },
+          "slot"_a, "first"_a, "ids"_a, "logits"_a, "stream"_a, "taps"_a = std::vector<std::string>(),
+          nb::sig("def forward_on_device(self, slot: int, first: int, ids: object, "
+                  "logits: tuple[int, str, tuple[int, ...]], stream: int, "
+                  "taps: collections.abc.Sequence[str] = ()) -> dict[str, numpy.typing.NDArray[typing.Any]]"),
+          "Does what run() does on a GPU, and returns the taps. `logits` are the address, the dtype's name and the "
+          "shape (rows, vocab) of memory there, which gets the logits in the model's own dtype. The work comes after "
+          "all that is on the stream with this handle, and before all that is put there later; the call does not wait "
+          "for it.")
       .def("step_on_device", &Runner::step_on_device, "tokens"_a, "logits"_a, "stream"_a,
            nb::sig("def step_on_device(self, tokens: collections.abc.Sequence[tuple[int, int, int]], "
                    "logits: tuple[int, str, tuple[int, ...]], stream: int) -> None"),

@@ -21,6 +21,8 @@ struct WgmmaCall {
   int tokens, steps, splits, stages;
 };
 
+// Other devices' code has no use for what follows.
+#ifdef CF_HAVE_WGMMA
 /// The steps of a tile that block `rank` of its cluster takes.
 struct Steps {
   int first, count;
@@ -183,10 +185,13 @@ struct Finish {
   }
 };
 
+#endif
+
 template <class T, int Tokens>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wgmma_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
-                        const __grid_constant__ WgmmaCall c) {
+    linear_wgmma_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap weight,
+                        [[maybe_unused]] const __grid_constant__ CUtensorMap x,
+                        [[maybe_unused]] const __grid_constant__ WgmmaCall c) {
 #ifdef CF_HAVE_WGMMA
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
