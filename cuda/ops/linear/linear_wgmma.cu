@@ -31,21 +31,21 @@ struct Steps {
   }
 };
 
-/// A block's stages in shared memory, and the barriers of their two changes of hands.
+/// A block's stages in shared memory, each with two barriers.
 template <int Tokens>
 struct Ring {
   static constexpr int weight_bytes = kLinearWgmmaTileRows * kTileRowBytes,
                        stage_bytes = linear_wgmma_stage_bytes(Tokens);
   unsigned char* first;   // at a multiple of 1024 bytes
-  std::uint64_t* filled;  // by copies
-  std::uint64_t* free;    // again, when each consumer warp has arrived
+  std::uint64_t* filled;  // a phase ends when a step's copies have arrived
+  std::uint64_t* free;    // a phase ends when every consumer warp is done with a step
   int stages;
 
   __device__ unsigned char* weight(int stage) const { return first + stage * stage_bytes; }
   __device__ unsigned char* x(int stage) const { return weight(stage) + weight_bytes; }
 };
 
-/// A step's stage, and the parity of the stage's turn.
+/// A step's stage, and the parity of the phase that the step has of the stage's barriers.
 struct Place {
   int stage = 0, parity = 0;
   __device__ void next(int stages) {
@@ -55,7 +55,7 @@ struct Place {
   }
 };
 
-/// The copying warp's one lane: weights first, as they need no predecessor.
+/// Copies the steps of a block; one lane calls. The ring's first weights need no predecessor and come before all x.
 template <int Tokens>
 __device__ void copy_steps(const Ring<Tokens>& ring, const Steps& steps, int row, const CUtensorMap& weight,
                            const CUtensorMap& x) {
@@ -105,9 +105,9 @@ __device__ void multiply_steps(const Ring<Tokens>& ring, const Steps& steps, flo
   keep_in_registers(sum);
 }
 
-/// Where the sums of the rows that a block finishes come together, when its ring has done its work: for each warp whose
-/// rows these are, and for each block of the cluster, (Tokens, 16 rows). What comes after is loops: unrolled, it would
-/// be thousands of instructions that run once, and their fetch would take longer than the product.
+/// The sums of the rows that a block finishes, in the place of its ring: a part (Tokens, 16 rows) for each warp that has
+/// such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has no
+/// loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
 template <int Tokens>
 struct Parts {
   // Eight tokens' sums of eight rows, as wgmma() leaves them in a warp, lie in 32 banks.
@@ -115,7 +115,7 @@ struct Parts {
   float* first;
   int splits;
 
-  /// Of the `warp`-th of the warps, from block `rank`.
+  /// The part of the `warp`-th of these warps, from block `rank`.
   __device__ float* part(int warp, int rank) const { return first + (warp * splits + rank) * floats; }
 };
 
@@ -131,8 +131,8 @@ __device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
 /// Threads take rows by fours.
 constexpr int kQuad = 4, kQuads = kLinearWgmmaWarpRows / kQuad;
 
-/// The end of a block's rows, which are those of `warps` warps. A thread takes four rows of every step-th token. What is
-/// added to the sums is loaded before the sums are there.
+/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token. Bias and residual are loaded
+/// before the sums are there.
 template <class T, int Tokens>
 struct Finish {
   static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kConsumers;
