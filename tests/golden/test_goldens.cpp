@@ -47,7 +47,7 @@ TEST_CASE("every golden file in data: Hugging Face's float64 is met at every tap
       const auto rows = apps::walk_golden(*file, *weights, c.options);
       CAPTURE(rows.status().message());
       REQUIRE(rows);
-      // Twelve of the walk, and each dequantised weight that the file holds.
+      // The walk has twelve taps; each dequantised weight that the file holds is one more.
       CHECK(rows->size() == 12 + weight_taps);
       for (const apps::TapResult& r : *rows) {
         CAPTURE(r.tap, r.worst);

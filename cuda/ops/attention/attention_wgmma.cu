@@ -34,7 +34,7 @@ struct Turn {
 template <class T, int HeadDim>
 struct WarpgroupRows {
   static constexpr int kKeySteps = kWgmmaKeys / 16;
-  /// The weights of a tile's keys as SplitWeights has them, in operands of 16 keys.
+  /// The softmax weights of a tile's keys, split by SplitWeights, in operands of 16 keys.
   struct Weights {
     Fragment high[kKeySteps], low[kKeySteps];
   };
