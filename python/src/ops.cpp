@@ -247,7 +247,7 @@ class BoundOp {
   virtual std::vector<std::string> gptq() const = 0;
   /// The order of rows that the op wants of its GPTQ weights, as (head_dim, rotary_dim) of cuda::RopePairs.
   virtual std::pair<std::int64_t, std::int64_t> row_order() const = 0;
-  /// Packs the op's GPTQ weight number `number`, counted as gptq() lists them. `allocate(bytes)` makes a tensor on the device.
+  /// Packs the GPTQ weight that is number `number` of gptq(). `allocate(bytes)` makes a tensor on the device.
   virtual DeviceWeight pack(std::size_t number, const DeviceStream& at, const Addresses& addresses,
                             const nb::callable& allocate) const = 0;
   /// Launches the op. `packed` has each GPTQ weight's packed form, `scalars` those scalars that were not bound.
