@@ -73,7 +73,7 @@ struct Fragment {
 /// Loads queries as rows of operand a: row(r) is the query of row g + 8r, or null for a row of zeros. With Rows = 1 the
 /// query of row g is that of row g + 8, too.
 template <class T, int HeadDim, int Rows, class Row>
-__device__ void load_queries(Fragment (&q)[HeadDim / 16], int head_dim, Row row) {
+__device__ void load_queries(Fragment (&q)[HeadDim / 16], int head_dim, const Row& row) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
