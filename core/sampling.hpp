@@ -2,6 +2,7 @@
 // How logits become a token. Host and device share this arithmetic, and equal logits give both the same token: whatever
 // is summed is an integer, and no float32 operation can be contracted with another.
 #include <cstdint>
+#include <limits>
 #include <numbers>
 #include <string>
 
@@ -115,6 +116,13 @@ CF_HD inline std::uint64_t order_key(float score, std::int32_t id) {
   // The bits of floats above 0 grow with them, those of floats below 0 shrink. -0 has the place of 0.
   const std::uint32_t place = bits <= sign ? bits | sign : ~bits;
   return std::uint64_t(place) << 32 | ~std::uint32_t(id);
+}
+/// The place of a logit that is NaN or +infinity among order keys: above that of every score below +infinity.
+inline constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);
+/// The order key of any logit: kRefusedKey where no token can be chosen beside it, 0 where it is -infinity.
+CF_HD inline std::uint64_t logit_key(float logit, std::int32_t id) {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  return !(logit < infinity) ? kRefusedKey : logit > -infinity ? order_key(logit, id) : 0;
 }
 /// The id of the token that has this order key.
 CF_HD constexpr std::int32_t id_of(std::uint64_t key) { return std::int32_t(~std::uint32_t(key)); }

@@ -32,7 +32,8 @@ class ModelRunner {
     std::uint64_t sequence;  // the caller's number of the sequence
     std::int64_t position;
     std::span<const std::int32_t> history;  // prompt and chosen ids, for the repetition penalty
-    bool is_last = false;                   // the sequence ends with the chosen token, whichever it is
+    /// How many tokens the sequence may get after the chosen one; with 0 it ends with that, whichever it is.
+    std::int64_t left = std::numeric_limits<std::int64_t>::max();
   };
 
   /// A tensor of a site's call: what the op reads, what it has written, or a weight.

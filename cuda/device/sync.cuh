@@ -107,6 +107,17 @@ __device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
   return bits;
 }
 
+/// Stores eight bytes to the host's memory; the host sees all of them or none.
+__device__ inline void store_for_host(std::uint64_t* to, std::uint64_t bits) {
+  asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
+}
+/// Loads four bytes of the host's memory.
+__device__ inline std::uint32_t load_from_host(const std::uint32_t* from) {
+  std::uint32_t bits;
+  asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+  return bits;
+}
+
 // Time.
 
 /// The device's clock in nanoseconds, for limits on waits.

@@ -22,7 +22,8 @@ namespace cf::cuda {
 ///               the first makes what needs the layer's input alone, the second the rest; with a sequential residual
 ///               the first is the attention, the second the MLP
 ///   layer       one launch of the persistent kernel a layer
-///   persistent  one launch of the persistent kernel for all layers
+///   persistent  one launch of the persistent kernel for all layers; of a Model, for whole tokens, and for many of them
+///               where they are greedy
 enum class Impl { unfused, graph, split, layer, persistent };
 inline constexpr Impl kImpls[] = {Impl::unfused, Impl::graph, Impl::split, Impl::layer, Impl::persistent};
 

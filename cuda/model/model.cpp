@@ -183,13 +183,12 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(s.choice_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
   CF_TRY_ASSIGN(s.copies, make_stream());
-  const Step step{.stream = s.stream.get(), .input = s.step_input()};
-  Status prepared = s.executor.prepare(s.weights, s.cache, s.workspace, step);
+  Status prepared = s.prepare_layers();
   if (!o.impl && prepared.code() == Code::unimplemented) {
     // What the persistent kernel does not take, such as a hidden_size beyond its own, the graph does.
     s.impl = Impl::graph;
     s.executor = Executor(context, Impl::graph);
-    prepared = s.executor.prepare(s.weights, s.cache, s.workspace, step);
+    prepared = s.prepare_layers();
   }
   CF_TRY(prepared);
   CF_TRY(s.prepare_steps());
@@ -213,7 +212,7 @@ void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 
 Status Model::run_after(CUstream_st* stream) {
   State& s = *state_;
-  CF_TRY(s.executor.take_report());
+  CF_TRY(s.take_report());
   CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
   return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
 }

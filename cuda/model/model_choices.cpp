@@ -38,10 +38,10 @@ Status Model::State::enqueue_choice(Where place, std::span<const Draw> draws) {
 
 std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
   State& s = *state_;
+  if (draws.empty()) return {};
   const auto all = [&](const Status& status) {
     return std::vector<Result<std::int32_t>>(draws.size(), Result<std::int32_t>(status));
   };
-  std::array<std::vector<Draw>, kPlaces> by_place;
   for (const Draw& d : draws) {
     if (Status known = s.lengths.check(d.slot, 0, 1); !known) return all(known);
     if (Status valid = d.sampling.validate(); !valid) return all(valid);
@@ -49,9 +49,15 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
       return all(bad_argument(kModelName, "slot " + std::to_string(d.slot) + ": expected a choice for position " +
                                               std::to_string(s.lengths[d.slot]) + ", got " +
                                               std::to_string(d.position)));
-    by_place[std::size_t(s.where[std::size_t(d.slot)])].push_back(d);
   }
   const auto enqueue = [&]() -> Status {
+    const bool were_chosen =
+        std::none_of(draws.begin(), draws.end(), [&](const Draw& d) { return s.has_logits(d.slot); });
+    if (were_chosen && s.kernel_chooses(draws)) return s.take_choices(draws);
+    s.end_launch();
+    for (const Draw& d : draws) CF_TRY(s.restore_logits(d.slot));
+    std::array<std::vector<Draw>, kPlaces> by_place;
+    for (const Draw& d : draws) by_place[std::size_t(s.where[std::size_t(d.slot)])].push_back(d);
     for (std::size_t place = 0; place < kPlaces; ++place)
       if (!by_place[place].empty()) CF_TRY(s.enqueue_choice(Where(place), by_place[place]));
     // The ids are copied beside the next step, which does not wait for the copy.
@@ -60,22 +66,9 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
                       s.copies.get()));
     CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
-    // The next step of the same slots needs nothing from the host: it runs while the host reads the ids. After a prompt
-    // the runner knows the next step only where there is one slot.
-    const std::vector<Draw>& stepped = by_place[std::size_t(s.options.slots == 1 ? s.where[0] : s.last_step)];
-    s.ahead.clear();
-    if (stepped.size() == draws.size() && std::none_of(draws.begin(), draws.end(), [&](const Draw& d) {
-          return d.is_last || d.position >= s.options.capacity;
-        })) {
-      std::vector<Token> next;
-      for (const Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
-      const Where to = s.next_place();
-      CF_TRY(s.keep_logits(next, to));
-      CF_TRY(s.run_step(to, true));
-      s.ahead = std::move(next);
-    }
+    CF_TRY(s.run_ahead(draws));
     CF_TRY(from_cuda(cudaEventSynchronize(s.choice_copied.get()), "cudaEventSynchronize"));
-    return s.executor.take_report();
+    return s.take_report();
   };
   if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
   for (Token& t : s.ahead) t.id = s.pinned_chosen.get()[t.slot];
@@ -100,6 +93,7 @@ Result<std::int32_t> Model::State::chosen_id(const Draw& d) {
 
 std::string Model::State::first_nan(std::int64_t slot) {
   // A step that runs ahead uses the same activations. The copies below wait for its end, and it is run again later.
+  end_launch();
   ahead.clear();
   std::string found;
   const std::int64_t position = lengths[slot] - 1;
@@ -126,12 +120,14 @@ std::string Model::State::first_nan(std::int64_t slot) {
 }
 
 Result<Tensor> Model::State::fetch_logits(std::int64_t slot) {
+  CF_TRY(restore_logits(slot));
   Tensor row(workspace.activation(), {spec.shape.vocab_size});
   CF_TRY(copy_to_host(context, row.data(), logits_of_slot(slot).data, std::size_t(row.size_bytes())));
   return row;
 }
 
 Result<Tensor> Model::logits(std::int64_t slot) {
+  state_->logits_asked = true;
   CF_TRY(state_->lengths.check(slot, 0, 1));
   return state_->fetch_logits(slot);
 }
@@ -143,6 +139,8 @@ Status Model::copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits
     return bad_argument(kModelName, "logits: expected a row for each of " + std::to_string(slots.size()) +
                                         " slots, got " + std::to_string(logits.shape[0]));
   for (std::int64_t slot : slots) CF_TRY(s.lengths.check(slot, 0, 1));
+  s.logits_asked = true;
+  for (std::int64_t slot : slots) CF_TRY(s.restore_logits(slot));
   // Neighbours whose logits lie in one place are copied as one.
   for (std::size_t i = 0, end; i < slots.size(); i = end) {
     const AnyView<2> from = s.logits_of_slot(slots[i]);

@@ -91,7 +91,8 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
   if (rows < 0 || rows > std::int64_t(ids.size()))
     return bad_argument(kModelName,
                         "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
-  ahead.clear();
+  end_launch();
+  std::erase_if(last_tokens, [&](const Token& t) { return t.slot == slot; });  // the slot's entries are others now
   seen_size[std::size_t(slot)] = 0;
   std::int64_t rows_made = 0;
   while (!ids.empty()) {
@@ -112,6 +113,7 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
 
 Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
   State& s = *state_;
+  s.logits_asked = false;
   CF_TRY(s.run(
       slot, first, ids, 1,
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },
@@ -135,6 +137,8 @@ template <class Copy>
 Status Model::State::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                              AnyView<2> logits_to, Copy&& copy) {
   CF_TRY(check_logits(logits_to));
+  CF_TRY(lengths.check(slot, first, std::int64_t(ids.size())));
+  CF_TRY(restore_logits(slot));
   return run(
       slot, first, ids, logits_to.shape[0],
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {

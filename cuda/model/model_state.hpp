@@ -4,11 +4,13 @@
 //   model_prompts.cpp  prompts, chunk by chunk
 //   model_steps.cpp    steps of all slots
 //   model_choices.cpp  the next ids, and why there is none
+//   model_ahead.cpp    steps that run before they are asked for
 #include <cuda_runtime_api.h>
 
 #include <array>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <vector>
@@ -18,6 +20,7 @@
 #include "cuda/model/model.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/sample/sample.hpp"
+#include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/check.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
@@ -68,9 +71,14 @@ struct Model::State {
         lengths(o.slots, o.capacity),
         last_ids(std::size_t(o.slots)),
         where(std::size_t(o.slots), Where::prompts) {}
-  ~State() { (void)cudaDeviceSynchronize(); }
+  ~State() {
+    end_launch();
+    (void)cudaDeviceSynchronize();
+  }
 
   std::size_t lay_out(std::byte* block);
+  /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
+  Status prepare_layers();
   Status prepare_steps();
   /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
   template <class Add>
@@ -79,6 +87,8 @@ struct Model::State {
   /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
   Result<GraphExec> executor_step(Where to, bool follows);
   Result<GraphExec> dataflow_step(Where to, bool follows);
+  /// whole_step() captures one launch for the whole model.
+  Result<GraphExec> whole_step(Where to, bool follows);
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
@@ -110,6 +120,8 @@ struct Model::State {
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
                  Copy&& copy);
 
+  /// Puts the tokens of a step onto the device.
+  Status enqueue_tokens(std::span<const Token> tokens);
   /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
   /// go to `to`.
   Status run_step(Where to, bool follows);
@@ -119,6 +131,22 @@ struct Model::State {
   bool ran_ahead(std::span<const Token> tokens) const;
   static Where step_place(std::size_t parity) { return parity == 0 ? Where::even_steps : Where::odd_steps; }
   Where next_place() const { return last_step == Where::even_steps ? Where::odd_steps : Where::even_steps; }
+
+  /// Puts steps onto the stream that continue the ids of these draws, which are being chosen: as many as may follow
+  /// where the persistent kernel chooses by itself, one where the next step is known, or none.
+  Status run_ahead(std::span<const Draw> draws);
+  /// Whether the persistent kernel chooses what these draws ask for.
+  bool kernel_chooses(std::span<const Draw> draws) const;
+  /// The choices of the step that a launch of many tokens has made, once they are there.
+  Status take_choices(std::span<const Draw> draws);
+  /// Asks the launch of many tokens to end; what it makes from now on is not wanted.
+  void end_launch();
+  /// Whether the logits of a slot's last entry are there. After a step of a launch of many tokens they are not: the
+  /// launch has gone on.
+  bool has_logits(std::int64_t slot) const;
+  /// Where they are not, runs the last step again, which gives the same bits.
+  Status restore_logits(std::int64_t slot);
+  Status take_report();
 
   Status enqueue_choice(Where place, std::span<const Draw> draws);
   Result<std::int32_t> chosen_id(const Draw& draw);
@@ -169,6 +197,15 @@ struct Model::State {
   // graph, whose branches run side by side.
   std::map<PassKey, GraphExec> passes;
   std::vector<Token> ahead;  // the step that is on the stream already; its ids are those chosen last
+
+  // Of the persistent impl.
+  std::optional<PersistentKernel> whole;
+  // Tokens of launches of many: `next_token` is that of the step in `ahead`, and those from `end_token` on are on no
+  // launch. `last_token` is that of the step before, whose tokens are `last_tokens`.
+  unsigned next_token = 0, end_token = 0;
+  std::optional<unsigned> last_token;
+  std::vector<Token> last_tokens;
+  bool logits_asked = false;  // since the last prompt: then launches have one token
 };
 
 }  // namespace cf::cuda

@@ -8,11 +8,33 @@
 
 namespace cf::cuda {
 
+Status Model::State::prepare_layers() {
+  if (impl != Impl::persistent)
+    return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
+  const ModelWeights model = weights.model_weights();
+  std::vector<PersistentLayer> layers;
+  for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) layers.push_back({weights.layer(l), cache.layer(l)});
+  const LayerTensors t = workspace.tensors(cache, 0, 0, 1);
+  const auto* const head = std::get_if<DenseWeight>(&model.embed_out.weight);
+  CF_TRY_ASSIGN(whole,
+                PersistentKernel::create(context, persistent_model(spec, workspace.activation()), layers,
+                                         {t.positions, t.kv_len}, {t.cos, t.sin},
+                                         {.ends = PersistentEnds{.embed_in = model.embed_in,
+                                                                 .final_layer_norm = model.final_layer_norm,
+                                                                 .embed_out = head ? head->weight : ConstAnyView<2>(),
+                                                                 .ids = step.ids,
+                                                                 .positions = step.positions,
+                                                                 .kv_len = step.kv_len,
+                                                                 .chosen = chosen}}));
+  return from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
 Status Model::State::prepare_steps() {
   for (std::size_t parity : {0, 1})
     for (bool follows : {false, true}) {
-      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph ? dataflow_step(step_place(parity), follows)
-                                                         : executor_step(step_place(parity), follows));
+      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph        ? dataflow_step(step_place(parity), follows)
+                                     : impl == Impl::persistent ? whole_step(step_place(parity), follows)
+                                                                : executor_step(step_place(parity), follows));
       CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
       (follows ? followers : steps)[parity] = std::move(graph);
     }
@@ -80,6 +102,15 @@ Result<GraphExec> Model::State::dataflow_step(Where to, bool follows) {
   return capture_dataflow(context, record, workspace.scratch());
 }
 
+Result<GraphExec> Model::State::whole_step(Where to, bool follows) {
+  LaunchList before(context);
+  if (follows) CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), before));
+  return capture(stream.get(), [&]() -> Status {
+    CF_TRY(before.submit(stream.get(), {}));
+    return whole->enqueue_token(stream.get(), logits_at(to));
+  });
+}
+
 Status Model::State::run_step(Where to, bool follows) {
   const std::size_t parity = to == Where::even_steps ? 0 : 1;
   CF_TRY(from_cuda(cudaGraphLaunch((follows ? followers : steps)[parity].get(), stream.get()), "cudaGraphLaunch"));
@@ -101,6 +132,16 @@ Status Model::State::keep_logits(std::span<const Token> tokens, Where overwritte
   return {};
 }
 
+Status Model::State::enqueue_tokens(std::span<const Token> tokens) {
+  SlotTokens placed{};
+  std::fill(std::begin(placed.position), std::end(placed.position), std::int32_t(options.capacity));
+  for (const Token& t : tokens) {
+    placed.id[t.slot] = t.id;
+    placed.position[t.slot] = std::int32_t(t.position);
+  }
+  return enqueue_place(step, placed, context);
+}
+
 bool Model::State::ran_ahead(std::span<const Token> tokens) const {
   return std::is_permutation(
       tokens.begin(), tokens.end(), ahead.begin(), ahead.end(),
@@ -116,19 +157,22 @@ Status Model::step(std::span<const Token> tokens) {
     return Status::error(Code::unimplemented,
                          "model: step: expected no visitor of sites on a GPU, which has them for "
                          "prompts alone; watch() takes an empty one");
-  if (!s.ran_ahead(tokens)) {
+  if (s.ran_ahead(tokens)) {
+    s.last_token.reset();
+    if (s.next_token != s.end_token) s.last_token = s.next_token++;
+  } else {
+    s.end_launch();
+    for (std::int64_t slot = 0; slot < s.options.slots; ++slot)
+      if (std::none_of(tokens.begin(), tokens.end(), [&](const Token& t) { return t.slot == slot; }))
+        CF_TRY(s.restore_logits(slot));
+    s.last_token.reset();
     const Where to = s.next_place();
     CF_TRY(s.keep_logits(tokens, to));
-    SlotTokens placed{};
-    std::fill(std::begin(placed.position), std::end(placed.position), std::int32_t(capacity()));
-    for (const Token& t : tokens) {
-      placed.id[t.slot] = t.id;
-      placed.position[t.slot] = std::int32_t(t.position);
-    }
-    CF_TRY(enqueue_place(s.step, placed, s.context));
+    CF_TRY(s.enqueue_tokens(tokens));
     CF_TRY(s.run_step(to, false));
   }
   s.ahead.clear();
+  s.last_tokens.assign(tokens.begin(), tokens.end());
   for (const Token& t : tokens) {
     s.lengths.set(t.slot, t.position + 1);
     s.last_ids[std::size_t(t.slot)] = t.id;

@@ -15,6 +15,37 @@ struct TapPointers {
   void *attn_in, *qkv, *q, *k, *v, *context, *attn_residual, *mlp_in, *mlp_act;
 };
 
+/// What a launch of whole tokens has beside the layers: the embedding before them, and the head behind them, which is
+/// the final LayerNorm, the LM head and the greedy choice. The head counts as a layer, whose first norm is the final one
+/// and whose matrix in the place of qkv's is the LM head.
+struct TokenArguments {
+  int count = 0;                   // tokens of the launch; 0 where it runs layers alone
+  int vocab = 0;                   // rows of embed_in and of the LM head
+  const void* embed_in = nullptr;  // (vocab, hidden)
+  void* logits = nullptr;          // (batch, vocab) of the token that was made last
+  Tagged* candidates = nullptr;    // (grid, batch, 2) a block's highest order key, its halves as floats; then (2) of
+                                   // block 0: whether the launch ends
+
+  // A launch of one token reads the sequences' state and leaves it as it is. A launch that chooses leaves the state of
+  // the last token that it made.
+  bool chooses = false;
+  std::int32_t* ids = nullptr;        // (batch)
+  std::int32_t* positions = nullptr;  // (batch)
+  std::int32_t* kv_len = nullptr;     // (batch)
+  std::int32_t* chosen = nullptr;     // (batch) the tokens chosen last
+  // In host memory, with one address for host and device.
+  std::uint64_t* made = nullptr;         // (kMadeTokens, kMaxPersistentBatch) see made_token()
+  unsigned first_serial = 0;             // of the launch's first token
+  const unsigned* end_serial = nullptr;  // tokens from this serial number on are not wanted
+};
+
+/// A launch tells the host each choice in one word: the token's serial number above, its id below. Token n has place
+/// n % kMadeTokens.
+inline constexpr unsigned kMadeTokens = 256;
+CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
+  return std::uint64_t(serial) << 32 | std::uint32_t(id);
+}
+
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.
 struct PersistentArguments {
   PersistentPlan plan;
@@ -30,7 +61,8 @@ struct PersistentArguments {
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
   bool two_act_places = false;
   bool continues = false;       // the second launch of a layer, which reads the first one's tags
-  int layers = 0;               // all that launches may run; a launch has one tag more than these
+  int layers = 0;               // all that launches may run; a token has one tag more than these
+  int head_layer = -1;          // the number of the head, behind the last layer; -1 where there is none
   int first_layer = 0;          // of the launch
   int end_layer = 0;            // one past the launch's final layer
   const void* input = nullptr;  // (batch, hidden), or null: the residual stream of the launch before
@@ -52,6 +84,8 @@ struct PersistentArguments {
   Tagged* partials = nullptr;        // (batch, heads, attention_splits, partial_floats)
   GridState* grid_state = nullptr;
 
+  TokenArguments token = {};
+
   unsigned* report = nullptr;       // in host memory: the dependency_code() of what did not come in time; 0 for none
   std::uint64_t wait_limit_ns = 0;  // how long a block waits for others
   TapPointers taps = {};            // for tests
@@ -62,6 +96,10 @@ struct PersistentArguments {
   // in device memory and are loaded one layer ahead.
   LayerPointers first_pointers = {};
   const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
+
+  CF_HD constexpr PhaseOrder phases_of(int layer) const {
+    return layer == head_layer ? PhaseOrder{Phase::head} : phases;
+  }
 };
 
 }  // namespace cf::cuda

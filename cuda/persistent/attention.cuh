@@ -16,11 +16,12 @@ struct KeySplit {
   int begin, end;     // keys
   int end_of_cached;  // keys [begin, end_of_cached) come from the cache
 
-  __device__ KeySplit(const PersistentArguments& c, int item) {
+  /// `token` counts the launch's tokens: each has one key more than the one before.
+  __device__ KeySplit(const PersistentArguments& c, int item, int token) {
     split = item % c.plan.attention_splits;
     head = item / c.plan.attention_splits % c.dims.heads;
     sequence = item / c.plan.attention_splits / c.dims.heads;
-    const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence];
+    const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     const int keys = (kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits;
     begin = min(split * keys, kv_len);
@@ -43,11 +44,11 @@ struct KeySplit {
 };
 
 /// Streams the cached keys and values of the block's key splits. False where nobody empties the ring any more.
-__device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& c, const char* k_cache,
+__device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& c, int token, const char* k_cache,
                                    const char* v_cache) {
 #pragma unroll 1
   for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
-    const KeySplit split(c, item);
+    const KeySplit split(c, item, token);
 #pragma unroll 1
     for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
       const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;

@@ -21,6 +21,7 @@ struct Block {
   const PersistentArguments& c;
   int first_thread, threads, barrier;
   unsigned parities = 0;  // a bit for each signal: the parity of its barrier's next phase
+  int token = 0;          // of the launch
 
   static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
   /// The product warps wait for partials_taken before they store a key split's partial results. Their first wait must
@@ -45,20 +46,26 @@ struct Block {
   __device__ BlockNotice& notice() const { return *at<BlockNotice>(c.layout.notice); }
   __device__ volatile int& stopped() const { return notice().stopped; }
   __device__ volatile int& product_warps_left() const { return notice().product_warps_left; }
+  __device__ volatile int& tokens_begun() const { return notice().tokens_begun; }
+  __device__ volatile int& asked_to_end() const { return notice().asked_to_end; }
+  __device__ volatile int& asked_all_to_end() const { return notice().asked_all_to_end; }
 
   /// The layer's pointers. The helper warps copy the next layer's while the product warps are in this layer.
-  __device__ LayerPointers& pointers(int layer) const { return at<LayerPointers>(c.layout.layer_pointers)[layer & 1]; }
+  __device__ LayerPointers& pointers(int layer) const { return pointers_of(layer, token); }
+  __device__ LayerPointers& pointers_of(int layer, int of_token) const {
+    return at<LayerPointers>(c.layout.layer_pointers)[(of_token * c.layers + layer) & 1];
+  }
   /// Copies a layer's pointers from device memory to shared memory. Of the threads that call, each of the first
   /// kLayerPointers copies one pointer.
-  __device__ void bring_pointers(int layer, int thread) const {
+  __device__ void bring_pointers(int layer, int of_token, int thread) const {
     if (thread >= kLayerPointers) return;
-    reinterpret_cast<std::uint64_t*>(&pointers(layer))[thread] =
+    reinterpret_cast<std::uint64_t*>(&pointers_of(layer, of_token))[thread] =
         reinterpret_cast<const std::uint64_t*>(c.layer_pointers + layer)[thread];
   }
 
   /// The tag of everything that a layer reads. What the layer makes has the same tag, but for the hidden state, which
-  /// has the next layer's. A launch has a tag for each layer and one more; no other launch uses any of them.
-  __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(layer); }
+  /// has the next layer's. A token has a tag for each layer and one more; no other token uses any of them.
+  __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(token * (c.layers + 1) + layer); }
   /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for.
   __device__ unsigned tag(int layer, Dependency d) const {
     return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8000u : 0u);
@@ -132,6 +139,19 @@ struct Block {
     return true;
   }
 };
+
+/// Stores cos and sin of each sequence's new token. A position outside the RoPE table makes them NaN.
+template <class PositionOf>
+__device__ void store_angles(const Block& block, int thread, int threads, PositionOf position_of) {
+  const PersistentArguments& c = block.c;
+  const int half = c.dims.half_rotary;
+  for (int i = thread; i < c.dims.batch * 2 * half; i += threads) {
+    const int at = i % (2 * half), position = position_of(i / (2 * half));
+    const float* const table = at < half ? c.cos : c.sin;
+    block.at<float>(c.layout.angles)[i] =
+        position >= 0 && position < c.table_rows ? table[long(position) * half + at % half] : NAN;
+  }
+}
 
 /// Where a slice of mlp.act lies in shared memory, and the signal that it is there. Where there are two places, the
 /// next slice may be there before this one is used.

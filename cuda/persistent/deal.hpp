@@ -28,20 +28,24 @@ inline constexpr int kWeights = 4;
 /// over many layers all blocks read the same number.
 struct LayerDeals {
   int grid;
-  RowCounts qkv, up, out;
+  RowCounts qkv, up, out, vocab;
 
-  CF_HD constexpr LayerDeals(int hidden, int intermediate, int blocks)
+  CF_HD constexpr LayerDeals(int hidden, int intermediate, int blocks, int vocab_size = 0)
       : grid(blocks),
         qkv(row_counts(3 * hidden, blocks)),
         up(row_counts(intermediate, blocks)),
-        out(row_counts(hidden, blocks)) {}
+        out(row_counts(hidden, blocks)),
+        vocab(row_counts(vocab_size, blocks)) {}
   CF_HD constexpr Deal deal(Weight weight, int layer, int block) const {
-    const int earlier_rest = layer * (qkv.rest + up.rest + out.rest) % grid;
     const RowCounts& rows = weight == Weight::qkv ? qkv : weight == Weight::up ? up : out;
-    int turn = block - earlier_rest -
-               (weight == Weight::qkv  ? 0
-                : weight == Weight::up ? qkv.rest
-                                       : qkv.rest + up.rest);
+    return deal(rows, layer, block, weight == Weight::qkv ? 0 : weight == Weight::up ? qkv.rest : qkv.rest + up.rest);
+  }
+  /// The rows of the LM head, which follows layer `layer` - 1.
+  CF_HD constexpr Deal head(int layer, int block) const { return deal(vocab, layer, block, 0); }
+
+ private:
+  CF_HD constexpr Deal deal(const RowCounts& rows, int layer, int block, int earlier_rest_in_layer) const {
+    int turn = block - layer * (qkv.rest + up.rest + out.rest) % grid - earlier_rest_in_layer;
     while (turn < 0) turn += grid;
     return {.first = turn * rows.each + (turn < rows.rest ? turn : rows.rest), .count = rows.each + (turn < rows.rest)};
   }

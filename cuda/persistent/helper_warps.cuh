@@ -17,24 +17,26 @@ class HelperWarps {
   __device__ bool run(int number) {
     layer = number;
     block.maybe_delay(-1 - layer);
+    const PhaseOrder phases = c.phases_of(layer);
     bool after_up = false;  // up comes before down here: mlp.act must wait for the place of up's tokens
     // The second launch of a layer with a parallel residual finds mlp.act complete. With one token it is fetched while
     // the product warps attend.
     const bool early = !Tiles && c.continues && c.parallel_residual;
     if (early && !fetch_act()) return false;
 #pragma unroll 1
-    for (int step = 0; step < c.phases.count; ++step) {
+    for (int step = 0; step < phases.count; ++step) {
       bool go = true;
-      switch (c.phases.at(step)) {
+      switch (phases.at(step)) {
         case Phase::qkv:
           go = block.wait(Signal::qkv_done);
           // The next layer's pointers take the place of the previous layer's, which the product warps have left. The
           // product warps wait for context_here before they begin the next layer.
-          if (go && layer + 1 < c.end_layer) block.bring_pointers(layer + 1, block.thread());
+          if (go && layer + 1 < c.end_layer) block.bring_pointers(layer + 1, block.token, block.thread());
           break;
         case Phase::attention: go = merge(); break;
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
         case Phase::dense: go = fetch_context(); break;
+        case Phase::head: hear_host(); break;
         case Phase::down: go = early || ((!after_up || block.wait(Signal::up_done)) && fetch_act()); break;
         default: break;
       }
@@ -43,7 +45,17 @@ class HelperWarps {
     return true;
   }
 
+  /// Goes on to the launch's next token.
+  __device__ void next_token() { ++block.token; }
+
  private:
+  /// Block 0 looks whether the host wants the next token, while the product warps are in the head: an access to the
+  /// host's memory takes long.
+  __device__ void hear_host() const {
+    if (blockIdx.x == 0 && block.thread() == 0 && c.token.chooses)
+      block.asked_to_end() =
+          int(c.token.first_serial + unsigned(block.token) + 1 - load_from_host(c.token.end_serial)) >= 0;
+  }
   __device__ bool fetch_context() {
     char* const to = block.at<char>(c.layout.attn_x);
     if constexpr (Tiles) {
@@ -82,7 +94,7 @@ class HelperWarps {
   __device__ bool merge() {
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid)
-      if (!merge(KeySplit(c, item), item)) return false;
+      if (!merge(KeySplit(c, item, block.token), item)) return false;
     return true;
   }
   /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory

@@ -33,7 +33,17 @@
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its LayerNorm. Down adds
 // attn_residual.
 //
-// With several tokens the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for one
+// A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
+// (v: vocab):
+//
+// head       W_head: v h 2               the final LayerNorm, the    product warps, for all of   the block's best token of
+//            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               each sequence: 16 b
+//
+// Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought
+// the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended
+// are brought once the product warps have begun the next one.
+//
+// With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for one
 // word a head or a block, and the copy engine brings the elements.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
@@ -55,23 +65,26 @@ namespace cf::cuda {
 /// and sin. All threads call.
 template <bool Tiles>
 __device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  const int thread = int(threadIdx.x), half = c.dims.half_rotary;
+  const int thread = int(threadIdx.x);
   if (thread == 0) {
     ring.init(Tiles ? kProductWarps : kProductWarps / 2);
     for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), arrivals(Signal(s)));
     publish_barriers();
     block.notice() = {.stopped = 0,
                       .product_warps_left = 0,
+                      .tokens_begun = 0,
+                      .asked_to_end = 0,
+                      .asked_all_to_end = 0,
                       .first_tag = (c.grid_state->launches - c.continues) * unsigned(c.layers + 1) + 1};
   }
   if (thread == 0) block.pointers(c.first_layer) = c.first_pointers;
-  for (int i = thread; i < c.dims.batch * 2 * half; i += kBlockThreads) {
-    const int sequence = i / (2 * half), at = i % (2 * half), position = c.positions[sequence];
-    const float* const table = at < half ? c.cos : c.sin;
-    block.at<float>(c.layout.angles)[i] =
-        position >= 0 && position < c.table_rows ? table[long(position) * half + at % half] : NAN;
+  store_angles(block, thread, kBlockThreads, [&](int sequence) { return c.positions[sequence]; });
+  if (thread < c.dims.batch) {
+    block.at<int>(c.layout.lengths)[thread] = c.kv_len[thread];
+    block.at<int>(c.layout.positions)[thread] = c.positions[thread];
+    if (c.token.count > 0) block.at<int>(c.layout.ids)[thread] = min(max(c.token.ids[thread], 0), c.token.vocab - 1);
+    block.at<std::uint64_t>(c.layout.best)[thread] = 0;
   }
-  if (thread < c.dims.batch) block.at<int>(c.layout.lengths)[thread] = c.kv_len[thread];
   for (int i = thread; i < c.layout.inbox_bytes / 4; i += kBlockThreads)
     block.at<unsigned>(c.layout.inbox)[i] = 0;  // no launch has the tag 0
   __syncthreads();
@@ -87,7 +100,7 @@ __device__ inline void end_block(const PersistentArguments& c) {
   GridState* const grid = c.grid_state;
   if (fetch_add(&grid->blocks_left, 1) != unsigned(c.plan.grid) - 1) return;
   grid->blocks_left = grid->stopped = 0;
-  ++grid->launches;
+  grid->launches += unsigned(max(c.token.count, 1));
 }
 
 /// T: the dtype of weights and activations. Columns: one of kNarrowColumns for row products, 0 for tile products.
@@ -101,13 +114,20 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   begin_block<Tiles>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
     ProductWarps<T, Columns> product_warps(c);
-    for (int layer = c.first_layer; layer < c.end_layer && product_warps.run(layer); ++layer) {
-    }
+    bool go = true;
+    do
+#pragma unroll 1
+      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = product_warps.run(layer);
+    while (go && product_warps.next_token());
     if (threadIdx.x == 0) block.product_warps_left() = 1;
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
     HelperWarps<T, Tiles> helper_warps(c);
-    for (int layer = c.first_layer; layer < c.end_layer && helper_warps.run(layer); ++layer) {
-    }
+    const int tokens = max(c.token.count, 1);
+    bool go = true;
+#pragma unroll 1
+    for (int token = 0; go && token < tokens; ++token, helper_warps.next_token())
+#pragma unroll 1
+      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = helper_warps.run(layer);
   } else {
     stream_layers<Tiles>(block, ring, c);
   }

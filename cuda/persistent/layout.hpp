@@ -28,6 +28,9 @@ inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*))
 struct BlockNotice {
   int stopped;             // 1 where a wait took too long: all warps leave
   int product_warps_left;  // 1 where nobody empties the ring any more
+  int tokens_begun;        // tokens that the product warps have begun after the launch's first
+  int asked_to_end;        // of block 0: 1 where the host wants no more tokens
+  int asked_all_to_end;    // 1 where block 0 has said so
   unsigned first_tag;      // the tag of layer 0 in this launch
 };
 
@@ -70,6 +73,10 @@ struct PersistentLayout {
   int notice;          // BlockNotice
   int layer_pointers;  // (2) LayerPointers: layer l's are at place l % 2
   int lengths;         // (batch) kv_len
+  int positions;       // (batch) of the launch's first token
+  int ids;             // (batch) the token that is run, where the launch makes whole tokens
+  int best;            // (batch) the highest order key among the block's rows of the LM head
+  int best_of_warps;   // (batch, product warps) the highest order key among the blocks' that a warp has read
   int warp_states;     // (product warps) each warp's maximum and sum of weights
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (3, head_dim) q, k and v of a head's new token
@@ -118,6 +125,10 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.notice = place(int(sizeof(BlockNotice)), 16);
   l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
   l.lengths = place(d.batch * 4, 16);
+  l.positions = place(d.batch * 4, 16);
+  l.ids = place(d.batch * 4, 16);
+  l.best = place(d.batch * 8, 16);
+  l.best_of_warps = place(d.batch * kProductWarps * 8, 16);
   l.warp_states = place(kProductWarps * kSoftmaxStateBytes, 16);
   l.angles = place(d.batch * 2 * d.half_rotary * 4);
   l.new_token = place(3 * d.head_dim * 2);

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,8 +18,8 @@ namespace cf::cuda {
 namespace {
 
 /// The sites whose outputs blocks wait for, by Dependency.
-constexpr Site kAwaitedSites[kDependencies] = {site::query_key_value, site::context, site::dense, site::dense_h_to_4h,
-                                               site::dense_4h_to_h};
+constexpr Site kAwaitedSites[kDependencies] = {site::query_key_value, site::context,       site::dense,
+                                               site::dense_h_to_4h,   site::dense_4h_to_h, site::embed_out};
 
 Status refuse(std::string what) {
   return Status::error(Code::unimplemented, std::string(kPersistentName) + ": cuda takes " + what);
@@ -62,6 +63,20 @@ class ViewCheck {
     check({Role::state, "k_cache"}, cache.k, {batch_, m_.heads, capacity, m_.head_dim});
     check({Role::state, "v_cache"}, cache.v, {batch_, m_.heads, capacity, m_.head_dim});
     return check.status();
+  }
+  Status ends(const PersistentEnds& e) const {
+    const std::int64_t h = m_.hidden_size, vocab = e.embed_in.shape[0];
+    Checks check(std::string(kPersistentName), context_);
+    check({Role::weight, "embed_in"}, e.embed_in, {vocab, h});
+    check({Role::gain, "final_layer_norm.weight"}, e.final_layer_norm.gamma, {h});
+    check({Role::weight, "final_layer_norm.bias"}, e.final_layer_norm.beta, {h});
+    check({Role::weight, "embed_out"}, e.embed_out, {vocab, h});
+    check({Role::token_id, "ids"}, e.ids, {batch_});
+    check({Role::position, "positions"}, e.positions, {batch_});
+    check({Role::length, "kv_len"}, e.kv_len, {batch_});
+    check({Role::token_id, "chosen"}, e.chosen, {batch_});
+    CF_TRY(check.status());
+    return check_weight_dtype(kPersistentName, e.embed_in.dtype, m_.dtype);
   }
   Status sequences(const PersistentSequences& s) const {
     Checks check(std::string(kPersistentName), context_);
@@ -112,6 +127,15 @@ WeightPointers weight_pointers(const LayerWeights& w) {
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
+/// The head as a layer.
+LayerPointers head_pointers(const PersistentEnds& e) {
+  const auto bytes = [](const auto& view) { return static_cast<const char*>(view.data); };
+  LayerPointers p{};
+  p.weights.gamma[0] = bytes(e.final_layer_norm.gamma);
+  p.weights.beta[0] = bytes(e.final_layer_norm.beta);
+  p.weights.matrix[int(Weight::qkv)] = bytes(e.embed_out);
+  return p;
+}
 CachePointers cache_pointers(const LayerCache& cache) {
   return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
 }
@@ -133,6 +157,7 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   place(a.context_done, batch_heads);
   place(a.act_done, a.plan.grid);
   place(a.partials, batch_heads * a.plan.attention_splits * partial_floats(a.dims.head_dim));
+  if (a.head_layer >= 0) place(a.token.candidates, 2 * (a.plan.grid * batch + 1));
   place(a.grid_state, 1);
   return end;
 }
@@ -150,15 +175,26 @@ Result<PersistentPlan> plan_for_device(const Context& context, const PersistentM
 }  // namespace
 
 struct PersistentKernel::State {
+  /// Launches of whole tokens that are on their way at once, at most.
+  static constexpr unsigned kLaunches = 4;
+  /// What host and device share.
+  struct Shared {
+    unsigned report = 0;
+    unsigned end_serials[kLaunches] = {};  // by launch
+    std::uint64_t made[kMadeTokens * kMaxPersistentBatch] = {};
+  };
   struct FreeHost {
-    void operator()(unsigned* p) const { (void)cudaFreeHost(p); }
+    void operator()(Shared* p) const { (void)cudaFreeHost(p); }
   };
   State(const Context& c, const PersistentModel& m, const PersistentArguments& a)
       : context(c), model(m), arguments(a) {}
 
   Status check_step(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                     const AnyView<2>& output) const;
+  std::int64_t layers() const { return std::int64_t(pointers.size()) - (arguments.head_layer >= 0); }
+  Status check_tokens(const AnyView<2>& logits) const;
   /// The arguments of a launch of layers [first, last).
+  PersistentArguments arguments_for_tokens(std::int64_t count, const AnyView<2>& logits) const;
   PersistentArguments arguments_for(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                                     const AnyView<2>& output) const;
   Status launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream);
@@ -168,12 +204,13 @@ struct PersistentKernel::State {
   Context context;
   PersistentModel model;
   PersistentArguments arguments;        // of every launch, but for its layers, input, output and phases
-  std::vector<LayerPointers> pointers;  // of all layers
+  std::vector<LayerPointers> pointers;  // of all layers, then of the head
   std::vector<DeviceMemory> tables;     // the last one holds `pointers`; launches may still read the others
   std::int64_t first_model_layer = 0;
   const void* kernel = nullptr;
   std::uint64_t launched_wait_limit_ns = 0;
-  std::unique_ptr<unsigned, FreeHost> report;
+  std::unique_ptr<Shared, FreeHost> shared;
+  unsigned next_serial = 1, token_launches = 0;
   DeviceMemory scratch;
 };
 
@@ -204,6 +241,12 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     CF_TRY(check.layer(number, layers[l].weights));
     pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache)});
   }
+  const std::optional<PersistentEnds>& ends = options.ends;
+  const int vocab = ends ? int(ends->embed_in.shape[0]) : 0;
+  if (ends) {
+    CF_TRY(check.ends(*ends));
+    pointers.push_back(head_pointers(*ends));
+  }
 
   const PersistentDims dims = persistent_dims(model, batch);
   auto state = std::make_unique<State>(context, model,
@@ -213,14 +256,15 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                            .dims = dims,
                                            .capacity = int(capacity),
                                            .table_rows = int(rope.cos.shape[0]),
-                                           .deals = LayerDeals(dims.hidden, dims.intermediate, plan.grid),
+                                           .deals = LayerDeals(dims.hidden, dims.intermediate, plan.grid, vocab),
                                            .attention_scale = float(model.attention_scale),
                                            .eps = float(model.layer_norm_eps),
                                            .parallel_residual = model.use_parallel_residual,
                                            .gelu_tanh = model.hidden_act == Activation::gelu_tanh,
                                            .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
                                            .two_act_places = plan.narrow_columns == 0,
-                                           .layers = int(layers.size()),
+                                           .layers = int(pointers.size()),
+                                           .head_layer = ends ? int(layers.size()) : -1,
                                            .positions = sequences.positions.data,
                                            .kv_len = sequences.kv_len.data,
                                            .cos = rope.cos.data,
@@ -240,18 +284,27 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   place_scratch(state->scratch.data(), a);
   CF_TRY(from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
                    "cudaMemsetAsync"));
-  void* report = nullptr;
-  CF_TRY(from_cuda(cudaHostAlloc(&report, sizeof(unsigned), cudaHostAllocMapped), "cudaHostAlloc"));
-  state->report.reset(static_cast<unsigned*>(report));
-  *state->report = 0;
-  a.report = state->report.get();  // one address for host and device
+  void* shared = nullptr;
+  CF_TRY(from_cuda(cudaHostAlloc(&shared, sizeof(State::Shared), cudaHostAllocMapped), "cudaHostAlloc"));
+  state->shared.reset(new (shared) State::Shared());
+  a.report = &state->shared->report;  // one address for host and device
+  if (ends) {
+    TokenArguments& t = a.token;
+    t.vocab = vocab;
+    t.embed_in = ends->embed_in.data;
+    t.ids = ends->ids.data;
+    t.positions = ends->positions.data;
+    t.kv_len = ends->kv_len.data;
+    t.chosen = ends->chosen.data;
+    t.made = state->shared->made;
+  }
   return PersistentKernel(std::move(state));
 }
 
 Status PersistentKernel::set_caches(std::span<const LayerCache> caches, const PersistentSequences& sequences) {
   State& s = *state_;
-  if (caches.size() != s.pointers.size())
-    return bad("caches must be one for each of " + std::to_string(s.pointers.size()) + " layers, got " +
+  if (std::int64_t(caches.size()) != s.layers())
+    return bad("caches must be one for each of " + std::to_string(s.layers()) + " layers, got " +
                std::to_string(caches.size()));
   const ViewCheck check(s.context, s.model, s.arguments.dims.batch);
   const std::int64_t capacity = caches[0].k.shape[2];
@@ -273,9 +326,8 @@ const PersistentPlan& PersistentKernel::plan() const { return state_->arguments.
 
 Status PersistentKernel::State::check_step(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                                            const AnyView<2>& output) const {
-  const std::int64_t layers = std::int64_t(pointers.size());
-  if (first < 0 || first >= last || last > layers)
-    return bad("layers [first, last) must be a range within [0, " + std::to_string(layers) + "), got [" +
+  if (first < 0 || first >= last || last > layers())
+    return bad("layers [first, last) must be a range within [0, " + std::to_string(layers()) + "), got [" +
                std::to_string(first) + ", " + std::to_string(last) + ")");
   const std::array shape{std::int64_t(arguments.dims.batch), std::int64_t(arguments.dims.hidden)};
   TensorCheck check(kPersistentName);
@@ -319,6 +371,62 @@ Status PersistentKernel::enqueue(CUstream_st* stream, std::int64_t first, std::i
   return s.launch(s.arguments_for(first, last, input, output), true, stream);
 }
 
+Status PersistentKernel::State::check_tokens(const AnyView<2>& logits) const {
+  if (arguments.head_layer < 0) return bad("expected a kernel of a whole model for whole tokens, got layers alone");
+  TensorCheck check(kPersistentName);
+  check({Role::output, "logits"}, logits,
+        std::array{std::int64_t(arguments.dims.batch), std::int64_t(arguments.token.vocab)});
+  CF_TRY(check.status());
+  return check_weight_dtype(kPersistentName, logits.dtype, model.dtype);
+}
+
+PersistentArguments PersistentKernel::State::arguments_for_tokens(std::int64_t count, const AnyView<2>& logits) const {
+  PersistentArguments a = arguments;
+  a.first_layer = 0;
+  a.end_layer = a.layers;
+  a.first_pointers = pointers[0];
+  a.token.count = int(count);
+  a.token.logits = logits.data;
+  return a;
+}
+
+Status PersistentKernel::enqueue_token(CUstream_st* stream, const AnyView<2>& logits) {
+  State& s = *state_;
+  CF_TRY(s.check_tokens(logits));
+  CF_TRY(take_report());
+  return s.launch(s.arguments_for_tokens(1, logits), true, stream);
+}
+
+Result<unsigned> PersistentKernel::enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits) {
+  State& s = *state_;
+  CF_TRY(s.check_tokens(logits));
+  if (count < 1 || count > most_tokens())
+    return bad("tokens of a launch must be 1 to " + std::to_string(most_tokens()) + ", got " + std::to_string(count));
+  CF_TRY(take_report());
+  PersistentArguments a = s.arguments_for_tokens(count, logits);
+  a.token.chooses = true;
+  a.token.first_serial = s.next_serial;
+  s.next_serial += unsigned(count);
+  volatile unsigned* const end = &s.shared->end_serials[s.token_launches++ % State::kLaunches];
+  *end = s.next_serial;
+  a.token.end_serial = const_cast<const unsigned*>(end);
+  CF_TRY(s.launch(a, true, stream));
+  return a.token.first_serial;
+}
+
+std::int64_t PersistentKernel::most_tokens() { return kMadeTokens / 4; }
+
+std::optional<std::int32_t> PersistentKernel::made(unsigned number, std::int64_t sequence) const {
+  const volatile std::uint64_t* const words = state_->shared->made;
+  const std::uint64_t word = words[number % kMadeTokens * kMaxPersistentBatch + unsigned(sequence)];
+  if (unsigned(word >> 32) != number) return std::nullopt;
+  return std::int32_t(std::uint32_t(word));
+}
+
+void PersistentKernel::end_before(unsigned number) {
+  for (volatile unsigned& end : state_->shared->end_serials) end = number;
+}
+
 Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input,
                                        const AnyView<2>& output) {
   State& s = *state_;
@@ -337,18 +445,20 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
 
 Status PersistentKernel::take_report() {
   State& s = *state_;
-  volatile unsigned* const report = s.report.get();
+  volatile unsigned* const report = &s.shared->report;
   const unsigned code = *report;
   if (code == 0) return {};
   *report = 0;
   const Dependency missing = dependency_of_code(int(code));
+  const int layer = layer_of_code(int(code));
   const std::uint64_t limit_ms = s.launched_wait_limit_ns / 1'000'000;
-  return Status::error(Code::device_error,
-                       std::string(kPersistentName) + ": layer " +
-                           std::to_string(s.first_model_layer + layer_of_code(int(code))) + ": " +
-                           std::string(kAwaitedSites[int(missing)].name) + " was not complete within " +
-                           std::to_string(limit_ms + limit_ms * unsigned(missing) / 4) + " ms, expected all " +
-                           std::to_string(plan().grid) + " blocks to run at once");
+  return Status::error(
+      Code::device_error,
+      std::string(kPersistentName) + ": " +
+          (layer == s.arguments.head_layer ? "" : "layer " + std::to_string(s.first_model_layer + layer) + ": ") +
+          std::string(kAwaitedSites[int(missing)].name) + " was not complete within " +
+          std::to_string(limit_ms + limit_ms * unsigned(missing) / 4) + " ms, expected all " +
+          std::to_string(plan().grid) + " blocks to run at once");
 }
 
 Status PersistentKernel::set_probe(const Probe& probe) {

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/model/layer.hpp"
+#include "core/model/model.hpp"
 #include "core/status.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/runtime/context.hpp"
@@ -32,12 +33,25 @@ struct RopeTable {
   View<const float, 2> cos{}, sin{};
 };
 
+/// What lies outside a model's layers, on the device: with it launches make whole tokens. `ids`, `positions` and
+/// `kv_len` are the sequences' next step, as Model has it. The weights have the model's dtype; the LM head has no bias.
+struct PersistentEnds {
+  ConstAnyView<2> embed_in{};  // (vocab, hidden)
+  NormParams final_layer_norm{};
+  ConstAnyView<2> embed_out{};        // (vocab, hidden)
+  View<std::int32_t, 1> ids{};        // (batch)
+  View<std::int32_t, 1> positions{};  // (batch)
+  View<std::int32_t, 1> kv_len{};     // (batch)
+  View<std::int32_t, 1> chosen{};     // (batch)
+};
+
 /// Finds the kernel, compiled for one dtype and one of kNarrowColumns or 0, that a plan asks for.
 using PersistentKernelLookup = const void* (*)(int narrow_columns, DType dtype);
 
 struct PersistentOptions {
   PersistentChoices choices{};
   std::int64_t first_model_layer = 0;        // the model's number of layers[0], for errors
+  std::optional<PersistentEnds> ends = {};   // of the whole model that the layers are
   PersistentKernelLookup kernels = nullptr;  // for tests: other kernels than the library's
 };
 
@@ -81,6 +95,21 @@ class PersistentKernel {
   /// other within a kernel, and a regular launch does not guarantee that all of them are resident: beside another such
   /// kernel on the same SMs a wait may take too long, which is a report.
   Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
+
+  /// Launches the whole model for one token of each sequence, those of PersistentEnds::ids: embedding, layers, final
+  /// LayerNorm and LM head, whose logits go to `logits` (batch, vocab). Refuses a kernel without PersistentEnds.
+  Status enqueue_token(CUstream_st* stream, const AnyView<2>& logits);
+  /// Launches the same for `count` tokens of each sequence, 1 to most_tokens(). Each next token is the greedy choice
+  /// among the logits, the lowest id of equal ones; -1, and then 0 in its place, where the logits are refused as
+  /// cpu_ref::sample() refuses them. The launch leaves ids, positions and kv_len as those of the last token that it ran,
+  /// its choices in PersistentEnds::chosen, and its logits in `logits`. Tokens are numbered over all launches; returns
+  /// the number of the launch's first. Up to four launches may be on their way.
+  Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits);
+  static std::int64_t most_tokens();
+  /// The choice of a sequence that token `number` has led to, or empty where it has not been made yet. Waits for nothing.
+  std::optional<std::int32_t> made(unsigned number, std::int64_t sequence) const;
+  /// Asks launches to end before token `number`. A launch ends at least one token after it has seen this.
+  void end_before(unsigned number);
 
   /// The report of a launch that was given up, once: Code::device_error, which names the model's layer and the site
   /// whose output did not come in time. ok where there is none. After a synchronisation of the stream the answer covers

@@ -137,6 +137,7 @@ class Slicing {
     const int rows = std::max(most_rows(deals_.qkv), most_rows(deals_.up));
     const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products, except perhaps of down
     plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
+    plan.head_rows = whole_stages(rows);
     plan.shared_sums = whole_rows && plan.act_slices == 1
                            ? 0
                            : std::max(whole_rows ? 0 : rows * plan.hidden_slices, plan.out_rows * plan.act_slices);
@@ -148,9 +149,16 @@ class Slicing {
     plan.shared_norms = shared_norms;
     const int up = most_rows(deals_.up), up_first = rows_before_attention(plan, up);
     plan.warp_rows = 0;
-    plan.shared_sums = kProductWarps * std::max({most_rows(deals_.qkv), up_first,
-                                                 up - rows_before_attention(plan, up - 1), plan.out_rows});
+    const int rows =
+        std::max({most_rows(deals_.qkv), up_first, up - rows_before_attention(plan, up - 1), plan.out_rows});
+    plan.head_rows = whole_stages(rows);
+    plan.shared_sums = kProductWarps * rows;
     return ring_fits(kStageSlices * std::max(plan.hidden_columns, plan.act_columns) * 2);
+  }
+  /// At most `rows` rows, in tiles of two stages where there are as many.
+  static int whole_stages(int rows) {
+    constexpr int tile_rows = 2 * kStageSlices;
+    return rows < tile_rows ? rows : rows / tile_rows * tile_rows;
   }
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
   bool ring_fits(int stage_bytes) {

@@ -77,7 +77,8 @@ struct PersistentPlan {
   int stages;            // of the ring
   int stages_in_flight;  // stages that are requested and have not arrived, at most
   int stage_bytes;
-  int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int up_eighths;  // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int head_rows;   // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
   int attention_splits;  // parts that a head's keys are split into
   bool cluster_merge;    // the splits of a head are merged in a cluster's shared memory, not in device memory
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen

@@ -1,5 +1,7 @@
 #pragma once
-// What the product warps of a block do in each phase: norms, products, attention.
+// What the product warps of a block do in each phase: norms, products, attention; and the greedy choice behind the head.
+#include "core/sampling.hpp"
+#include "cuda/device/warp.cuh"
 #include "cuda/persistent/attention.cuh"
 #include "cuda/persistent/norm.cuh"
 #include "cuda/persistent/product.cuh"
@@ -25,13 +27,46 @@ class ProductWarps {
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
     layer = number;
+    const PhaseOrder phases = c.phases_of(layer);
 #pragma unroll 1
-    for (int step = 0; step < c.phases.count; ++step) {
-      const Phase phase = c.phases.at(step);
+    for (int step = 0; step < phases.count; ++step) {
+      const Phase phase = phases.at(step);
       make_anew(layer);
       block.maybe_delay(layer * kPhases + step);
-      if (phase == Phase::attention ? !attend() : !prepare(phase) || !multiply(phase)) return false;
+      if (phase == Phase::attention) {
+        if (!attend()) return false;
+        continue;
+      }
+      if (!prepare(phase)) return false;
+      const int parts = Product::parts(c, phase, layer);
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part)
+        if (!multiply(phase, part)) return false;
     }
+    return true;
+  }
+
+  /// Publishes the block's best tokens, behind the head, and waits for those of all blocks: the next token of every
+  /// sequence is the best one. Then makes the block ready for it. False where the launch ends here.
+  __device__ bool next_token() {
+    if (!c.token.chooses) return false;
+    block.sync();  // all warps' keys are in `best`
+    publish_best();
+    const bool is_last = block.token + 1 == c.token.count;
+    if (is_last && blockIdx.x != 0) return false;
+    // Nobody reads these of the token before any more.
+    block.bring_pointers(c.first_layer, block.token + 1, block.thread());
+    const int* const positions = block.at<int>(c.layout.positions);
+    store_angles(block, block.thread(), kProductThreads, [&](int s) { return positions[s] + block.token + 1; });
+    if (!await_choices()) return false;
+    const bool ends = is_last || block.asked_all_to_end();
+    take_choices(ends);
+    if (ends) {
+      if (thread_index() == 0) block.stopped() = 1;  // the helper warps may wait for a layer that does not come
+      return false;
+    }
+    ++block.token;
+    if (thread_index() == 0) block.tokens_begun() = block.token;
     return true;
   }
 
@@ -42,6 +77,7 @@ class ProductWarps {
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     switch (phase) {
       case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
+      case Phase::head: return norms(0, 1);
       case Phase::up_first: return c.parallel_residual || norms(1, 2);
       case Phase::dense: return block.wait(Signal::context_here);
       default: return true;
@@ -93,7 +129,7 @@ class ProductWarps {
       RowPieces<Pieces> row;
       if (!has_token) {
       } else if (first == 0 && reads_input()) {
-        load_row(rows, hidden, static_cast<const T*>(c.input) + at, row);
+        load_row(rows, hidden, input_row(token), row);
       } else {
         await_row(block, rows, (first == 0 ? c.hidden[layer % 2] : c.attn_residual) + at,
                   first == 0 && layer == c.first_layer, layer,
@@ -123,8 +159,8 @@ class ProductWarps {
 
   /// The phase's product and its epilogue. A warp that owns whole rows finishes them itself. Where rows are sliced, all
   /// product warps first wait for each other.
-  __device__ bool multiply(Phase phase) {
-    const Product product(c, phase, layer);
+  __device__ bool multiply(Phase phase, int part) {
+    const Product product(c, phase, layer, part);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const Sums<Tiles> sums(block, product, warp);
     const bool own_rows = sums.warps_own_rows(product);
@@ -165,12 +201,20 @@ class ProductWarps {
       __syncwarp();
     else
       block.sync();
+    std::uint64_t best = 0;  // of one token's elements
 #pragma unroll 1
     for (int i = worker; i < elements; i += own_rows ? 32 : kProductThreads) {
       const int token = token_of(i), row = row_of(i);
       if (i > worker) addends = load_addends(phase, product, token, row);
-      finish(phase, token, row, product.row(row),
-             sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual);
+      const float v = sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual;
+      if (phase == Phase::head)
+        keep_better(best, token, finish_logit(token, product.row(row), v));
+      else
+        finish(phase, token, row, product.row(row), v);
+    }
+    if (phase == Phase::head && !Tiles) {
+      best = warp_max(best);
+      if (lane == 0) keep(0, best);
     }
     if (Tiles && phase == Phase::up_rest)
       publish_done(block, c.act_done + blockIdx.x, block.tag(layer, Dependency::mlp_act));
@@ -190,8 +234,7 @@ class ProductWarps {
     Addends a{};
     if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
     if (phase == Phase::dense)
-      a.residual =
-          reads_input() ? to_float(static_cast<const T*>(c.input)[at]) : __ldcg(&c.hidden[layer % 2][at].value);
+      a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : __ldcg(&c.hidden[layer % 2][at].value);
     if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(&c.attn_residual[at].value);
     return a;
   }
@@ -233,7 +276,101 @@ class ProductWarps {
     }
   }
   /// Whether the layer reads the launch's input, not the residual stream in scratch memory.
-  __device__ bool reads_input() const { return layer == c.first_layer && c.input; }
+  __device__ bool reads_input() const { return layer == c.first_layer && (c.input || c.token.count > 0); }
+  /// The sequence's row of that input: where the launch makes whole tokens, its token's row of the embedding.
+  __device__ const T* input_row(int sequence) const {
+    const bool embeds = c.token.count > 0;
+    const long row = embeds ? block.at<int>(c.layout.ids)[sequence] : sequence;
+    return static_cast<const T*>(embeds ? c.token.embed_in : c.input) + row * c.dims.hidden;
+  }
+
+  /// Stores a logit and returns its order key.
+  __device__ std::uint64_t finish_logit(int sequence, int id, float v) const {
+    const T logit = from_float<T>(v);
+    static_cast<T*>(c.token.logits)[long(sequence) * c.token.vocab + id] = logit;
+    return sampling::logit_key(to_float(logit), id);
+  }
+  /// With one sequence a thread keeps its own best key. With several its elements are of any sequence.
+  __device__ void keep_better(std::uint64_t& best, int sequence, std::uint64_t key) const {
+    if constexpr (Tiles)
+      keep(sequence, key);
+    else
+      best = max(best, key);
+  }
+  /// Keys are integers: the highest one does not depend on the threads' order.
+  __device__ void keep(int sequence, std::uint64_t key) const {
+    atomicMax(block.at<unsigned long long>(c.layout.best) + sequence, static_cast<unsigned long long>(key));
+  }
+
+  /// Publishes the block's best tokens. What the block has appended to the caches is visible to who sees them.
+  __device__ void publish_best() const {
+    const int sequence = block.thread();
+    if (sequence >= c.dims.batch) return;
+    __threadfence();
+    std::uint64_t* const best = block.at<std::uint64_t>(c.layout.best) + sequence;
+    const unsigned tag = block.tag(layer, Dependency::choice);
+    Tagged* const to = c.token.candidates + (long(blockIdx.x) * c.dims.batch + sequence) * 2;
+    store_tagged(to, __uint_as_float(unsigned(*best >> 32)), tag);
+    store_tagged(to + 1, __uint_as_float(unsigned(*best)), tag);
+    *best = 0;
+    if (blockIdx.x != 0 || sequence != 0) return;
+    Tagged* const end = c.token.candidates + long(c.plan.grid) * c.dims.batch * 2;
+    store_tagged(end, __uint_as_float(block.asked_to_end() ? 1u : 0u), tag);
+    store_tagged(end + 1, 0.f, tag);
+  }
+  /// Waits for the best tokens of all blocks. False where that took too long.
+  __device__ bool await_choices() const {
+    const int thread = thread_index(), batch = c.dims.batch, warp = thread / 32;
+    const unsigned tag = block.tag(layer);
+    std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps);
+    const auto await = [&](const Tagged* from) {
+      Tagged two[2] = {};
+      block.poll(layer, Dependency::choice, [&] {
+        load_tagged(from, two);
+        return two[0].tag == tag && two[1].tag == tag;
+      });
+      return std::uint64_t(__float_as_uint(two[0].value)) << 32 | __float_as_uint(two[1].value);
+    };
+#pragma unroll 1
+    for (int sequence = 0; sequence < batch; ++sequence) {
+      std::uint64_t key = 0;
+#pragma unroll 1
+      for (int other = thread; other < c.plan.grid; other += kProductThreads)
+        key = max(key, await(c.token.candidates + (long(other) * batch + sequence) * 2));
+      key = warp_max(key);
+      if (thread % 32 == 0) of_warps[sequence * kProductWarps + warp] = key;
+    }
+    if (thread == kProductThreads - 1 && await(c.token.candidates + long(c.plan.grid) * batch * 2) != 0)
+      block.asked_all_to_end() = 1;
+    __threadfence();
+    return block.sync_unless_stopped();
+  }
+  /// Each sequence's choice becomes the token to run next. Block 0 tells it to the host, and leaves the sequences' state
+  /// where the launch ends. A sequence whose logits are refused has the choice -1; it goes on with token 0, so that the
+  /// others can go on.
+  __device__ void take_choices(bool ends) const {
+    if (const int s = block.thread(); s < c.dims.batch) {
+      const std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps) + s * kProductWarps;
+      std::uint64_t key = 0;
+#pragma unroll
+      for (int w = 0; w < kProductWarps; ++w) key = max(key, of_warps[w]);
+      const int id = key == 0 || key == sampling::kRefusedKey ? -1 : sampling::id_of(key);
+      int& runs = block.at<int>(c.layout.ids)[s];
+      if (blockIdx.x == 0) {
+        const unsigned serial = c.token.first_serial + unsigned(block.token);
+        store_for_host(c.token.made + serial % kMadeTokens * kMaxPersistentBatch + s, made_token(serial, id));
+        if (ends) {
+          const int position = min(block.at<int>(c.layout.positions)[s] + block.token, c.capacity);
+          c.token.ids[s] = runs;
+          c.token.positions[s] = position;
+          c.token.kv_len[s] = position + 1;
+          c.token.chosen[s] = id;
+        }
+      }
+      runs = max(id, 0);
+    }
+    block.sync();
+  }
 
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
   __device__ bool attend() {
@@ -247,7 +384,7 @@ class ProductWarps {
     constexpr int tile_keys = AttentionTile<T, Blocks>::kKeys;
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
-      const KeySplit split(c, item);
+      const KeySplit split(c, item, block.token);
       if (!prepare_head<T>(block, split, layer)) return false;
       AttentionTile<T, Blocks> tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps

@@ -19,9 +19,10 @@ struct alignas(8) Tagged {
 /// its elements, so the tag that a reader finds is at most a launch old, and half of a tag is enough.
 using TaggedElement = std::uint32_t;
 
-/// What a block waits for: everything of one kind that the other blocks make in one layer.
-enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden };
-inline constexpr int kDependencies = 5;
+/// What a block waits for: everything of one kind that the other blocks make in one layer. `choice` is of the head: the
+/// blocks' best tokens.
+enum class Dependency : int { qkv, context, attn_residual, mlp_act, hidden, choice };
+inline constexpr int kDependencies = 6;
 
 /// A dependency of a layer as one number above 0.
 CF_HD constexpr int dependency_code(int layer, Dependency d) { return layer * kDependencies + int(d) + 1; }
@@ -52,8 +53,9 @@ CF_HD constexpr int arrivals(Signal s) {
 
 /// The phases of a layer. up_first and up_rest are the two parts of mlp.dense_h_to_4h: with a parallel residual neither
 /// needs attention, so up_first runs while q, k and v travel from block to block, and up_rest while the context does.
-enum class Phase : int { qkv, up_first, attention, up_rest, dense, down };
-inline constexpr int kPhases = 6;
+/// The head has one phase: the final LayerNorm and the product of the LM head.
+enum class Phase : int { qkv, up_first, attention, up_rest, dense, down, head };
+inline constexpr int kLayerPhases = 6, kPhases = kLayerPhases + 1;
 
 /// The phases of a launch, in order. All warps of a block follow this order, and the ring brings weights and keys in
 /// it. Each phase takes four bits of one register, the first phase the lowest four.
@@ -90,7 +92,7 @@ inline constexpr PhaseOrder kSequentialSplit[2] = {{Phase::qkv, Phase::attention
 struct GridState {
   unsigned blocks_left;  // blocks that have left the kernel; the last one to leave clears it
   unsigned stopped;      // not 0 once a wait took too long: all blocks leave
-  unsigned launches;     // launches so far
+  unsigned launches;     // launches so far; a launch of many tokens counts as one for each
 };
 
 }  // namespace cf::cuda

@@ -16,7 +16,7 @@ class StreamPointers {
   /// Makes the layer the current one, and loads those of the next layer.
   __device__ void begin(int layer) {
     current_ = next_;
-    next_ = load(min(layer + 1, c.end_layer - 1));
+    next_ = load(layer + 1 < c.end_layer ? layer + 1 : c.first_layer);
     asm volatile("" : "+l"(next_));  // the load is not to be moved down to its use
   }
   __device__ const char* matrix(Weight w) const { return at(int(w)); }
@@ -46,22 +46,42 @@ class StreamPointers {
   std::uint64_t current_ = 0, next_;
 };
 
+/// Waits until the product warps have begun a token: all blocks have then appended the token before to the caches. False
+/// where they have left.
+__device__ inline bool await_token(const Block& block, int token) {
+  while (block.tokens_begun() < token)
+    if (block.product_warps_left()) return false;
+  let_copies_see();
+  return true;
+}
+
 template <bool Tiles>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
   RingWriter writer(ring, c.plan.stages_in_flight, block.product_warps_left());
   StreamPointers pointers(c);
+  const int tokens = max(c.token.count, 1);
   bool go = true;
 #pragma unroll 1
-  for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) {
-    pointers.begin(layer);
+  for (int token = 0; go && token < tokens; ++token)
 #pragma unroll 1
-    for (int step = 0; go && step < c.phases.count; ++step) {
-      const Phase phase = c.phases.at(step);
-      go = phase == Phase::attention
-               ? stream_keys(writer, c, pointers.k_cache(), pointers.v_cache())
-               : stream_product<Tiles>(writer, Product(c, phase, layer), pointers.matrix(Product::weight_of(phase)));
+    for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) {
+      pointers.begin(layer);
+      const PhaseOrder phases = c.phases_of(layer);
+#pragma unroll 1
+      for (int step = 0; go && step < phases.count; ++step) {
+        const Phase phase = phases.at(step);
+        if (phase == Phase::attention) {
+          go = (token == 0 || layer > c.first_layer || await_token(block, token)) &&
+               stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
+          continue;
+        }
+        const int parts = Product::parts(c, phase, layer);
+#pragma unroll 1
+        for (int part = 0; go && part < parts; ++part)
+          go =
+              stream_product<Tiles>(writer, Product(c, phase, layer, part), pointers.matrix(Product::weight_of(phase)));
+      }
     }
-  }
   writer.drain();
 }
 

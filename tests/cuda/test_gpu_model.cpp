@@ -428,6 +428,123 @@ TEST_CASE("decoder on the GPU: stops, limits, joiners and the cache's end", "[gp
   CHECK(taken(d.ids(joined)).size() == 5);
 }
 
+namespace {
+
+AnyView<2> rows_of_embedding(const Small& small) {
+  const ConstAnyView<2>& table = small.weights->weights.embed_in;
+  return AnyView<2>(const_cast<void*>(table.data), table.shape, table.dtype);
+}
+
+/// Greedy ids of these prompts, with the bits of the logits behind each id where they are asked for every `each` ids.
+struct Greedy {
+  std::vector<Ids> ids;
+  std::vector<std::vector<std::string>> logits;
+};
+
+Greedy greedy(const Small& small, const Model::Options& o, const std::vector<Ids>& prompts, std::int64_t tokens,
+              std::int64_t at_once, std::int64_t each) {
+  Decoder d = small.decoder(o);
+  std::vector<Decoder::Sequence> sequences;
+  for (const Ids& prompt : prompts) sequences.push_back(taken(d.add(prompt)));
+  Greedy g;
+  g.logits.resize(prompts.size());
+  std::int64_t made = 0;
+  while (made < tokens) {
+    const std::int64_t n = std::min(at_once, tokens - made);
+    taken(d.decode(n));
+    made += n;
+    if (each > 0 && made % each == 0)
+      for (std::size_t i = 0; i < sequences.size(); ++i) g.logits[i].push_back(bits(taken(d.logits(sequences[i]))));
+  }
+  for (Decoder::Sequence s : sequences) g.ids.push_back(taken(d.ids(s)));
+  return g;
+}
+
+}  // namespace
+
+TEST_CASE("decoder on the GPU: a launch of many tokens gives the ids and logits of single steps",
+          "[gpu][model][tokens]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const std::size_t sequences = GENERATE(std::size_t(1), std::size_t(3), std::size_t(8));
+  const bool parallel = GENERATE(true, false);
+  CAPTURE(to_string(dtype), sequences, parallel);
+  ModelConfig config = small_config();
+  config.use_parallel_residual = parallel;
+  const Small small(dtype, {}, config);
+  const Model::Options options{.slots = std::int64_t(sequences), .capacity = 96, .chunk = 16, .impl = Impl::persistent};
+  std::vector<Ids> prompts;
+  for (std::size_t i = 0; i < sequences; ++i) prompts.push_back(ids_of(1 + 5 * std::int64_t(i % 4), i));
+  // Whoever asks for each token's logits gets steps of one token.
+  const Greedy single = greedy(small, options, prompts, 75, 1, 1);
+  for (std::int64_t at_once : {1, 33, 75}) {
+    const Greedy many = greedy(small, options, prompts, 75, at_once, 0);
+    CHECK(many.ids == single.ids);
+  }
+  // In the middle of a launch.
+  for (std::int64_t asked : {7, 40}) {
+    const Greedy many = greedy(small, options, prompts, asked, 5, asked);
+    for (std::size_t i = 0; i < sequences; ++i) {
+      CHECK(std::equal(many.ids[i].begin(), many.ids[i].end(), single.ids[i].begin()));
+      CHECK(many.logits[i].at(0) == single.logits[i].at(std::size_t(asked) - 1));
+    }
+  }
+}
+
+TEST_CASE("decoder on the GPU: a launch of many tokens ends for stops, joiners, drops and the cache's end",
+          "[gpu][model][tokens]") {
+  const Small small;
+  const Model::Options options{.slots = 2, .capacity = 40, .chunk = 16, .impl = Impl::persistent};
+  const Ids prompt = ids_of(6, 11), other = ids_of(20, 12);
+  const auto alone = [&](const Ids& p, std::int64_t tokens) {
+    Decoder d = small.decoder(options);
+    const auto s = taken(d.add(p));
+    for (std::int64_t i = 0; i < tokens; ++i) {
+      taken(d.decode(1));
+      taken(d.logits(s));
+    }
+    return taken(d.ids(s));
+  };
+  const Ids ids = alone(prompt, 34), ids_of_other = alone(other, 20);
+  Decoder d = small.decoder(options);
+  const auto stopped = taken(d.add(prompt, {.stop = {ids[9]}}));
+  taken(d.decode(3));
+  const auto joined = taken(d.add(other));
+  taken(d.decode(4));
+  const auto before = taken(d.ids(joined));
+  taken(d.decode(60));
+  CHECK(taken(d.finish(stopped)) == Finish::stop);
+  CHECK(taken(d.ids(stopped)) == Ids(ids.begin(), std::find(ids.begin(), ids.end(), ids[9]) + 1));
+  CHECK(std::equal(before.begin(), before.end(), ids_of_other.begin()));
+  // The entries of 20 ids and of 20 more fill the cache; one more id follows from the last.
+  CHECK(taken(d.finish(joined)) == Finish::failed);
+  const Ids all = taken(d.ids(joined));
+  REQUIRE(all.size() == 21);
+  CHECK(std::equal(ids_of_other.begin(), ids_of_other.end(), all.begin()));
+  // A dropped sequence leaves nothing behind for the next one in its slot.
+  require_ok(d.drop(stopped));
+  require_ok(d.drop(joined));
+  const auto dropped = taken(d.add(other));
+  taken(d.decode(5));
+  require_ok(d.drop(dropped));
+  const auto again = taken(d.add(prompt, {.max_new_tokens = 34}));
+  while (d.active()) taken(d.decode(50));
+  CHECK(taken(d.ids(again)) == ids);
+}
+
+TEST_CASE("decoder on the GPU: a hundred runs of many tokens a launch have the same ids", "[gpu][model][tokens]") {
+  const Small small;
+  const Model::Options options{.slots = 1, .capacity = 96, .chunk = 16, .impl = Impl::persistent};
+  const std::vector<Ids> prompts{ids_of(9, 1)};
+  const Greedy first = greedy(small, options, prompts, 80, 80, 0);
+  Decoder d = small.decoder(options);
+  for (int run = 0; run < 100; ++run) {
+    const auto s = taken(d.add(prompts[0], {.max_new_tokens = 80}));
+    while (d.active()) taken(d.decode(1 + run));
+    CHECK(taken(d.ids(s)) == first.ids[0]);
+    require_ok(d.drop(s));
+  }
+}
+
 TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][model]") {
   const Small small;
   const auto& dense = std::get<DenseWeight>(small.weights->weights.layers[1].dense.weight).weight;
@@ -441,6 +558,31 @@ TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][
                       {"logits[0] is NaN",
                        "the first NaN of this token is made by "
                        "gpt_neox.layers.1.attention.dense"}) == "");
+}
+
+TEST_CASE("model on the GPU: a NaN in a launch of many tokens ends its sequence alone, and is named",
+          "[gpu][model][tokens]") {
+  const Model::Options options{.slots = 2, .capacity = 96, .chunk = 16, .impl = Impl::persistent};
+  const std::vector<Ids> prompts{ids_of(9, 1), ids_of(4, 2)};
+  const Greedy sound = greedy(Small(), options, prompts, 30, 30, 0);
+  // The first sequence meets an id that the other does not, and whose row of the embedding is NaN.
+  const auto in = [](const Ids& ids, std::int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); };
+  std::size_t at = 0;
+  const Ids& ids = sound.ids[0];
+  while (at < ids.size() && (in(prompts[0], ids[at]) || in(prompts[1], ids[at]) || in(sound.ids[1], ids[at]))) ++at;
+  REQUIRE(at < ids.size());
+  const Small small;
+  const AnyView<2> table = rows_of_embedding(small);
+  constexpr std::uint16_t nan = 0x7e00;
+  std::memcpy(static_cast<std::byte*>(table.data) + ids[at] * table.shape[1] * 2, &nan, sizeof nan);
+  Decoder d = small.decoder(options);
+  const auto first = taken(d.add(prompts[0])), second = taken(d.add(prompts[1]));
+  taken(d.decode(30));
+  CHECK(taken(d.finish(first)) == Finish::failed);
+  CHECK(taken(d.ids(first)) == Ids(ids.begin(), ids.begin() + std::ptrdiff_t(at) + 1));
+  CHECK(refusal_fault(d.status(first), Code::invalid_argument,
+                      {"is NaN", "the first NaN of this token is made by gpt_neox.embed_in"}) == "");
+  CHECK(taken(d.ids(second)) == sound.ids[1]);
 }
 
 TEST_CASE("model on the GPU: the taps of every site are the oracle's within the budget, and watching changes no bit",

@@ -467,6 +467,206 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
                       Code::invalid_argument, {"'input_layernorm'"}) == "");
 }
 
+namespace {
+
+/// What lies outside the layers of a small whole model, on the device.
+class DeviceEnds {
+ public:
+  static constexpr std::int64_t vocab = 1031;
+
+  DeviceEnds(const cuda::Context& c, const HostLayers& host, const DeviceLayers& on)
+      : context_(c), batch_(host.load.batch) {
+    const ModelConfig& m = host.config;
+    const auto matrix = [&](const char* name) {
+      return ConstAnyView<2>(copy(activations(m.dtype, {vocab, m.hidden_size}, name)), {vocab, m.hidden_size}, m.dtype);
+    };
+    const auto vector = [&](const char* name) {
+      return ConstAnyView<1>(copy(activations(m.dtype, {m.hidden_size}, name)), {m.hidden_size}, m.dtype);
+    };
+    const auto words = [&] {
+      return View<std::int32_t, 1>{static_cast<std::int32_t*>(allocate(batch_ * 4)), {batch_}};
+    };
+    ends = cuda::PersistentEnds{.embed_in = matrix("embed_in"),
+                                .final_layer_norm = {vector("gamma"), vector("beta")},
+                                .embed_out = matrix("embed_out"),
+                                .ids = words(),
+                                .positions = on.positions,
+                                .kv_len = on.kv_len,
+                                .chosen = words()};
+    logits = AnyView<2>(allocate(batch_ * vocab * 2), {batch_, vocab}, m.dtype);
+  }
+
+  void set_ids(const std::vector<std::int32_t>& ids) {
+    require_ok(cuda::copy_to_device(context_, ends.ids.data, ids.data(), ids.size() * 4));
+  }
+  std::vector<std::int32_t> words_of(const View<std::int32_t, 1>& view) const {
+    std::vector<std::int32_t> words(static_cast<std::size_t>(view.shape[0]));
+    require_ok(cuda::copy_to_host(context_, words.data(), view.data, words.size() * 4));
+    return words;
+  }
+  /// The highest logit of each sequence, the first of equal ones.
+  std::vector<std::int32_t> best() const {
+    const Tensor rows = fetch<2>(logits);
+    std::vector<std::int32_t> ids;
+    for (std::int64_t b = 0; b < batch_; ++b) {
+      std::int32_t id = 0;
+      for (std::int32_t i = 1; i < vocab; ++i)
+        if (rows.at(b * vocab + i) > rows.at(b * vocab + id)) id = i;
+      ids.push_back(id);
+    }
+    return ids;
+  }
+
+  cuda::PersistentEnds ends;
+  AnyView<2> logits;
+
+ private:
+  void* allocate(std::int64_t bytes) {
+    Result<cuda::DeviceMemory> memory = cuda::DeviceMemory::create(context_, std::size_t(bytes), "a test's tensor");
+    require_ok(memory.status());
+    memory_.push_back(std::move(*memory));
+    return memory_.back().data();
+  }
+  const void* copy(const Tensor& from) {
+    void* const device = allocate(from.size_bytes());
+    require_ok(cuda::copy_to_device(context_, device, from.data(), std::size_t(from.size_bytes())));
+    return device;
+  }
+
+  cuda::Context context_;
+  std::int64_t batch_;
+  std::vector<cuda::DeviceMemory> memory_;
+};
+
+PersistentKernel kernel_of_tokens(Plans plans, const cuda::Context& c, const DeviceLayers& on, const DeviceEnds& ends) {
+  Result<PersistentKernel> kernel = PersistentKernel::create(
+      c, cuda::persistent_model(on.config(), on.config().dtype), on.layers, on.sequences(), on.rope(),
+      {.ends = ends.ends, .kernels = plans == Plans::own ? nullptr : two_blocks_kernels});
+  require_ok(kernel.status());
+  return std::move(*kernel);
+}
+
+}  // namespace
+
+TEST_CASE("persistent: many tokens of one launch are those of one launch each, with delayed blocks too",
+          "[gpu][persistent][tokens]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const bool parallel = GENERATE(true, false);
+  const std::int64_t batch = GENERATE(1, 3, 8), layers = GENERATE(2, 3);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  constexpr std::int64_t tokens = 12;
+  CAPTURE(to_string(plans), parallel, batch, layers, to_string(dtype));
+  ModelConfig m = small_model(dtype, layers);
+  m.use_parallel_residual = parallel;
+  const Workload load{.batch = batch, .capacity = 60};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  DeviceEnds ends(c, host, on);
+  PersistentKernel kernel = kernel_of_tokens(plans, c, on, ends);
+  std::vector<std::int32_t> first_ids, first_lengths = lengths(load, 40);
+  for (std::int64_t b = 0; b < batch; ++b) first_ids.push_back(std::int32_t(17 * b + 5));
+  const auto begin = [&] {
+    on.reset();
+    on.set_kv_len(first_lengths);
+    ends.set_ids(first_ids);
+  };
+
+  begin();
+  std::vector<std::vector<std::int32_t>> expected;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    require_ok(kernel.enqueue_token(c.stream(), ends.logits));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.take_report());
+    expected.push_back(ends.best());
+    if (t + 1 == tokens) break;
+    std::vector<std::int32_t> next = first_lengths;
+    for (std::int32_t& n : next) n += std::int32_t(t) + 1;
+    on.set_kv_len(next);
+    ends.set_ids(expected.back());
+  }
+  const Tensor logits = fetch<2>(ends.logits);
+  const std::vector<Tensor> caches = on.results();
+  std::vector<std::int32_t> last_lengths = first_lengths;
+  for (std::int32_t& n : last_lengths) n += tokens - 1;
+
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    CAPTURE(seed);
+    begin();
+    require_ok(kernel.set_probe({.delay_seed = seed}));
+    const auto number = kernel.enqueue_tokens(c.stream(), tokens, ends.logits);
+    require_ok(number.status());
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.take_report());
+    for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t b = 0; b < batch; ++b)
+        CHECK(kernel.made(*number + unsigned(t), b) == expected[std::size_t(t)][std::size_t(b)]);
+    CHECK(test::same_bits(fetch<2>(ends.logits), logits));
+    CHECK(ends.words_of(ends.ends.chosen) == expected.back());
+    CHECK(ends.words_of(ends.ends.ids) == expected[tokens - 2]);
+    CHECK(ends.words_of(ends.ends.kv_len) == last_lengths);
+    CHECK(same_bits(on.results(), caches));
+  }
+  CHECK(!kernel.made(1 << 20, 0));
+}
+
+TEST_CASE("persistent: a launch of many tokens ends where the host asks for no more", "[gpu][persistent][tokens]") {
+  const std::int64_t batch = GENERATE(1, 4);
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = batch, .capacity = 200};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(Plans::own);
+  DeviceLayers on(c, host);
+  DeviceEnds ends(c, host, on);
+  PersistentKernel kernel = kernel_of_tokens(Plans::own, c, on, ends);
+  on.set_kv_len(lengths(load, 40));
+  const std::int64_t most = PersistentKernel::most_tokens();
+  const auto number = kernel.enqueue_tokens(c.stream(), most, ends.logits);
+  require_ok(number.status());
+  while (!kernel.made(*number + 2, 0)) {
+  }
+  kernel.end_before(*number + 3);
+  require_cuda(cudaDeviceSynchronize());
+  require_ok(kernel.take_report());
+  std::int32_t made = 0;
+  while (made < most && kernel.made(*number + unsigned(made), 0)) ++made;
+  CHECK(made >= 3);
+  // The state is that of the last token that was made.
+  std::vector<std::int32_t> last = lengths(load, 40);
+  for (std::int32_t& n : last) n += made - 1;
+  CHECK(ends.words_of(ends.ends.kv_len) == last);
+  CHECK(ends.words_of(ends.ends.chosen)[0] == *kernel.made(*number + unsigned(made) - 1, 0));
+  CHECK(refusal_fault(kernel.enqueue_tokens(c.stream(), most + 1, ends.logits).status(), Code::invalid_argument,
+                      {"1 to " + std::to_string(most), std::to_string(most + 1)}) == "");
+  CHECK(refusal_fault(kernel.enqueue_token(c.stream(), AnyView<2>(ends.logits.data, {batch, 8}, DType::f16)),
+                      Code::invalid_argument, {"logits"}) == "");
+  PersistentKernel without = kernel_of(Plans::own, c, on);
+  CHECK(refusal_fault(without.enqueue_token(c.stream(), ends.logits), Code::invalid_argument, {"whole model"}) == "");
+}
+
+TEST_CASE("persistent: a choice that no block publishes is an error, and the next launch is sound",
+          "[gpu][persistent][report][tokens]") {
+  const ModelConfig m = small_model(DType::f16);
+  const Workload load{.batch = 1, .capacity = 60};
+  const HostLayers host(m, load);
+  const cuda::Context c = planned(Plans::own);
+  DeviceLayers on(c, host);
+  DeviceEnds ends(c, host, on);
+  PersistentKernel kernel = kernel_of_tokens(Plans::own, c, on, ends);
+  on.set_kv_len({40});
+  require_ok(kernel.set_probe({.withheld_layer = 3, .withheld_site = "embed_out", .wait_limit_ms = 20}));
+  require_ok(kernel.enqueue_tokens(c.stream(), 4, ends.logits).status());
+  require_cuda(cudaDeviceSynchronize());
+  CHECK(refusal_fault(kernel.take_report(), Code::device_error, {"persistent: embed_out was not complete"}) == "");
+  require_ok(kernel.set_probe({}));
+  on.set_kv_len({40});
+  const auto number = kernel.enqueue_tokens(c.stream(), 4, ends.logits);
+  require_ok(number.status());
+  require_cuda(cudaDeviceSynchronize());
+  require_ok(kernel.take_report());
+  CHECK(kernel.made(*number + 3, 0).has_value());
+}
+
 TEST_CASE("persistent: a report that nobody has taken stops the next launch, once", "[gpu][persistent][report]") {
   const HostLayers host(small_model(DType::f16), {.batch = 1, .capacity = 20});
   const cuda::Context c = planned(Plans::own);

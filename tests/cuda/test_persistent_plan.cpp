@@ -178,8 +178,8 @@ TEST_CASE("persistent: every order of phases has each phase of a layer once") {
     return std::find(all.begin(), all.end(), first) < std::find(all.begin(), all.end(), second);
   };
   const auto check = [&](const std::vector<Phase>& all, bool parallel) {
-    CHECK(all.size() == std::size_t(kPhases));
-    CHECK(std::set<Phase>(all.begin(), all.end()).size() == std::size_t(kPhases));
+    CHECK(all.size() == std::size_t(kLayerPhases));
+    CHECK(std::set<Phase>(all.begin(), all.end()).size() == std::size_t(kLayerPhases));
     CHECK(all.front() == Phase::qkv);
     CHECK(before(all, Phase::qkv, Phase::attention));
     CHECK(before(all, Phase::attention, Phase::dense));

@@ -20,8 +20,7 @@ constexpr int kDigitBits = 11, kBins = 1 << kDigitBits;
 static_assert(kBins == 2 * kThreads);
 constexpr int kIdBits = 32;  // the lower bits of an order key
 
-/// The place of a logit that is NaN or +infinity among order keys: above that of every score below +infinity.
-constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);
+using sampling::kRefusedKey;
 
 /// What a block has in shared memory.
 struct Shared {

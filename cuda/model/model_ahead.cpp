@@ -1,0 +1,113 @@
+#include <algorithm>
+
+#include "cuda/model/model_state.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Tokens of a launch. The host asks a launch to end where a sequence does; what it has made beyond that is lost.
+constexpr std::int64_t kLaunchTokens = 32;
+
+/// Whether a draw takes the highest logit itself.
+bool is_plain_greedy(const ModelRunner::Draw& d) {
+  const SamplingRule rule = d.sampling.rule();
+  return rule.top_k == 1 && rule.temperature == 1 && d.sampling.repetition_penalty == 1;
+}
+
+}  // namespace
+
+bool Model::State::kernel_chooses(std::span<const Draw> draws) const {
+  // A launch overwrites the logits of all slots: those of a slot that has no draw could be asked for later.
+  std::int64_t live = 0;
+  for (std::int64_t slot = 0; slot < options.slots; ++slot) live += lengths[slot] > 0;
+  return whole && !logits_asked && live == std::int64_t(draws.size()) &&
+         std::all_of(draws.begin(), draws.end(), is_plain_greedy);
+}
+
+Status Model::State::run_ahead(std::span<const Draw> draws) {
+  ahead.clear();
+  const auto in_flight = std::int64_t(end_token - next_token);
+  // The steps that may follow: a step at a position appends the entry of that position.
+  std::int64_t left = kLaunchTokens;
+  for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});
+  // After a prompt the next step is known only where there is one slot.
+  const Where place = options.slots == 1 ? where[0] : last_step;
+  const bool known = std::all_of(draws.begin(), draws.end(), [&](const Draw& d) {
+    return where[std::size_t(d.slot)] == place && d.left > 0 && d.position < options.capacity;
+  });
+  if (!known) {
+    end_launch();
+    return {};
+  }
+  std::vector<Token> next;
+  for (const Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
+  // A launch follows the one before without a gap where it comes one token early.
+  if (in_flight <= 1 && left > 0) {
+    const Where to = next_place();
+    CF_TRY(keep_logits(next, to));
+    if (kernel_chooses(draws)) {
+      LaunchList follow(context);
+      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
+      CF_TRY(follow.submit(stream.get(), {}));
+      CF_TRY_ASSIGN(const unsigned first, whole->enqueue_tokens(stream.get(), left, logits_at(to)));
+      if (in_flight == 0) next_token = first;
+      end_token = first + unsigned(left);
+      last_step = to;
+    } else {
+      CF_TRY(run_step(to, true));
+    }
+  }
+  ahead = std::move(next);
+  return {};
+}
+
+Status Model::State::take_choices(std::span<const Draw> draws) {
+  for (const Draw& d : draws)
+    for (unsigned polls = 1;; ++polls) {
+      if (const std::optional<std::int32_t> id = whole->made(*last_token, d.slot)) {
+        pinned_chosen.get()[d.slot] = *id;
+        break;
+      }
+      if (polls % 1024) continue;
+      const cudaError_t running = cudaStreamQuery(stream.get());
+      if (running == cudaErrorNotReady) continue;
+      CF_TRY(from_cuda(running, "cudaStreamQuery"));
+      CF_TRY(take_report());
+      if (!whole->made(*last_token, d.slot))
+        return Status::error(Code::device_error, "model: the launch has ended without its token");
+    }
+  return run_ahead(draws);
+}
+
+void Model::State::end_launch() {
+  ahead.clear();
+  if (next_token == end_token) return;
+  whole->end_before(next_token);
+  next_token = end_token;
+}
+
+bool Model::State::has_logits(std::int64_t slot) const {
+  return !last_token || std::none_of(last_tokens.begin(), last_tokens.end(),
+                                     [&](const Token& t) { return t.slot == slot && lengths[slot] == t.position + 1; });
+}
+
+Status Model::State::restore_logits(std::int64_t slot) {
+  if (has_logits(slot)) return {};
+  end_launch();
+  last_token.reset();
+  std::vector<Token> again;
+  for (const Token& t : last_tokens)
+    if (lengths[t.slot] == t.position + 1) again.push_back(t);
+  CF_TRY(enqueue_tokens(again));
+  const Where to = next_place();
+  CF_TRY(run_step(to, false));
+  for (const Token& t : again) where[std::size_t(t.slot)] = to;
+  return {};
+}
+
+Status Model::State::take_report() {
+  CF_TRY(executor.take_report());
+  return whole ? whole->take_report() : Status();
+}
+
+}  // namespace cf::cuda
