@@ -19,6 +19,7 @@ NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
 import bench_peers
+import bench_python
 import golden_file
 import plot_bench
 from console import Refusal
@@ -292,6 +293,17 @@ def gpu_model(figures):
     return lines[:-1] or ["Not recorded."]
 
 
+def python(figures):
+    """The package's calls, and how many times its time a token Hugging Face takes."""
+    report = figures["python-pythia-2.8b"]
+    if not report:
+        return ["Not recorded."]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    about = f"{report['gpu']}, {versions}. {figures.source('python-pythia-2.8b')}"
+    picture = ["![Milliseconds a token from Python](python-pythia-2.8b.svg)", ""] if report["results"]["model"] else []
+    return [about, "", *picture, *bench_python.tables(report)]
+
+
 PEERS_OF_A_MODEL = (
     "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled "
     "steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len "
@@ -321,6 +333,14 @@ TTFT is the time from the prompts to the last slot's first id, TPOT the time bet
 host's clock.
 
 {gpu_model}
+
+## From Python
+
+`generate()` of transformers as it is (hf_generate) and with `cf_ops.hf.speed_up` (speed_up) beside `cf-model`, greedy.
+Then calls of the package `cf_ops`: the host's time is the call's own, which launches and does not wait; ops have small
+tensors; a layer's and a step's time from call to call has the device's work in it.
+
+{python}
 
 ## How far tokens are from float64
 
@@ -375,7 +395,7 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, quality, batches, quantised, ablation, growth, peers, cpu, cpu_model)
+    parts = (ways_to_step, gpu_model, python, quality, batches, quantised, ablation, growth, peers, cpu, cpu_model)
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 

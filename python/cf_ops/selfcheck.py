@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from cf_ops import _core, ops
 from cf_ops._device import cuda_available
+from cf_ops._tensors import require_torch
 from cf_ops.model import on_device
 
-__all__ = ["Row", "arguments", "rows"]
+__all__ = ["Row", "arguments", "on_gpu", "rows"]
 
 _SEED = 1
 _MODEL = "pythia-14m"
@@ -67,6 +68,28 @@ def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
     if op == "embedding":
         given["dtype"] = dtype
     return given
+
+
+def on_gpu(given: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What arguments() made for "float64", as torch tensors of a GPU: activations of a dtype, and weights of that dtype
+    too if it has 16 bits. Needs torch."""
+    torch = require_torch("selfcheck.on_gpu")
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(part) for name, part in value.items()}
+        if isinstance(value, ops.GptqWeight):
+            # Scales are float16 whatever the activations are.
+            parts = {n: torch.from_numpy(p.copy()).cuda() if np.ndim(p) else p for n, p in vars(value).items()}
+            return ops.GptqWeight(**parts)
+        if not isinstance(value, np.ndarray):
+            return value
+        tensor = torch.from_numpy(value.copy()).cuda()
+        takes_dtype = value.dtype == np.float64 or (value.dtype == np.float16 and dtype != "float32")
+        return tensor.to(getattr(torch, dtype)) if takes_dtype else tensor
+
+    made: dict[str, Any] = moved(given)
+    return made | ({"dtype": dtype} if "dtype" in made else {})
 
 
 def _values(

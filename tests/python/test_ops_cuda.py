@@ -30,22 +30,6 @@ CASES = [(op, dtype, 0) for op in _core.ops() for dtype in DTYPES] + [
 ]
 
 
-def on_gpu(value, dtype):
-    """An argument of the example as a GPU takes it: activations of a dtype, weights of that dtype if it has 16 bits."""
-    if isinstance(value, dict):
-        return {name: on_gpu(part, dtype) for name, part in value.items()}
-    if isinstance(value, ops.GptqWeight):
-        parts = {name: torch.from_numpy(part.copy()).cuda() for name, part in vars(value).items() if np.ndim(part)}
-        return ops.GptqWeight(**{**vars(value), **parts})
-    if not isinstance(value, np.ndarray):
-        return value
-    tensor = torch.from_numpy(value.copy()).cuda()
-    is_weight = tensor.dtype == torch.float16
-    if tensor.dtype == torch.float64 or (is_weight and dtype != "float32"):
-        return tensor.to(getattr(torch, dtype))
-    return tensor
-
-
 def for_oracle(value, dtype):
     """An argument of a GPU for the oracle: the same numbers on the CPU, activations in float64."""
     if isinstance(value, dict):
@@ -61,10 +45,8 @@ class Call:
     def __init__(self, op, dtype, bits=0):
         self.op, self.function, self.dtype = op, getattr(ops, op), dtype
         example = selfcheck.arguments(op, "float64", bits)
-        self.arguments = on_gpu(example, dtype)
+        self.arguments = selfcheck.on_gpu(example, dtype)
         self.activations = [n for n, v in example.items() if getattr(v, "dtype", None) == np.float64]
-        if op == "embedding":
-            self.arguments["dtype"] = dtype
         self.states = [name for name, role, *_ in _core.op_example(op)[0] if role == "state"]
 
     def run(self, **changed):
