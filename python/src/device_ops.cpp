@@ -60,7 +60,8 @@ Status run(const Args& args, const DeviceStream& at, const DeviceScratch& scratc
     cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
     launches.trust_addresses();
     CF_TRY(cuda::prepare(args, launches));
-    return launches.submit(context.stream());
+    // Later launches read only weights ahead, which the stream's work before the first one has written by then.
+    return launches.submit(context.stream(), {.early = true, .first_waits = true});
   });
 }
 

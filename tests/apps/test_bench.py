@@ -378,8 +378,8 @@ class Python(Files):
             "| pythia-2.8b | speed_up | 1 | 16 | 3 | 2.10 | 1.05x | 3.15 | 1.05x | 357.1 | 1 of 3, first other 1 |",
             "| pythia-2.8b | hf_generate | 1 | 128 | 3 | E: no |  |  |  |  |  |",
             "",
-            "- pythia-2.8b, 1 at once, 16 + 3 tokens: Hugging Face takes 9.52 times speed_up's time a token, speed_up takes "
-            "1.050 times cf-model's",
+            "- pythia-2.8b, 1 at once, 16 + 3 tokens: Hugging Face takes 9.52 times speed_up's time a token, "
+            "speed_up takes 1.050 times cf-model's",
             "",
             "| call | host us, median | 10 % | 99 % |",
             "|---|---:|---:|---:|",
@@ -479,7 +479,7 @@ class Refusals(Files):
         check = functools.partial(self.check, bench_python)
         program = self.write("program", "#!/bin/sh\n", True)
         check("--parts must be of model, ops, clusterfusion, got 'layers'", "--parts", "ops,layers")
-        check("--prompt-len and --new-tokens must be at most 2048 together", "--prompt-len", "1024", "--new-tokens", "1025")
+        check("must be at most 2048 together", "--prompt-len", "1024", "--new-tokens", "1025")
         check("--kv-len must be at least 2, got 1", "--kv-len", "1,128")
         check("expected --preset of pythia-2.8b, pythia-6.9b", "--parts", "clusterfusion", "--preset", "pythia-1b")
         check("nowhere: no such program", "--cf-model", "nowhere")

@@ -1,5 +1,6 @@
 """What cf_ops cannot do exactly runs on Hugging Face's path, with Hugging Face's output, and is named."""
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -338,6 +339,60 @@ def test_a_hook_in_the_midst_of_a_generation(root):
     out = ours.generate(**inputs, max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
     assert cf_ops.hf.report(ours).cf_ops == {"greedy prefill": 1, "greedy step": 4} and len(seen) >= 7
     assert check_tokens(load(root, NAME, torch.float64), torch.float32, inputs, out) > 0.5
+
+
+def changed_in_the_midst(model, change, place):
+    """Greedy ids of a generation in which a criterion changes the model once there are so many places."""
+    seen = []
+
+    def criterion(input_ids, scores, **kwargs):
+        seen.append(input_ids.shape[1])
+        if len(seen) == place:
+            with torch.no_grad():
+                change(model)
+        return torch.zeros(3, dtype=torch.bool)
+
+    criteria = transformers.StoppingCriteriaList([criterion])
+    return model.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
+
+
+@pytest.mark.parametrize("change", [lambda model: None, halve_in_place, set_data, set_parameter, set_module])
+def test_a_step_that_follows_is_what_it_is_by_itself(root, monkeypatch, change):
+    """generate()'s steps are launched before the model is checked. A model that has changed since is read again."""
+    from cf_ops.hf import _patch
+
+    looked_at = []
+    left_padding = _patch._left_padding
+    monkeypatch.setattr(_patch, "_left_padding", lambda *args: looked_at.append(1) or left_padding(*args))
+    got = changed_in_the_midst(ours := cf_ops.hf.speed_up(load(root, NAME)), change, 5)
+    follows, counted = len(looked_at), cf_ops.hf.report(ours)
+    monkeypatch.setattr(_patch.Patch, "_follow", lambda *args: None)
+    looked_at.clear()
+    slow = cf_ops.hf.speed_up(load(root, NAME))
+    assert torch.equal(got, changed_in_the_midst(slow, change, 5))
+    assert counted == cf_ops.hf.report(slow) and counted.cf_ops == {"greedy prefill": 1, "greedy step": 11}
+    assert len(looked_at) == 12 and follows <= 2
+
+
+def test_a_cache_that_was_cut_is_looked_at(root):
+    """A criterion cuts the cache of a generation: its next step is none that follows."""
+    if not TAKES_CACHES:
+        pytest.skip("this transformers takes tuples, which nobody can cut")
+    ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
+    caches = []
+
+    def criterion(input_ids, scores, **kwargs):
+        cache = ours._cf_ops.generation.cache
+        if cache is not None and input_ids.shape[1] == 9 + 4:
+            cache.crop(-2)
+            caches.append(cache)
+        return torch.zeros(3, dtype=torch.bool)
+
+    criteria = transformers.StoppingCriteriaList([criterion])
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):  # what Hugging Face makes of a mask that is too long
+        ours.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
+    assert len(caches) == 1 and cf_ops.hf.report(ours).cf_ops == {"greedy prefill": 1, "greedy step": 3}
+    assert "attention_mask does not have a place for each token" in reasons(ours)
 
 
 def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):

@@ -163,6 +163,34 @@ def test_a_weights_numbers_are_checked(fake, field, bad):
         ops.linear(fake(2, 64), weight)
 
 
+def test_a_checked_op_makes_what_is_wanted(monkeypatch):
+    """What is not wanted shares a tensor; the compiled op runs on the CPU in place of a GPU."""
+    arguments = selfcheck.arguments("decode_layer", "float32")
+    layer = {n: torch.from_numpy(v.copy()) for n, v in arguments.items() if isinstance(v, np.ndarray)}
+    weights = {n: torch.from_numpy(v.copy()) for n, v in arguments["weights"].items()}
+    config, most = arguments["config"], arguments["max_kv_len"]
+    expected = ops.decode_layer(weights, config, **{n: t.clone() for n, t in layer.items()}, max_kv_len=most)
+    tensors = {"hidden": layer["hidden"], **layer, **weights}
+    names = [*tensors, *expected._fields]
+
+    class Bound:
+        def run(self, device, stream, addresses, scalars, packed, allocate):
+            assert (device, stream, allocate, len(addresses)) == (3, 7, pytest.fail, len(names))
+            shapes = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
+            shapes |= {n: ("float32", tuple(getattr(expected, n).shape)) for n in expected._fields}
+            described = {name: (address, *shapes[name]) for name, address in zip(names, addresses)}
+            _core.run_op("decode_layer", described, {"config": config, **scalars})
+
+    monkeypatch.setattr(_device, "prepare_ops", lambda index: pytest.fail)
+    monkeypatch.setattr(_device, "current_stream", lambda index: 7)
+    checked = ops.CheckedOp("decode_layer", tensors, (("config", config),), ("k", "output"))
+    checked._bound = Bound()
+    caches = {name: tensors[name].clone() for name in ("k_cache", "v_cache")}
+    k, output = checked(3, {**tensors, **caches}, {"max_kv_len": most})
+    assert torch.equal(k, expected.k) and torch.equal(output, expected.output)
+    assert not torch.equal(caches["k_cache"], tensors["k_cache"])
+
+
 def test_a_bound_op_is_checked():
     shapes = {"x": (0, "float16", (2, 8)), "gamma": (0, "float16", (8,)), "beta": (0, "float16", (8,))}
     for tensors, scalars, message in (
@@ -382,6 +410,22 @@ def test_a_side_stream_is_used_and_not_waited_for(op):
         assert not done.query()  # the host is ahead of the device
     stream.synchronize()
     assert same(got, expected)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", ["linear", "ln_qkv", "decode_layer"])
+def test_weights_that_the_stream_still_writes_are_waited_for(op):
+    """An op's later kernels may begin early, and read weights then."""
+    call = Call(op, "float16")
+    expected = call.run()
+    right = call.arguments["weights"] if op == "decode_layer" else {"weight": call.arguments["weight"]}
+    for _ in range(5):
+        late = {name: torch.full_like(weight, torch.nan) for name, weight in right.items()}
+        delay(20)
+        for name, weight in right.items():
+            late[name].copy_(weight)
+        assert same(call.run(**({"weights": late} if op == "decode_layer" else late)), expected)
 
 
 @gpu
