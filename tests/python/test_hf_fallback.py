@@ -389,7 +389,7 @@ def test_a_cache_that_was_cut_is_looked_at(root):
         return torch.zeros(3, dtype=torch.bool)
 
     criteria = transformers.StoppingCriteriaList([criterion])
-    with contextlib.suppress(RuntimeError, ValueError, IndexError):  # what Hugging Face makes of a mask that is too long
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):  # for such a mask
         ours.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
     assert len(caches) == 1 and cf_ops.hf.report(ours).cf_ops == {"greedy prefill": 1, "greedy step": 3}
     assert "attention_mask does not have a place for each token" in reasons(ours)
