@@ -168,6 +168,65 @@ def test_a_module_of_another_type(root):
     assert_falls_back(theirs, ours, reason + f"{Lora.__module__}.{Lora.__qualname__}", lambda m: m(IDS))
 
 
+def test_lora_by_peft(root, caplog):
+    """An adapter runs on Hugging Face's path until it is merged; then the same object is on ours again."""
+    peft = pytest.importorskip("peft", reason="peft is missing")
+    theirs, ours = pair(root, dtype=torch.float32)
+    inputs = padded([6, 6])
+    plain = load(root, NAME, torch.float64)
+
+    def adapted(model):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["query_key_value"], init_lora_weights=False
+        )
+        return peft.get_peft_model(model, config).eval()
+
+    wrapped = [adapted(model) for model in (theirs, ours)]
+    with caplog.at_level(logging.WARNING, logger="cf_ops.hf"), torch.no_grad():
+        for _ in range(2):
+            expected, got = (model(**inputs).logits for model in wrapped)
+            assert torch.equal(expected, got)
+        expected, got = (model.generate(**inputs, max_new_tokens=5, do_sample=False) for model in wrapped)
+        assert torch.equal(expected, got)
+    (reason,) = reasons(ours)
+    first = "module 'gpt_neox.layers.0.attention.query_key_value': expected one that transformers builds, got peft."
+    assert reason.startswith(first) and cf_ops.hf.report(ours).cf_ops == {}
+    assert [record.getMessage() for record in caplog.records if record.name == "cf_ops.hf"] == [
+        f"a call runs on Hugging Face's path: {reason}"
+    ]
+
+    merged = wrapped[1].merge_and_unload()
+    assert merged is ours
+    reference = load(root, NAME, torch.float64)
+    reference.load_state_dict({name: tensor.double() for name, tensor in merged.state_dict().items()})
+    with torch.no_grad():
+        got, exact, before = (model(**inputs).logits for model in (merged, reference, plain))
+    bound = max(ErrorBound(reference, ids).relative for ids in inputs["input_ids"]) * exact.abs().max()
+    assert (got - exact).abs().max() <= bound < (before - exact).abs().max()
+    out = merged.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert check_tokens(reference, torch.float32, inputs, out) > 0
+    counted = cf_ops.hf.report(ours)
+    assert set(counted.hugging_face) == {reason}
+    assert counted.cf_ops == {"forward prefill": 1, "greedy prefill": 1, "greedy step": 11}
+
+
+def test_a_method_that_others_have_put_in_place_stays(root):
+    """peft's prompts leave a method in the model; what it prepares is looked at call by call."""
+    theirs, ours = (load(root, NAME) for _ in range(2))
+    method = ours.prepare_inputs_for_generation
+    ours.prepare_inputs_for_generation = method
+    cf_ops.hf.speed_up(ours)
+    assert ours.__dict__["prepare_inputs_for_generation"] is method
+    inputs = padded([6, 3, 9])
+    got, expected = (
+        model.generate(**inputs, max_new_tokens=8, do_sample=False) for model in (ours, cf_ops.hf.speed_up(theirs))
+    )
+    assert torch.equal(got, expected) and cf_ops.hf.report(ours).share == 1
+    cf_ops.hf.restore(ours)
+    assert ours.__dict__["prepare_inputs_for_generation"] is method and "forward" not in ours.__dict__
+
+
 def test_a_module_with_another_forward(root):
     theirs, ours = pair(root)
     for model in (theirs, ours):

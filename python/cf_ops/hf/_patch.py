@@ -27,8 +27,9 @@ Model = Any
 
 _LOGGER = logging.getLogger("cf_ops.hf")
 _ATTRIBUTE = "_cf_ops"
-_METHODS = ("forward", "generate", "_prepare_generation_config", "prepare_inputs_for_generation")
-# What generate() makes the masks and the positions of its steps with.
+_METHODS = ("forward", "generate", "_prepare_generation_config")
+# What generate() makes the masks and the positions of its steps with. Others may put theirs in place of the first, as
+# peft does: steps are then looked at one by one.
 _FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
 _READ = {
@@ -458,14 +459,19 @@ def _prepare_generation_config(self: Model, *args: Any, **kwargs: Any) -> Any:
 def _prepare_inputs_for_generation(self: Model, *args: Any, **kwargs: Any) -> Any:
     """Hugging Face's own, whose result a running ``generate()`` is told."""
     prepared = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
-    generation: _Generation | None = self.__dict__[_ATTRIBUTE].generation
+    patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
+    generation = None if patch is None else patch.generation
     if generation is not None:
-        generation.prepared = prepared
+        generation.prepared = dict(prepared)
     return prepared
 
 
 _REPLACED: dict[str, Callable[..., Any]] = dict(
-    zip(_METHODS, (_forward, _generate, _prepare_generation_config, _prepare_inputs_for_generation), strict=True)
+    zip(
+        (*_METHODS, _FOLLOWING[0]),
+        (_forward, _generate, _prepare_generation_config, _prepare_inputs_for_generation),
+        strict=True,
+    )
 )
 
 
@@ -485,13 +491,15 @@ def speed_up(model: Model) -> None:
         raise error
     model.__dict__[_ATTRIBUTE] = patch
     for name, function in _REPLACED.items():
-        model.__dict__[name] = types.MethodType(function, model)
+        model.__dict__.setdefault(name, types.MethodType(function, model))
 
 
 def restore(model: Model) -> None:
     _patch_of(model).end()
     for name in (*_METHODS, _ATTRIBUTE):
         del model.__dict__[name]
+    if getattr(model.__dict__.get(_FOLLOWING[0]), "__func__", None) is _REPLACED[_FOLLOWING[0]]:
+        del model.__dict__[_FOLLOWING[0]]
 
 
 def report(model: Model) -> Report:
