@@ -672,6 +672,24 @@ class Page(Files):
         self.assertEqual(bench_page.with_headline(front, bench_page.headline(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
+        with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
+            package = file.read()
+        lines = bench_page.python_headline(figures, os.path.join(root, "python"))
+        self.assertEqual(bench_page.with_headline(package, lines), package)
+
+    def test_the_package_s_headline_is_of_its_recorded_figures(self):
+        directory = self.recorded()
+        text = f"{bench_page.BEGIN}\nold\n{bench_page.END}\n"
+        front, package = self.write("front.md", text), self.write("package.md", text)
+        self.assertEqual(run(bench_page, directory, front, package)[0], 0)
+        with open(package, encoding="utf-8") as file:
+            self.assertIn("Not recorded yet", file.read())
+        self.write("python-pythia-2.8b.json", json.dumps(PYTHON | {"ratios": bench_python.ratios(PYTHON_ROWS)}))
+        self.assertEqual(run(bench_page, directory, front, package)[0], 0)
+        with open(package, encoding="utf-8") as file:
+            words = " ".join(file.read().split())
+        self.assertIn("](./python-pythia-2.8b.svg) On one a GPU, greedy, in one run: pythia-2.8b, 1 at once", words)
+        self.assertIn("Hugging Face takes 9.52 times speed_up's time a token", words)
 
 
 class Pictures(Files):

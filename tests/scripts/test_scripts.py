@@ -403,7 +403,7 @@ class BenchGpu(Scripts):
             os.remove(self.log)
             result, calls = self.measure(arguments=("--only", part, "out"))
             self.assertEqual(result.returncode, 0, result)
-            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
             self.assertEqual({call.split()[0] for call in calls[:-1]}, programs)
             parts += calls[:-1]
         self.assertEqual(parts, whole[:-1])
@@ -432,7 +432,7 @@ class BenchGpu(Scripts):
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         self.assertEqual([call[-1] for call in models], ["out/model-peers-pythia-2.8b.json"])
-        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
         _, expected = self.measure()
