@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made, and
-the table of headline figures between its two marks in README:
-  bench_page.py data/bench README.md
+the table of headline figures between its two marks in README, and where PYTHON_README is named the package's between
+the same marks there:
+  bench_page.py data/bench README.md python/README.md
 Every table names the command and the commit of its figures. Needs numpy, and no GPU.
 """
 
@@ -19,6 +20,7 @@ NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
 import bench_peers
+import bench_python
 import golden_file
 import plot_bench
 from console import Refusal
@@ -292,6 +294,33 @@ def gpu_model(figures):
     return lines[:-1] or ["Not recorded."]
 
 
+def python(figures):
+    """The package's calls, and how many times its time a token Hugging Face takes."""
+    report = figures["python-pythia-2.8b"]
+    if not report:
+        return ["Not recorded."]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    about = f"{report['gpu']}, {versions}. {figures.source('python-pythia-2.8b')}"
+    picture = ["![Milliseconds a token from Python](python-pythia-2.8b.svg)", ""] if report["results"]["model"] else []
+    return [about, "", *picture, *bench_python.tables(report)]
+
+
+def python_headline(figures, beside):
+    """A token's time from Python, with the picture's path as seen from the folder `beside`."""
+    report = figures["python-pythia-2.8b"]
+    ratios = report["ratios"] if report else []
+    if not ratios:
+        return ["Not recorded yet: `scripts/bench_gpu --only python data/bench` does it."]
+    directory = os.path.relpath(figures.directory, beside or os.curdir)
+    text = f"On one {report['gpu']}, greedy, in one run: " + "; ".join(map(bench_python.ratio_text, ratios)) + "."
+    page = f"[`data/bench/README.md`]({directory}/README.md) has the times of single calls too."
+    return [
+        f"![Milliseconds a token: Hugging Face, speed_up, cf-model]({directory}/python-pythia-2.8b.svg)",
+        "",
+        *textwrap.wrap(f"{text} {page}", 120, break_long_words=False, break_on_hyphens=False),
+    ]
+
+
 PEERS_OF_A_MODEL = (
     "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled "
     "steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len "
@@ -321,6 +350,14 @@ TTFT is the time from the prompts to the last slot's first id, TPOT the time bet
 host's clock.
 
 {gpu_model}
+
+## From Python
+
+`generate()` of transformers as it is (hf_generate) and with `cf_ops.hf.speed_up` (speed_up) beside `cf-model`, greedy.
+Then calls of the package `cf_ops`: the host's time is the call's own, which launches and does not wait; ops have small
+tensors; a layer's and a step's time from call to call has the device's work in it.
+
+{python}
 
 ## How far tokens are from float64
 
@@ -375,7 +412,7 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, quality, batches, quantised, ablation, growth, peers, cpu, cpu_model)
+    parts = (ways_to_step, gpu_model, python, quality, batches, quantised, ablation, growth, peers, cpu, cpu_model)
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 
@@ -388,6 +425,17 @@ def with_headline(readme, lines):
     return before + BEGIN + "\n" + "\n".join(lines) + "\n" + after
 
 
+def updated(path, lines):
+    """A file's text with these lines between its marks."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return with_headline(file.read(), lines)
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}") from None
+    except Refusal as refusal:
+        raise Refusal(f"{path}: {refusal}") from None
+
+
 def write(path, text):
     with golden_file.atomic(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
@@ -398,22 +446,18 @@ def main(argv):
     parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("directory", metavar="DIR", help="where the recorded files are")
     parser.add_argument("readme", metavar="README", help="the file that has the headline's marks")
+    parser.add_argument("python", metavar="PYTHON_README", nargs="?", help="the package's, with the same marks")
     try:
         args = parser.parse_args(argv)
         if not os.path.isdir(args.directory):
             raise Refusal(f"{args.directory}: no such directory")
-        try:
-            with open(args.readme, encoding="utf-8") as file:
-                readme = file.read()
-        except OSError as error:
-            raise Refusal(f"{args.readme}: {error.strerror}") from None
         figures = Figures(args.directory)
-        try:
-            text = with_headline(readme, headline(figures))
-        except Refusal as refusal:
-            raise Refusal(f"{args.readme}: {refusal}") from None
+        texts = {args.readme: updated(args.readme, headline(figures))}
+        if args.python:
+            texts[args.python] = updated(args.python, python_headline(figures, os.path.dirname(args.python)))
         write(os.path.join(args.directory, "README.md"), page(figures))
-        write(args.readme, text)
+        for path, text in texts.items():
+            write(path, text)
     except Refusal as refusal:
         print(f"{NAME}: {refusal}", file=sys.stderr)
         return 2

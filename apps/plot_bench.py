@@ -5,6 +5,7 @@ files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
   plot_bench.py --hero data/bench/hero.svg data/bench/h200.json   ->   the bars of every system at the least kv_len
   plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a report by cf-layer --first-layers
+  plot_bench.py data/bench/python.json ->   data/bench/python.svg, a token's time from Python, of bench_python.py
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
 its layers and against kv_len, with the least-squares line. Needs matplotlib.
 With --tables it prints what was recorded as Markdown tables instead, with growth's lines and how far the farthest
@@ -25,6 +26,7 @@ NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
 import bench_peers
+import bench_python
 import golden_file
 import model_peers
 import neox
@@ -37,6 +39,10 @@ def read_json(path):
             return json.load(file)
     except (OSError, ValueError) as error:
         raise Refusal(f"{path}: {getattr(error, 'strerror', None) or 'expected JSON'}") from None
+
+
+def is_of_python(report):
+    return isinstance(report, dict) and report.get("program") == bench_python.NAME
 
 
 def read_report(path):
@@ -125,6 +131,10 @@ COLOURS = {
     "torch_ops": "tab:brown",
     "hf_compile": "tab:red",
     "hf_eager": "tab:purple",
+    "hf_generate": "tab:purple",
+    "speed_up": "tab:blue",
+    "cf-model persistent": "tab:gray",
+    "cf-model graph": "tab:green",
     "floor": "black",
 }
 
@@ -217,6 +227,36 @@ def draw_hero(plt, rows, about, path):
     save(figure, path)
 
 
+def token_times(report):
+    """[(heading, [(system, ms a token)])] of bench_python.py's whole models: the slowest system first."""
+    found = {}
+    for row in report["results"]["model"]:
+        if "tpot_ms" in row:
+            found.setdefault(bench_peers.model_peers.work(row), []).append((row["system"], row["tpot_ms"]))
+    return [
+        (
+            f"{preset}, {slots} prompt{'s' if slots > 1 else ''} of {prompt_len}, {new_tokens} new tokens",
+            sorted(systems, key=lambda system: -system[1]),
+        )
+        for (preset, slots, prompt_len, new_tokens), systems in found.items()
+    ]
+
+
+def draw_token_times(plt, found, about, path):
+    """A panel for each work, with a bar a system."""
+    bars = max(len(systems) for _, systems in found)
+    figure, axes = plt.subplots(
+        len(found), 1, figsize=(8, (0.45 * bars + 0.9) * len(found)), squeeze=False, layout="constrained"
+    )
+    for ax, (heading, systems) in zip(axes[:, 0], found):
+        names, times = zip(*systems)
+        ax.bar_label(ax.barh(names, times, color=[colour(name) for name in names]), fmt=" %.2f ms", fontsize="small")
+        ax.set(title=heading, xlim=(0, 1.15 * max(times)))
+    axes[-1, 0].set_xlabel("time of one token of each prompt [ms]")
+    figure.suptitle(about, fontsize="small")
+    save(figure, path)
+
+
 def of_floor(row):
     """The floor of one of our rows in percent of its time: bytes at the rate that limits them."""
     floor_us = row["floor_us"] if "floor_us" in row else row["bytes"] / row["read_best_gb_per_s"] * 1e-3
@@ -268,6 +308,8 @@ def tables(path):
         raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [f"{report['gpu']}, {versions}, commit {report['commit']}: `{report['command']}`"]
+    if is_of_python(report):
+        return [*lines, "", *bench_python.tables(report)]
     if "model" in report["results"]:
         return [*lines, "", *model_peers.table(report["results"]["model"])]
     for what, rows in report["results"].items():
@@ -298,7 +340,10 @@ def main(argv):
         if args.tables:
             print("\n\n".join("\n".join(tables(path)) for path in args.json))
             return 0
-        reports = [read_report(path) for path in args.json]
+        python = {path: report for path in args.json if is_of_python(report := read_json(path))}
+        reports = [(path, read_report(path)) for path in args.json if path not in python]
+        if args.hero and (python or len(reports) != 1):
+            raise Refusal("--hero: expected one file of bench_peers.py or of cf-layer --backend cuda")
         import matplotlib
     except Refusal as refusal:
         print(f"{NAME}: {refusal}", file=sys.stderr)
@@ -316,10 +361,13 @@ def main(argv):
     import matplotlib.ticker
 
     if args.hero:
-        rows, layers, gpu = reports[0]
+        rows, layers, gpu = reports[0][1]
         draw_hero(plt, rows, caption(layers, gpu), args.hero)
         return 0
-    for path, (rows, layers, gpu) in zip(args.json, reports):
+    for path, report in python.items():
+        if found := token_times(report):
+            draw_token_times(plt, found, caption([report], report["gpu"]), f"{os.path.splitext(path)[0]}.svg")
+    for path, (rows, layers, gpu) in reports:
         stem = os.path.splitext(path)[0]
         about = caption(layers, gpu)
         partial = any(

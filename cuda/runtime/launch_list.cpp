@@ -78,7 +78,7 @@ Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
     config.dynamicSmemBytes = l.smem_bytes;
     config.stream = stream;
     config.attrs = attributes.data();
-    if (mode.early) {
+    if (mode.early && !(mode.first_waits && &l == launches_.data())) {
       attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

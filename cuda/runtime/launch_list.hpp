@@ -16,6 +16,7 @@ struct LaunchShape;  // cuda/runtime/launch.hpp
 /// How launches are put onto a stream, apart from what they compute.
 struct LaunchMode {
   bool early = false;         // a kernel may start before its predecessor is done (programmatic dependent launch)
+  bool first_waits = false;   // the first one does not: it is ordered behind work that may still write weights
   bool urgent = false;        // its blocks go before those of other kernels that wait for an SM
   bool side_by_side = false;  // it divides an SM's memory into L1 and shared memory as its neighbours do
 };

@@ -24,7 +24,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cf_ops import ops
 from cf_ops._gptq import kept
@@ -89,6 +89,9 @@ class _Context:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+_LEAST_NUMBERS = 4096
+_SPARE_ENTRIES = 64  # a cache that lasts one call has a multiple of so many entries: few shapes are bound to the op
+
 # One table for all models, so that a context of another model is known as such.
 _contexts: dict[int, _Context] = {}
 _contexts_lock = threading.Lock()
@@ -112,6 +115,7 @@ class DecoderCalls:
             "rotary_pct": 0.25,
         }
         self._config = json.dumps(config)
+        self._layers: dict[int, ops.CheckedOp] = {}  # of a GPU, by the cache's capacity
         self._half = self._head_dim // 8  # a cosine and a sine turn two of the rotated quarter's elements
         matrices = {
             "weight_qkv": (3 * hidden, hidden),
@@ -166,13 +170,16 @@ class DecoderCalls:
             "mlp_down_weight": mlp_down_weight,
             "mlp_down_bias": mlp_down_bias,
         }
-        check = _Check(f"{self._model} decoder_layer", "input", input)
-        named = self._named(check, weights)
-        self._check_step(check, input, cos, sin)
-        rows = self._check_caches(check, k_cache, v_cache)
-        length = integer(check.call, "current_seq_len", current_seq_len, 0, rows - 1)
-        cache = self._empty_cache(length + 1, input.device)
-        return self._step(named, input, cos, sin, k_cache, v_cache, cache, length)
+        call = f"{self._model} decoder_layer"
+        index = _gpu_of(input)
+        if not self._fits(index, weights, input, cos, sin, k_cache, v_cache):
+            check = _Check(call, "input", input)
+            self._check_weights(check, weights)
+            self._check_step(check, input, cos, sin)
+            self._check_caches(check, k_cache, v_cache)
+        length = integer(call, "current_seq_len", current_seq_len, 0, k_cache.shape[0] - 1)
+        cache = self._empty_cache(-(-(length + 1) // _SPARE_ENTRIES) * _SPARE_ENTRIES, input.device)
+        return self._step(_named(weights), input, cos, sin, k_cache, v_cache, cache, length, index)
 
     def create_graph_context(
         self,
@@ -200,11 +207,11 @@ class DecoderCalls:
             "mlp_down_weight": mlp_down_weight,
         }
         check = _Check(call, "k_cache", k_cache)
-        named = self._named(check, weights)
-        rows = self._check_caches(check, k_cache, v_cache)
-        integer(call, "max_seq_len", max_seq_len, 1, rows)
+        self._check_weights(check, weights)
+        self._check_caches(check, k_cache, v_cache)
+        integer(call, "max_seq_len", max_seq_len, 1, k_cache.shape[0])
         cache = self._empty_cache(max_seq_len, k_cache.device)
-        context = _Context(self._model, named, k_cache, v_cache, max_seq_len, cache)
+        context = _Context(self._model, _named(weights), k_cache, v_cache, max_seq_len, cache)
         with _contexts_lock:
             if id in _contexts:
                 raise ValueError(f"{call}: id {id} is a context of {_contexts[id].model}, expected an id not in use")
@@ -245,10 +252,13 @@ class DecoderCalls:
             "mlp_up_bias": mlp_up_bias,
             "mlp_down_bias": mlp_down_bias,
         }
-        check = _Check(call, "k_cache", context.k_cache)
-        named = {**context.weights, **self._named(check, weights)}
-        self._check_step(check, input, cos, sin)
-        self._check_caches(check, k_cache, v_cache)
+        index = _gpu_of(context.k_cache)
+        if not self._fits(index, weights, input, cos, sin, k_cache, v_cache):
+            check = _Check(call, "k_cache", context.k_cache)
+            self._check_weights(check, weights)
+            self._check_step(check, input, cos, sin)
+            self._check_caches(check, k_cache, v_cache)
+        named = {**context.weights, **_named(weights)}
         for name, given, own in (("k_cache", k_cache, context.k_cache), ("v_cache", v_cache, context.v_cache)):
             if given.data_ptr() != own.data_ptr() or given.shape != own.shape:
                 raise ValueError(
@@ -256,7 +266,7 @@ class DecoderCalls:
                 )
         length = integer(call, "current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
         with context.lock:
-            return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length)
+            return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length, index)
 
     def destroy_graph_context(self, id: int) -> None:
         """Frees what a context holds. Refuses the ids that graph_decode_step() refuses."""
@@ -276,11 +286,30 @@ class DecoderCalls:
                 del _contexts[id]
             return context
 
-    def _named(self, check: _Check, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """The port's weights by Hugging Face's names."""
+    def _fits(
+        self, index: int | None, weights: Mapping[str, Any], input: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any
+    ) -> bool:
+        """Whether all checks of a call on GPU `index` would pass. This is faster, and says no where it is not sure."""
+        tensors = (*weights.values(), input, cos, sin, k_cache, v_cache)
+        if index is None or not are_plain(tensors, index):
+            return False
+        if k_cache.requires_grad or v_cache.requires_grad or cos.dtype is not torch.float32:
+            return False
+        if sin.dtype is not torch.float32 or cos.numel() != self._head_dim or sin.numel() != self._head_dim:
+            return False
+        half, shapes, rows = torch.float16, self._shapes, k_cache.shape
+        for name, tensor in weights.items():
+            if tensor.dtype is not half or tensor.shape != shapes[name]:
+                return False
+        if input.dtype is not half or input.shape != shapes["input"]:
+            return False
+        if k_cache.dtype is not half or v_cache.dtype is not half or v_cache.shape != rows:
+            return False
+        return len(rows) == 2 and rows[0] > 0 and rows[1] == self._hidden
+
+    def _check_weights(self, check: _Check, weights: Mapping[str, Any]) -> None:
         for name, tensor in weights.items():
             check(name, tensor, "float16", self._shapes[name])
-        return {_WEIGHTS[name]: tensor for name, tensor in weights.items()}
 
     def _check_step(self, check: _Check, input: Any, cos: Any, sin: Any) -> None:
         check("input", input, "float16", self._shapes["input"])
@@ -289,13 +318,11 @@ class DecoderCalls:
             if tensor.numel() != self._head_dim:
                 raise ValueError(f"{check.call}: '{name}' has shape {shape}, expected {self._head_dim} elements")
 
-    def _check_caches(self, check: _Check, k_cache: Any, v_cache: Any) -> int:
-        """The rows of both caches."""
+    def _check_caches(self, check: _Check, k_cache: Any, v_cache: Any) -> None:
         shape = check("k_cache", k_cache, "float16", is_written=True)
         if len(shape) != 2 or shape[0] < 1 or shape[1] != self._hidden:
             raise ValueError(f"{check.call}: 'k_cache' has shape {shape}, expected (max_seq, {self._hidden})")
         check("v_cache", v_cache, "float16", shape, is_written=True)
-        return shape[0]
 
     def _empty_cache(self, capacity: int, device: Any) -> _Cache:
         shape = 1, self._heads, capacity, self._head_dim
@@ -311,12 +338,16 @@ class DecoderCalls:
         v_cache: Any,
         cache: _Cache,
         length: int,
+        index: int | None,
     ) -> tuple[Any, Any, Any]:
-        """Runs the layer behind the first ``length`` rows of the caches, and appends to them and to ``cache``."""
+        """Runs the layer behind the first ``length`` rows of the caches, and appends to them and to ``cache``. `index`
+        is the GPU's, None on the CPU."""
         if cache.length != length:
             for ours, rows in ((cache.k, k_cache), (cache.v, v_cache)):
                 ours[0, :, :length] = rows[:length].view(length, self._heads, self._head_dim).transpose(0, 1)
             cache.length = length
+        if index is not None:
+            return self._step_on_gpu(index, weights, input, cos, sin, k_cache, v_cache, cache, length)
         activation = _activation(input.device)
         made = ops.decode_layer(
             weights,
@@ -337,6 +368,79 @@ class DecoderCalls:
                 ours[0, :, length] = new[0]  # later steps read what the caller's cache holds
         cache.length = length + 1
         return made.output.half(), k_new, v_new
+
+    def _step_on_gpu(
+        self,
+        index: int,
+        weights: Mapping[str, Any],
+        input: Any,
+        cos: Any,
+        sin: Any,
+        k_cache: Any,
+        v_cache: Any,
+        cache: _Cache,
+        length: int,
+    ) -> tuple[Any, Any, Any]:
+        """The same on a GPU, with few launches: its lengths lie there already, and both rows are written at once."""
+        numbers = _numbers_on(index, length + 1)
+        table = 1, self._half
+        tensors = {
+            "hidden": input,
+            "positions": numbers.zero,  # the row of cos and sin
+            "kv_len": numbers.all[length + 1 : length + 2],
+            "cos": cos.as_strided(table, table[::-1]),
+            "sin": sin.as_strided(table, table[::-1]),
+            "k_cache": cache.k,
+            "v_cache": cache.v,
+            **weights,
+        }
+        capacity = cache.k.shape[2]
+        layer = self._layers.get(capacity)
+        if layer is None:
+            scalars = (("config", self._config),)
+            layer = self._layers[capacity] = ops.CheckedOp("decode_layer", tensors, scalars, ("k", "v", "output"))
+        # The plan of a GPU's attention follows from max_kv_len, and not from the cache's room.
+        k, v, output = layer(index, tensors, {"max_kv_len": length + 1})
+        torch._foreach_copy_([k_cache[length], v_cache[length]], [k.view(-1), v.view(-1)])
+        cache.length = length + 1
+        return output, k, v
+
+
+def _named(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The port's weights by Hugging Face's names."""
+    return {_WEIGHTS[name]: tensor for name, tensor in weights.items()}
+
+
+def _gpu_of(tensor: Any) -> int | None:
+    """The GPU that a tensor lies on, by its number."""
+    return int(tensor.get_device()) if getattr(tensor, "is_cuda", False) else None
+
+
+class _Numbers(NamedTuple):
+    """The numbers 0 to `most` in a GPU's memory, and those that were there before."""
+
+    most: int
+    zero: Any
+    all: Any
+    before: Any  # what runs on a stream may read it still
+
+
+_numbers: dict[int, _Numbers] = {}
+
+
+def _numbers_on(index: int, most: int) -> _Numbers:
+    """The numbers 0 to `most` or beyond, in the memory of GPU `index`: a length lies there before a call wants it."""
+    found = _numbers.get(index)
+    if found is not None and found.most >= most:
+        return found
+    with _contexts_lock:
+        room = max(_LEAST_NUMBERS, 2 * most)
+        numbers = torch.arange(room, dtype=torch.int32, device=torch.device("cuda", index))
+        made = _Numbers(room - 1, numbers[:1], numbers, found)
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is the graph's
+            torch.cuda.current_stream(index).synchronize()  # other streams read them too
+            _numbers[index] = made
+        return made
 
 
 class _Check:

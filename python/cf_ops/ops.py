@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -172,6 +173,13 @@ def _states(op: str) -> list[str]:
     return [name for name, role, *_ in tensors if role == "state"]
 
 
+@cache
+def _outputs(op: str) -> list[str]:
+    """The names of the tensors that an op makes, in the contract's order."""
+    tensors, _ = _core.op_example(op)
+    return [name for name, role, *_ in tensors if role == "output"]
+
+
 class _Measure:
     """The precision of a budget that is asked for, and the budget of the last call."""
 
@@ -222,6 +230,9 @@ class _Call(Generic[T]):
         return tuple(made.values())
 
 
+_ALIGNMENT = 256  # bytes: where each output begins that shares a tensor with others
+
+
 class _Signature:
     """An op with the dtypes and shapes of its inputs on a GPU, and with those scalars that shapes depend on."""
 
@@ -256,6 +267,51 @@ class _Signature:
 _signature = lru_cache(maxsize=4096)(_Signature)
 
 
+class CheckedOp:
+    """An op on tensors of a GPU whose devices, dtypes, shapes and strides the caller vouches for. Dense weights alone.
+
+    Outputs that are not wanted lie side by side in one tensor, which is gone when the op is launched.
+    """
+
+    def __init__(
+        self, op: str, tensors: Mapping[str, Any], scalars: tuple[tuple[str, object], ...], wanted: Sequence[str]
+    ) -> None:
+        """Takes the dtypes and the shapes of a call's tensors, the first of which its outputs are like."""
+        names, given = tuple(tensors), list(tensors.values())
+        dtypes, shapes = tuple([t.dtype for t in given]), tuple([t.shape for t in given])
+        signature = _signature(op, names, dtypes, shapes, scalars)
+        self._bound, outputs = signature.bound(None, torch_name(given[0].dtype))
+        self._names = names
+        self._wanted: list[tuple[int, Sequence[int]]] = []
+        self._offsets: list[tuple[int, int]] = []
+        self._spare = 0  # elements of the outputs that are not wanted
+        step = _ALIGNMENT // given[0].element_size()
+        for place, (name, shape) in enumerate(zip(_outputs(op), outputs)):
+            if name in wanted:
+                self._wanted.append((place, shape))
+            else:
+                self._offsets.append((place, self._spare * given[0].element_size()))
+                self._spare += -(-math.prod(shape) // step) * step
+        self._count = len(outputs)
+
+    def __call__(self, index: int, tensors: Mapping[str, Any], scalars: dict[str, object]) -> list[Any]:
+        """Launches the op on torch's current stream of GPU `index`; the outputs that are wanted, in their order."""
+        allocate = _device.prepare_ops(index)
+        given = [tensors[name] for name in self._names]
+        like = given[0]
+        made = [like.new_empty(shape) for _, shape in self._wanted]
+        others = like.new_empty(self._spare)
+        begin = others.data_ptr()
+        outputs = [0] * self._count
+        for (place, _), tensor in zip(self._wanted, made):
+            outputs[place] = tensor.data_ptr()
+        for place, offset in self._offsets:
+            outputs[place] = begin + offset
+        addresses = [tensor.data_ptr() for tensor in given] + outputs
+        self._bound.run(index, _device.current_stream(index), addresses, scalars, (), allocate)
+        return made
+
+
 class _CudaCall(Generic[T]):
     """A call of an op on torch tensors of a GPU: a _Call that looks up what depends on dtypes and shapes alone."""
 
@@ -269,16 +325,21 @@ class _CudaCall(Generic[T]):
         given: list[Any] = []
         fixed: list[tuple[str, object]] = []
         for name, tensor in tensors.items():
+            if tensor is None:
+                continue
             if isinstance(tensor, GptqWeight):
                 prefix = name.removesuffix("weight")
                 self._gptq[prefix] = tensor
                 names += [prefix + part for part in GPTQ_PARTS]
                 given += [getattr(tensor, part) for part in GPTQ_PARTS]
                 fixed += [(prefix + scalar, getattr(tensor, scalar)) for scalar in _GPTQ_SCALARS]
-            elif tensor is not None:
+            else:
                 names.append(name)
                 given.append(tensor)
-        if not are_plain(given, self._index) or any(getattr(tensors[n], "requires_grad", 0) for n in _states(op)):
+        is_plain = are_plain(given, self._index)
+        for state in _states(op):
+            is_plain = is_plain and not getattr(tensors[state], "requires_grad", False)
+        if not is_plain:
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
@@ -298,7 +359,10 @@ class _CudaCall(Generic[T]):
             raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {like.device}")
         allocate = _device.prepare_ops(index)
         bound, outputs = self._signature.bound(shapes, torch_name(like.dtype) if dtype is None else dtype)
-        made = [empty(shape, like, dtype) for shape in outputs]
+        if dtype is None:
+            made = [like.new_empty(shape) for shape in outputs]
+        else:
+            made = [empty(shape, like, dtype) for shape in outputs]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         addresses += [tensor.data_ptr() for tensor in made]
         stream = _device.current_stream(index)

@@ -1,4 +1,5 @@
-"""Whether this installation is right: every op in float32, and whole models on a GPU, against float64, in seconds."""
+"""Whether this installation is right: every op on the CPU and on a GPU, and whole models there, against float64, in
+seconds. Needs numpy alone."""
 
 from __future__ import annotations
 
@@ -8,20 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core, ops
-from cf_ops._device import cuda_available
+from cf_ops._device import cuda_available, name_cublaslt
+from cf_ops._gptq import GPTQ_PARTS
+from cf_ops._tensors import require_torch
 from cf_ops.model import on_device
 
-__all__ = ["Row", "arguments", "rows"]
+__all__ = ["Row", "arguments", "on_gpu", "rows", "written_on_gpu"]
 
 _SEED = 1
 _MODEL = "pythia-14m"
 
 
 class Row(NamedTuple):
-    """The check of an op: the largest relative L2 error of what it writes, the bound that its contract derives for the
-    example, and whether all that it writes is within the bound."""
+    """The check of an op on a device: the largest relative L2 error of what it writes, the bound that its contract
+    derives for the example, and whether all that it writes is within the bound."""
 
     op: str
+    device: str
     relative_l2: float
     budget: float
     ok: bool
@@ -29,16 +33,21 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Checks every op on a small example; an op with weights is checked with quantised weights too. Where there is a
-    GPU, a whole model with procedural weights is checked on it: its logits, and its greedy ids.
+    GPU, every op is checked there as well, and a whole model with procedural weights: its logits, and its greedy ids.
 
-    What an op writes in float32 is compared with what it writes in float64, the oracle, for the same numbers.
+    What an op writes, in float32 on the CPU and in float16 on a GPU, is compared with what it writes in float64, the
+    oracle, for the same numbers.
     """
+    devices = ["cpu"]
+    if cuda_available():
+        name_cublaslt()
+        devices.append("cuda")
     checked = []
     for op in _core.ops():
-        checked.append(_check(op, 0))
-        if any(role == "gptq" for _, role, *_ in _core.op_example(op, 4)[0]):
-            checked += [_check(op, bits) for bits in (4, 8)]
-    if cuda_available():
+        quantised = any(role == "gptq" for _, role, *_ in _core.op_example(op, 4)[0])
+        for bits in (0, 4, 8) if quantised else (0,):
+            checked += [_check(op, bits, device) for device in devices]
+    if "cuda" in devices:
         checked += [_check_model(dtype) for dtype in ("float16", "bfloat16")]
     return checked
 
@@ -56,7 +65,7 @@ def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
             given[name] = _values(rng, name, role, shape, dtype, capacity, bits)
     for name in [name for name in given if name.endswith("qweight")]:
         prefix = name.removesuffix("qweight")
-        parts = {part: given.pop(prefix + part) for part in ("qweight", "qzeros", "scales", "g_idx")}
+        parts = {part: given.pop(prefix + part) for part in GPTQ_PARTS}
         fields = {field: given.pop(prefix + field) for field in ("bits", "group_size", "zero_offset")}
         parts["g_idx"] = np.arange(len(parts["g_idx"]), dtype=np.int32) // np.int32(fields["group_size"])
         given[prefix + "weight"] = ops.GptqWeight(**parts, **fields)
@@ -67,6 +76,28 @@ def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
     if op == "embedding":
         given["dtype"] = dtype
     return given
+
+
+def on_gpu(given: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """What arguments() made for "float64", as torch tensors of a GPU: activations of a dtype, and weights of that dtype
+    too if it has 16 bits. Needs torch."""
+    torch = require_torch("selfcheck.on_gpu")
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(part) for name, part in value.items()}
+        if isinstance(value, ops.GptqWeight):
+            # Scales are float16 whatever the activations are.
+            parts = {n: torch.from_numpy(p.copy()).cuda() if np.ndim(p) else p for n, p in vars(value).items()}
+            return ops.GptqWeight(**parts)
+        if not isinstance(value, np.ndarray):
+            return value
+        tensor = torch.from_numpy(value.copy()).cuda()
+        takes_dtype = value.dtype == np.float64 or (value.dtype == np.float16 and dtype != "float32")
+        return tensor.to(getattr(torch, dtype)) if takes_dtype else tensor
+
+    made: dict[str, Any] = moved(given)
+    return made | ({"dtype": dtype} if "dtype" in made else {})
 
 
 def _values(
@@ -87,20 +118,65 @@ def _values(
     return values if role in ("gain", "weight", "gptq") else values.astype(dtype)
 
 
-def _check(op: str, bits: int) -> Row:
+def _check(op: str, bits: int, device: str) -> Row:
     function = getattr(ops, op)
-    written = []
-    for dtype in ("float32", "float64"):
-        given = arguments(op, dtype, bits)
-        result = function(**given)
-        outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-        states = (given[name] for name, role, *_ in _core.op_example(op)[0] if role == "state")
-        written.append([*outputs, *states])
-    errors = [float(np.linalg.norm(got - exact) / np.linalg.norm(exact)) for got, exact in zip(*written)]
-    bound = ops.budget(function)(**arguments(op, "float64", bits)).rel_l2
+    exact = _written(op, arguments(op, "float64", bits))
+    dtype = "float32" if device == "cpu" else "float16"
+    made = _written(op, arguments(op, dtype, bits)) if device == "cpu" else written_on_gpu(op, bits, dtype)
+    errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(made, exact, strict=True)]
+    bound = ops.budget(function, output=dtype)(**arguments(op, "float64", bits)).rel_l2
     name = f"{op} ({bits} bits)" if bits else op
     # A NaN is no number that is at most the bound.
-    return Row(name, float(np.max(errors)), bound, all(error <= bound for error in errors))
+    return Row(name, device, float(np.max(errors)), bound, all(error <= bound for error in errors))
+
+
+def _written(op: str, given: dict[str, Any]) -> list[NDArray[Any]]:
+    """What an op of the CPU makes, and the arguments that it writes."""
+    result = getattr(ops, op)(**given)
+    outputs = result if isinstance(result, tuple) else () if result is None else (result,)
+    states = (given[name] for name, role, *_ in _core.op_example(op)[0] if role == "state")
+    return [*outputs, *states]
+
+
+def written_on_gpu(op: str, bits: int, dtype: str) -> list[NDArray[Any]]:
+    """The same on a GPU, for the numbers of arguments() with activations of a dtype. The memory is the compiled part's:
+    torch is not needed."""
+    example, scalars = _core.op_example(op, bits)
+    arrays = _tensors(arguments(op, "float64", bits), dtype)
+    for name, role, _, shape, _ in example:
+        if role == "output":
+            arrays[name] = np.full(shape, np.nan, dtype)
+
+    def allocate(bytes: int) -> _core.DeviceBlock:
+        return _core.DeviceBlock(0, bytes)
+
+    blocks = {name: allocate(array.nbytes) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        blocks[name].write(array.ctypes.data)
+    shapes = {name: (0, array.dtype.name, array.shape) for name, array in arrays.items()}
+    bound = _core.bind_op(op, shapes, scalars)
+    addresses = [block.data_ptr() for block in blocks.values()]
+    packed = [bound.pack(number, 0, 0, addresses, allocate) for number in range(len(bound.gptq))]
+    bound.run(0, 0, addresses, {}, packed, allocate)
+    written = [name for name, role, *_ in example if role == "output"]
+    written += [name for name, role, *_ in example if role == "state"]
+    for name in written:
+        blocks[name].read(arrays[name].ctypes.data)
+    return [arrays[name].astype(np.float64) for name in written]
+
+
+def _tensors(given: dict[str, Any], dtype: str) -> dict[str, NDArray[Any]]:
+    """An op's arguments for "float64" as arrays by the contract's names, with activations of a dtype."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            found |= _tensors(value, dtype)
+        elif isinstance(value, ops.GptqWeight):
+            prefix = name.removesuffix("weight")
+            found |= {prefix + part: getattr(value, part) for part in GPTQ_PARTS}
+        elif isinstance(value, np.ndarray):
+            found[name] = value.astype(dtype) if value.dtype == np.float64 else value
+    return found
 
 
 def _check_model(dtype: str) -> Row:
@@ -120,4 +196,4 @@ def _check_model(dtype: str) -> Row:
     chosen = exact[len(prompt) - 1 :]
     behind = chosen.max(axis=1) - chosen[np.arange(new), ids]
     are_right = bool((behind <= 2 * largest_error * np.abs(exact).max()).all())
-    return Row(f"{_MODEL} on cuda, {dtype}", error, bound, len(ids) == new and error <= bound and are_right)
+    return Row(f"{_MODEL}, {dtype}", "cuda", error, bound, len(ids) == new and error <= bound and are_right)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+import cf_ops
 from cf_ops import CfError, ops
 
 OK, FAILED, BAD_USAGE = 0, 1, 2
@@ -30,12 +31,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Bad usage is one line on stderr and the exit code 2."""
 
-    def __init__(self, description: str | None, devices: Sequence[str] = ("cpu", "cuda")) -> None:
+    def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=_Help, allow_abbrev=False)
-        where = "where the kernels run"
-        if "cuda" in devices:
-            where += "; a GPU where torch finds one and this installation has the CUDA backend, else the CPU"
-        self.add_argument("--device", choices=devices, help=where)
+        where = "where the kernels run; a GPU where there is one and what the program needs for it, else the CPU"
+        self.add_argument("--device", choices=("cpu", "cuda"), help=where)
         self.add_argument("--inject-fault", action="store_true", help="put one fault in; the checks must fail")
 
     def error(self, message: str) -> NoReturn:
@@ -72,11 +71,28 @@ def device_of(wanted: str | None) -> str:
     return "cuda"
 
 
+def device_without_torch(wanted: str | None) -> str:
+    """The same for a program that needs no torch on a GPU either."""
+    if wanted == "cuda" and not cf_ops.cuda_available():
+        raise ValueError("--device cuda: cf_ops finds no GPU, expected cpu; python -m cf_ops says what is missing")
+    return "cuda" if wanted != "cpu" and cf_ops.cuda_available() else "cpu"
+
+
 def activation_dtype(device: str) -> Any:
     """The torch dtype in which a backend computes a decode step. Needs torch."""
     import torch
 
     return torch.float32 if device == "cpu" else torch.float16
+
+
+def model_bound(device: str, dtype: Any) -> tuple[str, float]:
+    """In what dtype a model of a torch dtype stores activations on a device, and how far logits are rounded besides:
+    the CPU stores float32, and rounds logits to the dtype in which they come back. Needs torch."""
+    import torch
+
+    if device == "cpu":
+        return "float32", float(torch.finfo(dtype).eps) / 2
+    return str(dtype).removeprefix("torch."), 0.0
 
 
 def synchronised(call: Callable[[], object], device: str) -> Callable[[], object]:

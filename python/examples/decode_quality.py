@@ -30,12 +30,10 @@ def first_difference(ids: list[int], exact_ids: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(ids, exact_ids)) if a != b), None)
 
 
-def error_bound(checkpoint: Checkpoint, ids: list[int], dtype: Any) -> float:
-    """How far logits may be off relative to the largest: by float32 arithmetic, and rounded to the dtype in which they
-    come back."""
-    import torch
-
-    return oracle(checkpoint, ids)[1].rel_max + float(torch.finfo(dtype).eps) / 2
+def error_bound(checkpoint: Checkpoint, ids: list[int], device: str, dtype: Any) -> float:
+    """How far logits may be off relative to the largest: by float32 sums, and rounded where they are stored."""
+    stored, rounding = common.model_bound(device, dtype)
+    return oracle(checkpoint, ids, stored)[1].rel_max + rounding
 
 
 def main() -> int:
@@ -89,9 +87,9 @@ def main() -> int:
                 best = [f"{agreement(logits, reference, count):.1%}" for count in TOPS]
                 rows.append((number, name, f"{same} / {len(text)}", left, error.mae, error.rel_max, *best))
                 if model is ours:
-                    relative = error_bound(checkpoint, prompt + text[:-1], theirs.dtype)
+                    relative = error_bound(checkpoint, prompt + text[:-1], args.device, theirs.dtype)
                     checks.expect(error.rel_max <= relative, f"prompt {number}: logits within the bound {relative:.2g}")
-                    relative = error_bound(checkpoint, prompt + ids[:-1], theirs.dtype)
+                    relative = error_bound(checkpoint, prompt + ids[:-1], args.device, theirs.dtype)
                     wrong = unexplained(logits_of(exact, prompt, ids), ids, relative)
                     checks.expect(
                         wrong == 0, f"prompt {number}: {wrong} tokens that no error within the bound explains"

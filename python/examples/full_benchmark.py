@@ -61,7 +61,7 @@ def main() -> int:
     if args.device == "cpu" and theirs.dtype != torch.float32:  # cf_ops computes in float32 there
         models["Hugging Face, torch.float32"] = common.hugging_face(args.model, torch.float32)
     exact = common.hugging_face(args.model, torch.float64)
-    rounding = torch.finfo(theirs.dtype).eps / 2  # of logits to the dtype they come back in
+    stored, rounding = common.model_bound(args.device, theirs.dtype)
     if args.inject_fault:
         with torch.no_grad():
             ours.gpt_neox.layers[0].attention.dense.weight.neg_()
@@ -103,7 +103,7 @@ def main() -> int:
                 speed = 1e3 / tpot, flops / tpot / 1e6
                 rows.append((name, count, ttft, tpot, of_theirs / tpot, *speed, flops / 1e9, f"{same} / {count}"))
             ids = texts["with speed_up()"]
-            relative = oracle(checkpoint, ids[:-1])[1].rel_max + rounding
+            relative = oracle(checkpoint, ids[:-1], stored)[1].rel_max + rounding
             wrong = unexplained(all_logits(exact, ids[:-1])[len(prompt) - 1 :], ids[len(prompt) :], relative)
             checks.expect(wrong == 0, f"{count} tokens: {wrong} that no error within the bound explains")
 
@@ -123,7 +123,7 @@ def main() -> int:
     )
     # A logit that is off by e moves a log probability by at most 2 e.
     largest = np.abs(scored["Hugging Face, float64"]).max()
-    allowed = 2 * float(largest) * (oracle(checkpoint, text[:-1])[1].rel_max + rounding)
+    allowed = 2 * float(largest) * (oracle(checkpoint, text[:-1], stored)[1].rel_max + rounding)
     off = abs(nlls["with speed_up()"] - nlls["Hugging Face, float64"])
     checks.expect(off <= allowed, f"nats a token differ by {off:.2g} from float64's, at most {allowed:.2g}")
     report = cf_ops.hf.report(ours)

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <variant>
 
 #include "cuda/model/linear_scratch.hpp"
@@ -60,11 +61,50 @@ Status run(const Args& args, const DeviceStream& at, const DeviceScratch& scratc
     cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
     launches.trust_addresses();
     CF_TRY(cuda::prepare(args, launches));
-    return launches.submit(context.stream());
+    // Later launches read only weights ahead, which the stream's work before the first one has written by then.
+    return launches.submit(context.stream(), {.early = true, .first_waits = true});
   });
 }
 
+class OwnedBlock final : public DeviceBlock {
+ public:
+  OwnedBlock(const cuda::Context& context, cuda::DeviceMemory memory) : context_(context), memory_(std::move(memory)) {}
+  OwnedBlock(const OwnedBlock&) = delete;
+  OwnedBlock& operator=(const OwnedBlock&) = delete;
+  ~OwnedBlock() override {
+    const DeviceGuard guard(context_.device());
+    memory_ = {};
+  }
+
+  std::uintptr_t address() const override { return reinterpret_cast<std::uintptr_t>(memory_.data()); }
+  std::size_t bytes() const override { return memory_.bytes(); }
+  Status write(const void* from) override {
+    const DeviceGuard guard(context_.device());
+    CF_TRY(guard.status());
+    return cuda::copy_to_device(context_, memory_.data(), from, memory_.bytes());
+  }
+  Status read(void* to) const override {
+    const DeviceGuard guard(context_.device());
+    CF_TRY(guard.status());
+    return cuda::copy_to_host(context_, to, memory_.data(), memory_.bytes());
+  }
+
+ private:
+  cuda::Context context_;  // on the default stream
+  cuda::DeviceMemory memory_;
+};
+
 }  // namespace
+
+Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t bytes) {
+  std::unique_ptr<DeviceBlock> block;
+  CF_TRY(with_context({.device = device, .stream = 0}, [&](const cuda::Context& context) -> Status {
+    CF_TRY_ASSIGN(cuda::DeviceMemory memory, cuda::DeviceMemory::create(context, bytes, "a block"));
+    block = std::make_unique<OwnedBlock>(context, std::move(memory));
+    return {};
+  }));
+  return block;
+}
 
 #define CF_OP(Op)                                                                                         \
   std::size_t device_scratch_bytes(const ops::Op::Args& args) { return scratch_bytes(args); }             \

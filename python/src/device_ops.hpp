@@ -2,6 +2,7 @@
 // Single ops on a GPU. The header holds no CUDA types: without the CUDA backend every call is refused.
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
@@ -19,6 +20,20 @@ struct DeviceStream {
 struct DeviceScratch {
   std::uintptr_t address = 0;
   std::size_t bytes = 0;
+};
+
+/// A block of a device's memory with an owner, for callers that have no library of their own to take it from.
+class DeviceBlock {
+ public:
+  /// From a multiple of 256 bytes on. Code::out_of_memory where so much is not free.
+  static Result<std::unique_ptr<DeviceBlock>> create(int device, std::size_t bytes);
+  virtual ~DeviceBlock() = default;
+
+  virtual std::uintptr_t address() const = 0;
+  virtual std::size_t bytes() const = 0;
+  /// Copies from and to as many bytes of the host's memory, after all that is on the default stream, and waits.
+  virtual Status write(const void* from) = 0;
+  virtual Status read(void* to) const = 0;
 };
 
 /// Every op on tensors of the device, whose addresses are trusted. run_on_device() launches and returns: it neither

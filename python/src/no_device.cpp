@@ -23,6 +23,8 @@ Result<DeviceModel> make_device_model(const std::string&, const ModelSpec&, cons
   return no_cuda();
 }
 
+Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int, std::size_t) { return no_cuda(); }
+
 #define CF_OP(Op)                                                      \
   std::size_t device_scratch_bytes(const ops::Op::Args&) { return 0; } \
   Status run_on_device(const ops::Op::Args&, const DeviceStream&, const DeviceScratch&) { return no_cuda(); }

@@ -476,6 +476,30 @@ void bind_device_ops(nb::module_& m) {
       .def_prop_ro(
           "memory", [](const DeviceWeight& w) { return w.memory; }, nb::sig("def memory(self) -> typing.Any"),
           "The tensor that the weight lies in.");
+  nb::class_<DeviceBlock>(m, "DeviceBlock", "A block of a GPU's memory, for whom torch is not there.")
+      .def(nb::new_([](int device, std::size_t bytes) { return take(DeviceBlock::create(device, bytes)); }), "device"_a,
+           "bytes"_a, "Raises MemoryError where so much is not free, and what check_cuda_device() raises.")
+      .def("data_ptr", &DeviceBlock::address, "The address in the GPU's memory, a multiple of 256.")
+      .def_prop_ro("bytes", &DeviceBlock::bytes, "How many bytes it has.")
+      .def(
+          "write",
+          [](DeviceBlock& b, std::uintptr_t from) {
+            check([&] {
+              const nb::gil_scoped_release release;
+              return b.write(reinterpret_cast<const void*>(from));
+            }());
+          },
+          "from_address"_a,
+          "Copies all its bytes from this address of the host's memory, after the default stream's work, and waits.")
+      .def(
+          "read",
+          [](const DeviceBlock& b, std::uintptr_t to) {
+            check([&] {
+              const nb::gil_scoped_release release;
+              return b.read(reinterpret_cast<void*>(to));
+            }());
+          },
+          "to_address"_a, "Copies all its bytes to this address, as write() does from one.");
   nb::class_<BoundOp>(m, "BoundOp",
                       "An op on a GPU with the dtypes and shapes of its tensors, all but their addresses. A call takes "
                       "addresses in the order in which the tensors were described, and the handle of a CUDA stream.")

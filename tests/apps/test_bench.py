@@ -23,6 +23,7 @@ sys.path.insert(0, APPS)
 
 import bench_page
 import bench_peers
+import bench_python
 import model_peers
 import neox
 import neox_hf
@@ -189,6 +190,24 @@ MODEL_ROWS = [
     NO_ROW | {"error": "E: no"},
 ]
 
+PYTHON_ROWS = [
+    model_row("cf-model persistent", 8.0),
+    model_row("hf_generate", 80.0),
+    model_row("speed_up", 8.4, agreement=OTHER),
+    NO_ROW | {"error": "E: no"},
+]
+HOST = {"calls": 50, "call_us": 9.5, "host_us": 8.25, "host_p10_us": 8.0, "host_p99_us": 12.0}
+PYTHON = {
+    "program": "bench_python.py", "gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "dtype": "float16",
+    "command": "bench_python.py --slots 1", "ratios": [],
+    "results": {
+        "model": PYTHON_ROWS,
+        "ops": [{"preset": "small", "system": "ops.rope"} | HOST, {"preset": "small", "system": "ops.x", "error": "E"}],
+        "clusterfusion": [{"preset": "pythia-2.8b", "system": "pythia_2b8_decoder_layer", "kv_len": 128} | HOST,
+                          {"preset": "pythia-2.8b", "system": "pythia_2b8_graph_decode_step", "error": "E: no"}],
+    },
+}  # fmt: skip
+
 # A cf-model that knows one impl, and whose ids are 0, 1, 2, ...
 CF_MODEL = """#!/usr/bin/env python3
 import json, sys
@@ -330,6 +349,105 @@ class Models(Files):
                 self.assertGreater(found["total_ms"], 0)
 
 
+class Python(Files):
+    """bench_python.py: the package's calls beside Hugging Face and cf-model."""
+
+    def test_help_needs_no_gpu(self):
+        with self.assertRaises(SystemExit) as end:
+            run(bench_python, "--help")
+        self.assertEqual(end.exception.code, 0)
+
+    def test_ratios_are_of_one_work(self):
+        (row,) = bench_python.ratios(PYTHON_ROWS)
+        sizes = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": 16, "new_tokens": 3}
+        self.assertEqual({key: row[key] for key in sizes}, sizes)
+        self.assertAlmostEqual(row["hf_over_speed_up"], 80 / 8.4)
+        self.assertAlmostEqual(row["speed_up_over_cf_model"], 1.05)
+        self.assertEqual(bench_python.ratios(PYTHON_ROWS[:2] + PYTHON_ROWS[3:]), [])
+        (alone,) = bench_python.ratios(PYTHON_ROWS[2:])
+        self.assertEqual(set(alone), set(sizes))
+
+    def test_a_table_a_part(self):
+        code, out, error = run(plot_bench, "--tables", self.write("p.json", json.dumps(PYTHON)))
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(out.splitlines()[0], "a GPU, torch 2, commit abc: `bench_python.py --slots 1`")
+        self.assertEqual(out.splitlines()[2:], bench_python.tables(PYTHON))
+        self.assertEqual(bench_python.tables(PYTHON)[2:], [
+            "| pythia-2.8b | cf-model persistent | 1 | 16 | 3 | 2.00 |  | 3.00 |  | 375.0 |  |",
+            "| pythia-2.8b | hf_generate | 1 | 16 | 3 | 20.00 | 10.00x | 30.00 | 10.00x | 37.5 |  |",
+            "| pythia-2.8b | speed_up | 1 | 16 | 3 | 2.10 | 1.05x | 3.15 | 1.05x | 357.1 | 1 of 3, first other 1 |",
+            "| pythia-2.8b | hf_generate | 1 | 128 | 3 | E: no |  |  |  |  |  |",
+            "",
+            "- pythia-2.8b, 1 at once, 16 + 3 tokens: Hugging Face takes 9.52 times speed_up's time a token, "
+            "speed_up takes 1.050 times cf-model's",
+            "",
+            "| call | host us, median | 10 % | 99 % |",
+            "|---|---:|---:|---:|",
+            "| ops.rope | 8.2 | 8.0 | 12.0 |",
+            "| ops.x | E |  |  |",
+            "",
+            "| call | kv_len | us from call to call | host us, median |",
+            "|---|---:|---:|---:|",
+            "| pythia_2b8_decoder_layer | 128 | 9.5 | 8.2 |",
+            "| pythia_2b8_graph_decode_step |  | E: no |  |",
+        ])  # fmt: skip
+        parts = {"model": [], "ops": PYTHON["results"]["ops"], "clusterfusion": []}
+        self.assertEqual(len(bench_python.tables(PYTHON | {"results": parts})), 4)
+
+    def test_the_page_has_what_is_recorded(self):
+        self.assertEqual(bench_page.python(bench_page.Figures(self.directory)), ["Not recorded."])
+        self.write("python-pythia-2.8b.json", json.dumps(PYTHON))
+        lines = bench_page.python(bench_page.Figures(self.directory))
+        self.assertIn("commit abc: `bench_python.py --slots 1`", lines[0])
+        self.assertEqual(lines[2], "![Milliseconds a token from Python](python-pythia-2.8b.svg)")
+        self.assertEqual(lines[4:], bench_python.tables(PYTHON))
+
+    def test_calls_are_timed_in_blocks_behind_a_rewind(self):
+        made = []
+        blocks = iter([([9.0] * 2, 99.0), ([1.0, 2.0], 4.0), ([3.0, 6.0], 8.0)])
+
+        def block_us(call, calls):
+            made.append(calls)
+            return next(blocks)
+
+        with mock.patch.multiple(bench_python, BLOCK=2, block_us=block_us):
+            found = bench_python.timed_calls(None, 3, lambda: made.append("rewind"))
+        self.assertEqual(made, ["rewind", 2] * 3)
+        self.assertEqual((found["calls"], found["call_us"], found["host_us"]), (4, 6.0, 2.5))
+
+    def test_theirs_and_ours_are_rows_of_one_file(self):
+        program, path = self.write("cf-model", CF_MODEL, True), os.path.join(self.directory, "r.json")
+        arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": path, "parts": ["model"]}
+        arguments |= {"cf_model": program, "impl": "auto", "slots": [1, 2], "prompt_len": [3], "new_tokens": [4]}
+        bench = bench_python.PythonBench(argparse.Namespace(**arguments), {"gpu": "a GPU"})
+        bench.free = lambda: None
+        is_ours = []
+
+        def timed(peer, hf, load, captured, runs, warmup):
+            self.assertEqual((peer, hf), ("hf_generate", "pythia-14m"))
+            return model_peers.figures([[1.0 if is_ours else 4.0] * load.new_tokens] * runs, load), [0, 1, 2, 3]
+
+        report = types.SimpleNamespace(share=1, hugging_face={})
+        speed_up = types.SimpleNamespace(
+            speed_up=is_ours.append, restore=is_ours.remove, report=lambda model: report
+        )
+        package = types.SimpleNamespace(hf=speed_up)
+        with mock.patch.dict(sys.modules, {"cf_ops": package, "cf_ops.hf": speed_up}):
+            with mock.patch.multiple(model_peers, timed=timed, random_model=lambda preset: preset):
+                bench.run("pythia-14m")
+                report.share, report.hugging_face = 0.5, {"a hook on a module": 3}
+                bench.run_generate("pythia-14m")
+        with open(path, encoding="utf-8") as file:
+            rows = json.load(file)["results"]["model"]
+        self.assertEqual([row["system"] for row in rows[:6]],
+                         ["cf-model graph"] * 2 + ["hf_generate", "speed_up"] * 2)  # fmt: skip
+        self.assertEqual([row["slots"] for row in rows[:6]], [1, 2, 1, 1, 2, 2])
+        self.assertEqual((rows[2]["ttft_ms"], rows[3]["ttft_ms"], rows[3]["agreement"]["equal"]), (4.0, 1.0, 4))
+        self.assertEqual(rows[7]["error"],
+                         "RuntimeError: calls ran on Hugging Face's path: {'a hook on a module': 3}")  # fmt: skip
+        self.assertEqual(is_ours, [])
+
+
 class Refusals(Files):
     def check(self, script, words, *argv):
         code, out, error = run(script, *argv)
@@ -357,7 +475,21 @@ class Refusals(Files):
         check("--agreement-preset must be none or of pythia-14m, ", "--what", "model", "--agreement-preset", "gpt2")
         check("nowhere: no such program", "--what", "model", "--cf-model", "nowhere")
 
+    def test_bench_python(self):
+        check = functools.partial(self.check, bench_python)
+        program = self.write("program", "#!/bin/sh\n", True)
+        check("--parts must be of model, ops, clusterfusion, got 'layers'", "--parts", "ops,layers")
+        check("must be at most 2048 together", "--prompt-len", "1024", "--new-tokens", "1025")
+        check("--kv-len must be at least 2, got 1", "--kv-len", "1,128")
+        check("expected --preset of pythia-2.8b, pythia-6.9b", "--parts", "clusterfusion", "--preset", "pythia-1b")
+        check("nowhere: no such program", "--cf-model", "nowhere")
+        check("/nowhere: no such directory", "--cf-model", program, "--json", "/nowhere/x.json")
+        if not HAS_TORCH:
+            check("torch, transformers and cf_ops are needed", "--cf-model", program)
+
     def test_plot_bench(self):
+        both = [self.write(name, json.dumps(PYTHON)) for name in ("a.json", "b.json")]
+        self.check(plot_bench, "--hero: expected one file of bench_peers.py", "--hero", "hero.svg", *both)
         self.check(plot_bench, "nowhere.json: No such file", "nowhere.json")
         self.check(plot_bench, "expected JSON", self.write("a.json", "{"))
         cpu = json.dumps(LAYER | {"gpu": None} | {"program": "cf-op"})
@@ -540,6 +672,24 @@ class Page(Files):
         self.assertEqual(bench_page.with_headline(front, bench_page.headline(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
+        with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
+            package = file.read()
+        lines = bench_page.python_headline(figures, os.path.join(root, "python"))
+        self.assertEqual(bench_page.with_headline(package, lines), package)
+
+    def test_the_package_s_headline_is_of_its_recorded_figures(self):
+        directory = self.recorded()
+        text = f"{bench_page.BEGIN}\nold\n{bench_page.END}\n"
+        front, package = self.write("front.md", text), self.write("package.md", text)
+        self.assertEqual(run(bench_page, directory, front, package)[0], 0)
+        with open(package, encoding="utf-8") as file:
+            self.assertIn("Not recorded yet", file.read())
+        self.write("python-pythia-2.8b.json", json.dumps(PYTHON | {"ratios": bench_python.ratios(PYTHON_ROWS)}))
+        self.assertEqual(run(bench_page, directory, front, package)[0], 0)
+        with open(package, encoding="utf-8") as file:
+            words = " ".join(file.read().split())
+        self.assertIn("](./python-pythia-2.8b.svg) On one a GPU, greedy, in one run: pythia-2.8b, 1 at once", words)
+        self.assertIn("Hugging Face takes 9.52 times speed_up's time a token", words)
 
 
 class Pictures(Files):
@@ -560,6 +710,23 @@ class Pictures(Files):
         code, out, error = run(plot_bench, self.write("g.json", json.dumps(GROWTH)))
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.split(), [os.path.join(self.directory, "g.svg")])
+
+    def test_token_times_begin_with_the_slowest(self):
+        self.assertEqual(plot_bench.token_times(PYTHON), [
+            ("pythia-2.8b, 1 prompt of 16, 3 new tokens",
+             [("hf_generate", 30.0), ("speed_up", 8.4 * 3 / 8), ("cf-model persistent", 3.0)])
+        ])  # fmt: skip
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_token_times_are_drawn_beside_other_files(self):
+        code, out, error = run(plot_bench, self.write("p.json", json.dumps(PYTHON)), self.recorded())
+        self.assertEqual((code, error), (0, ""))
+        self.assertEqual(os.path.basename(out.split()[0]), "p.svg")
+        self.assertEqual(len(out.split()), 3)
+        with open(out.split()[0], encoding="utf-8") as file:
+            picture = file.read()
+        for text in ("speed_up", "hf_generate", "cf-model persistent", "30.00 ms", "commit abc"):
+            self.assertIn(text, picture)
 
     def test_shares_are_those_of_the_longest_sequence(self):
         ((heading, sites),) = plot_bench.shares([LAYER])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -617,8 +618,8 @@ def test_the_commands_take_text(text_checkpoint: str) -> None:
 
 
 @gpu
-def test_the_self_check_runs_a_model_on_the_gpu() -> None:
+def test_the_self_check_runs_ops_and_a_model_on_the_gpu() -> None:
     output = command()
-    for dtype in ("float16", "bfloat16"):
-        assert f"pythia-14m on cuda, {dtype}" in output
+    for name in (*_core.ops(), "linear (4 bits)", "pythia-14m, float16", "pythia-14m, bfloat16"):
+        assert re.search(rf"^\| {re.escape(name)} +\| +cuda \|", output, re.M), name
     assert "FAIL" not in output

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_models import gpu
+
+import cf_ops
 from cf_ops import _core
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "python" / "examples"
@@ -40,7 +43,14 @@ PROGRAMS: dict[str, tuple[list[str], list[list[str]]]] = {
     "lossless_check": ([], [["--runs", "3", "--new-tokens", "8"]]),
 }
 RUNS = [
-    pytest.param(name, packages, words, id=" ".join([name, *words[:1]]))
+    pytest.param(
+        name,
+        [*packages, "torch"] if device == "cuda" and name != "lossless_check" else packages,
+        [*words, "--device", device],
+        id=" ".join([name, *words[:1], device]),
+        marks=[gpu] if device == "cuda" else [],
+    )
+    for device in ("cpu", "cuda")
     for name, (packages, runs) in PROGRAMS.items()
     for words in runs
 ]
@@ -166,6 +176,17 @@ def test_bad_usage_is_one_line(
         output = capsys.readouterr()
         assert output.out == "" and output.err.count("\n") == 1, words
         assert output.err.startswith(f"{name}.py: "), words
+
+
+@pytest.mark.skipif(cf_ops.cuda_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_without_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of("lossless_check", ["--device", "cuda"], monkeypatch) == 2
+    assert "--device cuda: cf_ops finds no GPU, expected cpu" in capsys.readouterr().err
+    if importlib.util.find_spec("torch") is None:
+        assert code_of("ln_qkv_gptq", ["--device", "cuda"], monkeypatch) == 2
+        assert "--device cuda: needs torch" in capsys.readouterr().err
 
 
 def test_the_device_is_refused_where_no_backend_is(

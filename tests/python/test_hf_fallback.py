@@ -1,5 +1,6 @@
 """What cf_ops cannot do exactly runs on Hugging Face's path, with Hugging Face's output, and is named."""
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -165,6 +166,65 @@ def test_a_module_of_another_type(root):
         attention.dense = lora.to(model.dtype).eval()
     reason = "module 'gpt_neox.layers.0.attention.dense': expected one that transformers builds, got "
     assert_falls_back(theirs, ours, reason + f"{Lora.__module__}.{Lora.__qualname__}", lambda m: m(IDS))
+
+
+def test_lora_by_peft(root, caplog):
+    """An adapter runs on Hugging Face's path until it is merged; then the same object is on ours again."""
+    peft = pytest.importorskip("peft", reason="peft is missing")
+    theirs, ours = pair(root, dtype=torch.float32)
+    inputs = padded([6, 6])
+    plain = load(root, NAME, torch.float64)
+
+    def adapted(model):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["query_key_value"], init_lora_weights=False
+        )
+        return peft.get_peft_model(model, config).eval()
+
+    wrapped = [adapted(model) for model in (theirs, ours)]
+    with caplog.at_level(logging.WARNING, logger="cf_ops.hf"), torch.no_grad():
+        for _ in range(2):
+            expected, got = (model(**inputs).logits for model in wrapped)
+            assert torch.equal(expected, got)
+        expected, got = (model.generate(**inputs, max_new_tokens=5, do_sample=False) for model in wrapped)
+        assert torch.equal(expected, got)
+    (reason,) = reasons(ours)
+    first = "module 'gpt_neox.layers.0.attention.query_key_value': expected one that transformers builds, got peft."
+    assert reason.startswith(first) and cf_ops.hf.report(ours).cf_ops == {}
+    assert [record.getMessage() for record in caplog.records if record.name == "cf_ops.hf"] == [
+        f"a call runs on Hugging Face's path: {reason}"
+    ]
+
+    merged = wrapped[1].merge_and_unload()
+    assert merged is ours
+    reference = load(root, NAME, torch.float64)
+    reference.load_state_dict({name: tensor.double() for name, tensor in merged.state_dict().items()})
+    with torch.no_grad():
+        got, exact, before = (model(**inputs).logits for model in (merged, reference, plain))
+    bound = max(ErrorBound(reference, ids).relative for ids in inputs["input_ids"]) * exact.abs().max()
+    assert (got - exact).abs().max() <= bound < (before - exact).abs().max()
+    out = merged.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert check_tokens(reference, torch.float32, inputs, out) > 0
+    counted = cf_ops.hf.report(ours)
+    assert set(counted.hugging_face) == {reason}
+    assert counted.cf_ops == {"forward prefill": 1, "greedy prefill": 1, "greedy step": 11}
+
+
+def test_a_method_that_others_have_put_in_place_stays(root):
+    """peft's prompts leave a method in the model; what it prepares is looked at call by call."""
+    theirs, ours = (load(root, NAME) for _ in range(2))
+    method = ours.prepare_inputs_for_generation
+    ours.prepare_inputs_for_generation = method
+    cf_ops.hf.speed_up(ours)
+    assert ours.__dict__["prepare_inputs_for_generation"] is method
+    inputs = padded([6, 3, 9])
+    got, expected = (
+        model.generate(**inputs, max_new_tokens=8, do_sample=False) for model in (ours, cf_ops.hf.speed_up(theirs))
+    )
+    assert torch.equal(got, expected) and cf_ops.hf.report(ours).share == 1
+    cf_ops.hf.restore(ours)
+    assert ours.__dict__["prepare_inputs_for_generation"] is method and "forward" not in ours.__dict__
 
 
 def test_a_module_with_another_forward(root):
@@ -338,6 +398,60 @@ def test_a_hook_in_the_midst_of_a_generation(root):
     out = ours.generate(**inputs, max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
     assert cf_ops.hf.report(ours).cf_ops == {"greedy prefill": 1, "greedy step": 4} and len(seen) >= 7
     assert check_tokens(load(root, NAME, torch.float64), torch.float32, inputs, out) > 0.5
+
+
+def changed_in_the_midst(model, change, place):
+    """Greedy ids of a generation in which a criterion changes the model once there are so many places."""
+    seen = []
+
+    def criterion(input_ids, scores, **kwargs):
+        seen.append(input_ids.shape[1])
+        if len(seen) == place:
+            with torch.no_grad():
+                change(model)
+        return torch.zeros(3, dtype=torch.bool)
+
+    criteria = transformers.StoppingCriteriaList([criterion])
+    return model.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
+
+
+@pytest.mark.parametrize("change", [lambda model: None, halve_in_place, set_data, set_parameter, set_module])
+def test_a_step_that_follows_is_what_it_is_by_itself(root, monkeypatch, change):
+    """generate()'s steps are launched before the model is checked. A model that has changed since is read again."""
+    from cf_ops.hf import _patch
+
+    looked_at = []
+    left_padding = _patch._left_padding
+    monkeypatch.setattr(_patch, "_left_padding", lambda *args: looked_at.append(1) or left_padding(*args))
+    got = changed_in_the_midst(ours := cf_ops.hf.speed_up(load(root, NAME)), change, 5)
+    follows, counted = len(looked_at), cf_ops.hf.report(ours)
+    monkeypatch.setattr(_patch.Patch, "_follow", lambda *args: None)
+    looked_at.clear()
+    slow = cf_ops.hf.speed_up(load(root, NAME))
+    assert torch.equal(got, changed_in_the_midst(slow, change, 5))
+    assert counted == cf_ops.hf.report(slow) and counted.cf_ops == {"greedy prefill": 1, "greedy step": 11}
+    assert len(looked_at) == 12 and follows <= 2
+
+
+def test_a_cache_that_was_cut_is_looked_at(root):
+    """A criterion cuts the cache of a generation: its next step is none that follows."""
+    if not TAKES_CACHES:
+        pytest.skip("this transformers takes tuples, which nobody can cut")
+    ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
+    caches = []
+
+    def criterion(input_ids, scores, **kwargs):
+        cache = ours._cf_ops.generation.cache
+        if cache is not None and input_ids.shape[1] == 9 + 4:
+            cache.crop(-2)
+            caches.append(cache)
+        return torch.zeros(3, dtype=torch.bool)
+
+    criteria = transformers.StoppingCriteriaList([criterion])
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):  # for such a mask
+        ours.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
+    assert len(caches) == 1 and cf_ops.hf.report(ours).cf_ops == {"greedy prefill": 1, "greedy step": 3}
+    assert "attention_mask does not have a place for each token" in reasons(ours)
 
 
 def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):

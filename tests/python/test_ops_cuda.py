@@ -30,22 +30,6 @@ CASES = [(op, dtype, 0) for op in _core.ops() for dtype in DTYPES] + [
 ]
 
 
-def on_gpu(value, dtype):
-    """An argument of the example as a GPU takes it: activations of a dtype, weights of that dtype if it has 16 bits."""
-    if isinstance(value, dict):
-        return {name: on_gpu(part, dtype) for name, part in value.items()}
-    if isinstance(value, ops.GptqWeight):
-        parts = {name: torch.from_numpy(part.copy()).cuda() for name, part in vars(value).items() if np.ndim(part)}
-        return ops.GptqWeight(**{**vars(value), **parts})
-    if not isinstance(value, np.ndarray):
-        return value
-    tensor = torch.from_numpy(value.copy()).cuda()
-    is_weight = tensor.dtype == torch.float16
-    if tensor.dtype == torch.float64 or (is_weight and dtype != "float32"):
-        return tensor.to(getattr(torch, dtype))
-    return tensor
-
-
 def for_oracle(value, dtype):
     """An argument of a GPU for the oracle: the same numbers on the CPU, activations in float64."""
     if isinstance(value, dict):
@@ -61,10 +45,8 @@ class Call:
     def __init__(self, op, dtype, bits=0):
         self.op, self.function, self.dtype = op, getattr(ops, op), dtype
         example = selfcheck.arguments(op, "float64", bits)
-        self.arguments = on_gpu(example, dtype)
+        self.arguments = selfcheck.on_gpu(example, dtype)
         self.activations = [n for n, v in example.items() if getattr(v, "dtype", None) == np.float64]
-        if op == "embedding":
-            self.arguments["dtype"] = dtype
         self.states = [name for name, role, *_ in _core.op_example(op)[0] if role == "state"]
 
     def run(self, **changed):
@@ -179,6 +161,34 @@ def test_a_weights_numbers_are_checked(fake, field, bad):
     weight = ops.GptqWeight(**parts, **{"bits": 4, "group_size": 32, "zero_offset": 1, field: bad})
     with pytest.raises(ValueError, match=f"linear: '{field}' must be an integer, got"):
         ops.linear(fake(2, 64), weight)
+
+
+def test_a_checked_op_makes_what_is_wanted(monkeypatch):
+    """What is not wanted shares a tensor; the compiled op runs on the CPU in place of a GPU."""
+    arguments = selfcheck.arguments("decode_layer", "float32")
+    layer = {n: torch.from_numpy(v.copy()) for n, v in arguments.items() if isinstance(v, np.ndarray)}
+    weights = {n: torch.from_numpy(v.copy()) for n, v in arguments["weights"].items()}
+    config, most = arguments["config"], arguments["max_kv_len"]
+    expected = ops.decode_layer(weights, config, **{n: t.clone() for n, t in layer.items()}, max_kv_len=most)
+    tensors = {"hidden": layer["hidden"], **layer, **weights}
+    names = [*tensors, *expected._fields]
+
+    class Bound:
+        def run(self, device, stream, addresses, scalars, packed, allocate):
+            assert (device, stream, allocate, len(addresses)) == (3, 7, pytest.fail, len(names))
+            shapes = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
+            shapes |= {n: ("float32", tuple(getattr(expected, n).shape)) for n in expected._fields}
+            described = {name: (address, *shapes[name]) for name, address in zip(names, addresses)}
+            _core.run_op("decode_layer", described, {"config": config, **scalars})
+
+    monkeypatch.setattr(_device, "prepare_ops", lambda index: pytest.fail)
+    monkeypatch.setattr(_device, "current_stream", lambda index: 7)
+    checked = ops.CheckedOp("decode_layer", tensors, (("config", config),), ("k", "output"))
+    checked._bound = Bound()
+    caches = {name: tensors[name].clone() for name in ("k_cache", "v_cache")}
+    k, output = checked(3, {**tensors, **caches}, {"max_kv_len": most})
+    assert torch.equal(k, expected.k) and torch.equal(output, expected.output)
+    assert not torch.equal(caches["k_cache"], tensors["k_cache"])
 
 
 def test_a_bound_op_is_checked():
@@ -400,6 +410,22 @@ def test_a_side_stream_is_used_and_not_waited_for(op):
         assert not done.query()  # the host is ahead of the device
     stream.synchronize()
     assert same(got, expected)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", ["linear", "ln_qkv", "decode_layer"])
+def test_weights_that_the_stream_still_writes_are_waited_for(op):
+    """An op's later kernels may begin early, and read weights then."""
+    call = Call(op, "float16")
+    expected = call.run()
+    right = call.arguments["weights"] if op == "decode_layer" else {"weight": call.arguments["weight"]}
+    for _ in range(5):
+        late = {name: torch.full_like(weight, torch.nan) for name, weight in right.items()}
+        delay(20)
+        for name, weight in right.items():
+            late[name].copy_(weight)
+        assert same(call.run(**({"weights": late} if op == "decode_layer" else late)), expected)
 
 
 @gpu

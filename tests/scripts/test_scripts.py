@@ -382,7 +382,8 @@ class BenchGpu(Scripts):
         self.stub("build/release/apps/cf-op", cf_op)
         self.stub("build/release/apps/cf-model")
         self.stub("bin/python3", log=False)
-        for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "golden/eval_hf.py"):
+        for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
+                     "golden/eval_hf.py"):  # fmt: skip
             self.stub(name)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
@@ -395,13 +396,14 @@ class BenchGpu(Scripts):
             ("layers", {"cf-layer", "cf-op"}),
             ("models", {"cf-model"}),
             ("quality", {"cf-model", "eval_hf.py"}),
+            ("python", {"bench_python.py"}),
             ("peers", {"bench_peers.py"}),
             ("layer-peers", {"bench_peers.py"}),
         ):
             os.remove(self.log)
             result, calls = self.measure(arguments=("--only", part, "out"))
             self.assertEqual(result.returncode, 0, result)
-            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+            self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
             self.assertEqual({call.split()[0] for call in calls[:-1]}, programs)
             parts += calls[:-1]
         self.assertEqual(parts, whole[:-1])
@@ -411,11 +413,12 @@ class BenchGpu(Scripts):
 
     def test_pictures_are_drawn_of_what_is_there(self):
         os.mkdir(os.path.join(self.root, "out"))
-        for name in ("growth-pythia-2.8b", "pythia-2.8b"):
+        for name in ("growth-pythia-2.8b", "python-pythia-2.8b", "pythia-2.8b"):
             open(os.path.join(self.root, "out", name + ".json"), "w").close()
         _, calls = self.measure(arguments=("--only", "models", "out"))
         plots = [call for call in calls if call.startswith("plot_bench.py")]
         self.assertEqual(plots, ["plot_bench.py out/growth-pythia-2.8b.json",
+                                 "plot_bench.py out/python-pythia-2.8b.json",
                                  "plot_bench.py --hero out/hero.svg out/pythia-2.8b.json"])  # fmt: skip
 
     def test_every_measurement_has_a_file_of_its_own(self):
@@ -426,10 +429,10 @@ class BenchGpu(Scripts):
         self.assertEqual(len(files), len(set(files)))
         self.assertTrue(all(file.startswith("out/") and file.endswith(".json") for file in files), files)
         self.assertEqual({call[0] for call in words if "--json" in call},
-                         {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_peers.py"})  # fmt: skip
+                         {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         self.assertEqual([call[-1] for call in models], ["out/model-peers-pythia-2.8b.json"])
-        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md")
+        self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
         _, expected = self.measure()

@@ -68,6 +68,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         self.patch: Owner | None = patch
         self.ids: list[list[int]] = []  # by sequence, without padding
         self.pads: list[int] = []  # by sequence: masked places before its ids
+        self.revision = 0  # grows where places go or rows change, which forward() does not do
         self.theirs: Any = None  # the cache that goes on in this one's place on Hugging Face's path
         self._spare_entries = _SPARE_ENTRIES if spare_entries is None else min(spare_entries, _MOST_SPARE_ENTRIES)
         self._runner: Runner | None = None
@@ -103,6 +104,12 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
                 sequence.extend(new)
             self.ids, self.pads = before, pads
             return logits
+
+    def take_back(self) -> None:
+        """Forgets the id that the last `forward` has appended to each sequence."""
+        with self.lock:
+            for sequence in self.ids:
+                sequence.pop()
 
     def _ready(self, loaded: Loaded, before: list[list[int]], entries: int) -> Runner:
         if self._runner is not None and self._loaded is loaded and entries <= self._capacity and self._runner.is_open:
@@ -164,6 +171,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         is_length = places > 0 or (places == 0 and _CROPS_TO_LENGTH)
         left = min(places, length) if is_length else max(length + places, 0)
         with self.lock:
+            self.revision += 1
             self.ids = [ids[: max(left - pads, 0)] for ids, pads in zip(self.ids, self.pads)]
             self.pads = [min(pads, left) for pads in self.pads]
 
@@ -187,6 +195,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
 
     def _select(self, rows: list[int]) -> None:
         with self.lock:
+            self.revision += 1
             self.free()
             self.ids = [list(self.ids[row]) for row in rows]
             self.pads = [self.pads[row] for row in rows]

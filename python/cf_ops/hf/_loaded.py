@@ -32,6 +32,8 @@ class Loaded:
     def __init__(self, model: Module) -> None:
         self.error: Exception | None = None
         self.backend: Backend | None = None
+        self.device: Any = None  # of the parameters, where there is a backend
+        self.dtype: Any = None
         self._modules = [
             (parent._modules, name, child) for parent in model.modules() for name, child in parent._modules.items()
         ]
@@ -44,6 +46,8 @@ class Loaded:
         ]
         try:
             self.backend = _backend(model)
+            head = model.get_output_embeddings().weight
+            self.device, self.dtype = head.device, head.dtype
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             self.error = error
         self._versions = self._value_versions()

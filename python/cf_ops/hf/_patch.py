@@ -8,9 +8,9 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
@@ -28,6 +28,9 @@ Model = Any
 _LOGGER = logging.getLogger("cf_ops.hf")
 _ATTRIBUTE = "_cf_ops"
 _METHODS = ("forward", "generate", "_prepare_generation_config")
+# What generate() makes the masks and the positions of its steps with. Others may put theirs in place of the first, as
+# peft does: steps are then looked at one by one.
+_FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
 _READ = {
     "input_ids",
@@ -39,6 +42,7 @@ _READ = {
     "logits_to_keep",
     "cache_position",
 }
+_FAILURES = (MemoryError, NotImplementedError, RuntimeError, ValueError)  # of a runner
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -54,12 +58,18 @@ class _Generation:
     assistant: Any
     is_custom: bool
     config: Any = None  # the effective GenerationConfig
+    prepared: Mapping[str, Any] = field(default_factory=dict)  # what it has made for the next call of forward
+    # The cache of its last call that ran on cf_ops: what it makes for the next call follows from what was checked then.
+    cache: NeoXCache | None = None
+    revision: int = 0  # of that cache
+
+    @functools.cached_property
+    def _mode_of_config(self) -> str:
+        return str(self.config.get_generation_mode(self.assistant).value)
 
     @property
     def mode(self) -> str:
-        if self.is_custom or self.config is None:
-            return "custom_generate"
-        return str(self.config.get_generation_mode(self.assistant).value)
+        return "custom_generate" if self.is_custom or self.config is None else self._mode_of_config
 
     def spare_entries(self, places: int) -> int | None:
         """How many tokens may follow a prompt of so many places."""
@@ -97,6 +107,7 @@ class Patch:
         self._caches: weakref.WeakSet[NeoXCache] = weakref.WeakSet()
         self._counts = Counts()
         self._cache_shape = (0, 0)
+        self._follows = False
         self.num_layers = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -112,6 +123,7 @@ class Patch:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
                 self._loaded = Loaded(model)
+                self._follows = all(getattr(type(model), n) is getattr(GPTNeoXForCausalLM, n) for n in _FOLLOWING)
                 config = model.config
                 self.num_layers = len(model.gpt_neox.layers)
                 self._cache_shape = (config.num_attention_heads, config.hidden_size // config.num_attention_heads)
@@ -157,18 +169,77 @@ class Patch:
     def forward(self, model: Model, arguments: dict[str, Any]) -> Any:
         generation = self.generation
         try:
+            if generation is not None and generation.cache is not None:
+                output = self._follow(model, arguments, generation)
+                if output is not None:
+                    return output
+                generation.cache = None
             loaded = self._check_model(model)
             call = self._read(model, arguments)
             logits, cache = self._run(loaded, call, generation)
         except _Fallback as fallback:
             return self._forward_theirs(model, arguments, str(fallback))
-        mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
-        self._counts.count_ours(f"{mode} {call.kind}")
-        head = model.get_output_embeddings().weight
-        output = CausalLMOutputWithPast(
-            logits=logits.to(device=head.device, dtype=head.dtype), past_key_values=cache if call.use_cache else None
-        )
+        if generation is not None and cache is not None and self._follows:
+            generation.cache, generation.revision = cache, cache.revision
+        output = self._output(loaded, call.kind, generation, logits, cache if call.use_cache else None)
         return output if call.return_dict else output.to_tuple()
+
+    def _output(
+        self, loaded: Loaded, kind: str, generation: _Generation | None, logits: Tensor, cache: NeoXCache | None
+    ) -> Any:
+        """Counts a call that ran on cf_ops; what it returns."""
+        mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
+        self._counts.count_ours(f"{mode} {kind}")
+        logits = logits.to(device=loaded.device, dtype=loaded.dtype)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _follow(self, model: Model, arguments: dict[str, Any], generation: _Generation) -> Any:
+        """A step that generate() has made behind the call before: its mask and positions are not looked at again, and
+        the step is launched before the model is checked, which a GPU's step takes longer than. None where the call is
+        another one, or the model has changed; the cache is then as before."""
+        cache, loaded, prepared = generation.cache, self._loaded, generation.prepared
+        given: Any = arguments.get("past_key_values")
+        if cache is None or given is not cache or cache.revision != generation.revision:
+            return None
+        if cache.patch is not self or cache.theirs is not None or loaded is None or loaded.backend is None:
+            return None
+        if model.training or torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
+            return None
+        if _FOLLOWING[1] in model.__dict__:
+            return None
+        for name in _OUTPUTS:
+            if getattr(model.config, name, False):
+                return None
+        for name, value in arguments.items():
+            if value is None or value is False:
+                if name in ("use_cache", "return_dict"):
+                    return None
+            elif name == "return_dict":
+                continue
+            elif name not in _READ or value is not prepared.get(name):
+                return None
+        if "return_dict" not in arguments or "use_cache" not in arguments:
+            return None
+        if not isinstance(arguments.get("logits_to_keep"), (int, type(None))):
+            return None
+        ids: Any = arguments.get("input_ids")
+        mask: Any = arguments.get("attention_mask")
+        sequences = len(cache.ids)
+        if type(ids) is not torch.Tensor or ids.shape != (sequences, 1) or ids.device != loaded.device:
+            return None
+        if mask is None and any(cache.pads):
+            return None
+        if mask is not None and mask.shape != (sequences, cache.get_seq_length() + 1):
+            return None
+        try:
+            logits = cache.forward(loaded, [[id] for id in ids[:, 0].tolist()], cache.pads, 1)
+        except _FAILURES as error:
+            raise _Fallback(str(error) or type(error).__name__) from error
+        is_trainable = torch.is_grad_enabled() and loaded.is_trainable()
+        if is_trainable or not loaded.is_current() or loaded.obstacle() is not None:
+            cache.take_back()
+            return None
+        return self._output(loaded, "step", generation, logits, cache)
 
     def _check_model(self, model: Model) -> Loaded:
         """Refuses a model that does more than its modules' own arithmetic now."""
@@ -278,7 +349,7 @@ class Patch:
                 cache = NeoXCache(self, None if generation is None else generation.spare_entries(places))
                 self.adopt(cache)
             return cache.forward(loaded, call.ids, call.pads, call.rows), cache
-        except (MemoryError, NotImplementedError, RuntimeError, ValueError) as error:
+        except _FAILURES as error:
             raise _Fallback(str(error) or type(error).__name__) from error
 
     def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
@@ -384,8 +455,23 @@ def _prepare_generation_config(self: Model, *args: Any, **kwargs: Any) -> Any:
     return prepared
 
 
+@functools.wraps(GPTNeoXForCausalLM.prepare_inputs_for_generation)
+def _prepare_inputs_for_generation(self: Model, *args: Any, **kwargs: Any) -> Any:
+    """Hugging Face's own, whose result a running ``generate()`` is told."""
+    prepared = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
+    patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
+    generation = None if patch is None else patch.generation
+    if generation is not None:
+        generation.prepared = dict(prepared)
+    return prepared
+
+
 _REPLACED: dict[str, Callable[..., Any]] = dict(
-    zip(_METHODS, (_forward, _generate, _prepare_generation_config), strict=True)
+    zip(
+        (*_METHODS, _FOLLOWING[0]),
+        (_forward, _generate, _prepare_generation_config, _prepare_inputs_for_generation),
+        strict=True,
+    )
 )
 
 
@@ -405,13 +491,15 @@ def speed_up(model: Model) -> None:
         raise error
     model.__dict__[_ATTRIBUTE] = patch
     for name, function in _REPLACED.items():
-        model.__dict__[name] = types.MethodType(function, model)
+        model.__dict__.setdefault(name, types.MethodType(function, model))
 
 
 def restore(model: Model) -> None:
     _patch_of(model).end()
     for name in (*_METHODS, _ATTRIBUTE):
         del model.__dict__[name]
+    if getattr(model.__dict__.get(_FOLLOWING[0]), "__func__", None) is _REPLACED[_FOLLOWING[0]]:
+        del model.__dict__[_FOLLOWING[0]]
 
 
 def report(model: Model) -> Report:
