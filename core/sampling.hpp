@@ -119,10 +119,10 @@ CF_HD inline std::uint64_t order_key(float score, std::int32_t id) {
 }
 /// The place of a logit that is NaN or +infinity among order keys: above that of every score below +infinity.
 inline constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 /// The order key of any logit: kRefusedKey where no token can be chosen beside it, 0 where it is -infinity.
 CF_HD inline std::uint64_t logit_key(float logit, std::int32_t id) {
-  constexpr float infinity = std::numeric_limits<float>::infinity();
-  return !(logit < infinity) ? kRefusedKey : logit > -infinity ? order_key(logit, id) : 0;
+  return !(logit < kInfinity) ? kRefusedKey : logit > -kInfinity ? order_key(logit, id) : 0;
 }
 /// The id of the token that has this order key.
 CF_HD constexpr std::int32_t id_of(std::uint64_t key) { return std::int32_t(~std::uint32_t(key)); }

@@ -111,6 +111,9 @@ __device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
 __device__ inline void store_for_host(std::uint64_t* to, std::uint64_t bits) {
   asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
 }
+__device__ inline void store_for_host(std::uint32_t* to, std::uint32_t bits) {
+  asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
 /// Loads four bytes of the host's memory.
 __device__ inline std::uint32_t load_from_host(const std::uint32_t* from) {
   std::uint32_t bits;

@@ -177,12 +177,10 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   s.hidden = {spec.shape.num_layers % 2 ? s.workspace.hidden(tokens) : output_of(1), output_of(0)};
   s.seen_size.resize(std::size_t(o.slots));
   CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * prompt_stride(o) + 1));
-  CF_TRY_ASSIGN(s.pinned_chosen, make_pinned(o.slots));
+  CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
+  s.last_chosen.resize(std::size_t(o.slots), kNoToken);
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
-  CF_TRY_ASSIGN(s.choice_made, make_event());
-  CF_TRY_ASSIGN(s.choice_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
-  CF_TRY_ASSIGN(s.copies, make_stream());
   Status prepared = s.prepare_layers();
   if (!o.impl && prepared.code() == Code::unimplemented) {
     // What the persistent kernel does not take, such as a hidden_size beyond its own, the graph does.

@@ -14,6 +14,13 @@ bool is_plain_greedy(const ModelRunner::Draw& d) {
   return rule.top_k == 1 && rule.temperature == 1 && d.sampling.repetition_penalty == 1;
 }
 
+/// The tokens of the step after these draws, whose ids are being chosen.
+std::vector<ModelRunner::Token> tokens_after(std::span<const ModelRunner::Draw> draws) {
+  std::vector<ModelRunner::Token> next;
+  for (const ModelRunner::Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
+  return next;
+}
+
 }  // namespace
 
 bool Model::State::kernel_chooses(std::span<const Draw> draws) const {
@@ -24,58 +31,51 @@ bool Model::State::kernel_chooses(std::span<const Draw> draws) const {
          std::all_of(draws.begin(), draws.end(), is_plain_greedy);
 }
 
-Status Model::State::run_ahead(std::span<const Draw> draws) {
-  ahead.clear();
-  const auto in_flight = std::int64_t(end_token - next_token);
-  // The steps that may follow: a step at a position appends the entry of that position.
-  std::int64_t left = kLaunchTokens;
-  for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});
+bool Model::State::knows_next(std::span<const Draw> draws) const {
   // After a prompt the next step is known only where there is one slot.
   const Where place = options.slots == 1 ? where[0] : last_step;
-  const bool known = std::all_of(draws.begin(), draws.end(), [&](const Draw& d) {
+  return std::all_of(draws.begin(), draws.end(), [&](const Draw& d) {
     return where[std::size_t(d.slot)] == place && d.left > 0 && d.position < options.capacity;
   });
-  if (!known) {
+}
+
+Status Model::State::run_next(std::span<const Draw> draws, Start start) {
+  const Where to = next_place();
+  std::vector<Token> next = tokens_after(draws);
+  CF_TRY(keep_logits(next, to));
+  CF_TRY(run_step(to, start));
+  ahead = std::move(next);
+  return {};
+}
+
+Status Model::State::run_ahead(std::span<const Draw> draws) {
+  ahead.clear();
+  if (!knows_next(draws)) {
     end_launch();
     return {};
   }
-  std::vector<Token> next;
-  for (const Draw& d : draws) next.push_back({.slot = d.slot, .id = kNoToken, .position = d.position});
+  if (!kernel_chooses(draws)) return run_next(draws, Start::follows);
+  // The steps that may follow: a step at a position appends the entry of that position.
+  const auto in_flight = std::int64_t(end_token - next_token);
+  std::int64_t left = kLaunchTokens;
+  for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});
+  std::vector<Token> next = tokens_after(draws);
   // A launch follows the one before without a gap where it comes one token early.
   if (in_flight <= 1 && left > 0) {
     const Where to = next_place();
     CF_TRY(keep_logits(next, to));
-    if (kernel_chooses(draws)) {
-      LaunchList follow(context);
-      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
-      CF_TRY(follow.submit(stream.get(), {}));
-      CF_TRY_ASSIGN(const unsigned first, whole->enqueue_tokens(stream.get(), left, logits_at(to)));
-      if (in_flight == 0) next_token = first;
-      end_token = first + unsigned(left);
-      last_step = to;
-    } else {
-      CF_TRY(run_step(to, true));
-    }
+    CF_TRY(begin_step(to, Start::follows, {}));
+    CF_TRY_ASSIGN(const unsigned first, whole->enqueue_tokens(stream.get(), left, logits_at(to)));
+    if (in_flight == 0) next_token = first;
+    end_token = first + unsigned(left);
+    last_step = to;
   }
   ahead = std::move(next);
   return {};
 }
 
 Status Model::State::take_choices(std::span<const Draw> draws) {
-  for (const Draw& d : draws)
-    for (unsigned polls = 1;; ++polls) {
-      if (const std::optional<std::int32_t> id = whole->made(*last_token, d.slot)) {
-        pinned_chosen.get()[d.slot] = *id;
-        break;
-      }
-      if (polls % 1024) continue;
-      const cudaError_t running = cudaStreamQuery(stream.get());
-      if (running == cudaErrorNotReady) continue;
-      CF_TRY(from_cuda(running, "cudaStreamQuery"));
-      CF_TRY(take_report());
-      if (!whole->made(*last_token, d.slot))
-        return Status::error(Code::device_error, "model: the launch has ended without its token");
-    }
+  CF_TRY(await_choices(draws, [&](const Draw& d) { return whole->made(*last_token, d.slot); }));
   return run_ahead(draws);
 }
 
@@ -100,7 +100,7 @@ Status Model::State::restore_logits(std::int64_t slot) {
     if (lengths[t.slot] == t.position + 1) again.push_back(t);
   CF_TRY(enqueue_tokens(again));
   const Where to = next_place();
-  CF_TRY(run_step(to, false));
+  CF_TRY(run_step(to, Start::placed));
   for (const Token& t : again) where[std::size_t(t.slot)] = to;
   return {};
 }

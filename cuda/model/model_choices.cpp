@@ -6,7 +6,7 @@
 
 namespace cf::cuda {
 
-Status Model::State::enqueue_choice(Where place, std::span<const Draw> draws) {
+Status Model::State::enqueue_settings(Where place, std::span<const Draw> draws) {
   std::vector<SlotSampling> wanted(std::size_t(options.slots), SlotSampling{});
   for (const Draw& d : draws) {
     const bool penalises = d.sampling.repetition_penalty != 1;
@@ -16,7 +16,7 @@ Status Model::State::enqueue_choice(Where place, std::span<const Draw> draws) {
     // The sampler marks what it chooses; a history that grew in another way is copied.
     const std::int64_t words = seen_words(spec.shape.vocab_size);
     std::size_t& known = seen_size[std::size_t(d.slot)];
-    if (known == 0 || d.history.size() != known + 1 || d.history.back() != pinned_chosen.get()[d.slot]) {
+    if (known == 0 || d.history.size() != known + 1 || d.history.back() != last_chosen[std::size_t(d.slot)]) {
       std::vector<std::uint32_t> bits(std::size_t(words), 0);
       CF_TRY(check_ids("sample", "history", d.history, spec.shape.vocab_size));
       for (std::int32_t id : d.history) bits[std::size_t(id) / 32] |= 1u << (id % 32);
@@ -29,11 +29,9 @@ Status Model::State::enqueue_choice(Where place, std::span<const Draw> draws) {
   std::vector<SlotSampling>& has = sent[std::size_t(place)];
   const std::size_t bytes = wanted.size() * sizeof(SlotSampling);
   static_assert(sizeof(SlotSampling) % sizeof(std::int32_t) == 0);
-  if (std::memcmp(has.data(), wanted.data(), bytes) != 0) {
-    has = wanted;
-    CF_TRY(copy_async(settings[std::size_t(place)].data, has.data(), bytes, cudaMemcpyHostToDevice, stream.get()));
-  }
-  return sample[std::size_t(place)].submit(stream.get(), {.early = context.overlap()});
+  if (std::memcmp(has.data(), wanted.data(), bytes) == 0) return {};
+  has = wanted;
+  return copy_async(settings[std::size_t(place)].data, has.data(), bytes, cudaMemcpyHostToDevice, stream.get());
 }
 
 std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
@@ -59,26 +57,31 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     std::array<std::vector<Draw>, kPlaces> by_place;
     for (const Draw& d : draws) by_place[std::size_t(s.where[std::size_t(d.slot)])].push_back(d);
     for (std::size_t place = 0; place < kPlaces; ++place)
-      if (!by_place[place].empty()) CF_TRY(s.enqueue_choice(Where(place), by_place[place]));
-    // The ids are copied beside the next step, which does not wait for the copy.
-    CF_TRY(from_cuda(cudaEventRecord(s.choice_made.get(), s.stream.get()), "cudaEventRecord"));
-    CF_TRY(from_cuda(cudaStreamWaitEvent(s.copies.get(), s.choice_made.get()), "cudaStreamWaitEvent"));
-    CF_TRY(copy_async(s.pinned_chosen.get(), s.chosen.data, std::size_t(s.chosen.bytes()), cudaMemcpyDeviceToHost,
-                      s.copies.get()));
-    CF_TRY(from_cuda(cudaEventRecord(s.choice_copied.get(), s.copies.get()), "cudaEventRecord"));
-    CF_TRY(s.run_ahead(draws));
-    CF_TRY(from_cuda(cudaEventSynchronize(s.choice_copied.get()), "cudaEventSynchronize"));
-    return s.take_report();
+      if (!by_place[place].empty()) CF_TRY(s.enqueue_settings(Where(place), by_place[place]));
+    volatile std::int32_t* const told = s.told.get();
+    for (const Draw& d : draws) told[d.slot] = kNotChosen;
+    // The next step needs nothing from the host: it runs while the host reads the ids.
+    if (by_place[std::size_t(s.last_step)].size() == draws.size() && s.knows_next(draws) && !s.kernel_chooses(draws)) {
+      CF_TRY(s.run_next(draws, Start::chooses));
+    } else {
+      for (std::size_t place = 0; place < kPlaces; ++place)
+        if (!by_place[place].empty()) CF_TRY(s.sample[place].submit(s.stream.get(), {.early = s.context.overlap()}));
+      CF_TRY(s.run_ahead(draws));
+    }
+    return s.await_choices(draws, [&](const Draw& d) -> std::optional<std::int32_t> {
+      const std::int32_t id = told[d.slot];
+      return id == kNotChosen ? std::nullopt : std::optional(id);
+    });
   };
   if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
-  for (Token& t : s.ahead) t.id = s.pinned_chosen.get()[t.slot];
+  for (Token& t : s.ahead) t.id = s.last_chosen[std::size_t(t.slot)];
   std::vector<Result<std::int32_t>> ids;
   for (const Draw& d : draws) ids.push_back(s.chosen_id(d));
   return ids;
 }
 
 Result<std::int32_t> Model::State::chosen_id(const Draw& d) {
-  const std::int32_t id = pinned_chosen.get()[d.slot];
+  const std::int32_t id = last_chosen[std::size_t(d.slot)];
   if (id != kNoToken) return id;
   CF_TRY_ASSIGN(const Tensor row, fetch_logits(d.slot));
   std::vector<float> wide;

@@ -56,6 +56,14 @@ inline Status name_site(const ModelSite& site, const Status& status) {
 enum class Where { prompts, even_steps, odd_steps };
 inline constexpr int kPlaces = 3;
 
+/// What a step's graph begins with: the tokens are on the device; they are those chosen last; or they are chosen first,
+/// among the logits of the step before.
+enum class Start { placed, follows, chooses };
+inline constexpr int kStarts = 3;
+
+/// What a choice has told the host while it is on its way.
+inline constexpr std::int32_t kNotChosen = -2;
+
 struct Model::State {
   State(const Context& c, Stream s, const ModelSpec& m, const Options& o, Impl i, ResidentWeights w, KvCache k,
         Workspace a)
@@ -85,10 +93,12 @@ struct Model::State {
   Status for_each_outer_site(Where to, Add&& add) const;
   /// A step as one graph. executor_step() captures what the executor puts onto a stream for the layers.
   /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
-  Result<GraphExec> executor_step(Where to, bool follows);
-  Result<GraphExec> dataflow_step(Where to, bool follows);
+  Result<GraphExec> executor_step(Where to, Start start);
+  Result<GraphExec> dataflow_step(Where to, Start start);
   /// whole_step() captures one launch for the whole model.
-  Result<GraphExec> whole_step(Where to, bool follows);
+  Result<GraphExec> whole_step(Where to, Start start);
+  /// Puts what such a step begins with onto the stream that is being captured.
+  Status begin_step(Where to, Start start, const LaunchMode& mode);
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
@@ -122,19 +132,23 @@ struct Model::State {
 
   /// Puts the tokens of a step onto the device.
   Status enqueue_tokens(std::span<const Token> tokens);
-  /// Runs the step whose tokens are on the device, or with `follows` the one that continues the chosen ids; its logits
-  /// go to `to`.
-  Status run_step(Where to, bool follows);
+  /// Runs a step, whose logits go to `to`.
+  Status run_step(Where to, Start start);
   /// Copies the logits of slots that this step leaves out, where the step would overwrite them.
   Status keep_logits(std::span<const Token> tokens, Where overwritten);
   /// Whether these tokens are those of the step that is on the stream already.
   bool ran_ahead(std::span<const Token> tokens) const;
   static Where step_place(std::size_t parity) { return parity == 0 ? Where::even_steps : Where::odd_steps; }
-  Where next_place() const { return last_step == Where::even_steps ? Where::odd_steps : Where::even_steps; }
+  static Where other_place(Where step) { return step == Where::even_steps ? Where::odd_steps : Where::even_steps; }
+  Where next_place() const { return other_place(last_step); }
 
   /// Puts steps onto the stream that continue the ids of these draws, which are being chosen: as many as may follow
   /// where the persistent kernel chooses by itself, one where the next step is known, or none.
   Status run_ahead(std::span<const Draw> draws);
+  /// Whether the next step has a token of each of these draws, and of no other slot.
+  bool knows_next(std::span<const Draw> draws) const;
+  /// Puts the next step of these draws onto the stream.
+  Status run_next(std::span<const Draw> draws, Start start);
   /// Whether the persistent kernel chooses what these draws ask for.
   bool kernel_chooses(std::span<const Draw> draws) const;
   /// The choices of the step that a launch of many tokens has made, once they are there.
@@ -148,14 +162,33 @@ struct Model::State {
   Status restore_logits(std::int64_t slot);
   Status take_report();
 
-  Status enqueue_choice(Where place, std::span<const Draw> draws);
+  /// Brings how a place's choices are made to the device, where it differs from what is there.
+  Status enqueue_settings(Where place, std::span<const Draw> draws);
+  /// Waits until `made(draw)` has an id for each draw, and keeps these ids.
+  template <class Made>
+  Status await_choices(std::span<const Draw> draws, Made&& made) {
+    for (const Draw& d : draws)
+      for (unsigned polls = 1;; ++polls) {
+        if (const std::optional<std::int32_t> id = made(d)) {
+          last_chosen[std::size_t(d.slot)] = *id;
+          break;
+        }
+        if (polls % 1024) continue;
+        const cudaError_t running = cudaStreamQuery(stream.get());
+        if (running == cudaErrorNotReady) continue;
+        CF_TRY(from_cuda(running, "cudaStreamQuery"));
+        CF_TRY(take_report());
+        if (!made(d)) return Status::error(Code::device_error, "model: the stream has ended without a choice");
+      }
+    return take_report();
+  }
   Result<std::int32_t> chosen_id(const Draw& draw);
   std::string first_nan(std::int64_t slot);
   AnyView<2> logits_at(Where place) const { return logits[std::size_t(place)]; }
   AnyView<2> logits_of_slot(std::int64_t slot) const { return rows_of(logits_at(where[std::size_t(slot)]), slot); }
   Result<Tensor> fetch_logits(std::int64_t slot);
 
-  Stream stream, copies;
+  Stream stream;
   Context context;  // on `stream`
   ModelSpec spec;
   Options options;
@@ -186,12 +219,14 @@ struct Model::State {
   // On the host.
   std::array<std::vector<SlotSampling>, kPlaces> sent;  // what `settings` hold
   std::vector<std::size_t> seen_size;                   // by slot: the size of the history that `seen` holds, or 0
-  Pinned pinned_prompt, pinned_chosen;
-  Event prompt_copied, choice_made, choice_copied, handover;
+  Pinned pinned_prompt;
+  Pinned told;                            // by slot: the choice that is on its way, or that was made last
+  std::vector<std::int32_t> last_chosen;  // by slot
+  Event prompt_copied, handover;
 
   std::vector<LaunchList> sample;  // by Where
-  // A step of all slots, by the parity of where its logits go.
-  std::array<GraphExec, 2> steps, followers;
+  // A step of all slots, by its start and by the parity of where its logits go.
+  std::array<std::array<GraphExec, 2>, kStarts> steps;
   using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
   // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a
   // graph, whose branches run side by side.

@@ -30,26 +30,36 @@ Status Model::State::prepare_layers() {
 }
 
 Status Model::State::prepare_steps() {
-  for (std::size_t parity : {0, 1})
-    for (bool follows : {false, true}) {
-      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph        ? dataflow_step(step_place(parity), follows)
-                                     : impl == Impl::persistent ? whole_step(step_place(parity), follows)
-                                                                : executor_step(step_place(parity), follows));
-      CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
-      (follows ? followers : steps)[parity] = std::move(graph);
-    }
   for (std::size_t i = 0; i < kPlaces; ++i) {
     LaunchList launches(context);
     CF_TRY(prepare(SampleArgs{.logits = logits[i],
                               .settings = reinterpret_cast<const SlotSampling*>(settings[i].data),
                               .positions = Where(i) == Where::prompts ? prompt_lengths.data : step.kv_len.data,
                               .seen = reinterpret_cast<std::uint32_t*>(seen.data),
-                              .chosen = chosen.data},
+                              .chosen = chosen.data,
+                              .told = told.get()},
                    launches));
     sample.push_back(std::move(launches));
     sent[i].resize(std::size_t(options.slots));
   }
+  for (std::size_t parity : {0, 1})
+    for (Start start : {Start::placed, Start::follows, Start::chooses}) {
+      const Where to = step_place(parity);
+      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph        ? dataflow_step(to, start)
+                                     : impl == Impl::persistent ? whole_step(to, start)
+                                                                : executor_step(to, start));
+      CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
+      steps[std::size_t(start)][parity] = std::move(graph);
+    }
   return {};
+}
+
+Status Model::State::begin_step(Where to, Start start, const LaunchMode& mode) {
+  if (start == Start::chooses) CF_TRY(sample[std::size_t(other_place(to))].submit(stream.get(), mode));
+  if (start == Start::placed) return {};
+  LaunchList follow(context);
+  CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
+  return follow.submit(stream.get(), mode);
 }
 
 template <class Add>
@@ -61,9 +71,8 @@ Status Model::State::for_each_outer_site(Where to, Add&& add) const {
   });
 }
 
-Result<GraphExec> Model::State::executor_step(Where to, bool follows) {
+Result<GraphExec> Model::State::executor_step(Where to, Start start) {
   LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
-  if (follows) CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), before));
   CF_TRY(for_each_outer_site(to, [&](const Site& site, const auto& args) {
     LaunchList& launches = site.name == site::embed_in.name ? before : after;
     launches.set_label(site.name.data());  // a literal, which ends in a zero byte
@@ -71,16 +80,22 @@ Result<GraphExec> Model::State::executor_step(Where to, bool follows) {
   }));
   const LaunchMode mode{.early = context.overlap()};
   return capture(stream.get(), [&]() -> Status {
+    CF_TRY(begin_step(to, start, mode));
     CF_TRY(before.submit(stream.get(), mode));
     CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
     return after.submit(stream.get(), mode);
   });
 }
 
-Result<GraphExec> Model::State::dataflow_step(Where to, bool follows) {
+Result<GraphExec> Model::State::dataflow_step(Where to, Start start) {
   const LaunchMode mode{.early = true};
   const auto record = [&](DataflowCapture& graph) -> Status {
-    if (follows) {
+    if (start == Start::chooses) {
+      const Where from = other_place(to);
+      const void *const reads[] = {logits_at(from).data, step.kv_len.data}, *const writes[] = {chosen.data};
+      CF_TRY(graph.add(reads, writes, sample[std::size_t(from)], mode));
+    }
+    if (start != Start::placed) {
       LaunchList launches(context);
       CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
       const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
@@ -102,18 +117,16 @@ Result<GraphExec> Model::State::dataflow_step(Where to, bool follows) {
   return capture_dataflow(context, record, workspace.scratch());
 }
 
-Result<GraphExec> Model::State::whole_step(Where to, bool follows) {
-  LaunchList before(context);
-  if (follows) CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), before));
+Result<GraphExec> Model::State::whole_step(Where to, Start start) {
   return capture(stream.get(), [&]() -> Status {
-    CF_TRY(before.submit(stream.get(), {}));
+    CF_TRY(begin_step(to, start, {}));
     return whole->enqueue_token(stream.get(), logits_at(to));
   });
 }
 
-Status Model::State::run_step(Where to, bool follows) {
+Status Model::State::run_step(Where to, Start start) {
   const std::size_t parity = to == Where::even_steps ? 0 : 1;
-  CF_TRY(from_cuda(cudaGraphLaunch((follows ? followers : steps)[parity].get(), stream.get()), "cudaGraphLaunch"));
+  CF_TRY(from_cuda(cudaGraphLaunch(steps[std::size_t(start)][parity].get(), stream.get()), "cudaGraphLaunch"));
   last_step = to;
   return {};
 }
@@ -169,7 +182,7 @@ Status Model::step(std::span<const Token> tokens) {
     const Where to = s.next_place();
     CF_TRY(s.keep_logits(tokens, to));
     CF_TRY(s.enqueue_tokens(tokens));
-    CF_TRY(s.run_step(to, false));
+    CF_TRY(s.run_step(to, Start::placed));
   }
   s.ahead.clear();
   s.last_tokens.assign(tokens.begin(), tokens.end());

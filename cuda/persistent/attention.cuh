@@ -23,7 +23,9 @@ struct KeySplit {
     sequence = item / c.plan.attention_splits / c.dims.heads;
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
-    const int keys = (kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits;
+    // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
+    const int keys =
+        ((kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits + kTileKeys - 1) / kTileKeys * kTileKeys;
     begin = min(split * keys, kv_len);
     end = min(begin + keys, kv_len);
     end_of_cached = begin < end && end == kv_len ? end - 1 : end;
@@ -69,7 +71,7 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 /// of four lanes hold the same weights, four keys a lane.
 template <class T, int Blocks>
 struct AttentionTile {
-  static constexpr int kKeys = 16;
+  static constexpr int kKeys = kTileKeys;
   float sum[Blocks][4] = {};  // [i][0] + [i][1]: element 16 i + lane / 4; [i][2] + [i][3]: 8 further
   SoftmaxState state;         // its sum is over the lane's own keys
 

@@ -14,8 +14,6 @@ namespace {
 constexpr int kMinStages = 3, kMaxStages = 16;
 /// Room for the barriers of the most stages. The layout has room for them only once their number is known.
 constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
-/// Keys of a tile of attention.
-constexpr int kTileKeys = 16;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;

@@ -107,8 +107,11 @@ TEST_CASE("cf-model on the GPU: every impl steps to the oracle's ids, those of o
     CHECK(json_of(common)["impl"] == impl);
   }
   CHECK(printed["unfused"] == printed["graph"]);
-  CHECK(printed["split"] == printed["persistent"]);
-  CHECK(printed["layer"] == printed["persistent"]);
+  CHECK(printed["split"] == printed["layer"]);
+  // The persistent kernel's final LayerNorm reads the residual stream in float32, that of the others its 16 bits.
+  const auto ids = [](const std::string& text) { return text.substr(0, text.find("check of prompt")); };
+  CHECK(ids(printed["persistent"]).find("3: ") != std::string::npos);
+  CHECK(ids(printed["persistent"]) == ids(printed["layer"]));
 }
 
 TEST_CASE("cf-model on the GPU: the same prompt gives the same ids, and a seed the same draws", "[gpu][cf-model]") {

@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   // Every thread has read `seen`: a barrier lies between its last score and the choice.
   if (threadIdx.x != 0) return;
   a.chosen[slot] = chosen;
+  if (a.told) store_for_host(reinterpret_cast<std::uint32_t*>(a.told + slot), std::uint32_t(chosen));
   if (seen && chosen != kNoToken) seen[unsigned(chosen) / 32] |= 1u << unsigned(chosen) % 32;
 }
 

@@ -31,7 +31,8 @@ struct SampleArgs {
   /// (slots, seen_words(vocab)): bit id % 32 of word id / 32 says that the prompt or the output has the id. A slot that
   /// penalises sets the bit of the id that it chooses.
   std::uint32_t* seen;
-  std::int32_t* chosen;  // (slots)
+  std::int32_t* chosen;          // (slots)
+  std::int32_t* told = nullptr;  // (slots) in the host's memory, or null: the same, for a host that polls
 };
 
 /// Adds the launch that chooses the tokens of all slots. Refuses, by name, what is null, misaligned or not in the
