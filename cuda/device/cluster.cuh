@@ -22,6 +22,11 @@ __device__ inline int cluster_index() {
   return int(index);
 }
 
+/// __syncthreads() for all blocks of the cluster.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.
 /// The inbox costs one barrier of the cluster. A block arrives at that barrier in open(), and waits for it only before
 /// its first send. A block may leave when it has sent its values; a block that sends none may
@@ -85,6 +90,14 @@ class ClusterOutbox {
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %2, [%1];" ::"r"(to_ + 4 * std::uint32_t(i)),
         "r"(arrived_), "f"(v)
         : "memory");
+  }
+
+  /// Writes elements i and i + 1. i is even, and the array lies at a multiple of eight bytes.
+  __device__ void send(int i, float first, float second) const {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(
+                     to_ + 4 * std::uint32_t(i)),
+                 "r"(arrived_), "f"(first), "f"(second)
+                 : "memory");
   }
 
  private:
