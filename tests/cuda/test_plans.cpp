@@ -14,6 +14,7 @@
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/linear_tiles_plan.hpp"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
@@ -143,6 +144,17 @@ Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) 
           .items = tiles,
           .sharers = plan.product.grid,
           .share = [=](std::int64_t block) { return dealt(block, plan.product.grid, tiles); }};
+}
+
+/// The items are groups of tiles; the kernel's static shared memory are its barriers and the bias.
+Launch linear_tiles_launch(const LinearTilesPlan& plan) {
+  return {.grid = {plan.clusters * plan.cluster_blocks(), 1, 1},
+          .threads = 384,
+          .smem_bytes = plan.smem_bytes + 2304,
+          .cluster_blocks = plan.cluster_blocks(),
+          .items = plan.groups(),
+          .sharers = plan.clusters,
+          .share = [=](std::int64_t cluster) { return dealt(cluster, plan.clusters, plan.groups()); }};
 }
 
 /// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
@@ -417,6 +429,58 @@ TEST_CASE("linear on Hopper's tensor cores: each step and each warp's rows are o
                      is_linear_wgmma(kH200, 64, 64, 60, f16, false), is_linear_wgmma(kH200, 64, 64, 64, f16, true),
                      is_linear_wgmma(kRtx5090, 64, 64, 64, f16, false)})
     CHECK_FALSE(other);
+}
+
+TEST_CASE("linear's tiles on Hopper's tensor cores: all has room and is covered, and columns are divided in one round",
+          "[plans]") {
+  for (std::int64_t tokens : {129, 255, 256, 257, 512, 640, 2048, 2049, 40000})
+    for (std::int64_t in : {8, 64, 256, 2560, 10240, 16384})
+      for (std::int64_t out : {8, 128, 136, 2560, 7680, 10240, 50304})
+        for (bool gelu : {false, true}) {
+          CAPTURE(tokens, in, out, gelu);
+          const LinearTilesPlan p = linear_tiles_plan(kH200, tokens, in, out, gelu);
+          CHECK(fault(kH200, linear_tiles_launch(p)) == "");
+          CHECK(linear_tiles_fit(kH200, p.shape, p.token_blocks, p.feature_blocks, p.splits, p.groups()));
+          CHECK(std::int64_t(p.token_groups) * p.token_blocks * kLinearTilesTokenRows >= tokens);
+          CHECK(std::int64_t(p.token_groups - 1) * p.token_blocks * kLinearTilesTokenRows < tokens);
+          CHECK(std::int64_t(p.feature_groups) * p.feature_blocks * p.shape.width >= out);
+          CHECK(std::int64_t(p.feature_groups - 1) * p.feature_blocks * p.shape.width < out);
+          CHECK((p.splits == 1 || (p.clusters == p.groups() && in / kLinearWgmmaColumns >= p.splits)));
+        }
+  for (const LinearTilesShape& shape : kLinearTilesShapes) {
+    CAPTURE(shape.width);
+    CHECK(shape.width % 8 == 0);  // of wgmma
+    CHECK(linear_tiles_stages(shape.width) >= 4);
+  }
+  // Where columns would be divided among blocks that take several tiles, or copies in pieces of odd rows.
+  CHECK_FALSE(linear_tiles_fit(kH200, {160, false}, 1, 1, 2, 67));
+  CHECK(linear_tiles_fit(kH200, {160, false}, 1, 1, 2, 66));
+  CHECK_FALSE(linear_tiles_fit(kH200, {160, true}, 1, 1, 2, 1));
+  CHECK_FALSE(linear_tiles_fit(kH200, {240, false}, 4, 1, 1, 1));
+  CHECK_FALSE(linear_tiles_fit(kH200, {240, false}, 1, 1, 4, 1));
+  CHECK_FALSE(linear_tiles_fit(kH200, {160, false}, 4, 4, 1, 1));
+  using enum DType;
+  CHECK(is_linear_tiles(kH200, 129, 64, 64, f16, false));
+  CHECK(is_linear_tiles(kH200, kLinearTilesTokens, 64, 64, bf16, false));
+  for (bool other : {is_linear_tiles(kH200, 128, 64, 64, f16, false),
+                     is_linear_tiles(kH200, kLinearTilesTokens + 1, 8, 8, f16, false),
+                     is_linear_tiles(kH200, 512, 64, 64, f32, false), is_linear_tiles(kH200, 512, 60, 64, f16, false),
+                     is_linear_tiles(kH200, 512, 64, 60, f16, false), is_linear_tiles(kH200, 512, 64, 64, f16, true),
+                     is_linear_tiles(kRtx5090, 512, 64, 64, f16, false)})
+    CHECK_FALSE(other);
+}
+
+TEST_CASE("linear's tiles on Hopper's tensor cores: Pythia-2.8B's products keep the SMs busy", "[plans]") {
+  for (std::int64_t tokens : {256, 512, 1024, 2048})
+    for (auto [in, out] :
+         {std::pair<std::int64_t, std::int64_t>{2560, 7680}, {2560, 2560}, {2560, 10240}, {10240, 2560}}) {
+      CAPTURE(tokens, in, out);
+      const LinearTilesPlan p = linear_tiles_plan(kH200, tokens, in, out, out == 10240);
+      // Of what all SMs could multiply in the plan's rounds.
+      const std::int64_t rounds = (p.groups() + p.clusters - 1) / p.clusters;
+      const double most = double(rounds) * kH200.sm_count / p.splits * kLinearTilesTokenRows * p.shape.width;
+      CHECK(double(tokens * out) / most > 0.9);
+    }
 }
 
 TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and its ring have room for", "[plans]") {

@@ -125,8 +125,8 @@ struct Release {
 /// A warpgroup's sums of a tile over the block's steps, for 64 * Blocks tokens from row `first_row` of the tile on.
 /// started() is called when the last products have been started.
 template <class T, int Width, int Blocks, class Started>
-__device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first_row, WgmmaPlace& place, const Release& release,
-                              Started started, float (&sum)[Blocks][Width / 2]) {
+__device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first_row, WgmmaPlace& place,
+                              const Release& release, Started started, float (&sum)[Blocks][Width / 2]) {
   int last_stage = 0;
 #pragma unroll 1
   for (int i = 0; i < steps; ++i, place.next(ring.stages)) {
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             [&](int chunk) {
               if (chunk == 0) inbox.receive(kLinearTilesTokenRows * Width * int(sizeof(float)));
             },
-            [&](int chunk, int row, int feature, float (&v)[kVec]) {
+            [&](int chunk, int row, int feature, float(&v)[kVec]) {
               load_sums(parts.of(0, warp) + chunk * kLinearTilesChunkFloats, row, feature, v);
               for (int split = 1; split < c.splits; ++split) {
                 float more[kVec];
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               store_chunk<Width, blocks>(sum, chunk, chunk_sums);
               __syncwarp();
             },
-            [&](int, int row, int feature, float (&v)[kVec]) { load_sums(chunk_sums, row, feature, v); });
+            [&](int, int row, int feature, float(&v)[kVec]) { load_sums(chunk_sums, row, feature, v); });
       }
     }
   }

@@ -81,10 +81,10 @@ constexpr bool linear_tiles_fit(const Arch& arch, const LinearTilesShape& shape,
                                 int splits, std::int64_t groups) {
   const int blocks = token_blocks * feature_blocks * splits;
   if (blocks > arch.max_cluster_blocks || shape.width / token_blocks % 8) return false;
-  return splits == 1 || (!shape.in_turn && shape.width / 8 % splits == 0 &&
-                         groups <= linear_tiles_resident(arch, blocks) &&
-                         linear_tiles_parts_bytes(shape.width, splits) <=
-                             linear_tiles_stages(shape.width) * linear_wgmma_stage_bytes(shape.width));
+  return splits == 1 ||
+         (!shape.in_turn && shape.width / 8 % splits == 0 && groups <= linear_tiles_resident(arch, blocks) &&
+          linear_tiles_parts_bytes(shape.width, splits) <=
+              linear_tiles_stages(shape.width) * linear_wgmma_stage_bytes(shape.width));
 }
 
 /// The layout of a product with these clusters.
@@ -130,8 +130,7 @@ constexpr LinearTilesPlan linear_tiles_plan(const Arch& arch, std::int64_t token
       for (int token_blocks = 1; token_blocks <= 4; token_blocks *= 2)
         for (int feature_blocks = 1; feature_blocks <= 4; feature_blocks *= 2) {
           if (splits > 1 && in / kLinearWgmmaColumns < splits * least_steps) continue;
-          const LinearTilesPlan p =
-              linear_tiles_layout(arch, tokens, out, shape, token_blocks, feature_blocks, splits);
+          const LinearTilesPlan p = linear_tiles_layout(arch, tokens, out, shape, token_blocks, feature_blocks, splits);
           if (!linear_tiles_fit(arch, shape, token_blocks, feature_blocks, splits, p.groups())) continue;
           const std::int64_t cycles = linear_tiles_cycles(p, in, has_gelu);
           if (best_cycles && cycles >= best_cycles) continue;
