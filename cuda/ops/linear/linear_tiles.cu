@@ -157,20 +157,20 @@ __device__ int place_in_chunk(int row, int feature) {
   return row * kLinearTilesChunk + (feature ^ 4 * (row % 4 * 2 + row / 4 % 2));
 }
 
-/// Finishes a warp's sums of 16 tokens and `features` features, and of 16 more each of 64 tokens on where Blocks is 2.
-/// A lane takes eight features of two tokens of a chunk. `bias` lies in shared memory. Loops do the work, for the reason
+/// Finishes a warp's sums of 16 tokens and `features` features, and of 16 tokens more 64 tokens on where `blocks` is 2. A
+/// lane takes eight features of two tokens of a chunk. `bias` lies in shared memory. Loops do the work, for the reason
 /// that Parts in linear_wgmma.cu gives.
 ///   prepare(chunk)                makes the chunk's sums ready; called for all chunks in turn
 ///   sums(chunk, row, feature, v)  eight sums of a chunk
-template <class T, int Blocks, class Prepare, class SumsOf>
-__device__ void finish_chunks(const LinearOutput& to, int tokens, int first_token, int first_feature, int features,
-                              const float* bias, Prepare prepare, SumsOf sums) {
+template <class T, class Prepare, class SumsOf>
+__device__ void finish_chunks(const LinearOutput& to, int tokens, int first_token, int blocks, int first_feature,
+                              int features, const float* bias, Prepare prepare, SumsOf sums) {
   const int lane = threadIdx.x % 32, lane_row = lane / 4 % 2 * 4 + lane / 8, lane_feature = lane % 4 * kVec;
-  const int row_chunks = linear_tiles_chunks(features), chunks = Blocks * row_chunks;
+  const int row_chunks = linear_tiles_chunks(features), chunks = blocks * row_chunks;
   first_token += lane_row;
   first_feature += lane_feature;
   // The lane's tokens of a chunk are token() and token() + 8.
-  const auto block = [&](int chunk) { return Blocks > 1 && chunk >= row_chunks; };
+  const auto block = [&](int chunk) { return chunk >= row_chunks; };
   const auto token = [&](int chunk) { return first_token + block(chunk) * 64; };
   const auto feature = [&](int chunk) { return (chunk - block(chunk) * row_chunks) * kLinearTilesChunk; };
   const auto has = [&](int chunk, int token) {
@@ -318,29 +318,33 @@ __global__ void __launch_bounds__(kThreads, 1)
         reinterpret_cast<float*>(ring.a(stages)) + warp * kLinearTilesChunkFloats;  // behind the ring
     float sum[blocks][Width / 2] = {};
     WgmmaPlace place;
-    bool own_turn = !InTurn || group == 0;
+    bool next_is_own = !InTurn || group == 0;
 #pragma unroll 1
     for (int i = first_group; i < c.groups; i += c.clusters) {
-      if (!own_turn) {
-        own_turn = true;
+      const bool is_own = next_is_own, is_last = i + c.clusters >= c.groups;
+      if (InTurn) next_is_own = !is_own;
+      if (!is_own && !is_last) {
         place.skip(steps.count, stages);
         continue;
       }
-      own_turn = !InTurn;
       const Tile<Width> tile(own, i);
-      named_barrier(kGroupBarrier + group, 128);  // no warp needs the bias before
-      for (int f = threadIdx.x % 128; f < Width; f += 128)
-        bias[group][f] =
-            tile.feature + f < c.output.out ? from_bits(bias_bits(c.output, tile.feature + f), c.output.bias_dtype) : 0;
-      // A stage's barrier is waited for in turn, too: of a phase's parity alone one cannot tell it from the next but one.
-      if (InTurn && i != first_group) named_barrier(kTurnBarrier + group, kConsumers);
-      multiply_tile<T, Width, blocks>(
-          ring, steps.count, InTurn ? 0 : group * 64, place, release,
-          [&] {
-            if (InTurn && i + c.clusters < c.groups) arrive_at_named_barrier(kTurnBarrier + 1 - group, kConsumers);
-          },
-          sum);
-      named_barrier(kGroupBarrier + group, 128);
+      if (is_own) {
+        named_barrier(kGroupBarrier + group, 128);  // no warp needs the bias before
+        for (int f = threadIdx.x % 128; f < Width; f += 128)
+          bias[group][f] = tile.feature + f < c.output.out
+                               ? from_bits(bias_bits(c.output, tile.feature + f), c.output.bias_dtype)
+                               : 0;
+        // A warpgroup waits for a stage's phases in their order: by its parity alone a phase is not told from the next
+        // but one.
+        if (InTurn && i != first_group) named_barrier(kTurnBarrier + group, kConsumers);
+        multiply_tile<T, Width, blocks>(
+            ring, steps.count, InTurn ? 0 : group * 64, place, release,
+            [&] {
+              if (InTurn && !is_last) arrive_at_named_barrier(kTurnBarrier + 1 - group, kConsumers);
+            },
+            sum);
+        named_barrier(kGroupBarrier + group, 128);
+      }
       wait_for_predecessors();
       if (!InTurn && c.splits > 1) {
         const int features = Width / c.splits, first_feature = own.split * features;
@@ -348,8 +352,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         inbox.open();
         inbox.connect();  // no block reads its ring any more
         send_sums<Width>(sum[0], own, inbox, parts.of(own.split, warp));
-        finish_chunks<T, 1>(
-            c.output, c.tokens, tile.token + warp_row, tile.feature + first_feature, features,
+        finish_chunks<T>(
+            c.output, c.tokens, tile.token + warp_row, 1, tile.feature + first_feature, features,
             bias[group] + first_feature,
             [&](int chunk) {
               if (chunk == 0) inbox.receive(kLinearTilesTokenRows * Width * int(sizeof(float)));
@@ -363,16 +367,34 @@ __global__ void __launch_bounds__(kThreads, 1)
                 for (int e = 0; e < kVec; ++e) v[e] += more[e];
               }
             });
-      } else {
-        finish_chunks<T, blocks>(
-            c.output, c.tokens, tile.token + warp_row, tile.feature, Width, bias[group],
-            [&](int chunk) {
-              __syncwarp();
-              store_chunk<Width, blocks>(sum, chunk, chunk_sums);
-              __syncwarp();
-            },
-            [&](int, int row, int feature, float(&v)[kVec]) { load_sums(chunk_sums, row, feature, v); });
+        continue;
       }
+      // The last tile's end is hidden by no products: the other warpgroup takes half of it. Its sums lie where the ring
+      // was.
+      constexpr int row_chunks = linear_tiles_chunks(Width);
+      float* const half = reinterpret_cast<float*>(ring.first) + warp % 4 * row_chunks * kLinearTilesChunkFloats;
+      if (InTurn && is_last) {
+        if (is_own) {
+#pragma unroll
+          for (int chunk = 0; chunk < row_chunks; ++chunk)
+            store_chunk<Width, blocks>(sum, row_chunks + chunk, half + chunk * kLinearTilesChunkFloats);
+          arrive_at_named_barrier(kTurnBarrier + 1 - group, kConsumers);
+        } else {
+          named_barrier(kTurnBarrier + group, kConsumers);
+        }
+      }
+      finish_chunks<T>(
+          c.output, c.tokens, tile.token + warp_row + (is_own ? 0 : 64), InTurn && is_last ? 1 : blocks, tile.feature,
+          Width, bias[is_own ? group : 1 - group],
+          [&](int chunk) {
+            if (!is_own) return;
+            __syncwarp();
+            store_chunk<Width, blocks>(sum, chunk, chunk_sums);
+            __syncwarp();
+          },
+          [&](int chunk, int row, int feature, float(&v)[kVec]) {
+            load_sums(is_own ? chunk_sums : half + chunk * kLinearTilesChunkFloats, row, feature, v);
+          });
     }
   }
   // Other blocks arrive at this block's barriers until they are done.

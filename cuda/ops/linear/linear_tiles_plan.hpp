@@ -22,6 +22,7 @@ constexpr bool is_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64
 
 /// A tile is kLinearTilesTokenRows tokens and `width` features: the product's rows and columns. The two warpgroups of a
 /// block share a tile, or take tiles in turn, so that one finishes its sums while the tensor cores work for the other.
+/// The last tile's sums are finished by both.
 struct LinearTilesShape {
   int width;
   bool in_turn;
@@ -106,16 +107,16 @@ constexpr LinearTilesPlan linear_tiles_layout(const Arch& arch, std::int64_t tok
 
 /// The estimated cycles of a product. A step of a tile, kLinearWgmmaColumns columns, takes the tensor cores four cycles
 /// a feature, or the L2 the time of its bytes: 27 a cycle and SM, with which 128 x 128 tiles without sharing reach 400
-/// TFLOP/s on an H200. What follows is counted in instructions: a tile's end takes a warp on each of an SM's four
-/// schedulers about 10 cycles a feature, GELU 48 more. Warpgroups that take turns hide it, but for the last.
+/// TFLOP/s on an H200. A tile's end is counted in the instructions of an SM's four schedulers: about 10 cycles a
+/// feature, and 48 more with GELU; one warpgroup alone takes up to twice as long.
 constexpr std::int64_t linear_tiles_cycles(const LinearTilesPlan& p, std::int64_t in, bool has_gelu) {
-  constexpr std::int64_t l2_bytes_a_cycle = 27, start = 2000, merge = 2500;
+  constexpr std::int64_t l2_bytes_a_cycle = 27, start = 2000, hand_over = 500, merge = 2500;
   const std::int64_t steps = (in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns,
                      rounds = (p.groups() + p.clusters - 1) / p.clusters, width = p.shape.width;
   const std::int64_t rows = kLinearTilesTokenRows / p.feature_blocks + width / p.token_blocks;
   const std::int64_t step = std::max(4 * width, rows * kLinearWgmmaColumns * 2 / l2_bytes_a_cycle);
   const std::int64_t tile = (steps + p.splits - 1) / p.splits * step, end = (has_gelu ? 58 : 10) * width;
-  if (p.shape.in_turn) return start + rounds * std::max(tile, end) + 2 * end;
+  if (p.shape.in_turn) return start + hand_over + (rounds - 1) * std::max(tile, 2 * end) + tile + end;
   return start + rounds * (tile + end / p.splits) + (p.splits > 1 ? merge : 0);
 }
 
