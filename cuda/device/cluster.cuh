@@ -22,9 +22,10 @@ __device__ inline int cluster_index() {
   return int(index);
 }
 
-/// __syncthreads() for all blocks of the cluster.
-__device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+/// Waits until all threads of the cluster's blocks have come here, each thread after its publish_barriers(). All of them
+/// see the published barriers; no other access is ordered.
+__device__ inline void wait_for_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.

@@ -96,11 +96,15 @@ __device__ void copy_tiles(const WgmmaRing<Width>& ring, const Member& own, cons
     const Tile<Width> tile(own, group);
 #pragma unroll 1
     for (; i < steps.count; ++i, place.next(ring.stages)) {
-      wait_cluster_barrier(ring.free + place.stage, place.parity ^ 1);  // at once in the first round
+      wait_barrier(ring.free + place.stage, place.parity ^ 1);  // at once in the first round
       copy_weight(tile, i, place.stage);
       copy_x(tile, i, place.stage);
     }
   }
+  // A block stays until the others have arrived at its barriers for the last time.
+#pragma unroll 1
+  for (int i = 0; i < ring.stages; ++i, place.next(ring.stages))
+    wait_barrier(ring.free + place.stage, place.parity ^ 1);
 }
 
 /// Tells the blocks that copy to this one that a warp is done with a stage. A lane tells a block.
@@ -296,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (alone)
     __syncthreads();
   else
-    cluster_sync();
+    wait_for_cluster();
   let_successor_start();
 
   const int first_group = cluster_index();
@@ -397,8 +401,6 @@ __global__ void __launch_bounds__(kThreads, 1)
           });
     }
   }
-  // Other blocks arrive at this block's barriers until they are done.
-  if (!alone) cluster_sync();
 #endif
 }
 
