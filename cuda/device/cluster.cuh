@@ -22,8 +22,8 @@ __device__ inline int cluster_index() {
   return int(index);
 }
 
-/// Waits until all threads of the cluster's blocks have come here, each thread after its publish_barriers(). All of them
-/// see the published barriers; no other access is ordered.
+/// Waits until all threads of the cluster's blocks have come here, each thread after its publish_barriers(). All of
+/// them see the published barriers; no other access is ordered.
 __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

@@ -38,8 +38,8 @@ __device__ inline void copy_tensor_tile(void* to, const void* map, int column, i
       : "memory");
 }
 
-/// copy_tensor_tile() to the blocks of the cluster whose ranks are the bits of `ranks`: to the same offset in the shared
-/// memory of each, and counted at the barrier that each has at the same offset.
+/// copy_tensor_tile() to the blocks of the cluster whose ranks are the bits of `ranks`: to the same offset in the
+/// shared memory of each, and counted at the barrier that each has at the same offset.
 __device__ inline void copy_tensor_tile_to(std::uint16_t ranks, void* to, const void* map, int column, int row,
                                            int matrix, std::uint64_t* barrier) {
   asm volatile(

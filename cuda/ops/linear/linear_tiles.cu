@@ -58,8 +58,8 @@ struct Tile {
         feature((group / own.c.token_groups * own.c.feature_blocks + own.feature) * Width) {}
 };
 
-/// Copies the steps of a block's tiles, to this block and to those that share what is copied; one lane calls. The ring's
-/// first weights need no predecessor and come before all x.
+/// Copies the steps of a block's tiles, to this block and to those that share what is copied; one lane calls. The
+/// ring's first weights need no predecessor and come before all x.
 template <int Width>
 __device__ void copy_tiles(const WgmmaRing<Width>& ring, const Member& own, const WgmmaSteps& steps, int first_group,
                            const CUtensorMap& weight, const CUtensorMap& x) {
@@ -161,9 +161,9 @@ __device__ int place_in_chunk(int row, int feature) {
   return row * kLinearTilesChunk + (feature ^ 4 * (row % 4 * 2 + row / 4 % 2));
 }
 
-/// Finishes a warp's sums of 16 tokens and `features` features, and of 16 tokens more 64 tokens on where `blocks` is 2. A
-/// lane takes eight features of two tokens of a chunk. `bias` lies in shared memory. Loops do the work, for the reason
-/// that Parts in linear_wgmma.cu gives.
+/// Finishes a warp's sums of 16 tokens and `features` features, and of 16 tokens more 64 tokens on where `blocks` is 2.
+/// A lane takes eight features of two tokens of a chunk. `bias` lies in shared memory. Loops do the work, for the
+/// reason that Parts in linear_wgmma.cu gives.
 ///   prepare(chunk)                makes the chunk's sums ready; called for all chunks in turn
 ///   sums(chunk, row, feature, v)  eight sums of a chunk
 template <class T, class Prepare, class SumsOf>

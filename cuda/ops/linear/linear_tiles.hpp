@@ -5,8 +5,8 @@
 
 namespace cf::cuda {
 
-/// linear by linear_tiles_plan(). False, with nothing added, where another kernel takes the call: see is_linear_tiles();
-/// and on another GPU than Hopper's, whatever the plans are for. The arguments have been checked.
+/// linear by linear_tiles_plan(). False, with nothing added, where another kernel takes the call: see
+/// is_linear_tiles(); and on another GPU than Hopper's, whatever the plans are for. The arguments have been checked.
 Result<bool> prepare_linear_tiles(const ops::Linear::Args& args, LaunchList& launches);
 
 /// The same by another layout that linear_tiles_fit() allows, for the calls that the plan takes.

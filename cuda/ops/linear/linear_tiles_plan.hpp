@@ -50,9 +50,9 @@ constexpr int linear_tiles_smem_bytes(int width) {
 }
 
 /// The tiles of a cluster: token_blocks times feature_blocks of them, each by `splits` blocks, which divide its columns
-/// of x and of the weight among them and add up their sums in rank order. Blocks with the same tokens share their copies
-/// of x, those with the same features their copies of the weight. Clusters take groups of tiles in turn: group i lies at
-/// group i % token_groups of tokens and i / token_groups of features.
+/// of x and of the weight among them and add up their sums in rank order. Blocks with the same tokens share their
+/// copies of x, those with the same features their copies of the weight. Clusters take groups of tiles in turn: group i
+/// lies at group i % token_groups of tokens and i / token_groups of features.
 struct LinearTilesPlan {
   LinearTilesShape shape;
   int token_blocks, feature_blocks, splits;
