@@ -93,14 +93,6 @@ class ClusterOutbox {
         : "memory");
   }
 
-  /// Writes elements i and i + 1. i is even, and the array lies at a multiple of eight bytes.
-  __device__ void send(int i, float first, float second) const {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(
-                     to_ + 4 * std::uint32_t(i)),
-                 "r"(arrived_), "f"(first), "f"(second)
-                 : "memory");
-  }
-
  private:
   std::uint32_t to_, arrived_;
 };

@@ -57,13 +57,13 @@ CF_HD inline float min_or_nan(float a, float b) {
 /// its slow unit; by erfcf() they are 48 and four.
 ///   N has degree 3, D has degree 4 and D(0) = 1. The coefficients make the largest |N / (D f) - 1| / w of 3,000 points
 /// in [0, 16] small, where f(a) = Q(a) 2^(c a^2) in float64, w = 1 up to a = 5.6 and min(100, e^(3 (a - 5.6))) beyond,
-/// where results are below 2^-24: 1.4e-7. They come from least squares of (N - D f) / (w f D') over N and D, where D' is
-/// the D before, repeated with weights that grow where the error is large (Lawson's method).
+/// where results are below 2^-24: 1.4e-7. They come from least squares of (N - D f) / (w f D') over N and D, where D'
+/// is the D before, repeated with weights that grow where the error is large (Lawson's method).
 ///   The error on the host, as a part of the result: up to 6e-7 where x > -3.5, and 1.1e-6 where the result is 2^-24 or
 /// more, since 2^x takes over its argument's rounding. In units in the last place: 0.002 of float16, 0.003 of bfloat16.
-/// A device's approximations add up to 4e-7 of the result. The power is made 2^8 times as large and N that much smaller:
-/// a device's power has no subnormal numbers, but bfloat16 has them, of which 0.02 units are lost so. Infinity and NaN
-/// stay what they are; -infinity gives 0.
+/// A device's approximations add up to 4e-7 of the result. The power is made 2^8 times as large and N that much
+/// smaller: a device's power has no subnormal numbers, but bfloat16 has them, of which 0.02 units are lost so. Infinity
+/// and NaN stay what they are; -infinity gives 0.
 CF_HD inline float gelu_erf(float x) {
   constexpr float scale = 1.f / 256;
   const float a = min_or_nan(fabsf(x), 16);  // from there on all results are x or 0

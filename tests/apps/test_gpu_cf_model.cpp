@@ -231,11 +231,9 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(report["activation_dtype"] == "float16");
   CHECK(report["runs"] == 5);
   CHECK(report["warmup"] == 2);
+  // Those of prompts of 130 ids; on Hopper the steps of 9 slots need no library.
   CHECK(report["product_library"].get<std::string>().find("cublasLt") != std::string::npos);
-  // On Hopper the products with dense weights need no library.
-  const Json gptq =
-      json_of("bench --preset pythia-160m --quant gptq --prompt-len 130 --new-tokens 1 --runs 1 --warmup 1");
-  CHECK(std::any_of(gptq["product_algorithms"].begin(), gptq["product_algorithms"].end(),
+  CHECK(std::any_of(report["product_algorithms"].begin(), report["product_algorithms"].end(),
                     [](const Json& a) { return a.get<std::string>().starts_with("130 tokens, "); }));
   REQUIRE(report["results"].size() == 8);
   for (const Json& row : report["results"]) {

@@ -1,7 +1,9 @@
 // Products of many tokens on the GPU, against the oracle within linear's budget: on Hopper's tensor cores, and through
 // cuBLASLt. The latter need the library: where the dynamic linker does not find it, CF_CUBLASLT names its file.
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
 
 #include "cpu_ref/dequantise.hpp"
@@ -26,6 +28,7 @@ using Args = ops::Linear::Args;
 namespace {
 
 constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual};
+constexpr Epilogue kGelus[] = {Epilogue::gelu_erf, Epilogue::gelu_tanh};
 /// The fewest tokens that cuBLASLt takes of any weight by library_context(), and other numbers of tokens.
 constexpr std::int64_t kMany = std::max({cuda::kGemmTokens, cuda::kGptqGemmTokens, cuda::kLinearWgmmaTokens}) + 1;
 constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, cuda::kGptqGemmTokens + 1, kMany, 512};
@@ -61,14 +64,15 @@ std::pair<Dims, Args> linear(std::int64_t tokens, std::int64_t in, std::int64_t 
 
 void no_bias(Args& a) { a.linear.bias = {}; }
 
-/// A context whose plans leave every product of many tokens in 16 bits to cuBLASLt: Hopper's own take dense weights.
+/// A context whose plans leave every product of many tokens in 16 bits to cuBLASLt: some go to Hopper's own kernels.
 cuda::Context library_context(cudaStream_t stream = nullptr) { return contexts(stream)[1]; }
 
 /// Whether Hopper's tensor cores take a product by the plans of the test's own GPU.
-bool takes_wgmma(std::int64_t tokens, std::int64_t in, std::int64_t out, DType dtype, bool packed) {
+bool takes_wgmma(std::int64_t tokens, std::int64_t in, std::int64_t out, DType dtype, bool packed,
+                 Epilogue epilogue = Epilogue::none) {
   const cuda::Arch arch = context().arch();
   return cuda::is_linear_wgmma(arch, tokens, in, out, dtype, packed) ||
-         cuda::is_linear_tiles(arch, tokens, in, out, dtype, packed);
+         cuda::is_linear_tiles(arch, tokens, in, out, dtype, packed, epilogue);
 }
 
 cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch, const cuda::Context& c = context()) {
@@ -177,7 +181,8 @@ TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, wit
           if (out % 8 == 0) {
             DeviceProblem<ops::Linear> device(p);
             CHECK(takes_library(device.args(), scratch.get()));
-            CHECK(takes_library(device.args(), scratch.get(), context()) != takes_wgmma(tokens, in, out, dtype, false));
+            CHECK(takes_library(device.args(), scratch.get(), context()) !=
+                  takes_wgmma(tokens, in, out, dtype, false, epilogue));
           }
         }
 }
@@ -490,11 +495,11 @@ TEST_CASE("linear on Hopper's tensor cores: a row does not depend on what the ot
   for (std::int64_t tokens : {9, 64, 128}) rows_are_independent(GptqSetup{}, Epilogue::residual, tokens, c, {});
 }
 
-TEST_CASE("linear on Hopper's tensor cores: tiles of many tokens, their edges, sizes, epilogues",
+TEST_CASE("linear on Hopper's tensor cores: tiles of many tokens, their edges and sizes, both GELUs",
           "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
   for (DType dtype : {DType::f16, DType::bf16})
-    for (Epilogue epilogue : kEpilogues)
+    for (Epilogue epilogue : kGelus)
       for (std::int64_t tokens : {129, 255, 257, 512, 640})
         for (auto [in, out] :
              {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 504}, {1032, 168}, {2056, 264}}) {
@@ -511,28 +516,18 @@ TEST_CASE("linear on Hopper's tensor cores: tiles of many tokens, their edges, s
 
 namespace {
 
-/// Every layout of tiles that a cluster of the device may have, as planned for a GPU of so many SMs.
+/// Both layouts of tiles, as planned for a GPU of so many SMs.
 std::vector<cuda::LinearTilesPlan> tile_layouts(int sm_count, std::int64_t tokens, std::int64_t out) {
   cuda::Arch arch = context().arch();
   arch.sm_count = sm_count;
-  std::vector<cuda::LinearTilesPlan> all;
-  for (const cuda::LinearTilesShape& shape : cuda::kLinearTilesShapes)
-    for (int splits : {1, 2, 4})
-      for (int token_blocks : {1, 2, 4})
-        for (int feature_blocks : {1, 2, 4}) {
-          const cuda::LinearTilesPlan plan =
-              cuda::linear_tiles_layout(arch, tokens, out, shape, token_blocks, feature_blocks, splits);
-          if (cuda::linear_tiles_fit(arch, shape, token_blocks, feature_blocks, splits, plan.groups()))
-            all.push_back(plan);
-        }
-  return all;
+  return {cuda::linear_tiles_layout(arch, tokens, out, cuda::kLinearTilesShared),
+          cuda::linear_tiles_layout(arch, tokens, out, cuda::kLinearTilesInTurn)};
 }
 
 /// Runs a problem by a layout of tiles, twice.
 void check_layout(Problem<ops::Linear>& untouched, Problem<ops::Linear>& reference, const Budget& budget,
                   const cuda::LinearTilesPlan& plan) {
-  CAPTURE(plan.shape.width, plan.shape.in_turn, plan.token_blocks, plan.feature_blocks, plan.splits, plan.clusters,
-          plan.groups());
+  CAPTURE(plan.shape.width, plan.shape.in_turn, plan.clusters, plan.groups());
   DeviceProblem<ops::Linear> device(untouched);
   cuda::LaunchList launches(context());
   const Result<bool> added = cuda::prepare_linear_tiles(device.args(), plan, launches);
@@ -551,7 +546,7 @@ void check_layout(Problem<ops::Linear>& untouched, Problem<ops::Linear>& referen
   CHECK(device.fetch().bytes() == bytes);
 }
 
-/// Runs a problem by every layout of tiles, where each block has one tile and where it has many.
+/// Runs a problem by both layouts of tiles, where each block has one tile and where it has many.
 void check_layouts(const Setup& s, const std::pair<Dims, Args>& sizes) {
   Problem<ops::Linear> untouched(s, sizes), reference(untouched, DType::f64);
   REQUIRE(cpu_ref::run(reference.args()));
@@ -559,37 +554,37 @@ void check_layouts(const Setup& s, const std::pair<Dims, Args>& sizes) {
   REQUIRE(condition);
   const Budget budget =
       ops::Linear::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
-  for (int sm_count : {132, 16})
+  for (int sm_count : {132, 16, 2})
     for (const cuda::LinearTilesPlan& plan : tile_layouts(sm_count, sizes.first.tokens, sizes.first.out))
       check_layout(untouched, reference, budget, plan);
 }
 
 }  // namespace
 
-TEST_CASE("linear on Hopper's tensor cores: every layout of tiles, with one tile a block and with many",
+TEST_CASE("linear on Hopper's tensor cores: both layouts of tiles, with one tile a block and with many",
           "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
   // Steps of a tile: more than a ring has stages, and fewer.
   for (auto [dtype, epilogue, tokens, in, out] : {std::tuple<DType, Epilogue, std::int64_t, std::int64_t, std::int64_t>{
-                                                      DType::f16, Epilogue::residual, 700, 1032, 1048},
+                                                      DType::f16, Epilogue::gelu_tanh, 700, 1032, 1048},
                                                   {DType::bf16, Epilogue::gelu_erf, 300, 1032, 520},
-                                                  {DType::bf16, Epilogue::residual, 650, 264, 1288},
-                                                  {DType::f16, Epilogue::none, 1100, 136, 1928}})
+                                                  {DType::bf16, Epilogue::gelu_erf, 650, 264, 1288},
+                                                  {DType::f16, Epilogue::gelu_erf, 1100, 136, 1928}})
     check_layouts(setup(dtype), linear(tokens, in, out, epilogue));
 }
 
-TEST_CASE("linear on Hopper's tensor cores: tiles take a bias of any dtype", "[gpu][gemm][wgmma]") {
+TEST_CASE("linear on Hopper's tensor cores: tiles take a bias of the weight's dtype or float32", "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
   cuda::Context c = context();
   for (DType dtype : {DType::f16, DType::bf16}) {
     const Setup s = setup(dtype);
-    Problem<ops::Linear> p(s, linear(200, 136, 328, Epilogue::residual));
+    Problem<ops::Linear> p(s, linear(200, 136, 328, Epilogue::gelu_erf));
     const auto value = [](std::int64_t i) { return double(i % 17 - 8) / 4; };  // exact in every dtype
     set(block(p, "bias"), value);
     CHECK(check_on_device<ops::Linear>(s, p));
     DeviceProblem<ops::Linear> device(p);
     const auto expected = device.run(c).bytes();
-    for (DType other : {DType::f16, DType::bf16, DType::f32})
+    for (DType other : {dtype, DType::f32})
       dispatch_float(other, [&](auto zero) {
         using T = decltype(zero);
         if constexpr (sizeof(T) <= 4) {
@@ -607,37 +602,69 @@ TEST_CASE("linear on Hopper's tensor cores: tiles take a bias of any dtype", "[g
 
 TEST_CASE("linear on Hopper's tensor cores: small tiles for compute-sanitizer", "[gpu][gemm][wgmma][small]") {
   if (!has_wgmma()) return;
-  for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{72, 136}, {1032, 328}})  // alone, and columns divided
-    CHECK(check_on_device<ops::Linear>(setup(DType::bf16), linear(200, in, out, Epilogue::residual)));
-  // Several tiles a block.
-  for (const cuda::LinearTilesPlan& plan : tile_layouts(16, 520, 712))
-    if (plan.splits == 1 && plan.token_blocks == 2 && plan.feature_blocks != 1) {
-      DeviceProblem<ops::Linear> p(setup(DType::f16), linear(520, 72, 712, Epilogue::gelu_erf));
-      cuda::LaunchList launches(context());
-      const Result<bool> added = cuda::prepare_linear_tiles(p.args(), plan, launches);
-      REQUIRE(added);
-      CHECK(*added);
-      REQUIRE(launches.submit(nullptr));
-      p.fetch();
-    }
+  CHECK(check_on_device<ops::Linear>(setup(DType::bf16), linear(200, 1032, 328, Epilogue::gelu_erf)));
+  for (const cuda::LinearTilesPlan& plan : tile_layouts(4, 520, 712)) {  // several tiles a block
+    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(520, 72, 712, Epilogue::gelu_erf));
+    cuda::LaunchList launches(context());
+    const Result<bool> added = cuda::prepare_linear_tiles(p.args(), plan, launches);
+    REQUIRE(added);
+    CHECK(*added);
+    REQUIRE(launches.submit(nullptr));
+    p.fetch();
+  }
 }
 
-TEST_CASE("linear on Hopper's tensor cores: tiles with hostile inputs, and nothing is rounded to 16 bits before y",
-          "[gpu][gemm][wgmma]") {
+TEST_CASE("linear on Hopper's tensor cores: tiles with hostile inputs", "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
-  for (DType dtype : {DType::f16, DType::bf16}) {
+  for (DType dtype : {DType::f16, DType::bf16})
     for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
-      for (Epilogue epilogue : kEpilogues) {
+      for (Epilogue epilogue : kGelus) {
         Setup s = setup(dtype);
         s.fill = fill;
         CHECK(check_on_device<ops::Linear>(s, linear(144, 640, 136, epilogue)));
       }
-    for (std::int64_t in : {512, 2048}) {  // columns divided
-      const Setup s = setup(dtype);
-      Problem<ops::Linear> p(s, linear(200, in, 72, Epilogue::residual)), product(s, linear(200, in, 72));
-      cancel_product(p, product);
-      CHECK(check_on_device<ops::Linear>(s, p));
+}
+
+TEST_CASE("linear on Hopper's tensor cores: GELU in tiles of a bias from -16 to 16, of infinity and of NaN",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  cuda::Context c = context();
+  constexpr std::int64_t tokens = 136, out = 8200;
+  for (DType dtype : {DType::f16, DType::bf16}) {
+    const Setup s = setup(dtype);
+    Problem<ops::Linear> p(s, linear(tokens, 8, out, Epilogue::gelu_erf));
+    set(block(p, "x"), [](std::int64_t) { return 0.; });
+    set(block(p, "bias"), [](std::int64_t i) { return double(i % 8192 - 4096) / 256; });
+    DeviceProblem<ops::Linear> device(p);
+    const auto run = [&] {
+      Problem<ops::Linear>& got = device.run(c);
+      return got.tensor(block(got, "y"));
+    };
+    const Tensor bias = p.tensor(block(p, "bias"));
+    {
+      const Tensor y = run();
+      // Half a unit in the last place for the rounding to 16 bits, and a twentieth of one for GELU.
+      const int digits = dtype == DType::f16 ? 11 : 8;
+      const double least = dtype == DType::f16 ? 0x1p-24 : 0x1p-133;
+      double worst = 0;
+      for (std::int64_t token : {std::int64_t(0), tokens - 1})
+        for (std::int64_t i = 0; i < out; ++i) {
+          const double v = bias.at(i), exact = 0.5 * v * std::erfc(-v / std::sqrt(2.0));
+          int exponent;
+          std::frexp(exact, &exponent);
+          const double error = std::abs(y.at(token * out + i) - exact);
+          worst = std::max(worst, error / std::max(std::ldexp(1.0, exponent - digits), least));
+        }
+      CHECK(worst <= 0.55);
     }
+    constexpr double infinity = std::numeric_limits<double>::infinity();
+    set(block(p, "bias"), [](std::int64_t i) { return i == 0 ? infinity : i == 1 ? -infinity : i == 2 ? NAN : 1; });
+    device.restore(p);
+    const Tensor y = run();
+    CHECK(y.at(0) == infinity);
+    CHECK(y.at(1) == 0);
+    CHECK(std::isnan(y.at(2)));
+    CHECK(y.at(3) > 0.84);
   }
 }
 
@@ -648,11 +675,13 @@ TEST_CASE("linear on Hopper's tensor cores: tiles have the same bits a thousand 
   REQUIRE(stream);
   REQUIRE(other);
   cuda::Context c = context(stream->get()), d = context(other->get());
-  for (auto [epilogue, tokens, in, out] :
-       {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, 640, 264, 5128},
-        {Epilogue::residual, 256, 2560, 520},
-        {Epilogue::none, 640, 520, 5128}}) {
-    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(tokens, in, out, epilogue));
+  for (auto [tokens, in, out, in_turn] :
+       {std::tuple<std::int64_t, std::int64_t, std::int64_t, bool>{640, 264, 5128, true},
+        {256, 2560, 520, false},
+        {512, 520, 10248, false}}) {
+    CAPTURE(tokens, out);
+    CHECK(cuda::linear_tiles_plan(cuda::kH200, tokens, out).shape.in_turn == in_turn);
+    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(tokens, in, out, Epilogue::gelu_erf));
     CHECK(same_bits_a_thousand_times(p, c, {}) == 0);
     const auto bytes = p.run(c).bytes();
     CHECK(p.run(d).bytes() == bytes);
@@ -663,7 +692,7 @@ TEST_CASE("linear on Hopper's tensor cores: a row of tiles does not depend on wh
           "[gpu][gemm][wgmma]") {
   if (!has_wgmma()) return;
   cuda::Context c = context();
-  for (std::int64_t tokens : {129, 300}) rows_are_independent(GptqSetup{}, Epilogue::residual, tokens, c, {});
+  for (std::int64_t tokens : {129, 300}) rows_are_independent(GptqSetup{}, Epilogue::gelu_erf, tokens, c, {});
 }
 
 namespace {

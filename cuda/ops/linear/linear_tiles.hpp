@@ -9,7 +9,7 @@ namespace cf::cuda {
 /// is_linear_tiles(); and on another GPU than Hopper's, whatever the plans are for. The arguments have been checked.
 Result<bool> prepare_linear_tiles(const ops::Linear::Args& args, LaunchList& launches);
 
-/// The same by another layout that linear_tiles_fit() allows, for the calls that the plan takes.
+/// The same by a layout of linear_tiles_layout(), for the calls that the plan takes.
 Result<bool> prepare_linear_tiles(const ops::Linear::Args& args, const LinearTilesPlan& plan, LaunchList& launches);
 
 }  // namespace cf::cuda

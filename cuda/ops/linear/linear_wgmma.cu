@@ -22,9 +22,17 @@ struct WgmmaCall {
 
 // Other devices' code has no use for what follows.
 #ifdef CF_HAVE_WGMMA
+/// The steps of a tile that block `rank` of its cluster takes.
+struct Steps {
+  int first, count;
+  __device__ Steps(const WgmmaCall& c, int rank) : first(c.steps * rank / c.splits) {
+    count = c.steps * (rank + 1) / c.splits - first;
+  }
+};
+
 /// Copies the steps of a block; one lane calls. The ring's first weights need no predecessor and come before all x.
 template <int Tokens>
-__device__ void copy_steps(const WgmmaRing<Tokens>& ring, const WgmmaSteps& steps, int row, const CUtensorMap& weight,
+__device__ void copy_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, int row, const CUtensorMap& weight,
                            const CUtensorMap& x) {
   const auto copy_weight = [&](int i, int stage) {
     arrive_expecting(ring.filled + stage, ring.stage_bytes);
@@ -50,7 +58,7 @@ __device__ void copy_steps(const WgmmaRing<Tokens>& ring, const WgmmaSteps& step
 
 /// A warpgroup's sums of 64 rows for Tokens tokens, over the block's steps.
 template <class T, int Tokens>
-__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const WgmmaSteps& steps, float (&sum)[Tokens / 2]) {
+__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
   const int group = threadIdx.x / 128;
   WgmmaPlace place;
   int last_stage = 0;
@@ -178,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
   const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
-  const WgmmaSteps steps(c.steps, c.splits, rank);
+  const Steps steps(c, rank);
   float sum[Tokens / 2] = {};
   if (warp == kLinearWgmmaWarps) {
     if (elected()) copy_steps(ring, steps, first_row, weight, x);

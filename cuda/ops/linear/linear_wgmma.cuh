@@ -1,17 +1,9 @@
 #pragma once
-// What the products on Hopper's tensor cores share: the steps of a block, and its ring.
+// What the products on Hopper's tensor cores share: a block's ring.
 #include "cuda/device/wgmma.cuh"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 
 namespace cf::cuda {
-
-/// The steps of a tile's `steps` that block `rank` of its `splits` takes.
-struct WgmmaSteps {
-  int first, count;
-  __device__ WgmmaSteps(int steps, int splits, int rank) : first(steps * rank / splits) {
-    count = steps * (rank + 1) / splits - first;
-  }
-};
 
 /// A block's stages in shared memory, each with two barriers. A stage holds kLinearWgmmaTileRows rows of operand a, and
 /// Rows rows of operand b.
