@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, con
     add(to.bias, to.bias_dtype, row);
     add(to.residual, to.activation, at);
     apply(to.epilogue, v);
-    store_vec(static_cast<T*>(to.y) + at, v);
+    store_vec_whole(static_cast<T*>(to.y) + at, v);
   }
 }
 
