@@ -9,6 +9,8 @@ namespace cf::ops {
 /// What happens to a product before it is stored.
 enum class Epilogue : std::uint8_t { none, gelu_erf, gelu_tanh, residual };
 
+constexpr bool is_gelu(Epilogue e) { return e == Epilogue::gelu_erf || e == Epilogue::gelu_tanh; }
+
 /// y[t,o] = f(sum_k x[t,k] * W[o,k] + bias[o]), summed in the compute type and rounded once, after f:
 ///   none       f(v) = v
 ///   gelu_erf   f(v) = v/2 (1 + erf(v / sqrt 2))

@@ -20,6 +20,13 @@ __device__ inline void arrive(std::uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+/// Arrives at the current phase of a barrier of any block of the cluster: `barrier` is from shared_address_in(). Says
+/// that the thread is done with what the tensor cores read, and orders none of its own writes for another block: a
+/// release for the cluster would wait for them in device memory.
+__device__ inline void arrive_in_cluster(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 /// Arrives at the current phase, which completes only after copies have also written `bytes` bytes.
 __device__ inline void arrive_expecting(std::uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

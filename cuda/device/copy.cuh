@@ -38,6 +38,17 @@ __device__ inline void copy_tensor_tile(void* to, const void* map, int column, i
       : "memory");
 }
 
+/// copy_tensor_tile() to the blocks of the cluster whose ranks are the bits of `ranks`: to the same offset in the
+/// shared memory of each, and counted at the barrier that each has at the same offset.
+__device__ inline void copy_tensor_tile_to(std::uint16_t ranks, void* to, const void* map, int column, int row,
+                                           int matrix, std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+}
+
 /// Brings a kernel's tensor map to where the copy engine looks for it.
 __device__ inline void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 

@@ -21,6 +21,11 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Arrives at barrier `id` without waiting. `threads` counts these and those that wait in named_barrier().
+__device__ inline void arrive_at_named_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 /// named_barrier() that returns, in all threads, whether `yes` is true in none of them.
 __device__ inline bool named_barrier_none(int id, int threads, bool yes) {
   std::uint32_t any;

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "core/dtype.hpp"
+#include "cuda/device/address.cuh"
 
 namespace cf::cuda {
 
@@ -95,6 +96,21 @@ __device__ inline void store_vec(float* p, const float (&x)[kVec]) {
 }
 __device__ inline void store_vec(float* p, const float (&x)[4]) {
   *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
+}
+
+/// store_vec() to device memory, as one access for certain: the compiler divides that of store_vec() where it loses
+/// track of the address's alignment.
+template <class T>
+__device__ void store_vec_whole(T* p, const float (&x)[kVec]) {
+  static_assert(sizeof(T) == 2);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
+               "r"(pack_pair<T>(x[0], x[1])), "r"(pack_pair<T>(x[2], x[3])), "r"(pack_pair<T>(x[4], x[5])),
+               "r"(pack_pair<T>(x[6], x[7]))
+               : "memory");
+}
+/// Two floats to shared memory at a multiple of eight bytes, as one access for certain.
+__device__ inline void store_pair_shared(float* p, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(p)), "f"(first), "f"(second) : "memory");
 }
 
 /// x[0..N) += p[0..N). N is 1, 2 or 4; p is aligned to N elements.

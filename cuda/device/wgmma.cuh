@@ -109,6 +109,8 @@ __device__ void take_registers() {
 #define CF_NUMBERS_48 CF_NUMBERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CF_NUMBERS_56 CF_NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define CF_NUMBERS_64 CF_NUMBERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define CF_NUMBERS_72 CF_NUMBERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define CF_NUMBERS_80 CF_NUMBERS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define CF_SUMS_8(i)                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -116,6 +118,7 @@ __device__ void take_registers() {
 #define CF_SUMS_32(i) CF_SUMS_16(i), CF_SUMS_16(i + 16)
 #define CF_SUMS_40(i) CF_SUMS_32(i), CF_SUMS_8(i + 32)
 #define CF_SUMS_64(i) CF_SUMS_32(i), CF_SUMS_32(i + 32)
+#define CF_SUMS_80(i) CF_SUMS_64(i), CF_SUMS_16(i + 64)
 
 #ifdef CF_HAVE_WGMMA
 #define CF_WGMMA_ASM(n, registers, type, a, b, add)                                                          \
@@ -172,6 +175,7 @@ CF_WGMMA(16, 8, "8", "9", "10")
 CF_WGMMA(32, 16, "16", "17", "18")
 CF_WGMMA(64, 32, "32", "33", "34")
 CF_WGMMA(128, 64, "64", "65", "66")
+CF_WGMMA(160, 80, "80", "81", "82")
 CF_WGMMA_ROWS(64, 32, "32", "33", "34", "35", "36", "37")
 CF_WGMMA_ACROSS(64, 32, "32", "33", "34", "35", "36")
 CF_WGMMA_ACROSS(80, 40, "40", "41", "42", "43", "44")
@@ -190,10 +194,13 @@ CF_WGMMA_ACROSS(128, 64, "64", "65", "66", "67", "68")
 #undef CF_NUMBERS_48
 #undef CF_NUMBERS_56
 #undef CF_NUMBERS_64
+#undef CF_NUMBERS_72
+#undef CF_NUMBERS_80
 #undef CF_SUMS_8
 #undef CF_SUMS_16
 #undef CF_SUMS_32
 #undef CF_SUMS_40
 #undef CF_SUMS_64
+#undef CF_SUMS_80
 
 }  // namespace cf::cuda

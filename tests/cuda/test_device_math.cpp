@@ -1,5 +1,6 @@
 // The arithmetic that kernels share, on the host: against the same in double, and of parts against the whole.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -146,13 +147,48 @@ TEST_CASE("Softmax states of parts merge to that of the whole, empty parts inclu
   CHECK(empty.factor(3) == 0);
 }
 
-TEST_CASE("GELU keeps its digits where x is far below zero", "[device_math]") {
+namespace {
+
+double exact_gelu_erf(double x) { return 0.5 * x * std::erfc(-x / std::sqrt(2.0)); }
+
+/// A unit in the last place of x in a format of `digits` binary digits whose subnormal numbers have `least`.
+double unit_of(double x, int digits, double least) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return std::max(std::ldexp(1.0, exponent - digits), least);
+}
+
+}  // namespace
+
+TEST_CASE("GELU by erf keeps its digits for every float32", "[device_math]") {
+  double near = 0, normal = 0, f16_units = 0, bf16_units = 0;
+  std::int64_t upwards = 0;
+  for (std::uint32_t bits = 0; bits < 0x7f800000; bits += 499)
+    for (std::uint32_t sign : {0u, 0x80000000u}) {
+      const float x = std::bit_cast<float>(bits | sign);
+      const double got = double(gelu_erf(x)), exact = exact_gelu_erf(double(x)), error = std::abs(got - exact);
+      upwards += sign ? !(got <= 0) : !(got >= 0);
+      if (std::abs(exact) >= 0x1p-24) {
+        normal = std::max(normal, error / std::abs(exact));
+        if (x > -3.5f) near = std::max(near, error / std::abs(exact));
+      }
+      f16_units = std::max(f16_units, error / unit_of(exact, 11, 0x1p-24));
+      bf16_units = std::max(bf16_units, error / unit_of(exact, 8, 0x1p-133));
+    }
+  CHECK(near <= 6.5e-7);
+  CHECK(normal <= 1.2e-6);
+  CHECK(f16_units <= 0.003);
+  CHECK(bf16_units <= 0.004);
+  CHECK(upwards == 0);
+  CHECK(gelu_erf(INFINITY) == INFINITY);
+  CHECK(gelu_erf(-INFINITY) == 0);
+  CHECK(std::isnan(gelu_erf(NAN)));
+}
+
+TEST_CASE("GELU by tanh is that of double", "[device_math]") {
   for (double x = -12; x <= 12; x += 0.37) {
-    const double erf_form = 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     const double tanh_form = 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
     INFO("x " << x);
-    // The argument's rounding to float32 weighs x^2 in erfc.
-    CHECK(std::abs(double(gelu_erf(float(x))) - erf_form) <= 3e-7 * (1 + x * x) * std::abs(erf_form) + 1e-38);
     CHECK(std::abs(double(gelu_tanh(float(x))) - tanh_form) <= 1e-6 * (1 + std::abs(x)));
   }
 }

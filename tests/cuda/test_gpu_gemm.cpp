@@ -1,7 +1,9 @@
 // Products of many tokens on the GPU, against the oracle within linear's budget: on Hopper's tensor cores, and through
 // cuBLASLt. The latter need the library: where the dynamic linker does not find it, CF_CUBLASLT names its file.
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
 
 #include "cpu_ref/dequantise.hpp"
@@ -10,6 +12,7 @@
 #include "cuda/ops/linear/gemm_plan.hpp"
 #include "cuda/ops/linear/launches.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
+#include "cuda/ops/linear/linear_tiles.hpp"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
@@ -25,7 +28,8 @@ using Args = ops::Linear::Args;
 namespace {
 
 constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual};
-/// The fewest tokens that cuBLASLt takes of any weight on any GPU, and other numbers of tokens.
+constexpr Epilogue kGelus[] = {Epilogue::gelu_erf, Epilogue::gelu_tanh};
+/// The fewest tokens that cuBLASLt takes of any weight by library_context(), and other numbers of tokens.
 constexpr std::int64_t kMany = std::max({cuda::kGemmTokens, cuda::kGptqGemmTokens, cuda::kLinearWgmmaTokens}) + 1;
 constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, cuda::kGptqGemmTokens + 1, kMany, 512};
 
@@ -60,8 +64,19 @@ std::pair<Dims, Args> linear(std::int64_t tokens, std::int64_t in, std::int64_t 
 
 void no_bias(Args& a) { a.linear.bias = {}; }
 
-cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch) {
-  cuda::LaunchList launches(context(), scratch);
+/// A context whose plans leave every product of many tokens in 16 bits to cuBLASLt: some go to Hopper's own kernels.
+cuda::Context library_context(cudaStream_t stream = nullptr) { return contexts(stream)[1]; }
+
+/// Whether Hopper's tensor cores take a product by the plans of the test's own GPU.
+bool takes_wgmma(std::int64_t tokens, std::int64_t in, std::int64_t out, DType dtype, bool packed,
+                 Epilogue epilogue = Epilogue::none) {
+  const cuda::Arch arch = context().arch();
+  return cuda::is_linear_wgmma(arch, tokens, in, out, dtype, packed) ||
+         cuda::is_linear_tiles(arch, tokens, in, out, dtype, packed, epilogue);
+}
+
+cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch, const cuda::Context& c = context()) {
+  cuda::LaunchList launches(c, scratch);
   const Status s = cuda::prepare(args, launches);
   INFO(s.message());
   REQUIRE(s);
@@ -69,8 +84,8 @@ cuda::LaunchList prepared(const Args& args, cuda::Scratch scratch) {
 }
 
 /// Whether cuBLASLt takes the call.
-bool takes_library(const Args& args, cuda::Scratch scratch) {
-  const cuda::LaunchList launches = prepared(args, scratch);
+bool takes_library(const Args& args, cuda::Scratch scratch, const cuda::Context& c = library_context()) {
+  const cuda::LaunchList launches = prepared(args, scratch, c);
   CHECK(launches.uses_scratch() == launches.has_calls());
   return launches.has_calls();
 }
@@ -113,7 +128,7 @@ void cancel_product(Problem<ops::Linear>& p, Problem<ops::Linear>& product) {
 std::int64_t same_bits_a_thousand_times(DeviceProblem<ops::Linear>& p, cuda::Context& c, cuda::Scratch scratch) {
   CUstream_st* const stream = c.stream();
   const auto first = p.run(c, scratch).bytes();
-  const cuda::LaunchList launches = prepared(p.args(), scratch);
+  const cuda::LaunchList launches = prepared(p.args(), scratch, c);
   const Result<cuda::GraphExec> graph = cuda::capture(stream, [&] { return launches.submit(stream, {.early = true}); });
   REQUIRE(graph);
   std::int64_t different = 0;
@@ -163,9 +178,12 @@ TEST_CASE("linear of many tokens: every epilogue, number of tokens and size, wit
           CHECK(check_on_device<ops::Linear>(s, p, scratch.get()));
           CHECK(check_on_device<ops::Linear>(s, p, scratch.get(), no_bias));
           // An odd `out` is for cuBLASLt to take or to leave.
-          if (out % 8 == 0)
-            CHECK(takes_library(DeviceProblem<ops::Linear>(p).args(), scratch.get()) !=
-                  cuda::is_linear_wgmma(context().arch(), tokens, in, out, dtype, false));
+          if (out % 8 == 0) {
+            DeviceProblem<ops::Linear> device(p);
+            CHECK(takes_library(device.args(), scratch.get()));
+            CHECK(takes_library(device.args(), scratch.get(), context()) !=
+                  takes_wgmma(tokens, in, out, dtype, false, epilogue));
+          }
         }
 }
 
@@ -302,20 +320,20 @@ TEST_CASE("linear of many tokens: the same bits a thousand times, early and late
   const DeviceScratch scratch;
   const auto stream = cuda::make_stream();
   REQUIRE(stream);
-  cuda::Context c = context(stream->get());
+  cuda::Context c = library_context(stream->get());
   for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}})
     for (auto [epilogue, tokens, in, out] :
          {std::tuple<Epilogue, std::int64_t, std::int64_t, std::int64_t>{Epilogue::gelu_erf, kMany + 48, 2560, 512},
           {Epilogue::residual, kMany, 2560, 256}}) {
       DeviceProblem<ops::Linear> p(setup(DType::f16, gptq), linear(tokens, in, out, epilogue));
-      REQUIRE(prepared(p.args(), scratch.get()).has_calls());
+      REQUIRE(takes_library(p.args(), scratch.get(), c));
       CHECK(same_bits_a_thousand_times(p, c, scratch.get()) == 0);
     }
 }
 
 TEST_CASE("linear of many tokens: a row does not depend on what the other rows hold", "[gpu][gemm]") {
   const DeviceScratch scratch;
-  cuda::Context c = context();
+  cuda::Context c = library_context();
   for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, true}})
     for (Epilogue epilogue : kEpilogues)
       for (std::int64_t tokens : {kMany, kMany + 48}) {
@@ -348,7 +366,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(cuda::for_each_linear_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
-        const bool tiles = cuda::is_linear_wgmma(context().arch(), tokens, 640, 72, dtype, packed != nullptr);
+        const bool tiles = takes_wgmma(tokens, 640, 72, dtype, packed != nullptr);
         if (tiles) counted = 1;
         CHECK(prepared(p.args(), {}).size() == counted);
         const cuda::LaunchList launches = prepared(p.args(), scratch.get());
@@ -361,7 +379,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
 
 TEST_CASE("linear of many tokens: without scratch memory, or with too little, its own kernels take it", "[gpu][gemm]") {
   const DeviceScratch scratch;
-  cuda::Context c = context();
+  cuda::Context c = library_context();
   for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}}) {
     const Setup s = setup(DType::f16, gptq);
     DeviceProblem<ops::Linear> p(s, linear(kMany + 23, 640, 72, Epilogue::gelu_erf));
@@ -477,6 +495,206 @@ TEST_CASE("linear on Hopper's tensor cores: a row does not depend on what the ot
   for (std::int64_t tokens : {9, 64, 128}) rows_are_independent(GptqSetup{}, Epilogue::residual, tokens, c, {});
 }
 
+TEST_CASE("linear on Hopper's tensor cores: tiles of many tokens, their edges and sizes, both GELUs",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Epilogue epilogue : kGelus)
+      for (std::int64_t tokens : {129, 255, 257, 512, 640})
+        for (auto [in, out] :
+             {std::pair<std::int64_t, std::int64_t>{8, 8}, {72, 136}, {264, 504}, {1032, 168}, {2056, 264}}) {
+          // The oracle takes these long.
+          if (in > 264 && (epilogue == Epilogue::gelu_tanh || tokens > 257)) continue;
+          INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
+          const Setup s = setup(dtype, {}, std::uint64_t(in + tokens));
+          Problem<ops::Linear> p(s, linear(tokens, in, out, epilogue));
+          CHECK(check_on_device<ops::Linear>(s, p));
+          if (tokens == 257) CHECK(check_on_device<ops::Linear>(s, p, {}, no_bias));
+          CHECK(prepared(DeviceProblem<ops::Linear>(p).args(), {}).size() == 1);
+        }
+}
+
+namespace {
+
+/// Both layouts of tiles, as planned for a GPU of so many SMs.
+std::vector<cuda::LinearTilesPlan> tile_layouts(int sm_count, std::int64_t tokens, std::int64_t out) {
+  cuda::Arch arch = context().arch();
+  arch.sm_count = sm_count;
+  return {cuda::linear_tiles_layout(arch, tokens, out, cuda::kLinearTilesShared),
+          cuda::linear_tiles_layout(arch, tokens, out, cuda::kLinearTilesInTurn)};
+}
+
+/// Runs a problem by a layout of tiles, twice.
+void check_layout(Problem<ops::Linear>& untouched, Problem<ops::Linear>& reference, const Budget& budget,
+                  const cuda::LinearTilesPlan& plan) {
+  CAPTURE(plan.shape.width, plan.shape.in_turn, plan.clusters, plan.groups());
+  DeviceProblem<ops::Linear> device(untouched);
+  cuda::LaunchList launches(context());
+  const Result<bool> added = cuda::prepare_linear_tiles(device.args(), plan, launches);
+  INFO(added.status().message());
+  REQUIRE(added);
+  REQUIRE(*added);
+  REQUIRE(launches.submit(nullptr));
+  Problem<ops::Linear>& got = device.fetch();
+  const auto result = compare(got.tensor(block(got, "y")), reference.tensor(block(reference, "y")));
+  REQUIRE(result);
+  INFO("relative L2 " << result->rel_l2 << ", relative max " << result->rel_max << " at " << result->worst_coordinate);
+  CHECK(result->within(budget));
+  const auto bytes = got.bytes();
+  device.restore(untouched);
+  REQUIRE(launches.submit(nullptr, {.early = true}));
+  CHECK(device.fetch().bytes() == bytes);
+}
+
+/// Runs a problem by both layouts of tiles, where each block has one tile and where it has many.
+void check_layouts(const Setup& s, const std::pair<Dims, Args>& sizes) {
+  Problem<ops::Linear> untouched(s, sizes), reference(untouched, DType::f64);
+  REQUIRE(cpu_ref::run(reference.args()));
+  const auto condition = cpu_ref::condition(reference.args());
+  REQUIRE(condition);
+  const Budget budget =
+      ops::Linear::budget(reference.dims(), {.compute = DType::f32, .output = s.activation}, *condition);
+  for (int sm_count : {132, 16, 2})
+    for (const cuda::LinearTilesPlan& plan : tile_layouts(sm_count, sizes.first.tokens, sizes.first.out))
+      check_layout(untouched, reference, budget, plan);
+}
+
+}  // namespace
+
+TEST_CASE("linear on Hopper's tensor cores: both layouts of tiles, with one tile a block and with many",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  // Steps of a tile: more than a ring has stages, and fewer.
+  for (auto [dtype, epilogue, tokens, in, out] : {std::tuple<DType, Epilogue, std::int64_t, std::int64_t, std::int64_t>{
+                                                      DType::f16, Epilogue::gelu_tanh, 700, 1032, 1048},
+                                                  {DType::bf16, Epilogue::gelu_erf, 300, 1032, 520},
+                                                  {DType::bf16, Epilogue::gelu_erf, 650, 264, 1288},
+                                                  {DType::f16, Epilogue::gelu_erf, 1100, 136, 1928}})
+    check_layouts(setup(dtype), linear(tokens, in, out, epilogue));
+}
+
+TEST_CASE("linear on Hopper's tensor cores: tiles take a bias of the weight's dtype or float32", "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  cuda::Context c = context();
+  for (DType dtype : {DType::f16, DType::bf16}) {
+    const Setup s = setup(dtype);
+    Problem<ops::Linear> p(s, linear(200, 136, 328, Epilogue::gelu_erf));
+    const auto value = [](std::int64_t i) { return double(i % 17 - 8) / 4; };  // exact in every dtype
+    set(block(p, "bias"), value);
+    CHECK(check_on_device<ops::Linear>(s, p));
+    DeviceProblem<ops::Linear> device(p);
+    const auto expected = device.run(c).bytes();
+    for (DType other : {dtype, DType::f32})
+      dispatch_float(other, [&](auto zero) {
+        using T = decltype(zero);
+        if constexpr (sizeof(T) <= 4) {
+          std::vector<T> bias(328);
+          for (std::size_t i = 0; i < bias.size(); ++i) bias[i] = narrow<T>(value(std::int64_t(i)));
+          const DeviceBytes memory(std::as_bytes(std::span(bias)));
+          device.args().linear.bias = {memory.data(), {328}, other};
+          device.restore(p);
+          INFO("a bias of " << to_string(other));
+          CHECK(device.run(c).bytes() == expected);
+        }
+      });
+  }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: small tiles for compute-sanitizer", "[gpu][gemm][wgmma][small]") {
+  if (!has_wgmma()) return;
+  CHECK(check_on_device<ops::Linear>(setup(DType::bf16), linear(200, 1032, 328, Epilogue::gelu_erf)));
+  for (const cuda::LinearTilesPlan& plan : tile_layouts(4, 520, 712)) {  // several tiles a block
+    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(520, 72, 712, Epilogue::gelu_erf));
+    cuda::LaunchList launches(context());
+    const Result<bool> added = cuda::prepare_linear_tiles(p.args(), plan, launches);
+    REQUIRE(added);
+    CHECK(*added);
+    REQUIRE(launches.submit(nullptr));
+    p.fetch();
+  }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: tiles with hostile inputs", "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
+      for (Epilogue epilogue : kGelus) {
+        Setup s = setup(dtype);
+        s.fill = fill;
+        CHECK(check_on_device<ops::Linear>(s, linear(144, 640, 136, epilogue)));
+      }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: GELU in tiles of a bias from -16 to 16, of infinity and of NaN",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  cuda::Context c = context();
+  constexpr std::int64_t tokens = 136, out = 8200;
+  for (DType dtype : {DType::f16, DType::bf16}) {
+    const Setup s = setup(dtype);
+    Problem<ops::Linear> p(s, linear(tokens, 8, out, Epilogue::gelu_erf));
+    set(block(p, "x"), [](std::int64_t) { return 0.; });
+    set(block(p, "bias"), [](std::int64_t i) { return double(i % 8192 - 4096) / 256; });
+    DeviceProblem<ops::Linear> device(p);
+    const auto run = [&] {
+      Problem<ops::Linear>& got = device.run(c);
+      return got.tensor(block(got, "y"));
+    };
+    const Tensor bias = p.tensor(block(p, "bias"));
+    {
+      const Tensor y = run();
+      // Half a unit in the last place for the rounding to 16 bits, and a twentieth of one for GELU.
+      const int digits = dtype == DType::f16 ? 11 : 8;
+      const double least = dtype == DType::f16 ? 0x1p-24 : 0x1p-133;
+      double worst = 0;
+      for (std::int64_t token : {std::int64_t(0), tokens - 1})
+        for (std::int64_t i = 0; i < out; ++i) {
+          const double v = bias.at(i), exact = 0.5 * v * std::erfc(-v / std::sqrt(2.0));
+          int exponent;
+          std::frexp(exact, &exponent);
+          const double error = std::abs(y.at(token * out + i) - exact);
+          worst = std::max(worst, error / std::max(std::ldexp(1.0, exponent - digits), least));
+        }
+      CHECK(worst <= 0.55);
+    }
+    constexpr double infinity = std::numeric_limits<double>::infinity();
+    set(block(p, "bias"), [](std::int64_t i) { return i == 0 ? infinity : i == 1 ? -infinity : i == 2 ? NAN : 1; });
+    device.restore(p);
+    const Tensor y = run();
+    CHECK(y.at(0) == infinity);
+    CHECK(y.at(1) == 0);
+    CHECK(std::isnan(y.at(2)));
+    CHECK(y.at(3) > 0.84);
+  }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: tiles have the same bits a thousand times, and on every stream",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  const auto stream = cuda::make_stream(), other = cuda::make_stream();
+  REQUIRE(stream);
+  REQUIRE(other);
+  cuda::Context c = context(stream->get()), d = context(other->get());
+  for (auto [tokens, in, out, in_turn] :
+       {std::tuple<std::int64_t, std::int64_t, std::int64_t, bool>{640, 264, 5128, true},
+        {256, 2560, 520, false},
+        {512, 520, 10248, false}}) {
+    CAPTURE(tokens, out);
+    CHECK(cuda::linear_tiles_plan(cuda::kH200, tokens, out).shape.in_turn == in_turn);
+    DeviceProblem<ops::Linear> p(setup(DType::f16), linear(tokens, in, out, Epilogue::gelu_erf));
+    CHECK(same_bits_a_thousand_times(p, c, {}) == 0);
+    const auto bytes = p.run(c).bytes();
+    CHECK(p.run(d).bytes() == bytes);
+  }
+}
+
+TEST_CASE("linear on Hopper's tensor cores: a row of tiles does not depend on what the other rows hold",
+          "[gpu][gemm][wgmma]") {
+  if (!has_wgmma()) return;
+  cuda::Context c = context();
+  for (std::int64_t tokens : {129, 300}) rows_are_independent(GptqSetup{}, Epilogue::gelu_erf, tokens, c, {});
+}
+
 namespace {
 
 struct Edges {
@@ -526,7 +744,7 @@ Edges capture_and_run(Record record) {
 /// Two products that share no tensor.
 Edges capture_two(const Args& first, const Args& second, cuda::Scratch scratch) {
   return capture_and_run([&](CUstream_st* stream) -> Status {
-    cuda::DataflowCapture capture(context().on_stream(stream), scratch);
+    cuda::DataflowCapture capture(library_context(stream), scratch);
     CF_TRY(capture.run(first, {.early = true}));
     return capture.run(second, {.early = true});
   });
@@ -536,7 +754,7 @@ Edges capture_two(const Args& first, const Args& second, cuda::Scratch scratch) 
 
 TEST_CASE("linear of many tokens: two products of a graph that share scratch memory follow each other", "[gpu][gemm]") {
   const DeviceScratch scratch;
-  cuda::Context c = context();
+  cuda::Context c = library_context();
   for (const GptqSetup& gptq : {GptqSetup{}, GptqSetup{4, 128, 1, false}})
     for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf}) {
       Problem<ops::Linear> one(setup(DType::f16, gptq, 1), linear(kMany + 48, 640, 72, epilogue)),
@@ -553,8 +771,8 @@ TEST_CASE("linear of many tokens: two products of a graph that share scratch mem
       CHECK(b.fetch().bytes() == expected_b);
       // By full edges, but for those that cuBLASLt may have among its own kernels.
       const Edges plain = capture_and_run([&](CUstream_st* stream) -> Status {
-        CF_TRY(prepared(a.args(), scratch.get()).submit(stream));
-        return prepared(b.args(), scratch.get()).submit(stream);
+        CF_TRY(prepared(a.args(), scratch.get(), c).submit(stream));
+        return prepared(b.args(), scratch.get(), c).submit(stream);
       });
       CHECK(shared.nodes == plain.nodes);
       CHECK(shared.programmatic == plain.programmatic);

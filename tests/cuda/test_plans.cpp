@@ -14,6 +14,7 @@
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/linear_tiles_plan.hpp"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
@@ -143,6 +144,17 @@ Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) 
           .items = tiles,
           .sharers = plan.product.grid,
           .share = [=](std::int64_t block) { return dealt(block, plan.product.grid, tiles); }};
+}
+
+/// The items are groups of tiles; the kernel's static shared memory are its barriers and the bias.
+Launch linear_tiles_launch(const LinearTilesPlan& plan) {
+  return {.grid = {plan.clusters * kLinearTilesBlocks, 1, 1},
+          .threads = 384,
+          .smem_bytes = plan.smem_bytes + kLinearTilesStaticBytes,
+          .cluster_blocks = kLinearTilesBlocks,
+          .items = plan.groups(),
+          .sharers = plan.clusters,
+          .share = [=](std::int64_t cluster) { return dealt(cluster, plan.clusters, plan.groups()); }};
 }
 
 /// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
@@ -417,6 +429,63 @@ TEST_CASE("linear on Hopper's tensor cores: each step and each warp's rows are o
                      is_linear_wgmma(kH200, 64, 64, 60, f16, false), is_linear_wgmma(kH200, 64, 64, 64, f16, true),
                      is_linear_wgmma(kRtx5090, 64, 64, 64, f16, false)})
     CHECK_FALSE(other);
+}
+
+TEST_CASE("linear's tiles on Hopper's tensor cores: all has room, is covered and has its SMs at once", "[plans]") {
+  for (std::int64_t tokens : {129, 255, 256, 257, 512, 640, 2048, 2049, 40000})
+    for (std::int64_t out : {8, 128, 136, 2560, 10240, 16384, 50304})
+      for (const LinearTilesPlan& p :
+           {linear_tiles_plan(kH200, tokens, out), linear_tiles_layout(kH200, tokens, out, kLinearTilesShared),
+            linear_tiles_layout(kH200, tokens, out, kLinearTilesInTurn)}) {
+        CAPTURE(tokens, out, p.shape.width);
+        CHECK(fault(kH200, linear_tiles_launch(p)) == "");
+        const std::int64_t group_tokens = p.shape.token_blocks() * kLinearTilesTokenRows,
+                           group_features = p.shape.feature_blocks() * p.shape.width;
+        CHECK(p.token_groups * group_tokens >= tokens);
+        CHECK((p.token_groups - 1) * group_tokens < tokens);
+        CHECK(p.feature_groups * group_features >= out);
+        CHECK((p.feature_groups - 1) * group_features < out);
+        CHECK(p.clusters * kLinearTilesBlocks <= kH200.sm_count);
+      }
+  for (const LinearTilesShape& shape : {kLinearTilesShared, kLinearTilesInTurn}) {
+    CAPTURE(shape.width);
+    CHECK(shape.width % kLinearTilesChunk == 0);
+    CHECK(shape.token_blocks() * shape.feature_blocks() == kLinearTilesBlocks);
+    // Copies are shared in pieces of whole eights of rows, the unit of the swizzle.
+    CHECK(shape.width / shape.token_blocks() % 8 == 0);
+    CHECK(linear_tiles_stages(shape.width) >= 4);
+  }
+}
+
+TEST_CASE("linear's tiles on Hopper's tensor cores: they take products of many tokens with GELU in 16 bits",
+          "[plans]") {
+  using enum DType;
+  using enum ops::Epilogue;
+  for (ops::Epilogue gelu : {gelu_erf, gelu_tanh}) {
+    CHECK(is_linear_tiles(kH200, 129, 64, 64, f16, false, gelu));
+    CHECK(is_linear_tiles(kH200, kLinearTilesTokens, 64, 64, bf16, false, gelu));
+  }
+  for (bool other :
+       {is_linear_tiles(kH200, 128, 64, 64, f16, false, gelu_erf),
+        is_linear_tiles(kH200, kLinearTilesTokens + 1, 8, 8, f16, false, gelu_erf),
+        is_linear_tiles(kH200, 512, 64, 64, f32, false, gelu_erf),
+        is_linear_tiles(kH200, 512, 60, 64, f16, false, gelu_erf),
+        is_linear_tiles(kH200, 512, 64, 60, f16, false, gelu_erf),
+        is_linear_tiles(kH200, 512, 64, 64, f16, true, gelu_erf), is_linear_tiles(kH200, 512, 64, 64, f16, false, none),
+        is_linear_tiles(kH200, 512, 64, 64, f16, false, residual),
+        is_linear_tiles(kRtx5090, 512, 64, 64, f16, false, gelu_erf)})
+    CHECK_FALSE(other);
+}
+
+TEST_CASE("linear's tiles on Hopper's tensor cores: Pythia-2.8B's products have the measured shapes, SMs are busy",
+          "[plans]") {
+  for (auto [tokens, in_turn] : {std::pair<std::int64_t, bool>{256, false}, {512, false}, {1024, true}, {2048, true}}) {
+    CAPTURE(tokens);
+    const LinearTilesPlan p = linear_tiles_plan(kH200, tokens, 10240);
+    CHECK(p.shape.in_turn == in_turn);
+    // Of what all SMs could multiply in the plan's rounds.
+    CHECK(double(tokens * 10240) / (double(p.rounds()) * kH200.sm_count * kLinearTilesTokenRows * p.shape.width) > 0.9);
+  }
 }
 
 TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and its ring have room for", "[plans]") {

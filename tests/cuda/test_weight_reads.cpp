@@ -15,6 +15,7 @@
 #include "cuda/model/layer_ops.hpp"
 #include "cuda/ops/linear/gemm_plan.hpp"
 #include "cuda/ops/linear/launches.hpp"
+#include "cuda/ops/linear/linear_tiles_plan.hpp"
 #include "cuda/ops/linear/linear_wgmma_plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "tests/support/catch.hpp"
@@ -99,6 +100,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   const auto d = ops::Linear::dims(a);
   const auto* packed = std::get_if<PackedWeight>(&a.linear.weight);
   if (is_linear_wgmma(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr)) return std::int64_t(1);
+  if (is_linear_tiles(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr, a.epilogue)) return std::int64_t(1);
   if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   std::int64_t launches = 0, tokens = 0;
   if (packed) {

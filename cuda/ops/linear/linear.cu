@@ -5,6 +5,7 @@
 #include "cuda/ops/linear/launches.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/linear_tiles.hpp"
 #include "cuda/ops/linear/linear_wgmma.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -94,7 +95,9 @@ Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
   return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype));
-    CF_TRY_ASSIGN(const bool multiplies_tiles, prepare_linear_wgmma(a, launches));
+    CF_TRY_ASSIGN(const bool multiplies_rows, prepare_linear_wgmma(a, launches));
+    if (multiplies_rows) return {};
+    CF_TRY_ASSIGN(const bool multiplies_tiles, prepare_linear_tiles(a, launches));
     if (multiplies_tiles) return {};
     CF_TRY_ASSIGN(const bool added, prepare_gemm(a, launches));
     if (added) return {};

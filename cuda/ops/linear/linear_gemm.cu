@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, con
     add(to.bias, to.bias_dtype, row);
     add(to.residual, to.activation, at);
     apply(to.epilogue, v);
-    store_vec(static_cast<T*>(to.y) + at, v);
+    store_vec_whole(static_cast<T*>(to.y) + at, v);
   }
 }
 
@@ -186,11 +186,11 @@ std::optional<GemmCall> gemm_call(const ops::Linear::Args& a) {
   const DType dtype = a.x.dtype;
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
   if (!is_gemm(d.tokens, d.in, dtype, packed != nullptr)) return {};
-  const bool has_gelu = a.epilogue == ops::Epilogue::gelu_erf || a.epilogue == ops::Epilogue::gelu_tanh;
   // cuBLASLt adds a bias of the output's dtype alone. For rows of y that are not aligned it has kernels that round the
   // product before they add.
   const bool adds = a.linear.bias || a.residual;
-  const bool has_sums = has_gelu || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
+  const bool has_sums =
+      ops::is_gelu(a.epilogue) || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
   const int parts = packed ? gptq_parts(dtype, packed->format.bits) : 0;
   return GemmCall{parts, has_sums, gemm_scratch(d.tokens, d.in, d.out, parts, has_sums)};
 }

@@ -4,9 +4,8 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/sync.cuh"
-#include "cuda/device/wgmma.cuh"
 #include "cuda/ops/linear/linear.cuh"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/linear_wgmma.cuh"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/tensor_map.hpp"
 #include "cuda/runtime/wgmma.hpp"
@@ -31,40 +30,16 @@ struct Steps {
   }
 };
 
-/// A block's stages in shared memory, each with two barriers.
-template <int Tokens>
-struct Ring {
-  static constexpr int weight_bytes = kLinearWgmmaTileRows * kTileRowBytes,
-                       stage_bytes = linear_wgmma_stage_bytes(Tokens);
-  unsigned char* first;   // at a multiple of 1024 bytes
-  std::uint64_t* filled;  // a phase ends when a step's copies have arrived
-  std::uint64_t* free;    // a phase ends when every consumer warp is done with a step
-  int stages;
-
-  __device__ unsigned char* weight(int stage) const { return first + stage * stage_bytes; }
-  __device__ unsigned char* x(int stage) const { return weight(stage) + weight_bytes; }
-};
-
-/// A step's stage, and the parity of the phase that the step has of the stage's barriers.
-struct Place {
-  int stage = 0, parity = 0;
-  __device__ void next(int stages) {
-    if (++stage < stages) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
-
 /// Copies the steps of a block; one lane calls. The ring's first weights need no predecessor and come before all x.
 template <int Tokens>
-__device__ void copy_steps(const Ring<Tokens>& ring, const Steps& steps, int row, const CUtensorMap& weight,
+__device__ void copy_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, int row, const CUtensorMap& weight,
                            const CUtensorMap& x) {
   const auto copy_weight = [&](int i, int stage) {
     arrive_expecting(ring.filled + stage, ring.stage_bytes);
-    copy_tensor_tile(ring.weight(stage), &weight, (steps.first + i) * kLinearWgmmaColumns, row, 0, ring.filled + stage);
+    copy_tensor_tile(ring.a(stage), &weight, (steps.first + i) * kLinearWgmmaColumns, row, 0, ring.filled + stage);
   };
   const auto copy_x = [&](int i, int stage) {
-    copy_tensor_tile(ring.x(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
+    copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
   };
   const int ahead = min(steps.count, ring.stages);
 #pragma unroll 1
@@ -72,7 +47,7 @@ __device__ void copy_steps(const Ring<Tokens>& ring, const Steps& steps, int row
   wait_for_predecessors();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_x(i, i);
-  Place place;
+  WgmmaPlace place;
 #pragma unroll 1
   for (int i = ahead; i < steps.count; ++i, place.next(ring.stages)) {
     wait_barrier(ring.free + place.stage, place.parity);
@@ -83,15 +58,15 @@ __device__ void copy_steps(const Ring<Tokens>& ring, const Steps& steps, int row
 
 /// A warpgroup's sums of 64 rows for Tokens tokens, over the block's steps.
 template <class T, int Tokens>
-__device__ void multiply_steps(const Ring<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
+__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
   const int group = threadIdx.x / 128;
-  Place place;
+  WgmmaPlace place;
   int last_stage = 0;
 #pragma unroll 1
   for (int i = 0; i < steps.count; ++i, place.next(ring.stages)) {
     wait_barrier(ring.filled + place.stage, place.parity);
-    const std::uint64_t a = tile_along_k(ring.weight(place.stage) + group * 64 * kTileRowBytes),
-                        b = tile_along_k(ring.x(place.stage));
+    const std::uint64_t a = tile_along_k(ring.a(place.stage) + group * 64 * kTileRowBytes),
+                        b = tile_along_k(ring.b(place.stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
@@ -195,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef CF_HAVE_WGMMA
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
-  const Ring<Tokens> ring{
+  const WgmmaRing<Tokens> ring{
       .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = c.stages};
   if (threadIdx.x == kConsumers) {
     prefetch_map(&weight);

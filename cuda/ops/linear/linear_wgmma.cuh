@@ -1,0 +1,38 @@
+#pragma once
+// What the products on Hopper's tensor cores share: a block's ring.
+#include "cuda/device/wgmma.cuh"
+#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+
+namespace cf::cuda {
+
+/// A block's stages in shared memory, each with two barriers. A stage holds kLinearWgmmaTileRows rows of operand a, and
+/// Rows rows of operand b.
+template <int Rows>
+struct WgmmaRing {
+  static constexpr int a_bytes = kLinearWgmmaTileRows * kTileRowBytes, stage_bytes = linear_wgmma_stage_bytes(Rows);
+  unsigned char* first;   // at a multiple of 1024 bytes
+  std::uint64_t* filled;  // a phase ends when a step's copies have arrived
+  std::uint64_t* free;    // a phase ends when every consumer warp is done with a step
+  int stages;
+
+  __device__ unsigned char* a(int stage) const { return first + stage * stage_bytes; }
+  __device__ unsigned char* b(int stage) const { return a(stage) + a_bytes; }
+};
+
+/// A step's stage, and the parity of the phase that the step has of the stage's barriers.
+struct WgmmaPlace {
+  int stage = 0, parity = 0;
+  __device__ void next(int stages) {
+    if (++stage < stages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+  /// next(), `steps` times.
+  __device__ void skip(int steps, int stages) {
+    stage += steps;
+    parity ^= stage / stages & 1;
+    stage %= stages;
+  }
+};
+
+}  // namespace cf::cuda
