@@ -218,6 +218,7 @@ void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 Status Model::run_after(CUstream_st* stream) {
   State& s = *state_;
   CF_TRY(s.take_report());
+  s.end_launch();  // what runs ahead has not waited for that stream
   CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
   return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
 }

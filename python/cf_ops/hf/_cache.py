@@ -90,7 +90,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         self._left_out = set()
 
     def end(self) -> None:
-        """free(), and what a GPU makes of the sequences before it is asked for ends."""
+        """free(), whoever holds the runner still, such as an exception's traceback; what a GPU runs ahead ends."""
         with self.lock:
             self._end()
 
@@ -99,8 +99,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         self.free()
         if runner is not None:
             with contextlib.suppress(RuntimeError, ValueError):  # of a backend that has ended
-                for slot in range(len(self.ids)):
-                    runner.release(slot)
+                runner.close()
 
     def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
         """Appends ids to each sequence; the logits (batch, rows, vocab) of the last places, zero at padding. Where it
@@ -125,9 +124,9 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
             return logits
 
     def choose(self, loaded: Loaded, ids: list[int], running: list[int], left: int) -> list[int]:
-        """Appends an id to each sequence, and returns the ids of the highest logits behind those of `running`, which may
-        get `left` more. The other sequences have ended: they get entries when `forward` needs them. Where it raises,
-        the cache holds what it held."""
+        """Appends an id to each sequence, and returns the ids of the highest logits behind those of `running`, which
+        may get `left` more. The other sequences have ended: they get entries when `forward` needs them. Where it
+        raises, the cache holds what it held."""
         with self.lock:
             left_out = set(range(len(ids))) - set(running)
             try:

@@ -100,9 +100,10 @@ class GreedyLoop:
         if generation.given.get("synced_gpus") or (generation.given.get("synced_gpus") is None and _syncs_by_itself()):
             raise StepByStep("synced_gpus")
         ids = generation.input_ids
-        if type(ids) is not torch.Tensor or ids.dim() != 2 or generation.criteria is None:
+        told = (ids, generation.processors, generation.criteria)
+        if any(one is None for one in told) or type(ids) is not torch.Tensor or ids.dim() != 2:
             raise StepByStep("a method of generate() was replaced")
-        if generation.processors is None or len(generation.processors) > 0:
+        if len(generation.processors) > 0:
             raise StepByStep("a logits processor")
         most, ends = _limits(generation.criteria, int(ids.shape[1]))
         # Before transformers 4.41 the config has the number alone.

@@ -8,7 +8,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,11 @@ _FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generat
 # What a running generate() is told of; others may put theirs in place of these.
 _TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
 # Transformers' greedy loop, by the names of its versions: a class with another one keeps it.
-_LOOP = [
+_LOOP = tuple(
     name
     for name in ("generate", "_sample", "_greedy_search", "_prefill", "_has_unfinished_sequences")
     if hasattr(GPTNeoXForCausalLM, name)
-]
+)
 _MODEL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
 _GENERATE_PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.generate).parameters)[1:]
@@ -105,8 +105,8 @@ class Patch:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
                 self._loaded = Loaded(model)
-                self._follows = _has_methods_of_class(type(model), _FOLLOWING)
-                self._has_own_loop = not _has_methods_of_class(type(model), (*_LOOP, *_TOLD))
+                self._follows = _has_stock_methods(type(model), _FOLLOWING)
+                self._has_own_loop = not _has_stock_methods(type(model), (*_LOOP, *_TOLD))
                 config = model.config
                 self.num_layers = len(model.gpt_neox.layers)
                 self._cache_shape = (config.num_attention_heads, config.hidden_size // config.num_attention_heads)
@@ -184,10 +184,11 @@ class Patch:
         if cache is None:
             raise StepByStep("use_cache=False")
         loop = GreedyLoop.of(generation, model.get_input_embeddings().num_embeddings, _default_pad(model))
-        if self._has_own_loop or not self._follows or any(name in model.__dict__ for name in (*_LOOP[1:], _FOLLOWING[1])):
+        is_stock = self._follows and not self._has_own_loop and all(_is_ours(model, name) for name in _REPLACED)
+        if not is_stock or any(name in model.__dict__ for name in (*_LOOP[1:], _FOLLOWING[1])):
             raise StepByStep("a method of generate() was replaced")
-        if not all(_is_ours(model, name) for name in _REPLACED) or not generation.has_prepared(arguments):
-            raise StepByStep("a method of generate() was replaced")
+        if not generation.has_prepared(arguments):
+            raise StepByStep("other inputs than generate() has prepared")
         if any(getattr(model, name) for name in _MODEL_HOOKS):
             raise StepByStep("a hook on the model")
         return loop, cache
@@ -540,8 +541,11 @@ def _is_ours(model: Model, name: str) -> bool:
     return getattr(model.__dict__.get(name), "__func__", None) is _REPLACED[name]
 
 
-def _has_methods_of_class(kind: type, names: Iterable[str]) -> bool:
-    return all(getattr(kind, name) is getattr(GPTNeoXForCausalLM, name) for name in names)
+def _has_stock_methods(kind: type, names: Sequence[str]) -> bool:
+    """Whether a model's class has these methods as transformers has written them."""
+    methods = [getattr(kind, name) for name in names]
+    theirs = [getattr(GPTNeoXForCausalLM, name) for name in names]
+    return methods == theirs and all(method.__module__.startswith("transformers.") for method in methods)
 
 
 def _default_pad(model: Model) -> Any:

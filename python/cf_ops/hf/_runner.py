@@ -46,11 +46,14 @@ class Runner(Protocol):
         """Appends (slot, id, position) to each slot in one pass; the logits (tokens, vocab)."""
 
     def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
-        """Does what `step` does; the ids of the highest logits in the parameters' dtype, of equal ones the lowest. Each
-        slot may get `left` more tokens: a GPU begins to make them before it is asked."""
+        """Does what `step` does; the ids of the highest logits in the parameters' dtype, of equal ones the lowest.
+        Each slot may get `left` more tokens: a GPU begins to make them before it is asked."""
 
     def release(self, slot: int) -> None:
         """Forgets a slot's entries."""
+
+    def close(self) -> None:
+        """Gives the slots back, and ends what a GPU makes for them. Every other call is refused then."""
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         """What `forward` does; the taps (ids, ...) by name, in the memory of the host."""
@@ -210,6 +213,12 @@ class _CoreRunner:
 
     def release(self, slot: int) -> None:
         self._runner.release(slot)
+
+    def close(self) -> None:
+        if self._runner.is_open:
+            for slot in range(self._runner.slots):
+                self._runner.release(slot)
+        self._runner.close()
 
 
 class _CpuRunner(_CoreRunner):
