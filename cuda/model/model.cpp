@@ -205,12 +205,18 @@ std::int64_t Model::capacity() const { return state_->options.capacity; }
 DType Model::activation() const { return state_->workspace.activation(); }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
-void Model::release(std::int64_t slot) { state_->lengths.set(slot, 0); }
+void Model::release(std::int64_t slot) {
+  State& s = *state_;
+  s.lengths.set(slot, 0);
+  // No step can ask any more for what a launch makes of this slot.
+  if (std::any_of(s.ahead.begin(), s.ahead.end(), [&](const Token& t) { return t.slot == slot; })) s.end_launch();
+}
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 
 Status Model::run_after(CUstream_st* stream) {
   State& s = *state_;
   CF_TRY(s.take_report());
+  s.end_launch();  // what runs ahead has not waited for that stream
   CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
   return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
 }

@@ -92,6 +92,7 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
     return bad_argument(kModelName,
                         "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
   end_launch();
+  logits_asked = false;
   std::erase_if(last_tokens, [&](const Token& t) { return t.slot == slot; });  // the slot's entries are others now
   seen_size[std::size_t(slot)] = 0;
   std::int64_t rows_made = 0;
@@ -113,7 +114,6 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
 
 Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
   State& s = *state_;
-  s.logits_asked = false;
   CF_TRY(s.run(
       slot, first, ids, 1,
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },

@@ -35,6 +35,7 @@ namespace {
 using cpu_ref::Model;
 using Ids = std::vector<std::int32_t>;
 using Steps = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;  // slot, id, position
+using Draws = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;  // slot, position, left
 using Array = nb::ndarray<nb::numpy>;
 using Table = nb::ndarray<const float, nb::numpy, nb::ndim<2>, nb::c_contig>;
 
@@ -321,12 +322,33 @@ class Runner {
     if (!tokens.empty()) advance(tokens, [&] { return model_->step(tokens); });
   }
 
+  Ids choose(const Draws& from) {
+    return take(work(*turns_, [&]() -> Result<Ids> {
+      std::vector<ModelRunner::Draw> draws;
+      for (const auto& [slot, position, left] : from) {
+        CF_TRY(check_logits(slot));
+        if (position != length_of(slot))
+          return Status::error(Code::invalid_argument,
+                               "slot " + std::to_string(slot) + ": expected a choice for position " +
+                                   std::to_string(length_of(slot)) + ", its length, got " + std::to_string(position));
+        if (left < 0)
+          return Status::error(Code::invalid_argument, "slot " + std::to_string(slot) +
+                                                           ": left: expected at least 0, got " + std::to_string(left));
+        draws.push_back(
+            {.slot = slot, .sampling = {}, .sequence = 0, .position = position, .history = {}, .left = left});
+      }
+      Ids ids;
+      for (const Result<std::int32_t>& id : model_->choose(draws)) {
+        CF_TRY(id.status());
+        ids.push_back(*id);
+      }
+      return ids;
+    }));
+  }
+
   Array logits(std::int64_t slot) {
     return array_of(take(work(*turns_, [&]() -> Result<Tensor> {
-      CF_TRY(check_slot(slot));
-      if (!has_logits_[std::size_t(slot)])
-        return Status::error(Code::invalid_argument,
-                             "slot " + std::to_string(slot) + ": expected a prefill() or step() to make its logits");
+      CF_TRY(check_logits(slot));
       return model_->logits(slot);
     })));
   }
@@ -334,7 +356,7 @@ class Runner {
   std::int64_t length(std::int64_t slot) {
     return take(work(*turns_, [&]() -> Result<std::int64_t> {
       CF_TRY(check_slot(slot));
-      return cpu_ ? cpu_->length(slot) : leased_->length(slot);
+      return length_of(slot);
     }));
   }
 
@@ -455,6 +477,16 @@ class Runner {
     return Status::error(Code::invalid_argument,
                          "slot: expected 0 to " + std::to_string(slots() - 1) + ", got " + std::to_string(slot));
   }
+
+  /// Refuses a slot without logits of its own.
+  Status check_logits(std::int64_t slot) const {
+    CF_TRY(check_slot(slot));
+    if (has_logits_[std::size_t(slot)]) return {};
+    return Status::error(Code::invalid_argument,
+                         "slot " + std::to_string(slot) + ": expected a prefill() or step() to make its logits");
+  }
+
+  std::int64_t length_of(std::int64_t slot) const { return cpu_ ? cpu_->length(slot) : leased_->length(slot); }
 
   static Status unimplemented_on_device(const std::string& what) {
     return Status::error(Code::unimplemented, what + " on a GPU; device='cpu' has it");
@@ -751,6 +783,12 @@ void bind_runner(nb::module_& m) {
                    "logits: tuple[int, str, tuple[int, ...]], stream: int) -> None"),
            "Does what step() does on a GPU, and gives memory there the logits, a row for each token, as "
            "forward_on_device() does.")
+      .def(
+          "choose", &Runner::choose, "draws"_a,
+          "Returns the ids of the highest logits, of equal ones the lowest, for draws (slot, position, left): "
+          "`position` is that of the chosen id, the slot's length, and `left` how many ids may follow it. Where a step "
+          "with these ids may follow, a GPU begins it, and more, before it is asked for. Raises CfError or ValueError "
+          "where no id can be chosen, such as among logits that are NaN.")
       .def("logits", &Runner::logits, "slot"_a,
            nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) of the slot's last prefill() or step().")

@@ -33,6 +33,32 @@ def greedy(model, inputs, new=24, **options):
     return model.generate(**on_device(inputs), max_new_tokens=new, do_sample=False, **options).cpu()
 
 
+class Never(transformers.StoppingCriteria):
+    """Stops nothing, and keeps a generation in transformers' own loop."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def by_step():
+    return {"stopping_criteria": transformers.StoppingCriteriaList([Never()])}
+
+
+class Streamer(transformers.generation.streamers.BaseStreamer):
+    """Keeps what it is given, and calls `then` with the number of calls."""
+
+    def __init__(self, then=lambda calls: None):
+        self.put_so_far, self.has_ended, self._then = [], False, then
+
+    def put(self, value):
+        assert value.dtype == torch.long and value.device.type == "cpu" and not self.has_ended
+        self.put_so_far.append(value.tolist())
+        self._then(len(self.put_so_far))
+
+    def end(self):
+        self.has_ended = True
+
+
 def weights_of(root, name):
     return _core.Weights.open(str(root / "data" / "checkpoints" / name))
 
@@ -64,9 +90,99 @@ def test_greedy_ids_are_those_of_float64(root, name, batch):
     assert generated.shape == (batch, inputs["input_ids"].shape[1] + 24)
     assert check_all(root, name, model, inputs, generated) > 0
     assert_all_ours(model)
-    assert set(cf_ops.hf.report(model).cf_ops) == {"greedy prefill", "greedy step"}
+    assert set(cf_ops.hf.report(model).cf_ops) == {"greedy prefill", "greedy loop"}
     assert torch.equal(generated, greedy(model, inputs))
     assert torch.equal(generated, greedy(cf_ops.hf.speed_up(model_of(root, name)), inputs))
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_loop_gives_the_ids_of_transformers_loop(root, name, batch):
+    """As many ids as several launches make ahead, and sequences that end by themselves."""
+    inputs, model = padded(BATCHES[batch]), cf_ops.hf.speed_up(model_of(root, name))
+    for new in (1, 2, 100):
+        streams = Streamer(), Streamer()
+        generated = greedy(model, inputs, new, streamer=streams[0])
+        assert torch.equal(generated, greedy(model, inputs, new, streamer=streams[1], **by_step()))
+        assert streams[0].put_so_far == streams[1].put_so_far and streams[0].has_ended
+    ends = [int(generated[0, -91]), int(generated[-1, -60])]
+    for end in (ends[0], ends):
+        ended = greedy(model, inputs, 100, eos_token_id=end)
+        assert torch.equal(ended, greedy(model, inputs, 100, eos_token_id=end, **by_step()))
+    counted = cf_ops.hf.report(model)
+    assert counted.step_by_step == {"a stopping criterion": 5} and counted.cf_ops["greedy prefill"] == 10
+    assert counted.cf_ops["greedy loop"] >= 100
+    assert_all_ours(model)
+
+
+def test_the_loop_runs_launches_of_many_tokens(root):
+    """A model that auto takes the persistent kernel for; steps whose logits were asked for come before."""
+    model = cf_ops.hf.speed_up(large_model())
+    for lengths in ([9], [6, 3]):
+        inputs = padded(lengths, vocab=4096)
+        expected = greedy(model, inputs, 70, **by_step())
+        assert torch.equal(greedy(model, inputs, 70), expected)
+        end = int(expected[0, -40])
+        ended = greedy(model, inputs, 70, eos_token_id=end)
+        assert torch.equal(ended, greedy(model, inputs, 70, eos_token_id=end, **by_step()))
+        assert torch.equal(greedy(model, inputs, 70), expected)
+        is_persistent = model._cf_ops._loaded.backend._model.impl == "persistent"
+        assert is_persistent == (torch.cuda.get_device_capability() >= (9, 0))
+    assert_all_ours(model)
+
+
+@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")
+def test_a_generation_goes_on_behind_the_loop(root):
+    """The cache that the loop leaves has the entries of transformers' loop, those of sequences that have ended too."""
+    model, inputs = cf_ops.hf.speed_up(model_of(root, "neox-d80")), padded(BATCHES[3])
+    end = int(greedy(model, inputs)[0, -20])
+    for options in ({}, {"eos_token_id": end}):
+        made = []
+        for loop in ({}, by_step()):
+            first = model.generate(
+                **on_device(inputs), max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options, **loop
+            )
+            ids, cache = first.sequences, first.past_key_values
+            mask = torch.ones_like(ids)
+            mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"].to(DEVICE)
+            assert cache.get_seq_length() == ids.shape[1] - 1
+            inner = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 6, "do_sample": False}
+            made.append((ids.tolist(), [list(row) for row in cache.ids], model.generate(ids, **inner, **loop).shape))
+        assert made[0] == made[1]
+    assert_all_ours(model)
+
+
+def test_a_parameter_that_a_streamer_changes_is_seen_by_the_next_step(root):
+    made = []
+    for options in ({}, by_step()):
+        model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
+
+        def negate(calls):
+            if calls == 6:
+                with torch.no_grad():
+                    model.get_output_embeddings().weight.neg_()
+
+        made.append(greedy(model, padded(BATCHES[3]), streamer=Streamer(negate), **options).tolist())
+        counted = cf_ops.hf.report(model)
+        assert counted.share == 1 and len(counted.step_by_step) == 1
+    assert made[0] == made[1]
+    assert made[0] != greedy(cf_ops.hf.speed_up(model_of(root, "neox-d80")), padded(BATCHES[3])).tolist()
+
+
+def test_an_interrupt_ends_the_loop_and_gives_its_slots_back(root):
+    model, inputs = cf_ops.hf.speed_up(model_of(root, "neox-d80")), padded(BATCHES[3])
+    expected = greedy(model, inputs)
+
+    def interrupt(calls):
+        if calls == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, inputs, 400, streamer=Streamer(interrupt))
+    shared = model._cf_ops._loaded.backend._model
+    assert shared.free_slots == shared.slots and cf_ops.hf.report(model).cache_bytes == 0
+    assert torch.equal(greedy(model, inputs), expected)
+    assert_all_ours(model)
 
 
 @pytest.mark.parametrize("name, dtype", [*((name, "auto") for name in DENSE), ("neox-d80", torch.float32)])

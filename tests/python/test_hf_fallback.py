@@ -208,7 +208,7 @@ def test_lora_by_peft(root, caplog):
     assert check_tokens(reference, torch.float32, inputs, out) > 0
     counted = cf_ops.hf.report(ours)
     assert set(counted.hugging_face) == {reason}
-    assert counted.cf_ops == {"forward prefill": 1, "greedy prefill": 1, "greedy step": 11}
+    assert counted.cf_ops == {"forward prefill": 1, "greedy prefill": 1, "greedy loop": 11}
 
 
 def test_a_method_that_others_have_put_in_place_stays(root):
@@ -223,6 +223,7 @@ def test_a_method_that_others_have_put_in_place_stays(root):
         model.generate(**inputs, max_new_tokens=8, do_sample=False) for model in (ours, cf_ops.hf.speed_up(theirs))
     )
     assert torch.equal(got, expected) and cf_ops.hf.report(ours).share == 1
+    assert cf_ops.hf.report(ours).step_by_step == {"a method of generate() was replaced": 1}
     cf_ops.hf.restore(ours)
     assert ours.__dict__["prepare_inputs_for_generation"] is method and "forward" not in ours.__dict__
 
@@ -370,14 +371,15 @@ def test_a_runner_that_fails_hands_over(root, monkeypatch):
 
     def failing(self, tokens):
         steps.append(tokens)
-        if len(steps) == 5:
+        if len(steps) >= 5:
             raise MemoryError("no memory is left")
         return step(self, tokens)
 
     monkeypatch.setattr(_runner._CpuRunner, "step", failing)
     out = ours.generate(**inputs, max_new_tokens=20, do_sample=False)
     counted = cf_ops.hf.report(ours)
-    assert counted.cf_ops == {"greedy prefill": 1, "greedy step": 4}
+    assert counted.cf_ops == {"greedy prefill": 1, "greedy loop": 4}
+    assert counted.step_by_step == {"no memory is left": 1} and "no memory is left" in str(counted)
     assert counted.hugging_face["no memory is left"] == 1 and sum(counted.hugging_face.values()) == 15
     assert counted.cache_bytes == 0
     assert check_tokens(load(root, NAME, torch.float64), torch.float32, inputs, out) > 0.5
@@ -413,6 +415,40 @@ def changed_in_the_midst(model, change, place):
 
     criteria = transformers.StoppingCriteriaList([criterion])
     return model.generate(**padded([6, 3, 9]), max_new_tokens=12, do_sample=False, stopping_criteria=criteria)
+
+
+def hook(model):
+    model.gpt_neox.layers[0].register_forward_hook(lambda module, inputs, output: None)
+
+
+@pytest.mark.parametrize("change", [halve_in_place, set_data, set_parameter, set_module, hook])
+def test_a_change_in_the_midst_of_the_loop(root, change):
+    """A streamer changes the model: the steps behind are those of transformers' own loop, with the same ids."""
+
+    class Changing(transformers.generation.streamers.BaseStreamer):
+        def __init__(self, model):
+            self.model, self.calls = model, 0
+
+        def put(self, value):
+            self.calls += 1
+            if self.calls == 6:
+                with torch.no_grad():
+                    change(self.model)
+
+        def end(self):
+            self.model = None
+
+    never = transformers.StoppingCriteriaList([lambda ids, scores, **_: torch.zeros(3, dtype=torch.bool)])
+    made, counted = [], []
+    for options in ({}, {"stopping_criteria": never}):
+        ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
+        inputs = padded([6, 3, 9])
+        made.append(ours.generate(**inputs, max_new_tokens=12, do_sample=False, streamer=Changing(ours), **options))
+        counted.append(cf_ops.hf.report(ours))
+    assert torch.equal(*made)
+    assert counted[0].cf_ops["greedy loop"] == 4 and len(counted[0].step_by_step) == 1
+    assert counted[0].hugging_face == counted[1].hugging_face
+    assert sum(counted[0].cf_ops.values()) == sum(counted[1].cf_ops.values())
 
 
 @pytest.mark.parametrize("change", [lambda model: None, halve_in_place, set_data, set_parameter, set_module])

@@ -1,6 +1,8 @@
 """generate() of models with speed_up, beside Hugging Face's own in float64."""
 
 import inspect
+import os
+import signal
 
 import pytest
 
@@ -8,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
-from cf_ops.hf import _runner
+from cf_ops.hf import _generation, _patch, _runner
 from hf_models import CHECKPOINTS, TAKES_CACHES, ErrorBound, check_tokens, load, padded, sequences, unit_roundoff
 
 TAKES_ROWS = "logits_to_keep" in inspect.signature(transformers.GPTNeoXForCausalLM.forward).parameters
@@ -22,6 +24,31 @@ def greedy(model, inputs, new=24, **options):
 def assert_all_ours(model):
     report = cf_ops.hf.report(model)
     assert report.hugging_face == {} and report.share == 1 and sum(report.cf_ops.values()) > 0, str(report)
+
+
+class Never(transformers.StoppingCriteria):
+    """Stops nothing, and keeps a generation in transformers' own loop."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def by_step():
+    return {"stopping_criteria": transformers.StoppingCriteriaList([Never()])}
+
+
+class Streamer(transformers.generation.streamers.BaseStreamer):
+    """Keeps what it is given, and calls `then` with the number of calls."""
+
+    def __init__(self, then=lambda calls: None):
+        self.given, self._then = [], then
+
+    def put(self, value):
+        self.given.append((value.dtype, value.device, value.tolist()))
+        self._then(len(self.given))
+
+    def end(self):
+        self.given.append("end")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -241,6 +268,211 @@ def test_an_end_id_ends_each_sequence_alone(root):
         until = expected.index(end) + 1 if end in expected else len(row)
         assert row[:until] == expected[: len(row[:until])] and not any(row[until:])
     assert_all_ours(model)
+
+
+# --- the loop of greedy ids ---
+
+
+@pytest.mark.parametrize("new", [1, 2, 24])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_loop_gives_the_ids_of_transformers_loop(root, name, batch, new):
+    inputs = padded(BATCHES[batch])
+    ours, slow = (cf_ops.hf.speed_up(load(root, name)) for _ in range(2))
+    streams = Streamer(), Streamer()
+    got = greedy(ours, inputs, new, streamer=streams[0])
+    expected = greedy(slow, inputs, new, streamer=streams[1], **by_step())
+    assert torch.equal(got, expected) and got.dtype == expected.dtype and got.device == expected.device
+    assert streams[0].given == streams[1].given and len(streams[0].given) == new + 2
+    counted = cf_ops.hf.report(ours)
+    assert counted.cf_ops == {"greedy prefill": 1} | ({"greedy loop": new - 1} if new > 1 else {})
+    assert counted.step_by_step == {} and counted.cache_bytes == 0
+    assert cf_ops.hf.report(slow).step_by_step == {"a stopping criterion": 1}
+    assert_all_ours(ours)
+
+
+def test_streams_and_output_are_as_transformers_gives_them(root):
+    """Without speed_up, in float64's ids: the order of calls, and each value's form."""
+    inputs = padded(BATCHES[3])
+    streams = Streamer(), Streamer()
+    theirs, ours = load(root, "neox-d80", torch.float32), cf_ops.hf.speed_up(load(root, "neox-d80", torch.float32))
+    rows = [greedy(model, inputs, 12, streamer=stream) for model, stream in zip((theirs, ours), streams)]
+    assert rows[0].shape == rows[1].shape and rows[0].dtype == rows[1].dtype
+    prompt, *made, end = streams[1].given
+    assert (prompt, end) == (streams[0].given[0], "end") and len(made) == 12
+    assert [given[:2] for given in made] == [given[:2] for given in streams[0].given[1:-1]]
+    assert torch.equal(torch.tensor([ids for _, _, ids in made]).T, rows[1][:, 9:])
+    assert check_tokens(load(root, "neox-d80", torch.float64), torch.float32, inputs, rows[1]) > 0.5
+    narrow = {"input_ids": inputs["input_ids"].int(), "attention_mask": inputs["attention_mask"]}
+    assert torch.equal(greedy(ours, narrow, 12), rows[1]) and greedy(ours, narrow, 12).dtype == rows[1].dtype
+    assert set(cf_ops.hf.report(ours).cf_ops) == {"greedy prefill", "greedy loop"}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_loop_ends_each_sequence_as_transformers_loop_does(root, batch):
+    inputs = padded(BATCHES[batch])
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+    places, free = inputs["input_ids"].shape[1], greedy(model, inputs)
+    ends = [int(free[0, places + 5]), int(free[-1, places + 9])]
+    for end in (*ends, ends):
+        for pad in (0, 77):
+            streams = Streamer(), Streamer()
+            options = {"eos_token_id": end, "pad_token_id": pad}
+            got = greedy(model, inputs, streamer=streams[0], **options)
+            assert torch.equal(got, greedy(model, inputs, streamer=streams[1], **options, **by_step()))
+            assert streams[0].given == streams[1].given and got.shape[1] < free.shape[1] + (batch > 1)
+    assert cf_ops.hf.report(model).step_by_step == {"a stopping criterion": 6}
+    assert_all_ours(model)
+
+
+def hooked(model):
+    model.register_forward_hook(lambda module, inputs, output: None)
+
+
+def given_another_method(name):
+    def change(model):
+        model.__dict__[name] = getattr(type(model), name).__get__(model)
+
+    return change
+
+
+class Same(transformers.LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+BY_STEP = {
+    "sampling": {"do_sample": True},
+    "use_cache=False": {"use_cache": False},
+    "a logits processor": {"repetition_penalty": 1.2},
+    "a logits processor of the caller's": {"logits_processor": transformers.LogitsProcessorList([Same()])},
+    "a logits processor for a least length": {"min_new_tokens": 3, "eos_token_id": 5},
+    "a stopping criterion": {"max_time": 60.0},
+    "a stopping criterion of the caller's": by_step(),
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "synced_gpus": {"synced_gpus": True},
+    "max_length beyond max_position_embeddings": {"max_new_tokens": 520, "eos_token_id": list(range(128))},
+    "no id of the vocabulary to pad with": {"eos_token_id": 127, "pad_token_id": 128},
+    "a hook on the model": {"change": hooked},
+    "a method of generate() was replaced": {"change": given_another_method("_sample")},
+    "a method of generate() was replaced, which makes inputs": {
+        "change": given_another_method("prepare_inputs_for_generation")
+    },
+    "a method of generate() was replaced, which makes processors": {
+        "change": given_another_method("_get_logits_processor")
+    },
+}
+
+
+@pytest.mark.parametrize("reason", BY_STEP)
+def test_what_runs_step_by_step(root, reason, monkeypatch):
+    options = {"max_new_tokens": 6, "do_sample": False, **BY_STEP[reason]}
+    if options.get("return_dict_in_generate") and not TAKES_CACHES:
+        pytest.skip("this transformers takes tuples: generate() returns Hugging Face's own")
+    change = options.pop("change", lambda model: None)
+    if "synced_gpus" in options:  # one process alone
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    made = []
+    for has_loop in (False, True):
+        model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+        change(model)
+        torch.manual_seed(0)
+        with monkeypatch.context() as patched:
+            if not has_loop:
+                patched.setattr(_patch.Patch, "_greedy_loop", refuse)
+            output = model.generate(**padded([6]), **options)
+        made.append(output if isinstance(output, torch.Tensor) else output.sequences)
+    assert torch.equal(*made)
+    counted = cf_ops.hf.report(model)
+    assert len(counted.step_by_step) == 1 and reason.startswith(next(iter(counted.step_by_step)))
+    assert "greedy loop" not in counted.cf_ops and "by step" in str(counted)
+    assert_all_ours(model)
+
+
+def refuse(*args):
+    raise _generation.StepByStep("the test")
+
+
+def test_other_modes_are_not_counted_step_by_step(root):
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+    model.generate(**padded([6]), max_new_tokens=4, do_sample=False, num_beams=2)
+    with torch.no_grad():
+        model(**padded([6]))
+    assert cf_ops.hf.report(model).step_by_step == {}
+
+
+@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")
+def test_the_loop_leaves_the_cache_of_transformers_loop(root):
+    """With sequences that have ended too: a generation goes on from it with the same ids."""
+    inputs = padded(BATCHES[3])
+    model = cf_ops.hf.speed_up(load(root, "neox-d80", torch.float32))
+    end = int(greedy(model, inputs)[0, -20])
+    for options in ({}, {"eos_token_id": end}):
+        made = []
+        for loop in ({}, by_step()):
+            first = greedy(model, inputs, 12, return_dict_in_generate=True, **options, **loop)
+            cache = first.past_key_values
+            assert type(first) is transformers.generation.GenerateDecoderOnlyOutput
+            assert set(first) == {"sequences", "past_key_values"}
+            assert cache.get_seq_length() == first.sequences.shape[1] - 1
+            mask = torch.ones_like(first.sequences)
+            mask[:, :9] = inputs["attention_mask"]
+            second = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": cache}
+            made.append((first.sequences.tolist(), greedy(model, second, 6, **loop).tolist(), cache.get_seq_length()))
+        assert made[0] == made[1]
+    assert_all_ours(model)
+
+
+def test_a_generation_in_the_midst_of_a_loop(root):
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+    inputs, others = padded(BATCHES[3]), padded([4, 2], seed=2)
+    expected, inner = greedy(model, inputs).tolist(), []
+    streamer = Streamer(lambda calls: inner.append(greedy(model, others, 5).tolist()))
+    assert greedy(model, inputs, streamer=streamer).tolist() == expected
+    assert inner == [greedy(model, others, 5).tolist()] * 25
+    assert set(cf_ops.hf.report(model).cf_ops) == {"greedy prefill", "greedy loop"}
+
+
+@pytest.mark.parametrize("in_streamer", [True, False])
+def test_ctrl_c_ends_the_loop(root, in_streamer, monkeypatch):
+    model, inputs = cf_ops.hf.speed_up(load(root, "neox-d80")), padded(BATCHES[3])
+    expected = greedy(model, inputs)
+    choose, calls = _runner._CpuRunner.choose, []
+
+    def interrupted(self, tokens, left):
+        calls.append(left)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return choose(self, tokens, left)
+
+    def interrupt(count):
+        if count == 6:
+            raise KeyboardInterrupt
+
+    if not in_streamer:
+        monkeypatch.setattr(_runner._CpuRunner, "choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, inputs, 400, streamer=Streamer(interrupt) if in_streamer else None)
+    assert cf_ops.hf.report(model).cache_bytes == 0 and cf_ops.hf.report(model).cf_ops["greedy loop"] < 40
+    monkeypatch.undo()
+    assert torch.equal(greedy(model, inputs), expected)
+    assert_all_ours(model)
+
+
+def test_a_streamers_error_is_the_callers(root):
+    model = cf_ops.hf.speed_up(load(root, "neox-d80"))
+
+    def fail(calls):
+        if calls == 4:
+            raise ValueError("the reader has gone")
+
+    with pytest.raises(ValueError, match="the reader has gone"):
+        greedy(model, padded([6]), streamer=Streamer(fail))
+    assert cf_ops.hf.report(model).cache_bytes == 0 and cf_ops.hf.report(model).step_by_step == {}
+
+
+# ---
 
 
 @pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")

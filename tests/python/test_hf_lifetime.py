@@ -197,6 +197,7 @@ class StandInModel:
         self.weights, self.rope_table = backend._weights, backend._rope_table
         self.slots, self.capacity, self.activation = slots, capacity, self.weights.dtype
         self.runners, self.is_open = weakref.WeakSet(), True
+        self.left, self.released = [], []
 
     @property
     def free_slots(self):
@@ -236,6 +237,22 @@ class StandInRunner:
         assert stream == STREAM
         self.runner.step(tokens)
         self.write(torch.stack([torch.from_numpy(self.runner.logits(slot)) for slot, _, _ in tokens]), logits)
+
+    def step(self, tokens):
+        self.runner.step(tokens)
+
+    def choose(self, draws):
+        assert all(position == self.runner.length(slot) for slot, position, _ in draws)
+        self.model.left.append([left for _, _, left in draws])
+        logits = torch.stack([torch.from_numpy(self.runner.logits(slot)) for slot, _, _ in draws])
+        return logits.to(self.activation).float().argmax(-1).tolist()
+
+    def release(self, slot):
+        self.model.released.append(slot)
+        self.runner.release(slot)
+
+    def close(self):
+        self.model.runners.discard(self)
 
 
 @pytest.fixture
@@ -291,6 +308,25 @@ def test_what_a_gpu_is_asked_for(root, name, request):
     report = cf_ops.hf.report(model)
     assert report.in_place and report.copied_bytes == 0 and "read in place" in str(report)
     assert report.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_what_a_gpu_is_asked_for_by_the_greedy_loop(root, request):
+    expected = greedy(cf_ops.hf.speed_up(load(root, NAME)))
+    request.getfixturevalue("stand_in")
+    model = cf_ops.hf.speed_up(load(root, NAME))
+    assert torch.equal(greedy(model), expected)
+    asked = model._cf_ops._loaded.backend._model
+    assert asked.left == [[left] * 3 for left in range(10, -1, -1)] and asked.released == [0, 1, 2]
+    asked.left.clear(), asked.released.clear()
+    end = int(expected[1, 9 + 3])
+    until = [row.index(end) if end in row else 11 for row in expected[:, 9:].tolist()]
+    ended = greedy(model, eos_token_id=end)
+    assert [len(left) for left in asked.left] == [sum(n > step for n in until) for step in range(max(until))]
+    running_out = [slot for step in range(max(until)) for slot in range(3) if until[slot] == step]
+    assert asked.released == [*running_out, 0, 1, 2] and until[1] <= 3
+    for row, free, last in zip(ended[:, 9:].tolist(), expected[:, 9:].tolist(), until):
+        assert row[: last + 1] == free[: last + 1] and not any(row[last + 1 :])
+    assert set(cf_ops.hf.report(model).cf_ops) == {"greedy prefill", "greedy loop"}
 
 
 def test_a_gpu_sees_a_parameter_that_changes_in_place(root, stand_in):

@@ -495,6 +495,8 @@ def test_generate_refuses(checkpoints: pathlib.Path, arguments: dict[str, Any], 
 def test_the_compiled_objects_refuse(checkpoints: pathlib.Path) -> None:
     weights = _core.Weights.open(str(checkpoints / "neox-d80"))
     runner = _core.Runner(weights, slots=2, capacity=8)
+    other = _core.Runner(weights, capacity=8)
+    other.prefill(0, 0, [1, 2])
     decoder = _core.Decoder(weights, slots=1, capacity=8)
     running = decoder.add([1, 2])
     calls: list[tuple[str, Any]] = [
@@ -515,6 +517,10 @@ def test_the_compiled_objects_refuse(checkpoints: pathlib.Path) -> None:
         ("one token a step, got two", lambda: runner.step([(1, 1, 0), (1, 2, 0)])),
         ("expected a prefill", lambda: runner.logits(0)),
         ("slot", lambda: runner.logits(9)),
+        ("slot 1: expected a prefill", lambda: runner.choose([(1, 0, 0)])),
+        ("slot: expected 0 to 1, got 2", lambda: runner.choose([(2, 0, 0)])),
+        ("choice for position 2, its length, got 3", lambda: other.choose([(0, 3, 0)])),
+        ("slot 0: left: expected at least 0, got -1", lambda: other.choose([(0, 2, -1)])),
         ("slot", lambda: runner.length(-1)),
         ("slot", lambda: runner.release(2)),
         ("RoPE table", lambda: runner.set_rope_table(np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32))),
@@ -565,6 +571,46 @@ def test_steps_make_the_logits_of_a_prefill(checkpoints: pathlib.Path) -> None:
     assert relative_l2(runner.logits(1), whole[3]) <= ORACLE_BOUND
     runner.release(1)
     assert runner.length(1) == 0
+
+
+@pytest.mark.parametrize("name", ["neox-d80", "neox-gptq-asym"])
+def test_a_runners_choices_are_those_of_a_decoder(checkpoints: pathlib.Path, name: str) -> None:
+    """Sequences of different lengths; one ends before the others, and its slot is left out."""
+    weights = _core.Weights.open(str(checkpoints / name))
+    prompts, new = [[1, 2, 3], [9], [8, 7, 6, 5, 4]], [12, 5, 9]
+    decoder = _core.Decoder(weights, slots=3, capacity=20)
+    numbers = [decoder.add(prompt, max_new_tokens=count) for prompt, count in zip(prompts, new)]
+    while decoder.active:
+        decoder.decode()
+    runner = _core.Runner(weights, slots=3, capacity=20)
+    for slot, prompt in enumerate(prompts):
+        runner.prefill(slot, 0, prompt)
+    made: list[list[int]] = [[], [], []]
+    running = [0, 1, 2]
+    while running:
+        draws = [(s, len(prompts[s]) + len(made[s]), new[s] - len(made[s]) - 1) for s in running]
+        chosen = runner.choose(draws)
+        assert chosen == [int(runner.logits(slot).argmax()) for slot in running]
+        for slot, id in zip(running, chosen):
+            made[slot].append(id)
+        for slot in [slot for slot in running if len(made[slot]) == new[slot]]:
+            runner.release(slot)
+            running.remove(slot)
+        runner.step([(slot, made[slot][-1], len(prompts[slot]) + len(made[slot]) - 1) for slot in running])
+    assert made == [decoder.ids(number) for number in numbers]
+    assert runner.choose([]) == []
+
+
+def test_equal_logits_have_the_lowest_id_and_no_number_has_none() -> None:
+    config, arrays = constant_arrays(np.full(16, np.finfo(np.float32).max, np.float32))
+    runner = _core.Runner(weights_of(config, arrays), capacity=4)
+    runner.prefill(0, 0, [1])
+    assert runner.choose([(0, 1, 0)]) == [0]
+    arrays["gpt_neox.final_layer_norm.bias"][0] = 2  # weights stay finite, logits do not
+    runner = _core.Runner(weights_of(config, arrays), capacity=4)
+    runner.prefill(0, 0, [1])
+    with pytest.raises(ValueError, match="inf"):
+        runner.choose([(0, 1, 0)])
 
 
 # --- interrupts, threads, lifetimes -----------------------------------------------------------------------------------

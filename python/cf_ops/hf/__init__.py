@@ -40,6 +40,10 @@ def speed_up(model: Model) -> Model:
     RoPE's table is the library's own; a model whose table differs, such as after ``model.half()``, stays on Hugging
     Face's path.
 
+    The tokens of a greedy ``generate()`` come from a loop of cf_ops, which a GPU runs ahead of. Where anything else has
+    a part in them, such as a processor, a stopping criterion, a hook or an output of each step, transformers' own loop
+    calls ``forward`` step by step; `report` has the reasons. The ids are the same.
+
     A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
     once, and `report` counts the calls of each.
 

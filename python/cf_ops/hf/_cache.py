@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import threading
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch  # type: ignore[import-not-found, unused-ignore]
@@ -74,6 +76,7 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         self._runner: Runner | None = None
         self._loaded: Loaded | None = None
         self._capacity = 0
+        self._left_out: set[int] = set()  # sequences whose slots lack entries: choose() has left them out
 
     @property
     def cache_bytes(self) -> int:
@@ -84,12 +87,27 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         """Gives the runner's memory back, and what the backend has. The next `forward` makes the entries again."""
         self._runner = None
         self._loaded = None
+        self._left_out = set()
+
+    def end(self) -> None:
+        """free(), whoever holds the runner still, such as an exception's traceback; what a GPU runs ahead ends."""
+        with self.lock:
+            self._end()
+
+    def _end(self) -> None:
+        runner = self._runner
+        self.free()
+        if runner is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # of a backend that has ended
+                runner.close()
 
     def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
         """Appends ids to each sequence; the logits (batch, rows, vocab) of the last places, zero at padding. Where it
         raises, the cache holds what it held."""
         with self.lock:
             before = self.ids if self.ids else [[] for _ in ids]
+            if self._left_out:
+                self.free()
             try:
                 runner = self._ready(loaded, before, max(len(a) + len(b) for a, b in zip(before, ids)))
                 if rows == 1 and all(len(new) == 1 for new in ids):
@@ -105,13 +123,34 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
             self.ids, self.pads = before, pads
             return logits
 
+    def choose(self, loaded: Loaded, ids: list[int], running: list[int], left: int) -> list[int]:
+        """Appends an id to each sequence, and returns the ids of the highest logits behind those of `running`, which
+        may get `left` more. The other sequences have ended: they get entries when `forward` needs them. Where it
+        raises, the cache holds what it held."""
+        with self.lock:
+            left_out = set(range(len(ids))) - set(running)
+            try:
+                runner = self._ready(loaded, self.ids, max(map(len, self.ids)) + 1, left_out)
+                for slot in sorted(left_out - self._left_out):
+                    runner.release(slot)
+                self._left_out = left_out
+                chosen = runner.choose([(slot, ids[slot], len(self.ids[slot])) for slot in running], left)
+            except BaseException:
+                self._end()
+                raise
+            for sequence, new in zip(self.ids, ids):
+                sequence.append(new)
+            return chosen
+
     def take_back(self) -> None:
         """Forgets the id that the last `forward` has appended to each sequence."""
         with self.lock:
             for sequence in self.ids:
                 sequence.pop()
 
-    def _ready(self, loaded: Loaded, before: list[list[int]], entries: int) -> Runner:
+    def _ready(
+        self, loaded: Loaded, before: list[list[int]], entries: int, left_out: AbstractSet[int] = frozenset()
+    ) -> Runner:
         if self._runner is not None and self._loaded is loaded and entries <= self._capacity and self._runner.is_open:
             return self._runner
         if loaded.backend is None:
@@ -122,9 +161,10 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         self._loaded = loaded
         runner = loaded.backend.runner(len(before), self._capacity)
         for slot, ids in enumerate(before):
-            if ids:
+            if ids and slot not in left_out:
                 runner.forward(slot, 0, ids, runner.new_logits(0))
         self._runner = runner
+        self._left_out = set(left_out)
         return runner
 
     # What transformers asks of a cache.

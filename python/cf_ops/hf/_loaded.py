@@ -50,7 +50,7 @@ class Loaded:
             self.device, self.dtype = head.device, head.dtype
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             self.error = error
-        self._versions = self._value_versions()
+        self._versions = self._copied_versions()
 
     def is_current(self) -> bool:
         """Whether the model has the same modules and its parameters lie where they did."""
@@ -60,7 +60,7 @@ class Loaded:
         for holder, name, tensor, address, dtype in self._tensors:
             if holder.get(name) is not tensor or tensor.data_ptr() != address or tensor.dtype is not dtype:
                 return False
-        return self._versions == self._value_versions()
+        return self._versions == self._copied_versions()
 
     def obstacle(self) -> str | None:
         """Why the modules cannot be bypassed now: a hook, training, a forward of the caller's."""
@@ -83,11 +83,13 @@ class Loaded:
     def is_trainable(self) -> bool:
         return any(tensor.requires_grad for _, _, tensor, _, _ in self._tensors)
 
-    def _value_versions(self) -> tuple[int, ...]:
-        """Torch's counters of changes in place, where they matter. Tensors of inference mode have none."""
-        if self.backend is None or self.backend.copied_bytes == 0:
-            return ()
+    def value_versions(self) -> tuple[int, ...]:
+        """Torch's counters of changes in place. Tensors of inference mode have none."""
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
+
+    def _copied_versions(self) -> tuple[int, ...]:
+        """The counters where runners read a copy, which a change does not reach."""
+        return () if self.backend is None or self.backend.copied_bytes == 0 else self.value_versions()
 
 
 def _backend(model: Module) -> Backend:

@@ -8,9 +8,9 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache  # type: ignore[import-not-fou
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops.hf._cache import TAKES_CACHES, NeoXCache, logits_of
+from cf_ops.hf._generation import Generation, GreedyLoop, Prefilled, StepByStep
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
 from cf_ops.hf._runner import Tensor
@@ -31,7 +32,17 @@ _METHODS = ("forward", "generate", "_prepare_generation_config")
 # What generate() makes the masks and the positions of its steps with. Others may put theirs in place of the first, as
 # peft does: steps are then looked at one by one.
 _FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# What a running generate() is told of; others may put theirs in place of these.
+_TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
+# Transformers' greedy loop, by the names of its versions: a class with another one keeps it.
+_LOOP = tuple(
+    name
+    for name in ("generate", "_sample", "_greedy_search", "_prefill", "_has_unfinished_sequences")
+    if hasattr(GPTNeoXForCausalLM, name)
+)
+_MODEL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
+_GENERATE_PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.generate).parameters)[1:]
 _READ = {
     "input_ids",
     "attention_mask",
@@ -48,36 +59,6 @@ _OUTPUTS = ("output_attentions", "output_hidden_states")
 
 class _Fallback(Exception):
     """The reason why a call runs on Hugging Face's path."""
-
-
-@dataclass
-class _Generation:
-    """What is known of a running ``generate()``."""
-
-    has_own_cache: bool  # the caller's
-    assistant: Any
-    is_custom: bool
-    config: Any = None  # the effective GenerationConfig
-    prepared: Mapping[str, Any] = field(default_factory=dict)  # what it has made for the next call of forward
-    # The cache of its last call that ran on cf_ops: what it makes for the next call follows from what was checked then.
-    cache: NeoXCache | None = None
-    revision: int = 0  # of that cache
-
-    @functools.cached_property
-    def _mode_of_config(self) -> str:
-        return str(self.config.get_generation_mode(self.assistant).value)
-
-    @property
-    def mode(self) -> str:
-        return "custom_generate" if self.is_custom or self.config is None else self._mode_of_config
-
-    def spare_entries(self, places: int) -> int | None:
-        """How many tokens may follow a prompt of so many places."""
-        if self.config is None:
-            return None
-        if self.config.max_new_tokens is not None:
-            return int(self.config.max_new_tokens)
-        return None if self.config.max_length is None else max(int(self.config.max_length) - places, 0)
 
 
 @dataclass
@@ -108,6 +89,7 @@ class Patch:
         self._counts = Counts()
         self._cache_shape = (0, 0)
         self._follows = False
+        self._has_own_loop = False
         self.num_layers = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -123,7 +105,8 @@ class Patch:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
                 self._loaded = Loaded(model)
-                self._follows = all(getattr(type(model), n) is getattr(GPTNeoXForCausalLM, n) for n in _FOLLOWING)
+                self._follows = _has_stock_methods(type(model), _FOLLOWING)
+                self._has_own_loop = not _has_stock_methods(type(model), (*_LOOP, *_TOLD))
                 config = model.config
                 self.num_layers = len(model.gpt_neox.layers)
                 self._cache_shape = (config.num_attention_heads, config.hidden_size // config.num_attention_heads)
@@ -152,7 +135,7 @@ class Patch:
         )
 
     @contextmanager
-    def generating(self, generation: _Generation) -> Iterator[None]:
+    def generating(self, generation: Generation) -> Iterator[None]:
         outer = self.generation
         self._local.generation = generation
         try:
@@ -161,13 +144,16 @@ class Patch:
             self._local.generation = outer
 
     @property
-    def generation(self) -> _Generation | None:
+    def generation(self) -> Generation | None:
         """The ``generate()`` that runs in this thread."""
-        running: _Generation | None = getattr(self._local, "generation", None)
+        running: Generation | None = getattr(self._local, "generation", None)
         return running
 
     def forward(self, model: Model, arguments: dict[str, Any]) -> Any:
         generation = self.generation
+        is_first = generation is not None and not generation.has_begun
+        if generation is not None:
+            generation.has_begun = True
         try:
             if generation is not None and generation.cache is not None:
                 output = self._follow(model, arguments, generation)
@@ -182,10 +168,73 @@ class Patch:
         if generation is not None and cache is not None and self._follows:
             generation.cache, generation.revision = cache, cache.revision
         output = self._output(loaded, call.kind, generation, logits, cache if call.use_cache else None)
+        if generation is not None and is_first:
+            try:
+                loop, own = self._greedy_loop(model, arguments, generation, cache)
+            except StepByStep as reason:
+                self._counts.count_step_by_step(str(reason))
+            else:
+                raise Prefilled(loop, output.logits, own)
         return output if call.return_dict else output.to_tuple()
 
+    def _greedy_loop(
+        self, model: Model, arguments: dict[str, Any], generation: Generation, cache: NeoXCache | None
+    ) -> tuple[GreedyLoop, NeoXCache]:
+        """The loop of a generation whose prompt is in the cache. Raises StepByStep where it is transformers' own."""
+        if cache is None:
+            raise StepByStep("use_cache=False")
+        loop = GreedyLoop.of(generation, model.get_input_embeddings().num_embeddings, _default_pad(model))
+        is_stock = self._follows and not self._has_own_loop and all(_is_ours(model, name) for name in _REPLACED)
+        if not is_stock or any(name in model.__dict__ for name in (*_LOOP[1:], _FOLLOWING[1])):
+            raise StepByStep("a method of generate() was replaced")
+        if not generation.has_prepared(arguments):
+            raise StepByStep("other inputs than generate() has prepared")
+        if any(getattr(model, name) for name in _MODEL_HOOKS):
+            raise StepByStep("a hook on the model")
+        return loop, cache
+
+    def go_on(self, model: Model, generation: Generation, loop: GreedyLoop, logits: Tensor, cache: NeoXCache) -> Any:
+        """What generate() returns, by a loop of our own behind the prompt, whose logits these are."""
+        is_kept = False
+        try:
+            first: list[int] = logits[:, -1].float().argmax(-1).tolist()
+            steps = _Steps(self, model, generation, loop, cache)
+            ids = loop.run(first, steps.advance)
+            is_kept = loop.returns_dict or generation.has_own_cache
+        finally:
+            if not is_kept:
+                cache.end()
+        return loop.output(ids, steps.cache)
+
+    def value_versions(self) -> tuple[int, ...]:
+        loaded = self._loaded
+        return () if loaded is None else loaded.value_versions()
+
+    def try_step(
+        self, model: Model, generation: Generation, ids: list[int], running: list[int], left: int
+    ) -> list[int]:
+        """Appends an id to each sequence of the generation's cache, and chooses the next one of those that run. Raises
+        StepByStep, with the cache as before, where the model may have changed or the runner fails."""
+        cache, loaded = generation.cache, self._loaded
+        if cache is None or loaded is None or not self._may_follow(model, loaded, cache, generation):
+            raise StepByStep("the model or the cache has changed")
+        if not loaded.is_current() or any(getattr(model, name) for name in _MODEL_HOOKS):
+            raise StepByStep("the model or the cache has changed")
+        obstacle = loaded.obstacle()
+        if obstacle is not None:
+            raise StepByStep(obstacle)
+        try:
+            chosen = cache.choose(loaded, ids, running, left)
+        except _FAILURES as error:
+            raise StepByStep(str(error) or type(error).__name__) from error
+        self._counts.count_ours("greedy loop")
+        return chosen
+
+    def count_step_by_step(self, reason: str) -> None:
+        self._counts.count_step_by_step(reason)
+
     def _output(
-        self, loaded: Loaded, kind: str, generation: _Generation | None, logits: Tensor, cache: NeoXCache | None
+        self, loaded: Loaded, kind: str, generation: Generation | None, logits: Tensor, cache: NeoXCache | None
     ) -> Any:
         """Counts a call that ran on cf_ops; what it returns."""
         mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
@@ -193,32 +242,20 @@ class Patch:
         logits = logits.to(device=loaded.device, dtype=loaded.dtype)
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _follow(self, model: Model, arguments: dict[str, Any], generation: _Generation) -> Any:
+    def _follow(self, model: Model, arguments: dict[str, Any], generation: Generation) -> Any:
         """A step that generate() has made behind the call before: its mask and positions are not looked at again, and
         the step is launched before the model is checked, which a GPU's step takes longer than. None where the call is
         another one, or the model has changed; the cache is then as before."""
-        cache, loaded, prepared = generation.cache, self._loaded, generation.prepared
+        cache, loaded = generation.cache, self._loaded
         given: Any = arguments.get("past_key_values")
-        if cache is None or given is not cache or cache.revision != generation.revision:
+        if cache is None or given is not cache or loaded is None:
             return None
-        if cache.patch is not self or cache.theirs is not None or loaded is None or loaded.backend is None:
+        if not self._may_follow(model, loaded, cache, generation) or not generation.has_prepared(arguments):
             return None
-        if model.training or torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
-            return None
-        if _FOLLOWING[1] in model.__dict__:
-            return None
-        for name in _OUTPUTS:
-            if getattr(model.config, name, False):
-                return None
         for name, value in arguments.items():
-            if value is None or value is False:
-                if name in ("use_cache", "return_dict"):
-                    return None
-            elif name == "return_dict":
-                continue
-            elif name not in _READ or value is not prepared.get(name):
+            if name not in _READ and value is not None and value is not False:
                 return None
-        if "return_dict" not in arguments or "use_cache" not in arguments:
+        if not arguments.get("return_dict") or not arguments.get("use_cache"):
             return None
         if not isinstance(arguments.get("logits_to_keep"), (int, type(None))):
             return None
@@ -240,6 +277,17 @@ class Patch:
             cache.take_back()
             return None
         return self._output(loaded, "step", generation, logits, cache)
+
+    def _may_follow(self, model: Model, loaded: Loaded, cache: NeoXCache, generation: Generation) -> bool:
+        """Whether the cache is as the generation's last call has left it, and nothing changes what a step computes, but
+        for the parameters and modules."""
+        if cache.revision != generation.revision or cache.patch is not self or cache.theirs is not None:
+            return False
+        if loaded.backend is None or model.training or _FOLLOWING[1] in model.__dict__:
+            return False
+        if torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
+            return False
+        return not any(getattr(model.config, name, False) for name in _OUTPUTS)
 
     def _check_model(self, model: Model) -> Loaded:
         """Refuses a model that does more than its modules' own arithmetic now."""
@@ -337,7 +385,7 @@ class Patch:
             return None
         raise _Fallback("a cache of the caller's")
 
-    def _run(self, loaded: Loaded, call: _Call, generation: _Generation | None) -> tuple[Tensor, NeoXCache | None]:
+    def _run(self, loaded: Loaded, call: _Call, generation: Generation | None) -> tuple[Tensor, NeoXCache | None]:
         assert loaded.backend is not None
         try:
             if not call.use_cache:
@@ -436,43 +484,117 @@ def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
 @functools.wraps(GPTNeoXForCausalLM.generate)
 def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self.__dict__[_ATTRIBUTE]
-    generation = _Generation(
-        has_own_cache=kwargs.get("past_key_values") is not None,
-        assistant=kwargs.get("assistant_model"),
-        is_custom=kwargs.get("custom_generate") is not None,
-    )
+    generation = Generation({**dict(zip(_GENERATE_PARAMETERS, args)), **kwargs})
     with patch.generating(generation):
-        return type(self).generate(self, *args, **kwargs)
+        try:
+            return type(self).generate(self, *args, **kwargs)
+        except Prefilled as prefilled:  # its traceback, which ends here, has the frames of transformers' loop
+            loop, logits, cache = prefilled.loop, prefilled.logits, prefilled.cache
+        with torch.no_grad():
+            return patch.go_on(self, generation, loop, logits, cache)
 
 
-@functools.wraps(GPTNeoXForCausalLM._prepare_generation_config)
-def _prepare_generation_config(self: Model, *args: Any, **kwargs: Any) -> Any:
-    """Hugging Face's own, whose result a running ``generate()`` is told."""
-    prepared = type(self)._prepare_generation_config(self, *args, **kwargs)
-    generation: _Generation | None = self.__dict__[_ATTRIBUTE].generation
-    if generation is not None:
-        generation.config = prepared[0]
-    return prepared
+def _telling(name: str, tell: Callable[[Generation, tuple[Any, ...], Any], None]) -> Callable[..., Any]:
+    """Hugging Face's own method, whose arguments and result a running ``generate()`` is told."""
+
+    @functools.wraps(getattr(GPTNeoXForCausalLM, name))
+    def method(self: Model, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(type(self), name)(self, *args, **kwargs)
+        patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
+        generation = None if patch is None else patch.generation
+        if generation is not None:
+            tell(generation, args, result)
+        return result
+
+    return method
 
 
-@functools.wraps(GPTNeoXForCausalLM.prepare_inputs_for_generation)
-def _prepare_inputs_for_generation(self: Model, *args: Any, **kwargs: Any) -> Any:
-    """Hugging Face's own, whose result a running ``generate()`` is told."""
-    prepared = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
-    patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
-    generation = None if patch is None else patch.generation
-    if generation is not None:
-        generation.prepared = dict(prepared)
-    return prepared
+def _tell_config(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
+    generation.config = result[0]
 
 
-_REPLACED: dict[str, Callable[..., Any]] = dict(
-    zip(
-        (*_METHODS, _FOLLOWING[0]),
-        (_forward, _generate, _prepare_generation_config, _prepare_inputs_for_generation),
-        strict=True,
-    )
-)
+def _tell_inputs(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
+    generation.prepared = dict(result)
+    generation.input_ids = args[0] if args else None
+
+
+def _tell_processors(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
+    generation.processors = result
+
+
+def _tell_criteria(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
+    generation.criteria = result
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "forward": _forward,
+    "generate": _generate,
+    "_prepare_generation_config": _telling("_prepare_generation_config", _tell_config),
+    "prepare_inputs_for_generation": _telling("prepare_inputs_for_generation", _tell_inputs),
+    "_get_logits_processor": _telling("_get_logits_processor", _tell_processors),
+    "_get_stopping_criteria": _telling("_get_stopping_criteria", _tell_criteria),
+}
+
+
+def _is_ours(model: Model, name: str) -> bool:
+    """Whether a model has the method that `speed_up` put into it."""
+    return getattr(model.__dict__.get(name), "__func__", None) is _REPLACED[name]
+
+
+def _has_stock_methods(kind: type, names: Sequence[str]) -> bool:
+    """Whether a model's class has these methods as transformers has written them."""
+    methods = [getattr(kind, name) for name in names]
+    theirs = [getattr(GPTNeoXForCausalLM, name) for name in names]
+    return methods == theirs and all(method.__module__.startswith("transformers.") for method in methods)
+
+
+def _default_pad(model: Model) -> Any:
+    return getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+
+
+class _Steps:
+    """The steps of a loop of our own, and of transformers' calls from the first one on that it cannot make."""
+
+    def __init__(
+        self, patch: Patch, model: Model, generation: Generation, loop: GreedyLoop, cache: NeoXCache
+    ) -> None:
+        self.cache: Any = cache  # that of the sequences, which another one follows on Hugging Face's path
+        self._patch, self._model, self._generation = patch, model, generation
+        self._pads, self._places = list(cache.pads), int(loop.input_ids.shape[1])
+        self._device = loop.input_ids.device
+        self._is_by_step = False
+        # Who streams ids may change parameters in place, which a GPU would read too early.
+        self._versions = patch.value_versions() if loop.streamer is not None else None
+
+    def advance(self, ids: list[int], running: list[int], left: int) -> list[int]:
+        if not self._is_by_step:
+            try:
+                if self._versions is not None and self._versions != self._patch.value_versions():
+                    raise StepByStep("parameters have changed")
+                chosen = self._patch.try_step(self._model, self._generation, ids, running, left)
+                self._places += 1
+                return chosen
+            except StepByStep as reason:
+                self._patch.count_step_by_step(str(reason))
+                self._is_by_step = True
+                self._generation.cache = None
+        return self._call(ids, running)
+
+    def _call(self, ids: list[int], running: list[int]) -> list[int]:
+        """What transformers' loop does for a step."""
+        self._places += 1
+        pads = torch.tensor(self._pads, device=self._device)[:, None]
+        output = self._model(
+            input_ids=torch.tensor(ids, device=self._device)[:, None],
+            attention_mask=(torch.arange(self._places, device=self._device) >= pads).long(),
+            position_ids=self._places - 1 - pads,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        self.cache = output.past_key_values
+        chosen: list[int] = output.logits[:, -1].float().argmax(-1).tolist()
+        return [chosen[row] for row in running]
 
 
 def speed_up(model: Model) -> None:
@@ -496,10 +618,11 @@ def speed_up(model: Model) -> None:
 
 def restore(model: Model) -> None:
     _patch_of(model).end()
+    for name in _TOLD:
+        if _is_ours(model, name):
+            del model.__dict__[name]
     for name in (*_METHODS, _ATTRIBUTE):
         del model.__dict__[name]
-    if getattr(model.__dict__.get(_FOLLOWING[0]), "__func__", None) is _REPLACED[_FOLLOWING[0]]:
-        del model.__dict__[_FOLLOWING[0]]
 
 
 def report(model: Model) -> Report:

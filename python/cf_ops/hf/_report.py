@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,14 @@ class Report:
 
     Attributes
     ----------
-    cf_ops: calls on cf_ops by what they were: ``"greedy prefill"``, ``"greedy step"``, ``"sampled prefill"``,
-        ``"sampled step"`` inside ``generate()``; ``"forward prefill"``, ``"forward step"`` outside.
+    cf_ops: calls on cf_ops by what they were: ``"greedy prefill"``, ``"greedy loop"``, ``"greedy step"``,
+        ``"sampled prefill"``, ``"sampled step"`` inside ``generate()``; ``"forward prefill"``, ``"forward step"``
+        outside. A step of ``"greedy loop"`` ran without transformers' own loop, and without a call of ``forward``.
     hugging_face: calls on Hugging Face's path by reason.
     weight_bytes: the parameters that cf_ops reads, where torch keeps them.
     cache_bytes: what the living caches of cf_ops take.
     copied_bytes: those of the parameters that cf_ops has a copy of, since they begin where a GPU's kernels cannot read.
+    step_by_step: the calls of ``generate()`` on cf_ops that transformers' own loop made or ended, by reason.
     """
 
     cf_ops: dict[str, int]
@@ -26,6 +28,7 @@ class Report:
     weight_bytes: int
     cache_bytes: int
     copied_bytes: int = 0
+    step_by_step: dict[str, int] = field(default_factory=dict)
 
     @property
     def in_place(self) -> bool:
@@ -41,6 +44,7 @@ class Report:
     def __str__(self) -> str:
         rows = [("cf_ops", what, count) for what, count in sorted(self.cf_ops.items())]
         rows += [("Hugging Face", why, count) for why, count in sorted(self.hugging_face.items())]
+        rows += [("by step", why, count) for why, count in sorted(self.step_by_step.items())]
         lines = [f"{path:<12}  {count:>8}  {what}" for path, what, count in rows]
         lines.append(
             f"{self.share:.1%} of calls on cf_ops; weights {self.weight_bytes} bytes, "
@@ -57,6 +61,7 @@ class Counts:
         self._lock = threading.Lock()
         self._ours: Counter[str] = Counter()
         self._theirs: Counter[str] = Counter()
+        self._by_step: Counter[str] = Counter()
 
     def count_ours(self, what: str) -> None:
         with self._lock:
@@ -68,6 +73,11 @@ class Counts:
             self._theirs[reason] += 1
             return self._theirs[reason] == 1
 
+    def count_step_by_step(self, reason: str) -> None:
+        with self._lock:
+            self._by_step[reason] += 1
+
     def report(self, weight_bytes: int, cache_bytes: int, copied_bytes: int) -> Report:
         with self._lock:
-            return Report(dict(self._ours), dict(self._theirs), weight_bytes, cache_bytes, copied_bytes)
+            ours, theirs, by_step = (dict(counts) for counts in (self._ours, self._theirs, self._by_step))
+            return Report(ours, theirs, weight_bytes, cache_bytes, copied_bytes, by_step)

@@ -45,6 +45,16 @@ class Runner(Protocol):
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         """Appends (slot, id, position) to each slot in one pass; the logits (tokens, vocab)."""
 
+    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+        """Does what `step` does; the ids of the highest logits in the parameters' dtype, of equal ones the lowest.
+        Each slot may get `left` more tokens: a GPU begins to make them before it is asked."""
+
+    def release(self, slot: int) -> None:
+        """Forgets a slot's entries."""
+
+    def close(self) -> None:
+        """Gives the slots back, and ends what a GPU makes for them. Every other call is refused then."""
+
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         """What `forward` does; the taps (ids, ...) by name, in the memory of the host."""
 
@@ -91,7 +101,7 @@ class _CpuBackend:
         runner = _core.Runner(self._weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
         runner.set_rope_table(cos.numpy(), sin.numpy())
-        return _CpuRunner(runner, int(self._weights.config["vocab_size"]))
+        return _CpuRunner(runner, self._weights.dtype, int(self._weights.config["vocab_size"]))
 
 
 class _CudaBackend:
@@ -201,10 +211,20 @@ class _CoreRunner:
     def is_open(self) -> bool:
         return self._runner.is_open
 
+    def release(self, slot: int) -> None:
+        self._runner.release(slot)
+
+    def close(self) -> None:
+        if self._runner.is_open:
+            for slot in range(self._runner.slots):
+                self._runner.release(slot)
+        self._runner.close()
+
 
 class _CpuRunner(_CoreRunner):
-    def __init__(self, runner: _core.Runner, vocab_size: int) -> None:
+    def __init__(self, runner: _core.Runner, dtype: str, vocab_size: int) -> None:
         super().__init__(runner)
+        self._dtype = getattr(torch, dtype)
         self._vocab_size = vocab_size
 
     def new_logits(self, *shape: int) -> Tensor:
@@ -216,6 +236,10 @@ class _CpuRunner(_CoreRunner):
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         self._runner.step(tokens)
         return torch.stack([torch.from_numpy(self._runner.logits(slot)) for slot, _, _ in tokens])
+
+    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+        chosen: list[int] = self.step(tokens).to(self._dtype).float().argmax(-1).tolist()
+        return chosen
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         made, tapped = self._runner.run(slot, first, ids, len(logits), taps)
@@ -243,6 +267,10 @@ class _CudaRunner(_CoreRunner):
         logits = self.new_logits(len(tokens))
         self._runner.step_on_device(tokens, self._described(logits), self._stream)
         return logits
+
+    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+        self._runner.step(tokens)
+        return self._runner.choose([(slot, position + 1, left) for slot, _, position in tokens])
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         made = self._runner.forward_on_device(slot, first, ids, self._described(logits), self._stream, taps)
