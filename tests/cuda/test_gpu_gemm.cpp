@@ -573,33 +573,6 @@ TEST_CASE("linear on Hopper's tensor cores: both layouts of tiles, with one tile
     check_layouts(setup(dtype), linear(tokens, in, out, epilogue));
 }
 
-TEST_CASE("linear on Hopper's tensor cores: tiles take a bias of the weight's dtype or float32", "[gpu][gemm][wgmma]") {
-  if (!has_wgmma()) return;
-  cuda::Context c = context();
-  for (DType dtype : {DType::f16, DType::bf16}) {
-    const Setup s = setup(dtype);
-    Problem<ops::Linear> p(s, linear(200, 136, 328, Epilogue::gelu_erf));
-    const auto value = [](std::int64_t i) { return double(i % 17 - 8) / 4; };  // exact in every dtype
-    set(block(p, "bias"), value);
-    CHECK(check_on_device<ops::Linear>(s, p));
-    DeviceProblem<ops::Linear> device(p);
-    const auto expected = device.run(c).bytes();
-    for (DType other : {dtype, DType::f32})
-      dispatch_float(other, [&](auto zero) {
-        using T = decltype(zero);
-        if constexpr (sizeof(T) <= 4) {
-          std::vector<T> bias(328);
-          for (std::size_t i = 0; i < bias.size(); ++i) bias[i] = narrow<T>(value(std::int64_t(i)));
-          const DeviceBytes memory(std::as_bytes(std::span(bias)));
-          device.args().linear.bias = {memory.data(), {328}, other};
-          device.restore(p);
-          INFO("a bias of " << to_string(other));
-          CHECK(device.run(c).bytes() == expected);
-        }
-      });
-  }
-}
-
 TEST_CASE("linear on Hopper's tensor cores: small tiles for compute-sanitizer", "[gpu][gemm][wgmma][small]") {
   if (!has_wgmma()) return;
   CHECK(check_on_device<ops::Linear>(setup(DType::bf16), linear(200, 1032, 328, Epilogue::gelu_erf)));
@@ -664,7 +637,7 @@ TEST_CASE("linear on Hopper's tensor cores: GELU in tiles of a bias from -16 to 
     CHECK(y.at(0) == infinity);
     CHECK(y.at(1) == 0);
     CHECK(std::isnan(y.at(2)));
-    CHECK(y.at(3) > 0.84);
+    CHECK(std::abs(y.at(3) - 0.8413447) < 0x1p-9);  // half a unit in bfloat16's last place
   }
 }
 
@@ -677,7 +650,7 @@ TEST_CASE("linear on Hopper's tensor cores: tiles have the same bits a thousand 
   cuda::Context c = context(stream->get()), d = context(other->get());
   for (auto [tokens, in, out, in_turn] :
        {std::tuple<std::int64_t, std::int64_t, std::int64_t, bool>{640, 264, 5128, true},
-        {256, 2560, 520, false},
+        {256, 2560, 520, true},
         {512, 520, 10248, false}}) {
     CAPTURE(tokens, out);
     CHECK(cuda::linear_tiles_plan(cuda::kH200, tokens, out).shape.in_turn == in_turn);
