@@ -88,8 +88,10 @@ def spread(times_us, per=1):
 
 def one_line(error):
     """An exception's kind and its first line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
+    text = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A first line that ends in a colon says nothing by itself.
+    first = " ".join(text[:2]) if text and text[0].endswith(":") else text[0] if text else "no message"
+    return f"{type(error).__name__}: {first}"[:300]
 
 
 def run_program(command, timeout_s):

@@ -108,21 +108,24 @@ class DeviceLayers {
     return all;
   }
 
-  std::vector<cuda::PersistentLayer> layers;
-  View<std::int32_t, 1> positions, kv_len;
-
- private:
+  /// Memory that lasts as long as this object.
   void* allocate(std::int64_t bytes) {
     Result<cuda::DeviceMemory> memory = cuda::DeviceMemory::create(context_, std::size_t(bytes), "a test's tensor");
     require_ok(memory.status());
     memory_.push_back(std::move(*memory));
     return memory_.back().data();
   }
+  /// The same with the host's bytes.
   const void* copy(const void* host, std::int64_t bytes) {
     void* const device = allocate(bytes);
     require_ok(cuda::copy_to_device(context_, device, host, std::size_t(bytes)));
     return device;
   }
+
+  std::vector<cuda::PersistentLayer> layers;
+  View<std::int32_t, 1> positions, kv_len;
+
+ private:
   template <int Rank>
   AnyView<Rank> place(DType dtype, std::array<std::int64_t, Rank> shape) {
     AnyView<Rank> view(nullptr, shape, dtype);

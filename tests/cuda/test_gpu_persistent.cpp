@@ -474,17 +474,18 @@ class DeviceEnds {
  public:
   static constexpr std::int64_t vocab = 1031;
 
-  DeviceEnds(const cuda::Context& c, const HostLayers& host, const DeviceLayers& on)
-      : context_(c), batch_(host.load.batch) {
+  DeviceEnds(const cuda::Context& c, const HostLayers& host, DeviceLayers& on) : context_(c), batch_(host.load.batch) {
     const ModelConfig& m = host.config;
     const auto matrix = [&](const char* name) {
-      return ConstAnyView<2>(copy(activations(m.dtype, {vocab, m.hidden_size}, name)), {vocab, m.hidden_size}, m.dtype);
+      const Tensor host_matrix = activations(m.dtype, {vocab, m.hidden_size}, name);
+      return ConstAnyView<2>(on.copy(host_matrix.data(), host_matrix.size_bytes()), {vocab, m.hidden_size}, m.dtype);
     };
     const auto vector = [&](const char* name) {
-      return ConstAnyView<1>(copy(activations(m.dtype, {m.hidden_size}, name)), {m.hidden_size}, m.dtype);
+      const Tensor host_vector = activations(m.dtype, {m.hidden_size}, name);
+      return ConstAnyView<1>(on.copy(host_vector.data(), host_vector.size_bytes()), {m.hidden_size}, m.dtype);
     };
     const auto words = [&] {
-      return View<std::int32_t, 1>{static_cast<std::int32_t*>(allocate(batch_ * 4)), {batch_}};
+      return View<std::int32_t, 1>{static_cast<std::int32_t*>(on.allocate(batch_ * 4)), {batch_}};
     };
     ends = cuda::PersistentEnds{.embed_in = matrix("embed_in"),
                                 .final_layer_norm = {vector("gamma"), vector("beta")},
@@ -493,7 +494,7 @@ class DeviceEnds {
                                 .positions = on.positions,
                                 .kv_len = on.kv_len,
                                 .chosen = words()};
-    logits = AnyView<2>(allocate(batch_ * vocab * 2), {batch_, vocab}, m.dtype);
+    logits = AnyView<2>(on.allocate(batch_ * vocab * 2), {batch_, vocab}, m.dtype);
   }
 
   void set_ids(const std::vector<std::int32_t>& ids) {
@@ -521,21 +522,8 @@ class DeviceEnds {
   AnyView<2> logits;
 
  private:
-  void* allocate(std::int64_t bytes) {
-    Result<cuda::DeviceMemory> memory = cuda::DeviceMemory::create(context_, std::size_t(bytes), "a test's tensor");
-    require_ok(memory.status());
-    memory_.push_back(std::move(*memory));
-    return memory_.back().data();
-  }
-  const void* copy(const Tensor& from) {
-    void* const device = allocate(from.size_bytes());
-    require_ok(cuda::copy_to_device(context_, device, from.data(), std::size_t(from.size_bytes())));
-    return device;
-  }
-
   cuda::Context context_;
   std::int64_t batch_;
-  std::vector<cuda::DeviceMemory> memory_;
 };
 
 PersistentKernel kernel_of_tokens(Plans plans, const cuda::Context& c, const DeviceLayers& on, const DeviceEnds& ends) {
@@ -620,6 +608,7 @@ TEST_CASE("persistent: a launch of many tokens ends where the host asks for no m
   DeviceEnds ends(c, host, on);
   PersistentKernel kernel = kernel_of_tokens(Plans::own, c, on, ends);
   on.set_kv_len(lengths(load, 40));
+  ends.set_ids(std::vector<std::int32_t>(std::size_t(batch), 7));
   const std::int64_t most = PersistentKernel::most_tokens();
   const auto number = kernel.enqueue_tokens(c.stream(), most, ends.logits);
   require_ok(number.status());
@@ -654,6 +643,7 @@ TEST_CASE("persistent: a choice that no block publishes is an error, and the nex
   DeviceEnds ends(c, host, on);
   PersistentKernel kernel = kernel_of_tokens(Plans::own, c, on, ends);
   on.set_kv_len({40});
+  ends.set_ids({7});
   require_ok(kernel.set_probe({.withheld_layer = 3, .withheld_site = "embed_out", .wait_limit_ms = 20}));
   require_ok(kernel.enqueue_tokens(c.stream(), 4, ends.logits).status());
   require_cuda(cudaDeviceSynchronize());
