@@ -172,6 +172,8 @@ class Rows(Files):
     def test_an_error_is_one_line(self):
         self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
         self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
+        raised = OSError("it raised:\n\n  no compiler\nmore")
+        self.assertEqual(bench_peers.one_line(raised), "OSError: it raised: no compiler")
 
 
 def model_row(system, total_ms, **fields):
