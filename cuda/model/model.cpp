@@ -208,7 +208,7 @@ const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) {
   State& s = *state_;
   s.lengths.set(slot, 0);
-  // No step can ask any more for what a launch makes of this slot.
+  // The next step has no token of this slot: what a launch makes beyond this point is not wanted.
   if (std::any_of(s.ahead.begin(), s.ahead.end(), [&](const Token& t) { return t.slot == slot; })) s.end_launch();
 }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }

@@ -55,7 +55,7 @@ Status Model::State::run_ahead(std::span<const Draw> draws) {
     return {};
   }
   if (!kernel_chooses(draws)) return run_next(draws, Start::follows);
-  // The steps that may follow: a step at a position appends the entry of that position.
+  // How many more steps the sequences' limits and the cache leave room for: each appends one entry.
   const auto in_flight = std::int64_t(end_token - next_token);
   std::int64_t left = kLaunchTokens;
   for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});

@@ -235,8 +235,9 @@ struct Model::State {
 
   // Of the persistent impl.
   std::optional<PersistentKernel> whole;
-  // Tokens of launches of many: `next_token` is that of the step in `ahead`, and those from `end_token` on are on no
-  // launch. `last_token` is that of the step before, whose tokens are `last_tokens`.
+  // The kernel numbers the tokens of its launches. `next_token` is the number of the step in `ahead`, and `end_token` is
+  // one past the last number that was launched. `last_token` is the number of the step that was asked for last, where a
+  // launch of many tokens has made it; that step's tokens are `last_tokens`.
   unsigned next_token = 0, end_token = 0;
   std::optional<unsigned> last_token;
   std::vector<Token> last_tokens;

@@ -32,7 +32,7 @@ _METHODS = ("forward", "generate", "_prepare_generation_config")
 # What generate() makes the masks and the positions of its steps with. Others may put theirs in place of the first, as
 # peft does: steps are then looked at one by one.
 _FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# What a running generate() is told of; others may put theirs in place of these.
+# Methods by which the loop learns of a generate() call. Where other code has replaced one, the loop is not used.
 _TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
 # Transformers' greedy loop, by the names of its versions: a class with another one keeps it.
 _LOOP = tuple(
