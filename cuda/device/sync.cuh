@@ -112,7 +112,7 @@ __device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
   return bits;
 }
 
-/// Stores eight bytes to the host's memory; the host sees all of them or none.
+/// Store eight or four bytes to the host's memory. The host sees all of them or none.
 __device__ inline void store_for_host(std::uint64_t* to, std::uint64_t bits) {
   asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
 }

@@ -208,7 +208,7 @@ const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) {
   State& s = *state_;
   s.lengths.set(slot, 0);
-  // The next step has no token of this slot: what a launch makes beyond this point is not wanted.
+  // The step that runs ahead has a token of this slot, so that the next step cannot be that one.
   if (std::any_of(s.ahead.begin(), s.ahead.end(), [&](const Token& t) { return t.slot == slot; })) s.end_launch();
 }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }

@@ -5,7 +5,7 @@
 namespace cf::cuda {
 namespace {
 
-/// Tokens of a launch. The host asks a launch to end where a sequence does; what it has made beyond that is lost.
+/// Tokens of a launch. Where a sequence ends the host asks the launch to end, too; the tokens made meanwhile are lost.
 constexpr std::int64_t kLaunchTokens = 32;
 
 /// Whether a draw takes the highest logit itself.
@@ -60,7 +60,7 @@ Status Model::State::run_ahead(std::span<const Draw> draws) {
   std::int64_t left = kLaunchTokens;
   for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});
   std::vector<Token> next = tokens_after(draws);
-  // A launch follows the one before without a gap where it comes one token early.
+  // The next launch is enqueued while the last one still has a token to make, so that the device does not wait.
   if (in_flight <= 1 && left > 0) {
     const Where to = next_place();
     CF_TRY(keep_logits(next, to));

@@ -61,7 +61,7 @@ inline constexpr int kPlaces = 3;
 enum class Start { placed, follows, chooses };
 inline constexpr int kStarts = 3;
 
-/// What a choice has told the host while it is on its way.
+/// What `told` holds until the device has made the choice.
 inline constexpr std::int32_t kNotChosen = -2;
 
 struct Model::State {

@@ -32,7 +32,8 @@ class Arena {
   std::size_t bytes_ = 0;
 };
 
-/// Refuses a tensor without data, or of another shape or dtype. `owner` and `name` stand in the refusal:
+/// Refuses a tensor that has no data, or whose shape or dtype is not the expected one. The message names `owner` and
+/// `name`:
 /// "kv_cache: 'k_cache' has shape ...".
 template <int Rank>
 Status check_source(std::string_view owner, const std::string& name, const ConstAnyView<Rank>& tensor,

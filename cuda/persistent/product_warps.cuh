@@ -54,7 +54,7 @@ class ProductWarps {
     publish_best();
     const bool is_last = block.token + 1 == c.token.count;
     if (is_last && blockIdx.x != 0) return false;
-    // Nobody reads these of the token before any more.
+    // All product warps have passed the barrier: they do not read the last token's pointers and angles any more.
     block.bring_pointers(c.first_layer, block.token + 1, block.thread());
     const int* const positions = block.at<int>(c.layout.positions);
     store_angles(block, block.thread(), kProductThreads, [&](int s) { return positions[s] + block.token + 1; });

@@ -422,7 +422,7 @@ class Runner {
     }));
   }
 
-  /// Rows of logits in the device's memory.
+  /// Checks the memory of a device that the caller gives for logits (tokens, vocab), and returns its view.
   AnyView<2> logits_on_device(const MemoryTensor& tensor) const {
     const auto& [address, dtype, shape] = tensor;
     if (!leased_) refuse("logits: expected a model on a GPU, got one on the CPU");

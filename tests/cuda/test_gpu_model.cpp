@@ -515,7 +515,7 @@ TEST_CASE("decoder on the GPU: a launch of many tokens ends for stops, joiners, 
   CHECK(taken(d.finish(stopped)) == Finish::stop);
   CHECK(taken(d.ids(stopped)) == Ids(ids.begin(), std::find(ids.begin(), ids.end(), ids[9]) + 1));
   CHECK(std::equal(before.begin(), before.end(), ids_of_other.begin()));
-  // The entries of 20 ids and of 20 more fill the cache; one more id follows from the last.
+  // The prompt has 20 ids, the cache 40 entries: 20 new ids are appended, and the last entry gives one id more.
   CHECK(taken(d.finish(joined)) == Finish::failed);
   const Ids all = taken(d.ids(joined));
   REQUIRE(all.size() == 21);

@@ -39,7 +39,7 @@ class Parts(unittest.TestCase):
     def test_each_window_scores_what_the_one_before_has_not(self):
         self.assertEqual(eval_hf.windows(10, 4, 2), [(0, 4, 1), (2, 6, 4), (4, 8, 6), (6, 10, 8)])
         self.assertEqual(eval_hf.windows(5, 9, 9), [(0, 5, 1)])
-        # The first id of a window that begins where the last one ended has no prediction.
+        # A window that begins where the last one ended predicts nothing for its own first id.
         self.assertEqual(eval_hf.windows(10, 4, 4), [(0, 4, 1), (4, 8, 5), (8, 10, 9)])
         self.assertEqual(eval_hf.windows(9, 4, 4), [(0, 4, 1), (4, 8, 5)])
 

@@ -29,7 +29,7 @@ struct TilesCall {
 
 // Other devices' code has no use for what follows.
 #ifdef CF_HAVE_WGMMA
-/// Where a block's tile of a group begins.
+/// The first token and the first feature of a block's tile in a group.
 template <bool InTurn>
 struct Tile {
   int token, feature;

@@ -12,11 +12,13 @@ namespace cf::cuda {
 /// Up to this many tokens, whose rows and tiles an int counts.
 inline constexpr std::int64_t kLinearTilesTokens = std::int64_t(1) << 24;
 
-/// Whether a product goes to Hopper's tensor cores in this way, where the device has them. cuBLASLt keeps the products
-/// without GELU: on an H200 Pythia-2.8B's take it 30.2 us (QKV of 512 tokens), 37.5 us (dense of 2048) and 41.1 us
-/// (down of 512), and the best tiles of five widths 33.1, 40.0 and 47.0 us. It knows no GELU by erf: a pass over
-/// float32 sums follows its product, and both take 30.1, 53.1 and 199 us for 256, 512 and 2048 tokens, where tiles with
-/// an earlier, longer GELU took 27.8, 51.3 and 188 us.
+/// Whether tiles take a product, where the device has Hopper's tensor cores. They take products with GELU alone. On an
+/// H200, with Pythia-2.8B's sizes:
+///   without GELU cuBLASLt is faster. QKV of 512 tokens, dense of 2048 and down of 512 take 30.2, 37.5 and 41.1 us by
+///   cuBLASLt, and 33.1, 40.0 and 47.0 us by the best of five widths of tiles.
+///   with GELU tiles are faster, because cuBLASLt has no GELU by erf: a second pass over float32 sums does it. For 256,
+///   512 and 2048 tokens both passes take 30.1, 53.1 and 199 us, and tiles 27.8, 51.3 and 188 us. These tiles' GELU was
+///   erfcf(), which takes more instructions than gelu_erf().
 constexpr bool is_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                DType activation, bool packed, ops::Epilogue epilogue) {
   return arch.compute_capability == 90 && !packed && ops::is_gelu(epilogue) && tokens > kLinearWgmmaTokens &&

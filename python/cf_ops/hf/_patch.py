@@ -29,8 +29,8 @@ Model = Any
 _LOGGER = logging.getLogger("cf_ops.hf")
 _ATTRIBUTE = "_cf_ops"
 _METHODS = ("forward", "generate", "_prepare_generation_config")
-# What generate() makes the masks and the positions of its steps with. Others may put theirs in place of the first, as
-# peft does: steps are then looked at one by one.
+# Methods with which generate() makes the mask and the positions of each step. Where other code has replaced the first
+# one, as peft does, every step is checked.
 _FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Methods by which the loop learns of a generate() call. Where other code has replaced one, the loop is not used.
 _TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
