@@ -100,8 +100,8 @@ class LeasedRunner final : public ModelRunner {
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// forward() and step(), which write logits (tokens, vocab) to the device's memory. `stream` is CUDA's handle of a
-  /// stream of the device. The calls' work runs after what that stream holds, and before what it is given later. Neither
-  /// call waits for the device.
+  /// stream of the device. The calls' work runs after what that stream holds, and before what it is given later.
+  /// Neither call waits for the device.
   Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
                            std::uintptr_t stream);
   Status step_on_device(std::span<const Token> tokens, AnyView<2> logits, std::uintptr_t stream);

@@ -108,8 +108,8 @@ TEST_CASE("cf-model on the GPU: every impl steps to the oracle's ids, those of o
   }
   CHECK(printed["unfused"] == printed["graph"]);
   CHECK(printed["split"] == printed["layer"]);
-  // The persistent impl's final LayerNorm reads the residual stream in float32. That of split and layer reads the stream
-  // after its rounding to 16 bits, so their logits differ.
+  // The persistent impl's final LayerNorm reads the residual stream in float32. That of split and layer reads the
+  // stream after its rounding to 16 bits, so their logits differ.
   const auto ids = [](const std::string& text) { return text.substr(0, text.find("check of prompt")); };
   CHECK(ids(printed["persistent"]).find("3: ") != std::string::npos);
   CHECK(ids(printed["persistent"]) == ids(printed["layer"]));
