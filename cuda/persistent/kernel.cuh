@@ -36,8 +36,8 @@
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
 //
-// head       W_head: v h 2               the final LayerNorm, the    product warps, for all of   the block's best token of
-//            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               each sequence: 16 b
+// head       W_head: v h 2               the final LayerNorm, the    product warps, for all of   the block's best token
+//            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               of a sequence: 16 b
 //
 // Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought
 // the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended

@@ -1,5 +1,5 @@
 #pragma once
-// What the product warps of a block do in each phase: norms, products, attention; and the greedy choice behind the head.
+// What the product warps of a block do in each phase: norms, products, attention. Behind the head: the greedy choice.
 #include "core/sampling.hpp"
 #include "cuda/device/warp.cuh"
 #include "cuda/persistent/attention.cuh"
