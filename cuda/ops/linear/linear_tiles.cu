@@ -202,9 +202,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int width = shape_of<InTurn>.width, stages = linear_tiles_stages(width), blocks = InTurn ? 2 : 1;
   static_assert(width % kLinearTilesChunk == 0);
   extern __shared__ unsigned char smem[];
-  __shared__ std::uint64_t filled[stages], free[stages];
+  __shared__ std::uint64_t filled[stages], free[stages], half_stored;
   __shared__ alignas(16) float bias[2][width];
-  static_assert(sizeof filled + sizeof free + sizeof bias <= kLinearTilesStaticBytes);
+  static_assert(sizeof filled + sizeof free + sizeof half_stored + sizeof bias <= kLinearTilesStaticBytes);
   const WgmmaRing<width> ring{
       .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = stages};
   const int warp = threadIdx.x / 32, group = warp / 4, rank = cluster_rank();
@@ -215,6 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < stages) {
     init_barrier(filled + threadIdx.x, 1);
     init_barrier(free + threadIdx.x, kLinearTilesWarps / blocks * kLinearTilesBlocks);
+    if (threadIdx.x == 0) init_barrier(&half_stored, 128);
     publish_barriers();
   }
   wait_for_cluster();  // the other block's copies count at this block's barriers
@@ -269,9 +270,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int chunk = 0; chunk < row_chunks; ++chunk)
           store_chunk<width, blocks>(sum, row_chunks + chunk, half + chunk * kLinearTilesChunkFloats);
-        arrive_at_named_barrier(kTurnBarrier + 1 - group, kConsumers);
+        arrive(&half_stored);
       } else {
-        named_barrier(kTurnBarrier + group, kConsumers);
+        wait_barrier(&half_stored, 0);
       }
     }
     finish_chunks<T, width>(c.output, c.tokens, tile.token + warp_row + (is_own ? 0 : 64),
