@@ -41,6 +41,19 @@ bool starts_early(const Site& s, const LayerWeights& w) {
   return s.name != site::context.name;
 }
 
+/// Whether LinearSum takes the place of attention.dense and mlp.dense_4h_to_h. What lies between the two in the walk
+/// must not read attn_residual.
+bool takes_sums(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  if (m.traits.residual != Residual::parallel) return false;
+  bool takes = false;
+  const Status walked = for_each_site(m, w, t, with_linear_sum([&]<class Args>(const Site&, const Args& args) {
+                                        if constexpr (std::is_same_v<Args, LinearSum::Args>)
+                                          takes = linear_sum_plan(arch, args).second.grid > 0;
+                                        return Status();
+                                      }));
+  return walked && takes;
+}
+
 /// Whether a site is on the longer branch, the one through attention. The MLP's first product is the other branch: it
 /// fills the SMs that the longer branch leaves free.
 bool is_urgent(const Site& s) { return s.name != site::dense_h_to_4h.name; }
@@ -49,7 +62,7 @@ bool is_urgent(const Site& s) { return s.name != site::dense_h_to_4h.name; }
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   const bool few = takes_ln_qkv(arch, m, w, t);
-  return {.few = few, .side_by_side = few && attends_in_clusters(arch, t)};
+  return {.few = few, .sums = takes_sums(arch, m, w, t), .side_by_side = few && attends_in_clusters(arch, t)};
 }
 
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {

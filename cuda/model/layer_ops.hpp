@@ -5,6 +5,7 @@
 #include "core/model/layer.hpp"
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/rope_append.hpp"
+#include "cuda/ops/linear/linear_sum.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/launch_list.hpp"
 
@@ -13,6 +14,7 @@ namespace cf::cuda {
 /// How a layer's ops are chosen and launched.
 struct LayerOps {
   bool few = false;           // ln_qkv takes the place of the four sites from input_layernorm to kv_append
+  bool sums = false;          // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
   bool side_by_side = false;  // of LaunchMode, for every op
 };
 
@@ -38,15 +40,33 @@ auto with_rope_append(F f) {
   };
 }
 
+/// A visitor for a walk over sites: it calls f(site, args) with LinearSum, at mlp.dense_4h_to_h, in the place of
+/// attention.dense and of mlp.dense_4h_to_h.
+template <class F>
+auto with_linear_sum(F f) {
+  return [f, dense = ops::Linear::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {
+    if constexpr (std::is_same_v<Args, ops::Linear::Args>) {
+      if (site.name == site::dense.name) {
+        dense = args;
+        return {};
+      }
+      if (site.name == site::dense_4h_to_h.name) return f(site, LinearSum::Args{dense, args});
+    }
+    return f(site, args);
+  };
+}
+
 /// Calls f(args, mode) for every op of a layer, in order, and stops at the first Status that is not ok: for_each_site()
-/// with ln_qkv in the place of its parts where it takes the tokens, and else with rope_append in the place of its own.
+/// with ln_qkv in the place of its parts where it takes the tokens, and else with rope_append in the place of its own;
+/// with LinearSum where that takes the layer's weights.
 template <class F>
 Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const LayerOps ops = layer_ops(arch, m, w, t);
   if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
-  return for_each_site(m, w, t, with_rope_append([&](const Site& site, const auto& args) {
-                         return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
-                       }));
+  auto visit = with_rope_append([&](const Site& site, const auto& args) {
+    return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
+  });
+  return ops.sums ? for_each_site(m, w, t, with_linear_sum(visit)) : for_each_site(m, w, t, visit);
 }
 
 }  // namespace cf::cuda

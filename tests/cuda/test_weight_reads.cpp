@@ -123,6 +123,11 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   return launches;
 }
 
+Result<std::int64_t> launches_of(const Arch& arch, const cuda::LinearSum::Args& a, bool) {
+  REQUIRE(linear_sum_plan(arch, a).second.tokens == a.first.x.shape[0]);
+  return std::int64_t(1);
+}
+
 Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bool) {
   const auto d = ops::LnQkv::dims(a);
   const auto bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));

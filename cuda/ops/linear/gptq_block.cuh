@@ -22,6 +22,8 @@ namespace cf::cuda {
 ///   begin(element)          called early, after ready(): loads the rest of what the element needs
 ///   finish(element, sums)   takes each element once, with its rows' sums; where C.rows is 1, sums[1] is that of the
 ///                           neighbouring row, row ^ 1
+///   apart()                 only where the sums are of two products (LinearSum): finish(element, sums, others) then
+///                           takes those of the cluster's first block and those of its others
 /// A block runs for a few thousand cycles, and most of its code once. So what can be computed before ready() is
 /// computed there, while the block waits for x.
 template <class T, GptqConfig C, class Epilogue>

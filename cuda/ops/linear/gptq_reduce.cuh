@@ -46,7 +46,8 @@ class GptqPartial {
 
 /// The elements that a block finishes, each of C.rows rows of one token. A cluster's sums are in the order tile, token,
 /// row. The cluster's first block finishes all of them or, where they are many, each block its share: count_ elements,
-/// the first of which begins at sum first_own_. An Epilogue is that of gptq_block().
+/// the first of which begins at sum first_own_. An Epilogue is that of gptq_block(). Where it has apart(), the sums of
+/// the cluster's first block and those of the others are of two products, and the first block finishes all elements.
 template <class T, GptqConfig C, class Epilogue>
 class GptqElements {
  public:
@@ -146,34 +147,49 @@ class GptqElements {
     for (int p = 0; p < kGptqParts; ++p) add_few(of + p * tile_elements_, sum);
   }
 
+  /// Adds what block k of the cluster's other blocks sent.
+  __device__ void add_received(int k, int e, float (&sum)[C.rows]) const {
+    add_few(at_.received + k * plan_.share + e * C.rows, sum);
+  }
+  __device__ static void scale(float (&sum)[C.rows]) {
+#pragma unroll
+    for (float& s : sum) s *= GptqDecode<T>::unit;
+  }
+
   /// The sums of the cluster's blocks, added up in the ranks' order whichever block finishes.
   __device__ void sum_cluster(int e, float (&sum)[C.rows]) const {
     sum_block(first_own_ + e * C.rows, sum);
-    const auto add_received = [&](int k, float(&to)[C.rows]) {
-      add_few(at_.received + k * plan_.share + e * C.rows, to);
-    };
     if (shared_out_) {
       float before[C.rows] = {};
 #pragma unroll 1
-      for (int k = 0; k < warp_.rank; ++k) add_received(k, before);
+      for (int k = 0; k < warp_.rank; ++k) add_received(k, e, before);
 #pragma unroll
       for (int i = 0; i < C.rows; ++i) sum[i] = warp_.rank > 0 ? before[i] + sum[i] : sum[i];
     }
 #pragma unroll 1
-    for (int k = warp_.rank; k < plan_.split - 1; ++k) add_received(k, sum);
-#pragma unroll
-    for (float& s : sum) s *= GptqDecode<T>::unit;
+    for (int k = warp_.rank; k < plan_.split - 1; ++k) add_received(k, e, sum);
+    scale(sum);
   }
 
   /// Where one lane of a warp has an element, all its lanes call: elements of one row exchange sums with their
   /// neighbours.
   __device__ void finish_element(int e, bool exists, const Element& element) const {
     float sum[C.rows] = {};
-    if (e < count_) sum_cluster(e, sum);
-    if constexpr (C.rows == 1) {
+    if constexpr (requires { epilogue_.apart(); }) {
+      if (!exists) return;
+      float others[C.rows] = {};
+      sum_block(e * C.rows, sum);
+#pragma unroll 1
+      for (int k = 0; k < plan_.split - 1; ++k) add_received(k, e, others);
+      scale(sum);
+      scale(others);
+      epilogue_.finish(element, sum, others);
+    } else if constexpr (C.rows == 1) {
+      if (e < count_) sum_cluster(e, sum);
       const float both[] = {sum[0], __shfl_xor_sync(~0u, sum[0], 1)};
       if (exists) epilogue_.finish(element, both);
     } else {
+      if (e < count_) sum_cluster(e, sum);
       if (exists) epilogue_.finish(element, sum);
     }
   }

@@ -27,7 +27,7 @@ struct GptqWarp {
         rank(cluster_rank()),
         first_tile(cluster_index() * plan.tiles),
         tiles(min(plan.tiles, m.tiles - first_tile)),
-        slice(gptq_slice(plan, rank * kGptqParts + part)) {}
+        slice(gptq_slice(plan, (rank - plan.first_rank) * kGptqParts + part)) {}
 };
 
 /// A block's shared memory, as one warp sees it.

@@ -76,6 +76,7 @@ struct GptqPlan {
   int turns;                   // warps of a part
   int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two not below tokens
   int grid = 0, smem_bytes = 0;
+  int first_rank = 0;  // the cluster's first block that takes this matrix: LinearSum has two matrices
 };
 
 /// A part's columns: chunks [first, first + count) and the groups that they touch.
@@ -128,11 +129,42 @@ constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
 
-/// The plan for up to 16 tokens, or fewer where shared memory is short. The caller needs reserved_bytes of a block's
-/// shared memory, and reserved_bytes_a_token for each token, beside the plan's own. `grid` is 0 where the matrix has
-/// more than kGptqMaxColumns columns or shared memory has no room for one token.
+/// Shared memory that a kernel needs beside its plan's own.
+struct GptqReserved {
+  int bytes = 0, bytes_a_token = 0;
+};
+
+/// Deals `tiles` tiles to the clusters of p.split blocks, for p.tokens tokens or fewer where shared memory is short. The
+/// grid is 0 where it has no room for one token.
+constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, const GptqReserved& reserved,
+                               GptqPlan& p) {
+  // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
+  const int clusters = blocks_per_sm * arch.sm_count / p.split;
+  const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
+  p.tiles = (tiles + slots - 1) / slots;
+  p.grid = (tiles + p.tiles - 1) / p.tiles * p.split;
+  for (; p.tokens > 0; p.tokens /= 2) {
+    for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
+    // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
+    const int runs = p.tiles << p.token_bits;  // of 16 elements
+    p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
+    const bool far = p.tokens == 1 && p.turns == 1 && p.tiles >= kGptqManyTiles;
+    const GptqAhead ahead = far ? kGptqFarAhead : kGptqAhead;
+    for (p.stages = std::min((p.tiles + p.turns - 1) / p.turns, ahead.stages); p.stages > 0; --p.stages) {
+      p.early = std::min(p.stages, ahead.early);
+      p.smem_bytes = gptq_smem_bytes(p);
+      const int bytes = p.smem_bytes + reserved.bytes + p.tokens * reserved.bytes_a_token;
+      // A ring longer than kGptqAhead's must leave an SM room for all of its blocks.
+      if (bytes <= smem_per_block_bytes(arch, p.stages > kGptqAhead.stages ? blocks_per_sm : 1)) return;
+    }
+  }
+  p.grid = 0;
+}
+
+/// The plan for up to 16 tokens, or fewer where shared memory is short. `grid` is 0 where the matrix has more than
+/// kGptqMaxColumns columns or shared memory has no room for one token.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
-                             int reserved_bytes = 0, int reserved_bytes_a_token = 0) {
+                             const GptqReserved& reserved = {}) {
   GptqPlan p{.split = 1,
              .tiles = 0,
              .share = 0,
@@ -156,28 +188,44 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   // One token's product reads four chunks of every slice. Those that a shorter slice lacks are multiplied by zeros.
   const int stage_chunks = std::max(kGptqMaxChunks - 1, p.chunks + (p.longer > 0));
   p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
-  // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
-  const int clusters = blocks_per_sm * arch.sm_count / p.split;
-  const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
-  p.tiles = (m.tiles + slots - 1) / slots;
-  p.grid = (m.tiles + p.tiles - 1) / p.tiles * p.split;
-  for (; p.tokens > 0; p.tokens /= 2) {
-    for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
-    // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
-    const int runs = p.tiles << p.token_bits;  // of 16 elements
-    p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(turns) ? runs : (runs + p.split - 1) / p.split);
-    const bool far = p.tokens == 1 && turns == 1 && p.tiles >= kGptqManyTiles;
-    const GptqAhead ahead = far ? kGptqFarAhead : kGptqAhead;
-    for (p.stages = std::min((p.tiles + turns - 1) / turns, ahead.stages); p.stages > 0; --p.stages) {
-      p.early = std::min(p.stages, ahead.early);
-      p.smem_bytes = gptq_smem_bytes(p);
-      const int bytes = p.smem_bytes + reserved_bytes + p.tokens * reserved_bytes_a_token;
-      // A ring longer than kGptqAhead's must leave an SM room for all of its blocks.
-      if (bytes <= smem_per_block_bytes(arch, p.stages > kGptqAhead.stages ? blocks_per_sm : 1)) return p;
-    }
-  }
-  p.grid = 0;
+  deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, p);
   return p;
+}
+
+/// The plans of LinearSum's two products, which one launch makes. A cluster's first block takes the columns of the first
+/// matrix, the others those of the second. The first block finishes all elements.
+struct GptqSumPlan {
+  GptqPlan first, second;
+};
+
+/// The plans for up to kGptqRegisterTokens tokens. The grids are 0 where one launch cannot make both products: the
+/// matrices differ in their rows, the first has too many columns for one block or the second for the cluster's others,
+/// a group ends in the middle of a chunk, or one block cannot finish all elements.
+constexpr GptqSumPlan gptq_sum_plan(const Arch& arch, const GptqSizes& first, const GptqSizes& second,
+                                    std::int64_t tokens) {
+  const auto plan = [&](const GptqSizes& m) {
+    return gptq_plan(arch, m, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+  };
+  GptqSumPlan p{plan(first), plan(second)};
+  const bool fits = p.first.grid > 0 && p.second.grid > 0 && first.tiles == second.tiles && p.first.split == 1 &&
+                    p.second.split < kGptqMaxSplit && tokens <= kGptqRegisterTokens && first.halves_a_group % 2 == 0 &&
+                    second.halves_a_group % 2 == 0;
+  GptqPlan both = p.second;
+  if (fits) {
+    both.split += p.first.split;
+    both.tokens = int(tokens);
+    both.stage_bytes = std::max(p.first.stage_bytes, p.second.stage_bytes);
+    deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, both);
+  }
+  if (!fits || both.tokens < tokens || both.share < both.tiles * kGptqRows << both.token_bits) both.grid = 0;
+  both.first_rank = 1;
+  GptqPlan of_first = both;
+  of_first.chunks = p.first.chunks;
+  of_first.longer = p.first.longer;
+  of_first.halves_a_group = p.first.halves_a_group;
+  of_first.halves_magic = p.first.halves_magic;
+  of_first.first_rank = 0;
+  return {of_first, both};
 }
 
 /// Calls f with a value of the type of a 16-bit activation. Any other dtype is unimplemented.

@@ -56,7 +56,7 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
                                          std::int64_t tokens, std::int64_t weight_bytes) {
   const int a_token = ln_qkv_token_bytes(hidden, 2);
   const int norm_bytes = int(2 * hidden * weight_bytes);
-  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, norm_bytes, a_token), .smem_bytes = 0};
+  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, {norm_bytes, a_token}), .smem_bytes = 0};
   if (hidden > kMaxLnQkvHidden) p.product.grid = 0;
   p.smem_bytes = p.product.smem_bytes + norm_bytes + p.product.tokens * a_token;
   return p;

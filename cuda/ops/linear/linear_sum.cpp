@@ -1,0 +1,29 @@
+#include "cuda/ops/linear/linear_sum.hpp"
+
+namespace cf::cuda {
+namespace {
+
+const PackedWeight* packed_weight(const ops::Linear::Args& a) { return std::get_if<PackedWeight>(&a.linear.weight); }
+
+/// Whether a call's rows are packed in order and its elements are all of one dtype.
+bool is_plain(const ops::Linear::Args& a, const GptqLayout& layout) {
+  return layout.pairs == RopePairs{} && a.y.shape[1] % kLinearSumRows == 0 &&
+         (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);
+}
+
+}  // namespace
+
+GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
+  GptqSumPlan none{};
+  const PackedWeight* const weights[] = {packed_weight(a.first), packed_weight(a.second)};
+  if (!weights[0] || !weights[1] || a.second.residual.data != a.first.y.data || size_bytes(a.first.y.dtype) != 2 ||
+      a.second.y.dtype != a.first.y.dtype || a.second.y.shape != a.first.y.shape ||
+      a.second.epilogue != ops::Epilogue::residual || is_gelu(a.first.epilogue))
+    return none;
+  const Result<GptqLayout> first = gptq_layout(LinearSum::name, *weights[0]),
+                           second = gptq_layout(LinearSum::name, *weights[1]);
+  if (!first || !second || !is_plain(a.first, *first) || !is_plain(a.second, *second)) return none;
+  return gptq_sum_plan(arch, gptq_sizes(*first), gptq_sizes(*second), a.first.x.shape[0]);
+}
+
+}  // namespace cf::cuda
