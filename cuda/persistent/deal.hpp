@@ -36,16 +36,19 @@ struct LayerDeals {
         up(row_counts(intermediate, blocks)),
         out(row_counts(hidden, blocks)),
         vocab(row_counts(vocab_size, blocks)) {}
-  CF_HD constexpr Deal deal(Weight weight, int layer, int block) const {
+  /// The block with which a layer's first deal begins. A division: kernels ask for it once a layer.
+  CF_HD constexpr int start(int layer) const { return layer * (qkv.rest + up.rest + out.rest) % grid; }
+  /// The rows of a layer that begins with block `start`.
+  CF_HD constexpr Deal deal(Weight weight, int start, int block) const {
     const RowCounts& rows = weight == Weight::qkv ? qkv : weight == Weight::up ? up : out;
-    return deal(rows, layer, block, weight == Weight::qkv ? 0 : weight == Weight::up ? qkv.rest : qkv.rest + up.rest);
+    return deal(rows, start, block, weight == Weight::qkv ? 0 : weight == Weight::up ? qkv.rest : qkv.rest + up.rest);
   }
-  /// The rows of the LM head, which follows layer `layer` - 1.
-  CF_HD constexpr Deal head(int layer, int block) const { return deal(vocab, layer, block, 0); }
+  /// The rows of the LM head, whose deal begins with block `start`.
+  CF_HD constexpr Deal head(int start, int block) const { return deal(vocab, start, block, 0); }
 
  private:
-  CF_HD constexpr Deal deal(const RowCounts& rows, int layer, int block, int earlier_rest_in_layer) const {
-    int turn = block - layer * (qkv.rest + up.rest + out.rest) % grid - earlier_rest_in_layer;
+  CF_HD constexpr Deal deal(const RowCounts& rows, int start, int block, int earlier_rest_in_layer) const {
+    int turn = block - start - earlier_rest_in_layer;
     while (turn < 0) turn += grid;
     return {.first = turn * rows.each + (turn < rows.rest ? turn : rows.rest), .count = rows.each + (turn < rows.rest)};
   }

@@ -20,23 +20,23 @@ struct Product {
   int first, count;  // the phase's rows, counted within the deal
   Deal deal;
 
-  /// `part` counts the parts of the LM head.
-  __device__ Product(const PersistentArguments& c, Phase phase, int layer, int part = 0)
+  /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
+  __device__ Product(const PersistentArguments& c, Phase phase, int start, int part = 0)
       : columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
         slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
         slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
         first(0),
-        deal(phase == Phase::head ? c.deals.head(layer, int(blockIdx.x))
-                                  : c.deals.deal(weight_of(phase), layer, int(blockIdx.x))) {
+        deal(phase == Phase::head ? c.deals.head(start, int(blockIdx.x))
+                                  : c.deals.deal(weight_of(phase), start, int(blockIdx.x))) {
     const int up_first = rows_before_attention(c.plan, deal.count);
     count = phase == Phase::up_first ? up_first : deal.count;
     if (phase == Phase::up_rest) first = up_first, count -= up_first;
     if (phase == Phase::head) first = part * c.plan.head_rows, count = min(deal.count - first, c.plan.head_rows);
   }
   /// How many parts a phase's product has.
-  static __device__ int parts(const PersistentArguments& c, Phase phase, int layer) {
+  static __device__ int parts(const PersistentArguments& c, Phase phase, int start) {
     if (phase != Phase::head) return 1;
-    return (c.deals.head(layer, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
+    return (c.deals.head(start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
   }
   static __device__ Weight weight_of(Phase phase) {
     switch (phase) {

@@ -27,6 +27,7 @@ class ProductWarps {
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
     layer = number;
+    start = c.deals.start(layer);
     const PhaseOrder phases = c.phases_of(layer);
 #pragma unroll 1
     for (int step = 0; step < phases.count; ++step) {
@@ -38,7 +39,7 @@ class ProductWarps {
         continue;
       }
       if (!prepare(phase)) return false;
-      const int parts = Product::parts(c, phase, layer);
+      const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
       for (int part = 0; part < parts; ++part)
         if (!multiply(phase, part)) return false;
@@ -160,7 +161,7 @@ class ProductWarps {
   /// The phase's product and its epilogue. A warp that owns whole rows finishes them itself. Where rows are sliced, all
   /// product warps first wait for each other.
   __device__ bool multiply(Phase phase, int part) {
-    const Product product(c, phase, layer, part);
+    const Product product(c, phase, start, part);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const Sums<Tiles> sums(block, product, warp);
     const bool own_rows = sums.warps_own_rows(product);
@@ -418,7 +419,7 @@ class ProductWarps {
   const PersistentArguments& c;
   RingReader<Tiles ? 1 : 2> reader;
   int ring_stages = 0;  // stages that the ring has brought before this phase
-  int layer = 0;
+  int layer = 0, start = 0;  // the layer, and the block with which its deals begin
 };
 
 }  // namespace cf::cuda

@@ -66,6 +66,7 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
 #pragma unroll 1
     for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) {
       pointers.begin(layer);
+      const int start = c.deals.start(layer);
       const PhaseOrder phases = c.phases_of(layer);
 #pragma unroll 1
       for (int step = 0; go && step < phases.count; ++step) {
@@ -75,11 +76,11 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
                stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
           continue;
         }
-        const int parts = Product::parts(c, phase, layer);
+        const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
           go =
-              stream_product<Tiles>(writer, Product(c, phase, layer, part), pointers.matrix(Product::weight_of(phase)));
+              stream_product<Tiles>(writer, Product(c, phase, start, part), pointers.matrix(Product::weight_of(phase)));
       }
     }
   writer.drain();

@@ -230,7 +230,7 @@ TEST_CASE("persistent: rows are dealt once each, and as evenly as can be") {
                                               {Weight::down, s.hidden, s.intermediate}}) {
         std::vector<int> dealt(std::size_t(rows), 0);
         for (int block = 0; block < s.grid; ++block) {
-          const Deal d = deals.deal(of, layer, block);
+          const Deal d = deals.deal(of, deals.start(layer), block);
           for (int i = 0; i < d.count; ++i) ++dealt.at(std::size_t(d.row(i)));
           read[std::size_t(block)] += long(d.count) * columns;
         }
