@@ -201,7 +201,7 @@ class _Like(NamedTuple):
     numbers: tuple[object, ...]
 
 
-def _known(op: str, given: str, **numbers: type) -> _core.KnownCalls:
+def _known_calls(op: str, given: str, **numbers: type) -> _core.KnownCalls:
     """The known calls of an op. ``given`` are the names of its tensors in the order of its calls."""
     names, states = given.split(), _states(op)
     kinds = [(name, kind is int) for name, kind in numbers.items()]
@@ -401,12 +401,23 @@ class _CudaCall(Generic[T]):
             ]
         bound.run(index, stream, addresses, self.scalars, packed, allocate)
         if like is not None and use_torch():
-            weights = [list(self._gptq).index(prefix) for prefix in bound.gptq]
-            values = tuple(self.scalars[name] for name in like.known.numbers)
-            sizes = [(tuple(t.shape), t.stride()) for t in made]
-            out = made[0].dtype if made else tensor.dtype
-            like.known.remember(like.given, like.fixed, like.numbers, values, bound, weights, sizes, out, allocate)
+            self._remember(like, bound, [(tuple(t.shape), t.stride()) for t in made], [t.dtype for t in made])
         return tuple(made)
+
+    def remember(self, like: _Like, output: Any) -> None:
+        """Lets later calls that are like this one be known. They make one tensor like ``output``, whose elements are
+        those of the op's own."""
+        if use_torch():
+            bound, _ = self._signature.bound(None, torch_name(output.dtype))
+            self._remember(like, bound, [(tuple(output.shape), output.stride())], [output.dtype])
+
+    def _remember(
+        self, like: _Like, bound: _core.BoundOp, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]], dtypes: list[Any]
+    ) -> None:
+        weights = [list(self._gptq).index(prefix) for prefix in bound.gptq]
+        values = tuple(self.scalars[name] for name in like.known.numbers)
+        dtype, allocate = dtypes[0] if dtypes else None, _device.prepare_ops(self._index)
+        like.known.remember(like.given, like.fixed, like.numbers, values, bound, weights, sizes, dtype, allocate)
 
 
 def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> _Call[T] | _CudaCall[T]:
@@ -461,19 +472,20 @@ def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDAr
     return cos, sin
 
 
-_EMBEDDING = _known("embedding", "ids table")
-_LAYERNORM = _known("layernorm", "x gamma beta", eps=float)
-_LAYERNORM_RESIDUAL = _known("layernorm_residual", "x residual gamma beta", eps=float)
-_RESIDUAL_LAYERNORM = _known("residual_layernorm", "x a b gamma beta", eps=float)
-_DUAL_LAYERNORM = _known("dual_layernorm", "x gamma1 beta1 gamma2 beta2", eps=float)
-_LINEAR = _known("linear", "x weight bias residual")
-_ROPE = _known("rope", "qkv cos sin positions")
-_KV_APPEND = _known("kv_append", "k v kv_len k_cache v_cache")
-_ROPE_APPEND = _known("rope_append", "qkv cos sin positions kv_len k_cache v_cache")
-_LN_QKV = _known("ln_qkv", "x gamma beta weight bias cos sin positions kv_len k_cache v_cache", eps=float)
-_LN_QKV_HEADS = _known("ln_qkv_heads", "x gamma beta weight bias", eps=float)
-_ATTENTION = _known("attention", "q k_cache v_cache kv_len", scale=float, max_kv_len=int)
-_DECODE_LAYER = _known("decode_layer", "hidden positions kv_len cos sin k_cache v_cache weights", max_kv_len=int)
+_EMBEDDING = _known_calls("embedding", "ids table")
+_LAYERNORM = _known_calls("layernorm", "x gamma beta", eps=float)
+_LAYERNORM_RESIDUAL = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
+_LAYERNORM_RESIDUAL_ROWS = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
+_RESIDUAL_LAYERNORM = _known_calls("residual_layernorm", "x a b gamma beta", eps=float)
+_DUAL_LAYERNORM = _known_calls("dual_layernorm", "x gamma1 beta1 gamma2 beta2", eps=float)
+_LINEAR = _known_calls("linear", "x weight bias residual")
+_ROPE = _known_calls("rope", "qkv cos sin positions")
+_KV_APPEND = _known_calls("kv_append", "k v kv_len k_cache v_cache")
+_ROPE_APPEND = _known_calls("rope_append", "qkv cos sin positions kv_len k_cache v_cache")
+_LN_QKV = _known_calls("ln_qkv", "x gamma beta weight bias cos sin positions kv_len k_cache v_cache", eps=float)
+_LN_QKV_HEADS = _known_calls("ln_qkv_heads", "x gamma beta weight bias", eps=float)
+_ATTENTION = _known_calls("attention", "q k_cache v_cache kv_len", scale=float, max_kv_len=int)
+_DECODE_LAYER = _known_calls("decode_layer", "hidden positions kv_len cos sin k_cache v_cache weights", max_kv_len=int)
 
 
 @_op
@@ -734,6 +746,21 @@ def decode_layer(
     call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
     return LayerOutputs(*call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
+
+
+def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:
+    """layernorm_residual of x and residual of any number of dimensions, gamma and beta: a tensor like x, where the call
+    is like one that remember_rows() was given; else None."""
+    return _LAYERNORM_RESIDUAL_ROWS.run(given, None, (eps,))
+
+
+def remember_rows(given: tuple[Any, ...], eps: float, output: Any) -> None:
+    """Lets calls be known that are like one which has made ``output`` on a GPU."""
+    x, residual, gamma, beta = given
+    rows = [tensor.view(-1, tensor.shape[-1]) for tensor in (x, residual)]
+    tensors = {"x": rows[0], "residual": rows[1], "gamma": gamma, "beta": beta}
+    call: _CudaCall[Any] = _CudaCall("layernorm_residual", rows[0], tensors, {"eps": eps})
+    call.remember(_Like(_LAYERNORM_RESIDUAL_ROWS, given, None, (eps,)), output)
 
 
 def _rows(weight: _Weight) -> int:

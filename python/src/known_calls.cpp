@@ -152,7 +152,7 @@ bool KnownCalls::read(const nb::tuple& given, const nb::tuple& numbers, Given& f
     if (!found.add(kDict)) return false;
   }
   for (const std::size_t place : states_)
-    if (place >= given.size() || Torch::requires_grad(given[place])) return false;
+    if (place >= given.size() || nb::handle(given[place]).is_none() || Torch::requires_grad(given[place])) return false;
   for (std::size_t i = 0; i < numbers_.size(); ++i) {
     const bool is_left_out = nb::handle(numbers[i]).is_none();
     if (!found.add(is_left_out ? kLeftOut : kGiven)) return false;
@@ -260,7 +260,7 @@ void bind_known_calls(nb::module_& m) {
            "Launches a call like one that is known on torch's current stream, and returns its outputs: a tensor, or a "
            "tuple of another number of them. None for any other call, of which nothing is launched.")
       .def("remember", &KnownCalls::remember, "given"_a, "fixed"_a.none(), "numbers"_a, "values"_a, "bound"_a,
-           "weights"_a, "outputs"_a, "dtype"_a, "allocate"_a,
+           "weights"_a, "outputs"_a, "dtype"_a.none(), "allocate"_a,
            nb::sig("def remember(self, given: tuple[object, ...], fixed: object, numbers: tuple[object, ...], values: "
                    "tuple[object, ...], bound: BoundOp, weights: collections.abc.Sequence[int], outputs: "
                    "list[tuple[tuple[int, ...], tuple[int, ...]]], dtype: "
