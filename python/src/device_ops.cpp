@@ -7,6 +7,7 @@
 #include <utility>
 #include <variant>
 
+#include "cuda/model/decode_layer.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/token_rows.hpp"
 #include "cuda/ops/linear/gemm.hpp"
@@ -117,12 +118,10 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t
 #undef CF_OP
 
 Status run_on_device(const RowsLayer& args, const DeviceStream& at) {
-  const LayerTensors& t = args.layer.t;
-  const cuda::TokenRows rows{.k = args.k_rows, .v = args.v_rows};
-  return run(at, {}, [&](cuda::LaunchList& launches) -> Status {
-    CF_TRY(cuda::add_turned_rows(rows, args.turned, t.k_cache, t.v_cache, launches));
-    CF_TRY(cuda::prepare(args.layer, launches));
-    return cuda::add_stored_row(t.k, t.v, rows, args.stored, launches);
+  const cuda::TokenRows rows{.k = args.k_rows, .v = args.v_rows, .first = args.first, .last = args.last};
+  return run(at, {}, [&](cuda::LaunchList& launches) {
+    return cuda::prepare_layer(
+        args.layer, launches, [&](const ops::KvAppend::Args& append) { return cuda::prepare(append, rows, launches); });
   });
 }
 

@@ -49,8 +49,8 @@ class DeviceBlock {
 struct RowsLayer {
   ops::DecodeLayer::Args layer{};
   AnyView<2> k_rows{}, v_rows{};
-  std::int64_t turned = 0;  // the first so many rows go into the layer's cache before the layer runs
-  std::int64_t stored = 0;  // the row that the layer's k and v are stored in
+  std::int64_t first = 0;  // rows first .. last - 1 are no entries of the layer's cache yet, and become some
+  std::int64_t last = 0;   // the token's row, in which its k and v are stored
 };
 /// Launches it on tensors of the device, as run_on_device() does.
 Status run_on_device(const RowsLayer& args, const DeviceStream& at);

@@ -21,7 +21,7 @@ std::atomic<int> measured = 0;
 
 /// The class of GPTQ weights, and the names of what they are made of.
 struct WeightClass {
-  nb::handle type;
+  nb::handle type;  // borrowed: to hold it for ever would hold its module, and all that its functions know
   std::array<nb::handle, 4> parts;
   std::array<nb::handle, 3> scalars;
   nb::handle forms, version;
@@ -274,7 +274,7 @@ void bind_known_calls(nb::module_& m) {
       "use_torch",
       [](const nb::module_& torch, const nb::object& weight) {
         if (!weight_class.type.is_valid())
-          weight_class = {.type = nb::object(weight).release(),
+          weight_class = {.type = weight,
                           .parts = {interned("qweight"), interned("qzeros"), interned("scales"), interned("g_idx")},
                           .scalars = {interned("bits"), interned("group_size"), interned("zero_offset")},
                           .forms = interned("_forms"),

@@ -209,8 +209,8 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   const std::array<std::int64_t, 2> rows{call[kKRows].shape[0], s.hidden_size};
   point_at(args.k_rows, call[kKRows].address, rows);
   point_at(args.v_rows, call[kVRows].address, rows);
-  args.turned = !own.is_none() && valid == tokens ? 0 : tokens;
-  args.stored = tokens;
+  args.first = !own.is_none() && valid == tokens ? tokens : 0;
+  args.last = tokens;
   check([&] {
     const nb::gil_scoped_release release;
     return run_on_device(args, {device, *stream});
