@@ -203,7 +203,8 @@ def op_calls(dtype="float16"):
         for bits in (0, 4) if quantised else (0,):
             given = selfcheck.on_gpu(selfcheck.arguments(op, "float64", bits), dtype)
             name = f"ops.{op}" + (f", {bits} bits" if bits else "")
-            calls[name] = functools.partial(getattr(ops, op), **given)
+            # Names as a program's own calls have them: Python finds other texts slowly.
+            calls[name] = functools.partial(getattr(ops, op), **{sys.intern(n): value for n, value in given.items()})
     for op in torch_ops.__all__:
         if op == "fused_layernorm_residual":  # a function around a registered op
             shapes = ((1, 4, 96), (1, 4, 96), (96,), (96,))

@@ -244,8 +244,8 @@ class _Call(Generic[T]):
     def run(
         self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None, like: _Like | None = None
     ) -> tuple[T, ...]:
-        """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``. A later
-        call on a GPU that is like this one, as ``like`` says, is known then."""
+        """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``. A
+        later call on a GPU that is like this one, as ``like`` says, is known then."""
         made = {name: empty(shape, self.like, dtype) for name, shape in {**self._outputs, **(shapes or {})}.items()}
         for name, tensor in made.items():
             self._add(name, tensor)
