@@ -152,7 +152,7 @@ bool KnownCalls::read(const nb::tuple& given, const nb::tuple& numbers, Given& f
     if (!found.add(kDict)) return false;
   }
   for (const std::size_t place : states_)
-    if (place >= given.size() || nb::handle(given[place]).is_none() || Torch::requires_grad(given[place])) return false;
+    if (place >= given.size() || Torch::may_require_grad(given[place])) return false;
   for (std::size_t i = 0; i < numbers_.size(); ++i) {
     const bool is_left_out = nb::handle(numbers[i]).is_none();
     if (!found.add(is_left_out ? kLeftOut : kGiven)) return false;

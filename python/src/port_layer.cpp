@@ -117,7 +117,7 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   const ModelShape& s = model_.shape;
   if (s.head_dim % 8 || !fits(s, call)) return nb::none();
   for (const Place rows : {kKRows, kVRows})
-    if (Torch::requires_grad(given[std::size_t(rows)])) return nb::none();
+    if (Torch::may_require_grad(given[std::size_t(rows)])) return nb::none();
   int overflow = 0;
   const std::int64_t tokens = PyLong_AsLongLongAndOverflow(length.ptr(), &overflow);
   if (overflow || tokens < 0 || tokens >= call[kKRows].shape[0]) return nb::none();
@@ -230,7 +230,7 @@ void bind_port_layer(nb::module_& m) {
       .def(nb::init<const std::string&>(), "config"_a, "`config` is the text of a config.json.")
       .def("use_numbers", &PortLayer::use_numbers, "device"_a, "address"_a, "most"_a,
            "Lets calls read the numbers 0 .. most, int32 in the GPU's memory at this address for ever.")
-      .def("run", &PortLayer::run, "given"_a, "length"_a, "own"_a.none(), "valid"_a,
+      .def("run", &PortLayer::run, "given"_a, "length"_a.none(), "own"_a.none(), "valid"_a,
            nb::sig("def run(self, given: tuple[object, ...], length: object, own: tuple[object, object] | None, valid: "
                    "int) -> tuple[typing.Any, typing.Any, typing.Any] | None"),
            doc.c_str());

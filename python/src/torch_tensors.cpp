@@ -109,6 +109,8 @@ nb::object Torch::empty(const nb::tuple& sizes, const nb::tuple& strides, nb::ha
   return take(like.attr("new_empty")(sizes, nb::arg("dtype") = dtype));
 }
 
-bool Torch::requires_grad(nb::handle tensor) { return nb::object(tensor.attr("requires_grad")).ptr() != Py_False; }
+bool Torch::may_require_grad(nb::handle object) {
+  return nb::getattr(object, "requires_grad", nb::none()).ptr() != Py_False;
+}
 
 }  // namespace cf::python

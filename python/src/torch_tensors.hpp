@@ -37,8 +37,8 @@ class Torch {
   /// the GPU. Nothing where torch makes a tensor of another kind.
   nanobind::object empty(const nanobind::tuple& sizes, const nanobind::tuple& strides, nanobind::handle dtype,
                          nanobind::handle like, int device, TorchTensor& made) const;
-  /// Whether torch records a gradient for the tensor.
-  static bool requires_grad(nanobind::handle tensor);
+  /// Whether it is not sure that torch records no gradient for the object.
+  static bool may_require_grad(nanobind::handle object);
 
  private:
   friend bool use_torch(const nanobind::module_& torch);

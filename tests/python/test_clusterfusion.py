@@ -392,6 +392,7 @@ def test_what_does_not_look_right_is_checked(monkeypatch, device):
         ({"current_seq_len": -1}, ValueError, "current_seq_len must be 0 to 20, got -1"),
         ({"current_seq_len": 21}, ValueError, "current_seq_len must be 0 to 20, got 21"),
         ({"current_seq_len": 1.0}, TypeError, "current_seq_len must be an integer, got 1.0"),
+        ({"current_seq_len": None}, TypeError, "current_seq_len must be an integer, got None"),
         (
             {"ln_bias": torch.zeros(160, device="meta").half()},
             NotImplementedError,
@@ -433,7 +434,7 @@ def test_a_steps_refusals_on_a_gpu(device):
         with pytest.raises(ValueError, match="small graph_decode_step: " + message):
             calls.graph_decode_step(**{**step, **change})
         assert all(torch.equal(a, b) for a, b in zip(calls.graph_decode_step(**step), expected))
-    for bad in (True, 1.0, "1"):
+    for bad in (True, 1.0, "1", None):
         with pytest.raises(TypeError, match="current_seq_len must be an integer, got"):
             calls.graph_decode_step(**{**step, "current_seq_len": bad})
     step["k_cache"].requires_grad_()

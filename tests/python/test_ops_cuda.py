@@ -211,6 +211,22 @@ def test_a_bound_op_is_checked():
         bound.run(0, 0, [16] * 4, {"eps": "small"}, [], pytest.fail)
 
 
+def test_known_calls_and_a_ports_layer_leave_other_calls_alone(fake):
+    ops.use_torch()
+    known = _core.KnownCalls([("eps", False), ("most", True)], [0])
+    assert known.numbers == ["eps", "most"] and len(known) == 0
+    for given in ((), (None,), ([],), (np.zeros(2),), (torch.zeros(2),), (fake(2),), ({"x": torch.zeros(2)},), ({}, {})):
+        for fixed, numbers in ((None, (1e-5, 3)), (object(), (None, None)), ([], ()), ("", ("a", 2**70))):
+            assert known.run(given, fixed, numbers) is None
+    config = selfcheck.arguments("decode_layer", "float32")["config"]
+    layer = _core.PortLayer(config)
+    for given in ((), (torch.zeros(1, 96).half(),) * 17, (fake(1, 96),) * 17, (None,) * 17):
+        for length in (0, -1, 2**70, True, "1", None):
+            assert layer.run(given, length, None, 0) is None
+    with pytest.raises(ValueError, match="PortLayer"):
+        _core.PortLayer("{")
+
+
 @pytest.mark.parametrize("op", QUANTISED)
 def test_a_bound_op_names_its_quantised_weights(op):
     tensors, scalars = _core.op_example(op, 4)
@@ -742,6 +758,7 @@ def test_any_change_of_a_known_call_is_checked(checks, op):
             "a subclass": value.as_subclass(type("Sub", (torch.Tensor,), {})),
             "an array": value.cpu().numpy(),
             "no tensor": [0.0],
+            "a dict": {},
             "none": None,
         }
         for what, changed in changes.items():
