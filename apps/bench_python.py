@@ -2,13 +2,15 @@
 """Times the Python package cf_ops on a GPU, beside Hugging Face and cf-model in the same run:
   model          generate() of Hugging Face's model as it is and with cf_ops.hf.speed_up(), greedy, and cf-model bench
                  on the same work; the ids of both are compared
-  ops            the host's time of a call of every op, cf_ops.ops and torch.ops.cf_ops, on small tensors
+  ops            a call of every op, cf_ops.ops and torch.ops.cf_ops, on small tensors: the host's time and the
+                 device's
   clusterfusion  a layer of ClusterFusion's Pythia port, and a step of its graph context: the time from call to call,
-                 and the host's time of one
+                 the host's time of one, and the device's
 
 Weights are random, in float16. TTFT and TPOT are the host's, defined as in cf-model bench. The host's time of a call
 ends when the call returns: it launches and does not wait. From call to call means many calls that follow each other,
-from the first one to the end of the device's work.
+from the first one to the end of the device's work. The device's time is that of calls which all wait in its queue
+before the first one starts, so that the host's time is no part of it.
 
 Prints markdown tables. Needs torch, transformers, the package cf_ops with the CUDA backend (pip install .), and
 cf-model.
@@ -39,8 +41,10 @@ from console import Refusal
 PARTS = ("model", "ops", "clusterfusion")
 # The models that ClusterFusion's port has calls for, and how their names begin.
 PORTED = {"pythia-2.8b": "pythia_2b8", "pythia-6.9b": "pythia_6b9"}
+LEAST_DELAY_CYCLES, MOST_DELAY_CYCLES = 1 << 24, 1 << 31  # of a GPU, about 8 ms and 1 s
 BLOCK = 50  # calls between two waits for the device: its queue does not fill, which would make the host wait
 THEIRS, OURS = "hf_generate", "speed_up"
+DEVICE_BLOCKS = 5  # blocks in which the device's time is taken
 
 
 # --- what needs no torch ---
@@ -80,21 +84,33 @@ def us(row, key):
     return f"{row[key]:.1f}" if key in row else ""
 
 
+def with_device(rows, heading, rule):
+    """The first lines of a table and the keys of its last columns: the device's time where any row has it."""
+    if not any("device_us" in row for row in rows):
+        return [heading, rule], ()
+    return [f"{heading} device us |", f"{rule}---:|"], ("device_us",)
+
+
 def host_table(rows):
-    """The lines of a Markdown table of the calls' times on the host."""
-    lines = ["| call | host us, median | 10 % | 99 % |", "|---|---:|---:|---:|"]
+    """The lines of a Markdown table of the calls' times on the host, and on the device."""
+    lines, device = with_device(rows, "| call | host us, median | 10 % | 99 % |", "|---|---:|---:|---:|")
     for row in rows:
-        cells = [us(row, key) for key in ("host_us", "host_p10_us", "host_p99_us")]
-        lines.append("| " + " | ".join([row["system"], *([row["error"], "", ""] if "error" in row else cells)]) + " |")
+        cells = [us(row, key) for key in ("host_us", "host_p10_us", "host_p99_us", *device)]
+        if "error" in row:
+            cells = [row["error"], *[""] * (len(cells) - 1)]
+        lines.append("| " + " | ".join([row["system"], *cells]) + " |")
     return lines
 
 
 def call_table(rows):
     """The same of ClusterFusion's calls, with the time from call to call."""
-    lines = ["| call | kv_len | us from call to call | host us, median |", "|---|---:|---:|---:|"]
+    heading, rule = "| call | kv_len | us from call to call | host us, median |", "|---|---:|---:|---:|"
+    lines, device = with_device(rows, heading, rule)
     for row in rows:
-        cells = [str(row.get("kv_len", "")), us(row, "call_us"), us(row, "host_us")]
-        lines.append("| " + " | ".join([row["system"], *(["", row["error"], ""] if "error" in row else cells)]) + " |")
+        cells = [us(row, key) for key in ("call_us", "host_us", *device)]
+        if "error" in row:
+            cells = [row["error"], *[""] * (len(cells) - 1)]
+        lines.append("| " + " | ".join([row["system"], str(row.get("kv_len", "")), *cells]) + " |")
     return lines
 
 
@@ -129,14 +145,41 @@ def block_us(call, calls):
     return times, (time.perf_counter_ns() - start) * 1e-3 / calls
 
 
+def device_us(call, calls, rewind=lambda: None):
+    """The device's time of a call, in microseconds: that of calls which follow each other without a gap, since the host
+    has launched all of them before the first one starts. None where the host does not get so far ahead."""
+    import torch
+
+    cycles = LEAST_DELAY_CYCLES
+    while cycles <= MOST_DELAY_CYCLES:
+        rewind()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        is_ahead = not start.query()
+        end.synchronize()
+        if is_ahead:
+            return start.elapsed_time(end) * 1e3 / calls
+        cycles *= 4
+    return None
+
+
 def timed_calls(call, calls, rewind=lambda: None):
     """The fields of a call: medians over blocks, each behind a rewind that is not timed. The first block warms up."""
-    host, call_to_call = [], []
+    host, call_to_call, on_device = [], [], []
     for _ in range(1 + -(-calls // BLOCK)):
         rewind()
         block = block_us(call, BLOCK)
         host.append(block[0])
         call_to_call.append(block[1])
+    for _ in range(DEVICE_BLOCKS):
+        time_us = device_us(call, BLOCK, rewind)
+        on_device += [] if time_us is None else [time_us]
+    device = {"device_us": bench_peers.spread(on_device)["median_us"]} if on_device else {}
     found = bench_peers.spread([time_us for block in host[1:] for time_us in block])
     return {
         "calls": BLOCK * (len(host) - 1),
@@ -144,6 +187,7 @@ def timed_calls(call, calls, rewind=lambda: None):
         "host_us": found["median_us"],
         "host_p10_us": found["p10_us"],
         "host_p99_us": found["p99_us"],
+        **device,
     }
 
 
@@ -159,7 +203,8 @@ def op_calls(dtype="float16"):
         for bits in (0, 4) if quantised else (0,):
             given = selfcheck.on_gpu(selfcheck.arguments(op, "float64", bits), dtype)
             name = f"ops.{op}" + (f", {bits} bits" if bits else "")
-            calls[name] = functools.partial(getattr(ops, op), **given)
+            # Names as a program's own calls have them: Python finds other texts slowly.
+            calls[name] = functools.partial(getattr(ops, op), **{sys.intern(n): value for n, value in given.items()})
     for op in torch_ops.__all__:
         if op == "fused_layernorm_residual":  # a function around a registered op
             shapes = ((1, 4, 96), (1, 4, 96), (96,), (96,))

@@ -1,17 +1,9 @@
-#include "core/ops/decode_layer.hpp"
-
-#include "cuda/ops/run.hpp"
-#include "cuda/runtime/check.hpp"
+#include "cuda/model/decode_layer.hpp"
 
 namespace cf::cuda {
 
-/// Adds every site's own kernels, in the walk's order.
 Status prepare(const ops::DecodeLayer::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  return for_each_site(a.model, a.weights, a.t, [&](const Site& site, const auto& args) {
-    launches.set_label(site.name.data());  // a literal, which ends in a zero byte
-    return prepare(args, launches);
-  });
+  return prepare_layer(a, launches, [&](const ops::KvAppend::Args& append) { return prepare(append, launches); });
 }
 
 }  // namespace cf::cuda

@@ -59,19 +59,23 @@ _kept: dict[int, tuple[weakref.ref[Any], dict[_Key, Any]]] = {}
 def kept(make: Callable[..., W], qweight: Any, qzeros: Any, scales: Any, g_idx: Any, **scalars: object) -> W:
     """make(qweight=..., ..., **scalars) for parts that come one by one with every call: the same object for the same
     tensors of a GPU, as long as qweight lives. ``g_idx`` may be a function that makes the tensor."""
-    parts = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": g_idx}
+    is_made = callable(g_idx)
     if not getattr(qweight, "is_cuda", False):
-        return make(**{name: part() if callable(part) else part for name, part in parts.items()}, **scalars)
-    given = [part for part in parts.values() if not callable(part)]
-    key = *((part.data_ptr(), part.shape) for part in given), *scalars.items()
+        part = g_idx() if is_made else g_idx
+        return make(qweight=qweight, qzeros=qzeros, scales=scales, g_idx=part, **scalars)
+    key = (
+        *(qweight.data_ptr(), qweight.shape, qzeros.data_ptr(), qzeros.shape, scales.data_ptr(), scales.shape),
+        *((0, None) if is_made else (g_idx.data_ptr(), g_idx.shape)),
+        *scalars.items(),
+    )
     number = id(qweight)
     owner, made = _kept.get(number, (None, {}))
     if owner is None or owner() is not qweight:
         made = {}
         _kept[number] = weakref.ref(qweight, lambda _: _kept.pop(number, None)), made
-    if key not in made:
+    weight: W | None = made.get(key)
+    if weight is None:
         # What is kept shares the tensors' memory, and not the tensors: qweight would live for ever.
-        own = {name: part() if callable(part) else part.detach() for name, part in parts.items()}
-        made[key] = make(**own, **scalars)
-    weight: W = made[key]
+        own = {"qweight": qweight.detach(), "qzeros": qzeros.detach(), "scales": scales.detach()}
+        weight = made[key] = make(**own, g_idx=g_idx() if is_made else g_idx.detach(), **scalars)
     return weight

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cf_ops import ops
+from cf_ops import _core, ops
 from cf_ops._gptq import kept
 from cf_ops._tensors import are_plain, check_tensor, integer, library_of, require_torch, torch_name
 
@@ -64,6 +64,8 @@ _WEIGHTS = {
     "mlp_down_weight": "mlp.dense_4h_to_h.weight",
     "mlp_down_bias": "mlp.dense_4h_to_h.bias",
 }
+
+_QKV, _OUT, _UP, _DOWN = (_WEIGHTS[name] for name in ("weight_qkv", "weight_o", "mlp_up_weight", "mlp_down_weight"))
 
 
 @dataclass
@@ -116,6 +118,7 @@ class DecoderCalls:
         }
         self._config = json.dumps(config)
         self._layers: dict[int, ops.CheckedOp] = {}  # of a GPU, by the cache's capacity
+        self._port_layer = _core.PortLayer(self._config)  # what looks right on a GPU, in one call
         self._half = self._head_dim // 8  # a cosine and a sine turn two of the rotated quarter's elements
         matrices = {
             "weight_qkv": (3 * hidden, hidden),
@@ -156,6 +159,13 @@ class DecoderCalls:
         library's layout first, which reads and writes 2 * current_seq_len * hidden elements; a graph context does that
         once.
         """
+        given = (
+            *(input, cos, sin, k_cache, v_cache, weight_qkv, bias_qkv, weight_o, bias_o, ln_weight, ln_bias),
+            *(post_ln_weight, post_ln_bias, mlp_up_weight, mlp_up_bias, mlp_down_weight, mlp_down_bias),
+        )
+        made = self._port_layer.run(given, current_seq_len, None, 0)
+        if made is not None:
+            return made
         weights = {
             "weight_qkv": weight_qkv,
             "bias_qkv": bias_qkv,
@@ -240,6 +250,16 @@ class DecoderCalls:
         k_cache and v_cache must be the context's own; row current_seq_len of both is written. Refuses an id that
         create_graph_context() did not make, that is destroyed, or that is another model's.
         """
+        context = _contexts.get(id) if type(id) is int else None
+        if context is not None and context.model == self._model:
+            own = context.weights
+            given = (
+                *(input, cos, sin, k_cache, v_cache, own[_QKV], qkv_bias, own[_OUT], o_bias, ln_weight, ln_bias),
+                *(post_ln_weight, post_ln_bias, own[_UP], mlp_up_bias, own[_DOWN], mlp_down_bias),
+            )
+            made = self._step_of(context, given, current_seq_len)
+            if made is not None:
+                return made
         call = f"{self._model} graph_decode_step"
         context = self._context(call, id)
         weights = {
@@ -267,6 +287,19 @@ class DecoderCalls:
         length = integer(call, "current_seq_len", current_seq_len, 0, context.max_seq_len - 1)
         with context.lock:
             return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length, index)
+
+    def _step_of(
+        self, context: _Context, given: tuple[Any, ...], current_seq_len: int
+    ) -> tuple[Any, Any, Any] | None:
+        """A step whose tensors, in PortLayer's order, look right on a GPU. None for any other, which is checked."""
+        if given[3] is not context.k_cache or given[4] is not context.v_cache:
+            return None
+        with context.lock:
+            cache = context.cache
+            made = self._port_layer.run(given, current_seq_len, (cache.k, cache.v), cache.length)
+            if made is not None:
+                cache.length = current_seq_len + 1
+        return made
 
     def destroy_graph_context(self, id: int) -> None:
         """Frees what a context holds. Refuses the ids that graph_decode_step() refuses."""
@@ -383,6 +416,8 @@ class DecoderCalls:
     ) -> tuple[Any, Any, Any]:
         """The same on a GPU, with few launches: its lengths lie there already, and both rows are written at once."""
         numbers = _numbers_on(index, length + 1)
+        if _numbers.get(index) is numbers and ops.use_torch():
+            self._port_layer.use_numbers(index, numbers.zero.data_ptr(), numbers.most)
         table = 1, self._half
         tensors = {
             "hidden": input,

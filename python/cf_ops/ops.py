@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -191,6 +192,28 @@ class _Measure:
 _measure: ContextVar[_Measure | None] = ContextVar("_measure", default=None)
 
 
+class _Like(NamedTuple):
+    """A call as KnownCalls knows it: its tensors, what its BoundOp depends on beside them, its numbers."""
+
+    known: _core.KnownCalls
+    given: tuple[object, ...]
+    fixed: object
+    numbers: tuple[object, ...]
+
+
+def _known_calls(op: str, given: str, **numbers: type) -> _core.KnownCalls:
+    """The known calls of an op. ``given`` are the names of its tensors in the order of its calls."""
+    names, states = given.split(), _states(op)
+    kinds = [(name, kind is int) for name, kind in numbers.items()]
+    return _core.KnownCalls(kinds, [names.index(name) for name in states])
+
+
+@cache
+def use_torch() -> bool:
+    """Whether the compiled part reads torch's tensors itself."""
+    return _core.use_torch(sys.modules["torch"], GptqWeight)
+
+
 class _Call(Generic[T]):
     """A call of an op. Its tensors are checked as far as shapes and dtypes can be without the outputs."""
 
@@ -218,8 +241,11 @@ class _Call(Generic[T]):
         is_written = name in self._written
         self.described[name] = describe(self.op, name, tensor, self._library, self._first, is_written, self._device)
 
-    def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
-        """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``."""
+    def run(
+        self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None, like: _Like | None = None
+    ) -> tuple[T, ...]:
+        """Runs the op and returns its outputs. Their shapes are those that the other tensors say, or ``shapes``. A
+        later call on a GPU that is like this one, as ``like`` says, is known then."""
         made = {name: empty(shape, self.like, dtype) for name, shape in {**self._outputs, **(shapes or {})}.items()}
         for name, tensor in made.items():
             self._add(name, tensor)
@@ -343,8 +369,7 @@ class _CudaCall(Generic[T]):
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
-        if "config" in scalars:
-            fixed.append(("config", scalars.pop("config")))
+        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue") if name in scalars]
         key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
@@ -352,17 +377,19 @@ class _CudaCall(Generic[T]):
             self._signature = _Signature(*key)
         self._tensors = given
 
-    def run(self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None) -> tuple[T, ...]:
+    def run(
+        self, shapes: Mapping[str, Sequence[int]] | None = None, dtype: str | None = None, like: _Like | None = None
+    ) -> tuple[T, ...]:
         """What _Call.run() says, but for a budget."""
-        like, index = self.like, self._index
+        tensor, index = self.like, self._index
         if _measure.get() is not None:
-            raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {like.device}")
+            raise NotImplementedError(f"{self.op}: a budget is measured on the CPU, got tensors on {tensor.device}")
         allocate = _device.prepare_ops(index)
-        bound, outputs = self._signature.bound(shapes, torch_name(like.dtype) if dtype is None else dtype)
+        bound, outputs = self._signature.bound(shapes, torch_name(tensor.dtype) if dtype is None else dtype)
         if dtype is None:
-            made = [like.new_empty(shape) for shape in outputs]
+            made = [tensor.new_empty(shape) for shape in outputs]
         else:
-            made = [empty(shape, like, dtype) for shape in outputs]
+            made = [empty(shape, tensor, dtype) for shape in outputs]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         addresses += [tensor.data_ptr() for tensor in made]
         stream = _device.current_stream(index)
@@ -373,7 +400,24 @@ class _CudaCall(Generic[T]):
                 for number, prefix in enumerate(bound.gptq)
             ]
         bound.run(index, stream, addresses, self.scalars, packed, allocate)
+        if like is not None and use_torch():
+            self._remember(like, bound, [(tuple(t.shape), t.stride()) for t in made], [t.dtype for t in made])
         return tuple(made)
+
+    def remember(self, like: _Like, output: Any) -> None:
+        """Lets later calls that are like this one be known. They make one tensor like ``output``, whose elements are
+        those of the op's own."""
+        if use_torch():
+            bound, _ = self._signature.bound(None, torch_name(output.dtype))
+            self._remember(like, bound, [(tuple(output.shape), output.stride())], [output.dtype])
+
+    def _remember(
+        self, like: _Like, bound: _core.BoundOp, sizes: list[tuple[tuple[int, ...], tuple[int, ...]]], dtypes: list[Any]
+    ) -> None:
+        weights = [list(self._gptq).index(prefix) for prefix in bound.gptq]
+        values = tuple(self.scalars[name] for name in like.known.numbers)
+        dtype, allocate = dtypes[0] if dtypes else None, _device.prepare_ops(self._index)
+        like.known.remember(like.given, like.fixed, like.numbers, values, bound, weights, sizes, dtype, allocate)
 
 
 def _call(op: str, like: T, tensors: Mapping[str, _Weight | None], **scalars: object) -> _Call[T] | _CudaCall[T]:
@@ -397,9 +441,11 @@ def budget(op: Callable[P, Any], *, compute: str = "float32", output: str = "flo
     def bound(*args: P.args, **kwargs: P.kwargs) -> Budget:
         measure = _Measure(compute, output)
         token = _measure.set(measure)
+        _core.measure(True)
         try:
             op(*args, **kwargs)
         finally:
+            _core.measure(False)
             _measure.reset(token)
         if measure.budget is None:
             raise ValueError(f"budget: expected a function that runs an op, got {op!r}")
@@ -426,34 +472,69 @@ def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDAr
     return cos, sin
 
 
+_EMBEDDING = _known_calls("embedding", "ids table")
+_LAYERNORM = _known_calls("layernorm", "x gamma beta", eps=float)
+_LAYERNORM_RESIDUAL = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
+_LAYERNORM_RESIDUAL_ROWS = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
+_RESIDUAL_LAYERNORM = _known_calls("residual_layernorm", "x a b gamma beta", eps=float)
+_DUAL_LAYERNORM = _known_calls("dual_layernorm", "x gamma1 beta1 gamma2 beta2", eps=float)
+_LINEAR = _known_calls("linear", "x weight bias residual")
+_ROPE = _known_calls("rope", "qkv cos sin positions")
+_KV_APPEND = _known_calls("kv_append", "k v kv_len k_cache v_cache")
+_ROPE_APPEND = _known_calls("rope_append", "qkv cos sin positions kv_len k_cache v_cache")
+_LN_QKV = _known_calls("ln_qkv", "x gamma beta weight bias cos sin positions kv_len k_cache v_cache", eps=float)
+_LN_QKV_HEADS = _known_calls("ln_qkv_heads", "x gamma beta weight bias", eps=float)
+_ATTENTION = _known_calls("attention", "q k_cache v_cache kv_len", scale=float, max_kv_len=int)
+_DECODE_LAYER = _known_calls("decode_layer", "hidden positions kv_len cos sin k_cache v_cache weights", max_kv_len=int)
+
+
 @_op
 def embedding(ids: T, table: Tensor, *, dtype: str = "float32") -> T:
     """Returns y, of the dtype that ``dtype`` names."""
     if dtype not in ("float16", "bfloat16", "float32", "float64"):
         raise ValueError(f"embedding: dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
-    call = _call("embedding", ids, {"ids": ids, "table": table})
-    return call.run(dtype=dtype)[0]
+    given = ids, table
+    made: T | None = _EMBEDDING.run(given, dtype, ())
+    if made is None:
+        call = _call("embedding", ids, {"ids": ids, "table": table})
+        made = call.run(dtype=dtype, like=_Like(_EMBEDDING, given, dtype, ()))[0]
+    return made
 
 
 @_op
 def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
-    return _call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps).run()[0]
+    given = x, gamma, beta
+    made: T | None = _LAYERNORM.run(given, None, (eps,))
+    if made is None:
+        call = _call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps)
+        made = call.run(like=_Like(_LAYERNORM, given, None, (eps,)))[0]
+    return made
 
 
 @_op
 def layernorm_residual(x: T, residual: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
-    tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
-    return _call("layernorm_residual", x, tensors, eps=eps).run()[0]
+    given = x, residual, gamma, beta
+    made: T | None = _LAYERNORM_RESIDUAL.run(given, None, (eps,))
+    if made is None:
+        tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
+        call = _call("layernorm_residual", x, tensors, eps=eps)
+        made = call.run(like=_Like(_LAYERNORM_RESIDUAL, given, None, (eps,)))[0]
+    return made
 
 
 @_op
 def residual_layernorm(x: T, a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> tuple[T, T]:
     """Returns (h, y)."""
-    tensors: _Tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
-    h, y = _call("residual_layernorm", x, tensors, eps=eps).run()
-    return h, y
+    given = x, a, b, gamma, beta
+    made: tuple[T, T] | None = _RESIDUAL_LAYERNORM.run(given, None, (eps,))
+    if made is None:
+        tensors: _Tensors = {"x": x, "a": a, "b": b, "gamma": gamma, "beta": beta}
+        call = _call("residual_layernorm", x, tensors, eps=eps)
+        h, y = call.run(like=_Like(_RESIDUAL_LAYERNORM, given, None, (eps,)))
+        made = h, y
+    return made
 
 
 @_op
@@ -461,9 +542,14 @@ def dual_layernorm(
     x: T, gamma1: Tensor, beta1: Tensor, gamma2: Tensor, beta2: Tensor, *, eps: float = 1e-5
 ) -> tuple[T, T]:
     """Returns (y1, y2)."""
-    tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
-    y1, y2 = _call("dual_layernorm", x, tensors, eps=eps).run()
-    return y1, y2
+    given = x, gamma1, beta1, gamma2, beta2
+    made: tuple[T, T] | None = _DUAL_LAYERNORM.run(given, None, (eps,))
+    if made is None:
+        tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
+        call = _call("dual_layernorm", x, tensors, eps=eps)
+        y1, y2 = call.run(like=_Like(_DUAL_LAYERNORM, given, None, (eps,)))
+        made = y1, y2
+    return made
 
 
 @_op
@@ -476,22 +562,34 @@ def linear(
     epilogue: Epilogue = "none",
 ) -> T:
     """Returns y. ``weight`` is a tensor (out, in) or a GptqWeight; f is chosen by ``epilogue``."""
-    tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    call = _call("linear", x, tensors, epilogue=epilogue)
-    return call.run({"y": (x.shape[0], _rows(weight))})[0]
+    given = x, weight, bias, residual
+    made: T | None = _LINEAR.run(given, epilogue, ())
+    if made is None:
+        tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        call = _call("linear", x, tensors, epilogue=epilogue)
+        made = call.run({"y": (x.shape[0], _rows(weight))}, like=_Like(_LINEAR, given, epilogue, ()))[0]
+    return made
 
 
 @_op
 def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
     """Returns (q, k, v). ``rope_table()`` makes cos and sin."""
-    q, k, v = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}).run()
-    return q, k, v
+    given = qkv, cos, sin, positions
+    made: tuple[T, T, T] | None = _ROPE.run(given, None, ())
+    if made is None:
+        call = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions})
+        q, k, v = call.run(like=_Like(_ROPE, given, None, ()))
+        made = q, k, v
+    return made
 
 
 @_op
 def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """Returns nothing, and writes k_cache and v_cache in place."""
-    _call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache}).run()
+    given = k, v, kv_len, k_cache, v_cache
+    if _KV_APPEND.run(given, None, ()) is None:
+        call = _call("kv_append", k, {"k": k, "v": v, "kv_len": kv_len, "k_cache": k_cache, "v_cache": v_cache})
+        call.run(like=_Like(_KV_APPEND, given, None, ()))
 
 
 @_op
@@ -499,16 +597,20 @@ def rope_append(
     qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> T:
     """Returns q, and writes k_cache and v_cache in place."""
-    tensors: _Tensors = {
-        "qkv": qkv,
-        "cos": cos,
-        "sin": sin,
-        "positions": positions,
-        "kv_len": kv_len,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-    }
-    return _call("rope_append", qkv, tensors).run()[0]
+    given = qkv, cos, sin, positions, kv_len, k_cache, v_cache
+    made: T | None = _ROPE_APPEND.run(given, None, ())
+    if made is None:
+        tensors: _Tensors = {
+            "qkv": qkv,
+            "cos": cos,
+            "sin": sin,
+            "positions": positions,
+            "kv_len": kv_len,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+        }
+        made = _call("rope_append", qkv, tensors).run(like=_Like(_ROPE_APPEND, given, None, ()))[0]
+    return made
 
 
 @_op
@@ -529,6 +631,10 @@ def ln_qkv(
 ) -> tuple[T, T, T]:
     """Returns (q, k, v), and writes k_cache and v_cache in place. ``bias`` may be None; ``weight`` may be a
     GptqWeight."""
+    given = x, gamma, beta, weight, bias, cos, sin, positions, kv_len, k_cache, v_cache
+    made: tuple[T, T, T] | None = _LN_QKV.run(given, None, (eps,))
+    if made is not None:
+        return made
     tensors: _Tensors = {
         "x": x,
         "gamma": gamma,
@@ -544,7 +650,8 @@ def ln_qkv(
     }
     call = _call("ln_qkv", x, tensors, eps=eps)
     _, heads, _, head_dim = k_cache.shape
-    q, k, v = call.run(dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim)))
+    shapes = dict.fromkeys(("q", "k", "v"), (x.shape[0], heads, head_dim))
+    q, k, v = call.run(shapes, like=_Like(_LN_QKV, given, None, (eps,)))
     return q, k, v
 
 
@@ -561,7 +668,12 @@ def ln_qkv_heads(
     eps: float = 1e-5,
 ) -> tuple[T, T, T]:
     """Returns (q, k, v). head_dim follows from the rows of ``weight``, which may be a GptqWeight."""
-    heads, kv_heads = (integer("ln_qkv_heads", n, size, 1) for n, size in (("heads", heads), ("kv_heads", kv_heads)))
+    heads = integer("ln_qkv_heads", "heads", heads, 1)
+    kv_heads = integer("ln_qkv_heads", "kv_heads", kv_heads, 1)
+    given, fixed = (x, gamma, beta, weight, bias), (heads, kv_heads)
+    made: tuple[T, T, T] | None = _LN_QKV_HEADS.run(given, fixed, (eps,))
+    if made is not None:
+        return made
     tensors: _Tensors = {"x": x, "gamma": gamma, "beta": beta, "weight": weight, "bias": bias}
     call = _call("ln_qkv_heads", x, tensors, eps=eps)
     head_dim, rest = divmod(_rows(weight), heads + 2 * kv_heads)
@@ -572,7 +684,8 @@ def ln_qkv_heads(
         )
     batch, q_len, _ = x.shape
     kv_shape = batch, kv_heads, q_len, head_dim
-    q, k, v = call.run({"q": (batch, heads, q_len, head_dim), "k": kv_shape, "v": kv_shape})
+    shapes = {"q": (batch, heads, q_len, head_dim), "k": kv_shape, "v": kv_shape}
+    q, k, v = call.run(shapes, like=_Like(_LN_QKV_HEADS, given, fixed, (eps,)))
     return q, k, v
 
 
@@ -581,9 +694,13 @@ def attention(
     q: T, k_cache: Tensor, v_cache: Tensor, kv_len: Tensor, *, scale: float, max_kv_len: int | None = None
 ) -> T:
     """Returns y. The usual scale is head_dim^-0.5. Without max_kv_len it is the capacity of the cache."""
-    call = _call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
-    call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return call.run()[0]
+    given, numbers = (q, k_cache, v_cache, kv_len), (scale, max_kv_len)
+    made: T | None = _ATTENTION.run(given, None, numbers)
+    if made is None:
+        call = _call("attention", q, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "kv_len": kv_len}, scale=scale)
+        call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
+        made = call.run(like=_Like(_ATTENTION, given, None, numbers))[0]
+    return made
 
 
 @_op
@@ -611,6 +728,10 @@ def decode_layer(
     if not isinstance(config, (str, Mapping)):
         raise TypeError(f"decode_layer: config must be a mapping or a text, got {type(config).__name__}")
     text = config if isinstance(config, str) else json.dumps(dict(config))
+    given, numbers = (hidden, positions, kv_len, cos, sin, k_cache, v_cache, weights), (max_kv_len,)
+    made = _DECODE_LAYER.run(given, text, numbers)
+    if made is not None:
+        return LayerOutputs(*made)
     activations: _Tensors = {
         "hidden": hidden,
         "positions": positions,
@@ -624,7 +745,22 @@ def decode_layer(
         raise ValueError(f"decode_layer: weights has '{name}', expected Hugging Face's names of weights alone")
     call = _call("decode_layer", hidden, {**activations, **weights}, config=text)
     call.scalars["max_kv_len"] = k_cache.shape[2] if max_kv_len is None else max_kv_len
-    return LayerOutputs(*call.run())
+    return LayerOutputs(*call.run(like=_Like(_DECODE_LAYER, given, text, numbers)))
+
+
+def run_known_rows(given: tuple[Any, ...], eps: float) -> Any:
+    """layernorm_residual of x and residual of any number of dimensions, gamma and beta: a tensor like x, where the call
+    is like one that remember_rows() was given; else None."""
+    return _LAYERNORM_RESIDUAL_ROWS.run(given, None, (eps,))
+
+
+def remember_rows(given: tuple[Any, ...], eps: float, output: Any) -> None:
+    """Lets calls be known that are like one which has made ``output`` on a GPU."""
+    x, residual, gamma, beta = given
+    rows = [tensor.view(-1, tensor.shape[-1]) for tensor in (x, residual)]
+    tensors = {"x": rows[0], "residual": rows[1], "gamma": gamma, "beta": beta}
+    call: _CudaCall[Any] = _CudaCall("layernorm_residual", rows[0], tensors, {"eps": eps})
+    call.remember(_Like(_LAYERNORM_RESIDUAL_ROWS, given, None, (eps,)), output)
 
 
 def _rows(weight: _Weight) -> int:

@@ -131,6 +131,9 @@ attention = _register(
 )
 
 
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
 def fused_layernorm_residual(x: Any, residual: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
     """LayerNorm(x) * weight + bias + residual over the last dimension, rounded once.
 
@@ -140,6 +143,12 @@ def fused_layernorm_residual(x: Any, residual: Any, weight: Any, bias: Any, eps:
 
     Raises ValueError for another dtype, number of dimensions or stride, and for what that op refuses.
     """
+    given = x, residual, weight, bias
+    is_eager = not (torch.compiler.is_compiling() or _dispatch_modes())  # nobody traces the registered op
+    if is_eager:
+        made = ops.run_known_rows(given, eps)
+        if made is not None:
+            return made
     for name, tensor in (("x", x), ("residual", residual)):
         if tensor.dim() != 3 or tensor.shape != x.shape:
             expected = "(batch, seq, hidden)" if tensor is x else f"{tuple(x.shape)} as x has"
@@ -154,4 +163,7 @@ def fused_layernorm_residual(x: Any, residual: Any, weight: Any, bias: Any, eps:
     rows = [tensor.view(-1, x.shape[-1]) for tensor in (x, residual)]
     if x.dtype == torch.float16 and x.device.type == "cpu":
         rows = [tensor.float() for tensor in rows]
-    return layernorm_residual(*rows, weight, bias, eps=eps).to(x.dtype).view(x.shape)
+    made = layernorm_residual(*rows, weight, bias, eps=eps).to(x.dtype).view(x.shape)
+    if is_eager and x.is_cuda:
+        ops.remember_rows(given, eps, made)
+    return made

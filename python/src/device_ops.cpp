@@ -7,7 +7,9 @@
 #include <utility>
 #include <variant>
 
+#include "cuda/model/decode_layer.hpp"
 #include "cuda/model/linear_scratch.hpp"
+#include "cuda/model/token_rows.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
 #include "cuda/ops/run.hpp"
@@ -55,12 +57,13 @@ std::size_t scratch_bytes(const Args& a) {
   return bytes && cuda::gemm_library() ? bytes : 0;
 }
 
-template <class Args>
-Status run(const Args& args, const DeviceStream& at, const DeviceScratch& scratch) {
+/// Submits what `add` adds to a list, on the device's stream.
+template <class Add>
+Status run(const DeviceStream& at, const DeviceScratch& scratch, Add&& add) {
   return with_context(at, [&](const cuda::Context& context) -> Status {
     cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
     launches.trust_addresses();
-    CF_TRY(cuda::prepare(args, launches));
+    CF_TRY(add(launches));
     // Later launches read only weights ahead, which the stream's work before the first one has written by then.
     return launches.submit(context.stream(), {.early = true, .first_waits = true});
   });
@@ -109,10 +112,18 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t
 #define CF_OP(Op)                                                                                         \
   std::size_t device_scratch_bytes(const ops::Op::Args& args) { return scratch_bytes(args); }             \
   Status run_on_device(const ops::Op::Args& args, const DeviceStream& at, const DeviceScratch& scratch) { \
-    return run(args, at, scratch);                                                                        \
+    return run(at, scratch, [&](cuda::LaunchList& launches) { return cuda::prepare(args, launches); });   \
   }
 #include "core/ops/ops.def"
 #undef CF_OP
+
+Status run_on_device(const RowsLayer& args, const DeviceStream& at) {
+  const cuda::TokenRows rows{.k = args.k_rows, .v = args.v_rows, .first = args.first, .last = args.last};
+  return run(at, {}, [&](cuda::LaunchList& launches) {
+    return cuda::prepare_layer(
+        args.layer, launches, [&](const ops::KvAppend::Args& append) { return cuda::prepare(append, rows, launches); });
+  });
+}
 
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at) {
   cuda::Packed packed;

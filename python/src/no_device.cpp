@@ -30,6 +30,7 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int, std::size_t) { ret
   Status run_on_device(const ops::Op::Args&, const DeviceStream&, const DeviceScratch&) { return no_cuda(); }
 #include "core/ops/ops.def"
 #undef CF_OP
+Status run_on_device(const RowsLayer&, const DeviceStream&) { return no_cuda(); }
 Result<cuda::Packed> pack_on_device(const GptqWeight&, const cuda::PackHint&, const DeviceStream&) { return no_cuda(); }
 Status place_on_device(cuda::Packed&, std::uintptr_t, const DeviceStream&) { return no_cuda(); }
 

@@ -22,7 +22,9 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
-#include "python/src/device_ops.hpp"
+#include "python/src/bound_op.hpp"
+#include "python/src/known_calls.hpp"
+#include "python/src/port_layer.hpp"
 
 namespace nb = nanobind;
 
@@ -134,6 +136,24 @@ class ScalarReader {
   Status status_;
 };
 
+/// Sets scalars to numbers of their names and kinds. One that is not given keeps its value.
+class NumberReader {
+ public:
+  explicit NumberReader(std::span<const Number> numbers) : numbers_(numbers) {}
+
+  template <class T>
+  void operator()(std::string_view name, T& value) {
+    if constexpr (std::is_arithmetic_v<T>)
+      for (const Number& number : numbers_)
+        if (number.name == name && number.is_integer == std::is_integral_v<T>)
+          value = number.is_integer ? T(number.integer) : T(number.real);
+  }
+  Status status() const { return {}; }
+
+ private:
+  std::span<const Number> numbers_;
+};
+
 /// Points a view at a given tensor. Refuses another number of dimensions, and a dtype that the view cannot have: the
 /// contract's check knows views alone.
 template <class View>
@@ -226,35 +246,6 @@ Result<Budget> budget(const Call& call, Precision precision) {
   return Op::budget(Op::dims(args), precision, condition);
 }
 
-/// A GPTQ weight on a GPU, in the layout of its kernels, and the tensor whose memory it lies in.
-struct DeviceWeight {
-  cuda::Packed packed;
-  nb::object memory;
-};
-
-/// An op on a GPU with the dtypes and shapes of its tensors, all but their addresses. A call takes addresses in the
-/// order in which the tensors were described.
-class BoundOp {
- public:
-  using Addresses = std::vector<std::uintptr_t>;
-
-  BoundOp() = default;
-  BoundOp(const BoundOp&) = delete;
-  BoundOp& operator=(const BoundOp&) = delete;
-  virtual ~BoundOp() = default;
-
-  /// What stands before the names of the tensors of each GPTQ weight.
-  virtual std::vector<std::string> gptq() const = 0;
-  /// The order of rows that the op wants of its GPTQ weights, as (head_dim, rotary_dim) of cuda::RopePairs.
-  virtual std::pair<std::int64_t, std::int64_t> row_order() const = 0;
-  /// Packs the GPTQ weight that is number `number` of gptq(). `allocate(bytes)` makes a tensor on the device.
-  virtual DeviceWeight pack(std::size_t number, const DeviceStream& at, const Addresses& addresses,
-                            const nb::callable& allocate) const = 0;
-  /// Launches the op. `packed` has each GPTQ weight's packed form, `scalars` those scalars that were not bound.
-  virtual void run(const DeviceStream& at, const Addresses& addresses, const nb::dict& scalars,
-                   const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const = 0;
-};
-
 std::uintptr_t address_of(const nb::object& tensor) { return nb::cast<std::uintptr_t>(tensor.attr("data_ptr")()); }
 
 template <class Op>
@@ -313,10 +304,22 @@ class BoundTo final : public BoundOp {
 
   void run(const DeviceStream& at, const Addresses& addresses, const nb::dict& scalars,
            const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const override {
+    ScalarReader read(Op::name, scalars);
+    run(at, addresses, read, packed, allocate);
+  }
+  void run(const DeviceStream& at, const Addresses& addresses, std::span<const Number> numbers,
+           const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const override {
+    NumberReader read(numbers);
+    run(at, addresses, read, packed, allocate);
+  }
+
+ private:
+  template <class Reader>
+  void run(const DeviceStream& at, const Addresses& addresses, Reader& read,
+           const std::vector<const DeviceWeight*>& packed, const nb::callable& allocate) const {
     check_count("addresses", addresses.size(), names_.size());
     check_count("packed weights", packed.size(), gptq_.size());
     typename Op::Args args = args_;
-    ScalarReader read(Op::name, scalars);
     for_each_scalar(args, read);
     check(read.status());
     auto weight = packed.begin();
@@ -341,7 +344,6 @@ class BoundTo final : public BoundOp {
     }());
   }
 
- private:
   /// Where a tensor's address stands among a call's; -1 for a tensor that is not given.
   int place(std::string_view name) const {
     const auto found = std::find(names_.begin(), names_.end(), name);
@@ -609,6 +611,8 @@ void bind_ops(nb::module_& m) {
       "cos"_a, "sin"_a, "rows"_a, "half"_a, "theta"_a, nb::call_guard<nb::gil_scoped_release>(),
       "Fills two float32 tables (rows, half) at these addresses with RoPE's cosines and sines.");
   bind_device_ops(m);
+  bind_known_calls(m);
+  bind_port_layer(m);
 }
 
 }  // namespace cf::python

@@ -412,10 +412,35 @@ class Python(Files):
             made.append(calls)
             return next(blocks)
 
-        with mock.patch.multiple(bench_python, BLOCK=2, block_us=block_us):
+        # The host does not always get ahead of the device.
+        device = [3.0, None, 5.0]
+
+        def device_us(call, calls, rewind):
+            return device.pop()
+
+        with mock.patch.multiple(bench_python, BLOCK=2, DEVICE_BLOCKS=3, block_us=block_us, device_us=device_us):
             found = bench_python.timed_calls(None, 3, lambda: made.append("rewind"))
         self.assertEqual(made, ["rewind", 2] * 3)
         self.assertEqual((found["calls"], found["call_us"], found["host_us"]), (4, 6.0, 2.5))
+        self.assertEqual(found["device_us"], 4.0)
+        blocks = iter([([9.0] * 2, 99.0), ([1.0, 2.0], 4.0)])
+        with mock.patch.multiple(bench_python, BLOCK=2, block_us=block_us, device_us=lambda *_: None):
+            self.assertNotIn("device_us", bench_python.timed_calls(None, 2))
+
+    def test_the_devices_time_has_a_column_where_it_is_known(self):
+        rows = [{"system": "ops.rope", "kv_len": 7} | HOST | {"device_us": 2.25}, {"system": "ops.x", "error": "E"}]
+        self.assertEqual(bench_python.host_table(rows), [
+            "| call | host us, median | 10 % | 99 % | device us |",
+            "|---|---:|---:|---:|---:|",
+            "| ops.rope | 8.2 | 8.0 | 12.0 | 2.2 |",
+            "| ops.x | E |  |  |  |",
+        ])  # fmt: skip
+        self.assertEqual(bench_python.call_table(rows), [
+            "| call | kv_len | us from call to call | host us, median | device us |",
+            "|---|---:|---:|---:|---:|",
+            "| ops.rope | 7 | 9.5 | 8.2 | 2.2 |",
+            "| ops.x |  | E |  |  |",
+        ])  # fmt: skip
 
     def test_theirs_and_ours_are_rows_of_one_file(self):
         program, path = self.write("cf-model", CF_MODEL, True), os.path.join(self.directory, "r.json")

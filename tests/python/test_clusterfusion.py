@@ -276,6 +276,93 @@ def test_tensors_of_a_call_lie_on_one_device(device):
             calls_of(layer).decoder_layer(**{**given, name: given[name].cpu()})
 
 
+class Checked:
+    """In place of the compiled layer: leaves every call to the checks."""
+
+    def run(self, *_):
+        return None
+
+    def use_numbers(self, *_):
+        pass
+
+
+def warm_calls(layer, monkeypatch):
+    """The calls after a first one, which looked for what the compiled layer needs; from now on the checks fail."""
+    if not ops.use_torch():
+        pytest.skip("this torch has no table of functions: every call is checked in Python")
+    calls = calls_of(layer)
+    calls.decoder_layer(**port_arguments(layer, "cuda"))
+    monkeypatch.setattr(calls, "_step", pytest.fail)
+    return calls
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 20])
+def test_a_call_that_looks_right_has_the_bits_of_one_that_is_checked(monkeypatch, device, length):
+    layer = small_layer()
+    calls, checked = warm_calls(layer, monkeypatch), calls_of(layer)
+    checked._port_layer = Checked()
+    torch.manual_seed(length)
+    given = port_arguments(layer, device)
+    for name in ("k_cache", "v_cache"):
+        given[name].copy_(torch.randn(given[name].shape).half())
+    given["current_seq_len"] = length
+    other = {**given, "k_cache": given["k_cache"].clone(), "v_cache": given["v_cache"].clone()}
+    made, expected = calls.decoder_layer(**given), checked.decoder_layer(**other)
+    for a, b in zip(made, expected):
+        assert torch.equal(a, b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(given[name], other[name])
+    create(calls, 21, given)
+    create(checked, 22, other)
+    # The first step turns the rows, the second one follows, the third one goes back.
+    for step in (length, length + 1, max(length - 1, 0)):
+        if step > 20:
+            continue
+        given["current_seq_len"] = other["current_seq_len"] = step
+        made = calls.graph_decode_step(**step_arguments(given, 21))
+        expected = checked.graph_decode_step(**step_arguments(other, 22))
+        assert all(torch.equal(a, b) for a, b in zip(made, expected)), step
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(given[name], other[name])
+    for id in (21, 22):
+        (calls if id == 21 else checked).destroy_graph_context(id)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_what_does_not_look_right_is_checked(monkeypatch, device):
+    """Calls that the compiled layer leaves alone and that are right: rows at an odd address, tensors of a subclass, a
+    number that is no int, and in a step another object for the same cache."""
+    layer = small_layer()
+    given = port_arguments(layer, device)
+    clones = {name: given[name].clone() for name in ("k_cache", "v_cache")}
+    warm = warm_calls(layer, monkeypatch)
+    expected = warm.decoder_layer(**{**given, **clones})
+    calls, count, step = calls_of(layer), [], clusterfusion.DecoderCalls._step
+    calls.decoder_layer(**{**given, **{name: clone.clone() for name, clone in clones.items()}})
+    monkeypatch.setattr(calls, "_step", lambda *arguments: [count.append(1), step(calls, *arguments)][1])
+    odd = {}
+    for name in ("k_cache", "v_cache"):
+        block = torch.zeros(given[name].numel() + 1, dtype=torch.float16, device=device)
+        odd[name] = block[1:].view(given[name].shape)
+        odd[name].copy_(given[name])
+    changes = (
+        odd,
+        {"input": given["input"].as_subclass(type("Sub", (torch.Tensor,), {}))},
+        {"current_seq_len": np.int64(given["current_seq_len"])},
+    )
+    for number, change in enumerate(changes, 1):
+        made = calls.decoder_layer(**{**given, **change})
+        assert all(torch.equal(a, b) for a, b in zip(made, expected)) and len(count) == number
+    create(calls, 23, given)
+    made = calls.graph_decode_step(**{**step_arguments(given, 23), "k_cache": given["k_cache"][:]})
+    assert all(torch.equal(a, b) for a, b in zip(made, expected)) and len(count) == len(changes) + 1
+    made = calls.graph_decode_step(**step_arguments(given, 23))
+    assert all(torch.equal(a, b) for a, b in zip(made, expected)) and len(count) == len(changes) + 1
+    calls.destroy_graph_context(23)
+
+
+@on_each_device
 @pytest.mark.parametrize(
     "change, error, message",
     [
@@ -305,6 +392,7 @@ def test_tensors_of_a_call_lie_on_one_device(device):
         ({"current_seq_len": -1}, ValueError, "current_seq_len must be 0 to 20, got -1"),
         ({"current_seq_len": 21}, ValueError, "current_seq_len must be 0 to 20, got 21"),
         ({"current_seq_len": 1.0}, TypeError, "current_seq_len must be an integer, got 1.0"),
+        ({"current_seq_len": None}, TypeError, "current_seq_len must be an integer, got None"),
         (
             {"ln_bias": torch.zeros(160, device="meta").half()},
             NotImplementedError,
@@ -312,14 +400,47 @@ def test_tensors_of_a_call_lie_on_one_device(device):
         ),
     ],
 )
-def test_refusals_are_one_line_and_write_nothing(change, error, message):
+def test_refusals_are_one_line_and_write_nothing(change, error, message, device):
     layer = small_layer()
-    given = port_arguments(layer)
+    calls, given = calls_of(layer), port_arguments(layer, device)
+    change = {n: v.to(device) if torch.is_tensor(v) and v.device.type == "cpu" else v for n, v in change.items()}
+    calls.decoder_layer(**given)  # after which calls that look right are not checked in Python
     before = given["k_cache"].clone()
     with pytest.raises(error, match="small decoder_layer: " + message) as caught:
-        calls_of(layer).decoder_layer(**{**given, **change})
+        calls.decoder_layer(**{**given, **change})
     assert "\n" not in str(caught.value)
     assert torch.equal(before.nan_to_num(), given["k_cache"].nan_to_num())
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_steps_refusals_on_a_gpu(device):
+    layer = small_layer()
+    calls, given = calls_of(layer), port_arguments(layer, device)
+    create(calls, 25, given)
+    step = step_arguments(given, 25)
+    calls.graph_decode_step(**step)
+    expected = calls.graph_decode_step(**step)
+    for change, message in (
+        ({"input": step["input"].float()}, "'input' has dtype float32, expected float16"),
+        ({"ln_bias": step["ln_bias"].cpu()}, "'ln_bias' is on cpu, expected cuda:0 as 'k_cache' is"),
+        ({"cos": step["cos"][:8]}, r"'cos' has shape \(8,\), expected 80 elements"),
+        ({"mlp_up_bias": step["o_bias"]}, r"'mlp_up_bias' has shape \(160,\), expected \(640,\)"),
+        ({"k_cache": step["k_cache"].clone()}, "'k_cache' is another tensor, expected the one"),
+        ({"v_cache": step["k_cache"]}, "'v_cache' is another tensor, expected the one"),
+        ({"current_seq_len": 21}, "current_seq_len must be 0 to 20, got 21"),
+        ({"current_seq_len": -1}, "current_seq_len must be 0 to 20, got -1"),
+        ({"current_seq_len": 2**70}, "current_seq_len must be 0 to 20, got 1180591620717411303424"),
+    ):
+        with pytest.raises(ValueError, match="small graph_decode_step: " + message):
+            calls.graph_decode_step(**{**step, **change})
+        assert all(torch.equal(a, b) for a, b in zip(calls.graph_decode_step(**step), expected))
+    for bad in (True, 1.0, "1", None):
+        with pytest.raises(TypeError, match="current_seq_len must be an integer, got"):
+            calls.graph_decode_step(**{**step, "current_seq_len": bad})
+    step["k_cache"].requires_grad_()
+    with pytest.raises(ValueError, match="'k_cache' requires a gradient, expected a tensor that can be written"):
+        calls.graph_decode_step(**step)
+    calls.destroy_graph_context(25)
 
 
 def test_the_models_sizes_are_checked():

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -208,6 +209,22 @@ def test_a_bound_op_is_checked():
         bound.run(0, 0, [16, 16, 16], {}, [], pytest.fail)
     with pytest.raises(ValueError, match="layernorm: 'eps' must be a number, got 'small'"):
         bound.run(0, 0, [16] * 4, {"eps": "small"}, [], pytest.fail)
+
+
+def test_known_calls_and_a_ports_layer_leave_other_calls_alone(fake):
+    ops.use_torch()
+    known = _core.KnownCalls([("eps", False), ("most", True)], [0])
+    assert known.numbers == ["eps", "most"] and len(known) == 0
+    for given in ((), (None,), ([],), (np.zeros(2),), (torch.zeros(2),), (fake(2),), ({"x": torch.zeros(2)},), ({}, {})):
+        for fixed, numbers in ((None, (1e-5, 3)), (object(), (None, None)), ([], ()), ("", ("a", 2**70))):
+            assert known.run(given, fixed, numbers) is None
+    config = selfcheck.arguments("decode_layer", "float32")["config"]
+    layer = _core.PortLayer(config)
+    for given in ((), (torch.zeros(1, 96).half(),) * 17, (fake(1, 96),) * 17, (None,) * 17):
+        for length in (0, -1, 2**70, True, "1", None):
+            assert layer.run(given, length, None, 0) is None
+    with pytest.raises(ValueError, match="PortLayer"):
+        _core.PortLayer("{")
 
 
 @pytest.mark.parametrize("op", QUANTISED)
@@ -654,6 +671,198 @@ def test_refusals_of_a_call(op, change, error, message):
     assert same(call.run(), expected)
 
 
+# --- calls that are known ---------------------------------------------------------------------------------------------
+
+
+def known(op):
+    return getattr(ops, f"_{op.upper()}")
+
+
+class Checks:
+    """Counts the calls that are checked in Python."""
+
+    def __init__(self, monkeypatch):
+        self.count, self.check = 0, ops._call
+        monkeypatch.setattr(ops, "_call", self)
+
+    def __call__(self, *arguments, **scalars):
+        self.count += 1
+        return self.check(*arguments, **scalars)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    if not ops.use_torch():
+        pytest.skip("this torch has no table of functions: every call is checked in Python")
+    return Checks(monkeypatch)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op, dtype, bits", CASES)
+def test_a_call_like_one_that_was_checked_is_known(checks, op, dtype, bits):
+    call = Call(op, dtype, bits)
+    call.run()
+    checks.count = 0
+    first, second = call.run(), call.run()
+    assert checks.count == 0 and same(first, second)
+    others = [tensor.clone() for tensor in second]
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(first, second)) and same(first, others)
+    # Other tensors and the same numbers in them: only dtypes and shapes are known, and no address.
+    moved = {n: v.clone() for n, v in call.arguments.items() if torch.is_tensor(v)}
+    assert same(call.run(**moved), second) and checks.count == 0
+    call.check(second)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", _core.ops())
+def test_a_known_call_equals_one_that_is_checked(checks, monkeypatch, op):
+    call = Call(op, "float16")
+    call.run()
+    got = call.run()
+
+    class Unknown:
+        numbers = known(op).numbers
+
+        def run(self, *_):
+            return None
+
+        def remember(self, *_):
+            pass
+
+    monkeypatch.setattr(ops, f"_{op.upper()}", Unknown())
+    checks.count = 0
+    expected = call.run()
+    assert checks.count == 1 and same(got, expected)
+    for a, b in zip(got, expected):
+        assert (a.shape, a.dtype, a.stride(), a.requires_grad) == (b.shape, b.dtype, b.stride(), b.requires_grad)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", _core.ops())
+def test_any_change_of_a_known_call_is_checked(checks, op):
+    """Each tensor in turn becomes what is checked: a tensor that is refused is refused by a known op too."""
+    call = Call(op, "float16")
+    call.run()
+    for name, value in call.arguments.items():
+        if not torch.is_tensor(value):
+            continue
+        changes = {
+            "on the CPU": value.cpu(),
+            "one dimension more": value[None],
+            "another dtype": value.to(torch.int16),
+            "no elements": value[:0],
+            "strided": torch.stack([value, value], -1)[..., 0],
+            "a subclass": value.as_subclass(type("Sub", (torch.Tensor,), {})),
+            "an array": value.cpu().numpy(),
+            "no tensor": [0.0],
+            "a dict": {},
+            "none": None,
+        }
+        for what, changed in changes.items():
+            checks.count = 0
+            try:
+                call.function(**{**call.arguments, name: changed})
+            except (TypeError, ValueError, NotImplementedError, AttributeError):
+                assert what not in ("a subclass",), (name, what)
+            else:
+                assert what in ("a subclass", "none"), (name, what)
+            assert checks.count == 1, (name, what)
+    for name in call.states:
+        checks.count = 0
+        with pytest.raises(ValueError, match=f"{op}: '{name}' requires a gradient, expected"):
+            call.function(**{**call.arguments, name: call.arguments[name].clone().requires_grad_()})
+        assert checks.count == 1
+
+
+@gpu
+@needs_gpu
+def test_scalars_of_a_known_call(checks):
+    norm, attention, linear = Call("layernorm", "float16"), Call("attention", "float16"), Call("linear", "float16")
+    for call in (norm, attention, linear):
+        call.run()
+    checks.count = 0
+    assert not same(norm.run(eps=0.5), norm.run()) and checks.count == 0  # numbers are read by every call
+    assert not same(attention.run(scale=0.5), attention.run()) and checks.count == 0
+    with pytest.raises(ValueError, match="layernorm: eps must be positive, got 0"):
+        norm.run(eps=0.0)
+    with pytest.raises(ValueError, match="max_kv_len must be q_len 2 to capacity 13, got 99"):
+        attention.run(max_kv_len=99)
+    assert checks.count == 0  # the contract itself refuses these
+    assert same(norm.run(eps=np.float64(1e-5)), norm.run(eps=1e-5)) and checks.count == 1
+    with pytest.raises(ValueError, match="layernorm: 'eps' must be a number, got 'small'"):
+        norm.run(eps="small")
+    with pytest.raises(ValueError, match="linear: 'epilogue' must be one of none, .*, got 'gelu'"):
+        linear.run(epilogue="gelu")
+    epilogue = linear.arguments["epilogue"]
+    made = {other: linear.run(epilogue=other, residual=None) for other in ("none", "gelu_erf", "gelu_tanh")}
+    assert not same(made["none"], made["gelu_erf"])
+    again = {other: linear.run(epilogue="".join(other), residual=None) for other in made}
+    assert all(same(made[other], again[other]) for other in made) and epilogue in (*made, "residual")
+    # Left out, max_kv_len is the capacity of these caches, and not that of a known call's.
+    capacity = attention.arguments["k_cache"].shape[2]
+    longer = {n: torch.cat([attention.arguments[n]] * 2, 2) for n in ("k_cache", "v_cache")}
+    assert same(attention.run(max_kv_len=None), attention.run(max_kv_len=capacity))
+    assert same(attention.run(max_kv_len=None, **longer), attention.run(max_kv_len=2 * capacity, **longer))
+
+
+@gpu
+@needs_gpu
+def test_a_known_call_keeps_no_tensor(checks):
+    call = Call("linear", "float16", 4)
+    outputs = call.run() + call.run()
+    given = [weakref.ref(v) for v in call.arguments.values() if torch.is_tensor(v)]
+    given += [weakref.ref(call.arguments["weight"].qweight)] + [weakref.ref(output) for output in outputs]
+    del call, outputs
+    gc.collect()
+    assert [reference() for reference in given] == [None] * len(given)
+
+
+@gpu
+@needs_gpu
+def test_a_budget_is_refused_where_the_call_is_known(checks):
+    call = Call("layernorm", "float16")
+    call.run()
+    with pytest.raises(NotImplementedError, match="layernorm: a budget is measured on the CPU, got tensors on cuda:0"):
+        ops.budget(ops.layernorm)(**call.arguments)
+    checks.count = 0
+    call.run()
+    assert checks.count == 0
+
+
+@gpu
+@needs_gpu
+def test_many_calls_are_known(checks):
+    gamma, beta = torch.ones(8, device="cuda").half(), torch.zeros(8, device="cuda").half()
+    for _ in range(2):
+        for tokens in range(1, 300):  # more than are kept
+            x = torch.randn(tokens, 8, device="cuda").half()
+            assert ops.layernorm(x, gamma, beta).shape == (tokens, 8)
+    assert len(known("layernorm")) <= 256
+
+
+@gpu
+@needs_gpu
+def test_known_rows_of_a_fused_layernorm(monkeypatch, checks):
+    torch.manual_seed(1)
+    x, residual = (torch.randn(2, 3, 40, device="cuda").half() for _ in range(2))
+    weight, bias = torch.randn(40, device="cuda").half(), torch.randn(40, device="cuda").half()
+    expected = torch_ops.fused_layernorm_residual(x, residual, weight, bias)
+    monkeypatch.setattr(torch_ops, "layernorm_residual", pytest.fail)
+    got = torch_ops.fused_layernorm_residual(x, residual, weight, bias)
+    assert torch.equal(got, expected) and got.shape == x.shape and got.stride() == expected.stride()
+    for bad, message in (
+        ((x.mT.contiguous().mT, residual, weight, bias), "x has strides"),
+        ((x, residual[:1], weight, bias), "residual has shape"),
+        ((x.float(), residual, weight, bias), "residual has dtype"),
+        ((x[0], residual, weight, bias), "x has shape"),
+    ):
+        with pytest.raises(ValueError, match=f"fused_layernorm_residual: {message}"):
+            torch_ops.fused_layernorm_residual(*bad)
+
+
 @gpu
 @needs_gpu
 def test_lengths_out_of_bounds_write_nothing_and_give_nan():
@@ -703,30 +912,23 @@ def test_compile_keeps_the_graph_and_the_bits(op, dynamic):
 
 @gpu
 @needs_gpu
-def test_a_registered_weight_is_packed_once(monkeypatch):
+def test_a_registered_weight_is_packed_once():
     tensors, scalars = registered("linear_gptq")
     expected = torch_ops.linear_gptq(*tensors, **scalars)
-    monkeypatch.setattr(_gptq.PackedForms, "packed", checked := Counted(_gptq.PackedForms.packed))
+    forms = packed_forms()
     assert torch.equal(torch_ops.linear_gptq(*tensors, **scalars), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # would be refused where the weight had to be packed
         got = torch_ops.linear_gptq(*tensors, **scalars)
     graph.replay()
-    assert torch.equal(got, expected) and checked.calls == 2
+    assert torch.equal(got, expected)
+    assert len(forms) > 0 and [id(form) for form in packed_forms()] == [id(form) for form in forms]
 
 
-class Counted:
-    """A method that counts its calls."""
-
-    def __init__(self, method):
-        self.method, self.calls = method, 0
-
-    def __get__(self, instance, _):
-        def call(*arguments):
-            self.calls += 1
-            return self.method(instance, *arguments)
-
-        return call
+def packed_forms():
+    """The packed forms of the weights whose parts came one by one."""
+    weights = [weight for _, made in _gptq._kept.values() for weight in made.values()]
+    return [form for weight in weights for _, _, form in weight._forms.values()]
 
 
 @gpu

@@ -255,7 +255,10 @@ class Patch:
         for name, value in arguments.items():
             if name not in _READ and value is not None and value is not False:
                 return None
-        if not arguments.get("return_dict") or not arguments.get("use_cache"):
+        use_cache = arguments.get("use_cache")  # generate() of transformers 4.40 leaves it to the config
+        if not arguments.get("return_dict") or not (
+            getattr(model.config, "use_cache", True) if use_cache is None else use_cache
+        ):
             return None
         if not isinstance(arguments.get("logits_to_keep"), (int, type(None))):
             return None

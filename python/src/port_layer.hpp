@@ -1,0 +1,39 @@
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "core/model/shape.hpp"
+#include "python/src/torch_tensors.hpp"
+
+namespace cf::python {
+
+/// One token through one layer of ClusterFusion's Pythia port, on a GPU: what cf_ops.clusterfusion does there, in one
+/// call. Nothing is refused here: what does not look right is left to cf_ops.clusterfusion, which says why.
+class PortLayer {
+ public:
+  /// `config` is the text of the config.json of a model of one layer.
+  explicit PortLayer(const std::string& config);
+
+  /// Lets calls on a GPU read the numbers 0 .. most, int32 in its memory at this address for ever.
+  void use_numbers(int device, std::uintptr_t address, std::int64_t most) { numbers_[device] = {address, most}; }
+
+  /// (output, k, v) of a token behind `length` others, which is stored in both caches of the caller's. None where
+  /// something does not look right, and nothing is launched then.
+  ///
+  /// `given` has the tensors in the order of kGiven. `own` is None, or two tensors (1, heads, capacity, head_dim): the
+  /// caches in this library's layout, whose first `valid` entries are those of the caller's caches. The others are
+  /// turned into that layout first.
+  nanobind::object run(const nanobind::tuple& given, nanobind::handle length, nanobind::handle own, std::int64_t valid);
+
+ private:
+  ModelSpec model_;
+  std::map<int, std::pair<std::uintptr_t, std::int64_t>> numbers_;
+};
+
+/// Adds PortLayer to the module.
+void bind_port_layer(nanobind::module_& m);
+
+}  // namespace cf::python
