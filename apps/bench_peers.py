@@ -87,7 +87,11 @@ def spread(times_us, per=1):
 
 
 def one_line(error):
-    """An exception's kind and its first line."""
+    """An exception's kind and its first line. One that a time limit has led to is that limit's: a compiler wraps it."""
+    cause = error
+    while cause is not None and not isinstance(cause, TimeoutError):
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    error = error if cause is None else cause
     text = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A first line that ends in a colon says nothing by itself.
     first = " ".join(text[:2]) if text and text[0].endswith(":") else text[0] if text else "no message"

@@ -174,6 +174,9 @@ class Rows(Files):
         self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
         raised = OSError("it raised:\n\n  no compiler\nmore")
         self.assertEqual(bench_peers.one_line(raised), "OSError: it raised: no compiler")
+        compiler = RuntimeError("backend raised:\nno more")  # as torch wraps what stopped its compiler
+        compiler.inner_exception = TimeoutError("stopped after 9 s")
+        self.assertEqual(bench_peers.one_line(compiler), "TimeoutError: stopped after 9 s")
 
 
 def model_row(system, total_ms, **fields):
