@@ -324,10 +324,11 @@ def python_headline(figures, beside):
 
 
 PEERS_OF_KERNELS = (
-    "gptq_linear is the four products of a layer, one token, int4 weights in groups of 128. torch's kernel has no bias, "
-    "and of its three layouts the best one counts; Triton's has a bias and takes the weights as GPTQ stores them. Lines "
-    "are those of code, without blank ones and comments: of Triton's kernel with the function that launches it "
-    "(`apps/triton_kernels.py`), and of our kernel's file with all that it includes of its family and of `cuda/device`."
+    "gptq_linear is the four products of a layer, one token, int4 weights in groups of 128. torch's kernel has no "
+    "bias, and of its three layouts the best one counts; Triton's has a bias and takes the weights as GPTQ stores "
+    "them. Lines are those of code, without blank ones and comments: of Triton's kernel with the function that "
+    "launches it (`apps/triton_kernels.py`), and of our kernel's file with all that it includes of its family and of "
+    "`cuda/device`."
 )
 
 PEERS_OF_A_MODEL = (

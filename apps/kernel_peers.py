@@ -133,8 +133,8 @@ def check_gptq_linear(x, parts, bias, y, roundings):
 
 
 def check_int4_linear(x, codes, scales_and_zeros, y):
-    """y = W x in bfloat16, W = (codes - 8) * scale + zero, rounded to bfloat16. A sum is off by at most a unit of the sum
-    of its numbers' magnitudes for each number; tensor cores, which cut off where others round, by two."""
+    """y = W x in bfloat16, W = (codes - 8) * scale + zero, rounded to bfloat16. A sum is off by at most a unit of the
+    sum of its numbers' magnitudes for each number; tensor cores, which cut off where others round, by two."""
     scales, zeros = scales_and_zeros.double().repeat_interleave(GROUP, 0).unbind(-1)
     weight = ((codes.T.double() - 8) * scales + zeros).T.bfloat16().double()
     reference, magnitude = linear_and_magnitude(x, weight, 0)
@@ -216,6 +216,7 @@ def pack_int4(codes, inner_k_tiles):
 
 
 def int4_product(*arguments):
+    """torch's product for a GPU: of x, what pack_int4() made, the group's size, and scales with zeros."""
     import torch
 
     return torch.ops.aten._weight_int4pack_mm(*arguments)
