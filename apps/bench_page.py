@@ -199,7 +199,9 @@ def peers(figures):
     for model in ("pythia-2.8b", "pythia-6.9b"):
         if figures[model]:
             tables = plot_bench.tables(os.path.join(figures.directory, model + ".json"))
-            lines += [f"### {model}", "", *tables, "", f"![A layer's time]({model}-layer.svg)", ""]
+            counted = any("code_lines" in row for rows in figures[model]["results"].values() for row in rows)
+            about = [PEERS_OF_KERNELS, ""] if counted else []
+            lines += [f"### {model}", "", *tables, "", *about, f"![A layer's time]({model}-layer.svg)", ""]
     return lines
 
 
@@ -320,6 +322,14 @@ def python_headline(figures, beside):
         *textwrap.wrap(f"{text} {page}", 120, break_long_words=False, break_on_hyphens=False),
     ]
 
+
+PEERS_OF_KERNELS = (
+    "gptq_linear is the four products of a layer, one token, int4 weights in groups of 128. torch's kernel has no "
+    "bias, and of its three layouts the best one counts; Triton's has a bias and takes the weights as GPTQ stores "
+    "them. Lines are those of code, without blank ones and comments: of Triton's kernel with the function that "
+    "launches it (`apps/triton_kernels.py`), and of our kernel's file with all that it includes of its family and of "
+    "`cuda/device`."
+)
 
 PEERS_OF_A_MODEL = (
     "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled "

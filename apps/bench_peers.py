@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Times decoding on a GPU beside what others make of the same work: torch op by op, the same in a CUDA graph, Hugging
-Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm, against
-cf-layer and cf-op, which are called as programs in the same run.
+Face eager, Hugging Face with a static cache and torch.compile, cuBLAS's products, torch's sdpa and layer_norm, torch's
+products with int4 weights and two kernels in Triton, against cf-layer and cf-op, which are called as programs in the
+same run. A row of an op that Triton has too says how many lines of code its kernel has.
 
 Weights are random, of Hugging Face's own initial scale, in float16. All layers are resident, so that each layer finds
 its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
@@ -38,13 +39,14 @@ import numpy as np
 import console
 import dump_hf
 import golden_file
+import kernel_peers
 import model_peers
 import neox
 
 NAME = os.path.basename(__file__)
 STACK_PEERS = ("torch_ops", "torch_graph", "hf_eager", "hf_compile")
 NORM_PEERS = ("layernorm_residual", "residual_layernorm")
-OP_PEERS = ("linear", "attention", *NORM_PEERS)
+OP_PEERS = ("linear", "attention", *NORM_PEERS, "gptq_linear")
 COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs")
 NORM_TOKENS = (1, 4096)
 BUILD = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
@@ -173,13 +175,15 @@ def ratios(results):
 
 
 def print_table(results):
-    print("| what | preset | batch | kv_len | system | median us | of ours |\n|-|-|-:|-:|-|-:|-:|")
+    print("| what | preset | batch | kv_len | system | median us | of ours | lines of code |")
+    print("|-|-|-:|-:|-|-:|-:|-:|")
     of_ours = {(what, *work(r), r["peer"]): r["ratio"] for what, rows in ratios(results).items() for r in rows}
     for what, rows in results.items():
         for r in sorted(rows, key=work):
             who = (*work(r), r["system"])
             time, ratio = r.get("median_us"), of_ours.get((what, *who))
             cells = (what, *who, r["error"] if time is None else f"{time:.2f}", f"{ratio:.2f}" if ratio else "")
+            cells += (r.get("code_lines", ""),)
             print("| " + " | ".join(str(cell) for cell in cells) + " |")
 
 
@@ -420,14 +424,21 @@ def sdpa(model, batch, kv_len):
     return lambda: [F.scaled_dot_product_attention(q, k, v) for k, v in caches], count
 
 
-def norm_and_add(op, model, tokens):
-    """A callable that runs an op of NORM_PEERS as torch's layer_norm and additions over many sets, and their number."""
+def norm_inputs(model, tokens, inputs, tensors):
+    """gamma and beta, and many sets of a norm's inputs; a set's op reads or writes so many tensors."""
     import torch
-    import torch.nn.functional as F
 
     shape, kind = (tokens, model.hidden_size), {"device": "cuda", "dtype": torch.float16}
-    gamma, beta = (torch.randn(shape[1:], **kind) for _ in range(2))
-    norm = lambda x: F.layer_norm(x, shape[1:], gamma, beta)
+    count = sets_beyond_l2(tensors * 2 * tokens * model.hidden_size)
+    weights = [torch.randn(shape[1:], **kind) for _ in range(2)]
+    return weights, [[torch.randn(shape, **kind) for _ in range(inputs)] for _ in range(count)]
+
+
+def norm_and_add(op, model, tokens):
+    """A callable that runs an op of NORM_PEERS as torch's layer_norm and additions over many sets, and their number."""
+    import torch.nn.functional as F
+
+    norm = lambda x: F.layer_norm(x, gamma.shape, gamma, beta)
 
     def layernorm_residual(x, residual):
         return norm(x) + residual
@@ -440,9 +451,36 @@ def norm_and_add(op, model, tokens):
         "layernorm_residual": (layernorm_residual, 2, 3),
         "residual_layernorm": (residual_layernorm, 3, 5),
     }[op]
-    count = sets_beyond_l2(tensors * 2 * tokens * model.hidden_size)
-    sets = [[torch.randn(shape, **kind) for _ in range(inputs)] for _ in range(count)]
-    return lambda: [step(*one) for one in sets], count
+    (gamma, beta), sets = norm_inputs(model, tokens, inputs, tensors)
+    return lambda: [step(*one) for one in sets], len(sets)
+
+
+def triton_norm(model, tokens):
+    """A callable that runs layernorm_residual in Triton over many sets, and their number."""
+    import triton_kernels
+
+    (gamma, beta), sets = norm_inputs(model, tokens, inputs=2, tensors=3)
+    step = lambda x, residual: triton_kernels.layernorm_residual(x, residual, gamma, beta, model.layer_norm_eps)
+    kernel_peers.check_layernorm_residual(*sets[0], gamma, beta, model.layer_norm_eps, step(*sets[0]))
+    return lambda: [step(*one) for one in sets], len(sets)
+
+
+def time_torch_int4(model, timer):
+    """The fields of torch's four products of every layer with int4 weights. Of its layouts the best one counts."""
+    found = {}
+    for inner_k_tiles in kernel_peers.INNER_K_TILES:
+        run, layers = kernel_peers.torch_int4_linears(model, inner_k_tiles)
+        found[inner_k_tiles] = spread(timer.graph(run), layers)
+    best = min(found, key=lambda tiles: found[tiles]["median_us"])
+    tried = {str(tiles): fields["median_us"] for tiles, fields in found.items()}
+    return found[best] | {"layers": layers, "inner_k_tiles": tried}
+
+
+def time_triton_int4(model, timer):
+    """The same of Triton's kernel, and what autotuning chose."""
+    run, layers, chosen = kernel_peers.triton_gptq_linears(model)
+    fields = spread(timer.graph(run), layers) | {"layers": layers, "chosen": chosen}
+    return fields | kernel_peers.triton_lines("gptq_linear")
 
 
 class Bench:
@@ -532,10 +570,13 @@ class Bench:
         shapes = {
             "linear": ["--batch", batches, "--layers", layers],
             "attention": ["--batch", batches, "--kv-len", kv_lens],
+            "gptq_linear": ["--batch", "1", "--layers", layers, "--quant", "gptq", "--group", str(kernel_peers.GROUP)],
         } | {op: ["--tokens", ",".join(map(str, NORM_TOKENS))] for op in NORM_PEERS}
         for op in OP_PEERS:
             if op in args.peers:
-                self.program(op, preset, [args.cf_op, op, "--preset", preset, *shapes[op], *counts], op_rows)
+                rows = lambda report, preset: [r | kernel_peers.our_lines(op) for r in op_rows(report, preset)]
+                command = [args.cf_op, op.removeprefix("gptq_"), "--preset", preset, *shapes[op], *counts]
+                self.program(op, preset, command, rows)
 
     def run_stacks(self, preset):
         peers = [p for p in STACK_PEERS if p in self.args.peers]
@@ -574,6 +615,15 @@ class Bench:
             for tokens in NORM_TOKENS if op in self.args.peers else ():
                 measured = lambda: over_sets(norm_and_add(op, model, tokens))
                 self.measure(op, (preset, tokens, 1), "torch layer_norm + add in a graph", measured)
+                if op == "layernorm_residual":
+                    measured = lambda: over_sets(triton_norm(model, tokens)) | kernel_peers.triton_lines(op)
+                    self.measure(op, (preset, tokens, 1), "Triton in a graph", measured)
+        if "gptq_linear" in self.args.peers:
+            for system, timed in (
+                ("torch int4pack, bfloat16, in a graph", time_torch_int4),
+                ("Triton in a graph", time_triton_int4),
+            ):
+                self.measure("gptq_linear", (preset, 1, 1), system, lambda: timed(model, self.timer))
 
 
 class ModelBench(Bench):
@@ -785,12 +835,17 @@ def main(argv):
         print(f"{NAME}: {error}; torch and transformers are needed", file=sys.stderr)
         return 2
 
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__}
+    with contextlib.suppress(ImportError):  # its rows say that it is missing
+        import triton
+
+        versions["triton"] = triton.__version__
     kind = {"layers": Bench, "model": ModelBench}[args.what]
     about = {
         "what": kind.WHAT,
         "command": shlex.join([NAME, *argv]),
         "gpu": torch.cuda.get_device_name(0),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
+        "versions": versions,
         "dtype": "float16",
         "runs": args.runs,
         "warmup": args.warmup,

@@ -269,17 +269,19 @@ def cause(percent, timing):
 
 
 def cell(row, what, ratio):
-    """A row's time, and its share of the floor or its factor over ours. A stack's time is all layers', in ms."""
+    """A row's time, its share of the floor or its factor over ours, and its kernel's lines of code where they are
+    counted. A stack's time is all layers', in ms."""
     if row is None:
         return ""
     if "median_us" not in row:
         return "-"
     layers = neox.PRESETS[row["preset"]].num_hidden_layers
     time = f"{row['median_us'] * layers * 1e-3:.3f}" if what == "stack" else f"{row['median_us']:.2f}"
+    lines = f", {row['code_lines']} lines" if "code_lines" in row else ""
     if row["system"].startswith("cf-"):
         percent = of_floor(row)
-        return f"{time} ({percent:.0f} %{cause(percent, row)})"
-    return time + (f" ({ratio:.2f}x)" if ratio else "")
+        return f"{time} ({percent:.0f} %{cause(percent, row)}){lines}"
+    return time + (f" ({ratio:.2f}x)" if ratio else "") + lines
 
 
 def stack_table(report):

@@ -129,12 +129,14 @@ class Rows(Files):
         rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
                 peer("torch_ops", 128, median_us=200.0), peer("torch_ops", 2048, median_us=300.0),
                 peer("hf_eager", 128, error="RuntimeError: no")]  # fmt: skip
+        rows[0]["code_lines"] = 7
         expected = {"preset": "pythia-2.8b", "batch": 1, "kv_len": 128, "peer": "torch_ops", "ours": "cf-layer graph"}
         self.assertEqual(bench_peers.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
         with contextlib.redirect_stdout(io.StringIO()) as out:
             bench_peers.print_table({"stack": rows})
-        self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |", out.getvalue())
-        self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |", out.getvalue())
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | cf-layer graph | 50.00 |  | 7 |\n", out.getvalue())
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |  |\n", out.getvalue())
+        self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |  |\n", out.getvalue())
 
     def test_a_program_s_report_or_its_refusal(self):
         script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"a": 1}\' >"$2"\n'
@@ -596,6 +598,13 @@ class Tables(Files):
         ])  # fmt: skip
 
 
+    def test_lines_of_code_stand_behind_the_times(self):
+        row = peer("cf-op", 1, median_us=40.0, floor_us=34.0, code_lines=1969)
+        self.assertEqual(plot_bench.cell(row, "gptq_linear", None), "40.00 (85 %), 1969 lines")
+        row = peer("Triton in a graph", 1, median_us=52.0, code_lines=40)
+        self.assertEqual(plot_bench.cell(row, "gptq_linear", 1.3), "52.00 (1.30x), 40 lines")
+
+
 class Page(Files):
     def recorded(self, **fields):
         """A directory that holds one recorded step of Pythia-2.8B."""
@@ -682,6 +691,29 @@ class Page(Files):
         code, out, error = run(plot_bench, "--tables", os.path.join(directory, "model-peers-pythia-2.8b.json"))
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.splitlines()[2:], lines[2:])
+
+    def test_kernels_lines_are_explained_where_they_are_recorded(self):
+        rows = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("Triton in a graph", 1, median_us=52.0),
+                peer("torch int4pack, bfloat16, in a graph", 1, error="AttributeError: no such op")]  # fmt: skip
+        report = {"gpu": "a GPU", "versions": {"triton": "3"}, "commit": "abc", "command": "bench_peers.py"}
+        results = {"gptq_linear": rows}
+        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        directory = os.path.dirname(self.write("pythia-2.8b.json", json.dumps(report)))
+        self.assertNotIn(bench_page.PEERS_OF_KERNELS, bench_page.peers(bench_page.Figures(directory)))
+        for row, lines in zip(rows, (1969, 40)):
+            row["code_lines"] = lines
+        self.write("pythia-2.8b.json", json.dumps(report))
+        lines = bench_page.peers(bench_page.Figures(directory))
+        self.assertEqual(lines[4:], [
+            "| gptq_linear [us] | batch | kv_len | cf-op | Triton in a graph | torch int4pack, bfloat16, in a graph |",
+            "|---|---:|---:|---:|---:|---:|",
+            "| pythia-2.8b | 1 | 1 | 40.00 (85 %), 1969 lines | 52.00 (1.30x), 40 lines | - |",
+            "",
+            bench_page.PEERS_OF_KERNELS,
+            "",
+            "![A layer's time](pythia-2.8b-layer.svg)",
+            "",
+        ])  # fmt: skip
 
     def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
         directory = self.recorded()
