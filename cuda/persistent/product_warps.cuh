@@ -122,17 +122,13 @@ class ProductWarps {
       if (end == 2 && !late) load(1);
       if (end == 2 && late) prefetch_norm<T, Pieces>(rows, hidden, gamma(1), beta(1));
     }
-    // A layer's other code has taken the norms' place in the instruction cache. While one token's row is awaited, the
-    // warps run that code once, on zeros: what they store is overwritten before it is read.
-    const bool warms_up = !Tiles && !(first == 0 && layer == c.first_layer);
 #pragma unroll 1
-    for (int begin = warms_up ? -rows.tokens : 0; begin < batch; begin += rows.tokens) {
-      const bool is_warm_up = begin < 0;
-      const int token = max(begin, 0) + rows.token();
+    for (int begin = 0; begin < batch; begin += rows.tokens) {
+      const int token = begin + rows.token();
       const bool has_token = token < batch;
       const long at = long(token) * hidden;
       RowPieces<Pieces> row;
-      if (!has_token || is_warm_up) {
+      if (!has_token) {
       } else if (first == 0 && reads_input()) {
         load_row(rows, hidden, input_row(token), row);
       } else {
@@ -140,7 +136,7 @@ class ProductWarps {
                   first == 0 && layer == c.first_layer, layer,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       }
-      if (end == 2 && late && !is_warm_up) load(1);
+      if (end == 2 && late) load(1);
       const RowMoments m = moments(block, rows, row, (begin & rows.tokens) != 0);
       if (are_shared && begin == 0) block.wait_for_copy(Signal::norms_here);
 #pragma unroll
@@ -149,7 +145,7 @@ class ProductWarps {
           T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
           char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
           const auto store = [&](const auto& norm_weights) {
-            normalise(rows, hidden, row, m, norm_weights, to, tap && !is_warm_up ? tap + at : nullptr);
+            normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
           };
           if constexpr (Tiles)
             store(are_shared ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
