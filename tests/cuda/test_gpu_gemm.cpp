@@ -366,8 +366,9 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(cuda::for_each_linear_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
-        const bool tiles = takes_wgmma(tokens, 640, 72, dtype, packed != nullptr);
-        if (tiles) counted = 1;
+        const bool codes = cuda::is_gptq_wgmma(context().arch(), tokens, 640, 72, dtype, gptq.bits, false);
+        const bool tiles = codes || takes_wgmma(tokens, 640, 72, dtype, packed != nullptr);
+        if (tiles) counted = codes ? std::size_t(tokens + cuda::kGptqWgmmaTile - 1) / cuda::kGptqWgmmaTile : 1;
         CHECK(prepared(p.args(), {}).size() == counted);
         const cuda::LaunchList launches = prepared(p.args(), scratch.get());
         CHECK(launches.has_calls() == (!tiles && cuda::is_gemm(tokens, 640, dtype, packed != nullptr)));

@@ -101,6 +101,11 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   const auto* packed = std::get_if<PackedWeight>(&a.linear.weight);
   if (is_linear_wgmma(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   if (is_linear_tiles(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr, a.epilogue)) return std::int64_t(1);
+  if (packed) {
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
+    if (is_gptq_wgmma(arch, d.tokens, d.in, d.out, a.x.dtype, packed->format.bits, layout.has_order))
+      return (d.tokens + kGptqWgmmaTile - 1) / kGptqWgmmaTile;
+  }
   if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   std::int64_t launches = 0, tokens = 0;
   if (packed) {
@@ -218,18 +223,18 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
         for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
           if (dtype == DType::f32 && format.bits) continue;  // the kernels take GPTQ weights with 16 bits alone
           // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles.
-          const std::int64_t a_launch = format.bits && arch.compute_capability == 120 ? 8 : 16;
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
+            const bool on_hopper = arch.compute_capability == 90;
+            const std::int64_t a_launch = format.bits ? (!on_hopper ? 8 : slots > 16 ? 64 : 16) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})
               for (const bool library : {false, true}) {
                 CAPTURE(m.name, arch.compute_capability, to_string(dtype), format.bits, slots, graph, library);
                 const auto [least, most] = range_of(step, arch, graph, library);
                 CHECK(least == 1);  // the norms'
-                // Hopper's tensor cores and cuBLASLt take all slots: of dense weights of 16 bits from 9 on, of quantised
-                // ones, by cuBLASLt alone, from 65 on.
-                const bool takes_all =
-                    (library || arch.compute_capability == 90) && format.bits == 0 && dtype != DType::f32;
+                // Hopper's tensor cores and cuBLASLt take all slots: of dense weights of 16 bits from 9 on. Hopper's take
+                // all of quantised ones from 17 on.
+                const bool takes_all = (library || on_hopper) && format.bits == 0 && dtype != DType::f32;
                 CHECK(most == (takes_all ? 1 : (slots + a_launch - 1) / a_launch));
               }
           }

@@ -86,6 +86,8 @@ Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
   const auto d = ops::Linear::dims(a);
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
+    CF_TRY_ASSIGN(const bool multiplies_rows, prepare_linear_wgmma(a, *packed, launches));
+    if (multiplies_rows) return {};
     CF_TRY_ASSIGN(const bool added, prepare_gemm(a, launches));
     return added ? Status() : prepare_gptq(a, *packed, launches);
   }

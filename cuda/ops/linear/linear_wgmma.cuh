@@ -5,11 +5,11 @@
 
 namespace cf::cuda {
 
-/// A block's stages in shared memory, each with two barriers. A stage holds kLinearWgmmaTileRows rows of operand a, and
-/// Rows rows of operand b.
-template <int Rows>
+/// A block's stages in shared memory, each with two barriers. A stage holds kLinearWgmmaTileRows rows of operand a, in
+/// Bits bits an element, and Rows rows of operand b.
+template <int Rows, int Bits = 16>
 struct WgmmaRing {
-  static constexpr int a_bytes = kLinearWgmmaTileRows * kTileRowBytes, stage_bytes = linear_wgmma_stage_bytes(Rows);
+  static constexpr int a_bytes = linear_wgmma_weight_bytes(Bits), stage_bytes = linear_wgmma_stage_bytes(Rows, Bits);
   unsigned char* first;   // at a multiple of 1024 bytes
   std::uint64_t* filled;  // a phase ends when a step's copies have arrived
   std::uint64_t* free;    // a phase ends when every consumer warp is done with a step

@@ -40,8 +40,10 @@ inline constexpr int kLinearWgmmaWarps = 8, kLinearWgmmaWarpRows = kLinearWgmmaT
 constexpr int linear_wgmma_token_tile(std::int64_t tokens) {
   return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
 }
-constexpr int linear_wgmma_stage_bytes(int token_tile) {
-  return (kLinearWgmmaTileRows + token_tile) * kLinearWgmmaColumns * 2;
+/// Bytes of a stage's weights, of `bits` bits each, and of the whole stage.
+constexpr int linear_wgmma_weight_bytes(int bits) { return kLinearWgmmaTileRows * kLinearWgmmaColumns * bits / 8; }
+constexpr int linear_wgmma_stage_bytes(int token_tile, int bits = 16) {
+  return linear_wgmma_weight_bytes(bits) + token_tile * kLinearWgmmaColumns * 2;
 }
 /// The first warp whose rows block `rank` of a cluster finishes; the warps before it are other blocks'.
 constexpr int linear_wgmma_first_warp(int splits, int rank) { return (rank * kLinearWgmmaWarps + splits - 1) / splits; }
@@ -57,12 +59,13 @@ constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
 /// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
 /// once; the blocks of one lie on SMs of one group of 16 or more. A split has at least kLeastSteps steps of
 /// kLinearWgmmaColumns columns.
-constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
+constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                            int bits = 16) {
   constexpr std::int64_t kLeastSteps = 4;
   constexpr int kGroupSms = 16, kMostRingBytes = 6 * linear_wgmma_stage_bytes(128);
   // A stage begins at a multiple of 1024 bytes; beside the ring a block has its barriers.
   constexpr int extra_bytes = 1024, static_bytes = 256;
-  const int token_tile = linear_wgmma_token_tile(tokens), stage_bytes = linear_wgmma_stage_bytes(token_tile);
+  const int token_tile = linear_wgmma_token_tile(tokens), stage_bytes = linear_wgmma_stage_bytes(token_tile, bits);
   const std::int64_t row_tiles = (out + kLinearWgmmaTileRows - 1) / kLinearWgmmaTileRows,
                      steps = (in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns;
   const int room_bytes = smem_per_block_bytes(arch, token_tile > 64 ? 1 : 2) - extra_bytes - static_bytes;
@@ -79,6 +82,23 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
           .splits = int(splits),
           .stages = stages,
           .smem_bytes = extra_bytes + stages * stage_bytes};
+}
+
+/// A packed GPTQ weight goes there from more tokens on than its own kernels take in one launch, in launches of up to
+/// kGptqWgmmaTile tokens: more leave no registers.
+inline constexpr std::int64_t kGptqWgmmaLeast = 17, kGptqWgmmaTile = 64, kGptqWgmmaMost = 128;
+
+/// Whether a product of a packed weight goes there: codes of 4 bits, whose columns are the inputs in their order.
+constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
+                             int bits, bool has_order) {
+  return arch.compute_capability == 90 && bits == 4 && !has_order && tokens >= kGptqWgmmaLeast &&
+         tokens <= kGptqWgmmaMost && in % 8 == 0 && out % 8 == 0 &&
+         (activation == DType::f16 || activation == DType::bf16);
+}
+
+/// The plan of one such launch.
+constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
+  return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
 }
 
 static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);
