@@ -1,24 +1,13 @@
 #pragma once
 // A layer by its sites' own kernels. Private to cuda/model and the Python package.
-#include <type_traits>
-
 #include "core/ops/decode_layer.hpp"
-#include "cuda/ops/run.hpp"
-#include "cuda/runtime/check.hpp"
+#include "cuda/model/token_rows.hpp"
 
 namespace cf::cuda {
 
-/// Adds every site's own kernels in the walk's order. `append(args)` adds those that append to the cache.
-template <class Append>
-Status prepare_layer(const ops::DecodeLayer::Args& a, LaunchList& launches, Append&& append) {
-  CF_TRY(check_call(a, launches));
-  return for_each_site(a.model, a.weights, a.t, [&](const Site& site, const auto& args) -> Status {
-    launches.set_label(site.name.data());  // a literal, which ends in a zero byte
-    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(args)>, ops::KvAppend::Args>)
-      return append(args);
-    else
-      return prepare(args, launches);
-  });
-}
+/// Adds the launches of a layer of one token whose caller has the cache as rows, too: every site's own kernels in the
+/// walk's order, or ln_qkv in the place of the first four, which gives the same bits. Then nothing writes attn_in and
+/// qkv. The rows' launch takes the place of the append's, or follows ln_qkv.
+Status prepare_layer(const ops::DecodeLayer::Args& a, const TokenRows& rows, LaunchList& launches);
 
 }  // namespace cf::cuda

@@ -119,10 +119,7 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t
 
 Status run_on_device(const RowsLayer& args, const DeviceStream& at) {
   const cuda::TokenRows rows{.k = args.k_rows, .v = args.v_rows, .first = args.first, .last = args.last};
-  return run(at, {}, [&](cuda::LaunchList& launches) {
-    return cuda::prepare_layer(
-        args.layer, launches, [&](const ops::KvAppend::Args& append) { return cuda::prepare(append, rows, launches); });
-  });
+  return run(at, {}, [&](cuda::LaunchList& launches) { return cuda::prepare_layer(args.layer, rows, launches); });
 }
 
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at) {

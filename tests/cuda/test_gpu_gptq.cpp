@@ -102,9 +102,7 @@ TEST_CASE("linear on the GPU: GPTQ weights on Hopper's tensor cores, their tiles
       for (std::int64_t tokens : {17, 32, 33, 63, 64, 65, 128})
         for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{32, 8}, {264, 136}, {640, 72}, {2560, 264}}) {
           if (in > 640 && (tokens == 63 || group == 64)) continue;  // the oracle takes these long
-          const Epilogue epilogue = tokens % 2   ? Epilogue::residual
-                                    : group > 96 ? Epilogue::gelu_erf
-                                                 : Epilogue::none;
+          const Epilogue epilogue = tokens % 2 ? Epilogue::residual : group > 96 ? Epilogue::gelu_erf : Epilogue::none;
           INFO("in " << in << ", out " << out << ", group " << group << ", tokens " << tokens);
           const Setup s = setup(activation, {4, group, int(tokens % 2), false}, std::uint64_t(in + tokens));
           CHECK(check_on_device<ops::Linear>(

@@ -45,7 +45,7 @@ struct SumEpilogue {
     if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.place);
   }
   __device__ void finish(const Element& e, float (&first)[kRows], float (&second)[kRows]) const {
-    const auto add = [](float (&v)[kRows], const StoredWeight<kRows>& stored) {
+    const auto add = [](float(&v)[kRows], const StoredWeight<kRows>& stored) {
       float added[kRows];
       stored.unpack(added, T{});
 #pragma unroll

@@ -50,13 +50,11 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   multiply_rows<T, Tokens, Ring>(
       c, InOrder{},
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&](int step, unsigned char* to, std::uint64_t* filled) {
-          copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, filled);
+        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
+          if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, filled);
         });
       },
-      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) {
-        multiply_steps<T>(ring, steps, sum);
-      });
+      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) { multiply_steps<T>(ring, steps, sum); });
 #endif
 }
 

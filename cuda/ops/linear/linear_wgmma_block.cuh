@@ -38,16 +38,19 @@ struct Steps {
   }
 };
 
-/// Copies the steps of a block; one lane calls. copy_weight(step, to, filled) copies the step's weights. The ring's first
-/// weights need no predecessor and come before all x.
+/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, filled) copies a lane's part of the
+/// step's weights. The ring's first weights need no predecessor and come before all x.
 template <class Ring, class CopyWeight>
 __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
+  const int lane = threadIdx.x % 32;
   const auto copy_a = [&](int i, int stage) {
-    arrive_expecting(ring.filled + stage, ring.stage_bytes);
-    copy_weight(steps.first + i, ring.a(stage), ring.filled + stage);
+    if (lane == 0) arrive_expecting(ring.filled + stage, ring.stage_bytes);
+    __syncwarp();
+    copy_weight(lane, steps.first + i, ring.a(stage), ring.filled + stage);
   };
   const auto copy_b = [&](int i, int stage) {
-    copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
+    if (lane == 0)
+      copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
   };
   const int ahead = min(steps.count, ring.stages);
 #pragma unroll 1
@@ -158,7 +161,7 @@ struct Finish {
   }
 };
 
-/// Makes the block's rows of the product. One lane calls copy(ring, steps, first_row), which fills the ring; the
+/// Makes the block's rows of the product. One warp calls copy(ring, steps, first_row), which fills the ring; the
 /// consumer warps call multiply(ring, steps, first_row, sum), which empties it.
 template <class T, int Tokens, class Ring, class Order, class Copy, class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
@@ -179,8 +182,7 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
   const Steps steps(c, rank);
   float sum[Tokens / 2] = {};
   if (warp == kLinearWgmmaWarps) {
-    if (elected()) copy(ring, steps, first_row);
-    __syncwarp();
+    copy(ring, steps, first_row);
   } else {
     multiply(ring, steps, first_row, sum);
   }

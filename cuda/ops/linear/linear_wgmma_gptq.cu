@@ -151,14 +151,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   multiply_rows<T, Tokens, Ring>(
       c.product, order,
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&](int step, unsigned char* to, std::uint64_t* filled) {
-          // Of tiles that the matrix does not have nothing is finished.
-#pragma unroll 1
-          for (int i = 0; i < kLinearWgmmaWarps; ++i) {
-            const long tile = min(first_row / kGptqRows + i, c.matrix.tiles - 1);
-            copy_bulk(to + i * kGptqTileBytes, c.matrix.codes + (tile * c.matrix.chunks + step) * kGptqTileBytes,
-                      kGptqTileBytes, filled);
-          }
+        // A lane copies a tile. Of tiles that the matrix does not have nothing is finished.
+        const int lane = threadIdx.x % 32, tile = min(first_row / kGptqRows + lane, c.matrix.tiles - 1);
+        const char* const codes = c.matrix.codes + long(tile) * c.matrix.chunks * kGptqTileBytes;
+        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
+          if (lane < kLinearWgmmaWarps)
+            copy_bulk(to + lane * kGptqTileBytes, codes + step * kGptqTileBytes, kGptqTileBytes, filled);
         });
       },
       [&](const Ring& ring, const Steps& steps, int first_row, float(&sum)[Tokens / 2]) {

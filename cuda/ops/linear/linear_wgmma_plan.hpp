@@ -33,7 +33,7 @@ struct LinearWgmmaPlan {
   int smem_bytes;  // of a block
 };
 
-inline constexpr int kLinearWgmmaTileRows = 128, kLinearWgmmaColumns = 64, kMostLinearWgmmaStages = 8;
+inline constexpr int kLinearWgmmaTileRows = 128, kLinearWgmmaColumns = 64, kMostLinearWgmmaStages = 12;
 /// Warps of a block that multiply: two warpgroups.
 inline constexpr int kLinearWgmmaWarps = 8, kLinearWgmmaWarpRows = kLinearWgmmaTileRows / kLinearWgmmaWarps;
 
