@@ -154,8 +154,8 @@ std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::st
   for (const Site& s : {site::input_layernorm, site::dense, site::post_attention_layernorm, site::dense_4h_to_h})
     if (tap == s.tap) return {token, hidden};
   std::vector<TapDim> weight;
-  for_each_linear(m, LayerWeights{}, [&](std::string_view module, const auto&, const LinearSize& size) {
-    if (tap == weight_tap(module)) weight = {{"out", size.out}, {"in", size.in}};
+  for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
+    if (tap == weight_tap(site.name)) weight = {{"out", size.out}, {"in", size.in}};
   });
   return weight;
 }

@@ -81,7 +81,7 @@ void fill_inputs(const ModelConfig& m, const Workload& load, std::uint64_t seed,
   convert(hidden.data(), stored, state.hidden.data(), state.hidden.dtype(), hidden.size());
   fill_cache(old_cache(m, load, seed, stored, "k_cache"), state.k_cache);
   fill_cache(old_cache(m, load, seed, stored, "v_cache"), state.v_cache);
-  state.fill_rope_table(m.rope_theta);
+  state.fill_rope_table(m.rope_theta, m.rope_scaling);
 }
 
 Result<LayerTiming> time_layer(const ModelConfig& m, const LayerWeights& weights, LayerState& state,

@@ -30,7 +30,7 @@ DType dtype_of_weights(const ModelWeights& w) { return w.embed_in.dtype; }
 bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   bool found = false;
   for (const LayerWeights& layer : w.layers)
-    for_each_linear(m, layer, [&](std::string_view, const LinearParams& l, const LinearSize&) {
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
       found |= std::holds_alternative<GptqWeight>(l.weight);
     });
   return found;

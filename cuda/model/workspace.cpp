@@ -62,7 +62,7 @@ Workspace::~Workspace() = default;
 
 Result<Workspace> Workspace::create(const Context& context, const ModelSpec& model, DType activation,
                                     std::int64_t tokens, std::int64_t table_rows, bool quantised) {
-  CF_TRY(check_model(model));
+  CF_TRY(check_device_model(model));
   for (const auto& [name, size] : {std::pair{"tokens", tokens}, {"table_rows", table_rows}})
     if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
   CF_TRY(with_activation(kName, activation, [](auto) { return Status(); }));
@@ -75,7 +75,8 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
   state->lay_out(state->memory.data());
 
   Tensor cos(DType::f32, {table_rows, model.shape.rotary_dim / 2}), sin = cos.clone();
-  ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta);
+  ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta,
+                  model.traits.rope_scaling);
   CF_TRY(copy_in<2>(context, kName, "cos", state->cos, cos));
   CF_TRY(copy_in<2>(context, kName, "sin", state->sin, sin));
   return Workspace(std::move(state));

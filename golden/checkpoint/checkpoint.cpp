@@ -131,8 +131,8 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
 /// Makes the weight of each Linear that the config names a GptqWeight, still without tensors.
 void mark_quantised(const ModelConfig& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
   if (!gptq) return;
-  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
-    if (std::find(gptq->modules.begin(), gptq->modules.end(), module) != gptq->modules.end())
+  for_each_linear(m, weights, [&](const Site& site, LinearParams& l, const LinearSize& size) {
+    if (std::find(gptq->modules.begin(), gptq->modules.end(), site.name) != gptq->modules.end())
       l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? size.in : gptq->group_size};
   });
 }
@@ -366,9 +366,9 @@ class Checkpoint::Loader {
 Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const {
   mark_quantised(config_, gptq_, weights);
   Status status;
-  for_each_linear(config_, weights, [&](std::string_view module, const LinearParams& l, const LinearSize& size) {
+  for_each_linear(config_, weights, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
     if (!status) return;
-    const std::string name = layer_prefix(layer) + std::string(module);
+    const std::string name = layer_prefix(layer) + std::string(site.name);
     const auto refuse = [&](const char* part, const std::string& what) {
       status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
     };
@@ -389,10 +389,10 @@ Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const 
 
 Status Checkpoint::check_values(std::int64_t layer, LayerWeights& weights, std::vector<std::string>& notes) const {
   Status status;
-  for_each_linear(config_, weights, [&](std::string_view module, LinearParams& l, auto...) {
+  for_each_linear(config_, weights, [&](const Site& site, LinearParams& l, auto...) {
     auto* gptq = std::get_if<GptqWeight>(&l.weight);
     if (!gptq || !status) return;
-    const std::string name = "tensor '" + layer_prefix(layer) + std::string(module) + ".";
+    const std::string name = "tensor '" + layer_prefix(layer) + std::string(site.name) + ".";
     if (const std::string fault = gptq_fault(*gptq); !fault.empty()) {
       status = Status::error(Code::invalid_file, directory_ + ": " + name + fault);
       return;

@@ -12,7 +12,7 @@ namespace {
 std::vector<std::string> linear_names() {
   std::vector<std::string> names;
   LayerWeights weights;
-  for_each_linear({}, weights, [&](std::string_view module, auto&&...) { names.emplace_back(module); });
+  for_each_linear({}, weights, [&](const Site& site, auto&&...) { names.emplace_back(site.name); });
   return names;
 }
 

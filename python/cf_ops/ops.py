@@ -42,6 +42,7 @@ __all__ = [
     "Epilogue",
     "GptqWeight",
     "LayerOutputs",
+    "QkvLayout",
     "attention",
     "budget",
     "decode_layer",
@@ -54,13 +55,18 @@ __all__ = [
     "ln_qkv",
     "ln_qkv_heads",
     "residual_layernorm",
+    "rmsnorm",
     "rope",
     "rope_append",
     "rope_table",
 ]
 
-Epilogue = Literal["none", "gelu_erf", "gelu_tanh", "residual"]
+Epilogue = Literal["none", "gelu_erf", "gelu_tanh", "residual", "swiglu"]
 """What happens to a product before it is stored."""
+
+QkvLayout = Literal["interleaved_by_head", "separate"]
+"""How the heads of q, k and v lie in their product: GPT-NeoX's order (tokens, heads, 3, head_dim), or all heads of q,
+then of k, then of v, (tokens, heads + 2 * kv_heads, 1, head_dim)."""
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., object])
@@ -343,8 +349,7 @@ class _CudaCall(Generic[T]):
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
-        if "config" in scalars:
-            fixed.append(("config", scalars.pop("config")))
+        fixed += [(name, scalars.pop(name)) for name in ("config", "layout") if name in scalars]
         key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
@@ -442,6 +447,12 @@ def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
 
 
 @_op
+def rmsnorm(x: T, gamma: Tensor, *, eps: float = 1e-5) -> T:
+    """Returns y."""
+    return _call("rmsnorm", x, {"x": x, "gamma": gamma}, eps=eps).run()[0]
+
+
+@_op
 def layernorm_residual(x: T, residual: Tensor, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     """Returns y."""
     tensors: _Tensors = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
@@ -478,13 +489,26 @@ def linear(
     """Returns y. ``weight`` is a tensor (out, in) or a GptqWeight; f is chosen by ``epilogue``."""
     tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     call = _call("linear", x, tensors, epilogue=epilogue)
-    return call.run({"y": (x.shape[0], _rows(weight))})[0]
+    rows = _rows(weight)
+    if epilogue == "swiglu" and rows % 2:
+        raise ValueError(f"linear: 'weight' has {rows} rows, expected an even number with epilogue 'swiglu'")
+    return call.run({"y": (x.shape[0], rows // 2 if epilogue == "swiglu" else rows)})[0]
 
 
 @_op
-def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
-    """Returns (q, k, v). ``rope_table()`` makes cos and sin."""
-    q, k, v = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}).run()
+def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, *, kv_heads: int | None = None) -> tuple[T, T, T]:
+    """Returns (q, k, v). ``rope_table()`` makes cos and sin. With ``kv_heads`` the layout of qkv is separate."""
+    tensors: _Tensors = {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}
+    if kv_heads is None:
+        q, k, v = _call("rope", qkv, tensors).run()
+        return q, k, v
+    kv_heads = integer("rope", "kv_heads", kv_heads, 1)
+    call = _call("rope", qkv, tensors, layout="separate")
+    tokens, all_heads, _, head_dim = qkv.shape
+    if all_heads <= 2 * kv_heads:
+        raise ValueError(f"rope: 'qkv' has {all_heads} heads, expected more than 2 * kv_heads = {2 * kv_heads}")
+    kv_shape = tokens, kv_heads, head_dim
+    q, k, v = call.run({"q": (tokens, all_heads - 2 * kv_heads, head_dim), "k": kv_shape, "v": kv_shape})
     return q, k, v
 
 
@@ -496,7 +520,15 @@ def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Te
 
 @_op
 def rope_append(
-    qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: T,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv_len: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    layout: QkvLayout = "interleaved_by_head",
 ) -> T:
     """Returns q, and writes k_cache and v_cache in place."""
     tensors: _Tensors = {
@@ -508,7 +540,16 @@ def rope_append(
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
-    return _call("rope_append", qkv, tensors).run()[0]
+    call = _call("rope_append", qkv, tensors, layout=layout)
+    if layout != "separate":
+        return call.run()[0]
+    tokens, all_heads, _, head_dim = qkv.shape
+    heads = all_heads - 2 * k_cache.shape[1]
+    if heads < 1:
+        raise ValueError(
+            f"rope_append: 'qkv' has {all_heads} heads, expected more than twice the {k_cache.shape[1]} of 'k_cache'"
+        )
+    return call.run({"q": (tokens, heads, head_dim)})[0]
 
 
 @_op
@@ -602,9 +643,11 @@ def decode_layer(
 ) -> LayerOutputs:
     """Returns the output of every site, and writes k_cache and v_cache in place.
 
-    ``weights`` has Hugging Face's names below gpt_neox.layers.N: "input_layernorm.weight",
-    "attention.query_key_value.bias", ... A Linear's weight may be a GptqWeight. ``config`` is the content of a
-    config.json, as a mapping or as text. Without max_kv_len it is the capacity of the cache.
+    ``weights`` has Hugging Face's names below gpt_neox.layers.N or model.layers.N: "input_layernorm.weight",
+    "attention.query_key_value.bias", ... Llama's q_proj, k_proj and v_proj are one "self_attn.qkv_proj.weight", all
+    rows of q first; gate_proj and up_proj are one "mlp.gate_up_proj.weight", a row of each in turn. A Linear's weight
+    may be a GptqWeight. ``config`` is the content of a config.json, as a mapping or as text. Without max_kv_len it is
+    the capacity of the cache.
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"decode_layer: weights must be a mapping, got {type(weights).__name__}")

@@ -33,7 +33,7 @@ TEST_CASE("Every fault of GPTQ weights on the GPU is caught at one tap at least"
       if (!fault.gptq) continue;
       Fault::Scratch scratch;
       golden::GoldenWeights faulty = *weights;
-      for_each_linear(file->meta().config, faulty.weights, [&](std::string_view, LinearParams& linear, auto...) {
+      for_each_linear(file->meta().config, faulty.weights, [&](const Site&, LinearParams& linear, auto...) {
         if (auto* gptq = std::get_if<GptqWeight>(&linear.weight)) fault.gptq(*gptq, scratch);
       });
       const auto walked = apps::walk_golden(*file, faulty, options);

@@ -563,8 +563,8 @@ TEST_CASE("gemm: a model's scratch memory has room for each of its products, and
           CHECK(bytes % 4 == 0);
           CHECK(bytes >= kGemmWorkspaceBytes + std::size_t(tokens * m.intermediate_size * 4));
           CHECK(bytes >= linear_scratch_bytes(m, dtype, tokens - 1, quantised));
-          for_each_linear(m, LayerWeights{}, [&](std::string_view module, const LinearParams&, const LinearSize& size) {
-            const bool gelu = module == site::dense_h_to_4h.name;
+          for_each_linear(m, LayerWeights{}, [&](const Site& site, const LinearParams&, const LinearSize& size) {
+            const bool gelu = site.id == SiteId::dense_h_to_4h;
             for (int bits : {4, 8}) {
               const int parts = quantised ? gptq_parts(dtype, bits) : 0;
               CHECK(bytes >= gemm_scratch(tokens, size.in, size.out, parts, gelu || quantised).bytes);

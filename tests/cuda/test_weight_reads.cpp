@@ -32,10 +32,10 @@ class Step {
       : spec(config.spec()), weights(outline_model(spec, dtype, linears)) {
     for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { place(view); });
     for (LayerWeights& w : weights.layers)
-      for_each_linear(spec, w, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
+      for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
         if (linears.bits == 0) return;
         // As pack() orders the rows for ln_qkv.
-        const bool turned = module == site::query_key_value.name;
+        const bool turned = site.id == SiteId::query_key_value;
         l.weight = packed(size, linears, turned ? RopePairs{spec.shape.head_dim, spec.shape.rotary_dim} : RopePairs{});
       });
     tie_embeddings(spec, weights);
@@ -152,7 +152,7 @@ Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library
     return {};
   };
   CF_TRY(for_each_model_site(s.spec, s.weights, s.tensors, [&](const ModelSite& site, const auto& args) -> Status {
-    if (site.site.name == site::embed_in.name) {
+    if (site.site.id == SiteId::embed_in) {
       // The table is read by rows. Behind it come the layers of a graph.
       for (const LayerWeights& w : s.weights.layers)
         if (graph) {
@@ -181,7 +181,7 @@ std::pair<std::int64_t, std::int64_t> range_of(const Step& s, const Arch& arch, 
   for (const LayerWeights& w : s.weights.layers) {
     expect_norm(w.input_layernorm);
     expect_norm(w.post_attention_layernorm);
-    for_each_linear(s.spec, w, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
+    for_each_linear(s.spec, w, [&](const Site&, const LinearParams& l, const LinearSize& size) {
       if (const auto* packed = std::get_if<PackedWeight>(&l.weight))
         expect(packed->data);
       else

@@ -36,6 +36,7 @@ struct Fault {
   void apply(ops::Attention::Args& a, Scratch& t) const {
     if (attention) attention(a, t);
   }
+  void apply(ops::RmsNorm::Args&, Scratch&) const {}
   void apply(ops::LayerNorm::Args&, Scratch&) const {}
   void apply(ops::KvAppend::Args&, Scratch&) const {}
 };
@@ -199,7 +200,7 @@ struct FaultyStep {
       : config(file.meta().config), weights(sound.weights), state(config, file.meta().load, activation) {
     scratch.reserve(8);  // views into it stay valid
     REQUIRE(file.load(state));
-    state.fill_rope_table(config.rope_theta);
+    state.fill_rope_table(config.rope_theta, config.rope_scaling);
     if (fault.before) fault.before(config, weights, state, scratch);
   }
 };

@@ -84,6 +84,8 @@ Status prepare_tokens(const Product& p, LaunchList& launches) {
 
 Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
+  if (a.epilogue == ops::Epilogue::swiglu)
+    return Status::error(Code::unimplemented, "linear: cuda has no kernel for Epilogue::swiglu");
   const auto d = ops::Linear::dims(a);
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
     CF_TRY_ASSIGN(const bool added, prepare_gemm(a, launches));

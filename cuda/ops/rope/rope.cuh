@@ -94,6 +94,8 @@ Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_k
   CF_TRY(check_call(a, launches));
   const auto d = Args::Op::dims(a);
   const std::int64_t tokens = a.qkv.shape[0];
+  if (d.layout != ops::QkvLayout::interleaved_by_head)
+    return Status::error(Code::unimplemented, std::string(name) + ": cuda has no kernel for QkvLayout::separate");
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   return with_activation(name, a.qkv.dtype, [&](auto zero) {
     const RopePlan plan = rope_plan(launches.arch(), tokens, d.heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
