@@ -83,6 +83,7 @@ Status ModelConfig::validate() const {
   if (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32)
     return refuse("dtype must be float16, bfloat16 or float32, got " + std::string(to_string(dtype)));
   const bool neox = family() == ModelFamily::gpt_neox;
+  if (!neox) CF_TRY(check_sizes({{"num_key_value_heads", num_key_value_heads, 1 << 16}}));
   const auto has = [](bool bias) { return bias ? "one" : "none"; };
   if (neox && (num_key_value_heads || attention_head_dim || rope_scaling != ops::RopeScaling{}))
     return refuse("gpt_neox has no num_key_value_heads, head_dim and scaling of RoPE of its own, got one of them");

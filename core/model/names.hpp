@@ -14,6 +14,10 @@ struct ModelNames {
   Site input_layernorm, query_key_value, rotary_emb, kv_append, context, dense, post_attention_layernorm, dense_h_to_4h,
       dense_4h_to_h;
   Site embed_in, final_layer_norm, embed_out;  // outside the layers, by their whole names
+  // The modules whose matrices checkpoints store apart and the walk has as one; none where they are stored as one.
+  std::array<std::string_view, 3> stored_qkv{};  // one below the other
+  std::array<std::string_view, 2> stored_mlp{};  // their rows in turn
+  std::array<std::string_view, 3> buffers{};     // of a layer in old checkpoints, which no one reads
 
   /// The layer's sites in the order of the walk.
   constexpr std::array<Site, 9> sites() const {
@@ -44,19 +48,21 @@ inline constexpr Site final_layer_norm{"gpt_neox.final_layer_norm", "final_layer
 inline constexpr Site embed_out{"embed_out", "logits", SiteId::embed_out};
 }  // namespace site
 
-inline constexpr ModelNames kGptNeoxNames{.layers = "gpt_neox.layers.",
-                                          .input_layernorm = site::input_layernorm,
-                                          .query_key_value = site::query_key_value,
-                                          .rotary_emb = site::rotary_emb,
-                                          .kv_append = site::kv_append,
-                                          .context = site::context,
-                                          .dense = site::dense,
-                                          .post_attention_layernorm = site::post_attention_layernorm,
-                                          .dense_h_to_4h = site::dense_h_to_4h,
-                                          .dense_4h_to_h = site::dense_4h_to_h,
-                                          .embed_in = site::embed_in,
-                                          .final_layer_norm = site::final_layer_norm,
-                                          .embed_out = site::embed_out};
+inline constexpr ModelNames kGptNeoxNames{
+    .layers = "gpt_neox.layers.",
+    .input_layernorm = site::input_layernorm,
+    .query_key_value = site::query_key_value,
+    .rotary_emb = site::rotary_emb,
+    .kv_append = site::kv_append,
+    .context = site::context,
+    .dense = site::dense,
+    .post_attention_layernorm = site::post_attention_layernorm,
+    .dense_h_to_4h = site::dense_h_to_4h,
+    .dense_4h_to_h = site::dense_4h_to_h,
+    .embed_in = site::embed_in,
+    .final_layer_norm = site::final_layer_norm,
+    .embed_out = site::embed_out,
+    .buffers = {"attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"}};
 
 /// The names of Llama, Mistral and Qwen2. qkv_proj joins q_proj, k_proj and v_proj; gate_up_proj joins gate_proj and
 /// up_proj.
@@ -73,7 +79,10 @@ inline constexpr ModelNames kLlamaNames{
     .dense_4h_to_h = {"mlp.down_proj", "output", SiteId::dense_4h_to_h},
     .embed_in = {"model.embed_tokens", "embed_tokens", SiteId::embed_in},
     .final_layer_norm = {"model.norm", "norm", SiteId::final_layer_norm},
-    .embed_out = {"lm_head", "logits", SiteId::embed_out}};
+    .embed_out = {"lm_head", "logits", SiteId::embed_out},
+    .stored_qkv = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+    .stored_mlp = {"mlp.gate_proj", "mlp.up_proj"},
+    .buffers = {"self_attn.rotary_emb.inv_freq"}};
 
 constexpr const ModelNames& names_of(ModelFamily family) {
   return family == ModelFamily::llama ? kLlamaNames : kGptNeoxNames;

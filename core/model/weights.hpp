@@ -37,6 +37,37 @@ struct LinearSize {
   bool has_bias;
 };
 
+/// A module that a checkpoint stores of a Linear, and its rows.
+struct StoredPart {
+  std::string_view module;
+  std::int64_t rows;
+};
+
+/// What a checkpoint stores of a layer's Linear: the Linear itself, or several modules.
+struct StoredParts {
+  std::vector<StoredPart> parts;
+  bool interleaved = false;  // row i of every part in turn; otherwise the parts lie one below the other
+
+  /// Where row `row` of part `part` lies in the Linear.
+  std::int64_t place(std::size_t part, std::int64_t row) const {
+    if (interleaved) return row * std::int64_t(parts.size()) + std::int64_t(part);
+    for (std::size_t before = 0; before < part; ++before) row += parts[before].rows;
+    return row;
+  }
+};
+
+inline StoredParts stored_parts(const ModelSpec& m, const Site& site, const LinearSize& size) {
+  const ModelNames& n = names_of(m);
+  const ModelShape& s = m.shape;
+  if (site.id == SiteId::query_key_value && !n.stored_qkv[0].empty())
+    return {{{n.stored_qkv[0], s.attention_size()},
+             {n.stored_qkv[1], s.num_kv_heads * s.head_dim},
+             {n.stored_qkv[2], s.num_kv_heads * s.head_dim}}};
+  if (site.id == SiteId::dense_h_to_4h && !n.stored_mlp[0].empty())
+    return {{{n.stored_mlp[0], s.intermediate_size}, {n.stored_mlp[1], s.intermediate_size}}, true};
+  return {{{site.name, size.out}}};
+}
+
 /// Calls f(site, params, size) for every Linear of a layer, in the order of the walk.
 template <class W, class F>
 void for_each_linear(const ModelSpec& m, W&& w, F&& f) {
