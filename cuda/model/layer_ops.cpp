@@ -15,7 +15,7 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
   constexpr std::int64_t most_tokens = 4;
   const std::int64_t tokens = t.hidden.shape[0], h = m.shape.hidden_size,
                      weight_bytes = std::int64_t(size_bytes(w.input_layernorm.gamma.dtype));
-  if (tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
+  if (!begins_as_ln_qkv(m) || tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
   if (const auto* packed = std::get_if<PackedWeight>(&w.query_key_value.weight)) {
     const Result<GptqLayout> layout = gptq_layout(names_of(m).query_key_value.name, *packed);
     if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return false;
@@ -46,6 +46,10 @@ bool starts_early(const Site& s, const LayerWeights& w) {
 bool is_urgent(const Site& s) { return s.id != SiteId::dense_h_to_4h; }
 
 }  // namespace
+
+bool begins_as_ln_qkv(const ModelSpec& m) {
+  return m.traits.norm == NormKind::layernorm && m.shape.qkv_layout == ops::QkvLayout::interleaved_by_head;
+}
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   const bool few = takes_ln_qkv(arch, m, w, t);

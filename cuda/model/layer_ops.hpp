@@ -16,6 +16,10 @@ struct LayerOps {
   bool side_by_side = false;  // of LaunchMode, for every op
 };
 
+/// Whether a layer's first four sites, of however many tokens, are those of ln_qkv: LayerNorm, and q, k and v that are
+/// interleaved by head.
+bool begins_as_ln_qkv(const ModelSpec& m);
+
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
 /// Whether ln_qkv computes this site.

@@ -6,23 +6,11 @@
 #include <string>
 
 #include "core/contract.hpp"
-#include "core/model/layer.hpp"
 #include "core/tensor.hpp"
 #include "cuda/runtime/context.hpp"
 #include "cuda/runtime/memory.hpp"
 
 namespace cf::cuda {
-
-/// Refuses what check_model() refuses, and models whose layers have no kernels.
-inline Status check_device_model(const ModelSpec& m) {
-  CF_TRY(check_model(m));
-  const auto refuse = [](const char* what) {
-    return Status::error(Code::unimplemented, std::string("model: cuda has no kernels for ") + what);
-  };
-  if (m.traits.activation == Activation::swiglu) return refuse("SwiGLU");
-  if (m.shape.qkv_layout != ops::QkvLayout::interleaved_by_head) return refuse("separate q, k and v");
-  return {};
-}
 
 /// Hands out consecutive parts of a block, each aligned to 256 bytes. Without a block it measures the block's size.
 class Arena {

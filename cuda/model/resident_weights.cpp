@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/model/layer_ops.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/linear/pack.hpp"
 #include "cuda/runtime/check.hpp"
@@ -15,9 +16,10 @@ namespace {
 
 constexpr std::string_view kName = "weights";
 
-/// How to pack a layer's Linear. The walk reads query_key_value through ln_qkv, which wants its rows in another order.
+/// How to pack a layer's Linear. Where the walk reads query_key_value through ln_qkv, that wants its rows in another
+/// order.
 PackHint hint_for(const Site& site, const ModelSpec& m) {
-  if (site.id != SiteId::query_key_value) return {};
+  if (site.id != SiteId::query_key_value || !begins_as_ln_qkv(m)) return {};
   return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
 }
 
@@ -28,12 +30,12 @@ Status check_layer_count(const ModelSpec& spec, const ModelWeights& model) {
 }
 
 Status check_biases(const ModelSpec& spec, std::int64_t layer, const LayerWeights& source) {
-  for (const auto& [linear, has_bias] :
-       {std::pair{&source.query_key_value, spec.traits.qkv_bias}, {&source.dense, spec.traits.dense_bias}})
-    if (!has_bias && linear->bias)
-      return bad_argument(
-          kName, layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
-  return {};
+  Status status;
+  for_each_linear(spec, source, [&](const Site& site, const LinearParams& linear, const LinearSize& size) {
+    if (status && !size.has_bias && linear.bias)
+      status = bad_argument(kName, layer_prefix(layer) + std::string(site.name) + " has a bias, expected none");
+  });
+  return status;
 }
 
 /// Refuses an address at which kernels cannot read a weight.
@@ -154,7 +156,7 @@ ResidentWeights::~ResidentWeights() = default;
 
 Result<ResidentWeights> ResidentWeights::create(const Context& context, const ModelSpec& model, DType dtype,
                                                 LayerRange layers, const LayerWeights& like) {
-  CF_TRY(check_device_model(model));
+  CF_TRY(check_model(model));
   const std::int64_t all = model.shape.num_layers;
   if (layers.first < 0 || layers.first >= layers.last || layers.last > all)
     return bad_argument(kName, "layers [first, last) must be a range within [0, " + std::to_string(all) + "), got [" +
@@ -246,7 +248,7 @@ Result<ResidentWeights> ResidentWeights::load(const Context& context, const Mode
 
 Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const ModelSpec& spec, DType dtype,
                                                   const ModelWeights& model) {
-  CF_TRY(check_device_model(spec));
+  CF_TRY(check_model(spec));
   CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
   CF_TRY(check_layer_count(spec, model));
   const LayerRange all{0, spec.shape.num_layers};

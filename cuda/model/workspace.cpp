@@ -62,7 +62,7 @@ Workspace::~Workspace() = default;
 
 Result<Workspace> Workspace::create(const Context& context, const ModelSpec& model, DType activation,
                                     std::int64_t tokens, std::int64_t table_rows, bool quantised) {
-  CF_TRY(check_device_model(model));
+  CF_TRY(check_model(model));
   for (const auto& [name, size] : {std::pair{"tokens", tokens}, {"table_rows", table_rows}})
     if (size < 1) return bad_argument(kName, std::string(name) + " must be at least 1, got " + std::to_string(size));
   CF_TRY(with_activation(kName, activation, [](auto) { return Status(); }));

@@ -39,6 +39,17 @@ inline ModelConfig gated_model_of(ModelType type, std::int64_t heads, std::int64
   return m;
 }
 
+/// The sizes of a Linear's call, with Args that hold its epilogue.
+inline ops::Example<ops::Linear> linear_example(std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                                ops::Epilogue epilogue = ops::Epilogue::none) {
+  return {{tokens, in, out, epilogue == ops::Epilogue::residual, {}, ops::rows_of_output(epilogue)},
+          {.epilogue = epilogue}};
+}
+
+/// Every epilogue.
+inline constexpr ops::Epilogue kEpilogues[] = {ops::Epilogue::none, ops::Epilogue::gelu_erf, ops::Epilogue::gelu_tanh,
+                                               ops::Epilogue::residual, ops::Epilogue::swiglu};
+
 inline std::string describe(const Setup& s) {
   const char* fills[] = {"normal", "heavy-tailed", "peaked", "shifted"};
   return s.model.name + (s.kv_heads ? ", " + std::to_string(s.kv_heads) + " kv heads" : "") + ", rotary " +

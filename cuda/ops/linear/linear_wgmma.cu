@@ -106,10 +106,11 @@ __device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
 /// Threads take rows by fours.
 constexpr int kQuad = 4, kQuads = kLinearWgmmaWarpRows / kQuad;
 
-/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token. Bias and residual are loaded
-/// before the sums are there.
-template <class T, int Tokens>
+/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token, with gates two elements of y.
+/// Bias and residual are loaded before the sums are there.
+template <class T, int Tokens, bool Gated>
 struct Finish {
+  static constexpr int rows_of_output = Gated ? 2 : 1;
   static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kConsumers;
   const LinearOutput& to;
   int quad, token, step;  // the thread's rows, its first token, and from one token to the next
@@ -124,16 +125,17 @@ struct Finish {
     token = threadIdx.x / quads;
     step = kConsumers / quads;
     const long row = first_row + quad * kQuad;
-    at = token * to.out + row;
-    rounds = token < min(step, tokens) && row < to.out ? (tokens - token + step - 1) / step : 0;
+    at = token * to.out + row / rows_of_output;
+    rounds = token < min(step, tokens) && row < to.out * rows_of_output ? (tokens - token + step - 1) / step : 0;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e)
       bias[e] = to.bias && rounds > 0 ? from_bits(bias_bits(to, row + e), to.bias_dtype) : 0;
-    if (to.residual)
+    if constexpr (!Gated)
+      if (to.residual)
 #pragma unroll
-      for (int i = 0; i < most_rounds; ++i)
-        if (i < rounds)
-          residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
+        for (int i = 0; i < most_rounds; ++i)
+          if (i < rounds)
+            residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
   }
 
   /// sums(quad, token) are the sums of a quad of rows.
@@ -144,25 +146,31 @@ struct Finish {
     for (int i = 0; i < rounds; ++i, y += step * to.out) {
       const float4 sum = sums(quad, token + i * step);
       float v[] = {sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
-      if (to.residual) {
-        const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
-        v[0] += low.x;
-        v[1] += low.y;
-        v[2] += high.x;
-        v[3] += high.y;
-        // An index that is known at run time alone would put the array into memory.
+      if constexpr (Gated) {
+        float of_pairs[kQuad / 2];
+        apply_gates(v, of_pairs);
+        store_few(y, of_pairs);
+      } else {
+        if (to.residual) {
+          const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
+          v[0] += low.x;
+          v[1] += low.y;
+          v[2] += high.x;
+          v[3] += high.y;
+          // An index that is known at run time alone would put the array into memory.
 #pragma unroll
-        for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+          for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+        }
+        apply(to.epilogue, v);
+        store_few(y, v);
       }
-      apply(to.epilogue, v);
-      store_few(y, v);
     }
   }
 };
 
 #endif
 
-template <class T, int Tokens>
+template <class T, int Tokens, bool Gated>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_wgmma_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap weight,
                         [[maybe_unused]] const __grid_constant__ CUtensorMap x,
@@ -214,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_warp = linear_wgmma_first_warp(c.splits, rank),
             warps = linear_wgmma_first_warp(c.splits, rank + 1) - first_warp;
   wait_for_predecessors();
-  Finish<T, Tokens> finish(c.output, warps, first_row + first_warp * kLinearWgmmaWarpRows, c.tokens);
+  Finish<T, Tokens, Gated> finish(c.output, warps, first_row + first_warp * kLinearWgmmaWarpRows, c.tokens);
   named_barrier(1, kConsumers);
   if (c.splits > 1) inbox.receive(warps * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
   finish.store([&](int quad, int token) {
@@ -232,14 +240,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <class T>
+template <class T, bool Gated>
 auto kernel_for(int token_tile) {
   switch (token_tile) {
-    case 16: return linear_wgmma_kernel<T, 16>;
-    case 32: return linear_wgmma_kernel<T, 32>;
-    case 64: return linear_wgmma_kernel<T, 64>;
-    default: return linear_wgmma_kernel<T, 128>;
+    case 16: return linear_wgmma_kernel<T, 16, Gated>;
+    case 32: return linear_wgmma_kernel<T, 32, Gated>;
+    case 64: return linear_wgmma_kernel<T, 64, Gated>;
+    default: return linear_wgmma_kernel<T, 128, Gated>;
   }
+}
+template <class T>
+auto kernel_for(int token_tile, bool gated) {
+  return gated ? kernel_for<T, true>(token_tile) : kernel_for<T, false>(token_tile);
 }
 
 }  // namespace
@@ -248,11 +260,12 @@ Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launch
   const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
-  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.out, dtype, !dense) || !runs_wgmma(launches.device()))
+  const bool gated = a.epilogue == ops::Epilogue::swiglu;
+  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, !dense) || !runs_wgmma(launches.device()))
     return false;
-  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.out);
+  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.rows());
   CUtensorMap weight, x;
-  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
+  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.rows()},
                          kLinearWgmmaTileRows, weight));
   CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens}, plan.token_tile, x));
   const WgmmaCall c{.output = linear_output(a),
@@ -260,13 +273,14 @@ Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launch
                     .steps = int((d.in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns),
                     .splits = plan.splits,
                     .stages = plan.stages};
-  CF_TRY(launch(ops::Linear::name, launches,
-                {.grid = unsigned(plan.row_tiles * plan.splits),
-                 .block = kThreads,
-                 .smem_bytes = std::size_t(plan.smem_bytes),
-                 .cluster_blocks = plan.splits},
-                dtype == DType::f16 ? kernel_for<f16>(plan.token_tile) : kernel_for<bf16>(plan.token_tile), weight, x,
-                c));
+  CF_TRY(
+      launch(ops::Linear::name, launches,
+             {.grid = unsigned(plan.row_tiles * plan.splits),
+              .block = kThreads,
+              .smem_bytes = std::size_t(plan.smem_bytes),
+              .cluster_blocks = plan.splits},
+             dtype == DType::f16 ? kernel_for<f16>(plan.token_tile, gated) : kernel_for<bf16>(plan.token_tile, gated),
+             weight, x, c));
   return true;
 }
 
