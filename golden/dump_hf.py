@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Dumps one step of one layer of GPT-NeoX, Llama, Mistral or Qwen2, or a whole model's greedy run, from Hugging Face into a golden file.
+"""Dumps one step of one layer, or a whole model's greedy run, from Hugging Face into a golden file: of GPT-NeoX, Llama,
+Mistral or Qwen2.
 
 The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
 bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.

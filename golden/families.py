@@ -1,5 +1,5 @@
-"""The names that families of models give their modules (core/model/names.hpp), and the joining of what checkpoints store
-apart."""
+"""The names that families of models give their modules (core/model/names.hpp), and the joining of what checkpoints
+store apart."""
 
 from dataclasses import dataclass
 

@@ -165,6 +165,7 @@ def dump_model(args, command):
         check_taps(name, widened, reference, rough_error(dtype) * model.num_hidden_layers)
         add(name, low, dtype, implementation)
 
+    checksum = checkpoint.checksum(stored) if checkpoint else procedural.weights_checksum(stored)
     attributes = {
         "schema": MODEL_SCHEMA,
         "schema_version": np.int64(MODEL_SCHEMA_VERSION),
@@ -176,7 +177,7 @@ def dump_model(args, command):
         "dtype": dtype,
         "seed": np.uint64(args.seed),
         "weights": "checkpoint" if checkpoint else "procedural",
-        "weights_checksum": np.uint64(checkpoint.checksum(stored) if checkpoint else procedural.weights_checksum(stored)),
+        "weights_checksum": np.uint64(checksum),
         "prompt_len": np.int64(len(prompt)),
     }
     if checkpoint:

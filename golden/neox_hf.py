@@ -1,5 +1,5 @@
-"""Hugging Face's models of transformers 4.40 to 5.x, GPT-NeoX or another family's: built from stored bits and run with its taps recorded, one layer
-for one step or a whole model over a sequence."""
+"""Hugging Face's models of transformers 4.40 to 5.x, GPT-NeoX or another family's: built from stored bits and run with
+their taps recorded, one layer for one step or a whole model over a sequence."""
 
 import contextlib
 import importlib
@@ -219,12 +219,13 @@ def below_base(model, name):
 
 
 def build(model, state, stored, dtype, implementation, device, layers=1):
-    """A model without a head of `layers` layers that computes in `dtype`, with weights from `state`: its parameters' names ->
-    stored arrays of dtype `stored`.
+    """A model without a head of `layers` layers that computes in `dtype`, with weights from `state`: its parameters'
+    names -> stored arrays of dtype `stored`.
 
     The model is built in its dtype: a conversion afterwards would round RoPE's inv_freq too."""
     # The given embedding sets the vocabulary's size.
-    model = replace(model, num_hidden_layers=layers, vocab_size=len(state[below_base(model, model.names.embedding) + ".weight"]))
+    embedding = state[below_base(model, f"{model.names.embedding}.weight")]
+    model = replace(model, num_hidden_layers=layers, vocab_size=len(embedding))
     with default_dtype(dtype):
         hf = class_of(model, "Model")(transformers_config(model, implementation))
     load(hf, state, stored)

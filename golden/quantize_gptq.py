@@ -23,6 +23,7 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
+from families import LLAMA, NEOX
 from golden_file import current_umask, write_json
 from neox import layer_shapes
 from neox_hf import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
@@ -117,8 +118,9 @@ def quantise(weight, hessian, recipe):
 def check_sizes(model, recipe):
     """Refuses a Linear whose sizes are not multiples of the codes in a word."""
     codes = 32 // recipe.bits
+    modules = recipe.modules or model.names.linears
     for name, shape in layer_shapes(model).items():
-        if name.removesuffix(".weight") in (recipe.modules or model.names.linears) and any(size % codes for size in shape):
+        if name.removesuffix(".weight") in modules and any(size % codes for size in shape):
             raise Refusal(f"{name}: sizes must be multiples of the {codes} codes in a word, got {shape}")
 
 
@@ -252,6 +254,10 @@ def parse_arguments(argv):
     if args.tokens and args.rtn:
         raise Refusal("--tokens excludes --rtn, which has no calibration run")
     args.modules = tuple(args.modules.split(",")) if args.modules else ()
+    known = (*NEOX.linears, *LLAMA.linears)
+    for module in args.modules:
+        if module not in known:
+            raise Refusal(f"--modules must be among {', '.join(known)}, got {module!r}")
     return args
 
 
