@@ -113,7 +113,7 @@ class GoldenLayer:
         model, kv_len = self.model, self.inputs["kv_len"]
         caches = []
         for name in ("k_cache", "v_cache"):
-            cache = np.full((self.batch, model.num_attention_heads, kv_len.max(), model.head_dim), np.nan, dtype)
+            cache = np.full((self.batch, model.kv_heads, kv_len.max(), model.head_dim), np.nan, dtype)
             for b, n in enumerate(kv_len - self.q_len):
                 if n:
                     cache[b, :, :n] = self.inputs[name][b, :, :n]

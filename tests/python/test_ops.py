@@ -71,6 +71,7 @@ def outcomes(g):
     epilogue = "swiglu" if not is_neox else "gelu_erf" if m.hidden_act == "gelu" else "gelu_tanh"
     bias = f"{names.qkv}.bias"
     norm_op = ops.layernorm if is_neox else ops.rmsnorm
+    layout = {} if is_neox else {"layout": "separate"}
 
     def norm(site, x, **more):
         parameters = dict(zip(("gamma", "beta"), (w[f"{site}.{part}"] for part in names.norm_parts)))
@@ -173,13 +174,14 @@ def outcomes(g):
         product(names.qkv, attn_in),
         (names.qkv, made, qkv.reshape(tokens, -1)),
     )
-    yield Outcome(ops.rope, {"qkv": qkv, **table, **({} if is_neox else {"kv_heads": m.kv_heads})}, *rotated)
+    own_heads = {} if is_neox else {"kv_heads": m.kv_heads}
+    yield Outcome(ops.rope, {"qkv": qkv, **table, **layout, **own_heads}, *rotated)
     yield Outcome(
         ops.kv_append, {"k": k, "v": v, "kv_len": kv_len, **caches()}, cache_rows("k_cache"), cache_rows("v_cache")
     )
     yield Outcome(
         ops.rope_append,
-        {"qkv": qkv, **table, "kv_len": kv_len, **caches(), **({} if is_neox else {"layout": "separate"})},
+        {"qkv": qkv, **table, "kv_len": kv_len, **caches(), **layout},
         ("rotary_emb.q", made, q),
         cache_rows("k_cache"),
         cache_rows("v_cache"),
@@ -270,7 +272,7 @@ def is_activation(name, value):
 def test_every_op_has_golden_taps():
     called = {
         outcome.function.__name__
-        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23")
+        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23", "llama-gqa8-kv17-b2")
         for outcome in outcomes(GoldenLayer(golden_files(f"{name}.h5")[0]))
     }
     assert called | {"embedding"} == set(_core.ops())
@@ -335,7 +337,7 @@ def test_a_function_has_the_contracts_names_and_text(op):
         inputs = ["weights", *(name for name in inputs if "." not in name)]
     assert not set(inputs) - set(parameters)
     assert not set(scalars) - set(parameters)
-    extra = {"embedding": {"dtype"}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}}
+    extra = {"embedding": {"dtype"}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}, "rope": {"kv_heads"}}
     assert set(parameters) - set(inputs) - set(scalars) == extra.get(op, set())
     in_order = [name for name in parameters if name in inputs]
     assert in_order == inputs
@@ -413,8 +415,22 @@ def test_linear_refuses_what_its_epilogue_does_not_take():
         ops.linear(x, weight, residual=np.zeros((2, 3), np.float32))
     with pytest.raises(ValueError, match="linear: 'residual' is null"):
         ops.linear(x, weight, epilogue="residual")
-    with pytest.raises(ValueError, match="'epilogue' must be one of none, gelu_erf, gelu_tanh, residual, got 'relu'"):
+    names = "none, gelu_erf, gelu_tanh, residual, swiglu"
+    with pytest.raises(ValueError, match=f"'epilogue' must be one of {names}, got 'relu'"):
         ops.linear(x, weight, epilogue="relu")
+    with pytest.raises(ValueError, match="'weight' has 3 rows, expected an even number with epilogue 'swiglu'"):
+        ops.linear(x, weight, epilogue="swiglu")
+
+
+def test_rope_refuses_heads_that_its_layout_does_not_take():
+    table = {"cos": np.ones((1, 2), np.float32), "sin": np.ones((1, 2), np.float32)}
+    given = {"qkv": np.zeros((1, 4, 1, 4), np.float32), **table, "positions": np.zeros(1, np.int32)}
+    with pytest.raises(ValueError, match="kv_heads must be given with layout 'separate' alone, got None"):
+        ops.rope(**given, layout="separate")
+    with pytest.raises(ValueError, match="'qkv' has 4 heads, expected more than 2 \\* kv_heads = 4"):
+        ops.rope(**given, layout="separate", kv_heads=2)
+    q, k, v = ops.rope(**given, layout="separate", kv_heads=1)
+    assert (q.shape, k.shape, v.shape) == ((1, 2, 4), (1, 1, 4), (1, 1, 4))
 
 
 @pytest.mark.parametrize(
@@ -450,7 +466,7 @@ def whole_layer():
         (lambda a: a["weights"].update({"attention.out": a["hidden"]}), "'attention.out' is none of its tensors"),
         (lambda a: a["weights"].update(hidden=a["hidden"]), "weights has 'hidden', expected Hugging Face's names of"),
         (lambda a: a.update(config="{"), "decode_layer: config"),
-        (lambda a: a.update(config={"model_type": "llama"}), "model_type"),
+        (lambda a: a.update(config={"model_type": "gemma"}), "model_type"),
         (lambda a: a.update(hidden=a["hidden"][:, :80].copy()), r"'hidden' has shape \(3, 80\), expected \(3, 160\)"),
         (lambda a: a.update(kv_len=np.array([17, 16, 99], np.int32)), r"'kv_len'\[2\] must be 1 to 17, got 99"),
         (lambda a: a.update(kv_len=a["kv_len"].astype(np.int64)), "'kv_len' has dtype int64, expected int32"),
