@@ -23,8 +23,7 @@ Tensor procedural_activation(DType dtype, Shape shape, std::uint64_t seed, std::
 
 /// The cache entries before the append, as golden files define procedural ones.
 Tensor old_cache(const ModelConfig& m, const Workload& load, std::uint64_t seed, DType stored, std::string_view name) {
-  return procedural_activation(stored, {load.batch, m.num_attention_heads, load.kv_len - load.q_len, m.head_dim()},
-                               seed, name);
+  return procedural_activation(stored, {load.batch, m.kv_heads(), load.kv_len - load.q_len, m.head_dim()}, seed, name);
 }
 
 Tensor hidden_input(const ModelConfig& m, const Workload& load, std::uint64_t seed, DType stored) {

@@ -496,14 +496,23 @@ def linear(
 
 
 @_op
-def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, *, kv_heads: int | None = None) -> tuple[T, T, T]:
-    """Returns (q, k, v). ``rope_table()`` makes cos and sin. With ``kv_heads`` the layout of qkv is separate."""
-    tensors: _Tensors = {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}
+def rope(
+    qkv: T,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    layout: QkvLayout = "interleaved_by_head",
+    kv_heads: int | None = None,
+) -> tuple[T, T, T]:
+    """Returns (q, k, v). ``rope_table()`` makes cos and sin. The layout "separate" needs ``kv_heads``."""
+    call = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}, layout=layout)
+    if (layout == "separate") != (kv_heads is not None):
+        raise ValueError(f"rope: kv_heads must be given with layout 'separate' alone, got {kv_heads} with {layout!r}")
     if kv_heads is None:
-        q, k, v = _call("rope", qkv, tensors).run()
+        q, k, v = call.run()
         return q, k, v
     kv_heads = integer("rope", "kv_heads", kv_heads, 1)
-    call = _call("rope", qkv, tensors, layout="separate")
     tokens, all_heads, _, head_dim = qkv.shape
     if all_heads <= 2 * kv_heads:
         raise ValueError(f"rope: 'qkv' has {all_heads} heads, expected more than 2 * kv_heads = {2 * kv_heads}")

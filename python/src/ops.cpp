@@ -94,6 +94,11 @@ constexpr std::array kEpilogues{std::pair{"none", ops::Epilogue::none}, std::pai
 constexpr std::array kLayouts{std::pair{"interleaved_by_head", ops::QkvLayout::interleaved_by_head},
                               std::pair{"separate", ops::QkvLayout::separate}};
 
+template <class Names, class T>
+const char* name_in(const Names& choices, T value) {
+  return std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return c.second == value; })->first;
+}
+
 /// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
 class ScalarReader {
  public:
@@ -435,9 +440,9 @@ std::pair<std::vector<ExampleTensor>, nb::dict> example(int bits) {
     if constexpr (std::is_same_v<T, ModelSpec>)
       scalars[name.c_str()] = checkpoint::to_hf_json(model);
     else if constexpr (std::is_same_v<T, ops::Epilogue>)
-      for (const auto& [epilogue_name, epilogue] : kEpilogues) {
-        if (epilogue == value) scalars[name.c_str()] = epilogue_name;
-      }
+      scalars[name.c_str()] = name_in(kEpilogues, value);
+    else if constexpr (std::is_same_v<T, ops::QkvLayout>)
+      scalars[name.c_str()] = name_in(kLayouts, value);
     else
       scalars[name.c_str()] = value;
   };
