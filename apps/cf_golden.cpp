@@ -14,6 +14,7 @@
 #include "apps/cli/table.hpp"
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
 
 namespace cf::apps {
@@ -99,12 +100,12 @@ void add_origin(const std::string& path, const golden::GoldenOrigin& m, const st
   attributes.add({"command", m.command});
   attributes.add({"versions", m.versions});
   attributes.add({"model", model});
-  attributes.add(
-      {"sizes", fmt::format("hidden {}, heads {}, head_dim {}, rotary_dim {}, intermediate {}", c.hidden_size,
-                            c.num_attention_heads, c.head_dim(), c.rotary_dim, c.intermediate_size)});
+  attributes.add({"sizes", fmt::format("hidden {}, heads {}, head_dim {}, rotary_dim {}, intermediate {}",
+                                       c.hidden_size, heads_of(c), c.head_dim(), c.rotary_dim, c.intermediate_size)});
   attributes.add(
       {"arithmetic", fmt::format("{}, {} residual, eps {:g}, rope theta {:g}", to_string(c.hidden_act),
-                                 c.use_parallel_residual ? "parallel" : "sequential", c.layer_norm_eps, c.rope_theta)});
+                                 c.use_parallel_residual ? "parallel" : "sequential", c.layer_norm_eps, c.rope_theta) +
+                         (c.rope_scaling == ops::RopeScaling{} ? "" : fmt::format(" / {:g}", c.rope_scaling.factor))});
   attributes.add({"dtype", std::string(to_string(m.dtype))});
   attributes.add({"seed", std::to_string(m.seed)});
   attributes.add({"weights", m.weights + (m.weights_checkpoint.empty() ? "" : ", " + m.weights_checkpoint)});
@@ -500,7 +501,9 @@ Exit code 0: all passed; 1: a comparison failed; 2: bad usage or input.)",
 
 std::vector<std::string> site_names() {
   std::vector<std::string> names;
-  for (const Site& s : sites) names.emplace_back(s.name);
+  for (ModelFamily family : {ModelFamily::gpt_neox, ModelFamily::llama})
+    for (const Site& s : names_of(family).sites())
+      if (!std::count(names.begin(), names.end(), s.name)) names.emplace_back(s.name);
   return names;
 }
 

@@ -59,7 +59,7 @@ void fill_gptq(Tensor& t, WeightFormat format, std::uint64_t seed, std::string_v
 /// Makes every Linear a GPTQ weight of this format, still without tensors. A format of 0 bits leaves them dense.
 void mark_quantised(const ModelSpec& m, WeightFormat format, LayerWeights& weights) {
   if (!format.bits) return;
-  for_each_linear(m, weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
+  for_each_linear(m, weights, [&](const Site&, LinearParams& l, const LinearSize& size) {
     l.weight = GptqWeight{.bits = format.bits, .group_size = format.group_size == -1 ? size.in : format.group_size};
   });
 }
@@ -147,7 +147,7 @@ OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_
   OwnedModelWeights owned{outline_model(m, dense, linears), {}};
   for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
     std::string_view name = spec.name;
-    if (constexpr std::string_view prefix = "gpt_neox."; name.starts_with(prefix)) name.remove_prefix(prefix.size());
+    if (const std::string_view prefix = names_of(m).base(); name.starts_with(prefix)) name.remove_prefix(prefix.size());
     owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
   });
   tie_embeddings(m, owned.weights);

@@ -97,7 +97,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
   cos_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
   sin_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
   ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
-                  spec_.traits.rope_theta);
+                  spec_.traits.rope_theta, spec_.traits.rope_scaling);
 }
 
 Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin) {

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Dumps one step of one GPT-NeoX layer, or a whole model's greedy run, from Hugging Face into a golden file.
+"""Dumps one step of one layer, or a whole model's greedy run, from Hugging Face into a golden file: of GPT-NeoX, Llama,
+Mistral or Qwen2.
 
 The layer runs in float64, the reference, and in the stored dtype with eager and sdpa attention, each on the same stored
 bits. The file holds the inputs and the output of every step of the layer ("taps"), in the schema of golden_file.hpp.
 Before it is written, the float64 taps are compared with an independent layer in numpy, which finds a hook at the wrong
-place, a wrong mask or a lossy conversion.
+place, a wrong mask or a lossy conversion. Hugging Face's RMSNorm computes in float32 in every dtype: in the reference
+float64 forms take its place, an attribute of the reference says so, and the model as it is must be within 1e-6 of it.
 
 With --whole-model the model chooses tokens after a prompt in float64, and then runs over all of them in each
 arithmetic. The file holds the token ids, the logits and some layers' outputs, in the schema of model_golden.hpp. The
@@ -28,11 +30,12 @@ require_numpy(NAME)
 import numpy as np
 
 import procedural
+from families import join
 from golden_file import SCHEMA, SCHEMA_VERSION, check_writable, read_sealed, write_golden
-from gptq import LINEARS
 from model_golden import dump_model
 from neox import (
     MAX_ERROR,
+    MAX_ERROR_FLOAT32_NORMS,
     PRESETS,
     check_rope,
     check_taps,
@@ -47,6 +50,7 @@ from neox_hf import (
     Checkpoint,
     about,
     attention_implementations,
+    has_rms_norms,
     prefill_step,
     run_variant,
     torch_device,
@@ -248,6 +252,8 @@ def check_arguments(args, model, is_quantised):
         raise Refusal("--weights must be checkpoint or procedural with a GPTQ checkpoint, got stored")
     if not (args.dequantised_weights or is_quantised):
         raise Refusal("--no-dequantised-weights needs a GPTQ checkpoint")
+    if args.weights == "procedural" and len(model.names.qkv_parts) > 1:
+        raise Refusal(f"--weights procedural is of GPT-NeoX alone, got it with {model.model_type}")
     if args.preset and args.weights == "checkpoint":
         raise Refusal("--weights checkpoint needs --model, got --preset")
     if args.cache == "prefill" and (args.preset or args.weights == "procedural"):
@@ -271,13 +277,15 @@ def dump(args, command):
 
     progress("weights")
     dtype = args.dtype or "float16"
+    wide, bits = has_rms_norms(model), checkpoint.gptq.bits if is_quantised else 0
     quantised = []
     if checkpoint and args.weights != "procedural":
         stored, weights, stored_dtype = checkpoint.layer(args.layer)
         if args.dtype not in (None, stored_dtype):
             raise Refusal(f"--dtype must be the checkpoint's {stored_dtype}, got {args.dtype}")
         dtype = stored_dtype
-        quantised = [f"{name}.weight" for name in LINEARS if f"{name}.weight" not in stored]
+        stored = join(model.names, stored, bits)
+        quantised = [name.replace("qweight", "weight") for name in stored if name.endswith(".qweight")]
     else:
         stored = weights = procedural.layer_weights(layer_shapes(model), args.layer, args.seed, dtype)
 
@@ -292,12 +300,17 @@ def dump(args, command):
     variants = {}
     implementations = attention_implementations()
     progress(f"float64 {implementations[-1]}")
-    taps, tables = run_variant(model, weights, step, "float64", implementations[-1], device)
-    dequantised = {name: weights[name].astype(np.float64) for name in quantised if args.dequantised_weights}
-    variants["float64"] = (about("float64", implementations[-1], device), taps | dequantised, "float64")
+    taps, tables = run_variant(model, weights, step, "float64", implementations[-1], device, wide)
+    dense = join(model.names, weights)
+    dequantised = {name: dense[name].astype(np.float64) for name in quantised if args.dequantised_weights}
+    variants["float64"] = (about("float64", implementations[-1], device, wide), taps | dequantised, "float64")
     check_rope(model, step, tables["cos"], tables["sin"])
     progress("float64 numpy")
     check_taps("float64", taps, reference_layer(model, weights, step, tables["cos"], tables["sin"]), MAX_ERROR)
+    if wide:
+        progress("float64 with norms in float32")
+        as_it_is, _ = run_variant(model, weights, step, "float64", implementations[-1], device)
+        check_taps("float64 with norms in float32", as_it_is, taps, MAX_ERROR_FLOAT32_NORMS)
     for implementation in implementations:
         progress(f"{dtype} {implementation}")
         low, _ = run_variant(model, weights, step, dtype, implementation, device)

@@ -50,7 +50,7 @@ Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
 
 /// The shape of the cache entries before the append.
 Shape old_cache_shape(const GoldenMeta& m) {
-  return {m.load.batch, m.config.num_attention_heads, m.load.kv_len - m.load.q_len, m.config.head_dim()};
+  return {m.load.batch, m.config.kv_heads(), m.load.kv_len - m.load.q_len, m.config.head_dim()};
 }
 
 Shape table_shape(const GoldenMeta& m) { return {m.load.tokens(), m.config.rotary_dim / 2}; }
@@ -58,7 +58,9 @@ Shape table_shape(const GoldenMeta& m) { return {m.load.tokens(), m.config.rotar
 /// Bounds the sizes before memory is allocated for them. Computes in double, which cannot overflow here.
 Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const ModelConfig& c = m.config;
-  const double tokens = double(m.load.tokens()), hidden = double(c.hidden_size);
+  const double tokens = double(m.load.tokens());
+  // The widest of a token's rows, but for the MLP's.
+  const double hidden = std::max(double(c.hidden_size), double(c.num_attention_heads) * double(c.head_dim()));
   const double step = 2 * double(m.load.batch) * double(m.load.kv_len) * hidden +
                       tokens * (12 * hidden + double(c.intermediate_size)) +
                       double(c.max_position_embeddings) * double(c.rotary_dim);
@@ -126,7 +128,7 @@ const char* row(const Tensor& t, std::int64_t index, std::int64_t elements) {
 
 /// Copies each sequence's entries from before the append; the rest of the cache becomes NaN.
 void fill_cache(Tensor& cache, const Tensor& old, const GoldenMeta& m) {
-  const std::int64_t heads = m.config.num_attention_heads, d = m.config.head_dim();
+  const std::int64_t heads = m.config.kv_heads(), d = m.config.head_dim();
   const std::int64_t capacity = cache.shape()[2], rows = old.shape()[2];
   fill_nan(cache);
   for (std::int64_t b = 0; b < m.load.batch; ++b)
@@ -141,21 +143,26 @@ std::string weight_tap(std::string_view module) { return std::string(module) + "
 
 std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::string_view tap) {
   const TapDim token{"token", load.tokens()}, hidden{"hidden", m.hidden_size}, head{"head", m.num_attention_heads},
-      d{"d", m.head_dim()};
+      kv_head{"head", m.kv_heads()}, d{"d", m.head_dim()};
+  const ModelNames& names = names_of(m.family());
   const auto of = [&](const Site& site, std::string_view output) {
     return tap == std::string(site.tap) + "." + std::string(output);
   };
-  if (tap == site::query_key_value.tap) return {token, head, {"qkv", 3}, d};
-  if (of(site::rotary_emb, "q") || of(site::rotary_emb, "k") || of(site::rotary_emb, "v")) return {token, head, d};
-  if (of(site::kv_append, "k_cache") || of(site::kv_append, "v_cache"))
-    return {{"sequence", load.batch}, head, {"new", load.q_len}, d};
-  if (tap == site::context.tap) return {token, head, d};
-  if (tap == site::dense_h_to_4h.tap) return {token, {"intermediate", m.intermediate_size}};
-  for (const Site& s : {site::input_layernorm, site::dense, site::post_attention_layernorm, site::dense_4h_to_h})
+  if (tap == names.query_key_value.tap) {
+    const auto shape = m.spec().shape.qkv_heads().extents_of(load.tokens(), m.head_dim());
+    return {token, {"head", shape[1]}, {"qkv", shape[2]}, d};
+  }
+  if (of(names.rotary_emb, "q")) return {token, head, d};
+  if (of(names.rotary_emb, "k") || of(names.rotary_emb, "v")) return {token, kv_head, d};
+  if (of(names.kv_append, "k_cache") || of(names.kv_append, "v_cache"))
+    return {{"sequence", load.batch}, kv_head, {"new", load.q_len}, d};
+  if (tap == names.context.tap) return {token, head, d};
+  if (tap == names.dense_h_to_4h.tap) return {token, {"intermediate", m.intermediate_size}};
+  for (const Site& s : {names.input_layernorm, names.dense, names.post_attention_layernorm, names.dense_4h_to_h})
     if (tap == s.tap) return {token, hidden};
   std::vector<TapDim> weight;
-  for_each_linear(m, LayerWeights{}, [&](std::string_view module, const auto&, const LinearSize& size) {
-    if (tap == weight_tap(module)) weight = {{"out", size.out}, {"in", size.in}};
+  for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
+    if (tap == weight_tap(site.name)) weight = {{"out", size.out}, {"in", size.in}};
   });
   return weight;
 }
@@ -248,9 +255,9 @@ Status GoldenFile::load(LayerState& state) const {
   const Shape cache = state.k_cache.shape(), table = state.cos.shape();
   const bool fits = state.hidden.shape() == Shape{m.load.tokens(), m.config.hidden_size} &&
                     state.kv_len.size() == m.load.batch && cache.size() == 4 && cache[0] == m.load.batch &&
-                    cache[1] == m.config.num_attention_heads && cache[2] >= m.load.kv_len &&
-                    cache[3] == m.config.head_dim() && table.size() == 2 &&
-                    table[0] >= m.config.max_position_embeddings && table[1] == m.config.rotary_dim / 2;
+                    cache[1] == m.config.kv_heads() && cache[2] >= m.load.kv_len && cache[3] == m.config.head_dim() &&
+                    table.size() == 2 && table[0] >= m.config.max_position_embeddings &&
+                    table[1] == m.config.rotary_dim / 2;
   if (!fits)
     return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
   return guarded(path(), [&]() -> Status {

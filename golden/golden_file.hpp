@@ -37,7 +37,7 @@
 //                       append. The rows beyond a shorter sequence's entries are zero. Absent where
 //                       max(kv_len) = q_len. With cache = "procedural" they are absent too: they are the tensors
 //                       "k_cache" and "v_cache" of this shape, of kind activation (core/procedural.hpp)
-//   /weights/<name>     by the name below gpt_neox.layers.N, with weights = "stored"
+//   /weights/<name>     by the name below the layer, with weights = "stored"
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.
 //                       The taps of a site have the shapes of tap_dims(); kv_append's are appended_rows().

@@ -68,7 +68,7 @@ def read_config(directory, config):
 class Format:
     """The format of a checkpoint's quantised Linears."""
 
-    def __init__(self, config, source):
+    def __init__(self, config, source, linears=LINEARS):
         method, form = config.get("quant_method", "gptq"), config.get("checkpoint_format", "gptq")
         if method != "gptq" or form not in ("gptq", "gptq_v2") or config.get("bits") not in (4, 8):
             raise Refusal(
@@ -77,7 +77,7 @@ class Format:
             )
         self.bits, self.group_size, self.is_v2 = config["bits"], config.get("group_size", 128), form == "gptq_v2"
         modules = config.get("modules_in_block_to_quantize")
-        self.modules = LINEARS if modules is None else tuple(m for inner in modules for m in inner)
+        self.modules = linears if modules is None else tuple(m for inner in modules for m in inner)
 
     def part_shapes(self, weight_shapes):
         """Name -> shape of the stored tensors, in the order of weights_checksum(), from the dense tensors' shapes."""

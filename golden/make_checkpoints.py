@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the small GPT-NeoX checkpoints of data/checkpoints with Hugging Face's save_pretrained, or a full-size one.
+"""Writes the small checkpoints of data/checkpoints with Hugging Face's save_pretrained, or a full-size one.
 
 The small ones' weights are random. Biases and LayerNorm parameters differ from 0 and 1, attention is peaked, and each
 matrix keeps the scale of its inputs. provenance.json in each directory says how it was made. The GPTQ checkpoints are
-quantised from one such model, which is not kept.
+quantised from such models, which are not kept.
 
 With --preset the weights of a Pythia model are made from a hash (core/procedural.hpp) and written one tensor at a time,
 dense or as GPTQ weights, into a new directory.
@@ -12,6 +12,7 @@ Needs torch, transformers, safetensors, numpy and h5py; with --preset numpy alon
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -26,10 +27,11 @@ NAME = "make_checkpoints.py"
 require_numpy(NAME)
 
 import gptq
+import llama
 import procedural
 from golden_file import current_umask, write_json
 from neox import PRESETS, Model
-from neox_hf import PACKAGES, default_dtype, versions
+from neox_hf import PACKAGES, class_of, default_dtype, transformers_config, versions
 from preset_checkpoint import write_checkpoint
 from quantize_gptq import Recipe, quantise_checkpoint
 
@@ -42,8 +44,9 @@ class Spec:
 
     name: str
     dtype: str
-    model: Model
+    model: Model | llama.Model
     max_shard_size: str = "1GB"
+    config_of: int = 5  # the generation of transformers whose names config.json has
 
 
 def shape(hidden, layers, heads, intermediate, **rest):
@@ -73,6 +76,38 @@ SPECS = [
     ),
 ]
 
+
+def gated(name, dtype, model_type, sizes, max_shard_size="1GB", config_of=5, **rest):
+    """The checkpoint of a model of another family. The sizes are hidden, layers, heads, kv heads, head_dim and
+    intermediate."""
+    model = llama.Model(model_type, *sizes, vocab_size=128, max_position_embeddings=512, **rest)
+    return Spec(name, dtype, model, max_shard_size, config_of)
+
+
+# Every number of query heads for a kv head: 1, 3, 4, 7 and 8.
+LLAMA_SPECS = [
+    gated("llama-gqa1-biases", "bfloat16", "llama", (64, 1, 1, 1, 64, 96), attention_bias=True, mlp_bias=True),
+    gated(
+        "llama-gqa3-scaled",
+        "float16",
+        "llama",
+        (48, 2, 6, 2, 64, 64),
+        tie_word_embeddings=True,
+        config_of=4,
+        rope_theta=10000.0,
+        rope_scaling=(8.0, 1.0, 4.0, 64),
+        layer_norm_eps=1e-5,
+    ),
+    gated("mistral-gqa4-sharded", "float16", "mistral", (32, 2, 4, 1, 128, 40), "100KB", rope_theta=1e6),
+    gated("qwen2-gqa7", "float16", "qwen2", (56, 1, 7, 1, 64, 80), config_of=4, rope_theta=1e6),
+    gated("llama-gqa8", "float32", "llama", (32, 1, 8, 1, 64, 48)),
+]
+LLAMA_GPTQ_SOURCE = gated("llama-gptq-source", "float16", "llama", (32, 2, 4, 2, 16, 48))
+QWEN2_GPTQ_SOURCE = gated("qwen2-gptq-source", "float16", "qwen2", (32, 1, 3, 1, 32, 32))
+LLAMA_GPTQ_RECIPES = {
+    "llama-gptq-desc-act": (LLAMA_GPTQ_SOURCE, Recipe(group_size=16, sym=False, desc_act=True)),
+    "qwen2-gptq-8bit": (QWEN2_GPTQ_SOURCE, Recipe(bits=8, group_size=-1, checkpoint_format="gptq_v2")),
+}
 
 # Its golden file is a whole model's alone.
 TIED = Spec("neox-tied", "float16", shape(64, 2, 2, 256, tie_word_embeddings=True))
@@ -106,23 +141,36 @@ def fill(parameters, seed):
             x = 0.1 * x
         elif "embed" not in name and "lm_head" not in name:
             # Attention's scores get a standard deviation of 2.
-            x = x * ((2 if "query_key_value" in name else 1) / parameter.shape[1]) ** 0.5
+            makes_scores = any(product in name for product in ("query_key_value", "q_proj", "k_proj", "v_proj"))
+            x = x * ((2 if makes_scores else 1) / parameter.shape[1]) ** 0.5
         parameter.copy_(x)
+
+
+def write_old_config(path, model):
+    """Gives a config.json the names of transformers 4.x."""
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    config.pop("rope_parameters", None)
+    config["torch_dtype"] = config.pop("dtype", config.get("torch_dtype"))
+    config |= {"rope_scaling": None, **model.hf_fields()}
+    write_json(path, dict(sorted(config.items())))
 
 
 def write(spec, directory, command, seed=1):
     """Writes the checkpoint into directory/<name>, whole or not at all, and returns that path."""
     import torch
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, logging
+    from transformers import logging
 
     logging.disable_progress_bar()
     path = os.path.join(directory, spec.name)
     temporary = path + ".tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with default_dtype(spec.dtype), torch.no_grad():
-        hf = GPTNeoXForCausalLM(GPTNeoXConfig(**spec.model.hf_fields(), bos_token_id=0, eos_token_id=0))
+        hf = class_of(spec.model, "ForCausalLM")(transformers_config(spec.model, "sdpa"))
         fill(hf.named_parameters(), seed)
     hf.save_pretrained(temporary, max_shard_size=spec.max_shard_size, safe_serialization=True)
+    if spec.config_of == 4:
+        write_old_config(os.path.join(temporary, "config.json"), spec.model)
     about = {
         "command": command,
         "seed": seed,
@@ -217,17 +265,20 @@ def write_preset(args, command):
     )
 
 
-def write_small(out):
-    """Writes the checkpoints of data/checkpoints into a directory."""
+def write_small(out, only=None):
+    """Writes the checkpoints of data/checkpoints into a directory, or the one that `only` names."""
     require(*PACKAGES)
     os.makedirs(out, exist_ok=True)
-    for spec in [*SPECS, TIED]:
-        progress(spec.name)
-        write(spec, out, COMMAND)
+    for spec in [*SPECS, TIED, *LLAMA_SPECS]:
+        if only in (None, spec.name):
+            progress(spec.name)
+            write(spec, out, COMMAND)
+    recipes = {name: (GPTQ_SOURCE, recipe) for name, recipe in GPTQ_RECIPES.items()} | LLAMA_GPTQ_RECIPES
     with tempfile.TemporaryDirectory() as directory:
-        source = write(GPTQ_SOURCE, directory, COMMAND)
-        for name, recipe in GPTQ_RECIPES.items():
-            quantise_checkpoint(source, os.path.join(out, name), recipe, COMMAND, seed=1)
+        for name, (spec, recipe) in recipes.items():
+            if only in (None, name):
+                source = write(spec, directory, COMMAND)
+                quantise_checkpoint(source, os.path.join(out, name), recipe, COMMAND, seed=1)
     progress("")
 
 

@@ -35,7 +35,8 @@ Status read_meta(const Hdf5Reader& file, ModelGoldenMeta& m, std::vector<std::in
 
 /// Whether a name is one of the schema's taps.
 bool is_tap(const ModelConfig& config, const std::string& name) {
-  if (name == "embed_in" || name == "final_layer_norm") return true;
+  const ModelNames& names = names_of(config.family());
+  if (name == names.embed_in.tap || name == names.final_layer_norm.tap) return true;
   constexpr std::string_view before = "layers.";
   if (!name.starts_with(before)) return false;
   std::int64_t layer = -1;
@@ -76,8 +77,10 @@ Status check_taps(const Hdf5Reader& file, const ModelGoldenMeta& m, DType dtype,
   for (const std::string& tap : v.taps) {
     if (!is_tap(m.config, tap))
       return file.refuse(Code::invalid_file, group,
-                         "expected the taps embed_in, final_layer_norm and layers.N.output of " +
-                             std::to_string(m.config.num_hidden_layers) + " layers, got " + checkpoint::quote(tap));
+                         "expected the taps " + std::string(names_of(m.config.family()).embed_in.tap) + ", " +
+                             std::string(names_of(m.config.family()).final_layer_norm.tap) +
+                             " and layers.N.output of " + std::to_string(m.config.num_hidden_layers) + " layers, got " +
+                             checkpoint::quote(tap));
     CF_TRY(expect(file, group + "/" + tap, dtype, {m.fed(), m.config.hidden_size}));
   }
   return {};

@@ -24,9 +24,9 @@
 //     values              (fed, top)  the variant's dtype   the variant's logits of these ids
 //     log_sum_exp         (fed)  float64   log(sum(exp(row))) of the variant's whole row
 //                         Attributes of the dataset or group: dtype, attn_implementation, device.
-//   /taps/<variant>/<tap> (fed, hidden)  the variant's dtype   "embed_in", "final_layer_norm", and "layers.N.output"
-//                         of any layers. Attributes of the variant's group: the same three. /taps may be absent, and so
-//                         may a variant in it.
+//   /taps/<variant>/<tap> (fed, hidden)  the variant's dtype   "embed_in", "final_layer_norm" (beside GPT-NeoX
+//                         "embed_tokens", "norm"), and "layers.N.output" of any layers. Attributes of the variant's
+//                         group: the same three. /taps may be absent, and so may a variant in it.
 //
 // Variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the producer's arithmetic in
 // another dtype over the same ids, with the logits as the head makes them.

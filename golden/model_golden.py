@@ -11,6 +11,7 @@ from console import Refusal, progress, require
 from golden_file import MODEL_SCHEMA, MODEL_SCHEMA_VERSION, check_writable, write_golden
 from neox import (
     MAX_ERROR,
+    MAX_ERROR_FLOAT32_NORMS,
     PRESETS,
     Step,
     check_rope,
@@ -27,9 +28,11 @@ from neox_hf import (
     attention_implementations,
     build_causal,
     generate,
+    has_rms_norms,
     run_model,
     torch_device,
     versions,
+    widen_norms,
 )
 
 ALL_LOGITS_VOCAB = 4096  # the largest vocabulary whose logits are all kept by default
@@ -74,6 +77,8 @@ def float64_run(model, weights, dtype, prompt, new_tokens, device):
     implementation = attention_implementations()[-1]
     progress(f"float64 {implementation}")
     hf = build_causal(model, weights, dtype, "float64", implementation, device)
+    if has_rms_norms(model):
+        widen_norms(hf)
     ids, decoded = generate(hf, prompt, new_tokens)
     taps, tables = run_model(hf, model, ids[:-1])
     del hf
@@ -86,6 +91,10 @@ def float64_run(model, weights, dtype, prompt, new_tokens, device):
     progress("float64 numpy")
     reference, logits = reference_model(model, weights, ids[:-1], tables["cos"], tables["sin"], dtype)
     check_taps("float64", taps, reference | {"logits": logits}, MAX_ERROR)
+    if has_rms_norms(model):
+        hf = build_causal(model, weights, dtype, "float64", implementation, device)
+        as_it_is, _ = run_model(hf, model, ids[:-1])
+        check_taps("float64 with norms in float32", as_it_is, taps, MAX_ERROR_FLOAT32_NORMS)
     return ids, taps, tables, implementation
 
 
@@ -121,15 +130,16 @@ def dump_model(args, command):
 
     ids, reference, tables, implementation = float64_run(model, weights, dtype, prompt, args.new_tokens, device)
     best = top_ids(reference["logits"], args.top)
-    kept = ["embed_in", *(f"layers.{n}.output" for n in args.taps_of), "final_layer_norm"] if args.taps_of else []
+    outside = model.names.embedding_tap, model.names.final_norm_tap
+    kept = [outside[0], *(f"layers.{n}.output" for n in args.taps_of), outside[1]] if args.taps_of else []
     groups = {
         "": {"ids": (ids, "int32")},
         "inputs": {name: (table.astype(np.float32), "float32") for name, table in tables.items()},
     }
     variants, about_logits = {}, {}
 
-    def add(name, taps, dtype, implementation):
-        described = about(dtype, implementation, device)
+    def add(name, taps, dtype, implementation, wide_norms=False):
+        described = about(dtype, implementation, device, wide_norms)
         logits, path = taps["logits"], f"logits/{name}"
         about_logits[path] = described
         if args.top:
@@ -143,7 +153,7 @@ def dump_model(args, command):
         if kept:
             variants[name] = described, {tap: taps[tap] for tap in kept}, dtype
 
-    add("float64", reference, "float64", implementation)
+    add("float64", reference, "float64", implementation, has_rms_norms(model))
     for implementation in attention_implementations():
         progress(f"{dtype} {implementation}")
         hf = build_causal(model, weights, dtype, dtype, implementation, device)
@@ -155,6 +165,7 @@ def dump_model(args, command):
         check_taps(name, widened, reference, rough_error(dtype) * model.num_hidden_layers)
         add(name, low, dtype, implementation)
 
+    checksum = checkpoint.checksum(stored) if checkpoint else procedural.weights_checksum(stored)
     attributes = {
         "schema": MODEL_SCHEMA,
         "schema_version": np.int64(MODEL_SCHEMA_VERSION),
@@ -166,7 +177,7 @@ def dump_model(args, command):
         "dtype": dtype,
         "seed": np.uint64(args.seed),
         "weights": "checkpoint" if checkpoint else "procedural",
-        "weights_checksum": np.uint64(procedural.weights_checksum(stored)),
+        "weights_checksum": np.uint64(checksum),
         "prompt_len": np.int64(len(prompt)),
     }
     if checkpoint:

@@ -1,18 +1,22 @@
-"""A GPT-NeoX model's config, the inputs of one step, and the layer in numpy, against which dumps are checked."""
+"""A model's config, the inputs of one step, and the layer in numpy, against which dumps are checked. What another
+family than GPT-NeoX has of its own is in a module of its own."""
 
 import json
 import math
 from dataclasses import MISSING, asdict, dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 
+import llama
 import procedural
 from console import Refusal
+from families import NEOX, Names
 
 
 @dataclass(frozen=True)
 class Model:
-    """The network's shape and arithmetic, from config.json. The fields are those of core/model/config.hpp."""
+    """A GPT-NeoX network's shape and arithmetic, from config.json. The fields are those of core/model/config.hpp."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -28,6 +32,8 @@ class Model:
     tie_word_embeddings: bool = False
     hidden_act: str = "gelu"
 
+    names: ClassVar[Names] = NEOX
+
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
@@ -36,11 +42,38 @@ class Model:
     def rotary_dim(self):
         return int(self.head_dim * self.rotary_pct)
 
+    @property
+    def kv_heads(self):
+        return self.num_attention_heads
+
     def hf_fields(self):
         """The fields under the names that transformers 4.x writes and 5.x still takes."""
         fields = asdict(self)
         fields["rotary_emb_base"] = fields.pop("rope_theta")
         return fields
+
+    @property
+    def model_type(self):
+        return "gpt_neox"
+
+    def layer_shapes(self):
+        return procedural.weight_shapes(self.hidden_size, self.intermediate_size, self.attention_bias)
+
+    def heads_of(self, products):
+        """q, k and v, (tokens, heads, head_dim) each, and the product's tap, from the one product."""
+        (qkv,) = products
+        qkv = qkv.reshape(len(qkv), self.num_attention_heads, 3, self.head_dim)
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], qkv
+
+    def norm(self, x, gamma, beta):
+        return layernorm(x, gamma, beta, self.layer_norm_eps)
+
+    def activate(self, x):
+        return ACTIVATIONS[self.hidden_act](x)
+
+    def inverse_frequencies(self):
+        """Those of RoPE in float64, (rotary_dim / 2)."""
+        return self.rope_theta ** -(np.arange(0, self.rotary_dim, 2) / self.rotary_dim)
 
 
 # The larger models pad the vocabulary to a larger multiple.
@@ -82,8 +115,11 @@ def parse_config(text, source):
         raise Refusal(f"{source}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise Refusal(f"{source}: expected a JSON object, got {type(config).__name__}")
+    if config.get("model_type") in llama.MODEL_TYPES:
+        return llama.parse(config, source)
     if config.get("model_type") != "gpt_neox":
-        raise Refusal(f"{source}: model_type must be gpt_neox, got {config.get('model_type')!r}")
+        known = ", ".join(("gpt_neox", *llama.MODEL_TYPES))
+        raise Refusal(f"{source}: model_type must be one of {known}, got {config.get('model_type')!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
@@ -117,7 +153,7 @@ def parse_config(text, source):
 
 def hf_config(model):
     """The content of a config.json."""
-    return {"model_type": "gpt_neox", **model.hf_fields()}
+    return {"model_type": model.model_type, **model.hf_fields()}
 
 
 def config_json(model):
@@ -125,18 +161,17 @@ def config_json(model):
 
 
 def layer_shapes(model):
-    return procedural.weight_shapes(model.hidden_size, model.intermediate_size, model.attention_bias)
+    return model.layer_shapes()
 
 
 def model_shapes(model, of_layer=None):
     """Name -> shape of all weights as stored; of_layer is that of a layer's, where they are not all dense."""
-    return procedural.model_shapes(
-        of_layer or layer_shapes(model),
-        model.num_hidden_layers,
-        model.vocab_size,
-        model.hidden_size,
-        model.tie_word_embeddings,
-    )
+    names, embedding = model.names, (model.vocab_size, model.hidden_size)
+    shapes = {f"{names.embedding}.weight": embedding}
+    for layer in range(model.num_hidden_layers):
+        shapes |= {names.layer(layer) + name: shape for name, shape in (of_layer or layer_shapes(model)).items()}
+    shapes |= {f"{names.final_norm}.{part}": (model.hidden_size,) for part in names.norm_parts}
+    return shapes if model.tie_word_embeddings else shapes | {f"{names.head}.weight": embedding}
 
 
 @dataclass
@@ -148,11 +183,11 @@ class Step:
     kv_len: list
     hidden: np.ndarray  # (tokens, hidden)
     cache: str  # its origin, as in the file
-    k_cache: np.ndarray = None  # (batch, heads, max(kv_len) - q_len, head_dim)
+    k_cache: np.ndarray = None  # (batch, kv_heads, max(kv_len) - q_len, head_dim)
     v_cache: np.ndarray = None
 
     def past(self, b):
-        """Sequence b's old keys and values, (heads, kv_len - q_len, head_dim) each."""
+        """Sequence b's old keys and values, (kv_heads, kv_len - q_len, head_dim) each."""
         return tuple(cache[b, :, : self.kv_len[b] - self.q_len] for cache in (self.k_cache, self.v_cache))
 
     def positions(self, b):
@@ -166,7 +201,7 @@ def made_step(model, dtype, q_len, kv_len, cache, seed):
     """A step whose hidden state is procedural and whose cache is procedural or normally distributed."""
     hidden = procedural.values(dtype, (len(kv_len) * q_len, model.hidden_size), "activation", seed, "hidden")
     step = Step(dtype, q_len, kv_len, hidden, cache)
-    shape = (len(kv_len), model.num_attention_heads, max(kv_len) - q_len, model.head_dim)
+    shape = (len(kv_len), model.kv_heads, max(kv_len) - q_len, model.head_dim)
     if cache == "random":
         rng = np.random.default_rng(seed)
         step.k_cache, step.v_cache = (
@@ -196,7 +231,7 @@ def rotate(x, cos, sin):
 
 def reference_layer(model, weights, step, cos, sin):
     """Every tap of the layer in float64, from the stored bits and the given cos and sin (tokens, rotary_dim / 2)."""
-    heads, head_dim = model.num_attention_heads, model.head_dim
+    names, ratio = model.names, model.num_attention_heads // model.kv_heads
     x = procedural.widen(step.hidden, step.dtype)
     tokens = len(x)
 
@@ -206,66 +241,66 @@ def reference_layer(model, weights, step, cos, sin):
         return product if bias is None else product + procedural.widen(bias, step.dtype)
 
     def norm(name, y):
-        gamma, beta = (procedural.widen(weights[f"{name}.{part}"], step.dtype) for part in ("weight", "bias"))
-        return layernorm(y, gamma, beta, model.layer_norm_eps)
+        return model.norm(y, *(procedural.widen(weights[f"{name}.{part}"], step.dtype) for part in names.norm_parts))
 
     attn_in = norm("input_layernorm", x)
-    qkv = linear("attention.query_key_value", attn_in).reshape(tokens, heads, 3, head_dim)
-    q, k, v = rotate(qkv[:, :, 0], cos, sin), rotate(qkv[:, :, 1], cos, sin), qkv[:, :, 2]
+    q, k, v, qkv = model.heads_of([linear(name, attn_in) for name in names.qkv_parts])
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     context = np.empty_like(q)
     for b in range(len(step.kv_len)):
         rows = slice(b * step.q_len, (b + 1) * step.q_len)
         keys, values = (
-            np.concatenate([procedural.widen(old, step.dtype), new[rows].transpose(1, 0, 2)], 1)
+            np.concatenate([procedural.widen(old, step.dtype), new[rows].transpose(1, 0, 2)], 1).repeat(ratio, 0)
             for old, new in zip(step.past(b), (k, v))
         )
-        scores = np.einsum("qhd,hkd->hqk", q[rows], keys) / math.sqrt(head_dim)
+        scores = np.einsum("qhd,hkd->hqk", q[rows], keys) / math.sqrt(model.head_dim)
         unseen = np.arange(step.kv_len[b]) > step.positions(b)[:, None]
         scores[:, unseen] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         context[rows] = np.einsum("hqk,hkd->qhd", p / p.sum(-1, keepdims=True), values)
 
     def appended(x):
-        return x.reshape(-1, step.q_len, heads, head_dim).transpose(0, 2, 1, 3)
+        return x.reshape(-1, step.q_len, *x.shape[1:]).transpose(0, 2, 1, 3)
 
-    dense = linear("attention.dense", context.reshape(tokens, -1))
+    dense = linear(names.dense, context.reshape(tokens, -1))
     residual = x + dense
     mlp_in = norm("post_attention_layernorm", x if model.use_parallel_residual else residual)
-    up = linear("mlp.dense_h_to_4h", mlp_in)
-    act = ACTIVATIONS[model.hidden_act](up)
-    down = linear("mlp.dense_4h_to_h", act)
+    products = [linear(name, mlp_in) for name in names.mlp_parts]
+    act = model.activate(*products)
+    down = linear(names.down, act)
     return {
         "input_layernorm": attn_in,
-        "attention.query_key_value": qkv,
-        "attention.rotary_emb.q": q,
-        "attention.rotary_emb.k": k,
-        "attention.rotary_emb.v": v,
-        "attention.kv_append.k_cache": appended(k),
-        "attention.kv_append.v_cache": appended(v),
-        "attention.context": context,
-        "attention.residual": residual,
+        names.qkv: qkv,
+        f"{names.attention}.rotary_emb.q": q,
+        f"{names.attention}.rotary_emb.k": k,
+        f"{names.attention}.rotary_emb.v": v,
+        f"{names.attention}.kv_append.k_cache": appended(k),
+        f"{names.attention}.kv_append.v_cache": appended(v),
+        f"{names.attention}.context": context,
+        f"{names.attention}.residual": residual,
         "post_attention_layernorm": mlp_in,
         "mlp.act": act,
         "output": residual + down,
-        "hf.attention.dense": dense,
-        "hf.mlp.dense_h_to_4h": up,
-        "hf.mlp.dense_4h_to_h": down,
+        f"hf.{names.dense}": dense,
+        **{f"hf.{name}": product for name, product in zip(names.mlp_parts, products)},
+        f"hf.{names.down}": down,
     }
 
 
 def reference_model(model, weights, ids, cos, sin, dtype):
     """The taps of one pass over `ids` in float64, and the logits (tokens, vocab), from weights of stored dtype `dtype`
     and the given cos and sin (tokens, rotary_dim / 2)."""
-    no_entries = np.zeros((1, model.num_attention_heads, 0, model.head_dim), np.float64)
-    x = procedural.widen(weights["gpt_neox.embed_in.weight"][ids], dtype)
-    taps = {"embed_in": x}
+    names = model.names
+    no_entries = np.zeros((1, model.kv_heads, 0, model.head_dim), np.float64)
+    x = procedural.widen(weights[f"{names.embedding}.weight"][ids], dtype)
+    taps = {names.embedding_tap: x}
     for n in range(model.num_hidden_layers):
-        layer = {name: weights[f"gpt_neox.layers.{n}.{name}"] for name in layer_shapes(model)}
+        layer = {name: weights[names.layer(n) + name] for name in layer_shapes(model)}
         step = Step(dtype, len(ids), [len(ids)], x, "none", no_entries, no_entries)
         x = taps[f"layers.{n}.output"] = reference_layer(model, layer, step, cos, sin)["output"]
-    gamma, beta = (procedural.widen(weights[f"gpt_neox.final_layer_norm.{part}"], dtype) for part in ("weight", "bias"))
-    x = taps["final_layer_norm"] = layernorm(x, gamma, beta, model.layer_norm_eps)
-    head = weights["gpt_neox.embed_in.weight" if model.tie_word_embeddings else "embed_out.weight"]
+    final = (procedural.widen(weights[f"{names.final_norm}.{part}"], dtype) for part in names.norm_parts)
+    x = taps[names.final_norm_tap] = model.norm(x, *final)
+    head = weights[f"{names.embedding if model.tie_word_embeddings else names.head}.weight"]
     # Some rows at a time: a whole head of a large model in float64 would be the largest array of all.
     return taps, np.concatenate([x @ procedural.widen(rows, dtype).T for rows in np.array_split(head, 16)], 1)
 
@@ -279,6 +314,7 @@ def relative_l2(got, reference):
 
 
 MAX_ERROR = 1e-10  # relative L2 between Hugging Face's float64 taps and numpy's
+MAX_ERROR_FLOAT32_NORMS = 1e-6  # the same with Hugging Face's own RMSNorm, which computes in float32
 
 
 def rough_error(dtype):
@@ -302,9 +338,8 @@ def check_taps(variant, taps, reference, limit):
 
 def check_rope(model, step, cos, sin):
     """Refuses cos and sin that do not come from float32 angles. Those of a 16-bit inv_freq are far beyond the bound."""
-    exponent = np.arange(0, model.rotary_dim, 2) / model.rotary_dim
     position = step.all_positions()[:, None].astype(np.float64)
-    angle = position * model.rope_theta**-exponent
+    angle = position * model.inverse_frequencies()
     for name, got, expected in (("cos", cos, np.cos(angle)), ("sin", sin, np.sin(angle))):
         if got.shape != expected.shape:
             raise Refusal(f"float64: {name} must have shape {expected.shape}, got {got.shape}")

@@ -1,5 +1,5 @@
-"""Hugging Face's GPT-NeoX of transformers 4.40 to 5.x: built from stored bits and run with its taps recorded, one layer
-for one step or a whole model over a sequence."""
+"""Hugging Face's models of transformers 4.40 to 5.x, GPT-NeoX or another family's: built from stored bits and run with
+their taps recorded, one layer for one step or a whole model over a sequence."""
 
 import contextlib
 import importlib
@@ -13,6 +13,7 @@ import numpy as np
 import gptq
 import procedural
 from console import Refusal
+from families import join
 from neox import Step, layer_shapes, model_shapes, parse_config
 
 PACKAGES = ("torch", "transformers", "safetensors", "h5py")
@@ -42,7 +43,7 @@ class Checkpoint:
             raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
         self.model = parse_config(self.config_text, path)
         quantised = gptq.read_config(directory, json.loads(self.config_text))
-        self.gptq = quantised and gptq.Format(quantised, directory)
+        self.gptq = quantised and gptq.Format(quantised, directory, self.model.names.linears)
         self.shards = self._index()  # tensor name -> file name; None where there is one file
 
     def _index(self):
@@ -66,10 +67,10 @@ class Checkpoint:
         raise Refusal(f"{self.directory}: no model.safetensors and no model.safetensors.index.json{hint}")
 
     def layer(self, index):
-        """Returns a layer's tensors as stored, by name below gpt_neox.layers.N, in the order of weights_checksum(); the
-        same with dense weights in the place of quantised ones; the dtype of the weights that are not quantised."""
+        """Returns a layer's tensors as stored, by name below the layer; the same with dense weights in the place of
+        quantised ones; the dtype of the weights that are not quantised."""
         dense_shapes = layer_shapes(self.model)
-        prefix = f"gpt_neox.layers.{index}."
+        prefix = self.model.names.layer(index)
         wanted = self.gptq.part_shapes(dense_shapes) if self.gptq else dense_shapes
         arrays, dtype = self.tensors({prefix + name: shape for name, shape in wanted.items()})
         stored = {name.removeprefix(prefix): array for name, array in arrays.items()}
@@ -115,6 +116,11 @@ class Checkpoint:
         return arrays, dtype
 
 
+    def checksum(self, stored):
+        """The weights_checksum() of tensors as stored, of a layer or the whole model."""
+        return procedural.weights_checksum(join(self.model.names, stored, self.gptq.bits if self.gptq else 0))
+
+
 def to_torch(array, dtype):
     """A stored array as a tensor of the same bits. With dtype "bfloat16", uint16 arrays hold bfloat16."""
     import torch
@@ -134,11 +140,21 @@ def to_numpy(tensor):
     return tensor.numpy()
 
 
-def modeling():
-    """transformers' module for GPT-NeoX."""
-    from transformers.models.gpt_neox import modeling_gpt_neox
+# model_type -> how transformers' classes are called.
+CLASSES = {"gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
-    return modeling_gpt_neox
+
+def modeling(model_type="gpt_neox"):
+    """transformers' module for a type of models."""
+    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+def class_of(model, kind):
+    """transformers' class of a model: its Config, Model or ForCausalLM."""
+    name = CLASSES[model.model_type] + kind
+    if kind != "Config":
+        return getattr(modeling(model.model_type), name)
+    return getattr(importlib.import_module("transformers"), name)
 
 
 def attention_implementations():
@@ -160,9 +176,22 @@ def default_dtype(name):
 
 
 def transformers_config(model, implementation):
-    from transformers import GPTNeoXConfig
+    config = class_of(model, "Config")
+    return config(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
 
-    return GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation=implementation)
+
+def widen_norms(hf):
+    """Lets the RMSNorms of a float64 model compute in float64: transformers' own compute in float32 in every dtype."""
+    import torch
+
+    for module in hf.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x, norm=module):
+                return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+
+            module.forward = forward
+    return hf
 
 
 def load(module, state, stored):
@@ -184,29 +213,36 @@ def ready(hf, dtype, implementation, device):
     return hf.to(device).eval().requires_grad_(False)
 
 
+def below_base(model, name):
+    """A name in a causal model as the model without a head has it."""
+    return name.removeprefix(f"{model.names.base}.")
+
+
 def build(model, state, stored, dtype, implementation, device, layers=1):
-    """A GPTNeoXModel of `layers` layers that computes in `dtype`, with weights from `state`: its parameters' names ->
-    stored arrays of dtype `stored`.
+    """A model without a head of `layers` layers that computes in `dtype`, with weights from `state`: its parameters'
+    names -> stored arrays of dtype `stored`.
 
     The model is built in its dtype: a conversion afterwards would round RoPE's inv_freq too."""
     # The given embedding sets the vocabulary's size.
-    model = replace(model, num_hidden_layers=layers, vocab_size=len(state["embed_in.weight"]))
+    embedding = state[below_base(model, f"{model.names.embedding}.weight")]
+    model = replace(model, num_hidden_layers=layers, vocab_size=len(embedding))
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXModel(transformers_config(model, implementation))
+        hf = class_of(model, "Model")(transformers_config(model, implementation))
     load(hf, state, stored)
     return ready(hf, dtype, implementation, device)
 
 
 def build_causal(model, weights, stored, dtype, implementation, device):
-    """A GPTNeoXForCausalLM that computes in `dtype`, with weights by their names in checkpoints."""
+    """A model with a head that computes in `dtype`, with weights by their names in checkpoints."""
     with default_dtype(dtype):
-        hf = modeling().GPTNeoXForCausalLM(transformers_config(model, implementation))
-    prefix = "gpt_neox."
-    load(hf.gpt_neox, {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}, stored)
+        hf = class_of(model, "ForCausalLM")(transformers_config(model, implementation))
+    names = model.names
+    base = {below_base(model, n): w for n, w in weights.items() if n.startswith(f"{names.base}.")}
+    load(getattr(hf, names.base), base, stored)
     head = hf.get_output_embeddings()
     if not model.tie_word_embeddings:
         # The module's name differs between versions.
-        load(head, {"weight": weights["embed_out.weight"]}, stored)
+        load(head, {"weight": weights[f"{names.head}.weight"]}, stored)
     elif head.weight is not hf.get_input_embeddings().weight:
         raise Refusal("transformers: the head of tied embeddings must be the embedding")
     return ready(hf, dtype, implementation, device)
@@ -216,12 +252,9 @@ def one_layer(model, weights, stored, dtype, implementation, device):
     """A model with one layer of these weights. Its embedding and final norm are zeros, and are not used."""
     h = model.hidden_size
     state = {f"layers.0.{name}": array for name, array in weights.items()}
-    for name, shape in (
-        ("embed_in.weight", (8, h)),
-        ("final_layer_norm.weight", (h,)),
-        ("final_layer_norm.bias", (h,)),
-    ):
-        state[name] = np.zeros(shape, procedural.DTYPES[stored])
+    state[below_base(model, f"{model.names.embedding}.weight")] = np.zeros((8, h), procedural.DTYPES[stored])
+    for part in model.names.norm_parts:
+        state[below_base(model, f"{model.names.final_norm}.{part}")] = np.zeros(h, procedural.DTYPES[stored])
     return build(model, state, stored, dtype, implementation, device)
 
 
@@ -264,18 +297,19 @@ class Recorder:
     """Records tensors of one run by name, each once: outputs and inputs of modules through hooks, and what the first
     layer gives to RoPE and gets from it through a wrapper of transformers' function."""
 
-    def __init__(self, outputs, inputs):
+    def __init__(self, model, outputs, inputs):
         self.outputs, self.inputs, self.tensors, self.rope_calls = outputs, inputs, {}, 0
-        self.rope = modeling().apply_rotary_pos_emb
+        self.model, self.modeling = model, modeling(model.model_type)
+        self.rope = self.modeling.apply_rotary_pos_emb
 
     def __enter__(self):
         self.handles = [m.register_forward_hook(self._output(name)) for name, m in self.outputs.items()]
         self.handles += [m.register_forward_pre_hook(self._input(name)) for name, m in self.inputs.items()]
-        modeling().apply_rotary_pos_emb = self._rope
+        self.modeling.apply_rotary_pos_emb = self._rope
         return self
 
     def __exit__(self, *_):
-        modeling().apply_rotary_pos_emb = self.rope
+        self.modeling.apply_rotary_pos_emb = self.rope
         for handle in self.handles:
             handle.remove()
 
@@ -314,84 +348,78 @@ class Recorder:
 
 
 class LayerRecorder(Recorder):
-    """Records the intermediate results of a one-layer GPTNeoXModel."""
+    """Records the intermediate results of a model of one layer without a head."""
 
     def __init__(self, hf, model):
-        layer = hf.layers[0]
-        outputs = {
-            "layer": layer,
-            "input_layernorm": layer.input_layernorm,
-            "query_key_value": layer.attention.query_key_value,
-            "dense": layer.attention.dense,
-            "post_attention_layernorm": layer.post_attention_layernorm,
-            "dense_h_to_4h": layer.mlp.dense_h_to_4h,
-            "dense_4h_to_h": layer.mlp.dense_4h_to_h,
-        }
+        layer, names = hf.layers[0], model.names
+        norms = ("input_layernorm", "post_attention_layernorm")
+        outputs = {"layer": layer, **{name: layer.get_submodule(name) for name in (*norms, *names.linears)}}
         inputs = {
-            "context": layer.attention.dense,
+            "context": layer.get_submodule(names.dense),
             "norm_in": layer.post_attention_layernorm,
-            "act": layer.mlp.dense_4h_to_h,
+            "act": layer.get_submodule(names.down),
         }
-        super().__init__(outputs, inputs)
-        self.model = model
+        super().__init__(model, outputs, inputs)
 
     def taps(self, hidden, cache):
         """The taps of the run as arrays, and cos and sin (tokens, rotary_dim / 2)."""
-        import torch
+        t = {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in self.tensors.items()}
+        model, names, tokens = self.model, self.model.names, hidden.shape[1]
+        q, k, v, qkv = model.heads_of([t[name][0] for name in names.qkv_parts])
 
-        t, model = self.tensors, self.model
-        tokens, heads, head_dim = hidden.shape[1], model.num_attention_heads, model.head_dim
-        qkv = t["query_key_value"].view(tokens, heads, 3, head_dim)
-
-        def rotated(name, part):
+        def rotated(name, product):
             """q or k after RoPE, (tokens, heads, head_dim). Versions before 4.49 rotate only the first rotary_dim
             elements of a head; the others come from the product."""
-            x = t[name][0].transpose(0, 1)
-            return torch.cat([x, qkv[:, :, part, x.shape[-1] :]], -1)
+            x = t[name][0].transpose(1, 0, 2)
+            return np.concatenate([x, product[:, :, x.shape[-1] :]], -1)
 
-        k, v = (entries[:, :, -tokens:] for entries in cache_entries(cache, 0))
+        residual = self.tensors["norm_in"]
+        if model.use_parallel_residual:  # no module computes x + attention alone
+            residual = self.tensors[names.dense] + hidden
+        k_cache, v_cache = (to_numpy(e[:, :, -tokens:].to(hidden.dtype)) for e in cache_entries(cache, 0))
         taps = {
             "input_layernorm": t["input_layernorm"][0],
-            "attention.query_key_value": qkv,
-            "attention.rotary_emb.q": rotated("q", 0),
-            "attention.rotary_emb.k": rotated("k", 1),
-            "attention.rotary_emb.v": qkv[:, :, 2],
-            "attention.kv_append.k_cache": k,
-            "attention.kv_append.v_cache": v,
-            "attention.context": t["context"].view(tokens, heads, head_dim),
-            # In the parallel form no module computes x + attention alone.
-            "attention.residual": (t["dense"] + hidden if model.use_parallel_residual else t["norm_in"])[0],
+            names.qkv: qkv,
+            f"{names.attention}.rotary_emb.q": rotated("q", q),
+            f"{names.attention}.rotary_emb.k": rotated("k", k),
+            f"{names.attention}.rotary_emb.v": v,
+            f"{names.attention}.kv_append.k_cache": k_cache,
+            f"{names.attention}.kv_append.v_cache": v_cache,
+            f"{names.attention}.context": t["context"].reshape(tokens, model.num_attention_heads, model.head_dim),
+            f"{names.attention}.residual": to_numpy(residual.to(hidden.dtype))[0],
             "post_attention_layernorm": t["post_attention_layernorm"][0],
             "mlp.act": t["act"][0],
             "output": t["layer"][0],
-            "hf.attention.dense": t["dense"][0],
-            "hf.mlp.dense_h_to_4h": t["dense_h_to_4h"][0],
-            "hf.mlp.dense_4h_to_h": t["dense_4h_to_h"][0],
+            **{f"hf.{name}": t[name][0] for name in (names.dense, *names.mlp_parts, names.down)},
         }
         if self.rope_calls != 1:
             raise Refusal(f"transformers: expected RoPE once in a step of one layer, got {self.rope_calls} times")
-        return {name: to_numpy(tensor.to(hidden.dtype)) for name, tensor in taps.items()}, self.tables(model, tokens)
+        return taps, self.tables(model, tokens)
 
 
 class ModelRecorder(Recorder):
-    """Records the taps and the logits of a GPTNeoXForCausalLM."""
+    """Records the taps and the logits of a model with a head."""
 
-    def __init__(self, hf):
-        base = hf.gpt_neox
-        outputs = {"embed_in": base.embed_in, "final_layer_norm": base.final_layer_norm}
+    def __init__(self, hf, model):
+        base, names = getattr(hf, model.names.base), model.names
+        outputs = {names.embedding_tap: hf.get_submodule(names.embedding)}
+        outputs[names.final_norm_tap] = hf.get_submodule(names.final_norm)
         outputs |= {f"layers.{n}.output": layer for n, layer in enumerate(base.layers)}
-        super().__init__(outputs | {"logits": hf.get_output_embeddings()}, {})
+        super().__init__(model, outputs | {"logits": hf.get_output_embeddings()}, {})
 
     def taps(self):
         """The taps by name, (tokens, hidden) each, and the logits (tokens, vocab) under "logits"."""
         return {name: to_numpy(self.tensors[name][0]) for name in self.outputs}
 
 
-def run_variant(model, weights, step, dtype, implementation, device):
-    """All taps of the step computed in `dtype`, and cos and sin. Each sequence runs alone, without padding."""
+def run_variant(model, weights, step, dtype, implementation, device, wide_norms=False):
+    """All taps of the step computed in `dtype`, and cos and sin. Each sequence runs alone, without padding. With
+    `wide_norms` RMSNorm computes in `dtype` too."""
     import torch
 
     hf = one_layer(model, weights, step.dtype, dtype, implementation, device)
+    if wide_norms:
+        widen_norms(hf)
     compute = getattr(torch, dtype)
 
     def tensor(array):
@@ -417,19 +445,20 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
     import torch
 
     model = checkpoint.model
-    names = {"gpt_neox.embed_in.weight": (model.vocab_size, model.hidden_size)}
-    names |= {f"gpt_neox.final_layer_norm.{part}": (model.hidden_size,) for part in ("weight", "bias")}
-    arrays, dtype = checkpoint.tensors(names)
+    names = model.names
+    outside = {f"{names.embedding}.weight": (model.vocab_size, model.hidden_size)}
+    outside |= {f"{names.final_norm}.{part}": (model.hidden_size,) for part in names.norm_parts}
+    arrays, dtype = checkpoint.tensors(outside)
     for n in range(layer + 1):
-        arrays |= {f"gpt_neox.layers.{n}.{name}": array for name, array in checkpoint.layer(n)[1].items()}
-    state = {name.removeprefix("gpt_neox."): array for name, array in arrays.items()}
+        arrays |= {names.layer(n) + name: array for name, array in checkpoint.layer(n)[1].items()}
+    state = {below_base(model, name): array for name, array in arrays.items()}
     hf = build(model, state, dtype, dtype, attention_implementations()[-1], device, layer + 1)
 
     inputs = []
     hf.layers[layer].register_forward_pre_hook(
         lambda module, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
-    shape = (len(kv_len), model.num_attention_heads, max(kv_len) - q_len, model.head_dim)
+    shape = (len(kv_len), model.kv_heads, max(kv_len) - q_len, model.head_dim)
     caches = np.zeros((2, *shape), procedural.DTYPES[dtype])
     hidden = []
     for b, n in enumerate(kv_len):
@@ -451,7 +480,7 @@ def run_model(hf, model, ids):
     import torch
 
     positions = torch.arange(len(ids), device=hf.device)[None]
-    with ModelRecorder(hf) as recorder:
+    with ModelRecorder(hf, model) as recorder:
         call(hf, empty_cache(), input_ids=torch.from_numpy(ids).long().to(hf.device)[None], position_ids=positions)
         return recorder.taps(), recorder.tables(model, len(ids))
 
@@ -485,9 +514,14 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU {platform.machine()}"
 
 
-def about(dtype, implementation, device):
+def has_rms_norms(model):
+    return model.names.norm_parts == ("weight",)
+
+
+def about(dtype, implementation, device, wide_norms=False):
     """The attributes of a variant."""
-    return {"dtype": dtype, "attn_implementation": implementation, "device": device_name(device)}
+    described = {"dtype": dtype, "attn_implementation": implementation, "device": device_name(device)}
+    return described | ({"norms": "RMSNorm modules replaced by float64 forms"} if wide_norms else {})
 
 
 def torch_device(name):

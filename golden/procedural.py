@@ -143,19 +143,9 @@ def layer_weights(shapes, layer, seed, dtype):
     return {name: weight(dtype, shape, seed, f"layers.{layer}.{name}") for name, shape in shapes.items()}
 
 
-def model_shapes(layer_shapes, num_layers, vocab_size, hidden_size, is_tied=False):
-    """Name -> shape of a model's weights in checkpoints, in the order of weights_checksum(). Tied embeddings are one
-    tensor."""
-    shapes = {"gpt_neox.embed_in.weight": (vocab_size, hidden_size)}
-    for layer in range(num_layers):
-        shapes |= {f"gpt_neox.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
-    shapes |= {f"gpt_neox.final_layer_norm.{part}": (hidden_size,) for part in ("weight", "bias")}
-    return shapes if is_tied else shapes | {"embed_out.weight": (vocab_size, hidden_size)}
-
-
 class WeightsChecksum:
     """The sum of the tensors' checksums, each times its place (from 1), of tensors that are added one by one: a layer's
-    in the order of weight_shapes(), a model's in that of model_shapes()."""
+    in the order of weight_shapes(), a model's in that of model_shapes() in neox.py."""
 
     def __init__(self):
         self.value = self.place = 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantises a GPT-NeoX checkpoint to GPTQ and writes it as AutoGPTQ and GPTQModel do.
+"""Quantises a checkpoint to GPTQ and writes it as AutoGPTQ and GPTQModel do.
 
 GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds a matrix input by input. It compensates each rounding in the inputs
 that are not rounded yet, by the inverse of the Hessian 2 X^T X of the Linear's inputs X. These inputs come from a run
@@ -23,9 +23,10 @@ require_numpy(NAME)
 import numpy as np
 
 import gptq
+from families import LLAMA, NEOX
 from golden_file import current_umask, write_json
 from neox import layer_shapes
-from neox_hf import PACKAGES, Checkpoint, build, to_numpy, to_torch, versions
+from neox_hf import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
 from tokenize_text import read_ids
 
 
@@ -40,12 +41,12 @@ class Recipe:
     checkpoint_format: str = "gptq"
     damp_percent: float = 0.01
     round_to_nearest: bool = False
-    modules: tuple = gptq.LINEARS
+    modules: tuple = ()  # all Linears where it is empty
 
     def config(self):
         fields = asdict(self)
         round_to_nearest, modules = fields.pop("round_to_nearest"), fields.pop("modules")
-        if modules != gptq.LINEARS:
+        if modules:
             fields["modules_in_block_to_quantize"] = [[module] for module in modules]
         method = "round to nearest" if round_to_nearest else "gptq"
         return fields | {
@@ -117,8 +118,9 @@ def quantise(weight, hessian, recipe):
 def check_sizes(model, recipe):
     """Refuses a Linear whose sizes are not multiples of the codes in a word."""
     codes = 32 // recipe.bits
+    modules = recipe.modules or model.names.linears
     for name, shape in layer_shapes(model).items():
-        if name.removesuffix(".weight") in recipe.modules and any(size % codes for size in shape):
+        if name.removesuffix(".weight") in modules and any(size % codes for size in shape):
             raise Refusal(f"{name}: sizes must be multiples of the {codes} codes in a word, got {shape}")
 
 
@@ -126,10 +128,7 @@ def run_layer(model, dense, stored, hidden):
     """The layer's output in float64, and the Hessian of each Linear's inputs; hidden is (samples, tokens, hidden)."""
     import torch
 
-    state = {f"layers.0.{name}": array for name, array in dense.items()}
-    state |= {"embed_in.weight": np.zeros((8, model.hidden_size), np.float32)}
-    state |= {f"final_layer_norm.{part}": np.zeros(model.hidden_size, np.float32) for part in ("weight", "bias")}
-    hf = build(model, state, stored, "float64", "sdpa", "cpu")
+    hf = one_layer(model, dense, stored, "float64", "sdpa", "cpu")
     hessians, outputs = {}, []
 
     def add(name):
@@ -139,7 +138,7 @@ def run_layer(model, dense, stored, hidden):
 
         return hook
 
-    for name in gptq.LINEARS:
+    for name in model.names.linears:
         hf.layers[0].get_submodule(name).register_forward_pre_hook(add(name))
     hf.layers[0].register_forward_hook(
         lambda module, args, result: outputs.append(result[0] if isinstance(result, tuple) else result)
@@ -168,6 +167,9 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     model = checkpoint.model
     if checkpoint.gptq:
         raise Refusal(f"{source}: is quantised already")
+    for module in recipe.modules:
+        if module not in model.names.linears:
+            raise Refusal(f"--modules must be among {', '.join(model.names.linears)}, got {module!r}")
     check_sizes(model, recipe)
     tensors = {}
     files = set(checkpoint.shards.values()) if checkpoint.shards else {"model.safetensors"}
@@ -181,15 +183,15 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
             ids = windows(tokens, model.vocab_size, samples, length)
         else:
             ids = np.random.default_rng(seed).integers(0, model.vocab_size, (samples, length))
-        hidden = tensors["gpt_neox.embed_in.weight"].double().numpy()[ids]
-    form = gptq.Format(recipe.config(), out)
+        hidden = tensors[f"{model.names.embedding}.weight"].double().numpy()[ids]
+    form = gptq.Format(recipe.config(), out, model.names.linears)
     for layer in range(model.num_hidden_layers):
         progress(f"layer {layer} of {model.num_hidden_layers}")
-        prefix = f"gpt_neox.layers.{layer}."
+        prefix = model.names.layer(layer)
         _, dense, stored_dtype = checkpoint.layer(layer)
         hessians = run_layer(model, dense, stored_dtype, hidden)[1] if hidden is not None else {}
         parts = dict(dense)
-        for module in recipe.modules:
+        for module in recipe.modules or model.names.linears:
             weight = to_torch(parts.pop(f"{module}.weight"), stored_dtype).double().numpy()
             quantised = quantise(weight, hessians.get(module), recipe)
             parts |= {f"{module}.{part}": array for part, array in quantised.items()}
@@ -243,7 +245,7 @@ def parse_arguments(argv):
     parser.add_argument(
         "--seed", type=integer(0, (1 << 63) - 1), default=0, help="of the calibration tokens (default 0)"
     )
-    parser.add_argument("--modules", metavar="NAME[,NAME...]", help="the Linears to quantise (default: all four)")
+    parser.add_argument("--modules", metavar="NAME[,NAME...]", help="the Linears to quantise (default: all)")
     args = parser.parse_args(argv)
     if args.group == 0:
         raise Refusal("--group must be -1 or at least 1, got 0")
@@ -251,10 +253,11 @@ def parse_arguments(argv):
         raise Refusal("--desc-act excludes --rtn, which has no order")
     if args.tokens and args.rtn:
         raise Refusal("--tokens excludes --rtn, which has no calibration run")
-    args.modules = tuple(args.modules.split(",")) if args.modules else gptq.LINEARS
+    args.modules = tuple(args.modules.split(",")) if args.modules else ()
+    known = (*NEOX.linears, *LLAMA.linears)
     for module in args.modules:
-        if module not in gptq.LINEARS:
-            raise Refusal(f"--modules must be among {', '.join(gptq.LINEARS)}, got {module!r}")
+        if module not in known:
+            raise Refusal(f"--modules must be among {', '.join(known)}, got {module!r}")
     return args
 
 

@@ -131,7 +131,7 @@ class Bench {
 
   /// Times the sites and the streaming read, which all implementations share.
   Status time_sites(LayerTiming& result) {
-    for (const Site& site : sites) {
+    for (const Site& site : names_of(r_.config).sites()) {
       const cuda::Range range(site.name.data());  // a literal, which ends in a zero byte
       Timing timing{.site = std::string(site.name), .op = {}, .time_us = {}};
       CF_TRY(walk(site, counted(0), 0, [&]<class Args>(const Args& args) -> Status {

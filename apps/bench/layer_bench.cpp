@@ -23,8 +23,7 @@ Tensor procedural_activation(DType dtype, Shape shape, std::uint64_t seed, std::
 
 /// The cache entries before the append, as golden files define procedural ones.
 Tensor old_cache(const ModelConfig& m, const Workload& load, std::uint64_t seed, DType stored, std::string_view name) {
-  return procedural_activation(stored, {load.batch, m.num_attention_heads, load.kv_len - load.q_len, m.head_dim()},
-                               seed, name);
+  return procedural_activation(stored, {load.batch, m.kv_heads(), load.kv_len - load.q_len, m.head_dim()}, seed, name);
 }
 
 Tensor hidden_input(const ModelConfig& m, const Workload& load, std::uint64_t seed, DType stored) {
@@ -81,7 +80,7 @@ void fill_inputs(const ModelConfig& m, const Workload& load, std::uint64_t seed,
   convert(hidden.data(), stored, state.hidden.data(), state.hidden.dtype(), hidden.size());
   fill_cache(old_cache(m, load, seed, stored, "k_cache"), state.k_cache);
   fill_cache(old_cache(m, load, seed, stored, "v_cache"), state.v_cache);
-  state.fill_rope_table(m.rope_theta);
+  state.fill_rope_table(m.rope_theta, m.rope_scaling);
 }
 
 Result<LayerTiming> time_layer(const ModelConfig& m, const LayerWeights& weights, LayerState& state,

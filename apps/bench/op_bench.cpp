@@ -154,26 +154,30 @@ std::vector<Step> steps_of(const ModelConfig& m, const Workload& load, DType dty
 template <>
 std::vector<Step> steps_of<ops::Linear>(const ModelConfig& m, const Workload& load, DType dtype,
                                         const LayerWeights& weights) {
-  const std::int64_t t = load.tokens(), h = m.hidden_size, i = m.intermediate_size;
+  const ModelSpec spec = m.spec();
+  const ModelNames& names = names_of(spec);
+  const std::int64_t t = load.tokens(), h = m.hidden_size, i = m.intermediate_size,
+                     attention = spec.shape.attention_size();
   // Addresses that stand for the tensors through which the products of a layer with a parallel residual wait for each
   // other. The products that are timed have tensors of their own.
   static constexpr char hidden = 0, qkv = 0, attn_residual = 0, mlp_act = 0;
   using Names = std::vector<const void*>;
   const auto linear = [&](const Site& site, const LinearParams& params, std::int64_t in, std::int64_t out,
                           ops::Epilogue epilogue, Names reads, const void* writes) {
-    Step s = step<ops::Linear>(
-        site.name, m, load, dtype,
-        {{t, in, out, epilogue == ops::Epilogue::residual}, {.linear = {params.weight}, .epilogue = epilogue}});
+    Step s = step<ops::Linear>(site.name, m, load, dtype,
+                               {{t, in, out, epilogue == ops::Epilogue::residual, {}, ops::rows_of_output(epilogue)},
+                                {.linear = {params.weight}, .epilogue = epilogue}});
     s.reads = std::move(reads);
     s.writes = {writes};
     return s;
   };
   using ops::Epilogue;
   return {
-      linear(site::query_key_value, weights.query_key_value, h, 3 * h, Epilogue::none, {&hidden}, &qkv),
-      linear(site::dense, weights.dense, h, h, Epilogue::residual, {&qkv, &hidden}, &attn_residual),
-      linear(site::dense_h_to_4h, weights.dense_h_to_4h, h, i, Epilogue::gelu_erf, {&hidden}, &mlp_act),
-      linear(site::dense_4h_to_h, weights.dense_4h_to_h, i, h, Epilogue::residual, {&mlp_act, &attn_residual}, &hidden),
+      linear(names.query_key_value, weights.query_key_value, h, spec.shape.qkv_size(), Epilogue::none, {&hidden}, &qkv),
+      linear(names.dense, weights.dense, attention, h, Epilogue::residual, {&qkv, &hidden}, &attn_residual),
+      linear(names.dense_h_to_4h, weights.dense_h_to_4h, h, i, epilogue_of(spec.traits.activation), {&hidden},
+             &mlp_act),
+      linear(names.dense_4h_to_h, weights.dense_4h_to_h, i, h, Epilogue::residual, {&mlp_act, &attn_residual}, &hidden),
   };
 }
 

@@ -63,7 +63,7 @@ int Info::run() {
   add("model", m.name);
   add("layers", std::to_string(m.num_hidden_layers));
   add("hidden_size", std::to_string(m.hidden_size));
-  add("heads", fmt::format("{} of {}, {} turned by RoPE", m.num_attention_heads, m.head_dim(), m.rotary_dim));
+  add("heads", fmt::format("{} of {}, {} turned by RoPE", heads_of(m), m.head_dim(), m.rotary_dim));
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));

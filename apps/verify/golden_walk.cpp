@@ -202,9 +202,9 @@ class Walk {
   bool finished_ = false;
 };
 
-Status check_site(const std::string& name) {
+Status check_site(const ModelSpec& m, const std::string& name) {
   std::string names;
-  for (const Site& s : sites) {
+  for (const Site& s : names_of(m).sites()) {
     if (name.empty() || name == s.name) return {};
     names += (names.empty() ? "" : ", ") + std::string(s.name);
   }
@@ -253,13 +253,13 @@ double walk_budget(const WalkOptions& o) {
 
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options) {
-  CF_TRY(check_site(options.site));
   if (options.impl == WalkImpl::layer && (options.backend != Backend::cuda || options.isolated))
     return Status::error(Code::invalid_argument, "WalkImpl::layer: expected with Backend::cuda, and not isolated");
   const golden::GoldenMeta& m = file.meta();
+  CF_TRY(check_site(m.config, options.site));
   LayerState state(m.config, m.load, options.activation);
   CF_TRY(file.load(state));
-  if (options.own_rope_table) state.fill_rope_table(m.config.rope_theta);
+  if (options.own_rope_table) state.fill_rope_table(m.config.rope_theta, m.config.rope_scaling);
   const LayerTensors tensors = state.tensors();
   std::optional<DeviceOps> device;
   if (options.backend == Backend::cuda) {

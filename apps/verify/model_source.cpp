@@ -66,6 +66,11 @@ Result<LoadedModel> load_model(const ModelChoice& choice) {
   return loaded;
 }
 
+std::string heads_of(const ModelConfig& m) {
+  if (m.kv_heads() == m.num_attention_heads) return std::to_string(m.num_attention_heads);
+  return fmt::format("{} over {} key and value heads", m.num_attention_heads, m.kv_heads());
+}
+
 std::string describe(const WeightFormat& linears) {
   if (linears.bits == 0) return "";
   if (linears.group_size == -1) return fmt::format("GPTQ of {} bits, one group", linears.bits);

@@ -45,6 +45,9 @@ Result<LoadedModel> load_model(const ModelChoice& choice);
 /// The same without a preset's values: formats, dtypes and shapes, and null pointers. A checkpoint is loaded whole.
 Result<LoadedModel> outline_of(const ModelChoice& choice);
 
+/// The heads in words: "32", or "32 over 8 key and value heads".
+std::string heads_of(const ModelConfig& m);
+
 /// The format in words, such as "GPTQ of 4 bits, group 128". Dense weights give an empty text.
 std::string describe(const WeightFormat& linears);
 

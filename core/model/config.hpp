@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,26 +11,40 @@
 
 namespace cf {
 
-/// What a GPT-NeoX config.json says of the network's shape and arithmetic (transformers: GPTNeoXConfig), under its
-/// names. Ops, walks and backends take spec() instead.
+/// config.json's model_type. A family may have several: llama, mistral and qwen2 differ in their biases.
+enum class ModelType : std::uint8_t { gpt_neox, llama, mistral, qwen2 };
+
+std::string_view to_string(ModelType);
+/// The type of that name, or none.
+std::optional<ModelType> model_type_from_string(std::string_view name);
+
+/// What a config.json says of the network's shape and arithmetic (transformers: GPTNeoXConfig, LlamaConfig,
+/// MistralConfig, Qwen2Config), under its names. Ops, walks and backends take spec() instead.
 struct ModelConfig {
+  ModelType model_type = ModelType::gpt_neox;
   std::string name;
   std::int64_t hidden_size = 0;
   std::int64_t num_hidden_layers = 0;
   std::int64_t num_attention_heads = 0;
+  std::int64_t num_key_value_heads = 0;  // 0: as many as attention heads
+  std::int64_t attention_head_dim = 0;   // 0: hidden_size / num_attention_heads
   std::int64_t intermediate_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 2048;
   std::int64_t rotary_dim = 0;  // leading elements of each head that RoPE rotates; even
   double rope_theta = 10000;
+  ops::RopeScaling rope_scaling{};
   double layer_norm_eps = 1e-5;
   bool use_parallel_residual = true;
-  bool attention_bias = true;  // of query_key_value and attention.dense; the MLP's biases are always there
+  bool attention_bias = true;  // of query, key and value, and but for qwen2 of the attention's output
+  bool mlp_bias = true;
   bool tie_word_embeddings = false;
   Activation hidden_act = Activation::gelu_erf;
   DType dtype = DType::f16;  // of the stored weights
 
-  std::int64_t head_dim() const { return hidden_size / num_attention_heads; }
+  std::int64_t head_dim() const { return attention_head_dim ? attention_head_dim : hidden_size / num_attention_heads; }
+  std::int64_t kv_heads() const { return num_key_value_heads ? num_key_value_heads : num_attention_heads; }
+  ModelFamily family() const { return model_type == ModelType::gpt_neox ? ModelFamily::gpt_neox : ModelFamily::llama; }
   /// The model's sizes and arithmetic, on one rank. Refuses nothing: validate() does.
   ModelSpec spec() const;
   /// Lets a config be passed wherever a spec is asked for.
@@ -39,13 +54,17 @@ struct ModelConfig {
   /// Parameters of one layer.
   std::int64_t layer_parameters() const;
 
-  /// Refuses a shape that no GPT-NeoX layer has: sizes below 1, heads that do not divide hidden_size, a rotary_dim
-  /// that is odd or beyond head_dim.
+  /// Refuses a shape that no layer of the type has: sizes below 1, heads that do not divide hidden_size where head_dim
+  /// is not given, what ModelSpec::validate() refuses; in GPT-NeoX fewer key and value heads, a head_dim of its own and
+  /// scaled RoPE; in the others RoPE over a part of the head; biases that the type does not have.
   Status validate() const;
 };
 
 /// The Pythia suite, "pythia-14m" to "pythia-12b" (Biderman et al. 2023, arXiv:2304.01373).
 const std::vector<ModelConfig>& pythia_presets();
+
+/// The Pythia suite, then Llama 2 and 3 and Qwen2.5: "llama-2-7b", "llama-3.2-1b", "qwen2.5-7b" and others.
+const std::vector<ModelConfig>& presets();
 
 /// A preset by name, or not_found with the names there are.
 Result<ModelConfig> find_preset(std::string_view name);

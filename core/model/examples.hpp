@@ -27,18 +27,23 @@ requires std::is_base_of_v<NormContract<Norm>, Norm> Example<Norm> make(For<Norm
 }
 /// The MLP's first product.
 inline Example<Linear> make(For<Linear>, Model m, Load w) {
-  return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false}, {.epilogue = Epilogue::gelu_erf}};
+  const Epilogue epilogue = epilogue_of(m.traits.activation);
+  return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false, {}, rows_of_output(epilogue)},
+          {.epilogue = epilogue}};
 }
 inline Example<Rope> make(For<Rope>, Model m, Load w) {
-  return {{w.tokens(), m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim, m.shape.max_positions}, {}};
+  const ModelShape& s = m.shape;
+  return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.max_positions, s.qkv_layout},
+          {.layout = s.qkv_layout}};
 }
 inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.num_kv_heads, m.shape.head_dim, w.cache_capacity()}, {}};
 }
 inline Example<RopeAppend> make(For<RopeAppend>, Model m, Load w) {
-  return {{w.batch, w.q_len, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim, m.shape.max_positions,
-           w.cache_capacity()},
-          {}};
+  const ModelShape& s = m.shape;
+  return {{w.batch, w.q_len, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.max_positions, w.cache_capacity(),
+           s.qkv_layout},
+          {.layout = s.qkv_layout}};
 }
 inline Example<LnQkv> make(For<LnQkv>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim,

@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numbers>
 
 namespace cf {
 
 Status check_model(const ModelSpec& m) {
   CF_TRY(m.validate());
-  if (m.shape.num_kv_heads != m.shape.num_heads)
-    return Status::error(Code::unimplemented, "model: num_kv_heads must be num_heads " +
-                                                  std::to_string(m.shape.num_heads) + ", got " +
-                                                  std::to_string(m.shape.num_kv_heads));
-  return {};
+  return m.shape.qkv_heads().check("model");
 }
 
 StepSizes step_sizes(const ModelShape& s, const Workload& load) {
@@ -42,8 +39,8 @@ void LayerState::set_kv_len(std::span<const std::int32_t> lengths) {
   }
 }
 
-void LayerState::fill_rope_table(double theta) {
-  ops::rope_table({cos.as<float>(), cos.view<2>().shape}, {sin.as<float>(), sin.view<2>().shape}, theta);
+void LayerState::fill_rope_table(double theta, const ops::RopeScaling& scaling) {
+  ops::rope_table({cos.as<float>(), cos.view<2>().shape}, {sin.as<float>(), sin.view<2>().shape}, theta, scaling);
 }
 
 LayerTensors LayerState::tensors() {
@@ -71,11 +68,28 @@ Tensor appended_rows(ConstAnyView<4> cache, View<const std::int32_t, 1> kv_len, 
 
 namespace ops {
 
-void rope_table(View<float, 2> cos, View<float, 2> sin, double theta) {
+namespace {
+
+/// Float32 throughout, as Hugging Face computes it.
+float scaled(float inv_freq, const RopeScaling& s) {
+  if (s.kind == RopeScaling::Kind::none) return inv_freq;
+  const float wavelength = float(2 * std::numbers::pi) / inv_freq;
+  const double positions = double(s.original_max_positions);
+  const float longest = float(positions / s.low_freq_factor), shortest = float(positions / s.high_freq_factor);
+  if (wavelength > longest) return inv_freq / float(s.factor);
+  if (wavelength < shortest) return inv_freq;
+  const float share =
+      (float(positions) / wavelength - float(s.low_freq_factor)) / float(s.high_freq_factor - s.low_freq_factor);
+  return (1 - share) * inv_freq / float(s.factor) + share * inv_freq;
+}
+
+}  // namespace
+
+void rope_table(View<float, 2> cos, View<float, 2> sin, double theta, const RopeScaling& scaling) {
   const auto [rows, half] = cos.shape;
   for (std::int64_t i = 0; i < half; ++i) {
     // Float32 throughout, the power included, as Hugging Face computes it.
-    const float inv_freq = 1.0f / std::pow(float(theta), float(2 * i) / float(2 * half));
+    const float inv_freq = scaled(1.0f / std::pow(float(theta), float(2 * i) / float(2 * half)), scaling);
     for (std::int64_t p = 0; p < rows; ++p) {
       const float angle = float(p) * inv_freq;
       cos.data[p * half + i] = std::cos(angle);

@@ -4,14 +4,15 @@
 #include <string>
 #include <string_view>
 
+#include "core/model/names.hpp"
 #include "core/model/shape.hpp"
-#include "core/model/site.hpp"
 #include "core/model/weights.hpp"
 #include "core/model/workload.hpp"
 #include "core/ops/attention.hpp"
 #include "core/ops/kv_append.hpp"
 #include "core/ops/layernorm.hpp"
 #include "core/ops/linear.hpp"
+#include "core/ops/rmsnorm.hpp"
 #include "core/ops/rope.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
@@ -29,14 +30,15 @@ struct LayerTensors {
   View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
   View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append
   View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
-  AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
+  AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
   AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
-  AnyView<4> qkv{};                         // (tokens, heads, 3, head_dim)   attention.query_key_value
-  AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)      attention.rotary_emb
+  AnyView<4> qkv{};                         // (tokens, heads, 3, head_dim), or as the qkv_layout says
+  AnyView<3> q{};                           // (tokens, heads, head_dim)      attention.rotary_emb
+  AnyView<3> k{}, v{};                      // (tokens, kv_heads, head_dim)   the same
   AnyView<3> context{};                     // (tokens, heads, head_dim)      attention.context
   AnyView<2> attn_residual{};               // (tokens, hidden)               hidden + attention.dense
   AnyView<2> mlp_in{};                      // (tokens, hidden)               post_attention_layernorm
-  AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU(mlp.dense_h_to_4h)
+  AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU or SwiGLU of the MLP's first product
   AnyView<2> output{};                      // (tokens, hidden)
   std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
 };
@@ -68,7 +70,7 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
   f(TensorSpec{Role::state, "k_cache"}, t.k_cache..., cache);
   f(TensorSpec{Role::state, "v_cache"}, t.v_cache..., cache);
   f(TensorSpec{Role::output, "attn_in"}, t.attn_in..., rows);
-  f(TensorSpec{Role::output, "qkv"}, t.qkv..., extents(tokens, s.num_heads, 3, s.head_dim));
+  f(TensorSpec{Role::output, "qkv"}, t.qkv..., s.qkv_heads().extents_of(tokens, s.head_dim));
   f(TensorSpec{Role::output, "q"}, t.q..., heads);
   f(TensorSpec{Role::output, "k"}, t.k..., kv_heads);
   f(TensorSpec{Role::output, "v"}, t.v..., kv_heads);
@@ -79,33 +81,47 @@ void for_each_activation(const ModelShape& s, const StepSizes& n, F&& f, T&... t
   f(TensorSpec{Role::output, "output"}, t.output..., rows);
 }
 
-/// The GPT-NeoX layer, once: calls f(site, args) for every site in order and stops at the first Status that is not ok.
-///   parallel residual    out = x + attn(LN1(x)) + mlp(LN2(x))
-///   sequential residual  h = x + attn(LN1(x)),  out = h + mlp(LN2(h))
-/// The forms differ in what LN2 reads. Both sums are epilogues of products: attn_residual = x + attn(LN1(x)), output =
-/// attn_residual + mlp(...).
+/// What the MLP's first product ends with.
+constexpr ops::Epilogue epilogue_of(Activation a) {
+  switch (a) {
+    case Activation::gelu_erf: return ops::Epilogue::gelu_erf;
+    case Activation::gelu_tanh: return ops::Epilogue::gelu_tanh;
+    case Activation::swiglu: return ops::Epilogue::swiglu;
+  }
+  return ops::Epilogue::none;
+}
+
+/// Calls f(site, args) for a model's norm of some rows.
+template <class F>
+Status visit_norm(const ModelTraits& traits, const Site& site, const ConstAnyView<2>& x, const NormParams& params,
+                  const AnyView<2>& y, F&& f) {
+  switch (traits.norm) {
+    case NormKind::layernorm:
+      return f(site, ops::LayerNorm::Args{.x = x, .norm = params, .y = y, .eps = traits.layer_norm_eps});
+    case NormKind::rmsnorm:
+      return f(site, ops::RmsNorm::Args{.x = x, .gamma = params.gamma, .y = y, .eps = traits.layer_norm_eps});
+  }
+  return Status::error(Code::unimplemented, "model: norm has no op");
+}
+
+/// A layer, once: calls f(site, args) for every site in order and stops at the first Status that is not ok.
+///   parallel residual    out = x + attn(norm1(x)) + mlp(norm2(x))
+///   sequential residual  h = x + attn(norm1(x)),  out = h + mlp(norm2(h))
+/// The forms differ in what norm2 reads. Both sums are epilogues of products: attn_residual = x + attn(norm1(x)),
+/// output = attn_residual + mlp(...).
 /// Where ranks share a model, each walks its own part. With a parallel residual the ranks' outputs sum up to the
 /// layer's. With a sequential residual, attn_residual must be summed over the ranks before post_attention_layernorm,
 /// and the outputs again after the MLP.
-/// Source: transformers GPTNeoXLayer.forward.
+/// Source: transformers GPTNeoXLayer.forward and LlamaDecoderLayer.forward.
 template <class F>
 Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   const ModelTraits& traits = m.traits;
+  const ModelNames& names = names_of(m);
   const std::int64_t tokens = t.hidden.shape[0];
   const AnyView<2> qkv_rows = reshape<2>(t.qkv, {tokens, m.shape.qkv_size()});
   const ConstAnyView<2> context_rows = reshape<2>(t.context, {tokens, m.shape.attention_size()});
   const bool parallel = traits.residual == Residual::parallel;
   const ConstAnyView<2> mlp_source = parallel ? t.hidden : ConstAnyView<2>(t.attn_residual);
-  const ops::Epilogue gelu =
-      traits.activation == Activation::gelu_erf ? ops::Epilogue::gelu_erf : ops::Epilogue::gelu_tanh;
-  const auto norm = [&](const Site& site, const ConstAnyView<2>& x, const NormParams& params,
-                        const AnyView<2>& y) -> Status {
-    switch (traits.norm) {
-      case NormKind::layernorm:
-        return f(site, ops::LayerNorm::Args{.x = x, .norm = params, .y = y, .eps = traits.layer_norm_eps});
-    }
-    return Status::error(Code::unimplemented, "model: norm has no op");
-  };
   // A product whose result is summed over the ranks.
   const auto summed = [&](const ConstAnyView<2>& x, const LinearParams& linear, const AnyView<2>& y,
                           const ConstAnyView<2>& residual, bool adds_residual) {
@@ -118,31 +134,37 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
     return args;
   };
 
-  CF_TRY(norm(site::input_layernorm, t.hidden, w.input_layernorm, t.attn_in));
-  CF_TRY(f(site::query_key_value, ops::Linear::Args{.x = t.attn_in, .linear = w.query_key_value, .y = qkv_rows}));
-  CF_TRY(f(site::rotary_emb,
-           ops::Rope::Args{
-               .qkv = t.qkv, .cos = t.cos, .sin = t.sin, .positions = t.positions, .q = t.q, .k = t.k, .v = t.v}));
-  CF_TRY(f(site::kv_append,
+  CF_TRY(visit_norm(traits, names.input_layernorm, t.hidden, w.input_layernorm, t.attn_in, f));
+  CF_TRY(f(names.query_key_value, ops::Linear::Args{.x = t.attn_in, .linear = w.query_key_value, .y = qkv_rows}));
+  CF_TRY(f(names.rotary_emb, ops::Rope::Args{.qkv = t.qkv,
+                                             .cos = t.cos,
+                                             .sin = t.sin,
+                                             .positions = t.positions,
+                                             .q = t.q,
+                                             .k = t.k,
+                                             .v = t.v,
+                                             .layout = m.shape.qkv_layout}));
+  CF_TRY(f(names.kv_append,
            ops::KvAppend::Args{.k = t.k, .v = t.v, .kv_len = t.kv_len, .k_cache = t.k_cache, .v_cache = t.v_cache}));
-  CF_TRY(f(site::context, ops::Attention::Args{.q = t.q,
+  CF_TRY(f(names.context, ops::Attention::Args{.q = t.q,
                                                .k_cache = t.k_cache,
                                                .v_cache = t.v_cache,
                                                .kv_len = t.kv_len,
                                                .y = t.context,
                                                .scale = m.attention_scale(),
                                                .max_kv_len = t.max_kv_len}));
-  CF_TRY(f(site::dense, summed(context_rows, w.dense, t.attn_residual, t.hidden, m.adds_residual)));
-  CF_TRY(norm(site::post_attention_layernorm, mlp_source, w.post_attention_layernorm, t.mlp_in));
-  CF_TRY(f(site::dense_h_to_4h,
-           ops::Linear::Args{.x = t.mlp_in, .linear = w.dense_h_to_4h, .y = t.mlp_act, .epilogue = gelu}));
+  CF_TRY(f(names.dense, summed(context_rows, w.dense, t.attn_residual, t.hidden, m.adds_residual)));
+  CF_TRY(visit_norm(traits, names.post_attention_layernorm, mlp_source, w.post_attention_layernorm, t.mlp_in, f));
+  CF_TRY(f(names.dense_h_to_4h,
+           ops::Linear::Args{
+               .x = t.mlp_in, .linear = w.dense_h_to_4h, .y = t.mlp_act, .epilogue = epilogue_of(traits.activation)}));
   // With a parallel residual attn_residual is this rank's own part of the sum.
-  return f(site::dense_4h_to_h,
+  return f(names.dense_4h_to_h,
            summed(t.mlp_act, w.dense_4h_to_h, t.output, t.attn_residual, parallel || m.adds_residual));
 }
 
-/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and a model that does not have
-/// as many key and value heads as query heads.
+/// Refuses a model that for_each_site does not walk: what ModelSpec::validate() refuses, and fewer key and value heads
+/// than query heads where the product has them interleaved by head.
 Status check_model(const ModelSpec& m);
 
 /// The host memory of one layer's step: inputs, cache, every site's output. One dtype for all activations.
@@ -153,7 +175,7 @@ class LayerState {
   /// Sets each sequence's kv_len (after the append), its tokens' positions (the last is kv_len - 1) and max_kv_len.
   void set_kv_len(std::span<const std::int32_t> kv_len);
   /// Fills cos and sin with the library's own table.
-  void fill_rope_table(double theta);
+  void fill_rope_table(double theta, const ops::RopeScaling& scaling = {});
   /// Views of all tensors.
   LayerTensors tensors();
 

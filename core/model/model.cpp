@@ -9,7 +9,7 @@ namespace cf {
 
 std::string ModelSite::name() const {
   if (layer < 0) return std::string(site.name);
-  return "gpt_neox.layers." + std::to_string(layer) + "." + std::string(site.name);
+  return names->layer(layer) + std::string(site.name);
 }
 
 std::string ModelSite::tap() const {

@@ -15,18 +15,13 @@ namespace cf {
 struct ModelSite {
   std::int64_t layer = -1;  // -1 outside the layers
   Site site{};
+  const ModelNames* names = &kGptNeoxNames;  // the family's
 
   /// Hugging Face's module: "gpt_neox.layers.3.attention.dense", "gpt_neox.embed_in", "embed_out".
   std::string name() const;
   /// The name under which golden files hold what the step makes: "layers.3.attention.residual", "embed_in", "logits".
   std::string tap() const;
 };
-
-namespace site {
-inline constexpr Site embed_in{"gpt_neox.embed_in", "embed_in"};
-inline constexpr Site final_layer_norm{"gpt_neox.final_layer_norm", "final_layer_norm"};
-inline constexpr Site embed_out{"embed_out", "logits"};
-}  // namespace site
 
 /// Every tensor of a model's step. All layers share one set of activations.
 struct ModelTensors {
@@ -38,16 +33,17 @@ struct ModelTensors {
   AnyView<2> logits{};                   // (rows, vocab)     embed_out of the same
 };
 
-/// The GPT-NeoX model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
+/// A model, once: calls f(model_site, args) for the embedding, every site of every layer, the final norm and
 /// the LM head, in order, and stops at the first Status that is not ok. Without rows of logits it ends after the
 /// layers.
-///   h = embed_in[ids];  h = layer_i(h) for every i;  logits = LayerNorm(h) embed_out^T
+///   h = embed_in[ids];  h = layer_i(h) for every i;  logits = norm(h) embed_out^T
 /// A padded vocabulary has as many logits as the head has rows.
-/// Source: transformers GPTNeoXModel.forward and GPTNeoXForCausalLM.forward.
+/// Source: the forward() of transformers' GPTNeoXModel and GPTNeoXForCausalLM, LlamaModel and LlamaForCausalLM.
 template <class F>
 Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const ModelTensors& t, F&& f) {
-  CF_TRY(
-      f(ModelSite{.site = site::embed_in}, ops::Embedding::Args{.ids = t.ids, .table = w.embed_in, .y = t.hidden[0]}));
+  const ModelNames& names = names_of(m);
+  const auto outside = [&](const Site& site) { return ModelSite{.site = site, .names = &names}; };
+  CF_TRY(f(outside(names.embed_in), ops::Embedding::Args{.ids = t.ids, .table = w.embed_in, .y = t.hidden[0]}));
   for (std::size_t i = 0; i < w.layers.size(); ++i) {
     LayerTensors layer = t.layer;
     layer.hidden = t.hidden[i % 2];
@@ -55,7 +51,7 @@ Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const Mode
     layer.k_cache = t.caches[i].k;
     layer.v_cache = t.caches[i].v;
     CF_TRY(for_each_site(m, w.layers[i], layer, [&](const Site& site, const auto& args) {
-      return f(ModelSite{std::int64_t(i), site}, args);
+      return f(ModelSite{std::int64_t(i), site, &names}, args);
     }));
   }
   const std::int64_t rows = t.logits.shape[0];
@@ -65,11 +61,9 @@ Status for_each_model_site(const ModelSpec& m, const ModelWeights& w, const Mode
   last.data =
       static_cast<char*>(last.data) + (last.shape[0] - rows) * last.shape[1] * std::int64_t(size_bytes(last.dtype));
   last.shape[0] = rows;
-  CF_TRY(f(
-      ModelSite{.site = site::final_layer_norm},
-      ops::LayerNorm::Args{.x = last, .norm = w.final_layer_norm, .y = t.final_norm, .eps = m.traits.layer_norm_eps}));
-  return f(ModelSite{.site = site::embed_out},
-           ops::Linear::Args{.x = t.final_norm, .linear = w.embed_out, .y = t.logits});
+  CF_TRY(visit_norm(m.traits, names.final_layer_norm, last, w.final_layer_norm, t.final_norm,
+                    [&](const Site& site, const auto& args) { return f(outside(site), args); }));
+  return f(outside(names.embed_out), ops::Linear::Args{.x = t.final_norm, .linear = w.embed_out, .y = t.logits});
 }
 
 /// What a model's step makes beside its caches.

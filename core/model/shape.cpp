@@ -9,7 +9,14 @@ Status refuse(std::string what) { return Status::error(Code::invalid_argument, "
 
 }  // namespace
 
-std::string_view to_string(Activation a) { return a == Activation::gelu_erf ? "gelu" : "gelu_pytorch_tanh"; }
+std::string_view to_string(Activation a) {
+  switch (a) {
+    case Activation::gelu_erf: return "gelu";
+    case Activation::gelu_tanh: return "gelu_pytorch_tanh";
+    case Activation::swiglu: return "silu";
+  }
+  return "";
+}
 
 Status check_sizes(std::initializer_list<BoundedSize> sizes) {
   for (const BoundedSize& s : sizes)
@@ -41,6 +48,17 @@ Status ModelSpec::validate() const {
     return refuse("layer_norm_eps must be positive, got " + std::to_string(traits.layer_norm_eps));
   if (!(traits.rope_theta > 0) || !std::isfinite(traits.rope_theta))
     return refuse("rope_theta must be positive, got " + std::to_string(traits.rope_theta));
+  const ops::RopeScaling& scaling = traits.rope_scaling;
+  if (scaling.kind == ops::RopeScaling::Kind::none) return {};
+  CF_TRY(check_sizes({{"original_max_position_embeddings", scaling.original_max_positions, 1 << 26}}));
+  for (const auto& [name, value] : {std::pair{"factor", scaling.factor},
+                                    {"low_freq_factor", scaling.low_freq_factor},
+                                    {"high_freq_factor", scaling.high_freq_factor}})
+    if (!(value > 0) || !std::isfinite(value))
+      return refuse("rope_scaling's " + std::string(name) + " must be positive, got " + std::to_string(value));
+  if (!(scaling.high_freq_factor > scaling.low_freq_factor))
+    return refuse("rope_scaling's high_freq_factor must be above low_freq_factor " +
+                  std::to_string(scaling.low_freq_factor) + ", got " + std::to_string(scaling.high_freq_factor));
   return {};
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/ops/rope.hpp"
 #include "core/status.hpp"
 
 namespace cf {
@@ -20,21 +21,28 @@ struct ModelShape {
   std::int64_t vocab_size = 0;
   std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even
   std::int64_t max_positions = 0;  // rows of the RoPE table
+  ops::QkvLayout qkv_layout = ops::QkvLayout::interleaved_by_head;
 
   /// Columns of the attention's output: the columns of attention.dense.
   constexpr std::int64_t attention_size() const { return num_heads * head_dim; }
   /// Rows of the query, key and value product.
   constexpr std::int64_t qkv_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  /// The heads of the query, key and value product.
+  constexpr ops::QkvHeads qkv_heads() const { return {num_heads, num_kv_heads, qkv_layout}; }
 
   bool operator==(const ModelShape&) const = default;
 };
 
-/// The norms that a layer may have.
-enum class NormKind : std::uint8_t { layernorm };
+/// Whose names a model's modules have (core/model/names.hpp). The arithmetic is in the other traits.
+enum class ModelFamily : std::uint8_t { gpt_neox, llama };
+
+/// The norms that a layer may have: ops::LayerNorm, ops::RmsNorm. RMSNorm has no beta.
+enum class NormKind : std::uint8_t { layernorm, rmsnorm };
 
 /// gelu_erf: x/2 (1 + erf(x/sqrt 2)), Hugging Face's "gelu".
 /// gelu_tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), its "gelu_new", "gelu_fast" and "gelu_pytorch_tanh".
-enum class Activation : std::uint8_t { gelu_erf, gelu_tanh };
+/// swiglu: silu(gate(x)) * up(x) of two products, Hugging Face's "silu" with gate_proj and up_proj.
+enum class Activation : std::uint8_t { gelu_erf, gelu_tanh, swiglu };
 
 std::string_view to_string(Activation);
 
@@ -44,14 +52,17 @@ enum class Residual : std::uint8_t { parallel, sequential };
 
 /// The arithmetic of a model, whatever its sizes.
 struct ModelTraits {
+  ModelFamily family = ModelFamily::gpt_neox;
   NormKind norm = NormKind::layernorm;
   double layer_norm_eps = 1e-5;
   Activation activation = Activation::gelu_erf;
   Residual residual = Residual::parallel;
-  bool attention_bias = true;    // of query_key_value and attention.dense
+  bool qkv_bias = true;          // of the query, key and value product
+  bool dense_bias = true;        // of the attention's output product
   bool mlp_bias = true;          // of the MLP's two products
   bool tied_embeddings = false;  // the LM head is the embedding
   double rope_theta = 10000;
+  ops::RopeScaling rope_scaling{};
 
   bool operator==(const ModelTraits&) const = default;
 };
@@ -66,8 +77,11 @@ struct ModelSpec {
 
   /// 1 / sqrt(head_dim), the factor of the attention scores.
   double attention_scale() const;
+  /// Rows of the MLP's first matrix: with SwiGLU gate and up together.
+  std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
   /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
-  /// rotary_dim that is odd or beyond head_dim, and an eps or theta that is not positive.
+  /// rotary_dim that is odd or beyond head_dim, an eps or theta that is not positive, and a scaling of RoPE whose
+  /// factors are not positive or whose high_freq_factor is not above low_freq_factor.
   Status validate() const;
   /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
   /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.

@@ -6,24 +6,24 @@
 #include <variant>
 #include <vector>
 
+#include "core/model/names.hpp"
 #include "core/model/shape.hpp"
-#include "core/model/site.hpp"
 #include "core/tensor_spec.hpp"
 #include "core/weights.hpp"
 
 namespace cf {
 
-/// One GPT-NeoX layer's parameters, named after Hugging Face's modules. The sizes are those that a rank holds.
+/// One layer's parameters, named after GPT-NeoX's modules. The sizes are those that a rank holds.
 struct LayerWeights {
   NormParams input_layernorm{};
   NormParams post_attention_layernorm{};
-  LinearParams query_key_value{};  // (3 * heads * head_dim, hidden): each head's rows of q, then of k, then of v
+  LinearParams query_key_value{};  // ((heads + 2 * kv_heads) * head_dim, hidden), in the order of the qkv_layout
   LinearParams dense{};            // (hidden, heads * head_dim)
-  LinearParams dense_h_to_4h{};    // (intermediate, hidden)
+  LinearParams dense_h_to_4h{};    // (intermediate, hidden); with SwiGLU twice the rows, gate's and up's in turn
   LinearParams dense_4h_to_h{};    // (hidden, intermediate)
 };
 
-/// A GPT-NeoX model's parameters.
+/// A model's parameters.
 struct ModelWeights {
   ConstAnyView<2> embed_in{};          // (vocab, hidden)
   std::vector<LayerWeights> layers{};  // num_layers
@@ -37,30 +37,65 @@ struct LinearSize {
   bool has_bias;
 };
 
-/// Calls f(module, params, size) for every Linear of a layer, by Hugging Face's name below gpt_neox.layers.N, in the
-/// order of the walk.
+/// A module that a checkpoint stores of a Linear, and its rows.
+struct StoredPart {
+  std::string_view module;
+  std::int64_t rows;
+};
+
+/// What a checkpoint stores of a layer's Linear: the Linear itself, or several modules.
+struct StoredParts {
+  std::vector<StoredPart> parts;
+  bool interleaved = false;  // row i of every part in turn; otherwise the parts lie one below the other
+
+  /// Where row `row` of part `part` lies in the Linear.
+  std::int64_t place(std::size_t part, std::int64_t row) const {
+    if (interleaved) return row * std::int64_t(parts.size()) + std::int64_t(part);
+    for (std::size_t before = 0; before < part; ++before) row += parts[before].rows;
+    return row;
+  }
+};
+
+inline StoredParts stored_parts(const ModelSpec& m, const Site& site, const LinearSize& size) {
+  const ModelNames& n = names_of(m);
+  const ModelShape& s = m.shape;
+  if (site.id == SiteId::query_key_value && !n.stored_qkv[0].empty())
+    return {{{n.stored_qkv[0], s.attention_size()},
+             {n.stored_qkv[1], s.num_kv_heads * s.head_dim},
+             {n.stored_qkv[2], s.num_kv_heads * s.head_dim}}};
+  if (site.id == SiteId::dense_h_to_4h && !n.stored_mlp[0].empty())
+    return {{{n.stored_mlp[0], s.intermediate_size}, {n.stored_mlp[1], s.intermediate_size}}, true};
+  return {{{site.name, size.out}}};
+}
+
+/// Calls f(site, params, size) for every Linear of a layer, in the order of the walk.
 template <class W, class F>
 void for_each_linear(const ModelSpec& m, W&& w, F&& f) {
   const ModelShape& s = m.shape;
   const ModelTraits& t = m.traits;
-  f(site::query_key_value.name, w.query_key_value, LinearSize{s.qkv_size(), s.hidden_size, t.attention_bias});
-  f(site::dense.name, w.dense, LinearSize{s.hidden_size, s.attention_size(), t.attention_bias});
-  f(site::dense_h_to_4h.name, w.dense_h_to_4h, LinearSize{s.intermediate_size, s.hidden_size, t.mlp_bias});
-  f(site::dense_4h_to_h.name, w.dense_4h_to_h, LinearSize{s.hidden_size, s.intermediate_size, t.mlp_bias});
+  const ModelNames& n = names_of(m);
+  f(n.query_key_value, w.query_key_value, LinearSize{s.qkv_size(), s.hidden_size, t.qkv_bias});
+  f(n.dense, w.dense, LinearSize{s.hidden_size, s.attention_size(), t.dense_bias});
+  f(n.dense_h_to_4h, w.dense_h_to_4h, LinearSize{m.mlp_rows(), s.hidden_size, t.mlp_bias});
+  f(n.dense_4h_to_h, w.dense_4h_to_h, LinearSize{s.hidden_size, s.intermediate_size, t.mlp_bias});
 }
 
-/// Calls f(spec, view, shape) for every weight of a layer, by the same names: the one list that loaders, generators and
-/// dumps read.
+/// Calls f(spec, view, shape) for the weights of a norm, below its module's name.
+template <class N, class F>
+void for_each_norm_weight(const ModelSpec& m, const Site& site, N& norm, F&& f) {
+  const std::string gamma = std::string(site.name) + ".weight", beta = std::string(site.name) + ".bias";
+  f(TensorSpec{Role::gain, gamma}, norm.gamma, extents(m.shape.hidden_size));
+  if (m.traits.norm == NormKind::layernorm) f(TensorSpec{Role::weight, beta}, norm.beta, extents(m.shape.hidden_size));
+}
+
+/// Calls f(spec, view, shape) for every weight of a layer, by its name below the layer: the one list that loaders,
+/// generators and dumps read.
 template <class W, class F>
 void for_each_weight(const ModelSpec& m, W& w, F&& f) {
-  const auto norm = [&](std::string_view gamma, std::string_view beta, auto& n) {
-    f(TensorSpec{Role::gain, gamma}, n.gamma, extents(m.shape.hidden_size));
-    f(TensorSpec{Role::weight, beta}, n.beta, extents(m.shape.hidden_size));
-  };
-  norm("input_layernorm.weight", "input_layernorm.bias", w.input_layernorm);
-  norm("post_attention_layernorm.weight", "post_attention_layernorm.bias", w.post_attention_layernorm);
-  for_each_linear(m, w, [&](std::string_view module, auto& l, const LinearSize& size) {
-    const std::string prefix = std::string(module) + ".", weight = prefix + "weight", bias = prefix + "bias";
+  for_each_norm_weight(m, names_of(m).input_layernorm, w.input_layernorm, f);
+  for_each_norm_weight(m, names_of(m).post_attention_layernorm, w.post_attention_layernorm, f);
+  for_each_linear(m, w, [&](const Site& site, auto& l, const LinearSize& size) {
+    const std::string prefix = std::string(site.name) + ".", weight = prefix + "weight", bias = prefix + "bias";
     if (auto* dense = std::get_if<DenseWeight>(&l.weight))
       f(TensorSpec{Role::weight, weight}, dense->weight, extents(size.out, size.in));
     if (auto* gptq = std::get_if<GptqWeight>(&l.weight))
@@ -72,25 +107,26 @@ void for_each_weight(const ModelSpec& m, W& w, F&& f) {
   });
 }
 
-/// Calls f(spec, view, shape) for every tensor of a model, by Hugging Face's names, from "gpt_neox.embed_in.weight" to
-/// "embed_out.weight". Tied embeddings are one tensor, "gpt_neox.embed_in.weight"; tie_embeddings() gives its view to
-/// embed_out.
+/// Calls f(spec, view, shape) for every tensor of a model, by its family's names, from "gpt_neox.embed_in.weight" to
+/// "embed_out.weight". Tied embeddings are one tensor, the first; tie_embeddings() gives its view to embed_out.
 template <class W, class F>
 void for_each_model_weight(const ModelSpec& m, W& w, F&& f) {
   const ModelShape& s = m.shape;
-  f(TensorSpec{Role::weight, "gpt_neox.embed_in.weight"}, w.embed_in, extents(s.vocab_size, s.hidden_size));
+  const ModelNames& names = names_of(m);
+  const std::string embedding = std::string(names.embed_in.name) + ".weight",
+                    head = std::string(names.embed_out.name) + ".weight";
+  f(TensorSpec{Role::weight, embedding}, w.embed_in, extents(s.vocab_size, s.hidden_size));
   for (std::size_t i = 0; i < w.layers.size(); ++i) {
-    const std::string prefix = "gpt_neox.layers." + std::to_string(i) + ".";
+    const std::string prefix = names.layer(std::int64_t(i));
     for_each_weight(m, w.layers[i], [&](const TensorSpec& t, auto& view, auto shape) {
       const std::string name = prefix + std::string(t.name);
       f(TensorSpec{t.role, name}, view, shape);
     });
   }
-  f(TensorSpec{Role::gain, "gpt_neox.final_layer_norm.weight"}, w.final_layer_norm.gamma, extents(s.hidden_size));
-  f(TensorSpec{Role::weight, "gpt_neox.final_layer_norm.bias"}, w.final_layer_norm.beta, extents(s.hidden_size));
+  for_each_norm_weight(m, names.final_layer_norm, w.final_layer_norm, f);
   if (m.traits.tied_embeddings) return;
   if (auto* dense = std::get_if<DenseWeight>(&w.embed_out.weight))
-    f(TensorSpec{Role::weight, "embed_out.weight"}, dense->weight, extents(s.vocab_size, s.hidden_size));
+    f(TensorSpec{Role::weight, head}, dense->weight, extents(s.vocab_size, s.hidden_size));
 }
 
 /// The bytes of all tensors of a model, by their shapes and dtypes.

@@ -12,6 +12,7 @@
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/ln_qkv_heads.hpp"
 #include "core/ops/residual_layernorm.hpp"
+#include "core/ops/rmsnorm.hpp"
 #include "core/ops/rope.hpp"
 #include "core/ops/rope_append.hpp"
 

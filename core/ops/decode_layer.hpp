@@ -38,7 +38,7 @@ struct DecodeLayer {
   static Status check(const Args& a) {
     CF_TRY(check_model(a.model));
     Status status;
-    for_each_linear(a.model, a.weights, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
+    for_each_linear(a.model, a.weights, [&](const Site&, const LinearParams& l, const LinearSize& size) {
       // The cast keeps nvcc from warning that the assignment's result is ignored.
       if (status) (void)(status = Linear::check_linear(name, size.out, size.in, l));
     });
@@ -57,12 +57,15 @@ struct DecodeLayer {
                               .capacity = d.step.capacity,
                               .max_kv_len = d.max_kv_len},
                              activation, weight);
-    // Attention's cost counts q and y. A layer writes the new keys and values instead, which are as many bytes.
+    // Attention's cost counts q and y. A layer writes the new keys and values instead.
+    c.bytes += 2 * double(d.step.tokens()) * double(s.head_dim) * double(s.num_kv_heads - s.num_heads) *
+               double(size_bytes(activation));
     c.bytes += 2 * double(d.step.tokens()) * double(s.hidden_size) * double(size_bytes(activation));
-    // Gamma and beta of two norms.
-    c.bytes += 4 * double(s.hidden_size) * double(size_bytes(weight));
+    // Gamma, and LayerNorm's beta, of two norms.
+    c.bytes +=
+        (d.model.traits.norm == NormKind::layernorm ? 4 : 2) * double(s.hidden_size) * double(size_bytes(weight));
     std::size_t i = 0;
-    for_each_linear(d.model, LayerWeights{}, [&](std::string_view, const LinearParams&, const LinearSize& size) {
+    for_each_linear(d.model, LayerWeights{}, [&](const Site&, const LinearParams&, const LinearSize& size) {
       c.bytes += d.linears[i++].bytes(size.out, size.in, weight);
       if (size.has_bias) c.bytes += double(size.out) * double(size_bytes(weight));
       c.flops += 2 * double(d.step.tokens()) * double(size.out) * double(size.in);

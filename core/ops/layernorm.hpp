@@ -4,7 +4,7 @@
 
 namespace cf::ops {
 
-/// What the ops around a LayerNorm share: sizes, the check of eps, the bound.
+/// What the ops around a norm share: sizes, the check of eps, the bound.
 template <class Op>
 struct NormContract {
   struct Dims {

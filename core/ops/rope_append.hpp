@@ -6,48 +6,55 @@ namespace cf::ops {
 
 /// RoPE and the append to the cache in one op.
 ///   q, k, v = Rope(qkv),  k_cache and v_cache = KvAppend(k, v)
-/// Rope and KvAppend define the rest. k and v are not outputs. Each query head has a kv head of its own, as in qkv.
-/// Source: transformers' GPTNeoXAttention between the QKV product and the attention itself.
+/// Rope and KvAppend define the rest. k and v are not outputs.
+/// Source: transformers' GPTNeoXAttention and LlamaAttention between the QKV product and the attention itself.
 /// Refuses what Rope and KvAppend refuse.
 struct RopeAppend {
   static constexpr std::string_view name = "rope_append";
   struct Dims {
-    std::int64_t batch, q_len, heads, head_dim, rotary_dim, table_rows, capacity;
+    std::int64_t batch, q_len, heads, kv_heads, head_dim, rotary_dim, table_rows, capacity;
+    QkvLayout layout = QkvLayout::interleaved_by_head;
     std::int64_t tokens() const { return batch * q_len; }
+    QkvHeads qkv() const { return {heads, kv_heads, layout}; }
   };
   struct Args {
     using Op = RopeAppend;
-    ConstAnyView<4> qkv{};                    // (batch * q_len, heads, 3, head_dim)
+    ConstAnyView<4> qkv{};                    // (batch * q_len, heads, 3, head_dim), or as the layout says
     View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
     View<const std::int32_t, 1> positions{};  // (batch * q_len)
     View<const std::int32_t, 1> kv_len{};     // (batch)
     AnyView<3> q{};                           // (batch * q_len, heads, head_dim)
-    AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
+    AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
+    QkvLayout layout = QkvLayout::interleaved_by_head;
   };
 
   static Dims dims(const Args& a) {
     const std::int64_t batch = a.kv_len.shape[0];
+    const bool separate = a.layout == QkvLayout::separate;
     return {batch,
             batch > 0 ? a.qkv.shape[0] / batch : 0,
-            a.qkv.shape[1],
+            separate ? a.q.shape[1] : a.qkv.shape[1],
+            separate ? a.k_cache.shape[1] : a.qkv.shape[1],
             a.qkv.shape[3],
             2 * a.cos.shape[1],
             a.cos.shape[0],
-            a.k_cache.shape[2]};
+            a.k_cache.shape[2],
+            a.layout};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
-    f(TensorSpec{Role::input, "qkv"}, a.qkv, extents(d.tokens(), d.heads, 3, d.head_dim));
+    f(TensorSpec{Role::input, "qkv"}, a.qkv, d.qkv().extents_of(d.tokens(), d.head_dim));
     Rope::table_tensors(d.table_rows, d.rotary_dim, a, f);
     f(TensorSpec{Role::position, "positions"}, a.positions, extents(d.tokens()));
     f(TensorSpec{Role::length, "kv_len"}, a.kv_len, extents(d.batch));
     f(TensorSpec{Role::output, "q"}, a.q, extents(d.tokens(), d.heads, d.head_dim));
-    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
-    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::state, "k_cache"}, a.k_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
+    f(TensorSpec{Role::state, "v_cache"}, a.v_cache, extents(d.batch, d.kv_heads, d.capacity, d.head_dim));
   }
   static Status check(const Args& a) {
     CF_TRY(check_tensors<RopeAppend>(a));
     const Dims d = dims(a);
+    CF_TRY(d.qkv().check(name));
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
     return KvAppend::check_q_len(name, d.q_len, d.capacity);
   }
@@ -62,7 +69,14 @@ struct RopeAppend {
   /// stops at the first Status that is not ok.
   template <class F>
   static Status for_each_part(const Args& a, const AnyView<3>& k, const AnyView<3>& v, F&& f) {
-    CF_TRY(f(Rope::Args{.qkv = a.qkv, .cos = a.cos, .sin = a.sin, .positions = a.positions, .q = a.q, .k = k, .v = v}));
+    CF_TRY(f(Rope::Args{.qkv = a.qkv,
+                        .cos = a.cos,
+                        .sin = a.sin,
+                        .positions = a.positions,
+                        .q = a.q,
+                        .k = k,
+                        .v = v,
+                        .layout = a.layout}));
     return f(KvAppend::Args{.k = k, .v = v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache});
   }
   /// The inverse of for_each_part.
@@ -74,11 +88,14 @@ struct RopeAppend {
             .kv_len = append.kv_len,
             .q = rope.q,
             .k_cache = append.k_cache,
-            .v_cache = append.v_cache};
+            .v_cache = append.v_cache,
+            .layout = rope.layout};
   }
 
  private:
-  static Rope::Dims rope_dims(const Dims& d) { return {d.tokens(), d.heads, d.head_dim, d.rotary_dim, d.table_rows}; }
+  static Rope::Dims rope_dims(const Dims& d) {
+    return {d.tokens(), d.heads, d.kv_heads, d.head_dim, d.rotary_dim, d.table_rows, d.layout};
+  }
 };
 
 }  // namespace cf::ops

@@ -15,10 +15,10 @@ Status check_sites(const ops::DecodeLayer::Args& a) {
   CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
   CF_TRY(check_index(name, "kv_len", a.t.kv_len, d.step.q_len, d.max_kv_len));
   Status status;
-  for_each_linear(a.model, a.weights, [&](std::string_view module, const LinearParams& l, const LinearSize&) {
+  for_each_linear(a.model, a.weights, [&](const Site& site, const LinearParams& l, const LinearSize&) {
     const auto* gptq = std::get_if<GptqWeight>(&l.weight);
     if (status && gptq)
-      status = check_index(name, std::string(module) + ".g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
+      status = check_index(name, std::string(site.name) + ".g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1);
   });
   return status;
 }

@@ -3,7 +3,7 @@
 
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
-#include "cpu_ref/ops/gelu.hpp"
+#include "cpu_ref/ops/activation.hpp"
 #include "cpu_ref/ops/real.hpp"
 #include "cpu_ref/ops/widen.hpp"
 #include "cpu_ref/simd/kernels.hpp"
@@ -13,19 +13,22 @@ namespace {
 
 using ops::Epilogue;
 
-/// What happens to a sum before it is stored: bias, then the epilogue.
+/// What happens to an output's sum, or with SwiGLU to its two sums, before it is stored: bias, then the epilogue.
 template <class Real>
 class Finish {
  public:
   Finish(const ops::Linear::Args& a, std::int64_t out) : epilogue_(a.epilogue), out_(out) {
-    bias_.setZero(out);
-    if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, out, bias_.data());
+    bias_.setZero(out * ops::rows_of_output(epilogue_));
+    if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, bias_.size(), bias_.data());
     if (a.residual) residual_ = a.residual.as<const Real>().data;
   }
-  Real operator()(std::int64_t token, std::int64_t o, Real sum) const {
-    const Real v = sum + bias_[o];
+  /// `sums` are those of the output's rows, `stride` elements apart.
+  Real operator()(std::int64_t token, std::int64_t o, const Real* sums, std::int64_t stride) const {
+    if (epilogue_ == Epilogue::swiglu) return silu(sums[0] + bias_[2 * o]) * (sums[stride] + bias_[2 * o + 1]);
+    const Real v = sums[0] + bias_[o];
     switch (epilogue_) {
-      case Epilogue::none: return v;
+      case Epilogue::none:
+      case Epilogue::swiglu: return v;
       case Epilogue::gelu_erf: return gelu_erf(v);
       case Epilogue::gelu_tanh: return gelu_tanh(v);
       case Epilogue::residual: return v + residual_[token * out_ + o];
@@ -42,6 +45,8 @@ class Finish {
 
 /// Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
 constexpr std::int64_t kFewTokens = 8;
+/// Rows of a weight that make one output, at most: those of the gate and of up.
+constexpr std::int64_t kMostRows = 2;
 /// The same of a quantised matrix, whose rows cost more to dequantise for Eigen than a few passes over its words cost: a
 /// prompt of 64 ids takes Pythia-2.8B 3.2 s with passes and 4.8 s without, one of 128 ids 6 s in both ways (two threads
 /// of a Xeon).
@@ -54,14 +59,16 @@ void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
               std::int64_t tokens) {
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
+  const std::int64_t rows = d.rows_of_output;
   const W* w = dense.weight.as<const W>().data;
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
 #pragma omp parallel for schedule(static)
   for (std::int64_t o = 0; o < d.out; ++o) {
-    float sums[kFewTokens];
-    dot(w + o * d.in, x, d.in, d.in, tokens, sums);
-    for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums[t]);
+    float sums[kMostRows * kFewTokens];
+    for (std::int64_t r = 0; r < rows; ++r)
+      dot(w + (o * rows + r) * d.in, x, d.in, d.in, tokens, sums + r * kFewTokens);
+    for (std::int64_t t = 0; t < tokens; ++t) y[t * d.out + o] = finish(t, o, sums + t, kFewTokens);
   }
 }
 
@@ -70,7 +77,8 @@ void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t t
   constexpr std::int64_t columns = GptqColumns::kColumns;
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
-  const std::int64_t groups = gptq.scales.shape[0], word_rows = gptq.qweight.shape[0];
+  const std::int64_t groups = gptq.scales.shape[0], word_rows = gptq.qweight.shape[0], rows = d.rows();
+  static_assert(columns % kMostRows == 0, "a block has all rows of its outputs");
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
 #pragma omp parallel
@@ -79,27 +87,29 @@ void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t t
     std::vector<std::int32_t> last_words;  // of the last columns, where they are fewer than a block
     float sums[kFewTokens * columns];
 #pragma omp for schedule(static)
-    for (std::int64_t first = 0; first < d.out; first += columns) {
-      const std::int64_t n = std::min(columns, d.out - first);
-      GptqColumns block{gptq.qweight.data + first, d.out, gptq.bits, gptq.g_idx.data, zeros.data(), scales.data()};
+    for (std::int64_t first = 0; first < rows; first += columns) {
+      const std::int64_t n = std::min(columns, rows - first);
+      GptqColumns block{gptq.qweight.data + first, rows, gptq.bits, gptq.g_idx.data, zeros.data(), scales.data()};
       if (n < columns) {
         last_words.assign(std::size_t(word_rows * columns), 0);
         for (std::int64_t row = 0; row < word_rows; ++row)
-          std::copy_n(block.words + row * d.out, n, last_words.data() + row * columns);
+          std::copy_n(block.words + row * rows, n, last_words.data() + row * columns);
         block.words = last_words.data();
         block.word_stride = columns;
       }
       for (std::int64_t g = 0; g < groups; ++g)
         for (std::int64_t i = 0; i < n; ++i) {
           zeros[std::size_t(g * columns + i)] = float(gptq_zero(gptq, g, first + i));
-          scales[std::size_t(g * columns + i)] = widen<float>(gptq.scales.data[g * d.out + first + i]);
+          scales[std::size_t(g * columns + i)] = widen<float>(gptq.scales.data[g * rows + first + i]);
         }
       for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
         const std::int64_t some = std::min(kFewTokens, tokens - token);
         kernels().gptq_columns(block, x + token * d.in, d.in, some, sums);
         for (std::int64_t t = 0; t < some; ++t)
-          for (std::int64_t i = 0; i < n; ++i)
-            y[(token + t) * d.out + first + i] = finish(token + t, first + i, sums[t * columns + i]);
+          for (std::int64_t i = 0; i < n; i += d.rows_of_output) {
+            const std::int64_t o = (first + i) / d.rows_of_output;
+            y[(token + t) * d.out + o] = finish(token + t, o, sums + t * columns + i, 1);
+          }
       }
     }
   }
@@ -129,20 +139,21 @@ void run_blocks(const ops::Linear::Args& a) {
   const auto d = ops::Linear::dims(a);
   // Each block packs x again, so blocks are large; 16 blocks keep 16 threads busy. A prompt of 512 ids takes
   // Pythia-410M 3.6 s with 64 rows a block, 2.6 to 3.1 s with up to 192 (two cores with AVX-512).
-  const std::int64_t block = std::clamp<std::int64_t>(d.out / 16, 32, 192);
+  const std::int64_t block = std::clamp<std::int64_t>(d.out / 16, 32, 192), rows_of_output = d.rows_of_output;
   const Finish<Real> finish(a, d.out);
   const Eigen::Map<const Rows<Real>> x(a.x.as<const Real>().data, d.tokens, d.in);
   Real* y = a.y.as<Real>().data;
 #pragma omp parallel
   {
-    Rows<Real> w(block, d.in), sums;
+    Rows<Real> w(block * rows_of_output, d.in), sums;
 #pragma omp for schedule(static)
     for (std::int64_t first = 0; first < d.out; first += block) {
-      const std::int64_t rows = std::min(block, d.out - first);
-      load_rows(a.linear.weight, d.in, first, rows, w.data());
+      const std::int64_t outputs = std::min(block, d.out - first), rows = outputs * rows_of_output;
+      load_rows(a.linear.weight, d.in, first * rows_of_output, rows, w.data());
       multiply(w, rows, x, sums);
-      for (std::int64_t r = 0; r < rows; ++r)
-        for (std::int64_t t = 0; t < d.tokens; ++t) y[t * d.out + first + r] = finish(t, first + r, sums(r, t));
+      for (std::int64_t o = 0; o < outputs; ++o)
+        for (std::int64_t t = 0; t < d.tokens; ++t)
+          y[t * d.out + first + o] = finish(t, first + o, &sums(o * rows_of_output, t), d.tokens);
     }
   }
 }
@@ -187,24 +198,35 @@ Result<Condition> condition(const ops::Linear::Args& a) {
   CF_TRY(ops::Linear::check(a));
   CF_TRY(check_weight(a));
   const auto d = ops::Linear::dims(a);
-  // GELU's slope is at most 1.13: GELU makes an error larger by this factor at most.
-  constexpr double gelu_slope = 1.13;
+  // The slopes of GELU and SiLU are at most these: the functions make an error larger by this factor at most.
+  constexpr double gelu_slope = 1.13, silu_slope = 1.1;
   Rows<double> x(d.tokens, d.in), largest(d.out, d.tokens), result(d.out, d.tokens);
   widen_row(a.x.data, a.x.dtype, 0, x.size(), x.data());
-  Array<double> bias = Array<double>::Zero(d.out);
-  if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, d.out, bias.data());
+  Array<double> bias = Array<double>::Zero(d.rows());
+  if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, d.rows(), bias.data());
 #pragma omp parallel for
   for (std::int64_t o = 0; o < d.out; ++o) {
-    Array<double> w(d.in);
-    load_rows(a.linear.weight, d.in, o, 1, w.data());
+    Rows<double> w(d.rows_of_output, d.in);
+    load_rows(a.linear.weight, d.in, o * d.rows_of_output, d.rows_of_output, w.data());
     for (std::int64_t t = 0; t < d.tokens; ++t) {
       double s = 0, most = 0;
       const auto add = [&](double term) { most = std::max(most, std::abs(s += term)); };
-      for (std::int64_t k = 0; k < d.in; ++k) add(w[k] * x(t, k));
-      add(bias[o]);
+      const auto add_row = [&](std::int64_t r) {
+        for (std::int64_t k = 0; k < d.in; ++k) add(w(r, k) * x(t, k));
+        add(bias[o * d.rows_of_output + r]);
+      };
+      add_row(0);
       if (a.epilogue == Epilogue::residual) add(load_element(a.residual.data, a.residual.dtype, t * d.out + o));
       if (a.epilogue == Epilogue::gelu_erf) s = gelu_erf(s), most *= gelu_slope;
       if (a.epilogue == Epilogue::gelu_tanh) s = gelu_tanh(s), most *= gelu_slope;
+      if (a.epilogue == Epilogue::swiglu) {
+        // To first order a product's error is that of each factor times the other.
+        const double gate = silu(s), gate_most = silu_slope * most;
+        s = most = 0;
+        add_row(1);
+        most = gate_most * std::abs(s) + std::abs(gate) * most;
+        s *= gate;
+      }
       largest(o, t) = most;
       result(o, t) = s;
     }

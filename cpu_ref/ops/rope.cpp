@@ -21,12 +21,16 @@ Status run(const ops::Rope::Args& a) {
         }
         std::copy(x + d.rotary_dim, x + d.head_dim, y + d.rotary_dim);
       };
-      for (std::int64_t h = 0; h < d.heads; ++h) {
-        const std::int64_t row = (t * d.heads + h) * d.head_dim;
-        const Real* x = qkv + 3 * row;
-        turn(x, a.q.as<Real>().data + row);
-        turn(x + d.head_dim, a.k.as<Real>().data + row);
-        std::copy(x + 2 * d.head_dim, x + 3 * d.head_dim, a.v.as<Real>().data + row);
+      const auto source = [&](int part, std::int64_t h) {
+        return qkv + (t * (d.heads + 2 * d.kv_heads) + d.qkv().place(part, h)) * d.head_dim;
+      };
+      const auto target = [&](const AnyView<3>& to, std::int64_t h) {
+        return to.as<Real>().data + (t * to.shape[1] + h) * d.head_dim;
+      };
+      for (std::int64_t h = 0; h < d.heads; ++h) turn(source(0, h), target(a.q, h));
+      for (std::int64_t h = 0; h < d.kv_heads; ++h) {
+        turn(source(1, h), target(a.k, h));
+        std::copy_n(source(2, h), d.head_dim, target(a.v, h));
       }
     }
     return {};

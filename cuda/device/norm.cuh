@@ -1,6 +1,7 @@
 #pragma once
-// LayerNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among warps in the
-// same way give the same bits: __fmul_rn and fmaf fix which products are rounded, so that the compiler has no choice.
+// LayerNorm and RMSNorm of a row whose parts lie in the registers of several warps. Kernels that divide a row among
+// warps in the same way give the same bits: __fmul_rn and fmaf fix which products are rounded, so that the compiler has
+// no choice.
 #include "cuda/device/math.cuh"
 #include "cuda/device/warp.cuh"
 
@@ -62,6 +63,60 @@ class NormalisedWarp {
 
  private:
   float rstd_, offset_;
+};
+
+/// The sum of squares of a warp's part of a row, in every lane. x and each are those of centre_warp().
+template <class Each, int Pieces, int N>
+__device__ float square_warp(Each each, const float (&x)[Pieces][N]) {
+  float squares = 0;
+  each([&](int p) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) squares = fmaf(x[p][e], x[p][e], squares);
+  });
+  return warp_sum<32>(squares);
+}
+
+/// LayerNorm as the kernels of norms take it. A norm has
+///   WarpState                   what a warp knows of its part of a row
+///   has_beta                    whether it adds beta
+///   of_warp(each, x)            the state of a warp's part; it may replace the part's elements
+///   of_row(...)                 from the states of a row's warps, what makes an element of the result of one of x
+struct LayerNormOfRow {
+  using WarpState = Welford;
+  static constexpr bool has_beta = true;
+
+  template <class Each, int Pieces, int N>
+  __device__ static WarpState of_warp(Each each, float (&x)[Pieces][N]) {
+    return centre_warp(each, x);
+  }
+  /// `mine` is the state of the calling warp; the rest are merge_warps()'s arguments.
+  template <int MaxWarps>
+  __device__ static NormalisedWarp of_row(const WarpState& mine, const WarpState* states, int warps, int lane,
+                                          float inverse_hidden, float eps) {
+    return {mine.mean, merge_warps<MaxWarps>(states, warps, lane, inverse_hidden, eps)};
+  }
+};
+
+/// RMSNorm: the sum of squares in one pass, and no beta.
+struct RmsNormOfRow {
+  using WarpState = float;  // the sum of squares
+  static constexpr bool has_beta = false;
+
+  struct Scaled {
+    float scale;
+    __device__ float operator()(float x, float gamma) const { return product(product(x, scale), gamma); }
+  };
+
+  template <class Each, int Pieces, int N>
+  __device__ static WarpState of_warp(Each each, const float (&x)[Pieces][N]) {
+    return square_warp(each, x);
+  }
+  template <int MaxWarps>
+  __device__ static Scaled of_row(WarpState, const WarpState* states, int warps, int lane, float inverse_hidden,
+                                  float eps) {
+    const float squares = warp_sum<MaxWarps>(lane < warps ? states[lane] : 0.f);
+    return {rsqrtf(product(squares, inverse_hidden) + eps)};
+  }
 };
 
 }  // namespace cf::cuda

@@ -5,8 +5,6 @@
 
 namespace cf::cuda {
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-
 /// The state of a softmax over a part of the scores s: their maximum, and the sum of the weights exp(s - max). The
 /// caller holds the weighted sum of the values. Two ways lead from the parts to the whole: merge() of their states, or
 /// raise() and add_weights() of one state, part by part.

@@ -126,6 +126,10 @@ __device__ void add_few(const float* p, float (&x)[N]) {
 
 /// p[0..N) = x[0..N), rounded to nearest even; elements of 16 bits, p aligned to N of them.
 template <class T>
+__device__ void store_few(T* p, const float (&x)[1]) {
+  *p = from_float<T>(x[0]);
+}
+template <class T>
 __device__ void store_few(T* p, const float (&x)[2]) {
   *reinterpret_cast<std::uint32_t*>(p) = pack_pair<T>(x[0], x[1]);
 }

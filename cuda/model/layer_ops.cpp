@@ -15,9 +15,9 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
   constexpr std::int64_t most_tokens = 4;
   const std::int64_t tokens = t.hidden.shape[0], h = m.shape.hidden_size,
                      weight_bytes = std::int64_t(size_bytes(w.input_layernorm.gamma.dtype));
-  if (tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
+  if (!begins_as_ln_qkv(m) || tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
   if (const auto* packed = std::get_if<PackedWeight>(&w.query_key_value.weight)) {
-    const Result<GptqLayout> layout = gptq_layout(site::query_key_value.name, *packed);
+    const Result<GptqLayout> layout = gptq_layout(names_of(m).query_key_value.name, *packed);
     if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return false;
     const GptqPlan plan = ln_qkv_gptq_plan(arch, gptq_sizes(*layout), h, tokens, weight_bytes).product;
     return plan.grid > 0 && plan.tokens == tokens;
@@ -39,8 +39,8 @@ bool divides_alike(const Arch& arch, const LayerWeights& w, const LayerTensors& 
 /// late. Where that product has quantised weights its blocks are resident before attention begins, so that
 /// attention.dense may start early.
 bool starts_early(const Site& s, const LayerWeights& w) {
-  if (s.name == site::dense.name) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
-  return s.name != site::context.name;
+  if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
+  return s.id != SiteId::context;
 }
 
 /// Whether LinearSum takes the place of attention.dense and mlp.dense_4h_to_h. What lies between the two in the walk
@@ -58,9 +58,13 @@ bool takes_sums(const Arch& arch, const ModelSpec& m, const LayerWeights& w, con
 
 /// Whether a site is on the longer branch, the one through attention. The MLP's first product is the other branch: it
 /// fills the SMs that the longer branch leaves free.
-bool is_urgent(const Site& s) { return s.name != site::dense_h_to_4h.name; }
+bool is_urgent(const Site& s) { return s.id != SiteId::dense_h_to_4h; }
 
 }  // namespace
+
+bool begins_as_ln_qkv(const ModelSpec& m) {
+  return m.traits.norm == NormKind::layernorm && m.shape.qkv_layout == ops::QkvLayout::interleaved_by_head;
+}
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   const bool few = takes_ln_qkv(arch, m, w, t);
@@ -72,9 +76,8 @@ LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {
 }
 
 bool is_part_of_ln_qkv(const Site& s) {
-  for (const Site& part : {site::input_layernorm, site::query_key_value, site::rotary_emb, site::kv_append})
-    if (s.name == part.name) return true;
-  return false;
+  return s.id == SiteId::input_layernorm || s.id == SiteId::query_key_value || s.id == SiteId::rotary_emb ||
+         s.id == SiteId::kv_append;
 }
 
 ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {

@@ -18,6 +18,10 @@ struct LayerOps {
   bool side_by_side = false;  // of LaunchMode, for every op
 };
 
+/// Whether a layer's first four sites, of however many tokens, are those of ln_qkv: LayerNorm, and q, k and v that are
+/// interleaved by head.
+bool begins_as_ln_qkv(const ModelSpec& m);
+
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
 /// Whether ln_qkv computes this site.
@@ -46,11 +50,11 @@ template <class F>
 auto with_linear_sum(F f) {
   return [f, dense = ops::Linear::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {
     if constexpr (std::is_same_v<Args, ops::Linear::Args>) {
-      if (site.name == site::dense.name) {
+      if (site.id == SiteId::dense) {
         dense = args;
         return {};
       }
-      if (site.name == site::dense_4h_to_h.name) return f(site, LinearSum::Args{dense, args});
+      if (site.id == SiteId::dense_4h_to_h) return f(site, LinearSum::Args{dense, args});
     }
     return f(site, args);
   };

@@ -15,8 +15,8 @@ inline std::size_t linear_scratch_bytes(const ModelSpec& model, DType activation
   // A quantised weight's bias may have another dtype than the activations, and then any linear has float32 sums.
   const int parts = !quantised ? 0 : activation == DType::bf16 ? kMostGptqParts : gptq_parts(activation, 8);
   std::size_t bytes = kGemmWorkspaceBytes;
-  for_each_linear(model, LayerWeights{}, [&](std::string_view module, const LinearParams&, const LinearSize& size) {
-    const bool has_sums = quantised || module == site::dense_h_to_4h.name;
+  for_each_linear(model, LayerWeights{}, [&](const Site& site, const LinearParams&, const LinearSize& size) {
+    const bool has_sums = quantised || site.id == SiteId::dense_h_to_4h;
     bytes = std::max(bytes, gemm_scratch(tokens, size.in, size.out, parts, has_sums).bytes);
   });
   return bytes;

@@ -30,7 +30,7 @@ DType dtype_of_weights(const ModelWeights& w) { return w.embed_in.dtype; }
 bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   bool found = false;
   for (const LayerWeights& layer : w.layers)
-    for_each_linear(m, layer, [&](std::string_view, const LinearParams& l, const LinearSize&) {
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
       found |= std::holds_alternative<GptqWeight>(l.weight);
     });
   return found;
@@ -101,8 +101,9 @@ Impl Model::auto_impl(const Context& context, const ModelSpec& model, const Mode
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
   // takes 0.68 and 0.88 ms, Pythia-410M 0.46 and 0.43, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench).
   constexpr std::int64_t least_hidden = 2048, most_slots = 4;
-  const bool suits = slots <= most_slots && !is_quantised(model, weights) &&
-                     size_bytes(dtype_of_weights(weights)) == 2 && model.shape.hidden_size >= least_hidden;
+  const DType dtype = dtype_of_weights(weights);
+  const bool suits = slots <= most_slots && !is_quantised(model, weights) && model.shape.hidden_size >= least_hidden &&
+                     plan_persistent(context.arch(), persistent_model(model, dtype), slots);
   return suits && context.arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
 }
 
@@ -183,7 +184,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(s.handover, make_event());
   Status prepared = s.prepare_layers();
   if (!o.impl && prepared.code() == Code::unimplemented) {
-    // What the persistent kernel does not take, such as a hidden_size beyond its own, the graph does.
+    // What the persistent kernel does not take, such as more blocks than the device holds at once, the graph does.
     s.impl = Impl::graph;
     s.executor = Executor(context, Impl::graph);
     prepared = s.prepare_layers();

@@ -14,7 +14,7 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
     return for_each_model_site(
         spec, weights.model_weights(), t, with_rope_append([&](const ModelSite& site, const auto& args) -> Status {
           const LaunchMode mode{.early = true};
-          if (site.site.name != site::final_layer_norm.name) return name_site(site, graph.run(args, mode));
+          if (site.site.id != SiteId::final_layer_norm) return name_site(site, graph.run(args, mode));
           // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
           LaunchList launches(context, workspace.scratch());
           CF_TRY(name_site(site, prepare(args, launches)));

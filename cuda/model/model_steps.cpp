@@ -74,7 +74,7 @@ Status Model::State::for_each_outer_site(Where to, Add&& add) const {
 Result<GraphExec> Model::State::executor_step(Where to, Start start) {
   LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
   CF_TRY(for_each_outer_site(to, [&](const Site& site, const auto& args) {
-    LaunchList& launches = site.name == site::embed_in.name ? before : after;
+    LaunchList& launches = site.id == SiteId::embed_in ? before : after;
     launches.set_label(site.name.data());  // a literal, which ends in a zero byte
     return prepare(args, launches);
   }));
@@ -104,7 +104,7 @@ Result<GraphExec> Model::State::dataflow_step(Where to, Start start) {
     }
     return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
       CF_TRY(graph.run(args, mode));
-      if (site.name != site::embed_in.name) return {};
+      if (site.id != SiteId::embed_in) return {};
       for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
         LayerTensors t = workspace.tensors(cache, 0, l, 1);
         if (l == 0) t.hidden = step_input();

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/model/layer_ops.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/linear/pack.hpp"
 #include "cuda/runtime/check.hpp"
@@ -15,9 +16,10 @@ namespace {
 
 constexpr std::string_view kName = "weights";
 
-/// How to pack a layer's Linear. The walk reads query_key_value through ln_qkv, which wants its rows in another order.
-PackHint hint_for(std::string_view module, const ModelSpec& m) {
-  if (module != site::query_key_value.name) return {};
+/// How to pack a layer's Linear. Where the walk reads query_key_value through ln_qkv, that wants its rows in another
+/// order.
+PackHint hint_for(const Site& site, const ModelSpec& m) {
+  if (site.id != SiteId::query_key_value || !begins_as_ln_qkv(m)) return {};
   return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
 }
 
@@ -28,11 +30,12 @@ Status check_layer_count(const ModelSpec& spec, const ModelWeights& model) {
 }
 
 Status check_biases(const ModelSpec& spec, std::int64_t layer, const LayerWeights& source) {
-  for (const LinearParams* l : {&source.query_key_value, &source.dense})
-    if (!spec.traits.attention_bias && l->bias)
-      return bad_argument(
-          kName, layer_prefix(layer) + "attention has a bias, expected none of a model without attention_bias");
-  return {};
+  Status status;
+  for_each_linear(spec, source, [&](const Site& site, const LinearParams& linear, const LinearSize& size) {
+    if (status && !size.has_bias && linear.bias)
+      status = bad_argument(kName, layer_prefix(layer) + std::string(site.name) + " has a bias, expected none");
+  });
+  return status;
 }
 
 /// Refuses an address at which kernels cannot read a weight.
@@ -91,16 +94,16 @@ std::size_t ResidentWeights::State::lay_out(std::byte* block) {
 Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeights& source) {
   Layer& to = at(layer);
   std::vector<PackedWeight*> places;  // null for a dense weight
-  for_each_linear(model, to.weights, [&](std::string_view, LinearParams& l, auto...) {
+  for_each_linear(model, to.weights, [&](const Site&, LinearParams& l, auto...) {
     places.push_back(std::get_if<PackedWeight>(&l.weight));
   });
   std::vector<Packed> packed(places.size());
   Status status;
   std::size_t i = 0;
-  for_each_linear(model, source, [&](std::string_view module, const LinearParams& l, const LinearSize& size) {
+  for_each_linear(model, source, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
     const std::size_t at = i++;
     const bool expected = places[at], quantised = std::holds_alternative<GptqWeight>(l.weight);
-    const std::string name = layer_prefix(layer) + std::string(module);
+    const std::string name = layer_prefix(layer) + std::string(site.name);
     if (!status) return;
     if (expected != quantised) {
       status = bad_argument(
@@ -116,7 +119,7 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
     ops::Linear::linear_tensors(size.out, size.in, l, check);
     status = check.status();
     if (!status) return;
-    Result<Packed> made = pack(l.weight, hint_for(module, model), context);
+    Result<Packed> made = pack(l.weight, hint_for(site, model), context);
     if (made)
       packed[at] = std::move(*made);
     else
@@ -162,12 +165,12 @@ Result<ResidentWeights> ResidentWeights::create(const Context& context, const Mo
 
   auto state = std::make_unique<State>(context, model, dtype, layers);
   std::vector<bool> quantised;
-  for_each_linear(model, like, [&](std::string_view, const LinearParams& l, auto...) {
+  for_each_linear(model, like, [&](const Site&, const LinearParams& l, auto...) {
     quantised.push_back(std::holds_alternative<GptqWeight>(l.weight));
   });
   for (State::Layer& layer : state->layers) {
     std::size_t i = 0;
-    for_each_linear(model, layer.weights, [&](std::string_view, LinearParams& l, auto...) {
+    for_each_linear(model, layer.weights, [&](const Site&, LinearParams& l, auto...) {
       if (quantised[i++]) l.weight = PackedWeight{};
     });
   }
@@ -258,10 +261,11 @@ Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const 
   for (std::int64_t l = all.first; l < all.last; ++l) {
     const LayerWeights& source = model.layers[std::size_t(l)];
     CF_TRY(check_biases(spec, l, source));
-    for_each_linear(spec, source, [&](std::string_view module, const LinearParams& linear, auto...) {
+    for_each_linear(spec, source, [&](const Site& site, const LinearParams& linear, auto...) {
       if (status && !std::holds_alternative<DenseWeight>(linear.weight))
-        status = Status::error(Code::unimplemented, std::string(kName) + ": '" + layer_prefix(l) + std::string(module) +
-                                                        ".weight' is quantised, expected dense weights in place");
+        status =
+            Status::error(Code::unimplemented, std::string(kName) + ": '" + layer_prefix(l) + std::string(site.name) +
+                                                   ".weight' is quantised, expected dense weights in place");
     });
     state->at(l) = {.weights = source, .packed = {}, .loaded = true};
   }

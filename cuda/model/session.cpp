@@ -27,7 +27,7 @@ Result<Session> Session::create(const Context& context, const ModelSpec& model, 
   CF_TRY_ASSIGN(ResidentWeights weights, ResidentWeights::create(context, model, weights_dtype, layers, like));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, model, activation, layers, load.batch, capacity));
   bool quantised = false;
-  for_each_linear(model, like, [&](std::string_view, const LinearParams& l, auto...) {
+  for_each_linear(model, like, [&](const Site&, const LinearParams& l, auto...) {
     quantised = quantised || std::holds_alternative<GptqWeight>(l.weight);
   });
   CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, model, activation, load.tokens(),

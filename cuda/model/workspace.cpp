@@ -75,7 +75,8 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
   state->lay_out(state->memory.data());
 
   Tensor cos(DType::f32, {table_rows, model.shape.rotary_dim / 2}), sin = cos.clone();
-  ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta);
+  ops::rope_table({cos.as<float>(), state->cos.shape}, {sin.as<float>(), state->sin.shape}, model.traits.rope_theta,
+                  model.traits.rope_scaling);
   CF_TRY(copy_in<2>(context, kName, "cos", state->cos, cos));
   CF_TRY(copy_in<2>(context, kName, "sin", state->sin, sin));
   return Workspace(std::move(state));

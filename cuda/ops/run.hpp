@@ -11,7 +11,7 @@ namespace cf::cuda {
 /// (kv_len, positions, ids) cannot be looked at before a launch: the kernels read nothing out of bounds for them, and
 /// what depends on them comes out as NaN.
 ///   all        sizes of rows a multiple of 8
-///   layernorm  hidden up to 32768
+///   norms      hidden up to 32768
 ///   linear     16-bit activations with weights of the same dtype or with packed GPTQ weights; float32 activations with
 ///              dense weights of any dtype. pack() (cuda/ops/linear/pack.hpp) packs a GptqWeight. Many tokens of 16
 ///              bits go through cuBLASLt (cuda/ops/linear/gemm.hpp) where the launch list has the scratch memory for

@@ -37,6 +37,10 @@ Status check(const PersistentModel& m, std::int64_t batch) {
   for (const auto& [name, value] : {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads},
                                     Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
+  if (m.norm != NormKind::layernorm) return refuse("LayerNorm, got RMSNorm");
+  if (m.hidden_act == Activation::swiglu) return refuse("GELU, got SwiGLU");
+  if (m.qkv_layout != ops::QkvLayout::interleaved_by_head)
+    return refuse("q, k and v that are interleaved by head, got separate ones");
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
   if (m.hidden_size != m.heads * m.head_dim)
     return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));

@@ -30,6 +30,8 @@ struct PersistentModel {
   bool use_parallel_residual;
   bool adds_residual;  // the rank adds the residual and the biases of attention.dense and mlp.dense_4h_to_h
   Activation hidden_act;
+  NormKind norm;
+  ops::QkvLayout qkv_layout;
   DType dtype;
 };
 
@@ -45,6 +47,8 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .use_parallel_residual = m.traits.residual == Residual::parallel,
           .adds_residual = m.adds_residual,
           .hidden_act = m.traits.activation,
+          .norm = m.traits.norm,
+          .qkv_layout = m.shape.qkv_layout,
           .dtype = dtype};
 }
 
@@ -101,10 +105,11 @@ struct PersistentChoices {
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
-/// bfloat16, other kv_heads than heads, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a
-/// head_dim beyond 256, a hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring
-/// of three stages. Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
+/// Code::unimplemented, with the reason, for RMSNorm, SwiGLU and separate q, k and v, a rank that leaves the residual to
+/// another, a dtype other than float16 and bfloat16, other kv_heads than heads, a hidden_size, head_dim or
+/// intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond 6144, more than 8
+/// sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for sizes that no layer
+/// has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

@@ -22,9 +22,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSingleFile = "model.safetensors";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
-constexpr std::string_view kLayers = "gpt_neox.layers.";
-
-std::string layer_prefix(std::int64_t layer) { return std::string(kLayers) + std::to_string(layer) + "."; }
 
 /// The dtypes that a weight may have, as files spell them.
 std::optional<DType> weight_dtype(std::string_view stored) {
@@ -103,11 +100,12 @@ Result<std::string> quantization_config(std::string_view config, const std::stri
 }
 
 /// The directory's GPTQ config: that of the first file which has one. A note says where a later file differs.
-Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, std::vector<std::string>& notes) {
+Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, ModelFamily family,
+                                                   std::vector<std::string>& notes) {
   std::optional<GptqConfig> first;
   std::string first_source;
   const auto add = [&](std::string_view text, const std::string& source) -> Status {
-    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source));
+    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, family));
     if (first && *first != c) notes.push_back(source + ": differs from " + first_source + ", which counts");
     if (!first) {
       first = std::move(c);
@@ -128,11 +126,15 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
   return first;
 }
 
+bool is_quantised(const GptqConfig& gptq, std::string_view module) {
+  return std::find(gptq.modules.begin(), gptq.modules.end(), module) != gptq.modules.end();
+}
+
 /// Makes the weight of each Linear that the config names a GptqWeight, still without tensors.
-void mark_quantised(const ModelConfig& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
+void mark_quantised(const ModelSpec& m, const std::optional<GptqConfig>& gptq, LayerWeights& weights) {
   if (!gptq) return;
-  for_each_linear(m, weights, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
-    if (std::find(gptq->modules.begin(), gptq->modules.end(), module) != gptq->modules.end())
+  for_each_linear(m, weights, [&](const Site& site, LinearParams& l, const LinearSize& size) {
+    if (is_quantised(*gptq, stored_parts(m, site, size).parts.front().module))
       l.weight = GptqWeight{.bits = gptq->bits, .group_size = gptq->group_size == -1 ? size.in : gptq->group_size};
   });
 }
@@ -192,21 +194,94 @@ std::optional<std::int32_t> only_zero(const GptqWeight& w) {
   return first;
 }
 
-/// The names of tensors in a GPT-NeoX checkpoint.
+/// The Linears that a checkpoint stores in several modules, by their names below the layer.
+class Joins {
+ public:
+  explicit Joins(const ModelSpec& m) : layers_(names_of(m).layers) {
+    for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
+      if (StoredParts stored = stored_parts(m, site, size); stored.parts.size() > 1)
+        joined_.emplace(site.name, std::move(stored));
+    });
+  }
+
+  /// A tensor of a joined Linear.
+  struct Tensor {
+    const StoredParts* stored;
+    std::string prefix;     // what the parts' names begin with: "model.layers.3."
+    std::string_view kind;  // "weight", "bias", "qweight" ...
+
+    std::string name(std::size_t part) const {
+      return prefix + std::string(stored->parts[part].module) + "." + std::string(kind);
+    }
+  };
+  /// What a tensor's name means, where it is one of a joined Linear. The result refers to `name`.
+  std::optional<Tensor> find(std::string_view name) const {
+    if (!name.starts_with(layers_)) return std::nullopt;
+    const std::size_t module = name.find('.', layers_.size()) + 1, kind = name.rfind('.') + 1;
+    if (module == 0 || kind <= module) return std::nullopt;
+    const auto found = joined_.find(name.substr(module, kind - 1 - module));
+    if (found == joined_.end()) return std::nullopt;
+    return Tensor{&found->second, std::string(name.substr(0, module)), name.substr(kind)};
+  }
+  /// Calls f(name) for each tensor that a checkpoint stores of the one that is called `name`.
+  template <class F>
+  void for_each_stored(std::string_view name, F&& f) const {
+    const std::optional<Tensor> joined = find(name);
+    if (!joined) return f(std::string(name));
+    for (std::size_t part = 0; part < joined->stored->parts.size(); ++part) f(joined->name(part));
+  }
+
+ private:
+  std::string_view layers_;
+  std::map<std::string_view, StoredParts> joined_;
+};
+
+/// Copies a part's elements along `axis` (0 or 1) of a tensor to their places in the joined tensor. A word of packed
+/// codes counts as `codes` places of `32 / codes` bits.
+void copy_part(const StoredParts& stored, std::size_t part, const void* from, void* to, const Shape& whole, int axis,
+               std::size_t element_bytes, std::int64_t codes) {
+  const std::int64_t rows = stored.parts[part].rows, all_rows = whole[std::size_t(axis)] * codes;
+  const std::int64_t outer = axis == 1 ? whole[0] : 1;
+  const std::size_t row_bytes = element_bytes * std::size_t(axis == 0 && whole.size() == 2 ? whole[1] : 1);
+  for (std::int64_t o = 0; o < outer; ++o)
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t source = o * rows + r, target = o * all_rows + stored.place(part, r);
+      if (codes == 1) {
+        std::memcpy(static_cast<char*>(to) + std::size_t(target) * row_bytes,
+                    static_cast<const char*>(from) + std::size_t(source) * row_bytes, row_bytes);
+        continue;
+      }
+      const std::int64_t bits = 32 / codes;
+      const std::uint32_t mask = (1u << bits) - 1;
+      const auto word = std::uint32_t(static_cast<const std::int32_t*>(from)[source / codes]);
+      auto& joined = static_cast<std::uint32_t*>(to)[target / codes];
+      joined |= (word >> (source % codes * bits) & mask) << (target % codes * bits);
+    }
+}
+
+/// The names of tensors in a checkpoint.
 class KnownNames {
  public:
-  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq) : layers_(m.num_hidden_layers) {
+  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq)
+      : layers_(m.num_hidden_layers), names_(names_of(m.family())) {
+    const Joins joins(m.spec());
+    for (std::string_view buffer : names_.buffers)
+      if (!buffer.empty()) in_layer_.emplace(buffer);
     ModelSpec untied = m.spec();  // some checkpoints hold a tied LM head beside the embedding
     untied.traits.tied_embeddings = false;
     ModelWeights rest;
     for_each_model_weight(untied, rest, [&](const TensorSpec& t, auto&, auto) { outside_.emplace(t.name); });
     LayerWeights weights;
-    mark_quantised(m, gptq, weights);
-    for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) { in_layer_.emplace(t.name); });
+    mark_quantised(m.spec(), gptq, weights);
+    const std::string prefix = names_.layer(0);
+    for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) {
+      joins.for_each_stored(prefix + std::string(t.name),
+                            [&](const std::string& name) { in_layer_.insert(name.substr(prefix.size())); });
+    });
   }
   bool contains(std::string_view name) const {
-    if (!name.starts_with(kLayers)) return outside_.contains(name);
-    name.remove_prefix(kLayers.size());
+    if (!name.starts_with(names_.layers)) return outside_.contains(name);
+    name.remove_prefix(names_.layers.size());
     std::int64_t layer = -1;
     const auto [dot, error] = std::from_chars(name.data(), name.data() + name.size(), layer);
     if (error != std::errc() || layer < 0 || layer >= layers_) return false;
@@ -219,9 +294,9 @@ class KnownNames {
   using Names = std::set<std::string, std::less<>>;
 
   std::int64_t layers_;
-  Names outside_;  // of the layers
-  // Below gpt_neox.layers.N: the weights, and the buffers that old versions of transformers saved.
-  Names in_layer_{"attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"};
+  const ModelNames& names_;
+  Names outside_;   // of the layers
+  Names in_layer_;  // the weights, and the buffers that old versions of transformers saved
 };
 
 }  // namespace
@@ -240,7 +315,7 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory) {
     const fs::path path(directory);
     c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
   }
-  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.notes_));
+  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.config_.family(), c.notes_));
   if (is_file(join(directory, kSingleFile))) return c;
   if (!is_file(join(directory, kIndexFile))) return no_safetensors(directory);
   c.sharded_ = true;
@@ -261,9 +336,9 @@ Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optiona
   CF_TRY_ASSIGN(c.config_, parse_hf_config(config, source + ": config"));
   CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
   if (gptq) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(*gptq, source + ": gptq"));
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(*gptq, source + ": gptq", c.config_.family()));
   } else if (!inner.empty()) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig));
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.family()));
   }
   c.open_files_->files[kSingleFile] =
       std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(std::move(tensors), std::move(owner), source));
@@ -309,13 +384,55 @@ bool Checkpoint::has(const std::string& name) const {
   return holder && (*holder)->find(name);
 }
 
-/// Points views to tensors. All that are not quantised have the dtype of the first.
+/// Points views to tensors: to those of the file, and of joined Linears to memory of their own. All that are not
+/// quantised have the dtype of the first.
 class Checkpoint::Loader {
  public:
-  explicit Loader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  explicit Loader(const Checkpoint& checkpoint) : checkpoint_(checkpoint), joins_(checkpoint.config_.spec()) {}
 
   template <class V>
   Status load(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
+    const std::optional<Joins::Tensor> joined = joins_.find(name);
+    return joined ? join(*joined, view, shape) : load_stored(name, view, shape);
+  }
+  DType dtype() const { return dtype_; }
+  std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
+
+ private:
+  template <class V>
+  Status join(const Joins::Tensor& joined, V& view, const std::array<std::int64_t, V::rank>& shape) {
+    const std::vector<StoredPart>& parts = joined.stored->parts;
+    const std::size_t mapped = storage_->mapped.size();
+    const int axis = V::rank == 2 && joined.kind != "weight" ? 1 : 0;
+    const std::int64_t codes = joined.kind == "qzeros" ? 32 / checkpoint_.gptq_->bits : 1;
+    Tensor whole;
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      V part;
+      std::array<std::int64_t, V::rank> part_shape = shape;
+      if (joined.kind != "g_idx") part_shape[std::size_t(axis)] = parts[p].rows / codes;
+      CF_TRY(load_stored(joined.name(p), part, part_shape));
+      const auto bytes = std::size_t(part.bytes());
+      if (joined.kind == "g_idx") {
+        if (p > 0 && std::memcmp(part.data, view.data, bytes) != 0)
+          return Status::error(Code::unimplemented,
+                               checkpoint_.directory_ + ": " + joined.prefix + std::string(parts[0].module) + " and " +
+                                   std::string(parts[p].module) + " have different g_idx, expected the same");
+        view = part;
+        continue;
+      }
+      if (p == 0) whole = Tensor(part.dtype, Shape(shape.begin(), shape.end()));
+      copy_part(*joined.stored, p, part.data, whole.data(), whole.shape(), axis, size_bytes(part.dtype), codes);
+    }
+    if (joined.kind == "g_idx") return {};
+    point(view, whole.data(), shape, whole.dtype());
+    storage_->copies.push_back(std::move(whole));
+    for (; storage_->mapped.size() > mapped; storage_->mapped.pop_back())
+      drop_pages(storage_->mapped.back()->data, std::uint64_t(storage_->mapped.back()->bytes));
+    return {};
+  }
+
+  template <class V>
+  Status load_stored(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
     CF_TRY_ASSIGN(const Found found, checkpoint_.find(name));
     const TensorEntry& entry = *found.entry;
     const auto refuse = [&](const std::string& what, const std::string& got) {
@@ -353,26 +470,28 @@ class Checkpoint::Loader {
       storage_->files.push_back(found.file);
     return {};
   }
-  DType dtype() const { return dtype_; }
-  std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
 
- private:
   const Checkpoint& checkpoint_;
+  Joins joins_;
   std::string first_;  // the tensor with which all others must share the dtype
   DType dtype_ = DType::f16;
   std::shared_ptr<CheckpointStorage> storage_ = std::make_shared<CheckpointStorage>();
 };
 
 Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const {
-  mark_quantised(config_, gptq_, weights);
+  const ModelSpec spec = config_.spec();
+  mark_quantised(spec, gptq_, weights);
   Status status;
-  for_each_linear(config_, weights, [&](std::string_view module, const LinearParams& l, const LinearSize& size) {
+  const auto check = [&](std::string_view module, const GptqWeight* gptq, const LinearSize& size) {
     if (!status) return;
-    const std::string name = layer_prefix(layer) + std::string(module);
+    const std::string name = names_of(spec).layer(layer) + std::string(module);
     const auto refuse = [&](const char* part, const std::string& what) {
       status = Status::error(Code::invalid_file, directory_ + ": tensor " + quote(name + part) + ": " + what);
     };
-    const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+    if (gptq_ && is_quantised(*gptq_, module) != bool(gptq))
+      return refuse(gptq ? ".qweight" : ".weight", std::string("expected in modules_in_block_to_quantize ") +
+                                                       (gptq ? "as" : "no more than") +
+                                                       " the Linears that it is joined with");
     if (!gptq && !has(name + ".weight") && has(name + ".qweight"))
       return refuse(".weight", "expected a dense weight" +
                                    std::string(gptq_ ? " of a Linear that is not quantised" : "") + ", got qweight");
@@ -383,16 +502,20 @@ Status Checkpoint::check_kinds(std::int64_t layer, LayerWeights& weights) const 
       if (extent % gptq->codes_per_word())
         return refuse(".qweight", "expected sizes that are multiples of the " + std::to_string(gptq->codes_per_word()) +
                                       " codes in a word, got " + to_string(Shape{size.out, size.in}));
+  };
+  for_each_linear(spec, weights, [&](const Site& site, const LinearParams& l, const LinearSize& size) {
+    for (const StoredPart& part : stored_parts(spec, site, size).parts)
+      check(part.module, std::get_if<GptqWeight>(&l.weight), {part.rows, size.in, size.has_bias});
   });
   return status;
 }
 
 Status Checkpoint::check_values(std::int64_t layer, LayerWeights& weights, std::vector<std::string>& notes) const {
   Status status;
-  for_each_linear(config_, weights, [&](std::string_view module, LinearParams& l, auto...) {
+  for_each_linear(config_, weights, [&](const Site& site, LinearParams& l, auto...) {
     auto* gptq = std::get_if<GptqWeight>(&l.weight);
     if (!gptq || !status) return;
-    const std::string name = "tensor '" + layer_prefix(layer) + std::string(module) + ".";
+    const std::string name = "tensor '" + names_of(config_.family()).layer(layer) + std::string(site.name) + ".";
     if (const std::string fault = gptq_fault(*gptq); !fault.empty()) {
       status = Status::error(Code::invalid_file, directory_ + ": " + name + fault);
       return;
@@ -434,7 +557,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
     Loader loader(*this);
     Status status;
     for_each_weight(config_, layer.weights, [&](const TensorSpec& t, auto& view, auto shape) {
-      if (status) status = loader.load(layer_prefix(index) + std::string(t.name), view, shape);
+      if (status) status = loader.load(names_of(config_.family()).layer(index) + std::string(t.name), view, shape);
     });
     CF_TRY(status);
     CF_TRY(check_values(index, layer.weights, layer.notes));
@@ -470,17 +593,26 @@ Result<CheckpointModel> Checkpoint::model() const {
 
 template <class V>
 Status Checkpoint::check_finite(const std::string& name, const V& view, DType dtype) const {
-  const std::string fault = not_finite(view.data, dtype_of_view<V>(dtype), Shape(view.shape.begin(), view.shape.end()));
-  if (fault.empty()) return {};
-  const Result<Found> found = find(name);
-  return Status::error(Code::invalid_file,
-                       (found ? found->file->path() : directory_) + ": tensor " + quote(name) + ": " + fault);
+  const DType stored = dtype_of_view<V>(dtype);
+  if (not_finite(view.data, stored, Shape(view.shape.begin(), view.shape.end())).empty()) return {};
+  // The element is named as the file has it.
+  Status status;
+  Joins(config_.spec()).for_each_stored(name, [&](const std::string& part) {
+    if (!status) return;
+    const Result<Found> found = find(part);
+    status = found.status();
+    if (!found) return;
+    if (const std::string fault = not_finite(found->entry->data, stored, found->entry->shape); !fault.empty())
+      status = Status::error(Code::invalid_file, found->file->path() + ": tensor " + quote(part) + ": " + fault);
+  });
+  return status;
 }
 
 Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
   Status status;
   for_each_weight(config_, layer.weights, [&](const TensorSpec& t, const auto& view, auto) {
-    if (status) status = check_finite(layer_prefix(layer.index) + std::string(t.name), view, layer.dtype);
+    if (status)
+      status = check_finite(names_of(config_.family()).layer(layer.index) + std::string(t.name), view, layer.dtype);
   });
   return status;
 }
@@ -505,8 +637,8 @@ Status Checkpoint::check_names() const {
         return Status::error(Code::invalid_file, shard->path() + ": tensor " + quote(t.name) + what);
       };
       if (!known.contains(t.name))
-        return refuse(": expected names of a GPT-NeoX model of " + std::to_string(config_.num_hidden_layers) +
-                      " layers, got another");
+        return refuse(": expected names of a " + std::string(to_string(config_.model_type)) + " model of " +
+                      std::to_string(config_.num_hidden_layers) + " layers, got another");
       if (!sharded_) continue;
       const auto it = shard_of_.find(t.name);
       if (it == shard_of_.end()) return refuse(" is not in the index, expected it there");

@@ -26,11 +26,11 @@ struct CheckpointStorage {
 
   std::vector<std::shared_ptr<const SafetensorsFile>> files;  // keep the mappings alive
   std::vector<const TensorEntry*> mapped;                     // the tensors that lie in these files
-  std::vector<Tensor> copies;                                 // of the tensors that are misaligned in their file
+  std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, or joined
 };
 
-/// One layer's weights: views into the checkpoint's mapped files. They are valid as long as a copy of this struct
-/// lives.
+/// One layer's weights: views into the checkpoint's mapped files, and of Linears that the checkpoint stores in several
+/// modules a copy that joins them. They are valid as long as a copy of this struct lives.
 struct CheckpointLayer {
   std::int64_t index = 0;
   LayerWeights weights;
@@ -47,9 +47,10 @@ struct CheckpointModel {
   std::vector<std::string> notes;
 };
 
-/// A Hugging Face GPT-NeoX checkpoint directory: config.json beside model.safetensors, or beside
-/// model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the shards
-/// that hold its tensors and reads their headers, but no dense weight. A shard is mapped once, whatever is asked of it.
+/// A Hugging Face checkpoint directory of GPT-NeoX, Llama, Mistral or Qwen2: config.json beside model.safetensors, or
+/// beside model.safetensors.index.json and its shards. open() reads the config and the index only. layer() maps the
+/// shards that hold its tensors and reads their headers, but no dense weight that it need not join. A shard is mapped
+/// once, whatever is asked of it.
 /// layer() and model() may be called from several threads.
 /// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
 /// quantization_config in config.json. The first of these counts; a note says where a later one differs.
@@ -74,7 +75,8 @@ class Checkpoint {
   /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a
   /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16 and F32; weights of different dtypes.
   /// Of a quantised Linear it refuses a dense weight, and of a dense one a quantised weight; a size that is not a
-  /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite.
+  /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite. Modules that are
+  /// joined, q_proj, k_proj and v_proj, or gate_proj and up_proj, must all be dense or all quantised, with one g_idx.
   ///
   /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not
   /// read. With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros
@@ -93,7 +95,7 @@ class Checkpoint {
   Status check_finite(const CheckpointLayer& layer) const;
   Status check_finite(const CheckpointModel& model) const;
 
-  /// Reads every file's header. Refuses the first tensor whose name is not one of a GPT-NeoX model of this config, or
+  /// Reads every file's header. Refuses the first tensor whose name is not one of a model of this config, or
   /// whose shard is not the one in the index.
   Status check_names() const;
 

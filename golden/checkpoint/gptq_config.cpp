@@ -8,17 +8,14 @@
 namespace cf::checkpoint {
 namespace {
 
-/// The names of a layer's Linears.
-std::vector<std::string> linear_names() {
+/// The names of a layer's Linears as checkpoints store them.
+std::vector<std::string> linear_names(ModelFamily family) {
   std::vector<std::string> names;
-  LayerWeights weights;
-  for_each_linear({}, weights, [&](std::string_view module, auto&&...) { names.emplace_back(module); });
+  const ModelSpec m{.shape = {}, .traits = {.family = family}};
+  for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
+    for (const StoredPart& part : stored_parts(m, site, size).parts) names.emplace_back(part.module);
+  });
   return names;
-}
-
-/// Whether a value turns a feature on: it is not null, false or empty.
-bool asks(const Json& value) {
-  return !(value.is_null() || (value.is_boolean() && !value.get<bool>()) || (value.is_structured() && value.empty()));
 }
 
 /// Collects the names of a list, or of a list of lists.
@@ -29,7 +26,7 @@ bool collect(const Json& value, std::vector<std::string>& names) {
 
 }  // namespace
 
-Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source) {
+Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source, ModelFamily family) {
   CF_TRY_ASSIGN(Json document, parse_json_object(text, source));
   Json modules;
   for (const char* name : {"modules_in_block_to_quantize", "inside_layer_modules"})
@@ -62,7 +59,7 @@ Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& s
   if (pack != "int32") refuse("pack_dtype", quote(pack), "'int32'");
   if (!asked.empty()) refuse(asked, shown((document)[asked]), "nothing: it is not supported");
 
-  const std::vector<std::string> known = linear_names();
+  const std::vector<std::string> known = linear_names(family);
   c.modules = known;
   if (!modules.is_null()) {
     c.modules.clear();

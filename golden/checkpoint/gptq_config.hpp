@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/model/shape.hpp"
 #include "core/status.hpp"
 
 namespace cf::checkpoint {
@@ -15,18 +16,20 @@ struct GptqConfig {
   bool desc_act = false;             // the groups follow the order of decreasing activations
   bool sym = true;                   // every zero is the middle code
   bool v2 = false;                   // qzeros hold the zeros; in v1 they hold the zeros minus one
-  std::vector<std::string> modules;  // the quantised Linears, by name below gpt_neox.layers.N
+  std::vector<std::string> modules;  // the quantised Linears as stored, by name below the layer
 
   bool operator==(const GptqConfig&) const = default;
 };
 
 /// Reads a quantize_config.json's text. An absent field has AutoGPTQ's default; bits is required. The names are those
 /// of AutoGPTQ, GPTQModel and transformers: quant_method or method; checkpoint_format or format, "gptq" (v1) or
-/// "gptq_v2"; modules_in_block_to_quantize, all four Linears where it is absent or null.
+/// "gptq_v2"; modules_in_block_to_quantize, all Linears of the family's layers where it is absent or
+/// null.
 /// Refuses, naming `source` and the field: text that is empty or not a JSON object; another quant_method or format;
 /// bits other than 4 and 8; a group_size that is neither positive nor -1; dynamic, rotation, lm_head, is_marlin_format
 /// and adapter unless null, false or empty; a pack_dtype other than int32; a module that is not a Linear of a layer; a
 /// field of the wrong type; two names of one field that disagree.
-Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source);
+Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source,
+                                     ModelFamily family = ModelFamily::gpt_neox);
 
 }  // namespace cf::checkpoint

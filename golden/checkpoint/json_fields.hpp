@@ -36,6 +36,11 @@ inline const char* kind(std::int64_t) { return "a 64-bit integer"; }
 inline const char* kind(double) { return "a number"; }
 inline const char* kind(const std::string&) { return "a string"; }
 
+/// Whether a value turns a feature on: it is not null, false or empty.
+inline bool asks(const Json& value) {
+  return !(value.is_null() || (value.is_boolean() && !value.get<bool>()) || (value.is_structured() && value.empty()));
+}
+
 /// The fields of a config. status() holds the first fault; after a fault the values that were read have no meaning.
 class Fields {
  public:

@@ -43,6 +43,7 @@ __all__ = [
     "Epilogue",
     "GptqWeight",
     "LayerOutputs",
+    "QkvLayout",
     "attention",
     "budget",
     "decode_layer",
@@ -55,13 +56,18 @@ __all__ = [
     "ln_qkv",
     "ln_qkv_heads",
     "residual_layernorm",
+    "rmsnorm",
     "rope",
     "rope_append",
     "rope_table",
 ]
 
-Epilogue = Literal["none", "gelu_erf", "gelu_tanh", "residual"]
+Epilogue = Literal["none", "gelu_erf", "gelu_tanh", "residual", "swiglu"]
 """What happens to a product before it is stored."""
+
+QkvLayout = Literal["interleaved_by_head", "separate"]
+"""How the heads of q, k and v lie in their product: GPT-NeoX's order (tokens, heads, 3, head_dim), or all heads of q,
+then of k, then of v, (tokens, heads + 2 * kv_heads, 1, head_dim)."""
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., object])
@@ -369,7 +375,7 @@ class _CudaCall(Generic[T]):
             first = next(name for name, tensor in zip(names, given) if tensor is like)
             for name, tensor in zip(names, given):
                 check_tensor(op, name, tensor, "torch", first, name in _written(op), like.device)
-        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue") if name in scalars]
+        fixed += [(name, scalars.pop(name)) for name in ("config", "epilogue", "layout") if name in scalars]
         key = op, tuple(names), tuple([t.dtype for t in given]), tuple([t.shape for t in given]), tuple(fixed)
         try:
             self._signature = _signature(*key)
@@ -474,6 +480,7 @@ def rope_table(rows: int, rotary_dim: int, theta: float = 10000.0) -> tuple[NDAr
 
 _EMBEDDING = _known_calls("embedding", "ids table")
 _LAYERNORM = _known_calls("layernorm", "x gamma beta", eps=float)
+_RMSNORM = _known_calls("rmsnorm", "x gamma", eps=float)
 _LAYERNORM_RESIDUAL = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _LAYERNORM_RESIDUAL_ROWS = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _RESIDUAL_LAYERNORM = _known_calls("residual_layernorm", "x a b gamma beta", eps=float)
@@ -509,6 +516,17 @@ def layernorm(x: T, gamma: Tensor, beta: Tensor, *, eps: float = 1e-5) -> T:
     if made is None:
         call = _call("layernorm", x, {"x": x, "gamma": gamma, "beta": beta}, eps=eps)
         made = call.run(like=_Like(_LAYERNORM, given, None, (eps,)))[0]
+    return made
+
+
+@_op
+def rmsnorm(x: T, gamma: Tensor, *, eps: float = 1e-5) -> T:
+    """Returns y."""
+    given = x, gamma
+    made: T | None = _RMSNORM.run(given, None, (eps,))
+    if made is None:
+        call = _call("rmsnorm", x, {"x": x, "gamma": gamma}, eps=eps)
+        made = call.run(like=_Like(_RMSNORM, given, None, (eps,)))[0]
     return made
 
 
@@ -567,20 +585,42 @@ def linear(
     if made is None:
         tensors: _Tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
         call = _call("linear", x, tensors, epilogue=epilogue)
-        made = call.run({"y": (x.shape[0], _rows(weight))}, like=_Like(_LINEAR, given, epilogue, ()))[0]
+        rows = _rows(weight)
+        if epilogue == "swiglu" and rows % 2:
+            raise ValueError(f"linear: 'weight' has {rows} rows, expected an even number with epilogue 'swiglu'")
+        y = x.shape[0], rows // 2 if epilogue == "swiglu" else rows
+        made = call.run({"y": y}, like=_Like(_LINEAR, given, epilogue, ()))[0]
     return made
 
 
 @_op
-def rope(qkv: T, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[T, T, T]:
-    """Returns (q, k, v). ``rope_table()`` makes cos and sin."""
-    given = qkv, cos, sin, positions
-    made: tuple[T, T, T] | None = _ROPE.run(given, None, ())
-    if made is None:
-        call = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions})
-        q, k, v = call.run(like=_Like(_ROPE, given, None, ()))
-        made = q, k, v
-    return made
+def rope(
+    qkv: T,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    layout: QkvLayout = "interleaved_by_head",
+    kv_heads: int | None = None,
+) -> tuple[T, T, T]:
+    """Returns (q, k, v). ``rope_table()`` makes cos and sin. The layout "separate" needs ``kv_heads``."""
+    given, fixed = (qkv, cos, sin, positions), (layout, kv_heads)
+    made: tuple[T, T, T] | None = _ROPE.run(given, fixed, ())
+    if made is not None:
+        return made
+    call = _call("rope", qkv, {"qkv": qkv, "cos": cos, "sin": sin, "positions": positions}, layout=layout)
+    if (layout == "separate") != (kv_heads is not None):
+        raise ValueError(f"rope: kv_heads must be given with layout 'separate' alone, got {kv_heads} with {layout!r}")
+    shapes = None
+    if kv_heads is not None:
+        kv_heads = integer("rope", "kv_heads", kv_heads, 1)
+        tokens, all_heads, _, head_dim = qkv.shape
+        if all_heads <= 2 * kv_heads:
+            raise ValueError(f"rope: 'qkv' has {all_heads} heads, expected more than 2 * kv_heads = {2 * kv_heads}")
+        kv_shape = tokens, kv_heads, head_dim
+        shapes = {"q": (tokens, all_heads - 2 * kv_heads, head_dim), "k": kv_shape, "v": kv_shape}
+    q, k, v = call.run(shapes, like=_Like(_ROPE, given, fixed, ()))
+    return q, k, v
 
 
 @_op
@@ -594,23 +634,41 @@ def kv_append(k: Tensor, v: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Te
 
 @_op
 def rope_append(
-    qkv: T, cos: Tensor, sin: Tensor, positions: Tensor, kv_len: Tensor, k_cache: Tensor, v_cache: Tensor
+    qkv: T,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv_len: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    layout: QkvLayout = "interleaved_by_head",
 ) -> T:
     """Returns q, and writes k_cache and v_cache in place."""
     given = qkv, cos, sin, positions, kv_len, k_cache, v_cache
-    made: T | None = _ROPE_APPEND.run(given, None, ())
-    if made is None:
-        tensors: _Tensors = {
-            "qkv": qkv,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "kv_len": kv_len,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-        }
-        made = _call("rope_append", qkv, tensors).run(like=_Like(_ROPE_APPEND, given, None, ()))[0]
-    return made
+    made: T | None = _ROPE_APPEND.run(given, layout, ())
+    if made is not None:
+        return made
+    tensors: _Tensors = {
+        "qkv": qkv,
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+        "kv_len": kv_len,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    call = _call("rope_append", qkv, tensors, layout=layout)
+    shapes = None
+    if layout == "separate":
+        tokens, all_heads, _, head_dim = qkv.shape
+        heads = all_heads - 2 * k_cache.shape[1]
+        if heads < 1:
+            raise ValueError(
+                f"rope_append: 'qkv' has {all_heads} heads, expected more than twice the {k_cache.shape[1]} of 'k_cache'"
+            )
+        shapes = {"q": (tokens, heads, head_dim)}
+    return call.run(shapes, like=_Like(_ROPE_APPEND, given, layout, ()))[0]
 
 
 @_op
@@ -719,9 +777,11 @@ def decode_layer(
 ) -> LayerOutputs:
     """Returns the output of every site, and writes k_cache and v_cache in place.
 
-    ``weights`` has Hugging Face's names below gpt_neox.layers.N: "input_layernorm.weight",
-    "attention.query_key_value.bias", ... A Linear's weight may be a GptqWeight. ``config`` is the content of a
-    config.json, as a mapping or as text. Without max_kv_len it is the capacity of the cache.
+    ``weights`` has Hugging Face's names below gpt_neox.layers.N or model.layers.N: "input_layernorm.weight",
+    "attention.query_key_value.bias", ... Llama's q_proj, k_proj and v_proj are one "self_attn.qkv_proj.weight", all
+    rows of q first; gate_proj and up_proj are one "mlp.gate_up_proj.weight", a row of each in turn. A Linear's weight
+    may be a GptqWeight. ``config`` is the content of a config.json, as a mapping or as text. Without max_kv_len it is
+    the capacity of the cache.
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"decode_layer: weights must be a mapping, got {type(weights).__name__}")

@@ -30,6 +30,7 @@ __all__ = [
     "linear",
     "linear_gptq",
     "ln_qkv",
+    "rmsnorm",
     "rope",
     "rope_append",
 ]
@@ -78,14 +79,22 @@ def _heads_like_cache(x: Any, *others: Any, **_: Any) -> Any:
     return tuple(x.new_empty(shape) for _ in range(3))
 
 
-def _heads_of_qkv(qkv: Any, *_: Any) -> Any:
+def _heads_of_qkv(qkv: Any, *_: Any, layout: str = "interleaved_by_head", kv_heads: int | None = None) -> Any:
     tokens, heads, _, head_dim = qkv.shape
-    return tuple(qkv.new_empty((tokens, heads, head_dim)) for _ in range(3))
+    own = heads if kv_heads is None else kv_heads
+    heads -= 2 * own if layout == "separate" else 0
+    return tuple(qkv.new_empty((tokens, n, head_dim)) for n in (heads, own, own))
+
+
+def _outputs(rows: int, epilogue: str) -> int:
+    """The outputs that a weight's rows make."""
+    return rows // 2 if epilogue == "swiglu" else rows
 
 
 layernorm = _register(
     "layernorm(Tensor x, Tensor gamma, Tensor beta, *, float eps=1e-05) -> Tensor", ops.layernorm, _like_x
 )
+rmsnorm = _register("rmsnorm(Tensor x, Tensor gamma, *, float eps=1e-05) -> Tensor", ops.rmsnorm, _like_x)
 layernorm_residual = _register(
     "layernorm_residual(Tensor x, Tensor residual, Tensor gamma, Tensor beta, *, float eps=1e-05) -> Tensor",
     ops.layernorm_residual,
@@ -94,16 +103,19 @@ layernorm_residual = _register(
 linear = _register(
     'linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str epilogue="none") -> Tensor',
     ops.linear,
-    lambda x, weight, *_, **__: x.new_empty((x.shape[0], weight.shape[0])),
+    lambda x, weight, *_, epilogue="none", **__: x.new_empty((x.shape[0], _outputs(weight.shape[0], epilogue))),
 )
 linear_gptq = _register(
     "linear_gptq(Tensor x, Tensor qweight, Tensor qzeros, Tensor scales, Tensor g_idx, Tensor? bias=None, "
     'Tensor? residual=None, *, int zero_offset, int bits=4, int group_size=128, str epilogue="none") -> Tensor',
     _run_linear_gptq,
-    lambda x, qweight, *_, **__: x.new_empty((x.shape[0], qweight.shape[1])),
+    lambda x, qweight, *_, epilogue="none", **__: x.new_empty((x.shape[0], _outputs(qweight.shape[1], epilogue))),
 )
 rope = _register(
-    "rope(Tensor qkv, Tensor cos, Tensor sin, Tensor positions) -> (Tensor, Tensor, Tensor)", ops.rope, _heads_of_qkv
+    'rope(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, *, str layout="interleaved_by_head", '
+    "int? kv_heads=None) -> (Tensor, Tensor, Tensor)",
+    ops.rope,
+    _heads_of_qkv,
 )
 kv_append = _register(
     "kv_append(Tensor k, Tensor v, Tensor kv_len, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
@@ -112,9 +124,11 @@ kv_append = _register(
 )
 rope_append = _register(
     "rope_append(Tensor qkv, Tensor cos, Tensor sin, Tensor positions, Tensor kv_len, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache) -> Tensor",
+    'Tensor(b!) v_cache, *, str layout="interleaved_by_head") -> Tensor',
     ops.rope_append,
-    lambda qkv, *_: _heads_of_qkv(qkv)[0],
+    lambda qkv, *others, layout="interleaved_by_head": _heads_of_qkv(
+        qkv, layout=layout, kv_heads=others[-1].shape[1] if layout == "separate" else None
+    )[0],
 )
 ln_qkv = _register(
     "ln_qkv(Tensor x, Tensor gamma, Tensor beta, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, "

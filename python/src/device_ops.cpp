@@ -49,7 +49,7 @@ std::size_t scratch_bytes(const Args& a) {
   if constexpr (std::is_same_v<Args, ops::Linear::Args>) bytes = cuda::gemm_scratch_bytes(a);
   if constexpr (std::is_same_v<Args, ops::DecodeLayer::Args>) {
     bool is_quantised = false;
-    for_each_linear(a.model, a.weights, [&](std::string_view, const LinearParams& linear, const LinearSize&) {
+    for_each_linear(a.model, a.weights, [&](const Site&, const LinearParams& linear, const LinearSize&) {
       is_quantised |= !std::holds_alternative<DenseWeight>(linear.weight);
     });
     bytes = cuda::linear_scratch_bytes(a.model, a.t.hidden.dtype, a.t.hidden.shape[0], is_quantised);

@@ -443,9 +443,10 @@ class Runner {
       refuse("rows: expected 0 to " + std::to_string(tokens) + ", the number of ids, got " + std::to_string(rows));
     std::map<std::string, Shape> shapes;
     double elements = double(host_rows) * double(vocab_size());
+    const ModelNames& modules = names_of(model_->model());
     for (const std::string& name : names) {
       Shape shape = shape_of(name);
-      const bool by_row = name == site::final_layer_norm.tap || name == site::embed_out.tap;
+      const bool by_row = name == modules.final_layer_norm.tap || name == modules.embed_out.tap;
       shape.insert(shape.begin(), by_row ? rows : tokens);
       double size = 1;
       for (std::int64_t n : shape) size *= double(n);
@@ -674,7 +675,7 @@ void bind_weights(nb::module_& m) {
       "presets",
       [] {
         std::vector<std::string> names;
-        for (const ModelConfig& preset : pythia_presets()) names.push_back(preset.name);
+        for (const ModelConfig& preset : presets()) names.push_back(preset.name);
         return names;
       },
       "The names of the models of the Pythia suite.");

@@ -60,8 +60,8 @@ template <class Args, class F>
 void for_each_linear_of(Args& a, F&& f) {
   if constexpr (requires { a.linear; }) f(std::string(), a.linear);
   if constexpr (requires { a.weights; })
-    for_each_linear(a.model, a.weights, [&](std::string_view module, auto& linear, const LinearSize&) {
-      f(std::string(module) + ".", linear);
+    for_each_linear(a.model, a.weights, [&](const Site& site, auto& linear, const LinearSize&) {
+      f(std::string(site.name) + ".", linear);
     });
 }
 
@@ -70,6 +70,7 @@ template <class Args, class F>
 void for_each_scalar(Args& a, F&& f) {
   if constexpr (requires { a.model; }) f(std::string("config"), a.model);
   if constexpr (requires { a.epilogue; }) f(std::string("epilogue"), a.epilogue);
+  if constexpr (requires { a.layout; }) f(std::string("layout"), a.layout);
   if constexpr (requires { a.eps; }) f(std::string("eps"), a.eps);
   if constexpr (requires { a.scale; }) f(std::string("scale"), a.scale);
   if constexpr (requires { a.max_kv_len; }) f(std::string("max_kv_len"), a.max_kv_len);
@@ -90,7 +91,15 @@ void for_each_gptq_scalar(Args& a, F&& f) {
 
 constexpr std::array kEpilogues{std::pair{"none", ops::Epilogue::none}, std::pair{"gelu_erf", ops::Epilogue::gelu_erf},
                                 std::pair{"gelu_tanh", ops::Epilogue::gelu_tanh},
-                                std::pair{"residual", ops::Epilogue::residual}};
+                                std::pair{"residual", ops::Epilogue::residual},
+                                std::pair{"swiglu", ops::Epilogue::swiglu}};
+constexpr std::array kLayouts{std::pair{"interleaved_by_head", ops::QkvLayout::interleaved_by_head},
+                              std::pair{"separate", ops::QkvLayout::separate}};
+
+template <class Names, class T>
+const char* name_in(const Names& choices, T value) {
+  return std::find_if(choices.begin(), choices.end(), [&](const auto& c) { return c.second == value; })->first;
+}
 
 /// Reads scalars by name. One that is not given keeps its value. The first fault stays in status().
 class ScalarReader {
@@ -103,13 +112,9 @@ class ScalarReader {
     if (!status_ || !scalars_.contains(name.c_str())) return;
     const nb::handle given = scalars_[name.c_str()];
     if constexpr (std::is_same_v<T, ops::Epilogue>) {
-      std::string text, names;
-      const bool is_text = nb::try_cast(given, text);
-      for (const auto& [epilogue_name, epilogue] : kEpilogues) {
-        if (is_text && text == epilogue_name) return void(value = epilogue);
-        names += (names.empty() ? "" : ", ") + std::string(epilogue_name);
-      }
-      refuse(name, "one of " + names, given);
+      choose(kEpilogues, name, given, value);
+    } else if constexpr (std::is_same_v<T, ops::QkvLayout>) {
+      choose(kLayouts, name, given, value);
     } else if constexpr (std::is_same_v<T, ModelSpec>) {
       std::string text;
       if (!nb::try_cast(given, text)) return refuse(name, "the text of a config.json", given);
@@ -126,6 +131,17 @@ class ScalarReader {
   const Status& status() const { return status_; }
 
  private:
+  /// Reads one of several names.
+  template <class Names, class T>
+  void choose(const Names& choices, const std::string& name, nb::handle given, T& value) {
+    std::string text, names;
+    const bool is_text = nb::try_cast(given, text);
+    for (const auto& [choice, meant] : choices) {
+      if (is_text && text == choice) return void(value = meant);
+      names += (names.empty() ? "" : ", ") + std::string(choice);
+    }
+    refuse(name, "one of " + names, given);
+  }
   void refuse(const std::string& name, const std::string& expected, nb::handle given) {
     status_ = bad_argument(op_, quoted(name) + " must be " + expected + ", got " + nb::repr(given).c_str());
   }
@@ -426,9 +442,9 @@ std::pair<std::vector<ExampleTensor>, nb::dict> example(int bits) {
     if constexpr (std::is_same_v<T, ModelSpec>)
       scalars[name.c_str()] = checkpoint::to_hf_json(model);
     else if constexpr (std::is_same_v<T, ops::Epilogue>)
-      for (const auto& [epilogue_name, epilogue] : kEpilogues) {
-        if (epilogue == value) scalars[name.c_str()] = epilogue_name;
-      }
+      scalars[name.c_str()] = name_in(kEpilogues, value);
+    else if constexpr (std::is_same_v<T, ops::QkvLayout>)
+      scalars[name.c_str()] = name_in(kLayouts, value);
     else
       scalars[name.c_str()] = value;
   };

@@ -80,7 +80,14 @@ TEST_CASE("fuzz: mutated configs") {
   other.name = "other";
   other.use_parallel_residual = false;
   const std::vector<std::string> seeds{
-      to_hf_json(*find_preset("pythia-2.8b")), to_hf_json(other),
+      to_hf_json(*find_preset("pythia-2.8b")),
+      to_hf_json(other),
+      to_hf_json(*find_preset("llama-3.2-1b")),
+      to_hf_json(*find_preset("qwen2.5-7b")),
+      R"({"model_type":"mistral","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":4,"head_dim":128,)"
+      R"("intermediate_size":72,"vocab_size":128,"num_key_value_heads":1,"sliding_window":4096,"dtype":"float16",)"
+      R"("max_position_embeddings":512,"rope_parameters":{"rope_type":"llama3","rope_theta":1e6,"factor":8,)"
+      R"("low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":64}})",
       R"({"model_type":"gpt_neox","hidden_size":512,"num_hidden_layers":6,"num_attention_heads":8,"dtype":"bfloat16",)"
       R"("intermediate_size":2048,"vocab_size":50304,"hidden_act":"gelu_new","rope_scaling":null,)"
       R"("rope_parameters":{"rope_theta":10000.0,"partial_rotary_factor":0.25,"rope_type":"default"}})"};

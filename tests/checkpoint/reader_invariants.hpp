@@ -43,7 +43,7 @@ inline std::string config_fault(const ModelConfig& m) {
   if (const Status s = m.validate(); !s) return s.message();
   const auto same = checkpoint::parse_hf_config(checkpoint::to_hf_json(m), "its own text");
   if (!same) return same.status().message();
-  return same->rotary_dim == m.rotary_dim && same->rope_theta == m.rope_theta ? "" : "does not read back";
+  return same->spec() == m.spec() ? "" : "does not read back";
 }
 
 inline std::string gptq_config_fault(const checkpoint::GptqConfig& c) {

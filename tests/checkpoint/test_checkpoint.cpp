@@ -678,3 +678,109 @@ TEST_CASE("checkpoint: only the layer asked for is in memory") {
     CHECK(status_bytes("VmHWM") < most_bytes);
   }
 }
+
+namespace {
+
+constexpr const char* kGated = CF_DATA_DIR "/checkpoints/llama-gqa8";
+constexpr const char* kGatedGptq = CF_DATA_DIR "/checkpoints/llama-gptq-desc-act";
+
+std::string text_of(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// A checkpoint of data/ in memory, whose tensors a test changes.
+struct InMemory {
+  std::string directory;
+  std::shared_ptr<const SafetensorsFile> file;
+  std::vector<TensorEntry> tensors;
+
+  explicit InMemory(const std::string& from) : directory(from) {
+    auto opened = SafetensorsFile::open(from + "/model.safetensors");
+    REQUIRE(opened);
+    file = std::make_shared<const SafetensorsFile>(std::move(*opened));
+    tensors.assign(file->tensors().begin(), file->tensors().end());
+  }
+  TensorEntry& tensor(const std::string& name) {
+    const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const auto& t) { return t.name == name; });
+    REQUIRE(found != tensors.end());
+    return *found;
+  }
+  /// Layer 0, with another quantize_config.json than the directory's where one is given.
+  Result<CheckpointLayer> layer(std::optional<std::string> gptq = std::nullopt) const {
+    CF_TRY_ASSIGN(const Checkpoint opened,
+                  Checkpoint::from_memory(text_of(directory + "/config.json"), gptq, tensors, file, "memory"));
+    CF_TRY_ASSIGN(CheckpointLayer layer, opened.layer(0));
+    CF_TRY(opened.check_finite(layer));
+    return layer;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("checkpoint: q, k and v lie one below the other, gate's and up's rows in turn") {
+  InMemory m(kGated);
+  const auto layer = m.layer();
+  INFO(layer.status().message());
+  REQUIRE(layer);
+  const auto is_row = [&](const LinearParams& joined, std::int64_t row, const char* module, std::int64_t of) {
+    const ConstAnyView<2>& w = std::get<DenseWeight>(joined.weight).weight;
+    const TensorEntry& part = m.tensor("model.layers.0." + std::string(module) + ".weight");
+    const std::size_t bytes = std::size_t(part.bytes / part.shape[0]);
+    return std::memcmp(static_cast<const char*>(w.data) + std::size_t(row) * bytes,
+                       static_cast<const char*>(part.data) + std::size_t(of) * bytes, bytes) == 0;
+  };
+  const LinearParams &qkv = layer->weights.query_key_value, &mlp = layer->weights.dense_h_to_4h;
+  int wrong = 0;
+  for (std::int64_t i = 0; i < 512; ++i) wrong += !is_row(qkv, i, "self_attn.q_proj", i);
+  for (std::int64_t i = 0; i < 64; ++i)
+    wrong += !is_row(qkv, 512 + i, "self_attn.k_proj", i) + !is_row(qkv, 576 + i, "self_attn.v_proj", i);
+  for (std::int64_t i = 0; i < 48; ++i)
+    wrong += !is_row(mlp, 2 * i, "mlp.gate_proj", i) + !is_row(mlp, 2 * i + 1, "mlp.up_proj", i);
+  CHECK(wrong == 0);
+  // A matrix that is stored as the walk has it stays where it is.
+  CHECK(std::get<DenseWeight>(layer->weights.dense.weight).weight.data ==
+        m.tensor("model.layers.0.self_attn.o_proj.weight").data);
+}
+
+TEST_CASE("checkpoint: a part of a joined Linear that is missing, misshapen or not finite is named") {
+  InMemory missing(kGated);
+  std::erase_if(missing.tensors, [](const TensorEntry& t) { return t.name.ends_with("v_proj.weight"); });
+  CHECK(refusal_fault(missing.layer().status(), Code::not_found, {"self_attn.v_proj.weight"}) == "");
+
+  InMemory shape(kGated);
+  std::swap(shape.tensor("model.layers.0.self_attn.q_proj.weight").data,
+            shape.tensor("model.layers.0.self_attn.k_proj.weight").data);
+  std::swap(shape.tensor("model.layers.0.self_attn.q_proj.weight").shape,
+            shape.tensor("model.layers.0.self_attn.k_proj.weight").shape);
+  CHECK(refusal_fault(shape.layer().status(), Code::invalid_file,
+                      {"self_attn.q_proj.weight", "expected shape (512, 32)", "got (64, 32)"}) == "");
+
+  InMemory nan(kGated);
+  TensorEntry& up = nan.tensor("model.layers.0.mlp.up_proj.weight");
+  std::vector<float> changed(static_cast<const float*>(up.data), static_cast<const float*>(up.data) + up.bytes / 4);
+  changed[3 * 32 + 5] = std::numeric_limits<float>::quiet_NaN();
+  up.data = changed.data();
+  CHECK(refusal_fault(nan.layer().status(), Code::invalid_file, {"mlp.up_proj.weight", "(3, 5)", "NaN"}) == "");
+}
+
+TEST_CASE("checkpoint: quantised Linears that cannot be joined are refused by name") {
+  InMemory m(kGatedGptq);
+  REQUIRE(m.layer());
+  TensorEntry& g_idx = m.tensor("model.layers.0.self_attn.k_proj.g_idx");
+  std::vector<std::int32_t> other(static_cast<const std::int32_t*>(g_idx.data),
+                                  static_cast<const std::int32_t*>(g_idx.data) + g_idx.shape[0]);
+  std::reverse(other.begin(), other.end());
+  g_idx.data = other.data();
+  CHECK(refusal_fault(m.layer().status(), Code::unimplemented,
+                      {"self_attn.q_proj and self_attn.k_proj have different g_idx"}) == "");
+
+  InMemory mixed(kGatedGptq);
+  const std::string config = R"({"bits":4,"group_size":16,"sym":false,"modules_in_block_to_quantize":)"
+                             R"([["self_attn.q_proj","self_attn.v_proj","mlp.down_proj"]]})";
+  CHECK(refusal_fault(mixed.layer(config).status(), Code::invalid_file,
+                      {"self_attn.k_proj.qweight", "modules_in_block_to_quantize", "joined"}) == "");
+  const std::string unknown = R"({"bits":4,"modules_in_block_to_quantize":[["attention.dense"]]})";
+  CHECK(refusal_fault(mixed.layer(unknown).status(), Code::invalid_file, {"'attention.dense'", "self_attn.q_proj"}) ==
+        "");
+}

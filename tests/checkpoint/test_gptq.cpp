@@ -66,7 +66,7 @@ struct GptqModel {
     for (std::int64_t i = 0; i < config.num_hidden_layers; ++i) {
       layers.push_back(procedural_layer(config, config.dtype, i, 7, format));
       if (zeros)
-        for_each_linear(config, layers.back().weights, [&](std::string_view, LinearParams& l, auto...) {
+        for_each_linear(config, layers.back().weights, [&](const Site&, LinearParams& l, auto...) {
           const auto& q = std::get<GptqWeight>(l.weight).qzeros;
           std::fill_n(const_cast<std::int32_t*>(q.data), q.size(), std::int32_t(*zeros));
         });

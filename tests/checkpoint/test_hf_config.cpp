@@ -33,6 +33,24 @@ const std::string kConfig5 = R"({
   "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 250000.5, "rope_type": "default"},
   "transformers_version": "5.17.0", "use_parallel_residual": false, "vocab_size": 1000})";
 
+// As transformers 4.x and 5.x write Llama-3.2-1B's.
+const std::string kLlama4 = R"({
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+  "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+  "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+  "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+  "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+  "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": true,
+  "vocab_size": 128256})";
+const std::string kLlama5 = R"({
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "dtype": "bfloat16", "head_dim": 64,
+  "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
+  "mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
+  "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_parameters": {"factor": 32.0,
+  "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+  "rope_type": "llama3"}, "tie_word_embeddings": true, "transformers_version": "5.17.0", "vocab_size": 128256})";
+
 /// The least that a config must hold, with more members behind.
 std::string minimal(const std::string& more = "") {
   return R"({"model_type":"gpt_neox","hidden_size":320,"num_hidden_layers":2,"num_attention_heads":4,)"
@@ -53,7 +71,12 @@ std::vector<std::string> differences(const ModelConfig& a, const ModelConfig& b)
   const auto field = [&](const char* name, const auto& x, const auto& y) {
     if (x != y) names.push_back(name);
   };
+  field("model_type", a.model_type, b.model_type);
   field("name", a.name, b.name);
+  field("num_key_value_heads", a.num_key_value_heads, b.num_key_value_heads);
+  field("attention_head_dim", a.attention_head_dim, b.attention_head_dim);
+  field("rope_scaling", a.rope_scaling, b.rope_scaling);
+  field("mlp_bias", a.mlp_bias, b.mlp_bias);
   field("hidden_size", a.hidden_size, b.hidden_size);
   field("num_hidden_layers", a.num_hidden_layers, b.num_hidden_layers);
   field("num_attention_heads", a.num_attention_heads, b.num_attention_heads);
@@ -148,7 +171,7 @@ TEST_CASE("config: activations and dtypes by name") {
 }
 
 TEST_CASE("config: its own text reads back exactly") {
-  for (ModelConfig m : pythia_presets()) {
+  for (const ModelConfig& m : presets()) {
     const auto same = parse(to_hf_json(m));
     REQUIRE(same.status().message() == "");
     CHECK(differences(*same, m) == Names{});
@@ -171,6 +194,106 @@ TEST_CASE("config: its own text reads back exactly") {
   const auto same = parse(to_hf_json(odd));
   REQUIRE(same.status().message() == "");
   CHECK(differences(*same, odd) == Names{});
+}
+
+namespace {
+
+/// The least config of a type beside GPT-NeoX, with more members behind.
+std::string minimal_of(const std::string& type, const std::string& more = "") {
+  return replaced(minimal(more), "gpt_neox", type);
+}
+
+}  // namespace
+
+TEST_CASE("config: Llama's in the names of transformers 4 and 5") {
+  ModelConfig expected = *find_preset("llama-3.2-1b");
+  expected.name = "";
+  expected.attention_head_dim = 64;
+  for (const std::string& text : {kLlama4, kLlama5}) {
+    const auto m = parse(text);
+    REQUIRE(m.status().message() == "");
+    CHECK(differences(*m, expected) == Names{});
+    CHECK(m->num_parameters() == 1235814400);
+  }
+}
+
+TEST_CASE("config: absent fields have transformers' defaults of each type") {
+  ModelConfig expected{.model_type = ModelType::llama,
+                       .name = "",
+                       .hidden_size = 320,
+                       .num_hidden_layers = 2,
+                       .num_attention_heads = 4,
+                       .num_key_value_heads = 4,
+                       .intermediate_size = 1280,
+                       .vocab_size = 96,
+                       .max_position_embeddings = 2048,
+                       .rotary_dim = 80,
+                       .layer_norm_eps = 1e-6,
+                       .use_parallel_residual = false,
+                       .attention_bias = false,
+                       .mlp_bias = false,
+                       .hidden_act = Activation::swiglu,
+                       .dtype = DType::f32};
+  auto m = parse(minimal_of("llama"));
+  REQUIRE(m.status().message() == "");
+  CHECK(differences(*m, expected) == Names{});
+  const std::string heads16 = R"("num_attention_heads":16)", heads32 = R"("num_attention_heads":32)";
+  m = parse(
+      replaced(minimal_of("mistral", R"(,"sliding_window":null,"head_dim":6)"), R"("num_attention_heads":4)", heads16));
+  REQUIRE(m.status().message() == "");
+  CHECK(m->num_key_value_heads == 8);
+  CHECK(m->max_position_embeddings == 131072);
+  CHECK(m->rotary_dim == 6);
+  CHECK_FALSE(m->spec().traits.qkv_bias);
+  m = parse(replaced(minimal_of("qwen2", R"(,"head_dim":null,"sliding_window":8,"layer_types":null)"),
+                     R"("num_attention_heads":4)", heads32));
+  REQUIRE(m.status().message() == "");
+  CHECK(m->num_key_value_heads == 32);
+  CHECK(m->max_position_embeddings == 32768);
+  CHECK(m->head_dim() == 10);
+}
+
+TEST_CASE("config: what other layers ask for and is not built is refused by name") {
+  const std::vector<std::tuple<std::string, std::string, std::vector<std::string_view>>> table{
+      {"mistral", R"(,"num_key_value_heads":4)", {"'sliding_window' is 4096", "null or at least", "131072"}},
+      {"mistral",
+       R"(,"num_key_value_heads":4,"sliding_window":63,"max_position_embeddings":64)",
+       {"'sliding_window' is 63"}},
+      {"llama", R"(,"sliding_window":100)", {"'sliding_window' is 100", "2048"}},
+      {"qwen2", R"(,"num_key_value_heads":4,"use_sliding_window":true,"sliding_window":9)", {"'sliding_window' is 9"}},
+      {"llama", R"(,"layer_types":["full_attention","sliding_attention"])", {"'layer_types'", "sliding_attention"}},
+      {"llama", R"(,"num_local_experts":8)", {"'num_local_experts' is 8", "not built"}},
+      {"qwen2", R"(,"num_key_value_heads":4,"num_experts":60)", {"'num_experts' is 60", "not built"}},
+      {"llama", R"(,"use_qk_norm":true)", {"'use_qk_norm' is true", "not built"}},
+      {"llama", R"(,"attention_sinks":4)", {"'attention_sinks' is 4", "not built"}},
+      {"llama", R"(,"rope_scaling":{"type":"yarn","factor":4})", {"'rope_type' is 'yarn'", "'default' or 'llama3'"}},
+      {"llama", R"(,"rope_parameters":{"rope_type":"linear","factor":4})", {"'rope_type' is 'linear'"}},
+      {"llama", R"(,"rope_scaling":{"rope_type":"llama3"})", {"'factor' is missing", "llama3"}},
+      {"llama",
+       R"(,"rope_scaling":{"rope_type":"llama3","factor":8,"low_freq_factor":4,"high_freq_factor":4})",
+       {"high_freq_factor must be above low_freq_factor"}},
+      {"llama",
+       R"(,"rope_scaling":{"rope_type":"llama3","factor":-8,"low_freq_factor":1,"high_freq_factor":4})",
+       {"factor must be positive", "-8"}},
+      {"llama", R"(,"partial_rotary_factor":0.5)", {"'partial_rotary_factor' is 0.5", "expected 1"}},
+      {"llama", R"(,"hidden_act":"gelu")", {"'hidden_act' is 'gelu'", "'silu'"}},
+      {"llama", R"(,"num_key_value_heads":3)", {"num_kv_heads must divide num_heads 4", "got 3"}},
+      {"llama", R"(,"num_key_value_heads":0)", {"num_key_value_heads must be", "got 0"}},
+      {"llama", R"(,"head_dim":0)", {"'head_dim' is 0", "null or at least 1"}},
+      {"llama", R"(,"head_dim":81)", {"rotary_dim must be even", "got 81"}},
+      {"llama", R"(,"rms_norm_eps":0)", {"layer_norm_eps must be positive"}},
+      {"qwen2",
+       R"(,"num_key_value_heads":4,"attention_bias":false)",
+       {"expected one of the attention's biases", "qwen2"}},
+      {"mistral",
+       R"(,"num_key_value_heads":4,"sliding_window":null,"attention_bias":true)",
+       {"expected none of the attention's biases", "mistral"}},
+      {"qwen2", R"(,"num_key_value_heads":4,"mlp_bias":true)", {"the MLP's biases in qwen2", "got one"}}};
+  for (const auto& [type, more, parts] : table) {
+    CAPTURE(type, more);
+    const Status s = parse(minimal_of(type, more)).status();
+    for (std::string_view part : parts) CHECK(refusal_fault(s, Code::invalid_file, {part}) == "");
+  }
 }
 
 TEST_CASE("config: every rotary_dim of every head_dim reads back") {
@@ -208,7 +331,7 @@ TEST_CASE("config: what is no config") {
       {std::string(100'000, '['), {"nested deeper"}},
       {with("hidden_size", "320"), {"duplicate name 'hidden_size'"}},
       {"{}", {"'model_type' is missing", "expected a string"}},
-      {size("gpt_neox", "llama"), {"'model_type' is 'llama'", "expected 'gpt_neox'"}},
+      {size("gpt_neox", "gemma"), {"'model_type' is 'gemma'", "expected 'gpt_neox', 'llama', 'mistral' or 'qwen2'"}},
       {size("\"gpt_neox\"", "5"), {"'model_type' is 5", "expected a string"}},
       {size("\"hidden_size\":320,", ""), {"'hidden_size' is missing", "integer"}},
       {size("\"num_hidden_layers\":2,", ""), {"'num_hidden_layers' is missing"}},

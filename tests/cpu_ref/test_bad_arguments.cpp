@@ -249,5 +249,5 @@ TEST_CASE("A layer without a model, or of a model that has no such layer, is ref
   check_refused(p, Code::invalid_argument, {"rotary_dim must be even, 2 to head_dim", "got 3"});
   p.args().model = sound;
   p.args().model.shape.num_heads *= 2;
-  check_refused(p, Code::unimplemented, {"num_kv_heads must be num_heads"});
+  check_refused(p, Code::invalid_argument, {"kv_heads must be heads"});
 }

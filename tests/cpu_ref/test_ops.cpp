@@ -85,7 +85,8 @@ OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[
 
 TEST_CASE("linear: every epilogue, weight dtype and odd size", "[ops][linear]") {
   using ops::Epilogue;
-  for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual})
+  for (Epilogue epilogue :
+       {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual, Epilogue::swiglu})
     for (DType weight : {DType::f16, DType::bf16, DType::f32, DType::f64})
       for (std::int64_t tokens : {1, 2, 3, 8, 9, 17})
         for (auto [in, out] :
@@ -95,7 +96,8 @@ TEST_CASE("linear: every epilogue, weight dtype and odd size", "[ops][linear]") 
           INFO("epilogue " << int(epilogue) << ", weight " << to_string(weight) << ", tokens " << tokens << ", in "
                            << in << ", out " << out);
           check_against_oracle<ops::Linear>(
-              s, {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}});
+              s, {{tokens, in, out, epilogue == Epilogue::residual, {}, rows_of_output(epilogue)},
+                  {.epilogue = epilogue}});
         }
 }
 
@@ -114,10 +116,20 @@ TEST_CASE("linear: a token's bits do not depend on the tokens beside it", "[ops]
   }
 }
 
-TEST_CASE("layernorm: any hidden size", "[ops][layernorm]") {
+TEST_CASE("linear: SwiGLU of quantised gate and up, of any number of tokens", "[ops][linear]") {
+  for (const GptqSetup& gptq : {GptqSetup{4, 32, 1, true}, GptqSetup{8, 64, 0, false}})
+    for (std::int64_t tokens : {1, 3, 9, 65})
+      for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 4}, {96, 132}, {32, 260}}) {
+        INFO(gptq.bits << " bits, tokens " << tokens << ", in " << in << ", out " << out);
+        check_against_oracle<ops::Linear>({.model = model_of(1, 2, 2, 2), .gptq = gptq},
+                                          {{tokens, in, out, false, {}, 2}, {.epilogue = ops::Epilogue::swiglu}});
+      }
+}
+
+OP_TEST_CASE("Norms of any hidden size agree with the oracle", "[ops]", std::tuple<ops::LayerNorm, ops::RmsNorm>) {
   for (std::int64_t hidden : {1, 2, 3, 7, 8, 9, 31, 255, 2560, 5120})
     for (Fill fill : {Fill::normal, Fill::heavy_tailed, Fill::shifted}) {
       INFO("hidden " << hidden << ", fill " << int(fill));
-      check_against_oracle<ops::LayerNorm>({.model = model_of(1, 2, 2, 2), .fill = fill}, {{3, hidden}, {}});
+      check_against_oracle<TestType>({.model = model_of(1, 2, 2, 2), .fill = fill}, {{3, hidden}, {}});
     }
 }

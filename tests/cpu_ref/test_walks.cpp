@@ -89,9 +89,9 @@ OwnedLayerWeights part_of(const ModelSpec& whole, const LayerWeights& from, cons
     return owned.storage.back().view<2>();
   };
   std::vector<const LinearParams*> sources;
-  for_each_linear(whole, from, [&](std::string_view, const LinearParams& l, auto...) { sources.push_back(&l); });
+  for_each_linear(whole, from, [&](const Site&, const LinearParams& l, auto...) { sources.push_back(&l); });
   std::size_t i = 0;
-  for_each_linear(part, owned.weights, [&](std::string_view, LinearParams& l, const LinearSize& size) {
+  for_each_linear(part, owned.weights, [&](const Site&, LinearParams& l, const LinearSize& size) {
     const LinearParams& source = *sources[i++];
     const ConstAnyView<2> matrix = std::get<DenseWeight>(source.weight).weight;
     l.weight = DenseWeight{cut(matrix, size.out, size.in)};
@@ -175,7 +175,7 @@ TEST_CASE("Ranks that share a layer sum up to the whole: heads, MLP and one resi
       bool in_first_half = true;
       require_ok(for_each_site(parts[r], part_weights[r].weights, states[r].tensors(),
                                [&](const Site& site, const auto& args) {
-                                 if (site.name == site::post_attention_layernorm.name) in_first_half = false;
+                                 if (site.id == SiteId::post_attention_layernorm) in_first_half = false;
                                  return in_first_half == first_half ? cpu_ref::run(args) : Status();
                                }));
     }

@@ -193,6 +193,27 @@ TEST_CASE("GELU by tanh is that of double", "[device_math]") {
   }
 }
 
+TEST_CASE("SiLU keeps its digits for every float32", "[device_math]") {
+  double near = 0, far = 0, least = 0;
+  std::int64_t upwards = 0;
+  for (std::uint32_t bits = 0; bits < 0x7f800000; bits += 499)
+    for (std::uint32_t sign : {0u, 0x80000000u}) {
+      const float x = std::bit_cast<float>(bits | sign);
+      const double got = double(silu(x)), exact = double(x) / (1 + std::exp(-double(x))), error = std::abs(got - exact);
+      upwards += sign ? !(got <= 0) : !(got >= 0);
+      if (x >= -1 && std::abs(x) >= 0x1p-126f) near = std::max(near, error / std::abs(exact));
+      if (x < -1 && x > -87) far = std::max(far, error / std::abs(exact * double(x)));
+      if (x <= -87) least = std::max(least, error);
+    }
+  CHECK(near <= 2.5e-7);
+  CHECK(far <= 1.6e-7);
+  CHECK(least <= 0x1p-118);
+  CHECK(upwards == 0);
+  CHECK(silu(INFINITY) == INFINITY);
+  CHECK(std::isnan(silu(-INFINITY)));
+  CHECK(std::isnan(silu(NAN)));
+}
+
 TEST_CASE("RoPE's rotation turns a pair by its angle", "[device_math]") {
   for (double angle : {0.0, 0.3, 1.0, 2.0, -3.0}) {
     float a = 0.75f, b = -1.5f;

@@ -37,20 +37,19 @@ TEST_CASE("linear on the GPU: every format of GPTQ weights", "[gpu][gptq]") {
       for (std::int64_t tokens : {1, 16})
         for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{64, 16}, {264, 40}, {640, 72}}) {
           INFO("in " << in << ", out " << out << ", tokens " << tokens);
-          CHECK(check_on_device<ops::Linear>(setup(activation, format, std::uint64_t(in)),
-                                             {{tokens, in, out, false}, {}}));
+          for (ops::Epilogue epilogue : {ops::Epilogue::none, ops::Epilogue::swiglu})
+            CHECK(check_on_device<ops::Linear>(setup(activation, format, std::uint64_t(in)),
+                                               linear_example(tokens, in, out, epilogue)));
         }
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights with every epilogue, number of tokens and size", "[gpu][gptq]") {
-  using ops::Epilogue;
-  for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual})
+  for (ops::Epilogue epilogue : kEpilogues)
     for (std::int64_t tokens : {1, 2, 3, 8, 9, 16, 17, 40})
       for (auto [in, out] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {32, 24}, {2560, 160}, {5120, 48}}) {
         INFO("in " << in << ", out " << out << ", tokens " << tokens << ", epilogue " << int(epilogue));
-        CHECK(
-            check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}, std::uint64_t(tokens)),
-                                         {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}}));
+        CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}, std::uint64_t(tokens)),
+                                           linear_example(tokens, in, out, epilogue)));
       }
 }
 
@@ -61,15 +60,17 @@ TEST_CASE("linear on the GPU: GPTQ weights with a bias of another type than the 
         Setup s = setup(activation, {4, 128, 1, false});
         s.weight = bias;
         INFO("tokens " << tokens);
-        CHECK(check_on_device<ops::Linear>(s, {{tokens, 640, 72, true}, {.epilogue = ops::Epilogue::residual}}));
+        for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu})
+          CHECK(check_on_device<ops::Linear>(s, linear_example(tokens, 640, 72, epilogue)));
       }
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights of so many rows that a thread finishes several elements", "[gpu][gptq]") {
   for (std::int64_t tokens : {1, 8, 16})
     for (std::int64_t out : {20480, 50304})
-      CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}),
-                                         {{tokens, 128, out, true}, {.epilogue = ops::Epilogue::residual}}));
+      for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu})
+        CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 1, false}),
+                                           linear_example(tokens, 128, out, epilogue)));
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][gptq]") {
@@ -77,10 +78,19 @@ TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][g
     CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{3, in, 32, false}, {}}));
   // So many elements that a cluster's blocks share them out.
   for (auto [tokens, in, out] : {std::array<std::int64_t, 3>{16, 5128, 5120}, {8, 5128, 9728}})
-    CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}),
-                                       {{tokens, in, out, true}, {.epilogue = ops::Epilogue::residual}}));
+    for (ops::Epilogue epilogue : {ops::Epilogue::residual, ops::Epilogue::swiglu})
+      CHECK(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}),
+                                         linear_example(tokens, in, out, epilogue)));
   // One column more is said to be too many.
   CHECK_FALSE(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{1, 20488, 16, false}, {}}));
+}
+
+TEST_CASE("linear on the GPU: swiglu refuses GPTQ weights whose rows are in RoPE's order", "[gpu][gptq][bad]") {
+  DeviceProblem<ops::Linear> p(setup(DType::f16, {4, 32, 0, false}), linear_example(1, 64, 16, ops::Epilogue::swiglu));
+  set_pairs(p.args(), {8, 4});
+  cuda::Context c = context();
+  CHECK(refusal_fault(cuda::run(p.args(), c), Code::unimplemented,
+                      {"linear: cuda takes rows that are packed in order with Epilogue::swiglu"}) == "");
 }
 
 TEST_CASE("linear on the GPU: GPTQ weights give the same bits a thousand times", "[gpu][gptq]") {

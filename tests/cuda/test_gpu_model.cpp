@@ -46,6 +46,23 @@ ModelConfig small_config(std::int64_t layers = 3) {
   return m;
 }
 
+/// The same with RMSNorm, SwiGLU and separate q, k and v, three query heads for each kv head. Its heads do not make up
+/// hidden_size.
+ModelConfig gated_config(ModelType type = ModelType::llama) {
+  ModelConfig m = gated_model_of(type, 6, 2, 64, 256, 320);
+  m.name = "gated";
+  m.num_hidden_layers = 3;
+  m.vocab_size = kVocab;
+  m.max_position_embeddings = 96;
+  m.tie_word_embeddings = type == ModelType::llama;
+  m.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
+                    .factor = 8,
+                    .low_freq_factor = 1,
+                    .high_freq_factor = 4,
+                    .original_max_positions = 32};
+  return m;
+}
+
 /// A small model with its weights on the host.
 struct Small {
   ModelConfig config;
@@ -148,7 +165,8 @@ Continued continued(Decoder& d, const std::vector<Ids>& prompts, const SequenceO
 TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle's within the budget",
           "[gpu][model][small][library]") {
   const DType dtype = GENERATE(DType::f16, DType::bf16);
-  const Small small(dtype);
+  const bool gated = GENERATE(false, true);
+  const Small small(dtype, {}, gated ? gated_config() : small_config());
   const Ids ids = ids_of(41, 1);
   const Reference reference = reference_of(small, ids);
   for (std::int64_t chunk : {1, 5, 8, 16, 64}) {
@@ -156,7 +174,7 @@ TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle'
     CHECK(model->activation() == dtype);
     Tensor logits(dtype, {41, kVocab});
     require_ok(model->forward(0, 0, ids, logits.view<2>()));
-    CAPTURE(chunk);
+    CAPTURE(chunk, gated);
     check_rows(logits, reference, 0);
     // The last rows alone, behind entries that stay.
     Tensor last(dtype, {3, kVocab});
@@ -182,6 +200,63 @@ TEST_CASE("model on the GPU: a prompt and then single tokens, at every split and
   }
 }
 
+TEST_CASE("model on the GPU: RMSNorm, SwiGLU and grouped heads: a prompt and then single tokens are the oracle's",
+          "[gpu][model][grouped]") {
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph);
+  const ModelType type = GENERATE(ModelType::llama, ModelType::mistral, ModelType::qwen2);
+  const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{4, 64}, WeightFormat{8, 64});
+  const Small small(dtype, linears, gated_config(type));
+  const Ids ids = ids_of(80, 2);
+  const Reference reference = reference_of(small, ids);
+  for (std::size_t split : {1, 9, 64, 79}) {
+    const auto model = small.model({.capacity = 96, .chunk = 32, .impl = impl});
+    const std::vector<Tensor> rows = prefill_and_step(*model, ids, split);
+    REQUIRE(rows.size() == 81 - split);
+    CAPTURE(to_string(impl), to_string(type), linears.bits, split);
+    for (std::size_t i = 0; i < rows.size(); ++i) check_rows(rows[i], reference, std::int64_t(split + i) - 1);
+  }
+}
+
+TEST_CASE(
+    "model on the GPU: RMSNorm, SwiGLU and grouped heads: a graph's logits are the launches' bit by bit, and so "
+    "are weights in place",
+    "[gpu][model][grouped]") {
+  const std::int64_t slots = GENERATE(1, 4, 12);
+  const Small small(DType::f16, {}, gated_config(ModelType::qwen2));
+  const auto source = taken(cuda::ResidentWeights::load(context(), small.config, DType::f16, small.weights->weights));
+  const ModelWeights there = source.model_weights();
+  const Ids ids = ids_of(30, 4);
+  const auto rows = [&](Impl impl, bool in_place) {
+    const Model::Options options{.slots = slots, .capacity = 64, .chunk = 16, .impl = impl, .in_place = in_place};
+    const auto model =
+        in_place ? taken(Model::create(context(), "gated", small.config, there, options)) : small.model(options);
+    std::string all;
+    for (const Tensor& row : prefill_and_step(*model, ids, 13, slots - 1)) all += bits(row);
+    return all;
+  };
+  const std::string expected = rows(Impl::unfused, false);
+  CHECK((rows(Impl::graph, false) == expected));
+  CHECK((rows(Impl::unfused, true) == expected));
+  CHECK((rows(Impl::graph, true) == expected));
+}
+
+TEST_CASE("model on the GPU: the graph is chosen for what the persistent kernel refuses by name",
+          "[gpu][model][small]") {
+  const Small gated(DType::f16, {}, gated_config());
+  CHECK(gated.model()->impl() == Impl::graph);
+  for (Impl impl : {Impl::split, Impl::layer, Impl::persistent})
+    CHECK(refusal_fault(gated.try_model({.capacity = 96, .impl = impl}).status(), Code::unimplemented,
+                        {"persistent: cuda takes LayerNorm, got RMSNorm"}) == "");
+  const auto chosen = [](const char* preset) {
+    const ModelConfig m = taken(find_preset(preset));
+    return Model::auto_impl(context(), m, outline_model(m, DType::f16), 1);
+  };
+  CHECK(chosen("llama-3.1-8b") == Impl::graph);
+  CHECK(chosen("llama-2-7b") == Impl::graph);
+  CHECK(chosen("pythia-2.8b") == (context().arch().compute_capability >= 90 ? Impl::persistent : Impl::graph));
+}
+
 TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, GPTQ weights", "[gpu][model]") {
   const auto check = [](const Small& small) {
     const Ids ids = ids_of(30, 3);
@@ -203,7 +278,8 @@ TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, G
 
 TEST_CASE("model on the GPU: many slots, of which some hold nothing", "[gpu][model]") {
   const std::int64_t slots = GENERATE(2, 8, 9, 16, 33, 64);
-  const Small small;
+  const bool gated = GENERATE(false, true);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
   const auto model = small.model({.slots = slots, .capacity = 64, .chunk = 32});
   // Sequence s of length 3 + s % 20 in every second slot.
   std::map<std::int64_t, Ids> sequences;
@@ -218,14 +294,18 @@ TEST_CASE("model on the GPU: many slots, of which some hold nothing", "[gpu][mod
     require_ok(model->step(tokens));
   }
   for (const auto& [slot, ids] : sequences) {
-    CAPTURE(slots, slot);
+    CAPTURE(slots, slot, gated);
     check_rows(row_of(*model, slot), reference_of(small, ids), std::int64_t(ids.size()) - 1);
   }
 }
 
 TEST_CASE("model on the GPU: a slot's bits do not depend on what the other slots hold", "[gpu][model]") {
-  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
-  const Small small;
+  const auto [impl, gated] = GENERATE(table<Impl, bool>({{Impl::unfused, false},
+                                                         {Impl::graph, false},
+                                                         {Impl::persistent, false},
+                                                         {Impl::unfused, true},
+                                                         {Impl::graph, true}}));
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
   const Model::Options options{.slots = 4, .capacity = 64, .chunk = 16, .impl = impl};
   const Ids ids = ids_of(24, 4);
   const auto alone = small.model(options), beside = small.model(options);
@@ -244,7 +324,7 @@ TEST_CASE("model on the GPU: a slot's bits do not depend on what the other slots
     require_ok(beside->step(tokens));
     got.push_back(bits(row_of(*beside, 2)));
   }
-  CAPTURE(to_string(impl));
+  CAPTURE(to_string(impl), gated);
   CHECK(got == expected);
 }
 
@@ -546,7 +626,8 @@ TEST_CASE("decoder on the GPU: a hundred runs of many tokens a launch have the s
 }
 
 TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][model]") {
-  const Small small;
+  const bool gated = GENERATE(false, true);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
   const auto& dense = std::get<DenseWeight>(small.weights->weights.layers[1].dense.weight).weight;
   constexpr std::uint16_t nan = 0x7e00;
   std::memcpy(static_cast<char*>(const_cast<void*>(dense.data)) + 10, &nan, sizeof nan);
@@ -556,8 +637,8 @@ TEST_CASE("model on the GPU: a NaN is named with the site that made it", "[gpu][
   CHECK(taken(d.finish(s)) == Finish::failed);
   CHECK(refusal_fault(d.status(s), Code::invalid_argument,
                       {"logits[0] is NaN",
-                       "the first NaN of this token is made by "
-                       "gpt_neox.layers.1.attention.dense"}) == "");
+                       std::string("the first NaN of this token is made by ") +
+                           (gated ? "model.layers.1.self_attn.o_proj" : "gpt_neox.layers.1.attention.dense")}) == "");
 }
 
 TEST_CASE("model on the GPU: a NaN in a launch of many tokens ends its sequence alone, and is named",
@@ -589,7 +670,9 @@ TEST_CASE("model on the GPU: the taps of every site are the oracle's within the 
           "[gpu][model][small]") {
   const auto [dtype, bits_of_weights] = GENERATE(
       table<DType, int>({{DType::f16, 0}, {DType::bf16, 0}, {DType::f32, 0}, {DType::f16, 4}, {DType::f16, 8}}));
-  const Small small(dtype, {.bits = bits_of_weights, .group_size = bits_of_weights ? 64 : 0});
+  const bool gated = GENERATE(false, true);
+  const Small small(dtype, {.bits = bits_of_weights, .group_size = bits_of_weights ? 64 : 0},
+                    gated ? gated_config() : small_config());
   const Ids ids = ids_of(19, 12);
   const auto n = std::int64_t(ids.size());
   const std::vector<Tap> all = model_taps(small.config, small.weights->weights);
@@ -617,7 +700,7 @@ TEST_CASE("model on the GPU: the taps of every site are the oracle's within the 
     Tensor plain(dtype, {n, kVocab}), logits(dtype, {n, kVocab});
     require_ok(small.model({.capacity = 96, .chunk = chunk})->forward(0, 0, ids, plain.view<2>()));
     const auto got = watched(*model, logits);
-    CAPTURE(to_string(dtype), bits_of_weights, chunk);
+    CAPTURE(to_string(dtype), bits_of_weights, chunk, gated);
     CHECK(bits(logits) == bits(plain));
     CHECK(bits(got.at("logits").rows) == bits(logits));
     for (const auto& [name, tap] : got) {

@@ -1,6 +1,7 @@
-// The LayerNorm kernels beyond the derived budgets: float32 results within 1e-6 of the oracle, 16-bit results one
+// The kernels of norms beyond the derived budgets: float32 results within 1e-6 of the oracle, 16-bit results one
 // rounding away from that, rows of every length and number, and data on which a one-pass variance fails.
 #include <cmath>
+#include <cstring>
 #include <tuple>
 
 #include "tests/cuda/device_check.hpp"
@@ -11,7 +12,8 @@ using namespace cf::test;
 
 namespace {
 
-using Norms = std::tuple<ops::LayerNorm, ops::LayerNormResidual, ops::ResidualLayerNorm, ops::DualLayerNorm>;
+using Norms =
+    std::tuple<ops::LayerNorm, ops::RmsNorm, ops::LayerNormResidual, ops::ResidualLayerNorm, ops::DualLayerNorm>;
 
 Setup setup(DType activation, Fill fill = Fill::normal) {
   Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
@@ -162,6 +164,20 @@ TEST_CASE("layernorm on the GPU keeps its digits where E[x^2] - E[x]^2 has none"
   INFO("relative max " << result->rel_max << ", of the naive form " << wrong->rel_max);
   CHECK(result->within(budget));
   CHECK(result->rel_max < 1e-3);
+}
+
+TEST_CASE("rmsnorm on the GPU: an eps beside which the mean of squares is small, and rows of zeros", "[gpu][norms]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t hidden : {8, 264, 4096, 8200})
+      for (double eps : {1e-6, 0.5, 100.}) {
+        const Setup s = setup(activation);
+        Problem<ops::RmsNorm> p(s, {{3, hidden}, {.eps = eps}});
+        CHECK(check_on_device<ops::RmsNorm>(s, p));
+        auto& x = p.blocks().front();
+        REQUIRE(x.name == "x");
+        std::memset(x.data(), 0, x.bytes());
+        CHECK(check_on_device<ops::RmsNorm>(s, p));
+      }
 }
 
 TEST_CASE("dual_layernorm on the GPU is two layernorms, bit by bit", "[gpu][norms]") {

@@ -1,5 +1,8 @@
 // The CUDA ops against the double oracle within the derived budget, guards and poison intact, the same bits on every
 // run.
+#include <cmath>
+#include <limits>
+
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/op_test_case.hpp"
 
@@ -46,20 +49,18 @@ OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][alone]", ops::All) {
 }
 
 TEST_CASE("linear on the GPU: every epilogue and odd size", "[gpu][linear]") {
-  using ops::Epilogue;
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
-    for (Epilogue epilogue : {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual})
+    for (ops::Epilogue epilogue : kEpilogues)
       for (std::int64_t tokens : {1, 2, 8, 9, 16, 17, 40})
         for (auto [in, out] :
              {std::pair<std::int64_t, std::int64_t>{8, 1}, {24, 7}, {256, 8}, {264, 9}, {1280, 20}, {2560, 63}}) {
           Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .seed = std::uint64_t(in)};
           s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
-          CHECK(check_on_device<ops::Linear>(
-              s, {{tokens, in, out, epilogue == Epilogue::residual}, {.epilogue = epilogue}}));
+          CHECK(check_on_device<ops::Linear>(s, linear_example(tokens, in, out, epilogue)));
         }
 }
 
-TEST_CASE("layernorm on the GPU agrees with the oracle", "[gpu][layernorm]") {
+OP_TEST_CASE("Norms on the GPU agree with the oracle", "[gpu][layernorm]", std::tuple<ops::LayerNorm, ops::RmsNorm>) {
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (std::int64_t hidden : {8, 16, 160, 248, 256, 264, 2048, 2560, 4096, 5120, 8192, 8200, 32768})
       for (std::int64_t tokens : {1, 3})
@@ -67,6 +68,42 @@ TEST_CASE("layernorm on the GPU agrees with the oracle", "[gpu][layernorm]") {
           Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
           s.weight = activation == DType::bf16 ? DType::bf16 : DType::f16;
           s.values = s.weight;
-          CHECK(check_on_device<ops::LayerNorm>(s, {{tokens, hidden}, {}}));
+          CHECK(check_on_device<TestType>(s, {{tokens, hidden}, {}}));
         }
+}
+
+TEST_CASE("swiglu on the GPU: gates from -200 to 200, of zero and of NaN, in every kernel of linear", "[gpu][linear]") {
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (std::int64_t tokens : {1, 12, 40}) {
+      // A weight of zeros leaves the biases, which are the gate's and the up row's sums.
+      const std::int64_t in = 8, out = 512;
+      Setup s{.model = model_of(1, 2, 2, 2), .activation = activation};
+      s.weight = s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+      Problem<ops::Linear> p(s, linear_example(tokens, in, out, ops::Epilogue::swiglu));
+      for (auto& block : p.blocks())
+        if (block.name == "weight" || block.name == "bias")
+          dispatch_float(block.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            for (std::int64_t i = 0; i < element_count(block.shape); ++i) {
+              const double gate = (double(i / 2) - double(out) / 2) * 200 / (double(out) / 2);
+              static_cast<T*>(block.data())[i] = narrow<T>(block.name == "weight" ? 0 : i % 2 ? 1.5 : gate);
+            }
+          });
+      CHECK(check_on_device<ops::Linear>(s, p));
+      // A NaN stays one: that of the first token in its elements, and in no other token's.
+      for (auto& block : p.blocks())
+        if (block.name == "x")
+          dispatch_float(block.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            static_cast<T*>(block.data())[0] = narrow<T>(std::numeric_limits<double>::quiet_NaN());
+          });
+      DeviceProblem<ops::Linear> device(p);
+      cuda::Context c = context();
+      Problem<ops::Linear>& got = device.run(c);
+      const Tensor y = got.tensor(got.blocks().back());
+      std::int64_t wrong = 0;
+      for (std::int64_t i = 0; i < y.size(); ++i) wrong += std::isnan(y.at(i)) != (i < out);
+      INFO(to_string(activation) << ", tokens " << tokens);
+      CHECK(wrong == 0);
+    }
 }

@@ -71,9 +71,13 @@ OP_TEST_CASE("Every op on the GPU makes the same bits a thousand times", "[gpu][
   const auto stream = cuda::make_stream();
   REQUIRE(stream);
   // 80 queries a step: an H200's plan and an RTX 5090's split their keys differently.
-  for (const Workload& load : {Workload{4, 1, 129, 130}, Workload{2, 9, 40, 40}})
+  const ModelConfig gated = gated_model_of(ModelType::qwen2, 20, 5, 64, 1280, 640);
+  for (const auto& [model, load] : {std::pair{model_of(20, 80, 20, 640), Workload{4, 1, 129, 130}},
+                                    {model_of(20, 80, 20, 640), Workload{2, 9, 40, 40}},
+                                    {gated, Workload{4, 1, 129, 130}},
+                                    {gated, Workload{2, 9, 40, 40}}})
     for (DType dtype : {DType::f16, DType::bf16}) {
-      Setup s{.model = model_of(20, 80, 20, 640), .load = load, .activation = dtype, .weight = dtype, .values = dtype};
+      Setup s{.model = model, .load = load, .activation = dtype, .weight = dtype, .values = dtype};
       s.model.max_position_embeddings = load.kv_len;
       INFO(TestType::name << ": " << describe(s));
       DeviceProblem<TestType> p(s);

@@ -11,6 +11,7 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "tests/cuda/device_session.hpp"
+#include "tests/support/grouped.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
 
@@ -30,6 +31,16 @@ ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
   return m;
 }
 
+/// The same with RMSNorm, SwiGLU and separate q, k and v. Of such a model the heads need not make up hidden_size.
+ModelConfig small_gated_model(DType dtype, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+                              ModelType type = ModelType::qwen2) {
+  ModelConfig m = gated_model_of(type, heads, kv_heads, head_dim, 256, 320);
+  m.num_hidden_layers = 3;
+  m.max_position_embeddings = 64;
+  m.dtype = dtype;
+  return m;
+}
+
 /// What a session of procedural layers was given.
 struct Inputs {
   std::vector<OwnedLayerWeights> weights;
@@ -39,7 +50,7 @@ struct Inputs {
 
 Inputs inputs(const ModelConfig& m, const Workload& load, DType activation, WeightFormat linears = {}) {
   Inputs in;
-  const Shape cache{load.batch, m.num_attention_heads, load.cache_capacity(), m.head_dim()};
+  const Shape cache{load.batch, m.kv_heads(), load.cache_capacity(), m.head_dim()};
   for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
     in.weights.push_back(procedural_layer(m, m.dtype, l, 7, linears));
     in.k_caches.push_back(activations(activation, cache, "k" + std::to_string(l)));
@@ -116,7 +127,7 @@ void check_layers(Session& session, const Inputs& in, const Workload& load, DTyp
     oracle.hidden = fetch<2>(session.tensors(l).hidden).converted(DType::f64);
     oracle.k_cache = in.k_caches[std::size_t(l)].converted(DType::f64);
     oracle.v_cache = in.v_caches[std::size_t(l)].converted(DType::f64);
-    oracle.fill_rope_table(m.traits.rope_theta);
+    oracle.fill_rope_table(m.traits.rope_theta, m.traits.rope_scaling);
     oracle.set_kv_len(kv_len);
     require_ok(session.step(impl, LayerRange{l, l + 1}));
 
@@ -204,6 +215,86 @@ TEST_CASE("session: every layer's step is the oracle's within its budget", "[gpu
   Session session = make_session(c, m, load, activation, in);
   require_ok(session.set_kv_len(kv_len));
   check_layers(session, in, load, activation, kv_len, impl);
+}
+
+TEST_CASE(
+    "session: layers with RMSNorm, SwiGLU and grouped heads: one graph gives the unfused step's bits, and the "
+    "oracle's numbers",
+    "[gpu][session][grouped]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16, DType::f32);
+  const auto [heads, kv_heads] = GENERATE(from_range(kGroupedHeads.begin(), kGroupedHeads.end()));
+  const std::int64_t head_dim = GENERATE(64, 128);
+  // Few tokens; more than ln_qkv would take; several of a sequence; many, one of a sequence and many.
+  const auto [batch, q_len] =
+      GENERATE(std::pair{1, 1}, std::pair{5, 1}, std::pair{2, 3}, std::pair{40, 1}, std::pair{2, 24});
+  ModelConfig m =
+      small_gated_model(activation, heads, kv_heads, head_dim, q_len == 1 ? ModelType::qwen2 : ModelType::llama);
+  m.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
+                    .factor = 8,
+                    .low_freq_factor = 1,
+                    .high_freq_factor = 4,
+                    .original_max_positions = 16};
+  const std::vector<std::int32_t> kv_len(std::size_t(batch), 33);
+  const Workload load{.batch = batch, .q_len = q_len, .capacity = 40};
+  const Inputs in = inputs(m, load, activation);
+  cuda::Context c = context();
+  c.set_overlap(true);
+  Session session = make_session(c, m, load, activation, in);
+  require_ok(session.set_kv_len(kv_len));
+  CAPTURE(to_string(activation), heads, kv_heads, head_dim, batch, q_len);
+  poison(session);
+  require_ok(session.step(Impl::unfused));
+  const auto expected = bytes(session);
+  for (int i = 0; i < 3; ++i) {
+    poison(session);
+    require_ok(session.step(Impl::graph));
+    CHECK((bytes(session) == expected));
+  }
+  check_layers(session, in, load, activation, kv_len, Impl::graph);
+}
+
+TEST_CASE(
+    "session: quantised layers with RMSNorm, SwiGLU and grouped heads, as a graph and launch by launch, are the "
+    "oracle's",
+    "[gpu][session][gptq][grouped]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16);
+  const WeightFormat linears = GENERATE(WeightFormat{4, 128}, WeightFormat{4, 32}, WeightFormat{8, 64});
+  const auto [batch, q_len] = GENERATE(std::pair{1, 1}, std::pair{3, 1}, std::pair{12, 1}, std::pair{2, 40});
+  const ModelConfig m = small_gated_model(activation, 6, 2, 64);
+  const std::vector<std::int32_t> kv_len(std::size_t(batch), 40);
+  const Workload load{.batch = batch, .q_len = q_len, .capacity = 40};
+  const Inputs in = inputs(m, load, activation, linears);
+  cuda::Context c = context();
+  Session session = make_session(c, m, load, activation, in);
+  require_ok(session.set_kv_len(kv_len));
+  CAPTURE(to_string(activation), linears.bits, linears.group_size, batch, q_len);
+  require_ok(session.step(Impl::unfused));
+  const auto expected = bytes(session);
+  poison(session);
+  require_ok(session.step(Impl::graph));
+  CHECK((bytes(session) == expected));
+  check_layers(session, in, load, activation, kv_len, Impl::graph);
+}
+
+TEST_CASE("session: the persistent kernel refuses RMSNorm by name, and biases that a model lacks are refused",
+          "[gpu][session][bad]") {
+  const ModelConfig m = small_gated_model(DType::f16, 4, 1, 64, ModelType::llama);
+  const Workload load{.batch = 1, .q_len = 1, .capacity = 40};
+  const Inputs in = inputs(m, load, DType::f16);
+  Session session = make_session(context(), m, load, DType::f16, in);
+  for (Impl impl : {Impl::split, Impl::layer, Impl::persistent})
+    CHECK(refusal_fault(session.step(impl), Code::unimplemented, {"persistent: cuda takes LayerNorm, got RMSNorm"}) ==
+          "");
+  const Tensor bias = activations(DType::f16, {m.hidden_size}, "bias");
+  for (auto [linear, name] : {std::pair{&LayerWeights::query_key_value, "self_attn.qkv_proj"},
+                              {&LayerWeights::dense, "self_attn.o_proj"},
+                              {&LayerWeights::dense_h_to_4h, "mlp.gate_up_proj"},
+                              {&LayerWeights::dense_4h_to_h, "mlp.down_proj"}}) {
+    LayerWeights changed = in.weights[1].weights;
+    (changed.*linear).bias = bias.view<1>();
+    CHECK(refusal_fault(session.weights.load_layer(1, changed), Code::invalid_argument,
+                        {"layer 1: ", name, "has a bias, expected none"}) == "");
+  }
 }
 
 TEST_CASE("session: quantised and mixed layers, as a graph and launch by launch, are the oracle's",

@@ -16,6 +16,7 @@
 
 using namespace cf;
 using namespace cf::cuda;
+using cf::test::gated_model_of;
 using cf::test::model_of;
 using cf::test::refusal_fault;
 
@@ -269,6 +270,22 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
   REQUIRE(second_rank);
   CHECK(refusal_fault(plan_persistent(kH200, persistent_model(*second_rank, good.dtype), 1).status(),
                       Code::unimplemented, {"a rank that adds the residual, got one that leaves it to another"}) == "");
+  // Heads of such a model need not make up hidden_size: what the kernel has no code for is said before.
+  const ModelConfig gated = gated_model_of(ModelType::llama, 8, 2, 64, 256, 512);
+  const auto lacks = [&](auto change, std::string_view part) {
+    PersistentModel m = persistent_model(gated, good.dtype);
+    change(m);
+    return refusal_fault(plan_persistent(kH200, m, 1).status(), Code::unimplemented, {"persistent: cuda takes ", part});
+  };
+  CHECK(lacks([](PersistentModel&) {}, "LayerNorm, got RMSNorm") == "");
+  const auto normed = [](PersistentModel& m) { m.norm = NormKind::layernorm; };
+  CHECK(lacks(normed, "GELU, got SwiGLU") == "");
+  CHECK(lacks(
+            [&](PersistentModel& m) {
+              normed(m);
+              m.hidden_act = Activation::gelu_erf;
+            },
+            "q, k and v that are interleaved by head, got separate ones") == "");
   model = persistent_model(good, good.dtype);
   model.kv_heads = 2;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,

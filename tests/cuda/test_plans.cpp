@@ -184,7 +184,7 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
 /// The items are the vectors of a token's q, k and v, in the order of qkv. The launch is rope_append's, too.
 Launch rope_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
   const std::int64_t heads = m.num_attention_heads;
-  const RopePlan plan = rope_plan(arch, w.tokens(), heads, m.head_dim(), m.rotary_dim, 8);
+  const RopePlan plan = rope_plan(arch, w.tokens(), heads, heads, m.head_dim(), m.rotary_dim, 8);
   return {.grid = {w.tokens(), plan.blocks.blocks, 1},
           .threads = plan.blocks.threads,
           .blocks_per_sm = rope_blocks_per_sm(plan.heads),
@@ -195,7 +195,7 @@ Launch rope_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
             for (int thread = 0; thread < plan.blocks.threads; ++thread) {
               const int index = int(block) * plan.blocks.threads + thread;
               if (index >= plan.units()) continue;
-              const RopeUnit unit = plan.unit(index);
+              const RopeUnit unit = plan.unit<ops::QkvLayout::interleaved_by_head>(index);
               for (std::int64_t i = 0; i < plan.heads; ++i)
                 if (const std::int64_t head = unit.group * plan.heads + i; head < heads) {
                   const std::int64_t item = (head * 3 + unit.part) * plan.vectors + unit.vector;
@@ -344,42 +344,52 @@ TEST_CASE("attention: a query head's kv head is head / group", "[plans][grouped]
 
 TEST_CASE("rope: a decode step has one head a thread, a long prefill four", "[plans]") {
   for (const Arch& arch : {kH200, kRtx5090}) {
-    CHECK(rope_plan(arch, 1, 32, 80, 20, 8).heads == 1);
-    CHECK(rope_plan(arch, 64, 32, 80, 20, 8).heads == 1);
-    CHECK(rope_plan(arch, 4096, 32, 80, 20, 8).heads == 4);
+    CHECK(rope_plan(arch, 1, 32, 32, 80, 20, 8).heads == 1);
+    CHECK(rope_plan(arch, 64, 32, 32, 80, 20, 8).heads == 1);
+    CHECK(rope_plan(arch, 4096, 32, 32, 80, 20, 8).heads == 4);
   }
   // 20 rotated elements lie in 64 of a head's 160 bytes; 256 elements, in all of them; 8, in all 16 bytes of a head.
-  CHECK(rope_plan(kH200, 1, 32, 80, 20, 8).turning == 4);
-  CHECK(rope_plan(kH200, 1, 32, 256, 256, 8).turning == 32);
-  CHECK(rope_plan(kH200, 1, 32, 8, 8, 8).turning == 1);
-  CHECK(rope_plan(kH200, 1, 32, 80, 20, 4).turning == 6);
+  CHECK(rope_plan(kH200, 1, 32, 32, 80, 20, 8).turning == 4);
+  CHECK(rope_plan(kH200, 1, 32, 32, 256, 256, 8).turning == 32);
+  CHECK(rope_plan(kH200, 1, 32, 32, 8, 8, 8).turning == 1);
+  CHECK(rope_plan(kH200, 1, 32, 32, 80, 20, 4).turning == 6);
 }
 
 TEST_CASE("rope: each vector of a token is one thread's, and those with rotated elements come first and turn",
           "[plans]") {
-  for (int lane : {4, 8})
-    for (std::int64_t head_dim : {8, 16, 64, 80, 104, 128, 256, 4096})
-      for (std::int64_t rotary_dim : {std::int64_t(2), head_dim / 4, head_dim / 4 + 2, head_dim})
-        for (std::int64_t heads : {1, 3, 4, 5, 32})
-          for (std::int64_t tokens : {1, 100000}) {
-            const RopePlan plan = rope_plan(kH200, tokens, heads, head_dim, rotary_dim, lane);
-            std::set<std::array<int, 3>> seen;
-            bool turned = true, orderly = true;
-            for (int index = 0; index < plan.units(); ++index) {
-              const RopeUnit u = plan.unit(index);
-              orderly &= u.turns <= turned && u.group >= 0 && u.group < plan.groups && u.part >= 0 && u.part < 3 &&
-                         u.vector >= 0 && u.vector < plan.vectors;
-              // What does not turn has no rotated element.
-              orderly &= u.turns || u.part == 2 || u.vector * lane >= rotary_dim;
-              orderly &= !u.turns || u.part < 2;
-              turned = u.turns;
-              seen.insert({u.group, u.part, u.vector});
+  using enum ops::QkvLayout;
+  // Heads and kv heads: as many of both, and 3, 4, 7 and 8 query heads for each kv head.
+  using Heads = std::pair<std::int64_t, std::int64_t>;
+  for (auto [heads, kv_heads] :
+       {Heads{1, 1}, {3, 3}, {4, 4}, {5, 5}, {32, 32}, {6, 2}, {4, 1}, {14, 2}, {28, 4}, {8, 1}, {24, 3}})
+    for (ops::QkvLayout layout : {interleaved_by_head, separate}) {
+      if (layout == interleaved_by_head && heads != kv_heads) continue;
+      for (int lane : {4, 8})
+        for (std::int64_t head_dim : {8, 16, 64, 80, 104, 128, 256, 4096})
+          for (std::int64_t rotary_dim : {std::int64_t(2), head_dim / 4, head_dim / 4 + 2, head_dim})
+            for (std::int64_t tokens : {1, 100000}) {
+              const RopePlan plan = rope_plan(kH200, tokens, heads, kv_heads, head_dim, rotary_dim, lane);
+              const auto groups_of = [&](int part) { return part == 0 ? plan.groups : plan.kv_groups; };
+              std::set<std::array<int, 3>> seen;
+              bool turned = true, orderly = true;
+              for (int index = 0; index < plan.units(); ++index) {
+                const RopeUnit u =
+                    layout == separate ? plan.unit<separate>(index) : plan.unit<interleaved_by_head>(index);
+                orderly &= u.turns <= turned && u.part >= 0 && u.part < 3 && u.group >= 0 &&
+                           u.group < groups_of(u.part) && u.vector >= 0 && u.vector < plan.vectors;
+                // What does not turn has no rotated element.
+                orderly &= u.turns || u.part == 2 || u.vector * lane >= rotary_dim;
+                orderly &= !u.turns || u.part < 2;
+                turned = u.turns;
+                seen.insert({u.group, u.part, u.vector});
+              }
+              CAPTURE(int(layout), lane, head_dim, rotary_dim, heads, kv_heads, tokens);
+              CHECK(orderly);
+              CHECK(std::int64_t(seen.size()) == std::int64_t(plan.groups + 2 * plan.kv_groups) * (head_dim / lane));
+              for (auto [groups, of] : {std::pair{plan.groups, heads}, {plan.kv_groups, kv_heads}})
+                CHECK((groups * plan.heads >= of && (groups - 1) * plan.heads < of));
             }
-            CAPTURE(lane, head_dim, rotary_dim, heads, tokens);
-            CHECK(orderly);
-            CHECK(std::int64_t(seen.size()) == std::int64_t(plan.groups) * 3 * (head_dim / lane));
-            CHECK((plan.groups * plan.heads >= heads && (plan.groups - 1) * plan.heads < heads));
-          }
+    }
 }
 
 TEST_CASE("linear: the blocks' tiles differ by one at most", "[plans]") {
@@ -563,8 +573,8 @@ TEST_CASE("gemm: a model's scratch memory has room for each of its products, and
           CHECK(bytes % 4 == 0);
           CHECK(bytes >= kGemmWorkspaceBytes + std::size_t(tokens * m.intermediate_size * 4));
           CHECK(bytes >= linear_scratch_bytes(m, dtype, tokens - 1, quantised));
-          for_each_linear(m, LayerWeights{}, [&](std::string_view module, const LinearParams&, const LinearSize& size) {
-            const bool gelu = module == site::dense_h_to_4h.name;
+          for_each_linear(m, LayerWeights{}, [&](const Site& site, const LinearParams&, const LinearSize& size) {
+            const bool gelu = site.id == SiteId::dense_h_to_4h;
             for (int bits : {4, 8}) {
               const int parts = quantised ? gptq_parts(dtype, bits) : 0;
               CHECK(bytes >= gemm_scratch(tokens, size.in, size.out, parts, gelu || quantised).bytes);

@@ -32,10 +32,10 @@ class Step {
       : spec(config.spec()), weights(outline_model(spec, dtype, linears)) {
     for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { place(view); });
     for (LayerWeights& w : weights.layers)
-      for_each_linear(spec, w, [&](std::string_view module, LinearParams& l, const LinearSize& size) {
+      for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
         if (linears.bits == 0) return;
         // As pack() orders the rows for ln_qkv.
-        const bool turned = module == site::query_key_value.name;
+        const bool turned = site.id == SiteId::query_key_value && begins_as_ln_qkv(spec);
         l.weight = packed(size, linears, turned ? RopePairs{spec.shape.head_dim, spec.shape.rotary_dim} : RopePairs{});
       });
     tie_embeddings(spec, weights);
@@ -99,11 +99,11 @@ Result<std::int64_t> launches_of(const Arch&, const Args&, bool) {
 Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, bool library) {
   const auto d = ops::Linear::dims(a);
   const auto* packed = std::get_if<PackedWeight>(&a.linear.weight);
-  if (is_linear_wgmma(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr)) return std::int64_t(1);
+  if (is_linear_wgmma(arch, d.tokens, d.in, d.rows(), a.x.dtype, packed != nullptr)) return std::int64_t(1);
   if (is_linear_tiles(arch, d.tokens, d.in, d.out, a.x.dtype, packed != nullptr, a.epilogue)) return std::int64_t(1);
   if (packed) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
-    if (is_gptq_wgmma(arch, d.tokens, d.in, d.out, a.x.dtype, packed->format.bits, layout.has_order))
+    if (is_gptq_wgmma(arch, d.tokens, d.in, d.rows(), a.x.dtype, packed->format.bits, layout.has_order))
       return (d.tokens + kGptqWgmmaTile - 1) / kGptqWgmmaTile;
   }
   if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
@@ -162,7 +162,7 @@ Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library
     return {};
   };
   CF_TRY(for_each_model_site(s.spec, s.weights, s.tensors, [&](const ModelSite& site, const auto& args) -> Status {
-    if (site.site.name == site::embed_in.name) {
+    if (site.site.id == SiteId::embed_in) {
       // The table is read by rows. Behind it come the layers of a graph.
       for (const LayerWeights& w : s.weights.layers)
         if (graph) {
@@ -186,12 +186,12 @@ std::pair<std::int64_t, std::int64_t> range_of(const Step& s, const Arch& arch, 
   const auto expect = [&](const auto& view) { expected.push_back(view.data); };
   const auto expect_norm = [&](const NormParams& n) {
     expect(n.gamma);
-    expect(n.beta);
+    if (n.beta) expect(n.beta);
   };
   for (const LayerWeights& w : s.weights.layers) {
     expect_norm(w.input_layernorm);
     expect_norm(w.post_attention_layernorm);
-    for_each_linear(s.spec, w, [&](std::string_view, const LinearParams& l, const LinearSize& size) {
+    for_each_linear(s.spec, w, [&](const Site&, const LinearParams& l, const LinearSize& size) {
       if (const auto* packed = std::get_if<PackedWeight>(&l.weight))
         expect(packed->data);
       else
@@ -216,16 +216,18 @@ std::pair<std::int64_t, std::int64_t> range_of(const Step& s, const Arch& arch, 
 
 TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all that a launch takes",
           "[plans][model]") {
-  for (ModelConfig m : pythia_presets()) {
+  for (ModelConfig m : presets()) {
     m.num_hidden_layers = 2;
     for (const Arch& arch : {kH200, kRtx5090})
       for (const DType dtype : {DType::f16, DType::bf16, DType::f32})
         for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
           if (dtype == DType::f32 && format.bits) continue;  // the kernels take GPTQ weights with 16 bits alone
-          // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles.
+          // An RTX 5090's blocks have no shared memory for 16 tokens beside a quantised weight's tiles, nor have an
+          // H200's beside those of so many rows.
+          const bool is_short = arch.compute_capability == 120 || m.spec().mlp_rows() > 32768;
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
             const bool on_hopper = arch.compute_capability == 90;
-            const std::int64_t a_launch = format.bits ? (!on_hopper ? 8 : slots > 16 ? 64 : 16) : 16;
+            const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_short ? 8 : 16) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})
               for (const bool library : {false, true}) {
@@ -261,4 +263,26 @@ TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, a
     CHECK(rope_append == int(!few));
     CHECK(ops == int(sites.size()) - (few ? 3 : 1));
   }
+}
+
+TEST_CASE("a graph's step of RMSNorm and separate q, k and v has rope_append in the place of two sites, for any slots",
+          "[plans][model]") {
+  ModelConfig m = *find_preset("llama-3.1-8b");
+  m.num_hidden_layers = 1;
+  for (const std::int64_t slots : {1, 3, 64})
+    for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
+      const Step step(m, slots, DType::f16, format);
+      int rms_norm = 0, rope_append = 0, ops = 0;
+      REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
+                                [&]<class Args>(const Args&, const LaunchMode&) {
+                                  rms_norm += std::is_same_v<Args, ops::RmsNorm::Args>;
+                                  rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
+                                  ++ops;
+                                  return Status();
+                                }));
+      CAPTURE(slots, format.bits);
+      CHECK(rms_norm == 2);
+      CHECK(rope_append == 1);
+      CHECK(ops == int(sites.size()) - 1);
+    }
 }

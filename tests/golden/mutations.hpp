@@ -18,13 +18,16 @@ namespace cf::test {
 struct Fault {
   using Scratch = std::vector<Tensor>;
   std::string name;
-  bool everywhere = true;  // caught in every golden file, or in one at least
-  bool quantised = false;  // concerns GPTQ weights alone
-  bool fine = false;       // below the rounding errors of 16-bit activations
+  bool everywhere = true;                              // caught in every golden file, or in one at least
+  bool quantised = false;                              // concerns GPTQ weights alone
+  bool dense = false;                                  // concerns dense weights alone
+  bool fine = false;                                   // below the rounding errors of 16-bit activations
+  std::function<bool(const ModelConfig&)> concerns{};  // the models that can show it; all where it is empty
   std::function<void(ModelConfig&, LayerWeights&, LayerState&, Scratch&)> before{};
   std::function<void(GptqWeight&, Scratch&)> gptq{};
   std::function<void(ops::Rope::Args&, Scratch&)> rope{};
   std::function<void(ops::Attention::Args&, Scratch&)> attention{};
+  std::function<void(ops::RmsNorm::Args&, Scratch&)> rmsnorm{};
 
   void apply(ops::Linear::Args& a, Scratch& t) const {
     auto* const weight = std::get_if<GptqWeight>(&a.linear.weight);
@@ -35,6 +38,9 @@ struct Fault {
   }
   void apply(ops::Attention::Args& a, Scratch& t) const {
     if (attention) attention(a, t);
+  }
+  void apply(ops::RmsNorm::Args& a, Scratch& t) const {
+    if (rmsnorm) rmsnorm(a, t);
   }
   void apply(ops::LayerNorm::Args&, Scratch&) const {}
   void apply(ops::KvAppend::Args&, Scratch&) const {}
@@ -91,6 +97,50 @@ inline ConstAnyView<4> next_heads(ConstAnyView<4> cache, Fault::Scratch& scratch
   return scratch.back().view<4>();
 }
 
+/// A float32 product of which the elements of each head of q and k are in the order of pairs, as before Hugging Face's
+/// conversion of Llama.
+inline ConstAnyView<4> paired_elements(const ops::Rope::Args& a, Fault::Scratch& scratch) {
+  const auto d = ops::Rope::dims(a);
+  const std::int64_t heads = d.heads + 2 * d.kv_heads, half = d.head_dim / 2;
+  Tensor t = Tensor(DType::f32, {d.tokens, a.qkv.shape[1], a.qkv.shape[2], d.head_dim});
+  for (std::int64_t row = 0; row < d.tokens * heads; ++row) {
+    const float* from = a.qkv.as<const float>().data + row * d.head_dim;
+    float* to = t.as<float>() + row * d.head_dim;
+    const bool turns = row % heads < d.heads + d.kv_heads;
+    for (std::int64_t i = 0; i < d.head_dim; ++i) to[i] = from[turns ? i % half * 2 + i / half : i];
+  }
+  scratch.push_back(std::move(t));
+  return scratch.back().view<4>();
+}
+
+/// The same Linear with each pair of rows exchanged.
+inline void exchange_rows(LinearParams& linear, Fault::Scratch& scratch) {
+  const ConstAnyView<2> w = std::get<DenseWeight>(linear.weight).weight;
+  Tensor t(w.dtype, {w.shape[0], w.shape[1]});
+  const std::size_t row = std::size_t(w.shape[1]) * size_bytes(w.dtype);
+  for (std::size_t i = 0; i < std::size_t(w.shape[0]); ++i)
+    std::memcpy(static_cast<std::byte*>(t.data()) + (i ^ 1) * row, static_cast<const std::byte*>(w.data) + i * row,
+                row);
+  scratch.push_back(std::move(t));
+  linear.weight = DenseWeight{scratch.back().view<2>()};
+}
+
+/// Changes float32 rows x so that their RMSNorm is x / (sqrt(mean of squares) + eps): with x times c the norm is
+/// x / sqrt(mean + eps / c^2).
+inline void take_eps_out_of_root(ops::RmsNorm::Args& a, Fault::Scratch& scratch) {
+  const auto [tokens, hidden] = a.x.shape;
+  Tensor t(DType::f32, {tokens, hidden});
+  for (std::int64_t row = 0; row < tokens; ++row) {
+    const float* from = a.x.as<const float>().data + row * hidden;
+    double squares = 0;
+    for (std::int64_t i = 0; i < hidden; ++i) squares += double(from[i]) * double(from[i]);
+    const double c = 1 / std::sqrt(2 * std::sqrt(squares / double(hidden)) + a.eps);
+    for (std::int64_t i = 0; i < hidden; ++i) t.as<float>()[row * hidden + i] = float(double(from[i]) * c);
+  }
+  scratch.push_back(std::move(t));
+  a.x = scratch.back().view<2>();
+}
+
 inline void round_to_f16(Tensor& table) {
   for (std::int64_t i = 0; i < table.size(); ++i) table.as<float>()[i] = widen<float>(narrow<f16>(table.at(i)));
 }
@@ -98,7 +148,10 @@ inline void round_to_f16(Tensor& table) {
 /// Every fault that the suite must catch.
 inline std::vector<Fault> faults() {
   std::vector<Fault> all;
+  all.reserve(64);  // references stay valid
   const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
+  const auto is_neox = [](const ModelConfig& m) { return m.family() == ModelFamily::gpt_neox; };
+  const auto is_llama = [](const ModelConfig& m) { return m.family() == ModelFamily::llama; };
   add("the oldest cache entry is dropped").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     drop_oldest(s.k_cache);
     drop_oldest(s.v_cache);
@@ -107,17 +160,21 @@ inline std::vector<Fault> faults() {
   add("the newest cache entry is not seen").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
     a.kv_len = shifted(a.kv_len, -1, s);
   };
-  add("the scale is that of head_dim 64").attention = [](ops::Attention::Args& a, Fault::Scratch&) {
-    a.scale = 1 / std::sqrt(64.0);
-  };
-  add("a query head reads the next kv head").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+  Fault& scale = add("the scale is that of head_dim 64");
+  scale.concerns = [](const ModelConfig& m) { return m.head_dim() != 64; };
+  scale.attention = [](ops::Attention::Args& a, Fault::Scratch&) { a.scale = 1 / std::sqrt(64.0); };
+  Fault& next = add("a query head reads the next kv head");
+  next.concerns = [](const ModelConfig& m) { return m.kv_heads() > 1; };
+  next.attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
     a.k_cache = next_heads(a.k_cache, s);
     a.v_cache = next_heads(a.v_cache, s);
   };
   add("positions are one too high").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     add_to(s.positions, 1);
   };
-  add("QKV is read as if q, k and v were not interleaved").rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
+  Fault& order = add("QKV is read as if q, k and v were not interleaved");
+  order.concerns = is_neox;
+  order.rope = [](ops::Rope::Args& a, Fault::Scratch& s) {
     const auto [tokens, heads, three, head_dim] = a.qkv.shape;
     Tensor t(DType::f32, {tokens, heads, three, head_dim});
     const float* from = a.qkv.as<const float>().data;
@@ -129,14 +186,38 @@ inline std::vector<Fault> faults() {
     s.push_back(std::move(t));
     a.qkv = s.back().view<4>();
   };
-  add("QKV has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+  Fault& pairs = add("the elements of q and k are in the order of pairs");
+  pairs.concerns = is_llama;
+  pairs.rope = [](ops::Rope::Args& a, Fault::Scratch& s) { a.qkv = paired_elements(a, s); };
+  Fault& exchanged = add("gate and up are exchanged");
+  exchanged.concerns = is_llama;
+  exchanged.dense = true;
+  exchanged.before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
+    exchange_rows(w.dense_h_to_4h, t);
+  };
+  Fault& scaling = add("RoPE's scaling is left out");
+  scaling.concerns = [](const ModelConfig& m) { return m.rope_scaling != ops::RopeScaling{}; };
+  scaling.before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
+    s.fill_rope_table(m.rope_theta);
+  };
+  // Changes a norm by eps / sqrt(mean of squares) instead of eps / (2 mean): about eps, for the smaller ones below the
+  // budget.
+  Fault& root = add("RMSNorm's eps is outside the root");
+  root.concerns = is_llama;
+  root.everywhere = false;
+  root.fine = true;
+  root.rmsnorm = take_eps_out_of_root;
+  Fault& qkv_bias = add("QKV has no bias");
+  qkv_bias.concerns = [](const ModelConfig& m) { return m.spec().traits.qkv_bias; };
+  qkv_bias.before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
     zero_bias(w.query_key_value, t);
   };
-  add("the attention's output has no bias").before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) {
-    zero_bias(w.dense, t);
-  };
+  Fault& dense_bias = add("the attention's output has no bias");
+  dense_bias.concerns = [](const ModelConfig& m) { return m.spec().traits.dense_bias; };
+  dense_bias.before = [](ModelConfig&, LayerWeights& w, LayerState&, Fault::Scratch& t) { zero_bias(w.dense, t); };
   Fault& gelu = add("GELU is the tanh form");
   gelu.fine = true;
+  gelu.concerns = is_neox;
   gelu.before = [](ModelConfig& m, LayerWeights&, LayerState&, Fault::Scratch&) {
     m.hidden_act = Activation::gelu_tanh;
   };
@@ -157,7 +238,9 @@ inline std::vector<Fault> faults() {
     round_to_f16(s.cos);
     round_to_f16(s.sin);
   };
-  add("RoPE's exponent is over head_dim").before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
+  Fault& exponent = add("RoPE's exponent is over head_dim");
+  exponent.concerns = [](const ModelConfig& m) { return m.rotary_dim < m.head_dim(); };
+  exponent.before = [](ModelConfig& m, LayerWeights&, LayerState& s, Fault::Scratch&) {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };
   // Each is caught in the files that use the format in question.
@@ -199,7 +282,7 @@ struct FaultyStep {
       : config(file.meta().config), weights(sound.weights), state(config, file.meta().load, activation) {
     scratch.reserve(8);  // views into it stay valid
     REQUIRE(file.load(state));
-    state.fill_rope_table(config.rope_theta);
+    state.fill_rope_table(config.rope_theta, config.rope_scaling);
     if (fault.before) fault.before(config, weights, state, scratch);
   }
 };
@@ -239,8 +322,8 @@ std::vector<std::string> caught(const golden::GoldenFile& file, const golden::Go
       });
 }
 
-/// Small golden files in which every sequence has an old cache entry: those of head_dim 80 and, with `quantised`, those
-/// with GPTQ weights.
+/// Small golden files in which every sequence has an old cache entry: GPT-NeoX's of head_dim 80, the other families',
+/// and, with `quantised`, those with GPTQ weights.
 inline std::vector<std::string> gate_files(bool quantised) {
   std::vector<std::string> files;
   for (const std::string& path : golden_files()) {
@@ -251,7 +334,10 @@ inline std::vector<std::string> gate_files(bool quantised) {
     if (meta.config.hidden_size >= 1000 || shortest <= meta.load.q_len) continue;
     const auto weights = file->weights();
     REQUIRE(weights);
-    if (quantised_linears(weights->weights) > 0 ? quantised : meta.config.head_dim() == 80) files.push_back(path);
+    if (quantised_linears(weights->weights) > 0
+            ? quantised
+            : meta.config.head_dim() == 80 || meta.config.family() != ModelFamily::gpt_neox)
+      files.push_back(path);
   }
   return files;
 }
@@ -272,7 +358,9 @@ void check_gate(bool quantised, Run&& run) {
     INFO(path << " " << weights.status().message());
     REQUIRE(weights);
     CHECK(caught(*file, *weights, {.name = "no fault"}, run).empty());
+    const bool is_quantised = quantised_linears(weights->weights) > 0;
     for (const Fault& fault : all) {
+      if ((fault.concerns && !fault.concerns(file->meta().config)) || (fault.dense && is_quantised)) continue;
       INFO("fault: " << fault.name);
       const bool is_caught = !caught(*file, *weights, fault, run).empty();
       if (fault.everywhere) CHECK(is_caught);

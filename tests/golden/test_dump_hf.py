@@ -160,7 +160,7 @@ class Config(unittest.TestCase):
 
     def test_refusals(self):
         for change, words in [
-            ({"model_type": "llama"}, "model_type must be gpt_neox, got 'llama'"),
+            ({"model_type": "gemma"}, "model_type must be one of gpt_neox, llama, mistral, qwen2, got 'gemma'"),
             ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default, got 'linear'"),
             ({"hidden_act": "relu"}, "hidden_act must be one of gelu, "),
             ({"num_attention_heads": 3}, "num_attention_heads must divide hidden_size 32, got 3"),

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "golden"))
 import gptq  # noqa: E402
 import procedural  # noqa: E402
+from families import join  # noqa: E402
 from neox import layer_shapes, parse_config  # noqa: E402
 
 NUMPY_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32, "I32": np.int32}
@@ -57,18 +58,19 @@ class GoldenLayer:
                 self.stored = {name: widened(data[()]) for name, data in file["weights"].items()}
         self.q_len, self.batch = int(attributes["q_len"]), int(attributes["batch"])
         if attributes["cache"] == b"procedural":
-            dtype, heads = attributes["dtype"].decode(), self.model.num_attention_heads
+            dtype, heads = attributes["dtype"].decode(), self.model.kv_heads
             shape = (self.batch, heads, self.inputs["kv_len"].max() - self.q_len, self.model.head_dim)
             for name in ("k_cache", "v_cache"):
                 values = procedural.values(dtype, shape, "activation", int(attributes["seed"]), name)
                 self.inputs[name] = widened(values)
         if attributes["weights"] == b"checkpoint":
             directory = path.parent / attributes["weights_checkpoint"].decode()
-            prefix = f"gpt_neox.layers.{attributes['layer']}."
+            prefix = self.model.names.layer(attributes["layer"])
             every = read_safetensors(directory)
             self.stored = {name.removeprefix(prefix): array for name, array in every.items() if name.startswith(prefix)}
             config = gptq.read_config(directory, json.loads(self.config))
-            self.gptq = config and gptq.Format(config, directory)
+            self.gptq = config and gptq.Format(config, directory, self.model.names.linears)
+            self.stored = join(self.model.names, self.stored, self.gptq.bits if self.gptq else 0)
         else:
             self.gptq = None
         if attributes["weights"] == b"procedural":
@@ -78,7 +80,7 @@ class GoldenLayer:
 
     @cached_property
     def weights(self):
-        """By name below gpt_neox.layers.N; a quantised Linear's weight is a GptqWeight."""
+        """By name below the layer; a quantised Linear's weight is a GptqWeight."""
         weights = {}
         for name, array in self.stored.items():
             module, _, part = name.rpartition(".")
@@ -111,7 +113,7 @@ class GoldenLayer:
         model, kv_len = self.model, self.inputs["kv_len"]
         caches = []
         for name in ("k_cache", "v_cache"):
-            cache = np.full((self.batch, model.num_attention_heads, kv_len.max(), model.head_dim), np.nan, dtype)
+            cache = np.full((self.batch, model.kv_heads, kv_len.max(), model.head_dim), np.nan, dtype)
             for b, n in enumerate(kv_len - self.q_len):
                 if n:
                     cache[b, :, :n] = self.inputs[name][b, :, :n]

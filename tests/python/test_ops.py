@@ -66,18 +66,22 @@ def outcomes(g):
     hidden = g.inputs["hidden"].astype(np.float64)
     positions, kv_len = g.inputs["positions"], g.inputs["kv_len"]
     cos, sin = g.table()
-    tokens, heads = len(hidden), m.num_attention_heads
-    gelu = "gelu_erf" if m.hidden_act == "gelu" else "gelu_tanh"
-    bias = "attention.query_key_value.bias"
+    tokens, heads, names = len(hidden), m.num_attention_heads, m.names
+    is_neox = m.model_type == "gpt_neox"
+    epilogue = "swiglu" if not is_neox else "gelu_erf" if m.hidden_act == "gelu" else "gelu_tanh"
+    bias = f"{names.qkv}.bias"
+    norm_op = ops.layernorm if is_neox else ops.rmsnorm
+    layout = {} if is_neox else {"layout": "separate"}
 
     def norm(site, x, **more):
-        return {"x": x, "gamma": w[f"{site}.weight"], "beta": w[f"{site}.bias"], "eps": eps, **more}
+        parameters = dict(zip(("gamma", "beta"), (w[f"{site}.{part}"] for part in names.norm_parts)))
+        return {"x": x, **parameters, "eps": eps, **more}
 
     def product(site, x, **more):
         return {"x": x, "weight": w[f"{site}.weight"], "bias": w.get(f"{site}.bias"), **more}
 
     def cache_rows(name):
-        tap_name = f"attention.kv_append.{name}"
+        tap_name = f"{names.attention}.kv_append.{name}"
         return tap_name, lambda _, arguments: g.appended(arguments[name]), tap[tap_name]
 
     def caches():
@@ -88,30 +92,96 @@ def outcomes(g):
         both = caches()
         for cache, name in zip(both.values(), "kv"):
             for b, n in enumerate(kv_len):
-                cache[b, :, n - g.q_len : n] = tap[f"attention.kv_append.{name}_cache"][b]
+                cache[b, :, n - g.q_len : n] = tap[f"{names.attention}.kv_append.{name}_cache"][b]
         return both
 
-    qkv = tap["attention.query_key_value"]
-    rotated = [(f"rotary_emb.{n}", nth(i), tap[f"attention.rotary_emb.{n}"]) for i, n in enumerate("qkv")]
-    attn_in, residual = tap["input_layernorm"], tap["attention.residual"]
+    qkv = tap[names.qkv]
+    rotated = [(f"rotary_emb.{n}", nth(i), tap[f"{names.attention}.rotary_emb.{n}"]) for i, n in enumerate("qkv")]
+    attn_in, residual = tap["input_layernorm"], tap[f"{names.attention}.residual"]
+    context = tap[f"{names.attention}.context"]
     parallel = m.use_parallel_residual
     mlp_source = hidden if parallel else residual
-    q, k, v = (tap[f"attention.rotary_emb.{n}"] for n in "qkv")
+    q, k, v = (tap[f"{names.attention}.rotary_emb.{n}"] for n in "qkv")
     table = {"cos": cos, "sin": sin, "positions": positions}
 
-    yield Outcome(ops.layernorm, norm("input_layernorm", hidden), ("input_layernorm", made, attn_in))
+    def fused_outcomes():
+        """Those of ops that GPT-NeoX alone has."""
+        yield Outcome(
+            ops.ln_qkv,
+            {
+                **norm("input_layernorm", hidden),
+                **product("attention.query_key_value", hidden),
+                **table,
+                "kv_len": kv_len,
+                **caches(),
+            },
+            *rotated,
+            cache_rows("k_cache"),
+            cache_rows("v_cache"),
+        )
+        weight = w["attention.query_key_value.weight"]
+        if not isinstance(weight, ops.GptqWeight):
+            # (3, batch, heads, q_len, d)
+            by_head = np.moveaxis(qkv.reshape(batch, g.q_len, heads, 3, -1), (3, 2), (0, 2))
+            yield Outcome(
+                ops.ln_qkv_heads,
+                {
+                    **norm("input_layernorm", hidden.reshape(batch, g.q_len, -1)),
+                    "weight": heads_first(weight, heads),
+                    "bias": heads_first(w[bias], heads) if bias in w else None,
+                    "heads": heads,
+                    "kv_heads": heads,
+                },
+                *((name, nth(i), by_head[i]) for i, name in enumerate("qkv")),
+            )
+        if parallel:
+            first, second = norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden)
+            yield Outcome(
+                ops.dual_layernorm,
+                {
+                    "x": hidden,
+                    "gamma1": first["gamma"],
+                    "beta1": first["beta"],
+                    "gamma2": second["gamma"],
+                    "beta2": second["beta"],
+                    "eps": eps,
+                },
+                ("input_layernorm", nth(0), attn_in),
+                ("post_attention_layernorm", nth(1), tap["post_attention_layernorm"]),
+            )
+        yield Outcome(
+            ops.layernorm_residual,
+            norm("input_layernorm", hidden, residual=hidden),
+            ("input_layernorm + hidden", made, attn_in + hidden),
+        )
+        # h = x + a + b in either form of the residual, and y of a value that is known: x + a is attention.residual.
+        zero = np.zeros_like(hidden)
+        yield Outcome(
+            ops.residual_layernorm,
+            norm("post_attention_layernorm", mlp_source, a=zero, b=zero),
+            ("hidden", nth(0), mlp_source),
+            ("post_attention_layernorm", nth(1), tap["post_attention_layernorm"]),
+        )
+        yield Outcome(
+            ops.residual_layernorm,
+            norm("input_layernorm", hidden, a=tap["hf.attention.dense"], b=tap["hf.mlp.dense_4h_to_h"]),
+            ("output", nth(0), tap["output"]),
+        )
+
+    yield Outcome(norm_op, norm("input_layernorm", hidden), ("input_layernorm", made, attn_in))
     yield Outcome(
         ops.linear,
-        product("attention.query_key_value", attn_in),
-        ("attention.query_key_value", made, qkv.reshape(tokens, -1)),
+        product(names.qkv, attn_in),
+        (names.qkv, made, qkv.reshape(tokens, -1)),
     )
-    yield Outcome(ops.rope, {"qkv": qkv, **table}, *rotated)
+    own_heads = {} if is_neox else {"kv_heads": m.kv_heads}
+    yield Outcome(ops.rope, {"qkv": qkv, **table, **layout, **own_heads}, *rotated)
     yield Outcome(
         ops.kv_append, {"k": k, "v": v, "kv_len": kv_len, **caches()}, cache_rows("k_cache"), cache_rows("v_cache")
     )
     yield Outcome(
         ops.rope_append,
-        {"qkv": qkv, **table, "kv_len": kv_len, **caches()},
+        {"qkv": qkv, **table, "kv_len": kv_len, **caches(), **layout},
         ("rotary_emb.q", made, q),
         cache_rows("k_cache"),
         cache_rows("v_cache"),
@@ -119,95 +189,37 @@ def outcomes(g):
     yield Outcome(
         ops.attention,
         {"q": q, "kv_len": kv_len, "scale": m.head_dim**-0.5, **filled()},
-        ("attention.context", made, tap["attention.context"]),
+        ("context", made, context),
     )
     yield Outcome(
         ops.linear,
-        product("attention.dense", tap["attention.context"].reshape(tokens, -1), residual=hidden, epilogue="residual"),
-        ("attention.residual", made, residual),
+        product(names.dense, context.reshape(tokens, -1), residual=hidden, epilogue="residual"),
+        ("residual", made, residual),
     )
     yield Outcome(
-        ops.layernorm,
+        norm_op,
         norm("post_attention_layernorm", mlp_source),
         ("post_attention_layernorm", made, tap["post_attention_layernorm"]),
     )
     yield Outcome(
         ops.linear,
-        product("mlp.dense_h_to_4h", tap["post_attention_layernorm"], epilogue=gelu),
+        product(names.mlp, tap["post_attention_layernorm"], epilogue=epilogue),
         ("mlp.act", made, tap["mlp.act"]),
     )
     yield Outcome(
         ops.linear,
-        product("mlp.dense_4h_to_h", tap["mlp.act"], residual=residual, epilogue="residual"),
+        product(names.down, tap["mlp.act"], residual=residual, epilogue="residual"),
         ("output", made, tap["output"]),
     )
-    yield Outcome(
-        ops.ln_qkv,
-        {
-            **norm("input_layernorm", hidden),
-            **product("attention.query_key_value", hidden),
-            **table,
-            "kv_len": kv_len,
-            **caches(),
-        },
-        *rotated,
-        cache_rows("k_cache"),
-        cache_rows("v_cache"),
-    )
-    weight = w["attention.query_key_value.weight"]
-    if not isinstance(weight, ops.GptqWeight):
-        by_head = np.moveaxis(qkv.reshape(batch, g.q_len, heads, 3, -1), (3, 2), (0, 2))  # (3, batch, heads, q_len, d)
-        yield Outcome(
-            ops.ln_qkv_heads,
-            {
-                **norm("input_layernorm", hidden.reshape(batch, g.q_len, -1)),
-                "weight": heads_first(weight, heads),
-                "bias": heads_first(w[bias], heads) if bias in w else None,
-                "heads": heads,
-                "kv_heads": heads,
-            },
-            *((name, nth(i), by_head[i]) for i, name in enumerate("qkv")),
-        )
-    if parallel:
-        first, second = norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden)
-        yield Outcome(
-            ops.dual_layernorm,
-            {
-                "x": hidden,
-                "gamma1": first["gamma"],
-                "beta1": first["beta"],
-                "gamma2": second["gamma"],
-                "beta2": second["beta"],
-                "eps": eps,
-            },
-            ("input_layernorm", nth(0), attn_in),
-            ("post_attention_layernorm", nth(1), tap["post_attention_layernorm"]),
-        )
-    yield Outcome(
-        ops.layernorm_residual,
-        norm("input_layernorm", hidden, residual=hidden),
-        ("input_layernorm + hidden", made, attn_in + hidden),
-    )
-    # h = x + a + b in either form of the residual, and y of a value that is known: x + a is attention.residual.
-    zero = np.zeros_like(hidden)
-    yield Outcome(
-        ops.residual_layernorm,
-        norm("post_attention_layernorm", mlp_source, a=zero, b=zero),
-        ("hidden", nth(0), mlp_source),
-        ("post_attention_layernorm", nth(1), tap["post_attention_layernorm"]),
-    )
-    yield Outcome(
-        ops.residual_layernorm,
-        norm("input_layernorm", hidden, a=tap["hf.attention.dense"], b=tap["hf.mlp.dense_4h_to_h"]),
-        ("output", nth(0), tap["output"]),
-    )
+    if is_neox:
+        yield from fused_outcomes()
     taps = {
         "attn_in": attn_in,
         "qkv": qkv,
         "q": q,
         "k": k,
         "v": v,
-        "context": tap["attention.context"],
+        "context": context,
         "attn_residual": residual,
         "mlp_in": tap["post_attention_layernorm"],
         "mlp_act": tap["mlp.act"],
@@ -260,7 +272,7 @@ def is_activation(name, value):
 def test_every_op_has_golden_taps():
     called = {
         outcome.function.__name__
-        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23")
+        for name in ("neox-d80-kv17-b3", "neox-gptq-sym-q7-kv23", "llama-gqa8-kv17-b2")
         for outcome in outcomes(GoldenLayer(golden_files(f"{name}.h5")[0]))
     }
     assert called | {"embedding"} == set(_core.ops())
@@ -325,7 +337,7 @@ def test_a_function_has_the_contracts_names_and_text(op):
         inputs = ["weights", *(name for name in inputs if "." not in name)]
     assert not set(inputs) - set(parameters)
     assert not set(scalars) - set(parameters)
-    extra = {"embedding": {"dtype"}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}}
+    extra = {"embedding": {"dtype"}, "linear": {"residual"}, "ln_qkv_heads": {"heads", "kv_heads"}, "rope": {"kv_heads"}}
     assert set(parameters) - set(inputs) - set(scalars) == extra.get(op, set())
     in_order = [name for name in parameters if name in inputs]
     assert in_order == inputs
@@ -403,8 +415,22 @@ def test_linear_refuses_what_its_epilogue_does_not_take():
         ops.linear(x, weight, residual=np.zeros((2, 3), np.float32))
     with pytest.raises(ValueError, match="linear: 'residual' is null"):
         ops.linear(x, weight, epilogue="residual")
-    with pytest.raises(ValueError, match="'epilogue' must be one of none, gelu_erf, gelu_tanh, residual, got 'relu'"):
+    names = "none, gelu_erf, gelu_tanh, residual, swiglu"
+    with pytest.raises(ValueError, match=f"'epilogue' must be one of {names}, got 'relu'"):
         ops.linear(x, weight, epilogue="relu")
+    with pytest.raises(ValueError, match="'weight' has 3 rows, expected an even number with epilogue 'swiglu'"):
+        ops.linear(x, weight, epilogue="swiglu")
+
+
+def test_rope_refuses_heads_that_its_layout_does_not_take():
+    table = {"cos": np.ones((1, 2), np.float32), "sin": np.ones((1, 2), np.float32)}
+    given = {"qkv": np.zeros((1, 4, 1, 4), np.float32), **table, "positions": np.zeros(1, np.int32)}
+    with pytest.raises(ValueError, match="kv_heads must be given with layout 'separate' alone, got None"):
+        ops.rope(**given, layout="separate")
+    with pytest.raises(ValueError, match="'qkv' has 4 heads, expected more than 2 \\* kv_heads = 4"):
+        ops.rope(**given, layout="separate", kv_heads=2)
+    q, k, v = ops.rope(**given, layout="separate", kv_heads=1)
+    assert (q.shape, k.shape, v.shape) == ((1, 2, 4), (1, 1, 4), (1, 1, 4))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +466,7 @@ def whole_layer():
         (lambda a: a["weights"].update({"attention.out": a["hidden"]}), "'attention.out' is none of its tensors"),
         (lambda a: a["weights"].update(hidden=a["hidden"]), "weights has 'hidden', expected Hugging Face's names of"),
         (lambda a: a.update(config="{"), "decode_layer: config"),
-        (lambda a: a.update(config={"model_type": "llama"}), "model_type"),
+        (lambda a: a.update(config={"model_type": "gemma"}), "model_type"),
         (lambda a: a.update(hidden=a["hidden"][:, :80].copy()), r"'hidden' has shape \(3, 80\), expected \(3, 160\)"),
         (lambda a: a.update(kv_len=np.array([17, 16, 99], np.int32)), r"'kv_len'\[2\] must be 1 to 17, got 99"),
         (lambda a: a.update(kv_len=a["kv_len"].astype(np.int64)), "'kv_len' has dtype int64, expected int32"),

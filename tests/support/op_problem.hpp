@@ -44,7 +44,9 @@ struct Setup {
 template <class Op>
 std::pair<typename Op::Dims, typename Op::Args> example_of(const Setup& s) {
   auto sizes = ops::example<Op>(s.model, s.load);
-  if constexpr (requires { sizes.first.kv_heads; })
+  // RoPE's kv heads follow from the model's layout of q, k and v.
+  if constexpr (
+      requires { sizes.first.kv_heads; } && !requires { sizes.first.layout; })
     if (s.kv_heads) sizes.first.kv_heads = s.kv_heads;
   return sizes;
 }
@@ -143,7 +145,7 @@ class Problem {
     };
     if constexpr (requires { args_.linear; }) set(args_.linear);
     if constexpr (requires { args_.weights; })
-      for_each_linear(setup_.model, args_.weights, [&](std::string_view, LinearParams& l, auto...) { set(l); });
+      for_each_linear(setup_.model, args_.weights, [&](const Site&, LinearParams& l, auto...) { set(l); });
   }
 
   template <class View, class Extents>

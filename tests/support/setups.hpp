@@ -22,6 +22,34 @@ inline ModelConfig model_of(std::int64_t heads, std::int64_t head_dim, std::int6
   return m;
 }
 
+/// The same with the arithmetic of a model type beside GPT-NeoX: RMSNorm, SwiGLU, separate q, k and v, RoPE over the
+/// whole head. The heads need not make up hidden_size.
+inline ModelConfig gated_model_of(ModelType type, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+                                  std::int64_t hidden, std::int64_t intermediate) {
+  ModelConfig m = model_of(heads, head_dim, head_dim, intermediate);
+  m.model_type = type;
+  m.name = std::string(to_string(type)) + " of " + m.name;
+  m.hidden_size = hidden;
+  m.num_key_value_heads = kv_heads;
+  m.attention_head_dim = head_dim;
+  m.use_parallel_residual = false;
+  m.attention_bias = type == ModelType::qwen2;
+  m.mlp_bias = false;
+  m.hidden_act = Activation::swiglu;
+  return m;
+}
+
+/// The sizes of a Linear's call, with Args that hold its epilogue.
+inline ops::Example<ops::Linear> linear_example(std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                                ops::Epilogue epilogue = ops::Epilogue::none) {
+  return {{tokens, in, out, epilogue == ops::Epilogue::residual, {}, ops::rows_of_output(epilogue)},
+          {.epilogue = epilogue}};
+}
+
+/// Every epilogue.
+inline constexpr ops::Epilogue kEpilogues[] = {ops::Epilogue::none, ops::Epilogue::gelu_erf, ops::Epilogue::gelu_tanh,
+                                               ops::Epilogue::residual, ops::Epilogue::swiglu};
+
 inline std::string describe(const Setup& s) {
   const char* fills[] = {"normal", "heavy-tailed", "peaked", "shifted"};
   return s.model.name + (s.kv_heads ? ", " + std::to_string(s.kv_heads) + " kv heads" : "") + ", rotary " +
@@ -76,6 +104,21 @@ inline std::vector<Setup> setups(DType activation) {
   all.push_back(grouped(4, 1, 64, {1, 5, 23, 24}));
   all.push_back(grouped(14, 2, 32, {1, 1, 300, 0}));
   all.push_back(grouped(16, 2, 32, {2, 17, 40, 41}));
+  // The same groups in whole layers, and one kv head for each query head.
+  const auto gated = [&](const ModelConfig& m, const Workload& load, const GptqSetup& gptq = {}) {
+    all.push_back({.model = m, .load = load, .gptq = gptq});
+  };
+  using enum ModelType;
+  gated(gated_model_of(llama, 2, 2, 64, 128, 96), {2, 1, 33, 40});
+  gated(gated_model_of(llama, 6, 2, 64, 96, 72), {1, 5, 23, 24});
+  gated(gated_model_of(mistral, 4, 1, 128, 256, 80), {3, 1, 17, 0});
+  gated(gated_model_of(qwen2, 14, 2, 64, 128, 136), {2, 4, 9, 9});
+  gated(gated_model_of(qwen2, 8, 1, 32, 80, 40), {1, 1, 300, 0});
+  gated(gated_model_of(llama, 6, 2, 32, 64, 64), {2, 1, 6, 8}, {4, 32, 1, true});
+  gated(gated_model_of(qwen2, 4, 1, 32, 64, 96), {1, 3, 6, 8}, {8, 64, 0, false});
+  ModelConfig biased = gated_model_of(llama, 3, 1, 6, 14, 9);  // sizes that no vector divides
+  biased.attention_bias = biased.mlp_bias = true;
+  gated(biased, {2, 1, 5, 7});
   std::uint64_t seed = 1;
   for (Setup& s : all) {
     s.activation = activation;

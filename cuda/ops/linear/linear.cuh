@@ -1,6 +1,8 @@
 #pragma once
 // A block's share of the product of a few tokens with a 16-bit weight matrix that is read once, on tensor cores, and
 // what linear's kernels do with the sums.
+#include <type_traits>
+
 #include "core/ops/linear.hpp"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/math.cuh"
@@ -108,7 +110,7 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
   }
 }
 
-/// Applies an epilogue's activation function to v. finish() adds the residual.
+/// Applies an epilogue's activation function to v: none but GELU's two is of one sum. finish() adds the residual.
 template <int N>
 __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
   if (epilogue == ops::Epilogue::gelu_erf)
@@ -119,12 +121,20 @@ __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
     for (float& x : v) x = gelu_tanh(x);
 }
 
-/// What linear does with the sums of a launch. The pointers are those of the launch's first token.
+/// Elements of y from pairs of neighbouring rows' sums, the gate's and the up row's: silu(gate) * up.
+template <int N>
+__device__ void apply_gates(const float (&sums)[N], float (&y)[N / 2]) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) y[i] = silu(sums[2 * i]) * sums[2 * i + 1];
+}
+
+/// What linear does with the sums of a launch. The pointers are those of the launch's first token. A kernel that is
+/// compiled as Gated makes an element of y of two rows' sums, and adds no residual.
 struct LinearOutput {
   const void* bias;
   const void* residual;
   void* y;
-  long out;
+  long out;  // of y: with gates half as many as the weight has rows
   DType activation, bias_dtype;
   ops::Epilogue epilogue;
 };
@@ -154,6 +164,19 @@ __device__ inline Addends addends(const LinearOutput& to, int token, long row) {
   return {bias_bits(to, row), residual_bits(to, token, row)};
 }
 
+/// The same of a gate's row and the up row behind it.
+struct GateAddends {
+  std::uint32_t gate, up;
+};
+template <bool Gated>
+using AddendsOf = std::conditional_t<Gated, GateAddends, Addends>;
+
+/// `row` is either of the two.
+__device__ inline GateAddends gate_addends(const LinearOutput& to, long row) {
+  const long gate = row & ~1L;
+  return {bias_bits(to, gate), bias_bits(to, gate + 1)};
+}
+
 /// Stores an element of y.
 __device__ inline void finish(const LinearOutput& to, int token, long row, float sum, Addends add) {
   float v[] = {sum};
@@ -161,6 +184,17 @@ __device__ inline void finish(const LinearOutput& to, int token, long row, float
   if (to.residual) v[0] += from_bits(add.residual, to.activation);
   apply(to.epilogue, v);
   store_scalar(to.y, to.activation, token * to.out + row, v[0]);
+}
+
+/// Stores the element of y that two rows make; `row` is the gate's.
+__device__ inline void finish_gate(const LinearOutput& to, int token, long row, float gate, float up, GateAddends add) {
+  float v[] = {gate, up}, y[1];
+  if (to.bias) {
+    v[0] += from_bits(add.gate, to.bias_dtype);
+    v[1] += from_bits(add.up, to.bias_dtype);
+  }
+  apply_gates(v, y);
+  store_scalar(to.y, to.activation, token * to.out + row / 2, y[0]);
 }
 
 }  // namespace cf::cuda

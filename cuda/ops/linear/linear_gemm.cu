@@ -118,16 +118,21 @@ __global__ void __launch_bounds__(kThreads) repeat_kernel(const uint4* x, uint4*
 /// A 16-bit sum in their place would be rounded twice: with u the unit roundoff of 16 bits, GELU makes the first
 /// rounding's error up to 1.13 u |v|, and the second adds u |y|. Where v is large and y = v, the error is up to 2.13 u,
 /// more than the one u of linear's budget.
-/// A thread takes N elements of a row.
-template <class T, int N>
+/// A thread takes N sums of a token, with gates of N / 2 elements of y.
+template <class T, int N, bool Gated>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, const __grid_constant__ LinearOutput to) {
   let_successor_start();
   wait_for_predecessors();
   const int token = blockIdx.x;
-  const long row = (long(blockIdx.y) * kThreads + threadIdx.x) * N, at = token * to.out + row;
-  if (row >= to.out) return;
-  if constexpr (N == 1) {
-    finish(to, token, row, sums[at], addends(to, token, row));
+  constexpr int rows_of_output = Gated ? 2 : 1;
+  const long rows = to.out * rows_of_output, row = (long(blockIdx.y) * kThreads + threadIdx.x) * N,
+             at = token * rows + row;
+  if (row >= rows) return;
+  if constexpr (N == rows_of_output) {
+    if constexpr (Gated)
+      finish_gate(to, token, row, sums[at], sums[at + 1], gate_addends(to, row));
+    else
+      finish(to, token, row, sums[at], addends(to, token, row));
   } else {
     float v[N], added[N];
     load_vec(sums + at, v);
@@ -138,9 +143,15 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, con
       for (int e = 0; e < N; ++e) v[e] += added[e];
     };
     add(to.bias, to.bias_dtype, row);
-    add(to.residual, to.activation, at);
-    apply(to.epilogue, v);
-    store_vec_whole(static_cast<T*>(to.y) + at, v);
+    if constexpr (Gated) {
+      float of_pairs[N / 2];
+      apply_gates(v, of_pairs);
+      store_few(static_cast<T*>(to.y) + at / 2, of_pairs);
+    } else {
+      add(to.residual, to.activation, at);
+      apply(to.epilogue, v);
+      store_vec_whole(static_cast<T*>(to.y) + at, v);
+    }
   }
 }
 
@@ -163,14 +174,15 @@ Status add_dequantise(const ops::Linear::Args& a, const PackedWeight& packed, co
                 static_cast<const uint4*>(a.x.data), static_cast<uint4*>(x), int(d.in / kVec), parts);
 }
 
-template <class T>
+template <class T, bool Gated>
 Status add_finish(const ops::Linear::Args& a, const float* sums, LaunchList& launches) {
-  const LinearOutput to = linear_output(a);
-  const bool whole = to.out % kVec == 0;
-  const long block = kThreads * (whole ? kVec : 1);
+  constexpr int few = Gated ? 2 : 1;
+  const long rows = ops::Linear::dims(a).rows();
+  const bool whole = rows % kVec == 0;
+  const long block = kThreads * (whole ? kVec : few);
   return launch(ops::Linear::name, launches,
-                {.grid = dim3(unsigned(a.y.shape[0]), unsigned((to.out + block - 1) / block)), .block = kThreads},
-                whole ? finish_kernel<T, kVec> : finish_kernel<T, 1>, sums, to);
+                {.grid = dim3(unsigned(a.y.shape[0]), unsigned((rows + block - 1) / block)), .block = kThreads},
+                whole ? finish_kernel<T, kVec, Gated> : finish_kernel<T, few, Gated>, sums, linear_output(a));
 }
 
 /// How a call of many tokens lies in scratch memory.
@@ -189,10 +201,10 @@ std::optional<GemmCall> gemm_call(const ops::Linear::Args& a) {
   // cuBLASLt adds a bias of the output's dtype alone. For rows of y that are not aligned it has kernels that round the
   // product before they add.
   const bool adds = a.linear.bias || a.residual;
-  const bool has_sums =
-      ops::is_gelu(a.epilogue) || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
+  const bool has_function = ops::is_gelu(a.epilogue) || a.epilogue == ops::Epilogue::swiglu;
+  const bool has_sums = has_function || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
   const int parts = packed ? gptq_parts(dtype, packed->format.bits) : 0;
-  return GemmCall{parts, has_sums, gemm_scratch(d.tokens, d.in, d.out, parts, has_sums)};
+  return GemmCall{parts, has_sums, gemm_scratch(d.tokens, d.in, d.rows(), parts, has_sums)};
 }
 
 }  // namespace
@@ -224,7 +236,7 @@ Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
   auto* const sums = reinterpret_cast<float*>(scratch.data + at.sums);
   const Gemm gemm{.tokens = d.tokens,
                   .in = packed ? parts * d.in : d.in,
-                  .out = d.out,
+                  .out = d.rows(),
                   .dtype = dtype,
                   .output = has_sums ? DType::f32 : dtype,
                   .x = packed ? scratch.data + at.x : a.x.data,
@@ -242,7 +254,9 @@ Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
     if (packed)
       CF_TRY(add_dequantise<T>(a, *packed, layout, parts, scratch.data + at.weight, scratch.data + at.x, launches));
     launches.add_call(ops::Linear::name, std::move(multiply));
-    return has_sums ? add_finish<T>(a, sums, launches) : Status();
+    if (!has_sums) return {};
+    return a.epilogue == ops::Epilogue::swiglu ? add_finish<T, true>(a, sums, launches)
+                                               : add_finish<T, false>(a, sums, launches);
   };
   CF_TRY(dtype == DType::f16 ? add(f16{}) : add(bf16{}));
   return true;

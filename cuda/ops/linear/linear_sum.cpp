@@ -18,7 +18,8 @@ GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
   const PackedWeight* const weights[] = {packed_weight(a.first), packed_weight(a.second)};
   if (!weights[0] || !weights[1] || a.second.residual.data != a.first.y.data || size_bytes(a.first.y.dtype) != 2 ||
       a.second.y.dtype != a.first.y.dtype || a.second.y.shape != a.first.y.shape ||
-      a.second.epilogue != ops::Epilogue::residual || is_gelu(a.first.epilogue))
+      a.second.epilogue != ops::Epilogue::residual ||
+      (a.first.epilogue != ops::Epilogue::none && a.first.epilogue != ops::Epilogue::residual))
     return none;
   const Result<GptqLayout> first = gptq_layout(LinearSum::name, *weights[0]),
                            second = gptq_layout(LinearSum::name, *weights[1]);

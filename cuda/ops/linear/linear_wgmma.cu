@@ -36,7 +36,7 @@ __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps
 
 #endif
 
-template <class T, int Tokens>
+template <class T, int Tokens, bool Gated>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     linear_wgmma_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap weight,
                         [[maybe_unused]] const __grid_constant__ CUtensorMap x,
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     prefetch_map(&x);
   }
   using Ring = WgmmaRing<Tokens>;
-  multiply_rows<T, Tokens, Ring>(
+  multiply_rows<T, Tokens, Gated, Ring>(
       c, InOrder{},
       [&](const Ring& ring, const Steps& steps, int first_row) {
         copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
@@ -58,14 +58,18 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #endif
 }
 
-template <class T>
+template <class T, bool Gated>
 auto kernel_for(int token_tile) {
   switch (token_tile) {
-    case 16: return linear_wgmma_kernel<T, 16>;
-    case 32: return linear_wgmma_kernel<T, 32>;
-    case 64: return linear_wgmma_kernel<T, 64>;
-    default: return linear_wgmma_kernel<T, 128>;
+    case 16: return linear_wgmma_kernel<T, 16, Gated>;
+    case 32: return linear_wgmma_kernel<T, 32, Gated>;
+    case 64: return linear_wgmma_kernel<T, 64, Gated>;
+    default: return linear_wgmma_kernel<T, 128, Gated>;
   }
+}
+template <class T>
+auto kernel_for(int token_tile, bool gated) {
+  return gated ? kernel_for<T, true>(token_tile) : kernel_for<T, false>(token_tile);
 }
 
 }  // namespace
@@ -74,21 +78,23 @@ Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launch
   const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
-  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.out, dtype, !dense) || !runs_wgmma(launches.device()))
+  const bool gated = a.epilogue == ops::Epilogue::swiglu;
+  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, !dense) || !runs_wgmma(launches.device()))
     return false;
-  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.out);
+  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.rows());
   CUtensorMap weight, x;
-  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
+  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.rows()},
                          kLinearWgmmaTileRows, weight));
   CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens}, plan.token_tile, x));
   const WgmmaCall c = wgmma_call(a, plan);
-  CF_TRY(launch(ops::Linear::name, launches,
-                {.grid = unsigned(plan.row_tiles * plan.splits),
-                 .block = kWgmmaThreads,
-                 .smem_bytes = std::size_t(plan.smem_bytes),
-                 .cluster_blocks = plan.splits},
-                dtype == DType::f16 ? kernel_for<f16>(plan.token_tile) : kernel_for<bf16>(plan.token_tile), weight, x,
-                c));
+  CF_TRY(
+      launch(ops::Linear::name, launches,
+             {.grid = unsigned(plan.row_tiles * plan.splits),
+              .block = kWgmmaThreads,
+              .smem_bytes = std::size_t(plan.smem_bytes),
+              .cluster_blocks = plan.splits},
+             dtype == DType::f16 ? kernel_for<f16>(plan.token_tile, gated) : kernel_for<bf16>(plan.token_tile, gated),
+             weight, x, c));
   return true;
 }
 

@@ -100,10 +100,11 @@ struct InOrder {
   __device__ int row(int r) const { return r; }
 };
 
-/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token. Bias and residual are loaded
-/// before the sums are there. Rows in another order have no residual.
-template <class T, int Tokens, class Order>
+/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token, with gates two elements of y.
+/// Bias and residual are loaded before the sums are there. Rows in another order have neither residual nor gates.
+template <class T, int Tokens, bool Gated, class Order>
 struct Finish {
+  static constexpr int rows_of_output = Gated ? 2 : 1;
   static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kWgmmaConsumers;
   const LinearOutput& to;
   const Order& order;
@@ -121,16 +122,17 @@ struct Finish {
     token = threadIdx.x / quads;
     step = kWgmmaConsumers / quads;
     row = first_row + quad * kQuad;
-    at = token * to.out + row;
-    rounds = token < min(step, tokens) && row < to.out ? (tokens - token + step - 1) / step : 0;
+    at = token * to.out + row / rows_of_output;
+    rounds = token < min(step, tokens) && row < to.out * rows_of_output ? (tokens - token + step - 1) / step : 0;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e)
       bias[e] = to.bias && rounds > 0 ? from_bits(bias_bits(to, order.row(row + e)), to.bias_dtype) : 0;
-    if (to.residual)
+    if constexpr (!Gated)
+      if (to.residual)
 #pragma unroll
-      for (int i = 0; i < most_rounds; ++i)
-        if (i < rounds)
-          residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
+        for (int i = 0; i < most_rounds; ++i)
+          if (i < rounds)
+            residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
   }
 
   /// sums(quad, token) are the sums of a quad of rows.
@@ -141,29 +143,35 @@ struct Finish {
     for (int i = 0; i < rounds; ++i, y += step * to.out) {
       const float4 sum = sums(quad, token + i * step);
       float v[] = {sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
-      if (to.residual) {
-        const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
-        v[0] += low.x;
-        v[1] += low.y;
-        v[2] += high.x;
-        v[3] += high.y;
-        // An index that is known at run time alone would put the array into memory.
+      if constexpr (Gated) {
+        float of_pairs[kQuad / 2];
+        apply_gates(v, of_pairs);
+        store_few(y, of_pairs);
+      } else {
+        if (to.residual) {
+          const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
+          v[0] += low.x;
+          v[1] += low.y;
+          v[2] += high.x;
+          v[3] += high.y;
+          // An index that is known at run time alone would put the array into memory.
 #pragma unroll
-        for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+          for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+        }
+        apply(to.epilogue, v);
+        if (Order::always || order.holds())
+          store_few(y, v);
+        else
+#pragma unroll
+          for (int e = 0; e < kQuad; ++e) y[order.row(row + e) - row] = from_float<T>(v[e]);
       }
-      apply(to.epilogue, v);
-      if (Order::always || order.holds())
-        store_few(y, v);
-      else
-#pragma unroll
-        for (int e = 0; e < kQuad; ++e) y[order.row(row + e) - row] = from_float<T>(v[e]);
     }
   }
 };
 
 /// Makes the block's rows of the product. One warp calls copy(ring, steps, first_row), which fills the ring; the
 /// consumer warps call multiply(ring, steps, first_row, sum), which empties it.
-template <class T, int Tokens, class Ring, class Order, class Copy, class Multiply>
+template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
   extern __shared__ unsigned char smem[];
   __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
@@ -206,7 +214,8 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
   const int first_warp = linear_wgmma_first_warp(c.splits, rank),
             warps = linear_wgmma_first_warp(c.splits, rank + 1) - first_warp;
   wait_for_predecessors();
-  Finish<T, Tokens, Order> finish(c.output, order, warps, first_row + first_warp * kLinearWgmmaWarpRows, c.tokens);
+  Finish<T, Tokens, Gated, Order> finish(c.output, order, warps, first_row + first_warp * kLinearWgmmaWarpRows,
+                                         c.tokens);
   named_barrier(1, kWgmmaConsumers);
   if (c.splits > 1) inbox.receive(warps * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
   finish.store([&](int quad, int token) {

@@ -139,7 +139,7 @@ __device__ void multiply_codes(const GptqWgmmaCall& c, const Ring& ring, const S
 }
 #endif
 
-template <class T, int Tokens>
+template <class T, int Tokens, bool Gated>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     linear_wgmma_gptq_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap x,
                              [[maybe_unused]] const __grid_constant__ GptqWgmmaCall c) {
@@ -148,11 +148,11 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   using Ring = WgmmaRing<Tokens, 4>;
   static_assert(Ring::a_bytes == kLinearWgmmaWarps * kGptqTileBytes && kLinearWgmmaColumns == kGptqColumns);
   const PackedOrder order{c.pairs};
-  multiply_rows<T, Tokens, Ring>(
+  multiply_rows<T, Tokens, Gated, Ring>(
       c.product, order,
       [&](const Ring& ring, const Steps& steps, int first_row) {
         // A lane copies a tile. Of tiles that the matrix does not have nothing is finished.
-        const int lane = threadIdx.x % 32, tile = min(first_row / kGptqRows + lane, c.matrix.tiles - 1);
+        const int tile = min(first_row / kGptqRows + int(threadIdx.x % 32), c.matrix.tiles - 1);
         const char* const codes = c.matrix.codes + long(tile) * c.matrix.chunks * kGptqTileBytes;
         copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
           if (lane < kLinearWgmmaWarps)
@@ -165,20 +165,26 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #endif
 }
 
+template <class T, bool Gated>
+auto kernel_for(int token_tile) {
+  return token_tile <= 32 ? linear_wgmma_gptq_kernel<T, 32, Gated> : linear_wgmma_gptq_kernel<T, 64, Gated>;
+}
+
 }  // namespace
 
 Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
+  const bool gated = a.epilogue == ops::Epilogue::swiglu;
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
-  if (!is_gptq_wgmma(launches.arch(), d.tokens, d.in, d.out, dtype, weight.format.bits, layout.has_order) ||
-      (layout.pairs != RopePairs{} && a.residual) || !runs_wgmma(launches.device()))
+  if (!is_gptq_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, weight.format.bits, layout.has_order) ||
+      (layout.pairs != RopePairs{} && (a.residual || gated)) || !runs_wgmma(launches.device()))
     return false;
   const auto add = [&](auto zero) -> Status {
     using T = decltype(zero);
     for (std::int64_t first = 0; first < d.tokens; first += kGptqWgmmaTile) {
       const std::int64_t tokens = std::min(kGptqWgmmaTile, d.tokens - first);
-      const LinearWgmmaPlan plan = gptq_wgmma_plan(launches.arch(), tokens, d.in, d.out);
+      const LinearWgmmaPlan plan = gptq_wgmma_plan(launches.arch(), tokens, d.in, d.rows());
       const T* const x = static_cast<const T*>(a.x.data) + first * d.in;
       CUtensorMap map;
       CF_TRY(make_tensor_map({.data = x, .dtype = dtype, .columns = d.in, .rows = tokens}, plan.token_tile, map));
@@ -194,7 +200,7 @@ Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, const PackedWeight
                      .block = kWgmmaThreads,
                      .smem_bytes = std::size_t(plan.smem_bytes),
                      .cluster_blocks = plan.splits},
-                    plan.token_tile <= 32 ? linear_wgmma_gptq_kernel<T, 32> : linear_wgmma_gptq_kernel<T, 64>, map, c));
+                    gated ? kernel_for<T, true>(plan.token_tile) : kernel_for<T, false>(plan.token_tile), map, c));
     }
     return {};
   };

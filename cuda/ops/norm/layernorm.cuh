@@ -1,5 +1,5 @@
 #pragma once
-// The kernel of every op with a LayerNorm. An op's Row says what the kernel loads and stores of a row.
+// The kernel of every op with a LayerNorm or an RMSNorm. An op's Row says what the kernel loads and stores of a row.
 #include <algorithm>
 
 #include "core/weights.hpp"
@@ -12,7 +12,7 @@
 
 namespace cf::cuda {
 
-/// The arguments of a LayerNorm kernel beside the op's own tensors.
+/// The arguments of a norm's kernel beside the op's own tensors.
 template <int Norms>
 struct LayerNormParams {
   NormParams norm[Norms];
@@ -20,7 +20,8 @@ struct LayerNormParams {
   float eps, inverse_hidden;
 };
 
-/// A block normalises one row: y[k] = LayerNorm(x; norm[k]). A Row has
+/// A block normalises one row: y[k] = Norm(x; norm[k]). A Row has
+///   Norm                        LayerNormOfRow or RmsNormOfRow
 ///   Element                     the activations' type; an access is 16 bytes, kLane<Element> elements
 ///   inputs, norms               the number of tensors that x is the sum of; the number of results y
 ///   Input load(at)              loads the inputs of x[at ..)
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
   // The loads of weights and side inputs are in flight together with those of x where registers can hold the results.
   constexpr bool weights_ahead = Elements == 8, side_ahead = Elements <= 16;
   constexpr bool loads_apart = pieces * sizeof(typename Row::Input) <= 256;
-  __shared__ Welford warp_states[max_warps];
+  using Norm = typename Row::Norm;
+  __shared__ typename Norm::WarpState warp_states[max_warps];
   using Weight = StoredWeight<lane_elements>;
   Weight gamma[Row::norms][weights_ahead ? pieces : 1], beta[Row::norms][weights_ahead ? pieces : 1];
   typename Row::Side side[side_ahead ? pieces : 1];
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
 #pragma unroll
     for (int k = 0; k < Row::norms; ++k) {
       gamma[k][p].load(static_cast<const decltype(type)*>(params.norm[k].gamma.data) + i);
-      beta[k][p].load(static_cast<const decltype(type)*>(params.norm[k].beta.data) + i);
+      if constexpr (Norm::has_beta) beta[k][p].load(static_cast<const decltype(type)*>(params.norm[k].beta.data) + i);
     }
   };
   const DType weight = params.norm[0].gamma.dtype;
@@ -73,12 +75,11 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
   }
 
   for_each_piece([&](int p, int i) { row.begin(begin + i, x[p]); });
-  const Welford state = centre_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, x);
+  const auto state = Norm::of_warp([&](auto f) { for_each_piece([&](int p, int) { f(p); }); }, x);
   if (lane == 0) warp_states[warp] = state;
   __syncthreads();
-  const RowMoments moments =
-      merge_warps<max_warps>(warp_states, warps, int(threadIdx.x) % max_warps, params.inverse_hidden, params.eps);
-  const NormalisedWarp normalised(state.mean, moments);
+  const auto normalised = Norm::template of_row<max_warps>(state, warp_states, warps, int(threadIdx.x) % max_warps,
+                                                           params.inverse_hidden, params.eps);
 
   with_weight(weight, [&](auto type) {
     for_each_piece([&](int p, int i) {
@@ -87,11 +88,17 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
       float y[Row::norms][lane_elements];
 #pragma unroll
       for (int k = 0; k < Row::norms; ++k) {
-        float g[lane_elements], b[lane_elements];
+        float g[lane_elements];
         gamma[k][weights_ahead ? p : 0].unpack(g, type);
-        beta[k][weights_ahead ? p : 0].unpack(b, type);
+        if constexpr (Norm::has_beta) {
+          float b[lane_elements];
+          beta[k][weights_ahead ? p : 0].unpack(b, type);
 #pragma unroll
-        for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e], b[e]);
+          for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e], b[e]);
+        } else {
+#pragma unroll
+          for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e]);
+        }
       }
       row.finish(begin + i, side[side_ahead ? p : 0], y);
     });
@@ -101,6 +108,7 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
 /// The Row of an op that normalises x as it is stored. Ops derive from it and add what they store.
 template <class T>
 struct LayerNormRow {
+  using Norm = LayerNormOfRow;
   using Element = T;
   using Input = uint4;
   struct Side {};

@@ -5,7 +5,7 @@
 
 namespace cf::cuda {
 
-/// How the LayerNorm kernels hold a row: in the registers of one block, `elements` of them in each thread. The kernels
+/// How the kernels of norms hold a row: in the registers of one block, `elements` of them in each thread. The kernels
 /// compute the same with any plan, to rounding.
 struct LayerNormPlan {
   int elements;  // 8, 16 or 64, a template argument of the kernels

@@ -13,18 +13,20 @@ struct RowsOfTokens {
   }
 };
 
-template <class T, int Heads>
+template <class T, int Heads, ops::QkvLayout Layout>
 __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
     rope_kernel(const __grid_constant__ ops::Rope::Args a, const __grid_constant__ RopePlan plan) {
-  rope_unit<T, Heads>(a, plan, RowsOfTokens<T>{a});
+  rope_unit<T, Heads, Layout>(a, plan, RowsOfTokens<T>{a});
 }
 
 }  // namespace
 
 Status prepare(const ops::Rope::Args& a, LaunchList& launches) {
-  return prepare_rope(a, launches, [&](auto zero, const RopePlan& plan, const LaunchShape& shape) {
+  return prepare_rope(a, launches, [&](auto zero, auto layout, const RopePlan& plan, const LaunchShape& shape) {
     using T = decltype(zero);
-    return launch(ops::Rope::name, launches, shape, plan.heads == 1 ? rope_kernel<T, 1> : rope_kernel<T, 4>, a, plan);
+    constexpr ops::QkvLayout kLayout = decltype(layout)::value;
+    return launch(ops::Rope::name, launches, shape,
+                  plan.heads == 1 ? rope_kernel<T, 1, kLayout> : rope_kernel<T, 4, kLayout>, a, plan);
   });
 }
 

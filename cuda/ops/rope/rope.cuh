@@ -1,5 +1,7 @@
 #pragma once
 // RoPE's rotation, for the kernels of rope and rope_append: they differ in where a rotated head goes.
+#include <type_traits>
+
 #include "cuda/device/math.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
@@ -59,16 +61,25 @@ __device__ void turn(const Args& a, long token, int column, uint4* vectors, ForE
 /// One unit of token blockIdx.x. A thread loads its part of all heads before it stores any. `rows` has
 ///   begin(token)                 loads what says where the token goes
 ///   of(token, part, first_head)  the HeadRows of a part from a head on
-template <class T, int Heads, class Args, class Rows>
+template <class T, int Heads, ops::QkvLayout Layout, class Args, class Rows>
 __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
+  constexpr bool separate = Layout == ops::QkvLayout::separate;
   let_successor_start();
   const int index = int(blockIdx.y * blockDim.x + threadIdx.x);
-  const RopeUnit unit = plan.unit(index);
-  const int heads = int(a.qkv.shape[1]), head_dim = int(a.qkv.shape[3]);
-  const int first_head = unit.group * Heads, column = unit.vector * kLane<T>;
+  const RopeUnit unit = plan.unit<Layout>(index);
+  const int head_dim = int(a.qkv.shape[3]), first_head = unit.group * Heads, column = unit.vector * kLane<T>;
   const long token = blockIdx.x;
-  const T* const from = static_cast<const T*>(a.qkv.data) + ((token * heads + first_head) * 3 + unit.part) * head_dim;
-  const auto x = [&](int i) { return from + 3 * i * head_dim; };
+  int heads = int(separate ? a.q.shape[1] : a.qkv.shape[1]);  // of the unit's part
+  const T* from = static_cast<const T*>(a.qkv.data);
+  if constexpr (separate) {
+    const int all = int(a.qkv.shape[1]), kv_heads = (all - heads) / 2;
+    const int place = unit.part == 0 ? first_head : heads + (unit.part - 1) * kv_heads + first_head;
+    from += (token * all + place) * head_dim;
+    if (unit.part > 0) heads = kv_heads;
+  } else {
+    from += ((token * heads + first_head) * 3 + unit.part) * head_dim;
+  }
+  const auto x = [&](int i) { return from + (separate ? 1 : 3) * i * head_dim; };
   const auto for_each_head = [&](auto f) {
 #pragma unroll
     for (int i = 0; i < Heads; ++i)
@@ -86,8 +97,8 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
   for_each_head([&](int i) { *reinterpret_cast<uint4*>(to.first + i * to.stride + column) = vectors[i]; });
 }
 
-/// Checks a call and prepares its launch. prepare_kernel(zero, plan, shape) adds the kernel for activations of zero's
-/// type.
+/// Checks a call and prepares its launch. prepare_kernel(zero, layout, plan, shape) adds the kernel for activations of zero's
+/// type and the layout that `layout` has as its value.
 template <class Args, class PrepareKernel>
 Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_kernel) {
   constexpr std::string_view name = Args::Op::name;
@@ -96,10 +107,14 @@ Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_k
   const std::int64_t tokens = a.qkv.shape[0];
   CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
   return with_activation(name, a.qkv.dtype, [&](auto zero) {
-    const RopePlan plan = rope_plan(launches.arch(), tokens, d.heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
-    return prepare_kernel(zero, plan,
-                          LaunchShape{.grid = dim3(unsigned(tokens), unsigned(plan.blocks.blocks)),
-                                      .block = unsigned(plan.blocks.threads)});
+    using ops::QkvLayout;
+    const RopePlan plan =
+        rope_plan(launches.arch(), tokens, d.heads, d.kv_heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
+    const LaunchShape shape{.grid = dim3(unsigned(tokens), unsigned(plan.blocks.blocks)),
+                            .block = unsigned(plan.blocks.threads)};
+    if (d.layout == QkvLayout::separate)
+      return prepare_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::separate>(), plan, shape);
+    return prepare_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::interleaved_by_head>(), plan, shape);
   });
 }
 

@@ -3,12 +3,14 @@
 #include <cstdint>
 
 #include "core/host_device.hpp"
+#include "core/ops/rope.hpp"
 #include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
 
-/// What a thread of rope and of rope_append takes: the same 16 bytes of each head of a group of consecutive heads.
+/// What a thread of rope and of rope_append takes: the same 16 bytes of each head of a group of consecutive heads of q,
+/// of k or of v.
 struct RopeUnit {
   int group;
   int part;    // 0, 1 or 2 for q, k or v
@@ -18,14 +20,22 @@ struct RopeUnit {
 
 /// How the kernels of rope and rope_append divide a token's units. Those that turn come first: few warps have any.
 struct RopePlan {
-  int heads;  // of a group: 1 or 4, a template argument of the kernels
-  int groups;
+  int heads;         // of a group: 1 or 4, a template argument of the kernels
+  int groups;        // of q's heads
+  int kv_groups;     // of k's heads, and of v's
   int vectors;       // of a head's q, k or v
   int turning;       // the leading vectors of q and k that turn, in whole 32 bytes where a head has them
   TokenPlan blocks;  // of the units
 
-  CF_HD constexpr int units() const { return groups * 3 * vectors; }
+  CF_HD constexpr int units() const { return (groups + 2 * kv_groups) * vectors; }
+  template <ops::QkvLayout Layout>
   CF_HD constexpr RopeUnit unit(int index) const {
+    return Layout == ops::QkvLayout::separate ? separate_unit(index) : interleaved_unit(index);
+  }
+
+ private:
+  /// The units of one group of q, k and v, then those of the next. There are as many groups of each.
+  CF_HD constexpr RopeUnit interleaved_unit(int index) const {
     const unsigned turning_units = unsigned(groups * 2 * turning), in_group = unsigned(2 * turning);
     if (unsigned(index) < turning_units) {
       const int group = int(unsigned(index) / in_group), nth = index - group * int(in_group), part = nth >= turning;
@@ -37,6 +47,18 @@ struct RopePlan {
     const int part = nth < plain ? 0 : nth < 2 * plain ? 1 : 2;
     return {group, part, nth - part * plain + (part < 2 ? turning : 0), false};
   }
+  /// The units of q, then those of k, then those of v.
+  CF_HD constexpr RopeUnit separate_unit(int index) const {
+    const int turning_units = (groups + kv_groups) * turning, plain = vectors - turning;
+    const bool turns = index < turning_units;
+    const int nth = turns ? index : index - turning_units, of_head = turns ? turning : plain;
+    if (nth >= (groups + kv_groups) * of_head) {
+      const int of_v = nth - (groups + kv_groups) * of_head, group = int(unsigned(of_v) / unsigned(vectors));
+      return {group, 2, of_v - group * vectors, false};
+    }
+    const int group = int(unsigned(nth) / unsigned(of_head)), part = group >= groups;
+    return {group - part * groups, part, nth - group * of_head + (turns ? 0 : turning), turns};
+  }
 };
 
 /// Blocks that an SM has registers for at least, by the heads of a group.
@@ -44,14 +66,16 @@ constexpr int rope_blocks_per_sm(int heads) { return heads == 1 ? 8 : 6; }
 
 /// One head a group while all threads are resident at once: the time of a decode step is that of one unit. Four
 /// otherwise: more loads in flight for each resident thread.
-constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t heads, std::int64_t head_dim,
-                             std::int64_t rotary_dim, int elements_in_16_bytes) {
+constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t heads, std::int64_t kv_heads,
+                             std::int64_t head_dim, std::int64_t rotary_dim, int elements_in_16_bytes) {
   const std::int64_t vectors = head_dim / elements_in_16_bytes,
                      turning = (rotary_dim + 2 * elements_in_16_bytes - 1) / (2 * elements_in_16_bytes) * 2;
   const bool resident =
-      tokens * heads * 3 * vectors <= std::int64_t(arch.sm_count) * rope_blocks_per_sm(1) * kTokenThreads;
+      tokens * (heads + 2 * kv_heads) * vectors <= std::int64_t(arch.sm_count) * rope_blocks_per_sm(1) * kTokenThreads;
+  const auto groups = [&](std::int64_t n) { return int(resident ? n : (n + 3) / 4); };
   RopePlan p{.heads = resident ? 1 : 4,
-             .groups = int(resident ? heads : (heads + 3) / 4),
+             .groups = groups(heads),
+             .kv_groups = groups(kv_heads),
              .vectors = int(vectors),
              .turning = int(std::min(turning, vectors)),
              .blocks = {}};

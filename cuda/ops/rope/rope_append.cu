@@ -27,20 +27,21 @@ struct RowsOfCache {
   }
 };
 
-template <class T, int Heads>
+template <class T, int Heads, ops::QkvLayout Layout>
 __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
     rope_append_kernel(const __grid_constant__ ops::RopeAppend::Args a, const __grid_constant__ RopePlan plan,
                        int q_len) {
-  rope_unit<T, Heads>(a, plan, RowsOfCache<T>{a, q_len});
+  rope_unit<T, Heads, Layout>(a, plan, RowsOfCache<T>{a, q_len});
 }
 
 }  // namespace
 
 Status prepare(const ops::RopeAppend::Args& a, LaunchList& launches) {
-  return prepare_rope(a, launches, [&](auto zero, const RopePlan& plan, const LaunchShape& shape) {
+  return prepare_rope(a, launches, [&](auto zero, auto layout, const RopePlan& plan, const LaunchShape& shape) {
     using T = decltype(zero);
+    constexpr ops::QkvLayout kLayout = decltype(layout)::value;
     return launch(ops::RopeAppend::name, launches, shape,
-                  plan.heads == 1 ? rope_append_kernel<T, 1> : rope_append_kernel<T, 4>, a, plan,
+                  plan.heads == 1 ? rope_append_kernel<T, 1, kLayout> : rope_append_kernel<T, 4, kLayout>, a, plan,
                   int(ops::RopeAppend::dims(a).q_len));
   });
 }

@@ -17,4 +17,10 @@ Real gelu_tanh(Real x) {
   return x / 2 * (1 + std::tanh(inner));
 }
 
+/// x / (1 + exp(-x)), which is 0 where exp(-x) is infinite.
+template <class Real>
+Real silu(Real x) {
+  return x / (1 + std::exp(-x));
+}
+
 }  // namespace cf::cpu_ref

@@ -1,0 +1,27 @@
+#include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/run.hpp"
+
+namespace cf::cuda {
+namespace {
+
+template <class T>
+struct Row : LayerNormRow<T> {
+  using Norm = RmsNormOfRow;
+  T* y;
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
+    store_vec(y + at, v[0]);
+  }
+};
+
+}  // namespace
+
+Status prepare(const ops::RmsNorm::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  return with_activation(ops::RmsNorm::name, a.x.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Row<T> row{{a.x.as<const T>().data}, a.y.as<T>().data};
+    return prepare_layernorm(ops::RmsNorm::name, launches, row, {{.gamma = a.gamma, .beta = {}}}, a.x, a.eps);
+  });
+}
+
+}  // namespace cf::cuda
