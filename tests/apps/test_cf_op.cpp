@@ -29,7 +29,7 @@ const std::string tiny = "--preset pythia-14m ";
 TEST_CASE("cf-op names what is wrong before it looks for a GPU") {
   check_refusal(tiny, "op: required, not given");
   check_refusal("linear", "--preset: required, not given");
-  check_refusal("gemm " + tiny, "op: expected embedding, layernorm, layernorm_residual, ");
+  check_refusal("gemm " + tiny, "op: expected embedding, layernorm, rmsnorm, layernorm_residual, ");
   check_refusal("linear --preset pythia-3b", "preset 'pythia-3b' is unknown; there are pythia-14m, ");
   check_refusal("linear " + tiny + "--dtype float64", "--dtype: expected float16, bfloat16 or float32, got 'float64'");
   check_refusal("linear " + tiny + "--batch 0", "--batch: expected 1 to 1048576, got '0'");
