@@ -432,7 +432,7 @@ TEST_CASE("every golden file of a whole model in data is read, and its weights a
     const std::int64_t hidden = file->meta().config.hidden_size;
     for (const golden::VariantInfo& v : file->variants()) {
       if (v.taps.empty()) continue;
-      const Result<Tensor> tap_read = file->tap(v.name, names_of(file->meta().config.spec()).embed_in.tap);
+      const Result<Tensor> tap_read = file->tap(v.name, std::string(names_of(file->meta().config.spec()).embed_in.tap));
       INFO(tap_read.status().message());
       REQUIRE(tap_read);
       const Tensor& tap = *tap_read;
