@@ -84,7 +84,7 @@ TEST_CASE("cf-model on the GPU: every checkpoint's ids and logits are the oracle
     check_machine(report);
     CHECK(is_impl(report["impl"]));
     const auto config = Json::parse(read_file(path + "/config.json"));
-    CHECK(report["activation_dtype"] == config["dtype"]);
+    CHECK(report["activation_dtype"] == config[config.contains("dtype") ? "dtype" : "torch_dtype"]);
     REQUIRE(report["sequences"].size() == 3);
     for (const Json& sequence : report["sequences"]) {
       CHECK(sequence["ids"].size() == 12);

@@ -43,8 +43,9 @@ void check_bits(DType activation, const GptqSetup& gptq) {
       DeviceProblem<ops::LnQkv> fused(s, sizes), parts(s, sizes);
       if (load.batch == 4) fused.args().linear.bias.data = parts.args().linear.bias.data = nullptr;
       // There linear's sums have another order.
-      if (cuda::is_linear_wgmma(c.arch(), load.batch * load.q_len, n.hidden, sizes.first.out(), activation,
-                                gptq.bits)) {
+      const std::int64_t tokens = load.batch * load.q_len, out = sizes.first.out();
+      if (cuda::is_linear_wgmma(c.arch(), tokens, n.hidden, out, activation, gptq.bits) ||
+          cuda::is_gptq_wgmma(c.arch(), tokens, n.hidden, out, activation, gptq.bits, gptq.desc_act)) {
         CHECK(check_on_device<ops::LnQkv>(s, sizes));
         continue;
       }

@@ -16,6 +16,10 @@ gpu = pytest.mark.skipif(not cf_ops.cuda_available(), reason="there is no GPU th
 
 # All whose weights are of 16 bits, or quantised to fewer.
 CHECKPOINTS = [
+    "llama-gptq-desc-act",
+    "llama-gqa1-biases",
+    "llama-gqa3-scaled",
+    "mistral-gqa4-sharded",
     "neox-bf16",
     "neox-d128",
     "neox-d64-sequential",
@@ -28,6 +32,8 @@ CHECKPOINTS = [
     "neox-gptq-sym",
     "neox-gptq-v2",
     "neox-tied",
+    "qwen2-gptq-8bit",
+    "qwen2-gqa7",
     "stdlib-4m",
     "stdlib-4m-gptq",
 ]

@@ -197,11 +197,10 @@ __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy,
 
   const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
   ClusterInbox inbox(&arrived);
+  __syncthreads();  // no warp reads the ring any more
   if (c.splits > 1) {
     inbox.open();
-    inbox.connect();  // no block reads its ring any more
-  } else {
-    __syncthreads();
+    inbox.connect();
   }
   if (warp == kLinearWgmmaWarps) return;
   const int owner = warp * c.splits / kLinearWgmmaWarps;
