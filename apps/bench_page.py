@@ -284,12 +284,13 @@ def quality(figures):
 
 def gpu_model(figures):
     lines = []
-    for name in ("pythia-2.8b", "pythia-2.8b-slots", "pythia-2.8b-gptq", "pythia-6.9b"):
+    quantised = "pythia-2.8b-gptq", "pythia-2.8b-gptq-slots"
+    for name in ("pythia-2.8b", "pythia-2.8b-slots", *quantised, "pythia-6.9b", "llama-3.2-1b", "llama-3.1-8b"):
         report = figures[f"model-{name}"]
         if report:
             about = f"{report['model']} on {report['gpu']}, {report['weights']}. {figures.source(f'model-{name}')}"
             lines += [about, "", *model_table(report), ""]
-    for name in ("pythia-2.8b",):
+    for name in ("pythia-2.8b", "compile-pythia-2.8b"):
         if figures[f"model-peers-{name}"]:
             _, _, *rows = plot_bench.tables(os.path.join(figures.directory, f"model-peers-{name}.json"))
             lines += [PEERS_OF_A_MODEL + " " + figures.source(f"model-peers-{name}"), "", *rows, ""]

@@ -133,6 +133,7 @@ __device__ void multiply_codes(const GptqWgmmaCall& c, const Ring& ring, const S
     wgmma_wait<0>();  // operand a is made anew, and the stage is free
 #pragma unroll
     for (auto& operand : a) keep_in_registers(operand);
+    __syncwarp();  // all lanes have read the codes
     if (lane == 0) arrive(ring.free + place.stage);
   }
   if (is_added) end_group();
