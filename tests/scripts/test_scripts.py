@@ -431,7 +431,8 @@ class BenchGpu(Scripts):
         self.assertEqual({call[0] for call in words if "--json" in call},
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
-        self.assertEqual([call[-1] for call in models], ["out/model-peers-pythia-2.8b.json"])
+        names = "pythia-2.8b", "compile-pythia-2.8b"
+        self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
     def test_a_failed_measurement_is_a_failure_and_the_others_go_on(self):
