@@ -546,6 +546,46 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   CHECK(gptq_plan(kH200, {160, 321, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm).grid == 0);
 }
 
+TEST_CASE("two products of 4 bits in one launch: a cluster's blocks take all columns of both, the first finishes",
+          "[plans]") {
+  for (std::int64_t tokens : {1, 2, 8})
+    for (auto [hidden, intermediate] : {std::pair{2560, 10240}, {2048, 8192}, {1024, 4096}, {512, 2048}}) {
+      CAPTURE(tokens, hidden, intermediate);
+      const GptqSizes sizes[] = {{hidden / 16, hidden / 64, 4}, {hidden / 16, intermediate / 64, 4}};
+      const GptqSumPlan plan = gptq_sum_plan(kH200, sizes[0], sizes[1], tokens);
+      const GptqPlan* const plans[] = {&plan.first, &plan.second};
+      REQUIRE(plan.second.grid > 0);
+      CHECK(plan.first.first_rank == 0);
+      CHECK(plan.second.first_rank == 1);
+      for (int product = 0; product < 2; ++product) {
+        const GptqPlan& p = *plans[product];
+        CHECK((p.grid == plan.second.grid && p.split == plan.second.split && p.tiles == plan.second.tiles));
+        CHECK((p.stage_bytes == plan.second.stage_bytes && p.smem_bytes == plan.second.smem_bytes));
+        CHECK((p.tokens == tokens && p.share == p.tiles * kGptqRows << p.token_bits));
+        // The columns by the plan that the product alone has, so that its sums have the same order.
+        const GptqPlan alone = gptq_plan(kH200, sizes[product], tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+        const int blocks = product == 0 ? 1 : p.split - 1;
+        CHECK(alone.split == blocks);
+        int next = 0;
+        for (int i = 0; i < blocks * kGptqParts; ++i) {
+          const GptqSlice slice = gptq_slice(p, i), expected = gptq_slice(alone, i);
+          CHECK(slice.first == next);
+          CHECK((slice.count == expected.count && slice.first_group == expected.first_group));
+          next += slice.count;
+        }
+        CHECK(next == sizes[product].chunks);
+      }
+    }
+  // Other rows, too many columns, groups that end within a chunk, too many tokens.
+  for (const auto& [first, second, tokens] :
+       {std::tuple<GptqSizes, GptqSizes, std::int64_t>{{160, 40, 4}, {161, 160, 4}, 1},
+        {{256, 64, 4}, {256, 256, 4}, 1},
+        {{160, 40, 1}, {160, 160, 4}, 1},
+        {{160, 40, 4}, {160, 160, 3}, 1},
+        {{160, 40, 4}, {160, 160, 4}, 9}})
+    CHECK(gptq_sum_plan(kH200, first, second, tokens).second.grid == 0);
+}
+
 TEST_CASE("linear of 4 bits: lanes that load x from shared memory at once use every bank once", "[plans]") {
   // Eight lanes load 16 bytes each: four vectors of two product columns.
   for (int column = 0; column < 8; column += 2)

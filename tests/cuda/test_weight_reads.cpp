@@ -265,6 +265,43 @@ TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, a
   }
 }
 
+TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h of quantised weights in one launch",
+          "[plans][model]") {
+  // A cluster has no blocks left for the columns of Pythia-6.9B, and a sequential residual is read between the two.
+  struct Case {
+    const char* preset;
+    bool parallel;
+    std::int64_t slots;
+    bool sums;
+  };
+  for (const auto& [preset, parallel, slots, sums] :
+       {Case{"pythia-2.8b", true, 1, true}, Case{"pythia-2.8b", true, 8, true}, Case{"pythia-2.8b", true, 9, false},
+        Case{"pythia-2.8b", false, 1, false}, Case{"pythia-1.4b", true, 4, true}, Case{"pythia-410m", true, 1, true},
+        Case{"pythia-6.9b", true, 1, false}}) {
+    ModelConfig m = *find_preset(preset);
+    m.num_hidden_layers = 1;
+    m.use_parallel_residual = parallel;
+    for (const WeightFormat format : {WeightFormat{.bits = 4, .group_size = 128}, WeightFormat{}}) {
+      const Step step(m, slots, DType::f16, format);
+      int summed = 0, linears = 0;
+      const LayerTensors& tensors = step.tensors.layer;
+      REQUIRE(for_each_layer_op(
+          kH200, step.spec, step.weights.layers[0], tensors, [&]<class Args>(const Args& args, const LaunchMode&) {
+            linears += std::is_same_v<Args, ops::Linear::Args> || std::is_same_v<Args, ops::LnQkv::Args>;
+            if constexpr (std::is_same_v<Args, LinearSum::Args>) {
+              ++summed;
+              CHECK(args.first.y.data == tensors.attn_residual.data);
+              CHECK(args.second.y.data == tensors.output.data);
+            }
+            return Status();
+          }));
+      CAPTURE(preset, parallel, slots, format.bits, linears);
+      CHECK(summed == int(sums && format.bits));
+      CHECK(linears + 2 * summed == 4);
+    }
+  }
+}
+
 TEST_CASE("a graph's step of RMSNorm and separate q, k and v has rope_append in the place of two sites, for any slots",
           "[plans][model]") {
   ModelConfig m = *find_preset("llama-3.1-8b");
