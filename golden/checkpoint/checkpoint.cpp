@@ -147,28 +147,36 @@ std::string coordinate(std::int64_t element, const Shape& shape) {
 }
 
 /// What is wrong with an array that holds NaN or infinity, with the first such element and their number; otherwise "".
-/// Looks at the exponents alone: all of their bits are ones in these numbers and in no other.
+/// Looks at the exponents alone: all of their bits are ones in these numbers and in no other. `data` may lie anywhere,
+/// as a matrix in a mapped file does.
 template <class Bits>
-std::string not_finite(const Bits* bits, const Shape& shape, Bits exponent) {
+std::string not_finite(const void* data, const Shape& shape, Bits exponent) {
   const std::int64_t size = element_count(shape);
-  const auto is_bad = [&](Bits x) { return (x & exponent) == exponent; };
+  const auto at = [bytes = static_cast<const std::byte*>(data)](std::int64_t i) {
+    Bits x;
+    std::memcpy(&x, bytes + i * std::int64_t(sizeof x), sizeof x);
+    return x;
+  };
+  const auto is_bad = [&](std::int64_t i) { return (at(i) & exponent) == exponent; };
   Bits any = 0;  // without a branch, so that the compiler vectorises the loop
-  for (std::int64_t i = 0; i < size; ++i) any |= Bits(is_bad(bits[i]));
+  for (std::int64_t i = 0; i < size; ++i) any |= Bits(is_bad(i));
   if (!any) return "";
-  const auto count = std::count_if(bits, bits + size, is_bad);
-  const Bits* first = std::find_if(bits, bits + size, is_bad);
+  std::int64_t first = -1, count = 0;
+  for (std::int64_t i = 0; i < size; ++i) {
+    if (!is_bad(i)) continue;
+    if (count++ == 0) first = i;
+  }
   const Bits mantissa = Bits(exponent & (~exponent + 1)) - 1;
-  return "element " + coordinate(first - bits, shape) + ": expected a finite number, got " +
-         (*first & mantissa ? "NaN" : "infinity") + "; " + std::to_string(count) + " of " + std::to_string(size) +
+  return "element " + coordinate(first, shape) + ": expected a finite number, got " +
+         (at(first) & mantissa ? "NaN" : "infinity") + "; " + std::to_string(count) + " of " + std::to_string(size) +
          " elements are not finite";
 }
 
 std::string not_finite(const void* data, DType dtype, const Shape& shape) {
-  const auto* bits16 = static_cast<const std::uint16_t*>(data);
   switch (dtype) {
-    case DType::f16: return not_finite<std::uint16_t>(bits16, shape, 0x7c00);
-    case DType::bf16: return not_finite<std::uint16_t>(bits16, shape, 0x7f80);
-    case DType::f32: return not_finite<std::uint32_t>(static_cast<const std::uint32_t*>(data), shape, 0x7f800000);
+    case DType::f16: return not_finite<std::uint16_t>(data, shape, 0x7c00);
+    case DType::bf16: return not_finite<std::uint16_t>(data, shape, 0x7f80);
+    case DType::f32: return not_finite<std::uint32_t>(data, shape, 0x7f800000);
     default: return "";  // integers
   }
 }
