@@ -26,9 +26,10 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
              .tokens == tokens;
 }
 
-/// Whether kernels divide an SM's L1 alike. Where attention's blocks form clusters, a cluster's SMs then become free
-/// sooner. Attention without clusters, as for four tokens of 32 heads, is slower with that division, and so is every
-/// layer of packed weights, by 5 to 12 % on an H200: blocks of the next kernel then come between a cluster's.
+/// Whether all kernels of a layer divide an SM's memory into L1 and shared memory alike. On an H200 that division is
+/// faster where attention's blocks form clusters, whose SMs then become free sooner. It is slower for attention without
+/// clusters, as for four tokens of 32 heads. It is 5 to 12 % slower for packed weights: blocks of the next kernel then
+/// take the SMs that a cluster waits for.
 bool divides_alike(const Arch& arch, const LayerWeights& w, const LayerTensors& t) {
   return !std::holds_alternative<PackedWeight>(w.query_key_value.weight) &&
          attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;

@@ -1,6 +1,6 @@
 #pragma once
-// A block's product of 9 to 128 tokens with 128 rows of a weight on Hopper's tensor cores: the ring's barriers, the sum
-// over a cluster's blocks, and what is done with it. How weights become operand a is the caller's.
+// A block multiplies 128 rows of a weight by up to 128 tokens on Hopper's tensor cores. This file has the ring's
+// barriers, the sum over a cluster's blocks and the epilogue. The caller makes operand a of the weights.
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
