@@ -665,7 +665,8 @@ def rope_append(
         heads = all_heads - 2 * k_cache.shape[1]
         if heads < 1:
             raise ValueError(
-                f"rope_append: 'qkv' has {all_heads} heads, expected more than twice the {k_cache.shape[1]} of 'k_cache'"
+                f"rope_append: 'qkv' has {all_heads} heads, "
+                f"expected more than twice the {k_cache.shape[1]} of 'k_cache'"
             )
         shapes = {"q": (tokens, heads, head_dim)}
     return call.run(shapes, like=_Like(_ROPE_APPEND, given, layout, ()))[0]
