@@ -13,11 +13,12 @@ std::int32_t code(const std::int32_t* words, std::int64_t stride, std::int64_t i
   return std::int32_t(word >> (i % per_word * bits) & ((1u << bits) - 1));
 }
 
-}  // namespace
-
+/// The zero of output n in group g, with its offset.
 std::int32_t gptq_zero(const GptqWeight& w, std::int64_t group, std::int64_t n) {
   return code(w.qzeros.data + group * w.qzeros.shape[1], 1, n, w.bits) + w.zero_offset;
 }
+
+}  // namespace
 
 template <class Real>
 void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows, Real* to) {

@@ -9,9 +9,6 @@ namespace cf::cpu_ref {
 /// group.
 Tensor dequantise(const GptqWeight& w, DType dtype);
 
-/// The zero of output n in group g, with its offset.
-std::int32_t gptq_zero(const GptqWeight& w, std::int64_t group, std::int64_t n);
-
 /// Rows first .. first + rows - 1 of W, one after the other.
 template <class Real>
 void dequantise_rows(const GptqWeight& w, std::int64_t first, std::int64_t rows, Real* to);

@@ -1,3 +1,5 @@
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -48,9 +50,9 @@ constexpr std::int64_t kFewTokens = 8;
 /// Rows of a weight that make one output, at most: those of the gate and of up.
 constexpr std::int64_t kMostRows = 2;
 /// The same of a quantised matrix, whose rows cost more to dequantise for Eigen than a few passes over its words cost: a
-/// prompt of 64 ids takes Pythia-2.8B 3.2 s with passes and 4.8 s without, one of 128 ids 6 s in both ways (two threads
-/// of a Xeon).
-constexpr std::int64_t kFewQuantisedTokens = 64;
+/// prompt of 128 ids takes Pythia-2.8B 4.3 s with passes and 6.2 s without, one of 256 ids 8.8 and 10.7 s (two cores of
+/// an EPYC 9004). Each further id costs the same in both ways.
+constexpr std::int64_t kFewQuantisedTokens = 256;
 
 /// A few tokens: each weight row is read once, widened in registers, and multiplied with every token.
 template <class W>
@@ -72,46 +74,101 @@ void run_dots(const ops::Linear::Args& a, const DenseWeight& dense,
   }
 }
 
-/// The same for a quantised matrix: each word is dequantised in registers, once for up to kFewTokens tokens.
+constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+/// A GPTQ matrix as blocks of columns.
+class GptqBlocks {
+ public:
+  explicit GptqBlocks(const GptqWeight& gptq)
+      : gptq_(gptq), columns_(gptq.qweight.shape[1]), word_groups_(std::size_t(gptq.qweight.shape[0])) {
+    const std::int64_t per_word = gptq.codes_per_word();
+    for (std::size_t word = 0; word < word_groups_.size(); ++word) {
+      const std::int32_t* const g = gptq.g_idx.data + std::int64_t(word) * per_word;
+      const bool same = std::all_of(g, g + per_word, [g](std::int32_t i) { return i == *g; });
+      word_groups_[word] = same ? *g : GptqColumns::kMixed;
+    }
+    // Each thread has the same number of blocks. Blocks are wide, because hardware fetches ahead within a row: two cores
+    // of an EPYC 9004 read 15 GB/s of words with 256 columns, 19 with 1024, 23 with 1280 and 1536, 20 with 2560.
+    constexpr std::int64_t most_columns = 1536;
+    const std::int64_t threads = omp_get_max_threads();
+    const std::int64_t blocks = threads * divide_up(columns_, threads * most_columns);
+    width_ = whole(divide_up(columns_, blocks));
+  }
+
+  std::int64_t count() const { return divide_up(columns_, width_); }
+  std::int64_t width() const { return width_; }
+
+  /// Calls f(first column, columns, block). A block that is not whole is a copy, with zeros behind its columns.
+  template <class F>
+  void with_block(std::int64_t i, F f) const {
+    const std::int64_t first = i * width_, n = std::min(width_, columns_ - first), per_word = gptq_.codes_per_word();
+    GptqColumns block{.columns = whole(n),
+                      .bits = gptq_.bits,
+                      .zero_offset = float(gptq_.zero_offset),
+                      .words = gptq_.qweight.data + first,
+                      .word_stride = columns_,
+                      .zeros = gptq_.qzeros.data + first / per_word,
+                      .zero_stride = gptq_.qzeros.shape[1],
+                      .scales = gptq_.scales.data + first,
+                      .scale_stride = columns_,
+                      .g_idx = gptq_.g_idx.data,
+                      .word_groups = word_groups_.data()};
+    std::vector<std::int32_t> words, zeros;
+    std::vector<f16> scales;
+    if (n < block.columns) {
+      const std::int64_t groups = gptq_.scales.shape[0];
+      block.words = padded(block.words, gptq_.qweight.shape[0], n, block.columns, block.word_stride, words);
+      block.zeros = padded(block.zeros, groups, gptq_.qzeros.shape[1] - first / per_word, block.columns / per_word,
+                           block.zero_stride, zeros);
+      block.scales = padded(block.scales, groups, n, block.columns, block.scale_stride, scales);
+    }
+    f(first, n, block);
+  }
+
+ private:
+  /// The columns that a block of so many has.
+  static std::int64_t whole(std::int64_t columns) {
+    return divide_up(columns, GptqColumns::kMultiple) * GptqColumns::kMultiple;
+  }
+  /// Copies the first n columns of each row to `to`, whose rows have `columns`. Rows are `stride` apart, before and after.
+  template <class T>
+  static const T* padded(const T* from, std::int64_t rows, std::int64_t n, std::int64_t columns, std::int64_t& stride,
+                         std::vector<T>& to) {
+    to.assign(std::size_t(rows * columns), T{});
+    for (std::int64_t row = 0; row < rows; ++row) std::copy_n(from + row * stride, n, to.data() + row * columns);
+    stride = columns;
+    return to.data();
+  }
+
+  const GptqWeight& gptq_;
+  std::int64_t columns_, width_ = 0;
+  std::vector<std::int32_t> word_groups_;
+};
+
+/// The same for a quantised matrix: each word is dequantised in registers, once for a few tokens.
 void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
-  constexpr std::int64_t columns = GptqColumns::kColumns;
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
-  const std::int64_t groups = gptq.scales.shape[0], word_rows = gptq.qweight.shape[0], rows = d.rows();
-  static_assert(columns % kMostRows == 0, "a block has all rows of its outputs");
+  const GptqBlocks blocks(gptq);
+  static_assert(GptqColumns::kMultiple % kMostRows == 0, "a block has all rows of its outputs");
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
 #pragma omp parallel
   {
-    std::vector<float> zeros(std::size_t(groups * columns)), scales(zeros.size());
-    std::vector<std::int32_t> last_words;  // of the last columns, where they are fewer than a block
-    float sums[kFewTokens * columns];
+    std::vector<float> sums(std::size_t(kFewTokens * blocks.width()));
 #pragma omp for schedule(static)
-    for (std::int64_t first = 0; first < rows; first += columns) {
-      const std::int64_t n = std::min(columns, rows - first);
-      GptqColumns block{gptq.qweight.data + first, rows, gptq.bits, gptq.g_idx.data, zeros.data(), scales.data()};
-      if (n < columns) {
-        last_words.assign(std::size_t(word_rows * columns), 0);
-        for (std::int64_t row = 0; row < word_rows; ++row)
-          std::copy_n(block.words + row * rows, n, last_words.data() + row * columns);
-        block.words = last_words.data();
-        block.word_stride = columns;
-      }
-      for (std::int64_t g = 0; g < groups; ++g)
-        for (std::int64_t i = 0; i < n; ++i) {
-          zeros[std::size_t(g * columns + i)] = float(gptq_zero(gptq, g, first + i));
-          scales[std::size_t(g * columns + i)] = widen<float>(gptq.scales.data[g * rows + first + i]);
+    for (std::int64_t i = 0; i < blocks.count(); ++i)
+      blocks.with_block(i, [&](std::int64_t first, std::int64_t n, const GptqColumns& block) {
+        for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
+          const std::int64_t some = std::min(kFewTokens, tokens - token);
+          kernels().gptq_columns(block, x + token * d.in, d.in, some, sums.data());
+          for (std::int64_t t = 0; t < some; ++t)
+            for (std::int64_t column = 0; column < n; column += d.rows_of_output) {
+              const std::int64_t o = (first + column) / d.rows_of_output;
+              y[(token + t) * d.out + o] = finish(token + t, o, sums.data() + t * block.columns + column, 1);
+            }
         }
-      for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
-        const std::int64_t some = std::min(kFewTokens, tokens - token);
-        kernels().gptq_columns(block, x + token * d.in, d.in, some, sums);
-        for (std::int64_t t = 0; t < some; ++t)
-          for (std::int64_t i = 0; i < n; i += d.rows_of_output) {
-            const std::int64_t o = (first + i) / d.rows_of_output;
-            y[(token + t) * d.out + o] = finish(token + t, o, sums + t * columns + i, 1);
-          }
-      }
-    }
+      });
   }
 }
 

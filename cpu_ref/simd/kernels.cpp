@@ -1,6 +1,8 @@
 #include "cpu_ref/simd/kernels.hpp"
 
 #include <array>
+#include <bit>
+#include <cstring>
 
 #define CF_EIGEN Eigen_portable
 #include "cpu_ref/simd/kernels_impl.hpp"
@@ -12,6 +14,7 @@ namespace {
 struct Portable {
   static constexpr const char* name = "portable";
   static constexpr int lanes = 4;
+  static constexpr int registers = 16;
   using V = std::array<float, 4>;
   template <class F>
   static V each(F f) {
@@ -32,12 +35,30 @@ struct Portable {
   static V add(V a, V b) {
     return each([&](std::size_t i) { return a[i] + b[i]; });
   }
-  using Words = const std::int32_t*;
-  static Words load_words(const std::int32_t* p) { return p; }
-  /// Code i of each word, low bits first.
+  using Words = std::array<std::uint32_t, 4>;
+  static Words load_words(const std::int32_t* p) {
+    Words words;
+    std::memcpy(&words, p, sizeof words);
+    return words;
+  }
+  /// Codes first .. first + lanes - 1 of a row of packed codes.
   template <int bits>
-  static V code(Words words, int i) {
-    return each([&](std::size_t n) { return float(std::uint32_t(words[n]) >> (i * bits) & ((1u << bits) - 1)); });
+  static V packed_codes(const std::int32_t* words, std::int64_t first) {
+    return each([&](std::size_t n) {
+      const std::int64_t bit = (first + std::int64_t(n)) * bits;
+      return float(std::uint32_t(words[bit / 32]) >> (bit % 32) & ((1u << bits) - 1));
+    });
+  }
+  template <int count>
+  static Words shift_right(Words words) {
+    for (std::uint32_t& word : words) word >>= count;
+    return words;
+  }
+  /// The float whose bits are words & mask | raise.
+  static V raised(Words words, int mask, float raise) {
+    return each([&](std::size_t n) {
+      return std::bit_cast<float>((words[n] & std::uint32_t(mask)) | std::bit_cast<std::uint32_t>(raise));
+    });
   }
   static V sub(V a, V b) {
     return each([&](std::size_t i) { return a[i] - b[i]; });

@@ -6,18 +6,23 @@
 
 namespace cf::cpu_ref {
 
-/// A block of kColumns neighbouring columns of a GPTQ matrix: as many of its outputs. The members are as in GptqWeight.
+/// A block of neighbouring columns of a GPTQ matrix: as many of its outputs. The tensors are as in GptqWeight, from the
+/// block's first column on.
 struct GptqColumns {
-  // Each row of a block lies on other pages. A layer of Pythia-2.8B takes 9.4 ms with 64 columns, 8.5 to 10 with 128 or
-  // 512, 7.0 with 256 (two threads of a Xeon).
-  static constexpr std::int64_t kColumns = 256;
+  static constexpr std::int64_t kMultiple = 16;  // a block's first column and its columns are multiples
+  static constexpr std::int32_t kMixed = -1;
 
-  const std::int32_t* words;  // (in * bits / 32, kColumns), the rows word_stride apart
-  std::int64_t word_stride;
+  std::int64_t columns;
   int bits;
-  const std::int32_t* g_idx;  // (in)
-  const float* zeros;         // (groups, kColumns), with the zero's offset
-  const float* scales;        // (groups, kColumns)
+  float zero_offset;
+  const std::int32_t* words;  // (in * bits / 32, columns), the rows word_stride apart
+  std::int64_t word_stride;
+  const std::int32_t* zeros;  // (groups, columns * bits / 32), the rows zero_stride apart
+  std::int64_t zero_stride;
+  const f16* scales;  // (groups, columns), the rows scale_stride apart
+  std::int64_t scale_stride;
+  const std::int32_t* g_idx;        // (in)
+  const std::int32_t* word_groups;  // (in * bits / 32): the group of a row's codes, or kMixed where they have several
 };
 
 /// The inner loops, compiled for several sets of vector instructions. Private to cpu_ref.
@@ -29,7 +34,7 @@ struct Kernels {
   void (*dot_bf16)(const bf16* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
   void (*dot_f32)(const float* w, const float* x, std::int64_t n, std::int64_t x_stride, std::int64_t tokens, float* y);
 
-  /// y[t * kColumns + n] = sum_k W[n,k] * x[t * in + k] in float32, for the block's columns n and for t < tokens. A
+  /// y[t * columns + n] = sum_k W[n,k] * x[t * in + k] in float32, for the block's columns n and for t < tokens. A
   /// token's bits do not depend on the others.
   void (*gptq_columns)(const GptqColumns& columns, const float* x, std::int64_t in, std::int64_t tokens, float* y);
 

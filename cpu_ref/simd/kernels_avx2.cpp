@@ -1,5 +1,7 @@
 #include <immintrin.h>
 
+#include <cstring>
+
 #define CF_EIGEN Eigen_avx2
 #include "cpu_ref/simd/kernels_impl.hpp"
 
@@ -9,6 +11,7 @@ namespace {
 struct Avx2 {
   static constexpr const char* name = "avx2";
   static constexpr int lanes = 8;
+  static constexpr int registers = 16;
   using V = __m256;
   static V zero() { return _mm256_setzero_ps(); }
   static V broadcast(float a) { return _mm256_set1_ps(a); }
@@ -22,11 +25,24 @@ struct Avx2 {
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   using Words = __m256i;
   static Words load_words(const std::int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-  /// Code i of each word, low bits first.
+  /// Codes first .. first + lanes - 1 of a row of packed codes.
   template <int bits>
-  static V code(Words words, int i) {
-    const Words shifted = _mm256_srl_epi32(words, _mm_cvtsi32_si128(i * bits));
+  static V packed_codes(const std::int32_t* words, std::int64_t first) {
+    static constexpr PackedCodes<lanes, bits> codes;
+    __m128i packed{};
+    std::memcpy(&packed, words + first * bits / 32, codes.bytes);
+    const Words spread = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(packed), load_words(codes.word));
+    const Words shifted = _mm256_srlv_epi32(spread, load_words(codes.shift));
     return _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32((1 << bits) - 1)));
+  }
+  template <int count>
+  static Words shift_right(Words words) {
+    return _mm256_srli_epi32(words, count);
+  }
+  /// The float whose bits are words & mask | raise.
+  static V raised(Words words, int mask, float raise) {
+    const Words masked = _mm256_and_si256(words, _mm256_set1_epi32(mask));
+    return _mm256_or_ps(_mm256_castsi256_ps(masked), _mm256_set1_ps(raise));
   }
   static V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm256_mul_ps(a, b); }

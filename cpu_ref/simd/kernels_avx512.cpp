@@ -1,5 +1,7 @@
 #include <immintrin.h>
 
+#include <cstring>
+
 #define CF_EIGEN Eigen_avx512
 #include "cpu_ref/simd/kernels_impl.hpp"
 
@@ -9,6 +11,7 @@ namespace {
 struct Avx512 {
   static constexpr const char* name = "avx512";
   static constexpr int lanes = 16;
+  static constexpr int registers = 32;
   using V = __m512;
   static V zero() { return _mm512_setzero_ps(); }
   static V broadcast(float a) { return _mm512_set1_ps(a); }
@@ -22,11 +25,25 @@ struct Avx512 {
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   using Words = __m512i;
   static Words load_words(const std::int32_t* p) { return _mm512_loadu_si512(p); }
-  /// Code i of each word, low bits first.
+  /// Codes first .. first + lanes - 1 of a row of packed codes.
   template <int bits>
-  static V code(Words words, int i) {
-    const Words shifted = _mm512_srl_epi32(words, _mm_cvtsi32_si128(i * bits));
+  static V packed_codes(const std::int32_t* words, std::int64_t first) {
+    static constexpr PackedCodes<lanes, bits> codes;
+    __m128i packed{};
+    std::memcpy(&packed, words + first * bits / 32, codes.bytes);
+    const Words spread = _mm512_permutexvar_epi32(_mm512_load_si512(codes.word), _mm512_castsi128_si512(packed));
+    const Words shifted = _mm512_srlv_epi32(spread, _mm512_load_si512(codes.shift));
     return _mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32((1 << bits) - 1)));
+  }
+  template <int count>
+  static Words shift_right(Words words) {
+    return _mm512_srli_epi32(words, count);
+  }
+  /// The float whose bits are words & mask | raise.
+  static V raised(Words words, int mask, float raise) {
+    constexpr int a_and_b_or_c = 0xea;
+    const Words c = _mm512_castps_si512(_mm512_set1_ps(raise));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(words, _mm512_set1_epi32(mask), c, a_and_b_or_c));
   }
   static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm512_mul_ps(a, b); }

@@ -46,57 +46,142 @@ void dot(const W* w, const float* x, std::int64_t n, std::int64_t x_stride, std:
   if (t < tokens) dot_tokens<Isa, 1>(w, x + t * x_stride, n, x_stride, y + t);
 }
 
-/// Rows of words that a tile has. With kColumns columns they take 16 KiB, which stay in the first cache.
-inline constexpr std::int64_t kGptqTileWords = 16;
+/// Rows of words that a tile has. In most matrices the rows lie a multiple of 4 KiB apart, so that a column's words share
+/// a set of the L1 cache, which has 8 to 12 ways.
+inline constexpr std::int64_t kGptqTileWords = 8;
 
-/// Adds the words first .. last - 1 of Isa::lanes columns from `column` on to y.
+/// The codes of a word that fit the 23 bits of a float's fraction become floats where they stand, in places. The word's
+/// other codes do so after a shift of the word by all places. Code i has place i % kGptqPlaces.
+template <int bits>
+inline constexpr int kGptqPlaces = 23 / bits;
+
+/// The value of a code of 1 in its place. Inputs are divided by it. It is a power of two, so that products stay exact.
+template <int bits>
+constexpr float place_value(int place) {
+  return float(1 << (bits * place));
+}
+
+/// The word and the first bit of each of `lanes` codes that stand side by side.
+template <int lanes, int bits>
+struct PackedCodes {
+  static_assert(lanes * bits % 32 == 0, "the first code is a word's first");
+  static constexpr int bytes = lanes * bits / 8;
+  alignas(64) std::int32_t word[lanes] = {};
+  alignas(64) std::int32_t shift[lanes] = {};
+  constexpr PackedCodes() {
+    for (int i = 0; i < lanes; ++i) word[i] = i * bits / 32, shift[i] = i * bits % 32;
+  }
+};
+
+/// 2^23. The fraction of the float kRaise + n is n, so that an `and` and an `or` make a code a float.
+inline constexpr float kRaise = 8388608;
+
+/// The sums of Isa::lanes columns of a tile for Tokens tokens.
 template <class Isa, int bits, int Tokens>
-void gptq_tile(const GptqColumns& c, std::int64_t column, std::int64_t first, std::int64_t last, const float* x,
-               std::int64_t in, float* y) {
+struct GptqTile {
   using V = typename Isa::V;
-  constexpr int codes = 32 / bits, chains = 2;  // two sums a token hide half of an addition's latency
-  V sum[Tokens][chains], zero = Isa::zero(), scale = Isa::zero();
-  for (int t = 0; t < Tokens; ++t)
-    for (V& s : sum[t]) s = Isa::zero();
-  std::int64_t group = -1;
-  for (std::int64_t word = first; word < last; ++word) {
+  using Words = typename Isa::Words;
+  static constexpr int codes = 32 / bits, places = kGptqPlaces<bits>;
+  using Inputs = float[kGptqTileWords * codes];
+
+  const GptqColumns& c;
+  std::int64_t column, first_word;
+  const Inputs* x;  // (Tokens): x[k] / place_value of k's code
+  V total[Tokens];
+
+  V scale(std::int32_t group) const { return Isa::load(c.scales + group * c.scale_stride + column); }
+  V zero(std::int32_t group) const {
+    const V codes_along = Isa::template packed_codes<bits>(c.zeros + group * c.zero_stride, column);
+    return Isa::add(codes_along, Isa::broadcast(c.zero_offset));
+  }
+  static V raised_zero(V zero, int place) {
+    return Isa::fma(zero, Isa::broadcast(place_value<bits>(place)), Isa::broadcast(kRaise));
+  }
+  Words load_words(std::int64_t word) const {
     const std::int32_t* const from = c.words + word * c.word_stride + column;
-    // The next tile's words: each row lies on another page, where no hardware looks ahead.
-    __builtin_prefetch(from + kGptqTileWords * c.word_stride);
-    const typename Isa::Words words = Isa::load_words(from);
-#pragma GCC unroll 8  // the sums stay in registers, and shifts are constants
+    // The words two tiles ahead, into L2: in L1 they would displace this tile's words.
+    __builtin_prefetch(from + 2 * kGptqTileWords * c.word_stride, 0, 2);
+    return Isa::load_words(from);
+  }
+  /// Calls f(i, place, kRaise + code * place_value) for each code i of a word.
+  template <class F>
+  static void for_each_code(Words words, F f) {
+#pragma GCC unroll 8  // the sums stay in registers, and places are constants
     for (int i = 0; i < codes; ++i) {
-      const std::int64_t k = word * codes + i;
-      if (c.g_idx[k] != group) {
-        group = c.g_idx[k];
-        zero = Isa::load(c.zeros + group * GptqColumns::kColumns + column);
-        scale = Isa::load(c.scales + group * GptqColumns::kColumns + column);
-      }
-      // The difference and the product are exact in float32, so w is the W that GptqWeight defines.
-      const V w = Isa::mul(Isa::sub(Isa::template code<bits>(words, i), zero), scale);
-      for (int t = 0; t < Tokens; ++t)
-        sum[t][i % chains] = Isa::fma(w, Isa::broadcast(x[t * in + k]), sum[t][i % chains]);
+      const int place = i % places;
+      if (i > 0 && place == 0) words = Isa::template shift_right<bits * places>(words);
+      f(i, place, Isa::raised(words, ((1 << bits) - 1) << (bits * place), kRaise));
     }
   }
-  for (int t = 0; t < Tokens; ++t) {
-    float* to = y + t * GptqColumns::kColumns + column;
-    Isa::store(to, Isa::add(Isa::load(to), Isa::add(sum[t][0], sum[t][1])));
+
+  /// Adds words of one group, whose scale multiplies their sum.
+  void add_group(std::int64_t first, std::int64_t last, std::int32_t group) {
+    constexpr int chains = 4;  // independent sums hide an addition's latency
+    V sum[Tokens][chains], zeros[places];
+    for (int place = 0; place < places; ++place) zeros[place] = raised_zero(zero(group), place);
+    for (int t = 0; t < Tokens; ++t)
+      for (V& s : sum[t]) s = Isa::zero();
+    for (std::int64_t word = first; word < last; ++word)
+      for_each_code(load_words(word), [&, k = (word - first_word) * codes](int i, int place, V code) {
+        const V w = Isa::sub(code, zeros[place]);
+        for (int t = 0; t < Tokens; ++t)
+          sum[t][i % chains] = Isa::fma(w, Isa::broadcast(x[t][k + i]), sum[t][i % chains]);
+      });
+    const V factor = scale(group);
+    for (int t = 0; t < Tokens; ++t) {
+      const V* const s = sum[t];
+      total[t] = Isa::fma(Isa::add(Isa::add(s[0], s[1]), Isa::add(s[2], s[3])), factor, total[t]);
+    }
+  }
+
+  /// Adds a word whose codes have several groups.
+  void add_mixed(std::int64_t word) {
+    for_each_code(load_words(word), [&, k = (word - first_word) * codes](int i, int place, V code) {
+      const std::int32_t group = c.g_idx[word * codes + i];
+      const V w = Isa::mul(Isa::sub(code, raised_zero(zero(group), place)), scale(group));
+      for (int t = 0; t < Tokens; ++t) total[t] = Isa::fma(w, Isa::broadcast(x[t][k + i]), total[t]);
+    });
+  }
+};
+
+/// Adds the products of the words first .. last - 1, a tile, with Tokens tokens to y. A token's sums have the same order
+/// for all Tokens.
+template <class Isa, int bits, int Tokens>
+void gptq_tile(const GptqColumns& c, std::int64_t first, std::int64_t last, const float* x, std::int64_t in, float* y) {
+  using Tile = GptqTile<Isa, bits, Tokens>;
+  typename Tile::Inputs placed[Tokens];
+  for (int t = 0; t < Tokens; ++t)
+    for (std::int64_t k = 0; k < (last - first) * Tile::codes; ++k)
+      placed[t][k] = x[t * in + first * Tile::codes + k] / place_value<bits>(int(k % Tile::codes) % Tile::places);
+  for (std::int64_t column = 0; column < c.columns; column += Isa::lanes) {
+    Tile tile{c, column, first, placed, {}};
+    for (std::int64_t word = first, end; word < last; word = end) {
+      const std::int32_t group = c.word_groups[word];
+      end = word + 1;
+      if (group == GptqColumns::kMixed) {
+        tile.add_mixed(word);
+        continue;
+      }
+      while (end < last && c.word_groups[end] == group) ++end;
+      tile.add_group(word, end, group);
+    }
+    for (int t = 0; t < Tokens; ++t) {
+      float* const to = y + t * c.columns + column;
+      Isa::store(to, Isa::add(Isa::load(to), tile.total[t]));
+    }
   }
 }
 
 template <class Isa, int bits>
 void gptq_columns_of(const GptqColumns& c, const float* x, std::int64_t in, std::int64_t tokens, float* y) {
-  for (std::int64_t i = 0; i < tokens * GptqColumns::kColumns; ++i) y[i] = 0;
+  constexpr int some = Isa::registers / 8;  // tokens whose sums, four each, take half of the registers
+  for (std::int64_t i = 0; i < tokens * c.columns; ++i) y[i] = 0;
   const std::int64_t words = in * bits / 32;
   for (std::int64_t first = 0; first < words; first += kGptqTileWords) {
     const std::int64_t last = first + kGptqTileWords < words ? first + kGptqTileWords : words;
-    for (std::int64_t column = 0; column < GptqColumns::kColumns; column += Isa::lanes) {
-      std::int64_t t = 0;
-      for (; t + 4 <= tokens; t += 4)
-        gptq_tile<Isa, bits, 4>(c, column, first, last, x + t * in, in, y + t * GptqColumns::kColumns);
-      for (; t < tokens; ++t)
-        gptq_tile<Isa, bits, 1>(c, column, first, last, x + t * in, in, y + t * GptqColumns::kColumns);
-    }
+    std::int64_t t = 0;
+    for (; t + some <= tokens; t += some) gptq_tile<Isa, bits, some>(c, first, last, x + t * in, in, y + t * c.columns);
+    for (; t < tokens; ++t) gptq_tile<Isa, bits, 1>(c, first, last, x + t * in, in, y + t * c.columns);
   }
 }
 

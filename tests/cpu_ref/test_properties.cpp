@@ -279,30 +279,56 @@ TEST_CASE("A multi-token step leaves what its tokens leave one by one", "[proper
 }
 
 TEST_CASE("Every instruction set multiplies quantised columns within the bound, each token by itself", "[kernels]") {
-  constexpr std::int64_t columns = cpu_ref::GptqColumns::kColumns, tokens = 7, groups = 3;
+  constexpr std::int64_t columns = 3 * cpu_ref::GptqColumns::kMultiple, tokens = 7, groups = 3;
   const int bits = GENERATE(4, 8);
-  const std::int64_t in = GENERATE(8, 136, 1000), words_in = in * bits / 32;
+  const std::int64_t in = GENERATE(8, 136, 1000), words_in = in * bits / 32, per_word = 32 / bits;
+  // Groups that follow one another, that change within a word, and in any order.
+  const int order = GENERATE(0, 1, 2);
   std::mt19937_64 random(5);
   std::normal_distribution<float> normal;
-  // Rows that lie further apart than the block is wide, and groups in any order.
-  const std::int64_t stride = columns + 8;
-  std::vector<std::int32_t> words(std::size_t(words_in * stride)), g_idx(std::size_t(in), 0);
-  std::vector<float> zeros(std::size_t(groups * columns)), scales(zeros.size()), x(std::size_t(tokens * in));
+  // Rows that lie further apart than the block is wide.
+  const std::int64_t stride = columns + 8, zero_stride = stride / per_word;
+  std::vector<std::int32_t> words(std::size_t(words_in * stride)), zeros(std::size_t(groups * zero_stride));
+  std::vector<std::int32_t> g_idx(std::size_t(in), 0), word_groups(std::size_t(words_in), 0);
+  std::vector<f16> scales(std::size_t(groups * stride));
+  std::vector<float> x(std::size_t(tokens * in));
   for (auto& w : words) w = std::int32_t(random());
-  for (auto& g : g_idx) g = std::int32_t(random() % groups);
-  for (auto& z : zeros) z = float(random() % (1u << bits)) + 1;
-  for (auto& s : scales) s = widen<float>(narrow<f16>(0.01 * normal(random)));
+  for (auto& z : zeros) z = std::int32_t(random());
+  for (auto& s : scales) s = narrow<f16>(0.01f * normal(random));
   for (auto& v : x) v = normal(random);
-  const cpu_ref::GptqColumns block{words.data(), stride, bits, g_idx.data(), zeros.data(), scales.data()};
+  for (std::int64_t k = 0; k < in; ++k) {
+    const std::int64_t group_size = in / groups + (order == 0 ? per_word - in / groups % per_word : 1);
+    g_idx[std::size_t(k)] = order == 2 ? std::int32_t(random() % groups) : std::int32_t(k / group_size);
+  }
+  for (std::int64_t word = 0; word < words_in; ++word) {
+    const std::int32_t* const g = g_idx.data() + word * per_word;
+    const bool same = std::all_of(g, g + per_word, [g](std::int32_t i) { return i == *g; });
+    word_groups[std::size_t(word)] = same ? *g : cpu_ref::GptqColumns::kMixed;
+  }
+  const cpu_ref::GptqColumns block{.columns = columns,
+                                   .bits = bits,
+                                   .zero_offset = 1,
+                                   .words = words.data(),
+                                   .word_stride = stride,
+                                   .zeros = zeros.data(),
+                                   .zero_stride = zero_stride,
+                                   .scales = scales.data(),
+                                   .scale_stride = stride,
+                                   .g_idx = g_idx.data(),
+                                   .word_groups = word_groups.data()};
+  const auto code = [bits](std::int32_t word, std::int64_t i) {
+    return double(std::uint32_t(word) >> (i * bits) & ((1u << bits) - 1));
+  };
 
   std::vector<double> expected(std::size_t(tokens * columns)), sizes(expected.size());
   for (std::int64_t n = 0; n < columns; ++n)
     for (std::int64_t k = 0; k < in; ++k) {
-      const auto word = std::uint32_t(words[std::size_t(k * bits / 32 * stride + n)]);
-      const double code = word >> (k * bits % 32) & ((1u << bits) - 1);
-      const auto at = std::size_t(g_idx[std::size_t(k)] * columns + n);
+      const std::int64_t g = g_idx[std::size_t(k)];
+      const double zero = code(zeros[std::size_t(g * zero_stride + n / per_word)], n % per_word) + 1;
+      const double w = (code(words[std::size_t(k / per_word * stride + n)], k % per_word) - zero) *
+                       widen<double>(scales[std::size_t(g * stride + n)]);
       for (std::int64_t t = 0; t < tokens; ++t) {
-        const double term = (code - zeros[at]) * scales[at] * x[std::size_t(t * in + k)];
+        const double term = w * x[std::size_t(t * in + k)];
         expected[std::size_t(t * columns + n)] += term;
         sizes[std::size_t(t * columns + n)] += std::abs(term);
       }
