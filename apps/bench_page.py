@@ -27,6 +27,7 @@ from console import Refusal
 
 BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
+LLAMAS = ("llama-3.2-1b", "llama-3.1-8b")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 
 
@@ -49,6 +50,12 @@ class Figures:
                 key = bench_peers.impl_of(c), c["batch"], bench_peers.kv_len_of(c)
                 found[key] = step["median_us"] * 1e-3, step["percent_of_read"]
         return found
+
+    def token(self, name, prompt_len):
+        """(time_ms, percent of the read) of a whole token of one sequence behind a prompt, by cf-model bench."""
+        report = self[name]
+        rows = [r for r in report["results"] if (r["prompt_len"], r["slots"]) == (prompt_len, 1)] if report else []
+        return (rows[0]["tpot_ms"], rows[0]["decode_percent_of_read"]) if rows else None
 
     def source(self, name):
         """The line that says where a file's figures come from."""
@@ -81,7 +88,7 @@ def peer_factor(figures, model, system, batch, kv_len):
 
 def headline(figures):
     rows = []
-    for model in MODELS:
+    for model in (*MODELS, *LLAMAS):
         steps, gptq = figures.steps(f"stack-{model}"), figures.steps(f"stack-{model}-gptq")
         graph, persistent = steps.get(("graph", 1, 128)), steps.get(("persistent", 1, 128))
         rows.append([
@@ -89,10 +96,11 @@ def headline(figures):
             share(graph),
             share(persistent),
             share(gptq.get(("graph", 1, 128))),
+            share(figures.token(f"model-{model}", 512)),
             peer_factor(figures, model, "torch_graph", 1, 128),
             peer_factor(figures, model, "hf_compile", 1, 128),
         ])  # fmt: skip
-    headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "torch in a graph", "Hugging Face, compiled"]
+    headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "whole token", "torch in a graph", "HF, compiled"]
     return table(headers, rows) + whole_token(figures)
 
 

@@ -623,7 +623,7 @@ class Page(Files):
             front = file.read()
         self.assertTrue(front.startswith(f"before\n{bench_page.BEGIN}\n| ms a token |"), front)
         self.assertTrue(front.endswith(f"{bench_page.END}\nafter\n"), front)
-        self.assertIn("| pythia-2.8b | - | 1.600 (80 %) | - | - | - |", front)
+        self.assertIn("| pythia-2.8b | - | 1.600 (80 %) | - | - | - | - |", front)
         self.assertNotIn("old", front)
         with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
             page = file.read()
@@ -640,6 +640,10 @@ class Page(Files):
         lines = bench_page.gpu_model(bench_page.Figures(directory))
         self.assertEqual(lines[0], "pythia-2.8b on a GPU, procedural weights, seed 0. [`model-pythia-2.8b-slots.json`]"
                                    "(model-pythia-2.8b-slots.json), commit abc: `cf-model bench`")  # fmt: skip
+        self.write("model-llama-3.2-1b.json", json.dumps(report | {"results": [result | {"prompt_len": 512}, result]}))
+        rows = bench_page.headline(bench_page.Figures(directory))
+        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | - | - |", rows)
+        self.assertIn("| llama-3.1-8b | - | - | - | - | - | - |", rows)
         self.assertEqual(lines[2:], [
             "| impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | decode, of the streaming read |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
