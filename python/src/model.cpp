@@ -189,10 +189,21 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
+    if (on_device) CF_TRY(opened.check_dense_whole());
     if (on_device && opened.gptq())
       return Status::error(Code::unimplemented, "tensors: expected dense weights on a device, got quantised ones");
     return load(opened, on_device ? Place::device : Place::host);
   }());
+}
+
+std::pair<Array, Array> rope_table_of(const Weights& w, std::int64_t rows) {
+  if (rows < 1) refuse("rows: expected at least 1, got " + std::to_string(rows));
+  const ModelSpec spec = w.config.spec();
+  const std::int64_t pairs = spec.shape.rotary_dim / 2;
+  Tensor cos(DType::f32, {rows, pairs}), sin(DType::f32, {rows, pairs});
+  const auto view = [&](Tensor& t) { return View<float, 2>{static_cast<float*>(t.data()), {rows, pairs}}; };
+  ops::rope_table(view(cos), view(sin), spec.traits.rope_theta, spec.traits.rope_scaling);
+  return {array_of(std::move(cos)), array_of(std::move(sin))};
 }
 
 nb::dict config_of(const Weights& w) {
@@ -693,7 +704,9 @@ void bind_weights(nb::module_& m) {
           nb::sig("def from_tensors(config: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], "
                   "owner: object, gptq: str | None = None, on_device: bool = False) -> Weights"),
           "Takes weights that lie in memory. `config` is config.json's text. `tensors` has each tensor's address, "
-          "dtype name and shape by Hugging Face's name. `owner` keeps the memory and must not lead back to these "
+          "dtype name and shape by Hugging Face's name; what the library joins, such as q_proj, k_proj and v_proj, is "
+          "copied unless it is given whole, by the joined Linear's name. `owner` keeps the memory and must not lead "
+          "back to these "
           "weights. `gptq` is quantize_config.json's text. Addresses `on_device` are a GPU's: values are not looked "
           "at, and only a DeviceModel takes the weights, which it reads where they lie. Raises ValueError for a tensor "
           "that is missing, unknown, of "
@@ -705,6 +718,8 @@ void bind_weights(nb::module_& m) {
           "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
           "The dtype of every weight that is not quantised.")
       .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
+      .def("rope_table", &rope_table_of, "rows"_a,
+           "The cosines and sines of positions 0 to rows - 1 by the model's config, (rows, rotary_dim / 2) each.")
       .def("drop_values", &Weights::drop_values,
            "Gives the memory of the weights back once a DeviceModel has its copy. No model can be made of them then.");
   m.def(

@@ -1,5 +1,6 @@
 """generate() of models with speed_up, beside Hugging Face's own in float64."""
 
+import dataclasses
 import inspect
 import os
 import signal
@@ -84,8 +85,8 @@ def test_greedy_ids_are_hugging_faces_until_a_margin_is_small(root, name):
 def test_a_wrong_rope_table_is_caught(root, monkeypatch):
     make = _runner._CpuBackend.__init__
 
-    def wrong(self, config, tensors, owner, rope_table):
-        make(self, config, tensors, owner, lambda rows: tuple(t * 0.9 for t in rope_table(rows)))
+    def wrong(self, source):
+        make(self, dataclasses.replace(source, rope_table=lambda rows: tuple(t * 0.9 for t in source.rope_table(rows))))
 
     monkeypatch.setattr(_runner._CpuBackend, "__init__", wrong)
     inputs = padded(BATCHES[8])

@@ -350,16 +350,11 @@ def test_what_a_gpu_cannot_read_in_place_is_copied(root, stand_in):
     block[at : at + size] = norm.weight.detach()
     norm.weight.data = block[at : at + size]
     assert norm.weight.data_ptr() % alignment == block.element_size()
-    described = {
-        "one": (norm.weight.data_ptr(), "float16", (size,)),
-        "other": (norm.weight.data_ptr() - block.element_size(), "float16", (size,)),
-    }
     stand_in.core.WEIGHT_ALIGNMENT = alignment
-    other = block[at - 1 :][:size]
-    tensors, owner, copied = _runner.aligned(described, [norm.weight.detach(), other])
-    assert copied == size * block.element_size() and tensors["other"] == described["other"] and owner[1] is other
-    assert tensors["one"] == (owner[0].data_ptr(), "float16", (size,)) and torch.equal(owner[0], norm.weight)
-    assert owner[0].data_ptr() != norm.weight.data_ptr()
+    one, other = norm.weight.detach(), block[at - 1 :][:size]
+    tensors, copied = _runner.aligned({"one": one, "other": other})
+    assert copied == size * block.element_size() and list(tensors) == ["one", "other"] and tensors["other"] is other
+    assert torch.equal(tensors["one"], one) and tensors["one"].data_ptr() != one.data_ptr()
 
     cf_ops.hf.speed_up(model)
     assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
