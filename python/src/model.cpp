@@ -690,6 +690,10 @@ void bind_weights(nb::module_& m) {
         return names;
       },
       "The names of the models of the Pythia suite.");
+  m.def(
+      "check_config",
+      [](const std::string& config) { check(checkpoint::parse_hf_config(config, "tensors: config").status()); },
+      "config"_a, "Raises ValueError for a config.json's text of a model that the library does not have.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
           "open", &open, "directory"_a,
@@ -719,6 +723,8 @@ void bind_weights(nb::module_& m) {
           "The dtype of every weight that is not quantised.")
       .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
       .def("rope_table", &rope_table_of, "rows"_a,
+           nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
+                   "numpy.typing.NDArray[numpy.float32]]"),
            "The cosines and sines of positions 0 to rows - 1 by the model's config, (rows, rotary_dim / 2) each.")
       .def("drop_values", &Weights::drop_values,
            "Gives the memory of the weights back once a DeviceModel has its copy. No model can be made of them then.");

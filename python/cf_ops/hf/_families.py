@@ -67,6 +67,7 @@ FAMILIES: dict[Any, Family] = {  # by the class of transformers
     transformers.MistralForCausalLM: _LLAMA,
     transformers.Qwen2ForCausalLM: _LLAMA,
 }
+_HAS_ROPE_PARAMETERS = int(transformers.__version__.partition(".")[0]) >= 5
 # What config.json's text has of the modules, by other names of the same fields.
 _HELD_BY_MODULES = (
     ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct")
@@ -129,7 +130,8 @@ def config_text(model: Module) -> str:
     base, layer = getattr(model, family.base), layers_of(model)[0]
     act = layer.get_submodule(family.act)
     if type(act) is not type(ACT2FN[config.hidden_act]):
-        raise NotImplementedError(f"{family.act}: expected the config's '{config.hidden_act}', got {type(act).__name__}")
+        got = type(act).__name__
+        raise NotImplementedError(f"{family.act}: expected the config's '{config.hidden_act}', got {got}")
     norms = {getattr(m, family.eps) for m in model.modules() if hasattr(m, family.eps)}
     eps = _same(f"{type(layer.input_layernorm).__name__}.{family.eps}", norms)
     embedding, head = getattr(base, family.embedding), model.get_output_embeddings().weight
@@ -186,10 +188,14 @@ def _head_dim(model: Module) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """What transformers 5 reads of RoPE in a config; before, a field of that name means nothing."""
+    return (getattr(config, "rope_parameters", None) or {}) if _HAS_ROPE_PARAMETERS else {}
+
+
 def _rope_theta(config: Any) -> float:
     """The base of RoPE's frequencies by the config; transformers has named it in three ways."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for theta in (parameters.get("rope_theta"), getattr(config, "rope_theta", None)):
+    for theta in (_rope_parameters(config).get("rope_theta"), getattr(config, "rope_theta", None)):
         if theta is not None:
             return float(theta)
     return float(getattr(config, "rotary_emb_base", 10000))
@@ -199,7 +205,7 @@ def _rope_scaling(model: Module) -> dict[str, Any]:
     """How RoPE's frequencies are scaled, by the name that the module has."""
     kind = getattr(_rotary(model), "rope_type", "default")
     config = model.config
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    given = _rope_parameters(config) or getattr(config, "rope_scaling", None) or {}
     rest = {name: value for name, value in given.items() if name not in ("rope_theta", "partial_rotary_factor", "type")}
     return {**rest, "rope_type": kind} if kind != "default" else {"rope_type": kind}
 

@@ -15,25 +15,34 @@ Module = Any
 
 
 class Joined:
-    """The joined matrices of a model. A parameter stays the same object, and its values stay where they can be changed
-    in place; its memory is a part of the matrix: rows one below the other, or every second row, which its strides say.
+    """The joined matrices of a model. A parameter stays the same object, and a change in place is one of the matrix:
+    its memory is a part of it, with strides where every second row is the parameter's. A bias whose elements would
+    alternate with another's stays where it is, and has a copy: torch's products round otherwise with strides there.
     """
 
     def __init__(self) -> None:
+        self.copied_bytes = 0  # of what join() has returned a copy of
         self._views: list[tuple[Tensor, Tensor]] = []  # a parameter, and the matrix that its memory is a part of
 
     def join(self, model: Module) -> dict[str, Tensor]:
-        """The matrices by the library's names; copies parameters into them that are not there yet."""
+        """The matrices by the library's names; moves parameters into them that are not there yet."""
         before, known = self._views, {id(part) for part, _ in self._views}
-        made, self._views = {}, []
+        made, self._views, self.copied_bytes = {}, [], 0
         try:
             for whole, parts, is_interleaved in _parameters(model):
                 matrix = _matrix_of(parts, is_interleaved)
-                # Memory of the caller's own may have the parts where they must be. It stays.
-                is_own = matrix is None or any(id(part) in known for part in parts)
-                made[whole] = matrix = _copy_together(parts, is_interleaved) if matrix is None else matrix
-                if is_own:
-                    self._views += [(part, matrix) for part in parts]
+                if matrix is not None:
+                    made[whole] = matrix
+                    # Memory of the caller's own may have the parts where they must be. It stays.
+                    self._views += [(part, matrix) for part in parts if id(part) in known]
+                    continue
+                made[whole] = matrix = _copied_together(parts, is_interleaved)
+                if is_interleaved and matrix.dim() == 1:
+                    self.copied_bytes += matrix.nbytes
+                    continue
+                for part, view in zip(parts, _views(matrix, parts, is_interleaved), strict=True):
+                    part.data = view
+                    self._views.append((part, matrix))
         except BaseException:
             self._views += before
             raise
@@ -102,10 +111,9 @@ def _matrix_of(parts: Sequence[Tensor], is_interleaved: bool) -> Tensor | None:
     return matrix
 
 
-def _copy_together(parts: Sequence[Tensor], is_interleaved: bool) -> Tensor:
-    """A matrix of the parts' values, whose views the parts become."""
+def _copied_together(parts: Sequence[Tensor], is_interleaved: bool) -> Tensor:
+    """A matrix of the parts' values."""
     matrix = torch.empty(_shape(parts), dtype=parts[0].dtype, device=parts[0].device)
     for part, view in zip(parts, _views(matrix, parts, is_interleaved), strict=True):
         view.copy_(part.detach())
-        part.data = view
     return matrix

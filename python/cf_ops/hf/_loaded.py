@@ -7,9 +7,10 @@ from typing import Any
 import torch  # type: ignore[import-not-found, unused-ignore]
 from torch.nn.modules import module as torch_module  # type: ignore[import-not-found, unused-ignore]
 
+from cf_ops import _core
 from cf_ops.hf._families import config_text, inverse_frequencies, library_name, library_of, rope_table
 from cf_ops.hf._joined import Joined, parts_of
-from cf_ops.hf._runner import Backend, Source, backend_for, check_device
+from cf_ops.hf._runner import Backend, Source, Tensor, backend_for, check_device
 
 Module = Any
 
@@ -102,6 +103,7 @@ def _backend(model: Module, joined: Joined) -> Backend:
         raise NotImplementedError(f"attention: expected an implementation of transformers, got '{attention}'")
     _check_parameters(model)
     config = config_text(model)
+    _core.check_config(config)
     rotary_dim = 2 * inverse_frequencies(model).numel()
     device = model.get_output_embeddings().weight.device
     check_device(device)
@@ -111,7 +113,11 @@ def _backend(model: Module, joined: Joined) -> Backend:
     for name, parameter in model.named_parameters():
         if id(parameter) not in parts:
             tensors[library_name(name, model)] = parameter.detach()
-    return backend_for(device, Source(config, tensors, lambda positions: rope_table(model, positions, rotary_dim)))
+
+    def table(positions: int) -> tuple[Tensor, Tensor]:
+        return rope_table(model, positions, rotary_dim)
+
+    return backend_for(device, Source(config, tensors, table, joined.copied_bytes))
 
 
 def _is_idle(hook: Any) -> bool:
@@ -131,9 +137,14 @@ def _is_stock(module: Module, model: Module) -> bool:
 
 
 def _check_parameters(model: Module) -> None:
-    """Refuses parameters that are not plain tensors of one device. Those that will be joined may lie as they do."""
-    device, parts = model.get_output_embeddings().weight.device, parts_of(model)
-    for name, parameter in model.named_parameters():
+    """Refuses parameters that are not plain tensors of one device, or that modules share. Those that will be joined may
+    lie as they do."""
+    head, parts = model.get_output_embeddings().weight, parts_of(model)
+    device, names = head.device, dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name and parameter is not head:
+            raise NotImplementedError(f"parameter '{name}': expected one of its own, got that of '{first}'")
         if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
             raise NotImplementedError(f"parameter '{name}': expected a plain tensor, got {type(parameter).__name__}")
         if parameter.device != device:

@@ -441,7 +441,7 @@ def _hand_over(model: Model, cache: RunnerCache) -> Any:
     }
     arguments = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     for name in ("logits_to_keep", "num_logits_to_keep"):
-        if name in _parameters(type(model), "forward"):
+        if name in _parameters(type(model).forward):
             arguments[name] = 1
     with torch.no_grad():
         cache.theirs = _forward_of_class(model, **arguments).past_key_values
@@ -479,15 +479,15 @@ def _check_positions(position_ids: Any, pads: list[int], past: int, places: int)
 
 
 @functools.cache
-def _parameters(kind: type, method: str) -> tuple[str, ...]:
+def _parameters(method: Any) -> tuple[str, ...]:
     """The names of a method's parameters behind self."""
-    return tuple(inspect.signature(getattr(kind, method)).parameters)[1:]
+    return tuple(inspect.signature(method).parameters)[1:]
 
 
 def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # torch.compile sees Hugging Face's model, and nothing to count
         return _forward_of_class(self, *args, **kwargs)
-    names = _parameters(type(self), "forward")[: len(args)]
+    names = _parameters(type(self).forward)[: len(args)]
     if len(names) < len(args) or any(name in kwargs for name in names):
         return _forward_of_class(self, *args, **kwargs)  # raises the TypeError
     return self.__dict__[_ATTRIBUTE].forward(self, {**dict(zip(names, args)), **kwargs})
@@ -495,7 +495,7 @@ def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
 
 def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self.__dict__[_ATTRIBUTE]
-    generation = Generation({**dict(zip(_parameters(type(self), "generate"), args)), **kwargs})
+    generation = Generation({**dict(zip(_parameters(type(self).generate), args)), **kwargs})
     with patch.generating(generation):
         try:
             return type(self).generate(self, *args, **kwargs)
@@ -507,7 +507,7 @@ def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
 
 def _save_pretrained(self: Model, *args: Any, **kwargs: Any) -> Any:
     """Hugging Face's own method, for tensors that share no memory: a file has each by itself."""
-    given = {**dict(zip(_parameters(type(self), _SAVING), args)), **kwargs}
+    given = {**dict(zip(_parameters(type(self).save_pretrained), args)), **kwargs}
     state = given.get("state_dict")
     given["state_dict"] = {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
@@ -558,7 +558,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 
 
 @functools.cache
-def _methods_for(stock: type) -> dict[str, Callable[..., Any]]:
+def _methods_for(stock: Any) -> dict[str, Callable[..., Any]]:
     """The methods that `speed_up` puts into models of a class of transformers: they look like the class's own."""
     methods = {**_REPLACED, **({_SAVING: _save_pretrained} if FAMILIES[stock].joins else {})}
 

@@ -29,6 +29,7 @@ class Source:
     config: str  # config.json's text
     tensors: Mapping[str, Tensor]  # by the library's names, contiguous; they keep their memory
     rope_table: RopeTable
+    copied_bytes: int = 0  # of tensors that are copies of parameters
 
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
@@ -95,12 +96,11 @@ def backend_for(device: Any, source: Source) -> Backend:
 
 
 class _CpuBackend:
-    copied_bytes = 0
-
     def __init__(self, source: Source) -> None:
         tensors = source.tensors
         self._weights = _core.Weights.from_tensors(source.config, _described(tensors), list(tensors.values()))
         self._rope_table = source.rope_table
+        self.copied_bytes = source.copied_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -125,7 +125,8 @@ class _CudaBackend:
                 count = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"tensor '{name}': expected finite values, got {count} that are not")
         self._device = device
-        tensors, self.copied_bytes = aligned(source.tensors)
+        tensors, copied = aligned(source.tensors)
+        self.copied_bytes = source.copied_bytes + copied
         owner = list(tensors.values())
         self._weights = _core.Weights.from_tensors(source.config, _described(tensors), owner, on_device=True)
         self._vocab_size = int(self._weights.config["vocab_size"])
