@@ -92,6 +92,7 @@ struct Weights {
   std::shared_ptr<const void> owner;
   std::vector<std::string> notes;
   Place place = Place::host;
+  std::int64_t copied_bytes = 0;  // of tensors that were joined when they were loaded
 
   std::int64_t bytes() const {
     std::int64_t sum = 0;
@@ -118,11 +119,14 @@ Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
     return Status::error(Code::invalid_file, model.status().message());
   CF_TRY(model.status());
   if (place == Place::host) CF_TRY(checkpoint.check_finite(*model));
+  std::int64_t copied_bytes = 0;
+  for (const Tensor& copy : model->storage->copies) copied_bytes += std::int64_t(copy.size_bytes());
   Weights w{.config = checkpoint.config(),
             .weights = std::move(model->weights),
             .owner = std::move(model->storage),
             .notes = std::move(model->notes),
-            .place = place};
+            .place = place,
+            .copied_bytes = copied_bytes};
   w.config.dtype = model->dtype;
   return w;
 }
@@ -147,7 +151,8 @@ Weights preset(const std::string& name, const std::string& dtype, std::uint64_t 
               .weights = outline_model(config.spec(), *stored),
               .owner = nullptr,
               .notes = {},
-              .place = Place::host};
+              .place = Place::host,
+              .copied_bytes = 0};
     const auto needed = double(w.bytes());
     CF_TRY(check_free_memory(needed, name + ": the weights need " + gigabytes(needed)));
     auto owned = std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), *stored, seed));
@@ -722,6 +727,7 @@ void bind_weights(nb::module_& m) {
           "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
           "The dtype of every weight that is not quantised.")
       .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
+      .def_ro("copied_bytes", &Weights::copied_bytes, "Those of them that were copied, to be joined.")
       .def("rope_table", &rope_table_of, "rows"_a,
            nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
                    "numpy.typing.NDArray[numpy.float32]]"),

@@ -11,6 +11,7 @@ import torch  # type: ignore[import-not-found, unused-ignore]
 import transformers  # type: ignore[import-not-found, unused-ignore]
 from transformers.activations import ACT2FN  # type: ignore[import-not-found, unused-ignore]
 
+from cf_ops.hf._quantised import gptq_text, is_quantised
 from cf_ops.hf._runner import Tensor
 
 Module = Any
@@ -141,7 +142,7 @@ def config_text(model: Module) -> str:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": len(base.layers),
         "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": out_features(layer.get_submodule(family.mlp)),
+        "intermediate_size": _out_features(layer.get_submodule(family.mlp)),
         "vocab_size": embedding.num_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": projection.bias is not None,
@@ -179,8 +180,13 @@ def config_text(model: Module) -> str:
     return json.dumps({**rest, **text}, default=str)
 
 
-def out_features(linear: Module) -> int:
-    return int(linear.out_features)
+def gptq_config_text(model: Module) -> str | None:
+    """quantize_config.json's text, where Linears are quantised."""
+    return gptq_text(model, f"{family_of(model).base}.layers.", len(layers_of(model)))
+
+
+def _out_features(linear: Module) -> int:
+    return int(linear.qweight.shape[1] if is_quantised(linear) else linear.out_features)
 
 
 def _head_dim(model: Module) -> int:

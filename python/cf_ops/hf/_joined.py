@@ -68,7 +68,8 @@ def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
         for join in family.joins:
             modules = [layer.get_submodule(part) for part in join.parts]
             for kind in ("weight", "bias"):
-                parts = [module._parameters.get(kind) for module in modules]
+                # Quantised Linears have no weight, and a bias among their buffers.
+                parts = [{**module._parameters, **module._buffers}.get(kind) for module in modules]
                 # What several modules share cannot lie in two matrices, and what does not fit is refused elsewhere.
                 if not _fit(parts) or any(id(part) in seen for part in parts) or len({*map(id, parts)}) < len(parts):
                     continue

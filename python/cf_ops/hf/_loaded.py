@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
 from torch.nn.modules import module as torch_module  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops import _core
-from cf_ops.hf._families import config_text, inverse_frequencies, library_name, library_of, rope_table
+from cf_ops.hf._families import config_text, gptq_config_text, inverse_frequencies, library_name, library_of, rope_table
 from cf_ops.hf._joined import Joined, parts_of
+from cf_ops.hf._quantised import is_quantised, quantised_modules, quantised_tensors
 from cf_ops.hf._runner import Backend, Source, Tensor, backend_for, check_device
 
 Module = Any
@@ -89,18 +91,19 @@ class Loaded:
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
 
     def _copied_versions(self) -> tuple[int, ...]:
-        """The counters where runners read a copy, which a change does not reach."""
-        return () if self.backend is None or self.backend.copied_bytes == 0 else self.value_versions()
+        """The counters where a change in place asks for another reading: runners have a copy, or have checked values."""
+        return self.value_versions() if self.backend is not None and self.backend.is_checked_again else ()
 
 
 def _backend(model: Module, joined: Joined) -> Backend:
     for name, module in model.named_modules():
-        if name and not _is_stock(module, model):
+        if name and not _is_stock(module, model) and not is_quantised(module):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             raise NotImplementedError(f"module '{name}': expected one that transformers builds, got {kind}")
     attention = getattr(model.config, "_attn_implementation", None)
     if attention not in _ATTENTION:
         raise NotImplementedError(f"attention: expected an implementation of transformers, got '{attention}'")
+    gptq = gptq_config_text(model)
     _check_parameters(model)
     config = config_text(model)
     _core.check_config(config)
@@ -110,14 +113,14 @@ def _backend(model: Module, joined: Joined) -> Backend:
     # Aliases: a parameter whose data is set to another tensor would free the memory that a runner may be reading.
     tensors = joined.join(model)
     parts = parts_of(model)
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in parts:
-            tensors[library_name(name, model)] = parameter.detach()
+    for name, tensor in (*_dense_tensors(model), *quantised_tensors(model)):
+        if id(tensor) not in parts:
+            tensors[library_name(name, model)] = tensor.detach()
 
     def table(positions: int) -> tuple[Tensor, Tensor]:
         return rope_table(model, positions, rotary_dim)
 
-    return backend_for(device, Source(config, tensors, table, joined.copied_bytes))
+    return backend_for(device, Source(config, tensors, table, joined.copied_bytes, gptq))
 
 
 def _is_idle(hook: Any) -> bool:
@@ -136,12 +139,21 @@ def _is_stock(module: Module, model: Module) -> bool:
     return type(module) in _STOCK_TYPES or type(module).__module__ in (library_of(model), "transformers.activations")
 
 
+def _dense_tensors(model: Module, is_each_place: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the biases of quantised Linears, which are buffers. What has several places comes once, or
+    for each place."""
+    yield from model.named_parameters(remove_duplicate=not is_each_place)
+    for name, module in quantised_modules(model):
+        if module._buffers.get("bias") is not None:
+            yield f"{name}.bias", module._buffers["bias"]
+
+
 def _check_parameters(model: Module) -> None:
     """Refuses parameters that are not plain tensors of one device, or that modules share. Those that will be joined may
     lie as they do."""
     head, parts = model.get_output_embeddings().weight, parts_of(model)
     device, names = head.device, dict[int, str]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _dense_tensors(model, is_each_place=True):
         first = names.setdefault(id(parameter), name)
         if first != name and parameter is not head:
             raise NotImplementedError(f"parameter '{name}': expected one of its own, got that of '{first}'")

@@ -30,6 +30,7 @@ class Source:
     tensors: Mapping[str, Tensor]  # by the library's names, contiguous; they keep their memory
     rope_table: RopeTable
     copied_bytes: int = 0  # of tensors that are copies of parameters
+    gptq: str | None = None  # quantize_config.json's text
 
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
@@ -79,7 +80,12 @@ class Backend(Protocol):
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes of the parameters that runners read a copy of, so that a value changed in place needs a reload."""
+        """The bytes of the copies of parameters that runners read."""
+
+    @property
+    def is_checked_again(self) -> bool:
+        """Whether a value that is changed in place asks for another backend: runners read a copy of it, or a code's
+        group that was looked at."""
 
     def runner(self, slots: int, capacity: int) -> Runner: ...
 
@@ -98,9 +104,12 @@ def backend_for(device: Any, source: Source) -> Backend:
 class _CpuBackend:
     def __init__(self, source: Source) -> None:
         tensors = source.tensors
-        self._weights = _core.Weights.from_tensors(source.config, _described(tensors), list(tensors.values()))
+        self._weights = _core.Weights.from_tensors(
+            source.config, _described(tensors), list(tensors.values()), gptq=source.gptq
+        )
         self._rope_table = source.rope_table
-        self.copied_bytes = source.copied_bytes
+        self.copied_bytes = source.copied_bytes + self._weights.copied_bytes
+        self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
 
     @property
     def weight_bytes(self) -> int:
