@@ -73,9 +73,10 @@ def _check(name: str, module: Module) -> None:
             f"module '{name}': expected a GPTQ kernel that leaves its weights as they are stored, with QUANT_TYPE "
             f"{', '.join(_KEEPING)}, got {'none' if kernel is None else repr(kernel)}"
         )
-    for what in ("adapter", "rotation"):
-        if getattr(module, what, None) is not None:
-            raise NotImplementedError(f"module '{name}': expected no {what}, got {type(getattr(module, what)).__name__}")
+    for what in ("adapter", "online_full_had", "online_partial_had"):  # LoRA, and rotations of the input
+        value = getattr(module, what, None)
+        if value is not None and value is not False:
+            raise NotImplementedError(f"module '{name}': expected no {what}, got {value!r}")
     for part in GPTQ_PARTS:
         tensor = module._buffers.get(part)
         if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
