@@ -187,7 +187,7 @@ def test_save_pretrained_writes_the_same_files(root, tmp_path):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
 
 
-STREAM = 7
+STREAM, PACKED_BYTES = 7, 12345
 
 
 class StandInModel:
@@ -260,12 +260,16 @@ def stand_in(monkeypatch):
     """Lets speed_up take models of the CPU as it takes those of a GPU. Has the described weights of each backend."""
     taken = []
 
-    def from_tensors(config, tensors, owner, on_device):
+    def from_tensors(config, tensors, owner, gptq, on_device):
         assert on_device
         taken.append(tensors)
-        return _core.Weights.from_tensors(config, tensors, owner)
+        return _core.Weights.from_tensors(config, tensors, owner, gptq=gptq)
 
     class Backend(_runner._CudaBackend):
+        def _pack(self, dense):
+            self.packed = [tensor.data_ptr() for tensor in dense]
+            return PACKED_BYTES
+
         def _make(self, slots, capacity):
             return StandInModel(self, slots, capacity)
 
@@ -317,6 +321,23 @@ def test_what_a_gpu_is_asked_for(root, name, request):
     copied = 2 * 2 * 96 if name == "llama-gqa1-biases" else 0  # the gate's and up's biases
     assert report.copied_bytes == copied and ("read in place" in str(report)) == (copied == 0)
     assert report.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["neox-gptq-mixed", *(["llama-gptq-desc-act", "qwen2-gptq-8bit"] if JOINED else [])])
+def test_a_gpu_is_given_dense_tensors_in_place_and_packs_the_others(root, name, request):
+    hf_gptq = pytest.importorskip("hf_gptq")
+    expected = all_outputs(cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name)))
+    taken = request.getfixturevalue("stand_in").taken
+    model = cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name))
+    assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
+    report, backend = cf_ops.hf.report(model), model._cf_ops._loaded.backend
+    dense = [at for key, (at, _, _) in taken[0].items() if key.rpartition(".")[2] not in hf_gptq.PARTS]
+    assert backend.packed == dense and model.get_output_embeddings().weight.data_ptr() in dense
+    assert report.copied_bytes == PACKED_BYTES and not report.in_place
+    with torch.no_grad():
+        next(buffer for key, buffer in model.named_buffers() if key.endswith("scales")).zero_()
+        model(INPUTS["input_ids"][:1])
+    assert len(taken) == 2 and cf_ops.hf.report(model).share == 1
 
 
 def test_what_a_gpu_is_asked_for_by_the_greedy_loop(root, request):

@@ -11,7 +11,8 @@ import numpy as np
 import torch  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops import _core
-from cf_ops._device import current_stream, device_model
+from cf_ops._device import current_stream, device_model, prepare_ops
+from cf_ops._gptq import GPTQ_PARTS
 from cf_ops._tensors import torch_name
 from cf_ops.model import MOST_SLOTS
 
@@ -124,29 +125,41 @@ class _CpuBackend:
 
 class _CudaBackend:
     """A model on a GPU, whose slots the runners share. It reads the parameters where torch keeps them, in the layout
-    that they have there. A parameter that begins where kernels cannot read it has a copy."""
+    that they have there. A parameter that begins where kernels cannot read it has a copy, and what is quantised a
+    packed form."""
 
     def __init__(self, device: Any, source: Source) -> None:
         _core.check_cuda_device(device.index)
-        for name, tensor in source.tensors.items():
+        quantised = {name: tensor.cpu() for name, tensor in source.tensors.items() if _is_quantised(name)}
+        dense = {name: tensor for name, tensor in source.tensors.items() if name not in quantised}
+        for name, tensor in dense.items():
             # aminmax() keeps NaN, and needs no memory beside the tensor.
             if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
                 count = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"tensor '{name}': expected finite values, got {count} that are not")
         self._device = device
-        tensors, copied = aligned(source.tensors)
+        dense, copied = aligned(dense)
         self.copied_bytes = source.copied_bytes + copied
+        self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
+        tensors = {**dense, **quantised}
         owner = list(tensors.values())
-        self._weights = _core.Weights.from_tensors(source.config, _described(tensors), owner, on_device=True)
+        self._weights = _core.Weights.from_tensors(
+            source.config, _described(tensors), owner, gptq=source.gptq, on_device=True
+        )
+        self.weight_bytes = self._weights.bytes
+        if quantised:
+            self.copied_bytes += self._pack(list(dense.values()))
         self._vocab_size = int(self._weights.config["vocab_size"])
         self._rope_table = source.rope_table
         self._lock = threading.Lock()
         self._model: _core.DeviceModel | None = None
         self._checked_positions = 0
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._weights.bytes
+    def _pack(self, dense: list[Tensor]) -> int:
+        """Packs what is quantised, once for all models; the bytes of that form. The modules keep their own."""
+        before = sum(tensor.nbytes for tensor in dense)
+        self._weights.pack(self._device.index, current_stream(self._device.index), prepare_ops(self._device.index), dense)
+        return self._weights.bytes - before
 
     def runner(self, slots: int, capacity: int) -> Runner:
         with self._lock:
@@ -205,6 +218,11 @@ class _CudaBackend:
                 "model.to(dtype) round it, loading in the dtype does not"
             )
         self._checked_positions = positions
+
+
+def _is_quantised(name: str) -> bool:
+    """Whether a tensor of that name is a part of a quantised Linear's weight."""
+    return name.rpartition(".")[2] in GPTQ_PARTS
 
 
 def aligned(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
