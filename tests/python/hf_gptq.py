@@ -1,5 +1,4 @@
-"""Models of Hugging Face with quantised Linears: of the repository's GPTQ checkpoints, with a stand-in for the Linears of
-GPTQModel and AutoGPTQ."""
+"""Hugging Face's models of the GPTQ checkpoints, with a stand-in for the Linears of GPTQModel and AutoGPTQ."""
 
 import json
 
@@ -11,7 +10,7 @@ from conftest import read_safetensors
 from hf_models import JOINED
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-CHECKPOINTS = ["neox-gptq-8bit", "neox-gptq-asym", "neox-gptq-desc-act", "neox-gptq-mixed", "neox-gptq-sym", "neox-gptq-v2"]
+CHECKPOINTS = [f"neox-gptq-{kind}" for kind in ("8bit", "asym", "desc-act", "mixed", "sym", "v2")]
 CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit"] if JOINED else []
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
+import hf_gptq
 from cf_ops import _core
 from hf_models import TAKES_CACHES, load, padded, sequences
 
@@ -516,6 +517,66 @@ def test_joined_parameters_and_what_restore_gives_back(root, name):
     cf_ops.hf.restore(model)
     assert all(p.is_contiguous() and p.nbytes == p.untyped_storage().nbytes() for p in model.parameters())
     assert torch.equal(theirs(), before) and torch.equal(greedy(model, padded([7])), ids_before)
+
+
+def gptq_model_of(root, name):
+    return hf_gptq.load_gptq(root, name).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_greedy_ids_of_quantised_models_are_those_of_float64(root, name, batch):
+    inputs = padded(BATCHES[batch])
+    model = cf_ops.hf.speed_up(gptq_model_of(root, name))
+    generated = greedy(model, inputs)
+    assert check_all(root, name, model, inputs, generated) > 0
+    assert_all_ours(model)
+    assert torch.equal(generated, greedy(model, inputs))
+    assert torch.equal(generated, greedy(model, inputs, **by_step()))
+    logits = cf_ops.hf.run(model, inputs["input_ids"][-1:].to(DEVICE))[0]
+    ids = inputs["input_ids"][-1].tolist()
+    Oracle(weights_of(root, name), ids, "float16").check_rows(logits[0].cpu().numpy())
+
+
+@pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
+def test_quantised_models_keep_their_tensors_and_are_packed_once(root, name):
+    model = gptq_model_of(root, name)
+    state, ids = bits_of(model), padded([7, 7])["input_ids"].to(DEVICE)
+    places = {key: b.data_ptr() for key, b in model.named_buffers() if key.rpartition(".")[2] in hf_gptq.PARTS}
+
+    def theirs():
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).logits
+
+    before = theirs()
+    of_torch = torch.cuda.memory_allocated()
+    cf_ops.hf.speed_up(model)
+    backend = model._cf_ops._loaded.backend
+    report = cf_ops.hf.report(model)
+    # The packed form, and biases that alternate: torch rounds each up to 512 bytes.
+    assert 0 < report.copied_bytes and not report.in_place
+    assert torch.cuda.memory_allocated() - of_torch >= report.copied_bytes - 512
+    generated = [greedy(model, padded(lengths)) for lengths in BATCHES.values()]
+    assert_all_ours(model)
+    assert model._cf_ops._loaded.backend is backend and backend._model.weight_bytes == 0
+    assert torch.equal(theirs(), before)
+    assert {key: b.data_ptr() for key, b in model.named_buffers() if key in places} == places
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    with torch.no_grad():
+        last = "dense_4h_to_h.scales" if name.startswith("neox") else "down_proj.scales"
+        scales = next(buffer for key, buffer in model.named_buffers() if key.endswith(last))
+        before_change = cf_ops.hf.run(model, ids)[0]
+        scales.mul_(2)
+        assert not torch.equal(cf_ops.hf.run(model, ids)[0], before_change)
+        scales.div_(2)
+        assert torch.equal(cf_ops.hf.run(model, ids)[0], before_change)
+    del backend
+    cf_ops.hf.restore(model)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= of_torch + 512 * len(state) and torch.equal(theirs(), before)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    cf_ops.hf.speed_up(model)
+    assert all(torch.equal(greedy(model, padded(n)), ids) for n, ids in zip(BATCHES.values(), generated))
 
 
 @pytest.mark.skipif(not LLAMAS, reason="this transformers has caches that speed_up takes for GPT-NeoX alone")

@@ -91,7 +91,7 @@ class Loaded:
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
 
     def _copied_versions(self) -> tuple[int, ...]:
-        """The counters where a change in place asks for another reading: runners have a copy, or have checked values."""
+        """The counters where a change in place asks for another reading."""
         return self.value_versions() if self.backend is not None and self.backend.is_checked_again else ()
 
 

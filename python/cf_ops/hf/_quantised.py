@@ -114,6 +114,7 @@ def _same(what: str, values: dict[str, Any]) -> Any:
     for name, value in values.items():
         if value != values[first]:
             raise NotImplementedError(
-                f"{what}: expected one value in all modules, got {value} in '{name}' beside {values[first]} in '{first}'"
+                f"{what}: expected one value in all modules, got {value} in '{name}' "
+                f"beside {values[first]} in '{first}'"
             )
     return values[first]

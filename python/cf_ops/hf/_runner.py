@@ -158,7 +158,8 @@ class _CudaBackend:
     def _pack(self, dense: list[Tensor]) -> int:
         """Packs what is quantised, once for all models; the bytes of that form. The modules keep their own."""
         before = sum(tensor.nbytes for tensor in dense)
-        self._weights.pack(self._device.index, current_stream(self._device.index), prepare_ops(self._device.index), dense)
+        index = self._device.index
+        self._weights.pack(index, current_stream(index), prepare_ops(index), dense)
         return self._weights.bytes - before
 
     def runner(self, slots: int, capacity: int) -> Runner:
