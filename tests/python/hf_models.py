@@ -25,8 +25,9 @@ CHECKPOINTS = [
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 TAKES_CACHES = VERSION >= (4, 45)  # before, GPT-NeoX models take tuples of keys and values
 # Models whose q, k and v, and whose gate and up, the library joins.
-JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded", "qwen2-gqa7"]
-JOINED = JOINED if TAKES_CACHES else []
+JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded"] if TAKES_CACHES else []
+HAS_QWEN2 = VERSION >= (4, 48)  # before, Qwen2's heads made up hidden_size, which those of these checkpoints do not
+JOINED += ["qwen2-gqa7"] if HAS_QWEN2 else []
 CHECKPOINTS += JOINED
 _DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 _F32 = 2.0**-24

@@ -186,10 +186,11 @@ def test_changed_parameters_are_read_again(root, change):
 
 
 def test_a_model_that_is_converted_is_joined_again(root):
-    model = cf_ops.hf.speed_up(load(root, "qwen2-gqa7"))
+    name = "mistral-gqa4-sharded"
+    model = cf_ops.hf.speed_up(load(root, name))
     model.float()
     assert all(p.dtype == torch.float32 and p.is_contiguous() for p in model.parameters())
-    reference = load(root, "qwen2-gqa7", torch.float64)
+    reference = load(root, name, torch.float64)
     reference.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.double()
     out = greedy(model)
     assert check_tokens(reference, torch.float32, INPUTS, out) > 0.5 and cf_ops.hf.report(model).share == 1
@@ -345,6 +346,8 @@ REFUSED = {
 def test_models_that_are_refused(root, message):
     """By name, and as they are."""
     name, change = REFUSED[message]
+    if name not in JOINED:
+        pytest.skip(f"this transformers does not load {name}")
     model = load(root, name)
     change(model)
     before, places = dict(model.__dict__), [p.data_ptr() for p in model.parameters()]

@@ -324,7 +324,7 @@ def test_what_a_gpu_is_asked_for(root, name, request):
     assert report.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["neox-gptq-mixed", *(["llama-gptq-desc-act", "qwen2-gptq-8bit"] if JOINED else [])])
+@pytest.mark.parametrize("name", ["neox-gptq-mixed", *(name for name in hf_gptq.CHECKPOINTS if "neox" not in name)])
 def test_a_gpu_is_given_dense_tensors_in_place_and_packs_the_others(root, name, request):
     expected = all_outputs(cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name)))
     taken = request.getfixturevalue("stand_in").taken

@@ -191,7 +191,8 @@ def _out_features(linear: Module) -> int:
 
 def _head_dim(model: Module) -> int:
     config = model.config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    own = getattr(getattr(layers_of(model)[0], family_of(model).attention), "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

@@ -47,10 +47,10 @@ def gptq_text(model: Module, layers: str, count: int) -> str | None:
         if not name.startswith(layers) or not below:
             raise NotImplementedError(f"module '{name}': expected quantised Linears in the layers alone")
         inside[int(index)].append(below)
-    for index, names in inside.items():
+    for layer, names in inside.items():
         if names != inside[0]:
             raise NotImplementedError(
-                f"modules: expected the same quantised Linears in all layers, got {names} in layer {index} "
+                f"modules: expected the same quantised Linears in all layers, got {names} in layer {layer} "
                 f"beside {inside[0]} in layer 0"
             )
     text: dict[str, Any] = {

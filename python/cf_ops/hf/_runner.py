@@ -157,7 +157,7 @@ class _CudaBackend:
 
     def _pack(self, dense: list[Tensor]) -> int:
         """Packs what is quantised, once for all models; the bytes of that form. The modules keep their own."""
-        before = sum(tensor.nbytes for tensor in dense)
+        before = int(sum(tensor.nbytes for tensor in dense))
         index = self._device.index
         self._weights.pack(index, current_stream(index), prepare_ops(index), dense)
         return self._weights.bytes - before
