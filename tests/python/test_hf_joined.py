@@ -186,7 +186,7 @@ def test_changed_parameters_are_read_again(root, change):
 
 
 def test_a_model_that_is_converted_is_joined_again(root):
-    name = "mistral-gqa4-sharded"
+    name = BIASED
     model = cf_ops.hf.speed_up(load(root, name))
     model.float()
     assert all(p.dtype == torch.float32 and p.is_contiguous() for p in model.parameters())
