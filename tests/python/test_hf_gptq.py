@@ -155,6 +155,12 @@ def test_copies_and_hooks(root, caplog):
     assert set(cf_ops.hf.report(model).hugging_face) == {"a hook on a module"}
 
 
+def test_weights_of_the_host_are_not_packed(root):
+    weights = _core.Weights.open(str(root / "data" / "checkpoints" / NAME))
+    with pytest.raises(ValueError, match="weights: expected them on a device, got others"):
+        weights.pack(0, 0, torch.empty, None)
+
+
 class Repacking(QuantLinear):
     QUANT_TYPE = "marlin"
 
