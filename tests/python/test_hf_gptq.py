@@ -158,7 +158,7 @@ def test_copies_and_hooks(root, caplog):
 def test_weights_of_the_host_are_not_packed(root):
     weights = _core.Weights.open(str(root / "data" / "checkpoints" / NAME))
     with pytest.raises(ValueError, match="weights: expected them on a device, got others"):
-        weights.pack(0, 0, torch.empty, None)
+        weights.pack(0, 0, torch.empty, [])
 
 
 class Repacking(QuantLinear):
