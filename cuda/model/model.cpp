@@ -31,7 +31,7 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
   bool found = false;
   for (const LayerWeights& layer : w.layers)
     for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
-      found |= std::holds_alternative<GptqWeight>(l.weight);
+      found |= !std::holds_alternative<DenseWeight>(l.weight);
     });
   return found;
 }

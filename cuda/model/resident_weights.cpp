@@ -8,20 +8,12 @@
 
 #include "cuda/model/layer_ops.hpp"
 #include "cuda/model/place.hpp"
-#include "cuda/ops/linear/pack.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::cuda {
 namespace {
 
 constexpr std::string_view kName = "weights";
-
-/// How to pack a layer's Linear. Where the walk reads query_key_value through ln_qkv, that wants its rows in another
-/// order.
-PackHint hint_for(const Site& site, const ModelSpec& m) {
-  if (site.id != SiteId::query_key_value || !begins_as_ln_qkv(m)) return {};
-  return {.pairs = {m.shape.head_dim, m.shape.rotary_dim}};
-}
 
 Status check_layer_count(const ModelSpec& spec, const ModelWeights& model) {
   if (std::int64_t(model.layers.size()) == spec.shape.num_layers) return {};
@@ -53,7 +45,28 @@ Status check_place(const Context& context, const std::string& name, const void* 
                                  std::to_string(ResidentWeights::kAlignment) + ", expected one");
 }
 
+/// Refuses a Linear whose quantised weight is not packed as this model's steps read it, in the memory of the device.
+Status check_in_place(const Context& context, const ModelSpec& m, const std::string& name, const Site& site,
+                      const LinearParams& linear, const LinearSize& size) {
+  const std::string weight = name + ".weight";
+  if (std::holds_alternative<GptqWeight>(linear.weight))
+    return Status::error(Code::unimplemented, std::string(kName) + ": '" + weight +
+                                                  "' is quantised, expected dense or packed weights in place");
+  const auto* packed = std::get_if<PackedWeight>(&linear.weight);
+  if (!packed) return {};
+  CF_TRY(ops::Linear::check_linear(std::string(kName) + ": " + name, size.out, size.in, linear));
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(kName, *packed));
+  if (layout.pairs != pack_hint(site, m).pairs)
+    return bad_argument(kName, "'" + weight + "' is packed in an order of rows that this model's steps do not read");
+  return check_place(context, weight, packed->data.data);
+}
+
 }  // namespace
+
+PackHint pack_hint(const Site& site, const ModelSpec& model) {
+  if (site.id != SiteId::query_key_value || !begins_as_ln_qkv(model)) return {};
+  return {.pairs = {model.shape.head_dim, model.shape.rotary_dim}};
+}
 
 struct ResidentWeights::State {
   struct Layer {
@@ -119,7 +132,7 @@ Status ResidentWeights::State::load_packed(std::int64_t layer, const LayerWeight
     ops::Linear::linear_tensors(size.out, size.in, l, check);
     status = check.status();
     if (!status) return;
-    Result<Packed> made = pack(l.weight, hint_for(site, model), context);
+    Result<Packed> made = pack(l.weight, pack_hint(site, model), context);
     if (made)
       packed[at] = std::move(*made);
     else
@@ -261,11 +274,8 @@ Result<ResidentWeights> ResidentWeights::in_place(const Context& context, const 
   for (std::int64_t l = all.first; l < all.last; ++l) {
     const LayerWeights& source = model.layers[std::size_t(l)];
     CF_TRY(check_biases(spec, l, source));
-    for_each_linear(spec, source, [&](const Site& site, const LinearParams& linear, auto...) {
-      if (status && !std::holds_alternative<DenseWeight>(linear.weight))
-        status =
-            Status::error(Code::unimplemented, std::string(kName) + ": '" + layer_prefix(l) + std::string(site.name) +
-                                                   ".weight' is quantised, expected dense weights in place");
+    for_each_linear(spec, source, [&](const Site& site, const LinearParams& linear, const LinearSize& size) {
+      if (status) status = check_in_place(context, spec, layer_prefix(l) + std::string(site.name), site, linear, size);
     });
     state->at(l) = {.weights = source, .packed = {}, .loaded = true};
   }

@@ -7,6 +7,7 @@
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
 #include "core/weights.hpp"
+#include "cuda/ops/linear/pack.hpp"
 #include "cuda/runtime/context.hpp"
 
 namespace cf::cuda {
@@ -18,6 +19,10 @@ struct LayerRange {
   constexpr bool contains(std::int64_t layer) const { return layer >= first && layer < last; }
   bool operator==(const LayerRange&) const = default;
 };
+
+/// How a layer's Linear is packed. Where the walk reads query_key_value through ln_qkv, that wants its rows in another
+/// order.
+PackHint pack_hint(const Site& site, const ModelSpec& model);
 
 /// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels
 /// read: row-major as Hugging Face has them, but for what is quantised. They are read by any number of executors and
@@ -37,10 +42,11 @@ class ResidentWeights {
   /// load_layer() refuse, a number of layers that is not num_layers, and shapes and dtypes that are not the model's.
   static Result<ResidentWeights> load(const Context& context, const ModelSpec& spec, DType dtype,
                                       const ModelWeights& model);
-  /// The weights of a whole model where they lie in the device's memory, without a copy. Their owner keeps the memory
-  /// for as long as this object lives, and orders what it writes there with the steps that read it. Refuses what load()
-  /// refuses, quantised weights (Code::unimplemented), and a tensor that is not in the memory of the context's device or
-  /// does not begin at a multiple of kAlignment bytes.
+  /// The weights of a whole model where they lie in the device's memory, without a copy: dense, or packed with the
+  /// pack_hint() of their Linear. Their owner keeps the memory for as long as this object lives, and orders what it
+  /// writes there with the steps that read it. Refuses what load() refuses, quantised weights that are not packed
+  /// (Code::unimplemented), and a tensor that is not in the memory of the context's device or does not begin at a
+  /// multiple of kAlignment bytes.
   static Result<ResidentWeights> in_place(const Context& context, const ModelSpec& spec, DType dtype,
                                           const ModelWeights& model);
   static constexpr std::size_t kAlignment = 256;

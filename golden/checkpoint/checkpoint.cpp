@@ -270,7 +270,7 @@ void copy_part(const StoredParts& stored, std::size_t part, const void* from, vo
 /// The names of tensors in a checkpoint.
 class KnownNames {
  public:
-  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq)
+  KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq, bool in_memory)
       : layers_(m.num_hidden_layers), names_(names_of(m.family())) {
     const Joins joins(m.spec());
     for (std::string_view buffer : names_.buffers)
@@ -283,6 +283,7 @@ class KnownNames {
     mark_quantised(m.spec(), gptq, weights);
     const std::string prefix = names_.layer(0);
     for_each_weight(m, weights, [&](const TensorSpec& t, auto&, auto) {
+      if (in_memory) in_layer_.emplace(t.name);
       joins.for_each_stored(prefix + std::string(t.name),
                             [&](const std::string& name) { in_layer_.insert(name.substr(prefix.size())); });
     });
@@ -341,6 +342,7 @@ Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optiona
                                            const std::string& source) {
   Checkpoint c;
   c.directory_ = source;
+  c.in_memory_ = true;
   CF_TRY_ASSIGN(c.config_, parse_hf_config(config, source + ": config"));
   CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
   if (gptq) {
@@ -392,6 +394,8 @@ bool Checkpoint::has(const std::string& name) const {
   return holder && (*holder)->find(name);
 }
 
+bool Checkpoint::has_whole(const std::string& name) const { return in_memory_ && has(name); }
+
 /// Points views to tensors: to those of the file, and of joined Linears to memory of their own. All that are not
 /// quantised have the dtype of the first.
 class Checkpoint::Loader {
@@ -400,6 +404,7 @@ class Checkpoint::Loader {
 
   template <class V>
   Status load(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
+    if (checkpoint_.has_whole(name)) return load_stored(name, view, shape);
     const std::optional<Joins::Tensor> joined = joins_.find(name);
     return joined ? join(*joined, view, shape) : load_stored(name, view, shape);
   }
@@ -605,13 +610,33 @@ Status Checkpoint::check_finite(const std::string& name, const V& view, DType dt
   if (not_finite(view.data, stored, Shape(view.shape.begin(), view.shape.end())).empty()) return {};
   // The element is named as the file has it.
   Status status;
-  Joins(config_.spec()).for_each_stored(name, [&](const std::string& part) {
+  const auto check = [&](const std::string& part) {
     if (!status) return;
     const Result<Found> found = find(part);
     status = found.status();
     if (!found) return;
     if (const std::string fault = not_finite(found->entry->data, stored, found->entry->shape); !fault.empty())
       status = Status::error(Code::invalid_file, found->file->path() + ": tensor " + quote(part) + ": " + fault);
+  };
+  if (has_whole(name))
+    check(name);
+  else
+    Joins(config_.spec()).for_each_stored(name, check);
+  return status;
+}
+
+Status Checkpoint::check_dense_whole() const {
+  const Joins joins(config_.spec());
+  ModelWeights weights;
+  weights.layers.resize(std::size_t(config_.num_hidden_layers));
+  for (LayerWeights& layer : weights.layers) mark_quantised(config_.spec(), gptq_, layer);
+  Status status;
+  for_each_model_weight(config_, weights, [&]<class V>(const TensorSpec& t, const V&, auto) {
+    const std::string name(t.name);
+    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
+      if (status && joins.find(name) && !has_whole(name))
+        status = Status::error(Code::invalid_argument, directory_ + ": tensor " + quote(name) +
+                                                           " is missing, expected it whole: its parts are not joined");
   });
   return status;
 }
@@ -637,7 +662,7 @@ Status Checkpoint::check_names() const {
   std::set<std::string> names;
   for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
   if (!sharded_) names.insert(kSingleFile);
-  const KnownNames known(config_, gptq_);
+  const KnownNames known(config_, gptq_, in_memory_);
   for (const std::string& name : names) {
     CF_TRY_ASSIGN(const File shard, file(name));
     for (const TensorEntry& t : shard->tensors()) {

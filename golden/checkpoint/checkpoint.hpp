@@ -63,7 +63,9 @@ class Checkpoint {
 
   /// The same from a config.json's text, a quantize_config.json's text or none, and tensors that lie in memory, which
   /// `owner` keeps. Their dtypes are spelled as in safetensors files. Messages name `source`. Without the second text,
-  /// quantization_config in the first counts. Refuses what parse_hf_config and parse_gptq_config refuse.
+  /// quantization_config in the first counts. A tensor of a Linear that files store in several modules may be whole, with
+  /// the Linear's name (core/model/names.hpp) and its rows where stored_parts() has them: it is read where it lies.
+  /// Refuses what parse_hf_config and parse_gptq_config refuse.
   static Result<Checkpoint> from_memory(std::string_view config, std::optional<std::string_view> gptq,
                                         std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                         const std::string& source);
@@ -99,6 +101,9 @@ class Checkpoint {
   /// whose shard is not the one in the index.
   Status check_names() const;
 
+  /// Refuses dense tensors that layer() would join in memory of its own, which reads them.
+  Status check_dense_whole() const;
+
  private:
   using File = std::shared_ptr<const SafetensorsFile>;
   struct Found {
@@ -112,6 +117,8 @@ class Checkpoint {
   /// The tensor and the file that holds it.
   Result<Found> find(const std::string& name) const;
   bool has(const std::string& name) const;
+  /// Whether the tensors in memory have one of that name, which may be a joined Linear's.
+  bool has_whole(const std::string& name) const;
   /// The file of that name, mapped at the first call.
   Result<File> file(const std::string& name) const;
   /// Checks that each Linear of a layer is dense or quantised as the config says, and has sizes that fit. Reads no
@@ -127,6 +134,7 @@ class Checkpoint {
   std::optional<GptqConfig> gptq_;
   std::vector<std::string> notes_;
   bool sharded_ = false;
+  bool in_memory_ = false;
   std::map<std::string, std::string> shard_of_;  // tensor name -> file name; empty with a single file
   std::shared_ptr<OpenFiles> open_files_;
 };

@@ -9,6 +9,7 @@
 
 #include "cuda/model/decode_layer.hpp"
 #include "cuda/model/linear_scratch.hpp"
+#include "cuda/model/resident_weights.hpp"
 #include "cuda/model/token_rows.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
@@ -135,6 +136,11 @@ Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHi
     return {};
   }));
   return packed;
+}
+
+Result<cuda::Packed> pack_for_steps(const GptqWeight& weight, const Site& site, const ModelSpec& model,
+                                    const DeviceStream& at) {
+  return pack_on_device(weight, cuda::pack_hint(site, model), at);
 }
 
 Status place_on_device(cuda::Packed& packed, std::uintptr_t address, const DeviceStream& at) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/model/shape.hpp"
+#include "core/model/site.hpp"
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
 #include "cuda/ops/linear/pack.hpp"
@@ -58,6 +60,9 @@ Status run_on_device(const RowsLayer& args, const DeviceStream& at);
 /// Packs a weight whose tensors lie on the device into host memory. Waits for the work on the stream, and refuses a
 /// stream that is captured.
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at);
+/// Packs a layer's quantised Linear, whose tensors lie on the host, as a model's steps on a GPU read it.
+Result<cuda::Packed> pack_for_steps(const GptqWeight& weight, const Site& site, const ModelSpec& model,
+                                    const DeviceStream& at);
 /// Copies a packed weight to the device's memory at `address`, where it then lies, and waits for the copy.
 Status place_on_device(cuda::Packed& packed, std::uintptr_t address, const DeviceStream& at);
 

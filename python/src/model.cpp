@@ -23,6 +23,7 @@
 #include "golden/checkpoint/generation_config.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
+#include "python/src/device_ops.hpp"
 #include "python/src/shared_model.hpp"
 #include "python/src/work.hpp"
 
@@ -92,11 +93,16 @@ struct Weights {
   std::shared_ptr<const void> owner;
   std::vector<std::string> notes;
   Place place = Place::host;
+  std::int64_t copied_bytes = 0;  // of tensors that were joined when they were loaded
 
   std::int64_t bytes() const {
     std::int64_t sum = 0;
     for_each_model_weight(config.spec(), weights,
                           [&](const auto&, const auto& view, const auto&) { sum += view.bytes(); });
+    for (const LayerWeights& layer : weights.layers)
+      for_each_linear(config.spec(), layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+        if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) sum += packed->data.bytes();
+      });
     return sum;
   }
 
@@ -118,11 +124,14 @@ Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
     return Status::error(Code::invalid_file, model.status().message());
   CF_TRY(model.status());
   if (place == Place::host) CF_TRY(checkpoint.check_finite(*model));
+  std::int64_t copied_bytes = 0;
+  for (const Tensor& copy : model->storage->copies) copied_bytes += std::int64_t(copy.size_bytes());
   Weights w{.config = checkpoint.config(),
             .weights = std::move(model->weights),
             .owner = std::move(model->storage),
             .notes = std::move(model->notes),
-            .place = place};
+            .place = place,
+            .copied_bytes = copied_bytes};
   w.config.dtype = model->dtype;
   return w;
 }
@@ -147,7 +156,8 @@ Weights preset(const std::string& name, const std::string& dtype, std::uint64_t 
               .weights = outline_model(config.spec(), *stored),
               .owner = nullptr,
               .notes = {},
-              .place = Place::host};
+              .place = Place::host,
+              .copied_bytes = 0};
     const auto needed = double(w.bytes());
     CF_TRY(check_free_memory(needed, name + ": the weights need " + gigabytes(needed)));
     auto owned = std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), *stored, seed));
@@ -174,25 +184,64 @@ checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
           .bytes = bytes};
 }
 
+/// Keeps a Python object. The last owner may die in a thread without the GIL.
+std::shared_ptr<const void> kept_object(nb::object object) {
+  return {object.release().ptr(), [](PyObject* kept) {
+            const nb::gil_scoped_acquire acquire;
+            Py_DECREF(kept);
+          }};
+}
+
 Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::object owner,
                      const std::optional<std::string>& gptq, bool on_device) {
   std::vector<checkpoint::TensorEntry> entries;
   for (const auto& [name, tensor] : tensors)
     entries.push_back(entry_of(nb::cast<std::string>(name), nb::cast<MemoryTensor>(tensor)));
-  // The last view may die in a thread without the GIL.
-  const std::shared_ptr<const void> kept(owner.release().ptr(), [](PyObject* object) {
-    const nb::gil_scoped_acquire acquire;
-    Py_DECREF(object);
-  });
+  const std::shared_ptr<const void> kept = kept_object(std::move(owner));
   return take([&]() -> Result<Weights> {
     const nb::gil_scoped_release release;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
-    if (on_device && opened.gptq())
-      return Status::error(Code::unimplemented, "tensors: expected dense weights on a device, got quantised ones");
+    if (on_device) CF_TRY(opened.check_dense_whole());
     return load(opened, on_device ? Place::device : Place::host);
   }());
+}
+
+/// Packs what is quantised for a model on a GPU, into memory that `allocate` gives, a function of a number of bytes that
+/// makes a tensor. From then on the weights are kept by that memory and by `owner`.
+void pack_weights(Weights& w, int device, std::uintptr_t stream, const nb::callable& allocate, nb::object owner) {
+  if (w.place != Place::device) refuse("weights: expected them on a device, got others");
+  nb::list kept;
+  kept.append(owner);
+  const ModelSpec spec = w.config.spec();
+  for (LayerWeights& layer : w.weights.layers)
+    for_each_linear(spec, layer, [&](const Site& site, LinearParams& l, const LinearSize&) {
+      const auto* gptq = std::get_if<GptqWeight>(&l.weight);
+      if (!gptq) return;
+      cuda::Packed packed = take([&]() -> Result<cuda::Packed> {
+        const nb::gil_scoped_release release;
+        return pack_for_steps(*gptq, site, spec, {device, stream});
+      }());
+      const nb::object memory = allocate(packed.storage.size_bytes());
+      kept.append(memory);
+      check([&, address = nb::cast<std::uintptr_t>(memory.attr("data_ptr")())] {
+        const nb::gil_scoped_release release;
+        return place_on_device(packed, address, {device, stream});
+      }());
+      l.weight = packed.weight;
+    });
+  w.owner = kept_object(std::move(kept));
+}
+
+std::pair<Array, Array> rope_table_of(const Weights& w, std::int64_t rows) {
+  if (rows < 1) refuse("rows: expected at least 1, got " + std::to_string(rows));
+  const ModelSpec spec = w.config.spec();
+  const std::int64_t pairs = spec.shape.rotary_dim / 2;
+  Tensor cos(DType::f32, {rows, pairs}), sin(DType::f32, {rows, pairs});
+  const auto view = [&](Tensor& t) { return View<float, 2>{static_cast<float*>(t.data()), {rows, pairs}}; };
+  ops::rope_table(view(cos), view(sin), spec.traits.rope_theta, spec.traits.rope_scaling);
+  return {array_of(std::move(cos)), array_of(std::move(sin))};
 }
 
 nb::dict config_of(const Weights& w) {
@@ -679,6 +728,10 @@ void bind_weights(nb::module_& m) {
         return names;
       },
       "The names of the models of the Pythia suite.");
+  m.def(
+      "check_config",
+      [](const std::string& config) { check(checkpoint::parse_hf_config(config, "tensors: config").status()); },
+      "config"_a, "Raises ValueError for a config.json's text of a model that the library does not have.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
           "open", &open, "directory"_a,
@@ -693,9 +746,12 @@ void bind_weights(nb::module_& m) {
           nb::sig("def from_tensors(config: str, tensors: dict[str, tuple[int, str, tuple[int, ...]]], "
                   "owner: object, gptq: str | None = None, on_device: bool = False) -> Weights"),
           "Takes weights that lie in memory. `config` is config.json's text. `tensors` has each tensor's address, "
-          "dtype name and shape by Hugging Face's name. `owner` keeps the memory and must not lead back to these "
-          "weights. `gptq` is quantize_config.json's text. Addresses `on_device` are a GPU's: values are not looked "
-          "at, and only a DeviceModel takes the weights, which it reads where they lie. Raises ValueError for a tensor "
+          "dtype name and shape by Hugging Face's name; what the library joins, such as q_proj, k_proj and v_proj, is "
+          "copied unless it is given whole, by the joined Linear's name. `owner` keeps the memory and must not lead "
+          "back to these "
+          "weights. `gptq` is quantize_config.json's text. Addresses `on_device` are a GPU's, but for those of what "
+          "is quantised, which pack() brings there: dense values are not looked at, and only a DeviceModel takes the "
+          "weights, which it reads where they lie. Raises ValueError for a tensor "
           "that is missing, unknown, of "
           "another shape or dtype, or not finite.")
       .def_prop_ro("config", &config_of, nb::sig("def config(self) -> dict[str, typing.Any]"),
@@ -705,6 +761,18 @@ void bind_weights(nb::module_& m) {
           "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
           "The dtype of every weight that is not quantised.")
       .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
+      .def_ro("copied_bytes", &Weights::copied_bytes, "Those of them that were copied, to be joined.")
+      .def("pack", &pack_weights, "device"_a, "stream"_a, "allocate"_a, "owner"_a,
+           nb::sig("def pack(self, device: int, stream: int, allocate: collections.abc.Callable[[int], object], "
+                   "owner: object) -> None"),
+           "Packs what is quantised for a GPU's kernels. `allocate` makes a tensor of so many bytes there. `owner` "
+           "keeps "
+           "the memory of the dense tensors, and nothing else is kept then. Raises NotImplementedError in a build "
+           "without the CUDA backend, and ValueError for weights that are not on a device.")
+      .def("rope_table", &rope_table_of, "rows"_a,
+           nb::sig("def rope_table(self, rows: int) -> tuple[numpy.typing.NDArray[numpy.float32], "
+                   "numpy.typing.NDArray[numpy.float32]]"),
+           "The cosines and sines of positions 0 to rows - 1 by the model's config, (rows, rotary_dim / 2) each.")
       .def("drop_values", &Weights::drop_values,
            "Gives the memory of the weights back once a DeviceModel has its copy. No model can be made of them then.");
   m.def(

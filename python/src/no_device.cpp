@@ -32,6 +32,9 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int, std::size_t) { ret
 #undef CF_OP
 Status run_on_device(const RowsLayer&, const DeviceStream&) { return no_cuda(); }
 Result<cuda::Packed> pack_on_device(const GptqWeight&, const cuda::PackHint&, const DeviceStream&) { return no_cuda(); }
+Result<cuda::Packed> pack_for_steps(const GptqWeight&, const Site&, const ModelSpec&, const DeviceStream&) {
+  return no_cuda();
+}
 Status place_on_device(cuda::Packed&, std::uintptr_t, const DeviceStream&) { return no_cuda(); }
 
 }  // namespace cf::python

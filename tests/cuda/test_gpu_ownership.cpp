@@ -257,6 +257,39 @@ TEST_CASE("ownership: weights in place are read where they lie", "[gpu][ownershi
   wrong = there;
   wrong.layers[0].dense.weight = GptqWeight{};
   CHECK(fault(wrong, Code::unimplemented, {"layer 0: attention.dense.weight' is quantised, expected dense"}) == "");
+  wrong.layers[0].dense.weight = PackedWeight{.out = m.hidden_size, .in = m.hidden_size};
+  CHECK(fault(wrong, Code::unimplemented, {"cuda takes weights packed by", "got a weight packed by nobody"}) == "");
+}
+
+TEST_CASE("ownership: packed weights in place are those that this model's steps read", "[gpu][ownership][gptq][bad]") {
+  const ModelConfig m = small_model();
+  cuda::Context c = context();
+  const OwnedModelWeights host = procedural_model(m, m.dtype, 7, {4, 64});
+  const ResidentWeights source = require_value(ResidentWeights::load(c, m, m.dtype, host.weights));
+  const ModelWeights there = source.model_weights();
+  const ResidentWeights weights = require_value(ResidentWeights::in_place(c, m, m.dtype, there));
+  CHECK(weights.device_bytes() == 0);
+  for (std::int64_t l = 0; l < m.num_hidden_layers; ++l)
+    CHECK(std::get<PackedWeight>(weights.layer(l).dense.weight).data.data ==
+          std::get<PackedWeight>(there.layers[std::size_t(l)].dense.weight).data.data);
+
+  const auto fault = [&](auto&& change, std::initializer_list<std::string_view> parts) {
+    ModelWeights wrong = there;
+    change(wrong.layers[1]);
+    return refusal_fault(ResidentWeights::in_place(c, m, m.dtype, wrong).status(), Code::invalid_argument, parts);
+  };
+  const auto packed = [](LinearParams& l) -> PackedWeight& { return std::get<PackedWeight>(l.weight); };
+  CHECK(fault([&](LayerWeights& w) { packed(w.dense).out -= 16; },
+              {"layer 1: attention.dense", "packed weight is ("}) == "");
+  CHECK(fault([&](LayerWeights& w) { packed(w.dense).data.data += 4; },
+              {"layer 1: attention.dense.weight' begins 16 bytes past a multiple of 256"}) == "");
+  const cuda::Packed on_host = require_value(cuda::pack(host.weights.layers[1].dense.weight));
+  CHECK(fault([&](LayerWeights& w) { w.dense.weight = on_host.weight; },
+              {"layer 1: attention.dense.weight' is in the memory of the host"}) == "");
+  // Without a hint the rows keep their order, in which ln_qkv does not read them.
+  const cuda::Packed plain = require_value(cuda::pack(host.weights.layers[1].query_key_value.weight));
+  CHECK(fault([&](LayerWeights& w) { packed(w.query_key_value).layout = std::get<PackedWeight>(plain.weight).layout; },
+              {"layer 1: attention.query_key_value.weight' is packed in an order of rows"}) == "");
 }
 
 TEST_CASE("ownership: a range of a model's layers keeps the model's numbers", "[gpu][ownership]") {

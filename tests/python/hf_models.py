@@ -24,12 +24,17 @@ CHECKPOINTS = [
 ]
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 TAKES_CACHES = VERSION >= (4, 45)  # before, GPT-NeoX models take tuples of keys and values
+# Models whose q, k and v, and whose gate and up, the library joins.
+JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded"] if TAKES_CACHES else []
+HAS_QWEN2 = VERSION >= (4, 48)  # before, Qwen2's heads made up hidden_size, which those of these checkpoints do not
+JOINED += ["qwen2-gqa7"] if HAS_QWEN2 else []
+CHECKPOINTS += JOINED
 _DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 _F32 = 2.0**-24
 
 
 def load_from(directory, dtype, **options):
-    return transformers.GPTNeoXForCausalLM.from_pretrained(directory, **{_DTYPE: dtype}, **options).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **{_DTYPE: dtype}, **options).eval()
 
 
 def load(root, name, dtype="auto", **options):
@@ -73,28 +78,64 @@ class ErrorBound:
 
     def __init__(self, model, ids):
         self._conditions = 0.0
-        hooks = [
-            module.register_forward_hook(self._linear if isinstance(module, torch.nn.Linear) else self._norm)
-            for module in model.modules()
-            if isinstance(module, (torch.nn.Linear, torch.nn.LayerNorm))
-        ]
-        hooks += [
-            layer.attention.query_key_value.register_forward_hook(self._attention(layer.attention, model))
-            for layer in model.gpt_neox.layers
-        ]
+        hooks = []
+        joined = {}
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+                hook = self._part(joined, last, model)
+            elif isinstance(module, torch.nn.Linear):
+                hook = self._linear
+            elif isinstance(module, torch.nn.LayerNorm):
+                hook = self._norm
+            elif hasattr(module, "variance_epsilon"):
+                hook = self._rms_norm
+            else:
+                continue
+            hooks.append(module.register_forward_hook(hook))
+            if last == "query_key_value":
+                hooks.append(module.register_forward_hook(self._attention(model)))
         with torch.no_grad():
             model(ids[None])
         for hook in hooks:
             hook.remove()
-        stores = 10 * len(model.gpt_neox.layers)  # sites of a layer, at most
+        stores = 10 * model.config.num_hidden_layers  # sites of a layer, at most
         self.relative = _F32 * (1 + 4 * self._conditions + stores)
 
     def _add(self, terms, largest, result):
         self._conditions += math.sqrt(terms) * max(1.0, float(largest.abs().max() / result.abs().max()))
 
     def _linear(self, module, inputs, output):
+        self._add(module.in_features, self._sums(module, inputs), output)
+
+    @staticmethod
+    def _sums(module, inputs):
+        """The largest partial sum of each output, (tokens, out)."""
         products = inputs[0][0, :, None, :] * module.weight  # (tokens, out, in)
-        self._add(module.in_features, products.cumsum(-1), output)
+        return products.cumsum(-1).abs().amax(-1)
+
+    def _part(self, joined, name, model):
+        """A hook of a Linear that the library joins with others; the last of them adds the condition of all."""
+
+        def hook(module, inputs, output):
+            joined[name] = output[0], self._sums(module, inputs)
+            if name == "v_proj":
+                made, most = zip(*(joined[part] for part in ("q_proj", "k_proj", "v_proj")))
+                self._add(module.in_features, torch.cat(most, 1), torch.cat(made, 1))
+                head_dim = made[0].shape[1] // model.config.num_attention_heads
+                self._add_attention(*(part.view(len(part), -1, head_dim).transpose(0, 1) for part in made))
+            if name == "up_proj":
+                # To first order a product's error is that of each factor times the other; silu's slope is at most 1.1.
+                (gate, gate_most), (up, up_most) = joined["gate_proj"], joined["up_proj"]
+                silu = torch.nn.functional.silu(gate)
+                self._add(module.in_features, 1.1 * gate_most * up.abs() + silu.abs() * up_most, silu * up)
+
+        return hook
+
+    def _rms_norm(self, module, inputs, output):
+        """No sum cancels: half the error of a sum of squares, and five roundings."""
+        root = math.sqrt(output.shape[-1])
+        self._conditions += root * max(1.0, 0.5 + 5 / root)
 
     def _norm(self, module, inputs, output):
         x = inputs[0]
@@ -103,19 +144,24 @@ class ErrorBound:
         terms = (x.abs() + mean.abs() + size) / deviation * module.weight.abs() + module.bias.abs()
         self._add(x.shape[-1], terms, output)
 
-    def _attention(self, attention, model):
+    def _attention(self, model):
         def hook(module, inputs, output):
             heads = model.config.num_attention_heads
             tokens, head_dim = output.shape[1], model.config.hidden_size // heads
-            q, k, v = output[0].view(tokens, heads, 3, head_dim).permute(2, 1, 0, 3)
-            # Rotations keep a score's size; its largest partial sum is at most |q| |k|.
-            largest_score = (q.norm(dim=-1)[:, :, None] * k.norm(dim=-1)[:, None, :]).max() / math.sqrt(head_dim)
-            scores = float(largest_score) * (math.sqrt(head_dim) + 2) / math.sqrt(tokens)
-            # The weighted values of a row are positive sums of |v|; the first row's are its result itself.
-            self._conditions += math.sqrt(tokens) * (1 + scores) * max(1.0, float(v.abs().max() / v[:, 0].abs().max()))
-            self._conditions += 2.0  # RoPE: two terms, condition sqrt(2)
+            self._add_attention(*output[0].view(tokens, heads, 3, head_dim).permute(2, 1, 0, 3))
 
         return hook
+
+    def _add_attention(self, q, k, v):
+        """Of queries, keys and values, (heads, tokens, head_dim) each; a key may have several queries."""
+        tokens, head_dim = q.shape[1:]
+        # Rotations keep a score's size; its largest partial sum is at most |q| |k|.
+        keys = k.norm(dim=-1).repeat_interleave(len(q) // len(k), 0)
+        largest_score = (q.norm(dim=-1)[:, :, None] * keys[:, None, :]).max() / math.sqrt(head_dim)
+        scores = float(largest_score) * (math.sqrt(head_dim) + 2) / math.sqrt(tokens)
+        # The weighted values of a row are positive sums of |v|; the first row's are its result itself.
+        self._conditions += math.sqrt(tokens) * (1 + scores) * max(1.0, float(v.abs().max() / v[:, 0].abs().max()))
+        self._conditions += 2.0  # RoPE: two terms, condition sqrt(2)
 
 
 def check_tokens(reference, logits_dtype, inputs, generated):

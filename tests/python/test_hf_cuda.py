@@ -11,12 +11,14 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
+import hf_gptq
 from cf_ops import _core
-from hf_models import TAKES_CACHES, load, padded, sequences
+from hf_models import HAS_QWEN2, TAKES_CACHES, load, padded, sequences
 
 DEVICE = "cuda"
-# speed_up() takes GPT-NeoX.
-DENSE = [name for name in CHECKPOINTS if "gptq" not in name and name.startswith(("neox", "stdlib"))]
+DENSE = [name for name in CHECKPOINTS if "gptq" not in name and (TAKES_CACHES or name.startswith(("neox", "stdlib")))]
+DENSE = [name for name in DENSE if HAS_QWEN2 or not name.startswith("qwen2")]
+LLAMAS = [name for name in DENSE if not name.startswith(("neox", "stdlib"))]
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
 
 pytestmark = [gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]
@@ -387,6 +389,27 @@ def large_model():
     return model
 
 
+def large_llama():
+    """The same of another family, whose q, k, v, gate and up are joined: 0.6 GB of float16, 0.4 of them joined."""
+    config = transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=8192,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device(DEVICE):
+        model = transformers.LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    return model
+
+
 def taken_bytes():
     """What is not free on the GPU once torch has given back what no tensor has."""
     gc.collect()
@@ -427,15 +450,16 @@ def test_parameters_stay_where_they_are(root, name):
     assert generated.shape == (2, 31)
 
 
-def test_weights_lie_once_on_the_device(root):
+@pytest.mark.parametrize("make", [large_model, large_llama] if TAKES_CACHES else [large_model])
+def test_weights_lie_once_on_the_device(root, make):
     inputs = padded([6, 3], vocab=4096)
     batches = [{name: rows[:count] for name, rows in inputs.items()} for count in (1, 2)]
-    model = cf_ops.hf.speed_up(large_model())
+    model = cf_ops.hf.speed_up(make())
     for batch in batches:
         greedy(model, batch, new=4)  # loads the kernels
     del model
     empty = taken_bytes()
-    model = large_model()
+    model = make()
     weights, loaded, of_torch = bytes_of(model), taken_bytes(), torch.cuda.memory_allocated()
     assert loaded - empty >= weights
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
@@ -457,6 +481,119 @@ def test_weights_lie_once_on_the_device(root):
     greedy(model, inputs, new=2)
     del model
     assert taken_bytes() <= empty + 16e6
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_joined_parameters_and_what_restore_gives_back(root, name):
+    """Hugging Face's own path gives the same bits before speed_up and behind restore, and within 16 bits with it."""
+    model = model_of(root, name)
+    ids = padded([7, 7])["input_ids"].to(DEVICE)
+    state, taken = bits_of(model), bytes_of(model)
+
+    def theirs():
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).logits
+
+    before, ids_before = theirs(), greedy(model, padded([7]))
+    cf_ops.hf.speed_up(model)
+    generated = greedy(model, padded([7]))
+    assert_all_ours(model)
+    # Views of joined matrices may take another kernel of cuBLAS.
+    unit = torch.finfo(model.dtype).eps
+    assert (theirs() - before).abs().max() <= 64 * unit * before.abs().max()
+    storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+    assert sum(storages.values()) == taken and cf_ops.hf.report(model).weight_bytes == taken
+    assert cf_ops.hf.report(model).copied_bytes == (2 * 2 * 96 if "biases" in name else 0)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    with torch.no_grad():
+        layer = model.model.layers[0]
+        kept = [p.clone() for p in (layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight)]
+        for parameter in (layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight):
+            parameter.mul_(2)
+        changed = model(ids).logits
+        for parameter, values in zip((layer.mlp.up_proj.weight, layer.self_attn.v_proj.weight), kept):
+            parameter.copy_(values)
+        assert not torch.equal(model(ids).logits, changed)
+    assert torch.equal(greedy(model, padded([7])), generated)
+    cf_ops.hf.restore(model)
+    assert all(p.is_contiguous() and p.nbytes == p.untyped_storage().nbytes() for p in model.parameters())
+    assert torch.equal(theirs(), before) and torch.equal(greedy(model, padded([7])), ids_before)
+
+
+def gptq_model_of(root, name):
+    return hf_gptq.load_gptq(root, name).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_greedy_ids_of_quantised_models_are_those_of_float64(root, name, batch):
+    inputs = padded(BATCHES[batch])
+    model = cf_ops.hf.speed_up(gptq_model_of(root, name))
+    generated = greedy(model, inputs)
+    assert check_all(root, name, model, inputs, generated) > 0
+    assert_all_ours(model)
+    assert torch.equal(generated, greedy(model, inputs))
+    assert torch.equal(generated, greedy(model, inputs, **by_step()))
+    logits = cf_ops.hf.run(model, inputs["input_ids"][-1:].to(DEVICE))[0]
+    ids = inputs["input_ids"][-1].tolist()
+    Oracle(weights_of(root, name), ids, "float16").check_rows(logits[0].cpu().numpy())
+
+
+@pytest.mark.parametrize("name", hf_gptq.CHECKPOINTS)
+def test_quantised_models_keep_their_tensors_and_are_packed_once(root, name):
+    model = gptq_model_of(root, name)
+    state, ids = bits_of(model), padded([7, 7])["input_ids"].to(DEVICE)
+    places = {key: b.data_ptr() for key, b in model.named_buffers() if key.rpartition(".")[2] in hf_gptq.PARTS}
+
+    def theirs():
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).logits
+
+    before = theirs()
+    of_torch = torch.cuda.memory_allocated()
+    cf_ops.hf.speed_up(model)
+    backend = model._cf_ops._loaded.backend
+    report = cf_ops.hf.report(model)
+    # The packed form, and biases that alternate: torch rounds each up to 512 bytes.
+    assert 0 < report.copied_bytes and not report.in_place
+    assert torch.cuda.memory_allocated() - of_torch >= report.copied_bytes - 512
+    generated = [greedy(model, padded(lengths)) for lengths in BATCHES.values()]
+    assert_all_ours(model)
+    assert model._cf_ops._loaded.backend is backend and backend._model.weight_bytes == 0
+    assert torch.equal(theirs(), before)
+    assert {key: b.data_ptr() for key, b in model.named_buffers() if key in places} == places
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    with torch.no_grad():
+        last = "dense_4h_to_h.scales" if name.startswith("neox") else "down_proj.scales"
+        scales = next(buffer for key, buffer in model.named_buffers() if key.endswith(last))
+        before_change = cf_ops.hf.run(model, ids)[0]
+        scales.mul_(2)
+        assert not torch.equal(cf_ops.hf.run(model, ids)[0], before_change)
+        scales.div_(2)
+        assert torch.equal(cf_ops.hf.run(model, ids)[0], before_change)
+    del backend
+    cf_ops.hf.restore(model)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= of_torch + 512 * len(state) and torch.equal(theirs(), before)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    cf_ops.hf.speed_up(model)
+    assert all(torch.equal(greedy(model, padded(n)), ids) for n, ids in zip(BATCHES.values(), generated))
+
+
+@pytest.mark.skipif(not LLAMAS, reason="this transformers has caches that speed_up takes for GPT-NeoX alone")
+def test_another_scaling_of_rope_falls_back(root):
+    """The library's own table is llama3's of the config; a module with other frequencies is Hugging Face's."""
+    model = cf_ops.hf.speed_up(model_of(root, "llama-gqa3-scaled"))
+    theirs = model_of(root, "llama-gqa3-scaled")
+    ids = padded([6])["input_ids"].to(DEVICE)
+    with torch.no_grad():
+        assert model(ids).logits.shape == (1, 6, 128) and cf_ops.hf.report(model).share == 1
+        for one in (model, theirs):
+            one.model.rotary_emb.inv_freq = one.model.rotary_emb.inv_freq * 1.25
+        ours = model(ids).logits
+        assert (ours - theirs(ids).logits).abs().max() <= 64 * torch.finfo(ours.dtype).eps * ours.abs().max()
+    (reason,) = cf_ops.hf.report(model).hugging_face
+    assert reason.startswith("RoPE's table is not the config's in float32")
 
 
 def test_two_models_at_once(root):

@@ -1,5 +1,6 @@
 """generate() of models with speed_up, beside Hugging Face's own in float64."""
 
+import dataclasses
 import inspect
 import os
 import signal
@@ -11,7 +12,17 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 
 import cf_ops.hf
 from cf_ops.hf import _generation, _patch, _runner
-from hf_models import CHECKPOINTS, TAKES_CACHES, ErrorBound, check_tokens, load, padded, sequences, unit_roundoff
+from hf_models import (
+    CHECKPOINTS,
+    JOINED,
+    TAKES_CACHES,
+    ErrorBound,
+    check_tokens,
+    load,
+    padded,
+    sequences,
+    unit_roundoff,
+)
 
 TAKES_ROWS = "logits_to_keep" in inspect.signature(transformers.GPTNeoXForCausalLM.forward).parameters
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
@@ -84,8 +95,8 @@ def test_greedy_ids_are_hugging_faces_until_a_margin_is_small(root, name):
 def test_a_wrong_rope_table_is_caught(root, monkeypatch):
     make = _runner._CpuBackend.__init__
 
-    def wrong(self, config, tensors, owner, rope_table):
-        make(self, config, tensors, owner, lambda rows: tuple(t * 0.9 for t in rope_table(rows)))
+    def wrong(self, source):
+        make(self, dataclasses.replace(source, rope_table=lambda rows: tuple(t * 0.9 for t in source.rope_table(rows))))
 
     monkeypatch.setattr(_runner._CpuBackend, "__init__", wrong)
     inputs = padded(BATCHES[8])
@@ -508,24 +519,25 @@ def test_output_is_as_hugging_faces(root):
     assert_all_ours(ours)
 
 
-@pytest.mark.parametrize("name", ["neox-d80", "neox-d64-sequential", "neox-tanh"])
+@pytest.mark.parametrize("name", ["neox-d80", "neox-d64-sequential", "neox-tanh", *JOINED])
 def test_taps_are_float64s_hidden_states(root, name):
     ids = padded([12])["input_ids"]
     model, reference = cf_ops.hf.speed_up(load(root, name)), load(root, name, torch.float64)
     layers = model.config.num_hidden_layers
-    names = [f"layers.{i}.output" for i in range(layers)] + ["final_layer_norm"]
+    norm = "final_layer_norm" if name.startswith("neox") else "norm"
+    names = [f"layers.{i}.output" for i in range(layers)] + [norm]
     logits, taps = cf_ops.hf.run(model, ids, taps=names)
     with torch.no_grad():
         exact = reference(ids, output_hidden_states=True)
     bound = ErrorBound(reference, ids[0]).relative
     assert (logits - exact.logits).abs().max() <= bound * exact.logits.abs().max()
     # Hugging Face gives the embedding, each layer but the last, and the final norm.
-    for name, theirs in zip([*names[: layers - 1], "final_layer_norm"], exact.hidden_states[1:]):
+    for name, theirs in zip([*names[: layers - 1], norm], exact.hidden_states[1:]):
         assert taps[name].shape == theirs.shape and taps[name].dtype == torch.float32
         assert (taps[name] - theirs).abs().max() <= bound * theirs.abs().max()
     last = taps[f"layers.{layers - 1}.output"].double()
     with torch.no_grad():
-        lens = reference.get_output_embeddings()(reference.gpt_neox.final_layer_norm(last))
+        lens = reference.get_output_embeddings()(getattr(reference.base_model, norm)(last))
     assert (lens - exact.logits).abs().max() <= bound * exact.logits.abs().max()
     one, tap = cf_ops.hf.run(model, ids[0].tolist(), taps=["layers.0.output"])
     assert torch.equal(one, logits[0]) and torch.equal(tap["layers.0.output"], taps["layers.0.output"][0])

@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
+import hf_gptq
 from cf_ops import _core
 from cf_ops.hf import _runner
-from hf_models import ErrorBound, load, padded
+from hf_models import JOINED, ErrorBound, load, padded
 
 NAME = "neox-d80"
 STATM = pathlib.Path("/proc/self/statm")
@@ -187,7 +188,7 @@ def test_save_pretrained_writes_the_same_files(root, tmp_path):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
 
 
-STREAM = 7
+STREAM, PACKED_BYTES = 7, 12345
 
 
 class StandInModel:
@@ -260,12 +261,16 @@ def stand_in(monkeypatch):
     """Lets speed_up take models of the CPU as it takes those of a GPU. Has the described weights of each backend."""
     taken = []
 
-    def from_tensors(config, tensors, owner, on_device):
+    def from_tensors(config, tensors, owner, gptq, on_device):
         assert on_device
         taken.append(tensors)
-        return _core.Weights.from_tensors(config, tensors, owner)
+        return _core.Weights.from_tensors(config, tensors, owner, gptq=gptq)
 
     class Backend(_runner._CudaBackend):
+        def _pack(self, dense):
+            self.packed = [tensor.data_ptr() for tensor in dense]
+            return PACKED_BYTES
+
         def _make(self, slots, capacity):
             return StandInModel(self, slots, capacity)
 
@@ -294,20 +299,45 @@ def all_outputs(model):
     return [*outputs, *seen, logits.to(model.dtype), taps["layers.0.output"]]
 
 
-@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "neox-tied"])
+@pytest.mark.parametrize("name", ["neox-d80", "neox-bf16", "neox-tied", *JOINED])
 def test_what_a_gpu_is_asked_for(root, name, request):
     """Addresses of parameters, memory for logits and torch's stream; the tensors that come back are the CPU's."""
     expected = all_outputs(cf_ops.hf.speed_up(load(root, name)))
     taken = request.getfixturevalue("stand_in").taken
     model = load(root, name)
+    cf_ops.hf.speed_up(model)
     parameters = [(p, p.data_ptr()) for p in model.parameters()]
-    outputs = all_outputs(cf_ops.hf.speed_up(model))
+    outputs = all_outputs(model)
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     assert [(p, p.data_ptr()) for p in model.parameters()] == parameters
-    assert [address for tensors in taken for address, _, _ in tensors.values()] == [at for _, at in parameters]
+    (tensors,) = taken
+    own = {address for address, _, _ in tensors.values()}
+    if name in JOINED:  # a matrix begins where its first part does
+        assert own & {at for _, at in parameters} and len(own) < len(parameters)
+        assert any(key.endswith("mlp.gate_up_proj.weight") for key in tensors)
+        assert not any("gate_proj" in key or "q_proj" in key for key in tensors)
+    else:
+        assert [address for address, _, _ in tensors.values()] == [at for _, at in parameters]
     report = cf_ops.hf.report(model)
-    assert report.in_place and report.copied_bytes == 0 and "read in place" in str(report)
+    copied = 2 * 2 * 96 if name == "llama-gqa1-biases" else 0  # the gate's and up's biases
+    assert report.copied_bytes == copied and ("read in place" in str(report)) == (copied == 0)
     assert report.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["neox-gptq-mixed", *(name for name in hf_gptq.CHECKPOINTS if "neox" not in name)])
+def test_a_gpu_is_given_dense_tensors_in_place_and_packs_the_others(root, name, request):
+    expected = all_outputs(cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name)))
+    taken = request.getfixturevalue("stand_in").taken
+    model = cf_ops.hf.speed_up(hf_gptq.load_gptq(root, name))
+    assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
+    report, backend = cf_ops.hf.report(model), model._cf_ops._loaded.backend
+    dense = [at for key, (at, _, _) in taken[0].items() if key.rpartition(".")[2] not in hf_gptq.PARTS]
+    assert backend.packed == dense and model.get_output_embeddings().weight.data_ptr() in dense
+    assert report.copied_bytes == PACKED_BYTES and not report.in_place
+    with torch.no_grad():
+        next(buffer for key, buffer in model.named_buffers() if key.endswith("scales")).zero_()
+        model(INPUTS["input_ids"][:1])
+    assert len(taken) == 2 and cf_ops.hf.report(model).share == 1
 
 
 def test_what_a_gpu_is_asked_for_by_the_greedy_loop(root, request):
@@ -350,21 +380,16 @@ def test_what_a_gpu_cannot_read_in_place_is_copied(root, stand_in):
     block[at : at + size] = norm.weight.detach()
     norm.weight.data = block[at : at + size]
     assert norm.weight.data_ptr() % alignment == block.element_size()
-    described = {
-        "one": (norm.weight.data_ptr(), "float16", (size,)),
-        "other": (norm.weight.data_ptr() - block.element_size(), "float16", (size,)),
-    }
     stand_in.core.WEIGHT_ALIGNMENT = alignment
-    other = block[at - 1 :][:size]
-    tensors, owner, copied = _runner.aligned(described, [norm.weight.detach(), other])
-    assert copied == size * block.element_size() and tensors["other"] == described["other"] and owner[1] is other
-    assert tensors["one"] == (owner[0].data_ptr(), "float16", (size,)) and torch.equal(owner[0], norm.weight)
-    assert owner[0].data_ptr() != norm.weight.data_ptr()
+    one, other = norm.weight.detach(), block[at - 1 :][:size]
+    tensors, copied = _runner.aligned({"one": one, "other": other})
+    assert copied == size * block.element_size() and list(tensors) == ["one", "other"] and tensors["other"] is other
+    assert torch.equal(tensors["one"], one) and tensors["one"].data_ptr() != one.data_ptr()
 
     cf_ops.hf.speed_up(model)
     assert all(torch.equal(a, b) for a, b in zip(all_outputs(model), expected, strict=True))
     report = cf_ops.hf.report(model)
-    assert not report.in_place and report.copied_bytes >= copied and "of them copied" in str(report)
+    assert not report.in_place and report.copied_bytes >= copied and "bytes of copies" in str(report)
     loads = len(stand_in.taken)
     with torch.no_grad():
         norm.weight.zero_()

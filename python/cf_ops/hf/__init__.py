@@ -1,8 +1,8 @@
-"""Hugging Face's GPT-NeoX models on the kernels of cf_ops: the same object, the same calls, the same tokens.
+"""Hugging Face's models on the kernels of cf_ops: the same object, the same calls, the same tokens.
 
 ::
 
-    model = cf_ops.hf.speed_up(GPTNeoXForCausalLM.from_pretrained(directory))
+    model = cf_ops.hf.speed_up(AutoModelForCausalLM.from_pretrained(directory))
     model.generate(**inputs, max_new_tokens=64)
     print(cf_ops.hf.report(model))
     cf_ops.hf.restore(model)
@@ -24,13 +24,23 @@ Model = TypeVar("Model")
 
 
 def speed_up(model: Model) -> Model:
-    """Lets a loaded ``GPTNeoXForCausalLM`` run on cf_ops, and returns the same object.
+    """Lets a loaded ``GPTNeoXForCausalLM``, ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM`` run on
+    cf_ops, and returns the same object.
 
     Prefill and decode steps of ``model(...)`` and ``model.generate(...)`` run on cf_ops: greedy or sampled, one
     sequence or a batch with left padding. Weights are read where torch keeps them, so there is no second copy, and a
     parameter that is changed in place is seen by the next call; what a cache holds was made with the values before.
     Sums are made in float32 whatever the weights' dtype; logits come back in the dtype that Hugging Face returns, on the
     model's device.
+
+    What the library reads as one matrix, q, k and v, and gate and up row by row in turn, becomes one: the parameters
+    stay the same objects, as views of it, those of gate and up with strides. `restore` gives them memory of their own.
+    ``save_pretrained`` writes the same files; other writers of safetensors may ask for contiguous tensors.
+
+    Linears that are quantised by GPTQ, of GPTQModel or AutoGPTQ, run where their kernel leaves the stored tensors as
+    they are (QUANT_TYPE torch, triton, tritonv2, cuda, cuda-old). The modules keep their tensors. On a CPU these are
+    read in place, but for those that are joined, which have a copy; on a GPU all have a packed form. `report` counts
+    the bytes of both.
 
     On a GPU a call comes after all that torch's current stream has to do, and before all that is put there later: what
     other streams write into a parameter is yours to order. Logits are tensors of the GPU, which no call waits for. A
@@ -53,10 +63,12 @@ def speed_up(model: Model) -> Model:
     Raises
     ------
     ImportError: torch or transformers is missing.
-    TypeError: the model is not a GPTNeoXForCausalLM.
-    ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says.
-    NotImplementedError: a module is not the one that transformers builds (quantised layers, LoRA), or the parameters
-        are on a device for which this installation has no runner.
+    TypeError: the model is of another class.
+    ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says;
+        the config asks for what the library does not build, such as a window of keys shorter than the context.
+    NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), the parameters
+        are on a device for which this installation has no runner, or transformers is older than 4.45 and the model
+        not a GPT-NeoX.
     CfError: the parameters are on a GPU that this build has no kernels for.
     """
     _implementation().speed_up(model)

@@ -45,11 +45,11 @@ class Owner(Protocol):
     def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
         """The shape that a layer's keys and values have in transformers."""
 
-    def adopt(self, cache: NeoXCache) -> None:
+    def adopt(self, cache: RunnerCache) -> None:
         """Counts a cache among those that end with restore()."""
 
 
-class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused-ignore]
+class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused-ignore]
     """The sequences of a batch, and a runner with a slot for each.
 
     The ids are kept beside the runner. From them its entries are made again where the runner cannot serve: a longer
@@ -253,13 +253,13 @@ class NeoXCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused
         return torch.empty(shape, device="meta"), torch.empty(shape, device="meta")
 
     def __repr__(self) -> str:
-        return f"NeoXCache(sequences={len(self.ids)}, length={self.get_seq_length()})"
+        return f"RunnerCache(sequences={len(self.ids)}, length={self.get_seq_length()})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NeoXCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunnerCache:
         if self.patch is None:
             raise ValueError("a cache of cf_ops ended with restore(): expected a living one to copy")
         with self.lock:
-            copied = NeoXCache(self.patch, self._spare_entries)
+            copied = RunnerCache(self.patch, self._spare_entries)
             copied.ids, copied.pads = [list(ids) for ids in self.ids], list(self.pads)
             copied.theirs = None if self.theirs is None else copy.deepcopy(self.theirs, memo)
         self.patch.adopt(copied)

@@ -14,7 +14,7 @@ from transformers.generation import (  # type: ignore[import-not-found, unused-i
     MaxLengthCriteria,
 )
 
-from cf_ops.hf._cache import NeoXCache
+from cf_ops.hf._cache import RunnerCache
 from cf_ops.hf._runner import Tensor
 
 # What a generate() may return besides the ids; it takes the logits, attentions or states of each step.
@@ -37,7 +37,7 @@ class Generation:
     prepared: Mapping[str, Any] = field(default_factory=dict)  # what it has made for the next call of forward
     has_begun: bool = False  # whether forward was called
     # The cache of its last call that ran on cf_ops: what it makes for the next call follows from what was checked then.
-    cache: NeoXCache | None = None
+    cache: RunnerCache | None = None
     revision: int = 0  # of that cache
 
     @property
@@ -143,7 +143,7 @@ class GreedyLoop:
 class Prefilled(BaseException):
     """Leaves transformers' loop once the prompt is in the cache. No ``except Exception`` on the way may take it."""
 
-    def __init__(self, loop: GreedyLoop, logits: Tensor, cache: NeoXCache) -> None:
+    def __init__(self, loop: GreedyLoop, logits: Tensor, cache: RunnerCache) -> None:
         super().__init__("a prompt is in the cache, and its generation goes on in cf_ops")
         self.loop, self.logits, self.cache = loop, logits, cache
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
-from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, unused-ignore]
+from transformers import GenerationMixin  # type: ignore[import-not-found, unused-ignore]
 from transformers.cache_utils import DynamicCache  # type: ignore[import-not-found, unused-ignore]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops.hf._cache import TAKES_CACHES, NeoXCache, logits_of
+from cf_ops.hf._cache import TAKES_CACHES, RunnerCache, logits_of
+from cf_ops.hf._families import FAMILIES, cache_heads, class_of, layers_of
 from cf_ops.hf._generation import Generation, GreedyLoop, Prefilled, StepByStep
+from cf_ops.hf._joined import Joined
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
 from cf_ops.hf._runner import Tensor
@@ -38,11 +40,10 @@ _TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
 _LOOP = tuple(
     name
     for name in ("generate", "_sample", "_greedy_search", "_prefill", "_has_unfinished_sequences")
-    if hasattr(GPTNeoXForCausalLM, name)
+    if hasattr(GenerationMixin, name)
 )
+_SAVING = "save_pretrained"
 _MODEL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.forward).parameters)[1:]
-_GENERATE_PARAMETERS = tuple(inspect.signature(GPTNeoXForCausalLM.generate).parameters)[1:]
 _READ = {
     "input_ids",
     "attention_mask",
@@ -51,6 +52,7 @@ _READ = {
     "use_cache",
     "return_dict",
     "logits_to_keep",
+    "num_logits_to_keep",  # its name before transformers 4.49, in models that had it
     "cache_position",
 }
 _FAILURES = (MemoryError, NotImplementedError, RuntimeError, ValueError)  # of a runner
@@ -69,7 +71,7 @@ class _Call:
     pads: list[int]  # masked places before each sequence's ids, those of its cache included
     rows: int  # places whose logits are asked for
     past: int  # places in the cache, padding included
-    cache: NeoXCache | None
+    cache: RunnerCache | None
     use_cache: bool
     return_dict: bool
 
@@ -85,7 +87,8 @@ class Patch:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._loaded: Loaded | None = None
-        self._caches: weakref.WeakSet[NeoXCache] = weakref.WeakSet()
+        self._joined = Joined()
+        self._caches: weakref.WeakSet[RunnerCache] = weakref.WeakSet()
         self._counts = Counts()
         self._cache_shape = (0, 0)
         self._follows = False
@@ -104,15 +107,14 @@ class Patch:
         with self._lock:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
-                self._loaded = Loaded(model)
+                self._loaded = Loaded(model, self._joined)
                 self._follows = _has_stock_methods(type(model), _FOLLOWING)
                 self._has_own_loop = not _has_stock_methods(type(model), (*_LOOP, *_TOLD))
-                config = model.config
-                self.num_layers = len(model.gpt_neox.layers)
-                self._cache_shape = (config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+                self.num_layers = len(layers_of(model))
+                self._cache_shape = cache_heads(model)
             return self._loaded
 
-    def adopt(self, cache: NeoXCache) -> None:
+    def adopt(self, cache: RunnerCache) -> None:
         self._caches.add(cache)
 
     def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
@@ -120,11 +122,12 @@ class Patch:
         return sequences, heads, places, head_dim
 
     def end(self) -> None:
-        """Frees what caches hold. None of them can go on."""
+        """Frees what caches hold. None of them can go on. The parameters have memory of their own again."""
         for cache in list(self._caches):
             cache.free()
             cache.patch = None
         self._loaded = None
+        self._joined.part()
 
     def report(self, model: Model) -> Report:
         backend = self.loaded(model).backend
@@ -178,8 +181,8 @@ class Patch:
         return output if call.return_dict else output.to_tuple()
 
     def _greedy_loop(
-        self, model: Model, arguments: dict[str, Any], generation: Generation, cache: NeoXCache | None
-    ) -> tuple[GreedyLoop, NeoXCache]:
+        self, model: Model, arguments: dict[str, Any], generation: Generation, cache: RunnerCache | None
+    ) -> tuple[GreedyLoop, RunnerCache]:
         """The loop of a generation whose prompt is in the cache. Raises StepByStep where it is transformers' own."""
         if cache is None:
             raise StepByStep("use_cache=False")
@@ -193,7 +196,7 @@ class Patch:
             raise StepByStep("a hook on the model")
         return loop, cache
 
-    def go_on(self, model: Model, generation: Generation, loop: GreedyLoop, logits: Tensor, cache: NeoXCache) -> Any:
+    def go_on(self, model: Model, generation: Generation, loop: GreedyLoop, logits: Tensor, cache: RunnerCache) -> Any:
         """What generate() returns, by a loop of our own behind the prompt, whose logits these are."""
         is_kept = False
         try:
@@ -234,7 +237,7 @@ class Patch:
         self._counts.count_step_by_step(reason)
 
     def _output(
-        self, loaded: Loaded, kind: str, generation: Generation | None, logits: Tensor, cache: NeoXCache | None
+        self, loaded: Loaded, kind: str, generation: Generation | None, logits: Tensor, cache: RunnerCache | None
     ) -> Any:
         """Counts a call that ran on cf_ops; what it returns."""
         mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
@@ -281,7 +284,7 @@ class Patch:
             return None
         return self._output(loaded, "step", generation, logits, cache)
 
-    def _may_follow(self, model: Model, loaded: Loaded, cache: NeoXCache, generation: Generation) -> bool:
+    def _may_follow(self, model: Model, loaded: Loaded, cache: RunnerCache, generation: Generation) -> bool:
         """Whether the cache is as the generation's last call has left it, and nothing changes what a step computes, but
         for the parameters and modules."""
         if cache.revision != generation.revision or cache.patch is not self or cache.theirs is not None:
@@ -328,7 +331,7 @@ class Patch:
             raise _Fallback("input_ids are not a tensor of sequences")
         if ids.device != model.device:
             raise _Fallback("input_ids are on another device")
-        keep = arguments.get("logits_to_keep", 0)
+        keep = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
         if not isinstance(keep, int) or keep < 0:
             raise _Fallback("logits_to_keep is not a number")
 
@@ -366,11 +369,11 @@ class Patch:
             return_dict=return_dict,
         )
 
-    def _own_cache(self, cache: Any) -> NeoXCache | None:
+    def _own_cache(self, cache: Any) -> RunnerCache | None:
         """The cache of ours that a call continues, or none where it begins one."""
         if cache is None:
             return None
-        if isinstance(cache, NeoXCache):
+        if isinstance(cache, RunnerCache):
             if cache.patch is not self:
                 raise _Fallback("a cache of another model")
             if cache.theirs is not None:
@@ -388,7 +391,7 @@ class Patch:
             return None
         raise _Fallback("a cache of the caller's")
 
-    def _run(self, loaded: Loaded, call: _Call, generation: Generation | None) -> tuple[Tensor, NeoXCache | None]:
+    def _run(self, loaded: Loaded, call: _Call, generation: Generation | None) -> tuple[Tensor, RunnerCache | None]:
         assert loaded.backend is not None
         try:
             if not call.use_cache:
@@ -397,7 +400,7 @@ class Patch:
             cache = call.cache
             if cache is None:
                 places = max(pad + len(ids) for pad, ids in zip(call.pads, call.ids))
-                cache = NeoXCache(self, None if generation is None else generation.spare_entries(places))
+                cache = RunnerCache(self, None if generation is None else generation.spare_entries(places))
                 self.adopt(cache)
             return cache.forward(loaded, call.ids, call.pads, call.rows), cache
         except _FAILURES as error:
@@ -407,7 +410,7 @@ class Patch:
         if self._counts.count_theirs(reason):
             _LOGGER.warning("a call runs on Hugging Face's path: %s", reason)
         cache = arguments.get("past_key_values")
-        if not isinstance(cache, NeoXCache):
+        if not isinstance(cache, RunnerCache):
             return _forward_of_class(model, **arguments)
         if cache.patch is not self:
             raise ValueError("past_key_values: expected a cache that this model made since its last speed_up()")
@@ -420,7 +423,7 @@ def _forward_of_class(model: Model, *args: Any, **kwargs: Any) -> Any:
     return type(model).forward(model, *args, **kwargs)
 
 
-def _hand_over(model: Model, cache: NeoXCache) -> Any:
+def _hand_over(model: Model, cache: RunnerCache) -> Any:
     """A cache of transformers with the same entries, made from the same ids."""
     if cache.theirs is not None or not cache.ids:
         return cache.theirs
@@ -437,8 +440,9 @@ def _hand_over(model: Model, cache: NeoXCache) -> Any:
         "return_dict": True,
     }
     arguments = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    if "logits_to_keep" in _PARAMETERS:
-        arguments["logits_to_keep"] = 1
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        if name in _parameters(type(model).forward):
+            arguments[name] = 1
     with torch.no_grad():
         cache.theirs = _forward_of_class(model, **arguments).past_key_values
     return cache.theirs
@@ -474,20 +478,24 @@ def _check_positions(position_ids: Any, pads: list[int], past: int, places: int)
         raise _Fallback("position_ids do not count each sequence from 0")
 
 
-@functools.wraps(GPTNeoXForCausalLM.forward)
+@functools.cache
+def _parameters(method: Any) -> tuple[str, ...]:
+    """The names of a method's parameters behind self."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
 def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # torch.compile sees Hugging Face's model, and nothing to count
         return _forward_of_class(self, *args, **kwargs)
-    names = _PARAMETERS[: len(args)]
+    names = _parameters(type(self).forward)[: len(args)]
     if len(names) < len(args) or any(name in kwargs for name in names):
         return _forward_of_class(self, *args, **kwargs)  # raises the TypeError
     return self.__dict__[_ATTRIBUTE].forward(self, {**dict(zip(names, args)), **kwargs})
 
 
-@functools.wraps(GPTNeoXForCausalLM.generate)
 def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self.__dict__[_ATTRIBUTE]
-    generation = Generation({**dict(zip(_GENERATE_PARAMETERS, args)), **kwargs})
+    generation = Generation({**dict(zip(_parameters(type(self).generate), args)), **kwargs})
     with patch.generating(generation):
         try:
             return type(self).generate(self, *args, **kwargs)
@@ -497,10 +505,20 @@ def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
             return patch.go_on(self, generation, loop, logits, cache)
 
 
+def _save_pretrained(self: Model, *args: Any, **kwargs: Any) -> Any:
+    """Hugging Face's own method, for tensors that share no memory: a file has each by itself."""
+    given = {**dict(zip(_parameters(type(self).save_pretrained), args)), **kwargs}
+    state = given.get("state_dict")
+    given["state_dict"] = {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in (self.state_dict() if state is None else state).items()
+    }
+    return type(self).save_pretrained(self, **given)
+
+
 def _telling(name: str, tell: Callable[[Generation, tuple[Any, ...], Any], None]) -> Callable[..., Any]:
     """Hugging Face's own method, whose arguments and result a running ``generate()`` is told."""
 
-    @functools.wraps(getattr(GPTNeoXForCausalLM, name))
     def method(self: Model, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self), name)(self, *args, **kwargs)
         patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
@@ -539,15 +557,32 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache
+def _methods_for(stock: Any) -> dict[str, Callable[..., Any]]:
+    """The methods that `speed_up` puts into models of a class of transformers: they look like the class's own."""
+    methods = {**_REPLACED, **({_SAVING: _save_pretrained} if FAMILIES[stock].joins else {})}
+
+    def looking_like(name: str) -> Callable[..., Any]:
+        @functools.wraps(getattr(stock, name))
+        def method(self: Model, *args: Any, **kwargs: Any) -> Any:
+            return methods[name](self, *args, **kwargs)
+
+        return method
+
+    return {name: looking_like(name) for name in methods}
+
+
 def _is_ours(model: Model, name: str) -> bool:
     """Whether a model has the method that `speed_up` put into it."""
-    return getattr(model.__dict__.get(name), "__func__", None) is _REPLACED[name]
+    ours = _methods_for(class_of(type(model))).get(name)
+    return ours is not None and getattr(model.__dict__.get(name), "__func__", None) is ours
 
 
 def _has_stock_methods(kind: type, names: Sequence[str]) -> bool:
     """Whether a model's class has these methods as transformers has written them."""
+    stock = class_of(kind)
     methods = [getattr(kind, name) for name in names]
-    theirs = [getattr(GPTNeoXForCausalLM, name) for name in names]
+    theirs = [getattr(stock, name) for name in names]
     return methods == theirs and all(method.__module__.startswith("transformers.") for method in methods)
 
 
@@ -559,7 +594,7 @@ class _Steps:
     """The steps of a loop of our own, and of transformers' calls from the first one on that it cannot make."""
 
     def __init__(
-        self, patch: Patch, model: Model, generation: Generation, loop: GreedyLoop, cache: NeoXCache
+        self, patch: Patch, model: Model, generation: Generation, loop: GreedyLoop, cache: RunnerCache
     ) -> None:
         self.cache: Any = cache  # that of the sequences, which another one follows on Hugging Face's path
         self._patch, self._model, self._generation = patch, model, generation
@@ -601,10 +636,15 @@ class _Steps:
 
 
 def speed_up(model: Model) -> None:
-    if not isinstance(model, GPTNeoXForCausalLM) or type(model).forward is not GPTNeoXForCausalLM.forward:
+    stock = class_of(type(model))
+    if stock is None:
+        *first, last = (one.__name__ for one in FAMILIES)
         raise TypeError(
-            f"model: expected a GPTNeoXForCausalLM, got {type(model).__module__}.{type(model).__qualname__}"
+            f"model: expected a {', '.join(first)} or {last}, "
+            f"got {type(model).__module__}.{type(model).__qualname__}"
         )
+    if FAMILIES[stock].joins and not TAKES_CACHES:
+        raise NotImplementedError(f"model: expected transformers 4.45 or newer for {type(model).__qualname__}")
     if _ATTRIBUTE in model.__dict__:
         return
     for name in _METHODS:
@@ -615,13 +655,13 @@ def speed_up(model: Model) -> None:
     if error is not None:
         raise error
     model.__dict__[_ATTRIBUTE] = patch
-    for name, function in _REPLACED.items():
+    for name, function in _methods_for(stock).items():
         model.__dict__.setdefault(name, types.MethodType(function, model))
 
 
 def restore(model: Model) -> None:
     _patch_of(model).end()
-    for name in _TOLD:
+    for name in (*_TOLD, _SAVING):
         if _is_ours(model, name):
             del model.__dict__[name]
     for name in (*_METHODS, _ATTRIBUTE):

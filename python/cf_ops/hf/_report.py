@@ -19,7 +19,8 @@ class Report:
     hugging_face: calls on Hugging Face's path by reason.
     weight_bytes: the parameters that cf_ops reads, where torch keeps them.
     cache_bytes: what the living caches of cf_ops take.
-    copied_bytes: those of the parameters that cf_ops has a copy of, since they begin where a GPU's kernels cannot read.
+    copied_bytes: what cf_ops has copies of: parameters that begin where a GPU's kernels cannot read, quantised Linears
+        in a GPU's layout or joined with others, biases of a gate and its up.
     step_by_step: the calls of ``generate()`` on cf_ops that transformers' own loop made or ended, by reason.
     """
 
@@ -48,7 +49,7 @@ class Report:
         lines = [f"{path:<12}  {count:>8}  {what}" for path, what, count in rows]
         lines.append(
             f"{self.share:.1%} of calls on cf_ops; weights {self.weight_bytes} bytes, "
-            f"{'read in place' if self.in_place else f'{self.copied_bytes} of them copied'}; "
+            f"{'read in place' if self.in_place else f'{self.copied_bytes} bytes of copies'}; "
             f"caches {self.cache_bytes} bytes"
         )
         return "\n".join(lines)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops import _core, ops
-from cf_ops._device import current_stream, device_model
+from cf_ops import _core
+from cf_ops._device import current_stream, device_model, prepare_ops
+from cf_ops._gptq import GPTQ_PARTS
 from cf_ops._tensors import torch_name
 from cf_ops.model import MOST_SLOTS
 
@@ -19,6 +21,18 @@ Described = tuple[int, str, tuple[int, ...]]
 """A tensor's address, the name of its dtype, its shape."""
 RopeTable = Callable[[int], tuple[Tensor, Tensor]]
 """cos and sin of the first positions, as many as asked for: (positions, rotary_dim / 2) each, float32."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a backend makes a model of."""
+
+    config: str  # config.json's text
+    tensors: Mapping[str, Tensor]  # by the library's names, contiguous; they keep their memory
+    rope_table: RopeTable
+    copied_bytes: int = 0  # of tensors that are copies of parameters
+    gptq: str | None = None  # quantize_config.json's text
+
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
 _ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need another one
@@ -67,31 +81,36 @@ class Backend(Protocol):
 
     @property
     def copied_bytes(self) -> int:
-        """The bytes of the parameters that runners read a copy of, so that a value changed in place needs a reload."""
+        """The bytes of the copies of parameters that runners read."""
+
+    @property
+    def is_checked_again(self) -> bool:
+        """Whether a value that is changed in place asks for another backend: runners read a copy of it, or a code's
+        group that was looked at."""
 
     def runner(self, slots: int, capacity: int) -> Runner: ...
 
 
-def backend_for(
-    device: Any, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
-) -> Backend:
-    """The backend of a torch device. `config` is config.json's text, `tensors` the parameters by Hugging Face's names,
-    `owner` the same as tensors, in the same order, which keep their memory."""
-    if device.type == "cpu":
-        return _CpuBackend(config, tensors, owner, rope_table)
-    if device.type == "cuda":
-        return _CudaBackend(device, config, tensors, owner, rope_table)
-    raise NotImplementedError(f"model: expected parameters on a CPU or a CUDA device, got the device '{device}'")
+def check_device(device: Any) -> None:
+    """Refuses a torch device that there is no backend for."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"model: expected parameters on a CPU or a CUDA device, got the device '{device}'")
+
+
+def backend_for(device: Any, source: Source) -> Backend:
+    """The backend of a torch device that check_device() takes."""
+    return _CpuBackend(source) if device.type == "cpu" else _CudaBackend(device, source)
 
 
 class _CpuBackend:
-    copied_bytes = 0
-
-    def __init__(
-        self, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
-    ) -> None:
-        self._weights = _core.Weights.from_tensors(config, tensors, owner)
-        self._rope_table = rope_table
+    def __init__(self, source: Source) -> None:
+        tensors = source.tensors
+        self._weights = _core.Weights.from_tensors(
+            source.config, _described(tensors), list(tensors.values()), gptq=source.gptq
+        )
+        self._rope_table = source.rope_table
+        self.copied_bytes = source.copied_bytes + self._weights.copied_bytes
+        self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -106,29 +125,42 @@ class _CpuBackend:
 
 class _CudaBackend:
     """A model on a GPU, whose slots the runners share. It reads the parameters where torch keeps them, in the layout
-    that they have there. A parameter that begins where kernels cannot read it has a copy."""
+    that they have there. A parameter that begins where kernels cannot read it has a copy, and what is quantised a
+    packed form."""
 
-    def __init__(
-        self, device: Any, config: str, tensors: dict[str, Described], owner: Sequence[Tensor], rope_table: RopeTable
-    ) -> None:
+    def __init__(self, device: Any, source: Source) -> None:
         _core.check_cuda_device(device.index)
-        for name, tensor in zip(tensors, owner, strict=True):
+        quantised = {name: tensor.cpu() for name, tensor in source.tensors.items() if _is_quantised(name)}
+        dense = {name: tensor for name, tensor in source.tensors.items() if name not in quantised}
+        for name, tensor in dense.items():
             # aminmax() keeps NaN, and needs no memory beside the tensor.
             if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
                 count = int((~torch.isfinite(tensor)).sum())
                 raise ValueError(f"tensor '{name}': expected finite values, got {count} that are not")
         self._device = device
-        tensors, owner, self.copied_bytes = aligned(tensors, owner)
-        self._weights = _core.Weights.from_tensors(config, tensors, owner, on_device=True)
+        dense, copied = aligned(dense)
+        self.copied_bytes = source.copied_bytes + copied
+        self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
+        tensors = {**dense, **quantised}
+        owner = list(tensors.values())
+        self._weights = _core.Weights.from_tensors(
+            source.config, _described(tensors), owner, gptq=source.gptq, on_device=True
+        )
+        self.weight_bytes = self._weights.bytes
+        if quantised:
+            self.copied_bytes += self._pack(list(dense.values()))
         self._vocab_size = int(self._weights.config["vocab_size"])
-        self._rope_table = rope_table
+        self._rope_table = source.rope_table
         self._lock = threading.Lock()
         self._model: _core.DeviceModel | None = None
         self._checked_positions = 0
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._weights.bytes
+    def _pack(self, dense: list[Tensor]) -> int:
+        """Packs what is quantised, once for all models; the bytes of that form. The modules keep their own."""
+        before = int(sum(tensor.nbytes for tensor in dense))
+        index = self._device.index
+        self._weights.pack(index, current_stream(index), prepare_ops(index), dense)
+        return self._weights.bytes - before
 
     def runner(self, slots: int, capacity: int) -> Runner:
         with self._lock:
@@ -164,17 +196,23 @@ class _CudaBackend:
 
         Both are made in float32: frequencies are off by a power of two units in the last place and a division, the
         angle by a product, and its cosine by two units in the last place. In roundoffs that is 4 + 1 and 1 of the angle
-        and 4 of the cosine, for each of the two tables.
+        and 4 of the cosine, for each of the two tables. With llama3's scaling of the frequencies s has the frequency's
+        5 roundoffs and three more of a ratio of at most high_freq_factor, divided by the factors' difference, and 3 of
+        its own; the scaled frequency has 4 more. All are at most roundoffs of the unscaled angle.
         """
         if positions <= self._checked_positions:
             return
         theirs = [table.numpy() for table in self._rope_table(positions)]
+        ours = self._weights.rope_table(positions)
         config = self._weights.config
-        rotary_dim = 2 * theirs[0].shape[1]
-        ours = ops.rope_table(positions, rotary_dim, config["rotary_emb_base"])
-        frequencies = config["rotary_emb_base"] ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+        rotary_dim, theta = 2 * theirs[0].shape[1], config.get("rope_theta", config.get("rotary_emb_base"))
+        frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
         angles = np.arange(positions)[:, None] * frequencies
-        allowed = 2.0**-24 * (2 * 6 * angles + 2 * 4)
+        roundoffs = 6.0
+        if scaling := config.get("rope_scaling"):
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            roundoffs += 7 + 8 * high / (high - low)
+        allowed = 2.0**-24 * (2 * roundoffs * angles + 2 * 4)
         if any((np.abs(a.astype(np.float64) - b) > allowed).any() for a, b in zip(theirs, ours)):
             raise NotImplementedError(
                 "RoPE's table is not the config's in float32, which a GPU computes with: model.half() and "
@@ -183,18 +221,29 @@ class _CudaBackend:
         self._checked_positions = positions
 
 
-def aligned(
-    tensors: dict[str, Described], owner: Sequence[Tensor]
-) -> tuple[dict[str, Described], list[Tensor], int]:
+def _is_quantised(name: str) -> bool:
+    """Whether a tensor of that name is a part of a quantised Linear's weight."""
+    return name.rpartition(".")[2] in GPTQ_PARTS
+
+
+def aligned(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """The same tensors, with a copy of each that begins where a GPU's kernels cannot read it, such as a slice of a
     larger tensor; and the bytes of the copies. What torch allocates by itself begins at a multiple of 512 bytes."""
-    described, kept, copied = dict(tensors), list(owner), 0
-    for place, (name, (address, dtype, shape)) in enumerate(tensors.items()):
-        if address % _core.WEIGHT_ALIGNMENT:
-            kept[place] = owner[place].clone()
-            described[name] = (kept[place].data_ptr(), dtype, shape)
-            copied += kept[place].numel() * kept[place].element_size()
-    return described, kept, copied
+    kept, copied = dict(tensors), 0
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % _core.WEIGHT_ALIGNMENT:
+            kept[name] = tensor.clone()
+            copied += tensor.numel() * tensor.element_size()
+    return kept, copied
+
+
+def _described(tensors: Mapping[str, Tensor]) -> dict[str, Described]:
+    return {name: _one_described(tensor) for name, tensor in tensors.items()}
+
+
+def _one_described(tensor: Tensor) -> Described:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr(), torch_name(tensor.dtype), tuple(tensor.shape)
 
 
 class _CoreRunner:
@@ -261,11 +310,11 @@ class _CudaRunner(_CoreRunner):
         return torch.empty(*shape, self._vocab_size, dtype=self._dtype, device=self._device)
 
     def forward(self, slot: int, first: int, ids: list[int], logits: Tensor) -> None:
-        self._runner.forward_on_device(slot, first, ids, self._described(logits), self._stream)
+        self._runner.forward_on_device(slot, first, ids, _one_described(logits), self._stream)
 
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         logits = self.new_logits(len(tokens))
-        self._runner.step_on_device(tokens, self._described(logits), self._stream)
+        self._runner.step_on_device(tokens, _one_described(logits), self._stream)
         return logits
 
     def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
@@ -273,14 +322,9 @@ class _CudaRunner(_CoreRunner):
         return self._runner.choose([(slot, position + 1, left) for slot, _, position in tokens])
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
-        made = self._runner.forward_on_device(slot, first, ids, self._described(logits), self._stream, taps)
+        made = self._runner.forward_on_device(slot, first, ids, _one_described(logits), self._stream, taps)
         return {name: torch.from_numpy(tap) for name, tap in made.items()}
 
     @property
     def _stream(self) -> int:
         return current_stream(self._device.index)
-
-    @staticmethod
-    def _described(logits: Tensor) -> Described:
-        assert logits.is_contiguous()
-        return logits.data_ptr(), torch_name(logits.dtype), tuple(logits.shape)
