@@ -32,20 +32,7 @@ import numpy as np
 import procedural
 from families import join
 from golden_file import SCHEMA, SCHEMA_VERSION, check_writable, read_sealed, write_golden
-from model_golden import dump_model
-from neox import (
-    MAX_ERROR,
-    MAX_ERROR_FLOAT32_NORMS,
-    PRESETS,
-    check_rope,
-    check_taps,
-    config_json,
-    layer_shapes,
-    made_step,
-    reference_layer,
-    rough_error,
-)
-from neox_hf import (
+from hf_model import (
     PACKAGES,
     Checkpoint,
     about,
@@ -55,6 +42,17 @@ from neox_hf import (
     run_variant,
     torch_device,
     versions,
+)
+from model_config import PRESETS, config_json, layer_shapes
+from model_golden import dump_model
+from numpy_model import (
+    MAX_ERROR,
+    MAX_ERROR_FLOAT32_NORMS,
+    check_rope,
+    check_taps,
+    made_step,
+    reference_layer,
+    rough_error,
 )
 
 EXAMPLES = """

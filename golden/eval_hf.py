@@ -21,7 +21,7 @@ require_numpy(NAME)
 import numpy as np
 
 from golden_file import atomic, check_writable, write_json
-from neox_hf import Checkpoint, build_causal, call, device_name, empty_cache, torch_device, versions
+from hf_model import Checkpoint, build_causal, call, device_name, empty_cache, torch_device, versions
 from tokenize_text import read_ids
 
 EXAMPLES = """

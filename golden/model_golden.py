@@ -9,19 +9,7 @@ import numpy as np
 import procedural
 from console import Refusal, progress, require
 from golden_file import MODEL_SCHEMA, MODEL_SCHEMA_VERSION, check_writable, write_golden
-from neox import (
-    MAX_ERROR,
-    MAX_ERROR_FLOAT32_NORMS,
-    PRESETS,
-    Step,
-    check_rope,
-    check_taps,
-    config_json,
-    model_shapes,
-    reference_model,
-    rough_error,
-)
-from neox_hf import (
+from hf_model import (
     PACKAGES,
     Checkpoint,
     about,
@@ -34,6 +22,8 @@ from neox_hf import (
     versions,
     widen_norms,
 )
+from model_config import PRESETS, config_json, model_shapes
+from numpy_model import MAX_ERROR, MAX_ERROR_FLOAT32_NORMS, Step, check_rope, check_taps, reference_model, rough_error
 
 ALL_LOGITS_VOCAB = 4096  # the largest vocabulary whose logits are all kept by default
 TOP = 64  # of larger ones

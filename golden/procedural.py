@@ -145,7 +145,7 @@ def layer_weights(shapes, layer, seed, dtype):
 
 class WeightsChecksum:
     """The sum of the tensors' checksums, each times its place (from 1), of tensors that are added one by one: a layer's
-    in the order of weight_shapes(), a model's in that of model_shapes() in neox.py."""
+    in the order of weight_shapes(), a model's in that of model_shapes() in model_config.py."""
 
     def __init__(self):
         self.value = self.place = 0

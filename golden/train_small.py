@@ -24,12 +24,11 @@ from console import Parser, Refusal, integer, progress, require, require_numpy
 NAME = "train_small.py"
 require_numpy(NAME)
 
-import numpy as np
 
 import llama
 from golden_file import current_umask, new_directory, write_json
+from hf_model import class_of, default_dtype, device_name, torch_device, transformers_config, versions
 from neox import Model
-from neox_hf import class_of, default_dtype, device_name, torch_device, transformers_config, versions
 from tokenize_text import encode, load_tokenizer, read_ids, write_ids
 
 EXAMPLES = """
@@ -318,7 +317,7 @@ def parse_arguments(argv):
     parser.add_argument(
         "--text-of",
         metavar="DIR",
-        help="take the tokenizer and the held-out ids that this program has written there, and do not write the ids again",
+        help="take the tokenizer and the held-out ids of this directory of the program; the ids are not written again",
     )
     parser.add_argument(
         "--device",

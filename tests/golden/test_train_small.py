@@ -15,7 +15,7 @@ sys.path.insert(0, GOLDEN)
 
 import numpy as np
 
-import neox
+import model_config
 import train_small
 
 HAS_ALL = all(importlib.util.find_spec(name) for name in train_small.PACKAGES)
@@ -35,7 +35,7 @@ class Parts(unittest.TestCase):
             model = size.model
             self.assertEqual((model.model_type, model.vocab_size, model.head_dim), (family, 2048, 64))
             self.assertTrue(model.tie_word_embeddings)
-            parameters = sum(int(np.prod(shape)) for shape in neox.model_shapes(model).values())
+            parameters = sum(int(np.prod(shape)) for shape in model_config.model_shapes(model).values())
             self.assertEqual(parameters, expected)
             self.assertEqual(size.held_out_tokens, 65536)
         of_neox, of_llama = (train_small.SIZES[family]["small"].model for family in ("gpt_neox", "llama"))
@@ -116,7 +116,7 @@ class Training(unittest.TestCase):
 
         model = train_small.SIZES[family]["tiny"].model
         with open(os.path.join(out, "config.json"), encoding="utf-8") as file:
-            self.assertEqual(neox.parse_config(file.read(), "config.json"), model)
+            self.assertEqual(model_config.parse_config(file.read(), "config.json"), model)
         hf = AutoModelForCausalLM.from_pretrained(out, torch_dtype="auto")
         self.assertEqual(hf.dtype, torch.float16)
         ids = np.load(os.path.join(held_out, "held_out.npy"))
