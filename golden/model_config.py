@@ -1,28 +1,54 @@
 """Models of every family: the presets, config.json, and the shapes of the weights."""
 
 import json
+import os
+import re
 
 import llama
 import neox
 from console import Refusal
+from families import join_shapes
 
-# The larger models pad the vocabulary to a larger multiple.
-PYTHIA_PRESETS = {
-    f"pythia-{size}": neox.Model(hidden, layers, heads, 4 * hidden, vocab)
-    for size, hidden, layers, heads, vocab in [
-        ("14m", 128, 6, 4, 50304),
-        ("31m", 256, 6, 8, 50304),
-        ("70m", 512, 6, 8, 50304),
-        ("160m", 768, 12, 12, 50304),
-        ("410m", 1024, 24, 16, 50304),
-        ("1b", 2048, 16, 8, 50304),
-        ("1.4b", 2048, 24, 16, 50304),
-        ("2.8b", 2560, 32, 32, 50304),
-        ("6.9b", 4096, 32, 32, 50432),
-        ("12b", 5120, 36, 40, 50688),
-    ]
-}
-PRESETS = PYTHIA_PRESETS
+PRESETS_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "core", "model", "presets.def")
+
+
+def pythia(hidden, layers, heads, vocab):
+    return neox.Model(hidden, layers, heads, 4 * hidden, vocab)
+
+
+def gated(model_type, dtype, hidden, layers, heads, kv_heads, intermediate, vocab, positions, theta, *rest):
+    """A preset of another family. A dump's dtype does not depend on that of the published weights."""
+    *scaling, is_tied, eps = rest
+    return llama.Model(
+        model_type,
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        hidden // heads,
+        intermediate,
+        vocab,
+        positions,
+        rope_theta=theta,
+        rope_scaling=tuple(scaling) if scaling[0] else (),
+        layer_norm_eps=eps,
+        tie_word_embeddings=is_tied,
+    )
+
+
+def read_presets():
+    """Name -> model of the presets that core/model/presets.def lists."""
+    with open(PRESETS_FILE, encoding="utf-8") as file:
+        lines = re.findall(r"^CF_(\w+)\((.*)\)$", file.read(), re.MULTILINE)
+    found = {}
+    for kind, arguments in lines:
+        name, *values = json.loads(f"[{arguments}]")
+        found[name] = pythia(*values) if kind == "PYTHIA" else gated(kind.lower(), *values)
+    return found
+
+
+PRESETS = read_presets()
+PYTHIA_PRESETS = {name: model for name, model in PRESETS.items() if isinstance(model, neox.Model)}
 
 
 def parse_config(text, source):
@@ -52,6 +78,11 @@ def config_json(model):
 
 def layer_shapes(model):
     return model.layer_shapes()
+
+
+def joined_layer_shapes(model):
+    """The same of a layer's weights as the walk has them."""
+    return join_shapes(model.names, layer_shapes(model))
 
 
 def model_shapes(model, of_layer=None):

@@ -8,6 +8,7 @@ import numpy as np
 
 import procedural
 from console import Refusal, progress, require
+from families import join_shapes, split
 from golden_file import MODEL_SCHEMA, MODEL_SCHEMA_VERSION, check_writable, write_golden
 from hf_model import (
     PACKAGES,
@@ -113,7 +114,9 @@ def dump_model(args, command):
     else:
         dtype = args.dtype or "float16"
         shapes = model_shapes(model)
-        stored = weights = {name: procedural.weight(dtype, shape, args.seed, name) for name, shape in shapes.items()}
+        joined = join_shapes(model.names, shapes)
+        stored = {name: procedural.weight(dtype, shape, args.seed, name) for name, shape in joined.items()}
+        weights = split(model.names, stored, shapes)
     prompt = args.prompt_ids
     if prompt is None:
         prompt = np.random.default_rng(args.seed).integers(0, model.vocab_size, args.prompt_len).tolist()

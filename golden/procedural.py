@@ -99,7 +99,7 @@ def checksum(data):
 
 
 def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
-    """Name below gpt_neox.layers.N -> shape of a layer's weights, in the order of weights_checksum()."""
+    """Name below gpt_neox.layers.N -> shape of a GPT-NeoX layer's weights, in the order of weights_checksum()."""
     h, i = hidden_size, intermediate_size
     shapes = {
         "input_layernorm.weight": (h,),
@@ -122,7 +122,7 @@ def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
 def weight(dtype, shape, seed, name, bits=0, group_size=-1):
     """The procedural weight that is called `name` in checkpoints. A part of a GPTQ weight has codes of `bits` bits; a
     group_size of -1 is one group of all inputs."""
-    name = name.removeprefix("gpt_neox.")
+    name = name.removeprefix("gpt_neox.").removeprefix("model.")
     part = name.rpartition(".")[2]
     if part == "scales":
         return values("float16", shape, f"scale_{bits}", seed, name)

@@ -29,6 +29,7 @@ import neox
 import numpy_model
 import procedural
 from console import Refusal
+from families import join, join_shapes, split
 from neox import Model
 from numpy_model import Step
 
@@ -114,6 +115,35 @@ class Procedural(unittest.TestCase):
                     total.add(procedural.weight(dtype, shape, seed, name, bits, group_size))
                 self.assertEqual(total.value, expected)
 
+    def test_model_checksums_of_other_families(self):
+        sizes = {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 96,
+            "vocab_size": 64,
+        }
+        for preset, dtype, seed, expected in [
+            ("llama-3.2-1b", "float16", 7, 10242718634212766589),
+            ("qwen2.5-7b", "bfloat16", 3, 2072485581779247481),
+        ]:
+            with self.subTest(preset=preset):
+                model = replace(model_config.PRESETS[preset], **sizes)
+                stored = model_config.model_shapes(model)
+                joined = {
+                    name: procedural.weight(dtype, shape, seed, name)
+                    for name, shape in join_shapes(model.names, stored).items()
+                }
+                self.assertEqual(procedural.weights_checksum(joined), expected)
+                # What a checkpoint stores of them is joined to the same.
+                parts = split(model.names, joined, stored)
+                self.assertEqual({name: array.shape for name, array in parts.items()}, stored)
+                again = join(model.names, parts)
+                self.assertEqual(list(again), list(joined))
+                self.assertEqual(procedural.weights_checksum(again), expected)
+
     def test_a_model_holds_the_layers(self):
         shapes = model_config.model_shapes(replace(MODEL, num_hidden_layers=2))
         weights = {name: procedural.weight("float16", shape, 3, name) for name, shape in shapes.items()}
@@ -159,6 +189,23 @@ class Config(unittest.TestCase):
         models = [model_config.parse_config(json.dumps(c), "test") for c in (old, new)]
         self.assertEqual(models[0], models[1])
         self.assertEqual((models[0].rotary_dim, models[0].rope_theta, models[0].layer_norm_eps), (8, 500, 1e-5))
+
+    def test_presets_have_the_published_numbers_of_parameters(self):
+        published = {
+            "pythia-14m": 14067712,
+            "pythia-12b": 11846072320,
+            "llama-2-7b": 6738415616,
+            "llama-3.2-1b": 1235814400,
+            "llama-3.2-3b": 3212749824,
+            "llama-3.1-8b": 8030261248,
+            "qwen2.5-7b": 7615616512,
+        }
+        for name, parameters in published.items():
+            shapes = model_config.model_shapes(model_config.PRESETS[name])
+            self.assertEqual(sum(int(np.prod(shape)) for shape in shapes.values()), parameters, name)
+        others = [name for name in model_config.PRESETS if name not in model_config.PYTHIA_PRESETS]
+        self.assertEqual(others, [name for name in published if not name.startswith("pythia")])
+        self.assertEqual(len(model_config.PYTHIA_PRESETS), 10)
 
     def test_presets_round_trip(self):
         for name, model in model_config.PRESETS.items():
