@@ -22,8 +22,9 @@ import numpy as np
 
 import console
 import golden_file
-import neox
-import neox_hf
+import hf_model
+import model_config
+import numpy_model
 import procedural
 
 LAYER, SEED = 3, 1
@@ -63,11 +64,11 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
     state = {f"layers.{n}.{name}": array for n in range(copies) for name, array in weights.items()}
     state |= {"embed_in.weight": np.zeros((8, h), np.float16)}
     state |= {f"final_layer_norm.{part}": np.zeros(h, np.float16) for part in ("weight", "bias")}
-    hf = neox_hf.build(model, state, "float16", dtype, neox_hf.attention_implementations()[-1], "cpu", copies)
-    step = neox.made_step(model, "float16", 1, [kv_len], "procedural", SEED)
+    hf = hf_model.build(model, state, "float16", dtype, hf_model.attention_implementations()[-1], "cpu", copies)
+    step = numpy_model.made_step(model, "float16", 1, [kv_len], "procedural", SEED)
     compute = getattr(torch, dtype)
     hidden, k, v = (
-        neox_hf.to_torch(array, "float16").to(compute)
+        hf_model.to_torch(array, "float16").to(compute)
         for array in (step.hidden[None], *(p[None] for p in step.past(0)))
     )
     position = torch.from_numpy(step.positions(0))[None]
@@ -78,7 +79,7 @@ def layer_times_us(model, weights, dtype, kv_len, copies, runs, warmup):
         layer.register_forward_hook(lambda *_: times_us.append((time.perf_counter_ns() - start[0]) / 1e3))
     for run in range(warmup + runs):
         console.progress(f"{dtype}: run {run + 1} of {warmup + runs}")
-        neox_hf.call(hf, neox_hf.filled_cache([(k, v)] * copies), inputs_embeds=hidden, position_ids=position)
+        hf_model.call(hf, hf_model.filled_cache([(k, v)] * copies), inputs_embeds=hidden, position_ids=position)
     console.progress("")
     return times_us[warmup * copies :]
 
@@ -98,15 +99,16 @@ def main(argv):
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     try:
         args = parser.parse_args(argv)
-        if args.preset not in neox.PRESETS:
-            raise neox.Refusal(f"--preset must be one of {', '.join(neox.PRESETS)}, got {args.preset!r}")
+        if args.preset not in model_config.PYTHIA_PRESETS:
+            known = ", ".join(model_config.PYTHIA_PRESETS)
+            raise console.Refusal(f"--preset must be one of {known}, got {args.preset!r}")
         dtypes = args.dtype.split(",")
         for dtype in dtypes:
             if dtype not in procedural.DTYPES:
-                raise neox.Refusal(f"--dtype must be of {', '.join(procedural.DTYPES)}, got {dtype!r}")
-        model = neox.PRESETS[args.preset]
+                raise console.Refusal(f"--dtype must be of {', '.join(procedural.DTYPES)}, got {dtype!r}")
+        model = model_config.PYTHIA_PRESETS[args.preset]
         if args.kv_len > model.max_position_embeddings:
-            raise neox.Refusal(f"--kv-len must be at most {model.max_position_embeddings}, got {args.kv_len}")
+            raise console.Refusal(f"--kv-len must be at most {model.max_position_embeddings}, got {args.kv_len}")
         if args.json:
             golden_file.check_writable(args.json)
 
@@ -114,7 +116,7 @@ def main(argv):
         import transformers
 
         transformers.logging.set_verbosity_error()
-    except neox.Refusal as refusal:
+    except console.Refusal as refusal:
         print(f"bench_hf_cpu.py: {refusal}", file=sys.stderr)
         return 2
     except ImportError as error:
@@ -122,12 +124,12 @@ def main(argv):
         return 2
 
     torch.set_num_threads(args.threads)
-    weights = procedural.layer_weights(neox.layer_shapes(model), LAYER, SEED, "float16")
+    weights = procedural.layer_weights(model_config.layer_shapes(model), LAYER, SEED, "float16")
     elements = sum(array.size for array in weights.values())
     # What the step must move: weights, the old cache, the new entries, the hidden state in and out.
     elements += 2 * args.kv_len * model.hidden_size + 2 * model.hidden_size
     results = []
-    versions = neox_hf.versions()
+    versions = hf_model.versions()
     print(
         f"{cpu_name()}, {args.threads} threads, torch {versions['torch']}, transformers {versions['transformers']}, "
         f"{args.preset}, procedural weights, seed {SEED}, kv_len {args.kv_len}, cold weights\n"
@@ -164,7 +166,7 @@ def main(argv):
             "kv_len": args.kv_len,
             "batch": 1,
             "seed": SEED,
-            "attn_implementation": neox_hf.attention_implementations()[-1],
+            "attn_implementation": hf_model.attention_implementations()[-1],
             "threads": args.threads,
             "cpu": cpu_name(),
             "last_level_cache_bytes": last_level_cache_bytes(),

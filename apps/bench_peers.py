@@ -40,8 +40,8 @@ import console
 import dump_hf
 import golden_file
 import kernel_peers
+import model_config
 import model_peers
-import neox
 
 NAME = os.path.basename(__file__)
 STACK_PEERS = ("torch_ops", "torch_graph", "hf_eager", "hf_compile")
@@ -252,11 +252,12 @@ def captured(step, before=lambda: None):
 
 def build_model(preset, device="cuda"):
     """Hugging Face's model of the preset with random float16 weights, sdpa, and a vocabulary that no step reads."""
-    import torch
     from dataclasses import replace
+
+    import torch
     from transformers import GPTNeoXConfig, GPTNeoXModel
 
-    model = replace(neox.PRESETS[preset], vocab_size=8)
+    model = replace(model_config.PYTHIA_PRESETS[preset], vocab_size=8)
     config = GPTNeoXConfig(**model.hf_fields(), bos_token_id=0, eos_token_id=0, attn_implementation="sdpa")
     torch.manual_seed(1)
     torch.set_default_dtype(torch.float16)
@@ -566,7 +567,7 @@ class Bench:
             for impl, batch in itertools.product(args.impl.split(","), args.batch):
                 model = ["--backend", "cuda", "--preset", preset, "--impl", impl, "--whole-model", "--kv-len", kv_lens]
                 self.program("stack", preset, [args.cf_layer, *model, "--batch", str(batch), *counts], layer_rows)
-        layers = str(neox.PRESETS[preset].num_hidden_layers)
+        layers = str(model_config.PYTHIA_PRESETS[preset].num_hidden_layers)
         shapes = {
             "linear": ["--batch", batches, "--layers", layers],
             "attention": ["--batch", batches, "--kv-len", kv_lens],
@@ -600,7 +601,7 @@ class Bench:
             self.measure("stack", (preset, batch, kv_len), peer, measured)
 
     def run_ops(self, preset):
-        model = neox.PRESETS[preset]
+        model = model_config.PYTHIA_PRESETS[preset]
 
         def over_sets(made):
             run, count = made
@@ -657,7 +658,7 @@ class ModelBench(Bench):
         """Fills in how far cf-model's ids are hf_generate's, with the same weights and one prompt of each length."""
         args, new_tokens = self.args, max(self.args.new_tokens)
         loads = [model_peers.Load(1, prompt_len, new_tokens) for prompt_len in args.prompt_len]
-        vocab_size = neox.PRESETS[preset].vocab_size
+        vocab_size = model_config.PYTHIA_PRESETS[preset].vocab_size
         console.progress(f"agreement: hf_generate, {preset}")
         try:
             with time_limit(self.seconds()):
@@ -786,34 +787,35 @@ def parse_arguments(argv):
             if what == args.what and getattr(args, attribute) is None:
                 setattr(args, attribute, default)
             elif attribute not in DEFAULTS[args.what] and getattr(args, attribute) is not None:
-                raise neox.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
+                raise console.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
     peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
-    known = {"preset": tuple(neox.PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
+    known = {"preset": tuple(model_config.PYTHIA_PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
     for attribute in (name for name in known if name in DEFAULTS[args.what]):
         values = getattr(args, attribute).split(",")
         for value in values:
             if value not in known[attribute]:
                 option = attribute.replace("_", "-")
-                raise neox.Refusal(f"--{option} must be of {', '.join(known[attribute])}, got {value!r}")
+                raise console.Refusal(f"--{option} must be of {', '.join(known[attribute])}, got {value!r}")
         setattr(args, attribute, values)
-    longest = min(neox.PRESETS[preset].max_position_embeddings for preset in args.preset)
+    longest = min(model_config.PYTHIA_PRESETS[preset].max_position_embeddings for preset in args.preset)
     if args.what == "layers":
         if min(args.kv_len) < 2 or max(args.kv_len) > longest:
-            raise neox.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
+            raise console.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
         programs = (args.cf_layer, args.cf_op)
     else:
         if max(args.prompt_len) > longest:
-            raise neox.Refusal(f"--prompt-len must be at most {longest}, got {max(args.prompt_len)}")
-        if args.agreement_preset not in (*neox.PRESETS, "none"):
-            raise neox.Refusal(
-                f"--agreement-preset must be none or of {', '.join(neox.PRESETS)}, got {args.agreement_preset!r}"
+            raise console.Refusal(f"--prompt-len must be at most {longest}, got {max(args.prompt_len)}")
+        if args.agreement_preset not in (*model_config.PYTHIA_PRESETS, "none"):
+            raise console.Refusal(
+                f"--agreement-preset must be none or of {', '.join(model_config.PYTHIA_PRESETS)}, "
+                f"got {args.agreement_preset!r}"
             )
         args.agreement_preset = None if args.agreement_preset == "none" else args.agreement_preset
         programs = (args.cf_model,)
     for program in programs:
         if not os.access(program, os.X_OK):
             named = "--cf-model names" if args.what == "model" else "--cf-layer and --cf-op name"
-            raise neox.Refusal(f"{program}: no such program; scripts/test builds it, {named} it")
+            raise console.Refusal(f"{program}: no such program; scripts/test builds it, {named} it")
     if args.json:
         golden_file.check_writable(args.json)
     return args
@@ -826,9 +828,9 @@ def main(argv):
         import transformers
 
         if not torch.cuda.is_available():
-            raise neox.Refusal("torch finds no GPU")
+            raise console.Refusal("torch finds no GPU")
         transformers.logging.set_verbosity_error()
-    except neox.Refusal as refusal:
+    except console.Refusal as refusal:
         print(f"{NAME}: {refusal}", file=sys.stderr)
         return 2
     except ImportError as error:

@@ -34,8 +34,8 @@ console.require_numpy(NAME)
 import bench_peers
 import dump_hf
 import golden_file
+import model_config
 import model_peers
-import neox
 from console import Refusal
 
 PARTS = ("model", "ops", "clusterfusion")
@@ -231,7 +231,7 @@ class LayerCalls:
 
         from cf_ops import clusterfusion
 
-        model = neox.PRESETS[preset]
+        model = model_config.PYTHIA_PRESETS[preset]
         hidden, half = model.hidden_size, model.head_dim // 8
         self.port, self.prefix, self.kv_len = clusterfusion, PORTED[preset], kv_len
 
@@ -355,7 +355,7 @@ def parse_arguments(argv):
     count = console.integer(1, 1 << 20)
     parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME[,NAME...]", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--preset", default="pythia-2.8b", choices=list(neox.PRESETS), metavar="NAME",
+    parser.add_argument("--preset", default="pythia-2.8b", choices=list(model_config.PYTHIA_PRESETS), metavar="NAME",
                         help="the model (default pythia-2.8b)")  # fmt: skip
     parser.add_argument("--impl", default="auto", metavar="NAME[,NAME...]", help="cf-model's --impl (default auto)")
     parser.add_argument("--slots", type=dump_hf.lengths, default=[1, 8], metavar="N[,N...]",
@@ -381,7 +381,7 @@ def parse_arguments(argv):
     for part in args.parts:
         if part not in PARTS:
             raise Refusal(f"--parts must be of {', '.join(PARTS)}, got {part!r}")
-    longest = neox.PRESETS[args.preset].max_position_embeddings
+    longest = model_config.PYTHIA_PRESETS[args.preset].max_position_embeddings
     if max(args.prompt_len) + max(args.new_tokens) > longest:
         raise Refusal(f"--prompt-len and --new-tokens must be at most {longest} together")
     if min(args.kv_len) < 2:

@@ -9,7 +9,7 @@ import re
 import tokenize
 
 import gptq
-import neox
+import model_config
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir)
 GROUP = 128  # inputs that share a scale and a zero, in all rows of int4 weights
@@ -153,7 +153,7 @@ def linear_and_magnitude(x, weight, bias):
 
 def product_shapes(model):
     """(outputs, inputs) of a layer's four products, in their order."""
-    shapes = neox.layer_shapes(model)
+    shapes = model_config.layer_shapes(model)
     return [shapes[f"{name}.weight"] for name in gptq.LINEARS]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import neox
-import neox_hf
+import hf_model
+import model_config
 import procedural
 
 SIZES = ("slots", "prompt_len", "new_tokens")
@@ -159,17 +159,18 @@ def random_model(preset, device="cuda"):
     import torch
 
     torch.manual_seed(1)
-    with neox_hf.default_dtype("float16"), torch.device(device):
-        hf = neox_hf.modeling().GPTNeoXForCausalLM(neox_hf.transformers_config(neox.PRESETS[preset], "sdpa"))
-    return neox_hf.ready(hf, "float16", "sdpa", device)
+    config = hf_model.transformers_config(model_config.PYTHIA_PRESETS[preset], "sdpa")
+    with hf_model.default_dtype("float16"), torch.device(device):
+        hf = hf_model.modeling().GPTNeoXForCausalLM(config)
+    return hf_model.ready(hf, "float16", "sdpa", device)
 
 
 def procedural_model(preset, device="cuda"):
     """The same with the weights that cf-model makes for the preset, bit by bit."""
-    model = neox.PRESETS[preset]
-    shapes = neox.model_shapes(model)
+    model = model_config.PYTHIA_PRESETS[preset]
+    shapes = model_config.model_shapes(model)
     weights = {name: procedural.weight("float16", shape, WEIGHTS_SEED, name) for name, shape in shapes.items()}
-    return neox_hf.build_causal(model, weights, "float16", "float16", "sdpa", device)
+    return hf_model.build_causal(model, weights, "float16", "float16", "sdpa", device)
 
 
 def host_prompts(hf, load):

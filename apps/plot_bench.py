@@ -28,9 +28,9 @@ console.require_numpy(NAME)
 import bench_peers
 import bench_python
 import golden_file
+import model_config
 import model_peers
-import neox
-from neox import Refusal
+from console import Refusal
 
 
 def read_json(path):
@@ -213,7 +213,7 @@ def draw_hero(plt, rows, about, path):
     rows = [row for row in rows if row["batch"] == 1]
     kv_len = min(row["kv_len"] for row in rows)
     rows = sorted((row for row in rows if row["kv_len"] == kv_len), key=lambda row: row["median_us"], reverse=True)
-    layers = neox.PRESETS[rows[0]["preset"]].num_hidden_layers
+    layers = model_config.PRESETS[rows[0]["preset"]].num_hidden_layers
     times = [row["median_us"] * layers * 1e-3 for row in rows]
     floor = min(r["bytes"] / r["read_best_gb_per_s"] for r in rows if "read_best_gb_per_s" in r) * layers * 1e-6
     figure, ax = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
@@ -275,7 +275,7 @@ def cell(row, what, ratio):
         return ""
     if "median_us" not in row:
         return "-"
-    layers = neox.PRESETS[row["preset"]].num_hidden_layers
+    layers = model_config.PRESETS[row["preset"]].num_hidden_layers
     time = f"{row['median_us'] * layers * 1e-3:.3f}" if what == "stack" else f"{row['median_us']:.2f}"
     lines = f", {row['code_lines']} lines" if "code_lines" in row else ""
     if row["system"].startswith("cf-"):

@@ -30,22 +30,9 @@ require_numpy(NAME)
 import numpy as np
 
 import procedural
-from families import join
+from families import join, split
 from golden_file import SCHEMA, SCHEMA_VERSION, check_writable, read_sealed, write_golden
-from model_golden import dump_model
-from neox import (
-    MAX_ERROR,
-    MAX_ERROR_FLOAT32_NORMS,
-    PRESETS,
-    check_rope,
-    check_taps,
-    config_json,
-    layer_shapes,
-    made_step,
-    reference_layer,
-    rough_error,
-)
-from neox_hf import (
+from hf_model import (
     PACKAGES,
     Checkpoint,
     about,
@@ -55,6 +42,17 @@ from neox_hf import (
     run_variant,
     torch_device,
     versions,
+)
+from model_config import PRESETS, config_json, joined_layer_shapes, layer_shapes
+from model_golden import dump_model
+from numpy_model import (
+    MAX_ERROR,
+    MAX_ERROR_FLOAT32_NORMS,
+    check_rope,
+    check_taps,
+    made_step,
+    reference_layer,
+    rough_error,
 )
 
 EXAMPLES = """
@@ -66,7 +64,7 @@ examples
   a prefill of 7 tokens that ends at position 22:
     dump_hf.py --model path/to/checkpoint --kv-len 23 --q-len 7 --out prefill.h5
   a full-size layer without a download, its weights and cache made from a hash:
-    dump_hf.py --preset pythia-2.8b --layer 3 --kv-len 2048 --seed 1 --out pythia.h5
+    dump_hf.py --preset llama-3.1-8b --layer 3 --kv-len 2048 --seed 1 --out llama.h5
   a whole model that chooses 20 tokens after the prompt:
     dump_hf.py --whole-model --model path/to/checkpoint --prompt-ids 11,48,7 --new-tokens 20 --out run.h5
 
@@ -252,8 +250,6 @@ def check_arguments(args, model, is_quantised):
         raise Refusal("--weights must be checkpoint or procedural with a GPTQ checkpoint, got stored")
     if not (args.dequantised_weights or is_quantised):
         raise Refusal("--no-dequantised-weights needs a GPTQ checkpoint")
-    if args.weights == "procedural" and len(model.names.qkv_parts) > 1:
-        raise Refusal(f"--weights procedural is of GPT-NeoX alone, got it with {model.model_type}")
     if args.preset and args.weights == "checkpoint":
         raise Refusal("--weights checkpoint needs --model, got --preset")
     if args.cache == "prefill" and (args.preset or args.weights == "procedural"):
@@ -287,7 +283,8 @@ def dump(args, command):
         stored = join(model.names, stored, bits)
         quantised = [name.replace("qweight", "weight") for name in stored if name.endswith(".qweight")]
     else:
-        stored = weights = procedural.layer_weights(layer_shapes(model), args.layer, args.seed, dtype)
+        stored = procedural.layer_weights(joined_layer_shapes(model), args.layer, args.seed, dtype)
+        weights = split(model.names, stored, layer_shapes(model))
 
     progress("inputs")
     if args.cache == "prefill":
@@ -403,7 +400,7 @@ def selfcheck():
         out = os.path.join(directory, "x.h5")
         commands = [f"--preset pythia-14m --layer 5 {steps[5]} --dtype {dtype}" for dtype in procedural.DTYPES]
         commands.append("--preset pythia-14m --whole-model --layers 3 --prompt-len 2 --new-tokens 3 --dtype bfloat16")
-        for spec in [*make_checkpoints.SPECS, make_checkpoints.TIED]:
+        for spec in [*make_checkpoints.SPECS, make_checkpoints.TIED, *make_checkpoints.LLAMA_SPECS]:
             path = shlex.quote(make_checkpoints.write(spec, directory, "selfcheck"))
             commands += [f"--model {path} --layer {spec.model.num_hidden_layers - 1} {s}" for s in steps]
             commands += [f"--model {path} --whole-model {r}" for r in runs]

@@ -21,7 +21,18 @@ require_numpy(NAME)
 import numpy as np
 
 from golden_file import atomic, check_writable, write_json
-from neox_hf import Checkpoint, build_causal, call, device_name, empty_cache, torch_device, versions
+from hf_model import (
+    Checkpoint,
+    attention_implementations,
+    build_causal,
+    call,
+    device_name,
+    empty_cache,
+    has_rms_norms,
+    torch_device,
+    versions,
+    widen_norms,
+)
 from tokenize_text import read_ids
 
 EXAMPLES = """
@@ -174,7 +185,9 @@ def run(args, command):
         ours |= figures
         programs.append(about)
     _, weights, stored = checkpoint.whole()
-    reference = build_causal(model, weights, stored, "float64", "eager", device)
+    reference = build_causal(model, weights, stored, "float64", attention_implementations()[-1], device)
+    if has_rms_norms(model):
+        widen_norms(reference)
     runs = {v: build_causal(model, weights, stored, *v.split(":"), device) for v in args.runs}
     scores = {variant: Scores() for variant in runs}
     for first, last, scored in parts:

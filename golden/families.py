@@ -89,24 +89,66 @@ def _joined(kind, arrays, interleaved, bits):
     return np.ascontiguousarray(np.stack(arrays, axis + 1).reshape(shape))
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A tensor that checkpoints store in parts."""
+
+    name: str
+    kind: str  # of a Linear's tensor: weight, bias, or a part of a GPTQ weight
+    parts: list  # the names of the tensors that are stored
+    is_interleaved: bool  # the parts' rows in turn, otherwise one part below the other
+
+
+def joined_of(names, name):
+    """The tensor that a stored tensor is a part of, or None for one that is stored as the walk has it."""
+    module, _, kind = name.rpartition(".")
+    for whole, parts, is_interleaved in ((names.qkv, names.qkv_parts, False), (names.mlp, names.mlp_parts, True)):
+        part = next((p for p in parts if len(parts) > 1 and module.endswith(p)), None)
+        if part:
+            prefix = module.removesuffix(part)
+            return Joined(f"{prefix}{whole}.{kind}", kind, [f"{prefix}{p}.{kind}" for p in parts], is_interleaved)
+    return None
+
+
 def join(names, arrays, bits=0):
     """A layer's or a model's tensors as the walk has them, in the order of weights_checksum(), from those that the
     checkpoint stores: name -> array."""
-    groups = [(names.qkv, names.qkv_parts, False), (names.mlp, names.mlp_parts, True)]
-    if all(len(parts) == 1 for _, parts, _ in groups):
-        return arrays
-    joined = {}
+    tensors = {}
     for name, array in arrays.items():
-        module, _, kind = name.rpartition(".")
-        for whole, parts, interleaved in groups:
-            part = next((p for p in parts if module.endswith(p)), None)
-            if part is None:
-                continue
-            prefix = module.removesuffix(part)
-            if part == parts[0]:
-                sources = [arrays[f"{prefix}{p}.{kind}"] for p in parts]
-                joined[f"{prefix}{whole}.{kind}"] = _joined(kind, sources, interleaved, bits)
-            break
+        joined = joined_of(names, name)
+        if not joined:
+            tensors[name] = array
+        elif name == joined.parts[0]:
+            sources = [arrays[part] for part in joined.parts]
+            tensors[joined.name] = _joined(joined.kind, sources, joined.is_interleaved, bits)
+    return tensors
+
+
+def join_shapes(names, shapes):
+    """The same of the shapes of dense tensors."""
+    whole = {}
+    for name, shape in shapes.items():
+        joined = joined_of(names, name)
+        if not joined:
+            whole[name] = shape
+        elif name == joined.parts[0]:
+            whole[joined.name] = (sum(shapes[part][0] for part in joined.parts), *shape[1:])
+    return whole
+
+
+def split(names, arrays, shapes):
+    """The inverse of join() for dense tensors: those that a checkpoint stores, whose shapes are given."""
+    stored = {}
+    for name, shape in shapes.items():
+        joined = joined_of(names, name)
+        if not joined:
+            stored[name] = arrays[name]
+            continue
+        place = joined.parts.index(name)
+        if joined.is_interleaved:
+            rows = slice(place, None, len(joined.parts))
         else:
-            joined[name] = array
-    return joined
+            first = sum(shapes[part][0] for part in joined.parts[:place])
+            rows = slice(first, first + shape[0])
+        stored[name] = np.ascontiguousarray(arrays[joined.name][rows])
+    return stored

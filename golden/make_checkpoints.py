@@ -30,8 +30,9 @@ import gptq
 import llama
 import procedural
 from golden_file import current_umask, write_json
-from neox import PRESETS, Model
-from neox_hf import PACKAGES, class_of, default_dtype, transformers_config, versions
+from hf_model import PACKAGES, class_of, default_dtype, transformers_config, versions
+from model_config import PYTHIA_PRESETS
+from neox import Model
 from preset_checkpoint import write_checkpoint
 from quantize_gptq import Recipe, quantise_checkpoint
 
@@ -217,7 +218,7 @@ def parse_arguments(argv):
         help="where the small ones lie (default: data/checkpoints), or the directory of a preset's",
     )
     preset = parser.add_argument_group("a full-size checkpoint")
-    preset.add_argument("--preset", metavar="NAME", help=f"its shape: {', '.join(PRESETS)}")
+    preset.add_argument("--preset", metavar="NAME", help=f"its shape: {', '.join(PYTHIA_PRESETS)}")
     preset.add_argument(
         "--layers", type=integer(1, 1 << 16), metavar="N", help="the first N layers of the preset (default: all)"
     )
@@ -240,8 +241,8 @@ def parse_arguments(argv):
                 raise Refusal(f"--{name.replace('_', '-')} needs --preset")
         args.out = args.out or "data/checkpoints"
         return args
-    if args.preset not in PRESETS:
-        raise Refusal(f"--preset must be one of {', '.join(PRESETS)}, got {args.preset!r}")
+    if args.preset not in PYTHIA_PRESETS:
+        raise Refusal(f"--preset must be one of {', '.join(PYTHIA_PRESETS)}, got {args.preset!r}")
     if not args.out:
         raise Refusal("--out is required with --preset")
     if args.group_size == 0:
@@ -251,13 +252,13 @@ def parse_arguments(argv):
     for name, default in PRESET_OPTIONS.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if args.layers and args.layers > PRESETS[args.preset].num_hidden_layers:
-        raise Refusal(f"--layers must be at most {PRESETS[args.preset].num_hidden_layers}, got {args.layers}")
+    if args.layers and args.layers > PYTHIA_PRESETS[args.preset].num_hidden_layers:
+        raise Refusal(f"--layers must be at most {PYTHIA_PRESETS[args.preset].num_hidden_layers}, got {args.layers}")
     return args
 
 
 def write_preset(args, command):
-    model = PRESETS[args.preset]
+    model = PYTHIA_PRESETS[args.preset]
     if args.layers:
         model = replace(model, num_hidden_layers=args.layers)
     write_checkpoint(

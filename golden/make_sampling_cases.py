@@ -118,7 +118,7 @@ def make_case(name, seed, model):
 
 def make_cases():
     """The file's content."""
-    from neox_hf import versions
+    from hf_model import versions
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     # generate()'s list of processors does not depend on the model's sizes.

@@ -8,20 +8,9 @@ import numpy as np
 
 import procedural
 from console import Refusal, progress, require
+from families import join_shapes, split
 from golden_file import MODEL_SCHEMA, MODEL_SCHEMA_VERSION, check_writable, write_golden
-from neox import (
-    MAX_ERROR,
-    MAX_ERROR_FLOAT32_NORMS,
-    PRESETS,
-    Step,
-    check_rope,
-    check_taps,
-    config_json,
-    model_shapes,
-    reference_model,
-    rough_error,
-)
-from neox_hf import (
+from hf_model import (
     PACKAGES,
     Checkpoint,
     about,
@@ -34,6 +23,8 @@ from neox_hf import (
     versions,
     widen_norms,
 )
+from model_config import PRESETS, config_json, model_shapes
+from numpy_model import MAX_ERROR, MAX_ERROR_FLOAT32_NORMS, Step, check_rope, check_taps, reference_model, rough_error
 
 ALL_LOGITS_VOCAB = 4096  # the largest vocabulary whose logits are all kept by default
 TOP = 64  # of larger ones
@@ -123,7 +114,9 @@ def dump_model(args, command):
     else:
         dtype = args.dtype or "float16"
         shapes = model_shapes(model)
-        stored = weights = {name: procedural.weight(dtype, shape, args.seed, name) for name, shape in shapes.items()}
+        joined = join_shapes(model.names, shapes)
+        stored = {name: procedural.weight(dtype, shape, args.seed, name) for name, shape in joined.items()}
+        weights = split(model.names, stored, shapes)
     prompt = args.prompt_ids
     if prompt is None:
         prompt = np.random.default_rng(args.seed).integers(0, model.vocab_size, args.prompt_len).tolist()

@@ -12,7 +12,7 @@ import gptq
 import procedural
 from console import Refusal, progress
 from golden_file import new_directory, write_json
-from neox import hf_config, layer_shapes, model_shapes
+from model_config import hf_config, layer_shapes, model_shapes
 
 # Stored dtypes as safetensors spells them, with their bytes.
 SAFETENSORS = {"float16": ("F16", 2), "bfloat16": ("BF16", 2), "float32": ("F32", 4), "int32": ("I32", 4)}

@@ -99,7 +99,7 @@ def checksum(data):
 
 
 def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
-    """Name below gpt_neox.layers.N -> shape of a layer's weights, in the order of weights_checksum()."""
+    """Name below gpt_neox.layers.N -> shape of a GPT-NeoX layer's weights, in the order of weights_checksum()."""
     h, i = hidden_size, intermediate_size
     shapes = {
         "input_layernorm.weight": (h,),
@@ -122,7 +122,7 @@ def weight_shapes(hidden_size, intermediate_size, attention_bias=True):
 def weight(dtype, shape, seed, name, bits=0, group_size=-1):
     """The procedural weight that is called `name` in checkpoints. A part of a GPTQ weight has codes of `bits` bits; a
     group_size of -1 is one group of all inputs."""
-    name = name.removeprefix("gpt_neox.")
+    name = name.removeprefix("gpt_neox.").removeprefix("model.")
     part = name.rpartition(".")[2]
     if part == "scales":
         return values("float16", shape, f"scale_{bits}", seed, name)
@@ -145,7 +145,7 @@ def layer_weights(shapes, layer, seed, dtype):
 
 class WeightsChecksum:
     """The sum of the tensors' checksums, each times its place (from 1), of tensors that are added one by one: a layer's
-    in the order of weight_shapes(), a model's in that of model_shapes() in neox.py."""
+    in the order of weight_shapes(), a model's in that of model_shapes() in model_config.py."""
 
     def __init__(self):
         self.value = self.place = 0

@@ -25,8 +25,8 @@ import numpy as np
 import gptq
 from families import LLAMA, NEOX
 from golden_file import current_umask, write_json
-from neox import layer_shapes
-from neox_hf import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
+from hf_model import PACKAGES, Checkpoint, one_layer, to_numpy, to_torch, versions
+from model_config import layer_shapes
 from tokenize_text import read_ids
 
 
@@ -241,7 +241,9 @@ def parse_arguments(argv):
     )
     parser.add_argument("--samples", type=integer(1, 1 << 16), default=16, help="calibration sequences (default 16)")
     parser.add_argument("--length", type=integer(1, 1 << 16), default=64, help="tokens of each (default 64)")
-    parser.add_argument("--tokens", metavar="FILE", help="a text's ids, as tokenize_text.py writes them, to calibrate on")
+    parser.add_argument(
+        "--tokens", metavar="FILE", help="a text's ids, as tokenize_text.py writes them, to calibrate on"
+    )
     parser.add_argument(
         "--seed", type=integer(0, (1 << 63) - 1), default=0, help="of the calibration tokens (default 0)"
     )
@@ -275,9 +277,7 @@ def main(argv):
             modules=args.modules,
         )
         command = " ".join([NAME, *argv])
-        quantise_checkpoint(
-            args.model, args.out, recipe, command, args.samples, args.length, args.seed, args.tokens
-        )
+        quantise_checkpoint(args.model, args.out, recipe, command, args.samples, args.length, args.seed, args.tokens)
     except Refusal as refusal:
         progress("")
         print(f"{NAME}: {refusal}", file=sys.stderr)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a small GPT-NeoX model on the sources of Python's standard library and writes it as a checkpoint.
+"""Trains a small GPT-NeoX or Llama model on the sources of Python's standard library and writes it as a checkpoint.
 
 The model has learnt something: a run of it in 16 bits or with quantised weights can be judged by its loss on text that
 it has not seen. Its tokenizer is a byte-level BPE made from the same sources. The files, sorted by path, are split by a
 hash of the path: about one in ten is held out. The output directory holds model.safetensors (float16), config.json,
-generation_config.json, tokenizer.json, held_out.npy (int32 token ids of held-out files), and provenance.json.
+generation_config.json, tokenizer.json, held_out.npy (int32 token ids of held-out files), and provenance.json. A second
+model can take the tokenizer and the held-out ids of the first, so that the two losses can be compared.
 
 Needs torch, transformers, tokenizers, safetensors and numpy.
 """
@@ -16,24 +17,26 @@ import shlex
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from console import Parser, Refusal, integer, progress, require, require_numpy
 
 NAME = "train_small.py"
 require_numpy(NAME)
 
-import numpy as np
 
+import llama
 from golden_file import current_umask, new_directory, write_json
+from hf_model import class_of, default_dtype, device_name, torch_device, transformers_config, versions
 from neox import Model
-from neox_hf import default_dtype, device_name, modeling, torch_device, transformers_config, versions
-from tokenize_text import encode, write_ids
+from tokenize_text import encode, load_tokenizer, read_ids, write_ids
 
 EXAMPLES = """
 examples
   the model of about 3.4 million parameters, on a GPU:
     train_small.py --device cuda --out stdlib-4m
+  a Llama of about 2 million parameters beside it, on a CPU:
+    train_small.py --family llama --text-of stdlib-4m --device cpu --batch 16 --out stdlib-llama-2m
   a try on a CPU, of a tiny model:
     train_small.py --size tiny --steps 50 --out tiny
 Exit status: 0 when the directory is written, 2 when the arguments are refused.
@@ -51,29 +54,34 @@ EVALUATIONS = 20  # losses that are noted on the way
 class Size:
     """A model and how it is trained."""
 
-    model: Model
+    model: Model | llama.Model
     source_bytes: int  # read at most
     held_out_tokens: int
     batch: int  # sequences of a step, of max_position_embeddings tokens each
     learning_rate: float
 
 
-def shape(hidden, layers, intermediate, vocab, positions):
-    """A model with heads of 64 elements and tied embeddings, which would be a large part of so small a model."""
-    return Model(
-        hidden,
-        layers,
-        hidden // 64,
-        intermediate,
-        vocab_size=vocab,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-    )
+# Heads have 64 elements. Embeddings are tied: two would be a large part of so small a model.
+def neox_shape(hidden, layers, intermediate, vocab, positions):
+    sizes = (hidden, layers, hidden // 64, intermediate, vocab, positions)
+    return Model(*sizes, tie_word_embeddings=True)
+
+
+def llama_shape(hidden, layers, intermediate, vocab, positions):
+    """All query heads share one kv head."""
+    sizes = (hidden, layers, hidden // 64, 1, 64, intermediate, vocab, positions)
+    return llama.Model("llama", *sizes, tie_word_embeddings=True)
 
 
 SIZES = {
-    "small": Size(shape(256, 4, 896, 2048, 512), 1 << 30, 1 << 16, 32, 2e-3),
-    "tiny": Size(shape(64, 1, 128, 384, 32), 2_000_000, 1 << 11, 8, 4e-3),
+    "gpt_neox": {
+        "small": Size(neox_shape(256, 4, 896, 2048, 512), 1 << 30, 1 << 16, 32, 2e-3),
+        "tiny": Size(neox_shape(64, 1, 128, 384, 32), 2_000_000, 1 << 11, 8, 4e-3),
+    },
+    "llama": {
+        "small": Size(llama_shape(192, 4, 512, 2048, 512), 1 << 30, 1 << 16, 32, 2e-3),
+        "tiny": Size(llama_shape(64, 1, 128, 384, 32), 2_000_000, 1 << 11, 8, 4e-3),
+    },
 }
 
 
@@ -198,14 +206,31 @@ def write_model(directory, model, state):
 
     logging.disable_progress_bar()
     with default_dtype("float16"), torch.no_grad():
-        hf = modeling().GPTNeoXForCausalLM(transformers_config(model, "sdpa"))
+        hf = class_of(model, "ForCausalLM")(transformers_config(model, "sdpa"))
         for name, parameter in hf.named_parameters():
             parameter.copy_(state[name])
     hf.save_pretrained(directory, safe_serialization=True)
 
 
+def tokenizer_and_held_out(directory, size):
+    """Those that this program has written into a directory."""
+    path = os.path.join(directory, "tokenizer.json")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.get_vocab_size() > size.model.vocab_size or tokenizer.token_to_id(END_OF_TEXT) != 0:
+        raise Refusal(
+            f"{path}: expected at most {size.model.vocab_size} tokens, {END_OF_TEXT} the first of them, "
+            f"got {tokenizer.get_vocab_size()}, {END_OF_TEXT} as {tokenizer.token_to_id(END_OF_TEXT)}"
+        )
+    path = os.path.join(directory, "held_out.npy")
+    ids = read_ids(path, size.model.vocab_size)
+    if len(ids) < size.held_out_tokens:
+        raise Refusal(f"{path}: expected {size.held_out_tokens} ids, got {len(ids)}")
+    return tokenizer, ids
+
+
 def run(args, command):
-    size = SIZES[args.size]
+    size = SIZES[args.family][args.size]
+    size = replace(size, batch=args.batch or size.batch)
     model, length = size.model, size.model.max_position_embeddings
     with new_directory(args.out) as directory:
         require(*PACKAGES)
@@ -215,9 +240,12 @@ def run(args, command):
         progress("sources")
         files = sources(sysconfig.get_paths()["stdlib"], size.source_bytes)
         parts = {held: [text for path, text in files if is_held_out(path) == held] for held in (False, True)}
-        tokenizer = train_tokenizer(parts[False], model.vocab_size)
-        ids, held_out = (encode(tokenizer, parts[held], 0) for held in (False, True))
-        held_out = held_out[: size.held_out_tokens]
+        if args.text_of:
+            tokenizer, held_out = tokenizer_and_held_out(args.text_of, size)
+        else:
+            tokenizer = train_tokenizer(parts[False], model.vocab_size)
+            held_out = encode(tokenizer, parts[True], 0)[: size.held_out_tokens]
+        ids = encode(tokenizer, parts[False], 0)
         if len(held_out) < size.held_out_tokens or len(ids) < length:
             raise Refusal(
                 f"{sysconfig.get_paths()['stdlib']}: expected sources of {size.held_out_tokens} held-out tokens and "
@@ -226,7 +254,7 @@ def run(args, command):
 
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
-        hf = modeling().GPTNeoXForCausalLM(transformers_config(model, "sdpa")).to(device).train()
+        hf = class_of(model, "ForCausalLM")(transformers_config(model, "sdpa")).to(device).train()
         parameters = sum(p.numel() for p in hf.parameters())
         on_device = [torch.from_numpy(part).long().to(device) for part in (ids, held_out)]
         start = time.monotonic()
@@ -238,12 +266,14 @@ def run(args, command):
         progress("writing")
         write_model(directory, model, state)
         tokenizer.save(os.path.join(directory, "tokenizer.json"), pretty=False)
-        write_ids(os.path.join(directory, "held_out.npy"), held_out)
+        if not args.text_of:
+            write_ids(os.path.join(directory, "held_out.npy"), held_out)
         about = {
             "command": command,
             "seed": args.seed,
             "steps": args.steps,
             "training": {
+                "family": args.family,
                 "size": args.size,
                 "parameters": parameters,
                 "tokens": len(ids),
@@ -261,6 +291,7 @@ def run(args, command):
                 "held_out_files": len(parts[True]),
                 "held_out_tokens": len(held_out),
             },
+            **({"tokenizer_and_held_out_ids": os.path.basename(os.path.abspath(args.text_of))} if args.text_of else {}),
             "losses_in_nats": losses,
             "held_out_loss_of_the_rounded_weights": final_loss,
             "versions": versions(*PACKAGES, "numpy"),
@@ -278,7 +309,16 @@ def parse_arguments(argv):
     parser.add_argument(
         "--steps", type=integer(1, 1 << 24), default=2000, metavar="N", help="of training (default 2000)"
     )
-    parser.add_argument("--size", choices=list(SIZES), default="small", help="tiny is for a try (default small)")
+    parser.add_argument("--family", choices=list(SIZES), default="gpt_neox", help="of the model (default gpt_neox)")
+    parser.add_argument("--size", choices=["small", "tiny"], default="small", help="tiny is for a try (default small)")
+    parser.add_argument(
+        "--batch", type=integer(1, 1 << 16), metavar="N", help="sequences of a step (default: what the size says)"
+    )
+    parser.add_argument(
+        "--text-of",
+        metavar="DIR",
+        help="take the tokenizer and the held-out ids of this directory of the program; the ids are not written again",
+    )
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],

@@ -1,6 +1,8 @@
 #include "core/model/config.hpp"
 
+#include <algorithm>
 #include <functional>
+#include <iterator>
 #include <numeric>
 
 #include "core/model/weights.hpp"
@@ -11,6 +13,48 @@ namespace {
 template <class Extents>
 std::int64_t product(const Extents& shape) {
   return std::accumulate(shape.begin(), shape.end(), std::int64_t(1), std::multiplies<>());
+}
+
+ModelConfig pythia(const char* name, std::int64_t hidden, std::int64_t layers, std::int64_t heads, std::int64_t vocab) {
+  return {.name = name,
+          .hidden_size = hidden,
+          .num_hidden_layers = layers,
+          .num_attention_heads = heads,
+          .intermediate_size = 4 * hidden,
+          .vocab_size = vocab,
+          .rotary_dim = hidden / heads / 4};
+}
+
+ModelConfig gated(ModelType type, const char* name, std::string_view dtype, std::int64_t hidden, std::int64_t layers,
+                  std::int64_t heads, std::int64_t kv_heads, std::int64_t intermediate, std::int64_t vocab,
+                  std::int64_t positions, double theta, double factor, double low, double high,
+                  std::int64_t original_positions, bool tied, double eps) {
+  ops::RopeScaling scaling;
+  if (factor != 0)
+    scaling = {.kind = ops::RopeScaling::Kind::llama3,
+               .factor = factor,
+               .low_freq_factor = low,
+               .high_freq_factor = high,
+               .original_max_positions = original_positions};
+  return {.model_type = type,
+          .name = name,
+          .hidden_size = hidden,
+          .num_hidden_layers = layers,
+          .num_attention_heads = heads,
+          .num_key_value_heads = kv_heads,
+          .intermediate_size = intermediate,
+          .vocab_size = vocab,
+          .max_position_embeddings = positions,
+          .rotary_dim = hidden / heads,
+          .rope_theta = theta,
+          .rope_scaling = scaling,
+          .layer_norm_eps = eps,
+          .use_parallel_residual = false,
+          .attention_bias = type == ModelType::qwen2,
+          .mlp_bias = false,
+          .tie_word_embeddings = tied,
+          .hidden_act = Activation::swiglu,
+          .dtype = dtype_from_string(dtype).value()};
 }
 
 }  // namespace
@@ -107,71 +151,27 @@ Status ModelConfig::validate() const {
   return {};
 }
 
-const std::vector<ModelConfig>& pythia_presets() {
-  static const std::vector<ModelConfig> presets = [] {
-    const auto pythia = [](const char* name, int hidden, int layers, int heads, int vocab) {
-      return ModelConfig{.name = name,
-                         .hidden_size = hidden,
-                         .num_hidden_layers = layers,
-                         .num_attention_heads = heads,
-                         .intermediate_size = 4 * hidden,
-                         .vocab_size = vocab,
-                         .rotary_dim = hidden / heads / 4};
-    };
-    return std::vector<ModelConfig>{
-        pythia("pythia-14m", 128, 6, 4, 50304),     pythia("pythia-31m", 256, 6, 8, 50304),
-        pythia("pythia-70m", 512, 6, 8, 50304),     pythia("pythia-160m", 768, 12, 12, 50304),
-        pythia("pythia-410m", 1024, 24, 16, 50304), pythia("pythia-1b", 2048, 16, 8, 50304),
-        pythia("pythia-1.4b", 2048, 24, 16, 50304), pythia("pythia-2.8b", 2560, 32, 32, 50304),
-        pythia("pythia-6.9b", 4096, 32, 32, 50432), pythia("pythia-12b", 5120, 36, 40, 50688)};
-  }();
-  return presets;
+const std::vector<ModelConfig>& presets() {
+  static const std::vector<ModelConfig> all = {
+#define CF_PYTHIA(...) pythia(__VA_ARGS__),
+#define CF_LLAMA(...) gated(ModelType::llama, __VA_ARGS__),
+#define CF_QWEN2(...) gated(ModelType::qwen2, __VA_ARGS__),
+#include "core/model/presets.def"
+#undef CF_PYTHIA
+#undef CF_LLAMA
+#undef CF_QWEN2
+  };
+  return all;
 }
 
-const std::vector<ModelConfig>& presets() {
-  static const std::vector<ModelConfig> all = [] {
-    struct Sizes {
-      std::int64_t hidden, layers, heads, kv_heads, intermediate, vocab, positions;
-    };
-    const auto llama = [](const char* name, ModelType type, const Sizes& s, double theta, bool tied, double eps) {
-      return ModelConfig{.model_type = type,
-                         .name = name,
-                         .hidden_size = s.hidden,
-                         .num_hidden_layers = s.layers,
-                         .num_attention_heads = s.heads,
-                         .num_key_value_heads = s.kv_heads,
-                         .intermediate_size = s.intermediate,
-                         .vocab_size = s.vocab,
-                         .max_position_embeddings = s.positions,
-                         .rotary_dim = s.hidden / s.heads,
-                         .rope_theta = theta,
-                         .layer_norm_eps = eps,
-                         .use_parallel_residual = false,
-                         .attention_bias = type == ModelType::qwen2,
-                         .mlp_bias = false,
-                         .tie_word_embeddings = tied,
-                         .hidden_act = Activation::swiglu,
-                         .dtype = DType::bf16};
-    };
-    const auto scaled = [](ModelConfig m, double factor) {
-      m.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
-                        .factor = factor,
-                        .low_freq_factor = 1,
-                        .high_freq_factor = 4,
-                        .original_max_positions = 8192};
-      return m;
-    };
-    std::vector<ModelConfig> list = pythia_presets();
-    constexpr ModelType l = ModelType::llama;
-    list.push_back(llama("llama-2-7b", l, {4096, 32, 32, 32, 11008, 32000, 4096}, 1e4, false, 1e-5));
-    list.back().dtype = DType::f16;
-    list.push_back(scaled(llama("llama-3.2-1b", l, {2048, 16, 32, 8, 8192, 128256, 131072}, 5e5, true, 1e-5), 32));
-    list.push_back(scaled(llama("llama-3.2-3b", l, {3072, 28, 24, 8, 8192, 128256, 131072}, 5e5, true, 1e-5), 32));
-    list.push_back(scaled(llama("llama-3.1-8b", l, {4096, 32, 32, 8, 14336, 128256, 131072}, 5e5, false, 1e-5), 8));
-    list.push_back(llama("qwen2.5-7b", ModelType::qwen2, {3584, 28, 28, 4, 18944, 152064, 32768}, 1e6, false, 1e-6));
+const std::vector<ModelConfig>& pythia_presets() {
+  static const std::vector<ModelConfig> found = [] {
+    std::vector<ModelConfig> list;
+    std::ranges::copy_if(presets(), std::back_inserter(list),
+                         [](const ModelConfig& m) { return m.model_type == ModelType::gpt_neox; });
     return list;
   }();
-  return all;
+  return found;
 }
 
 Result<ModelConfig> find_preset(std::string_view name) {

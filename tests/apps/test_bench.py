@@ -24,9 +24,9 @@ sys.path.insert(0, APPS)
 import bench_page
 import bench_peers
 import bench_python
+import hf_model
+import model_config
 import model_peers
-import neox
-import neox_hf
 import plot_bench
 import procedural
 
@@ -333,10 +333,10 @@ class Models(Files):
 
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_peers_choose_the_ids_of_hugging_face_s_own_pass(self):
-        model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=2, vocab_size=512)
-        shapes = neox.model_shapes(model)
+        model = replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=2, vocab_size=512)
+        shapes = model_config.model_shapes(model)
         weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
-        hf = neox_hf.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
+        hf = hf_model.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
 
         def captured(step, before=lambda: None):
             """What a graph does, without one: a warm-up, then the step at each replay."""
@@ -349,7 +349,7 @@ class Models(Files):
         # 14 + 3 - 1 entries fill the cache of the mask's multiple of 16.
         for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
             prompt = load.prompts(model.vocab_size)[0]
-            expected = neox_hf.generate(hf, prompt, load.new_tokens)[0].tolist()[load.prompt_len :]
+            expected = hf_model.generate(hf, prompt, load.new_tokens)[0].tolist()[load.prompt_len :]
             for peer in ("hf_generate", "torch_graph", "torch_graphs"):
                 found, ids = model_peers.timed(peer, hf, load, captured, 2, 1)
                 self.assertEqual(ids, expected, (peer, load))

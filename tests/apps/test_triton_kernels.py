@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.join(ROOT, "apps"))
 import bench_peers
 import gptq
 import kernel_peers
-import neox
+import model_config
 
 HAS_TORCH = bool(importlib.util.find_spec("torch"))
 HAS_TRITON = HAS_TORCH and bool(importlib.util.find_spec("triton"))
@@ -101,7 +101,7 @@ class Triton(unittest.TestCase):
                     kernel_peers.check_gptq_linear(x, parts, bias, y, triton_kernels.gptq_matvec_roundings(INPUTS))
 
     def test_a_layer_s_four_products_are_checked_and_run(self):
-        model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=2)
+        model = replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=2)
         kernel, made = triton_kernels.gptq_matvec_kernel, []
         choose = {"configs": kernel.configs[:1], "best_config": "the first"}
         with mock.patch.multiple(kernel, create=True, **choose):
@@ -130,7 +130,7 @@ class TorchInt4(unittest.TestCase):
         return packs, mock.patch.multiple(kernel_peers, pack_int4=pack, int4_product=aten._weight_int4pack_mm_for_cpu)
 
     def test_four_products_are_checked_and_run(self):
-        model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=2)
+        model = replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=2)
         packs, of_cpu = self.of_cpu()
 
         def exact(outputs, inputs, device):
@@ -176,8 +176,8 @@ import sys
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import torch
-import bench_peers, kernel_peers, neox
-model = replace(neox.PRESETS["pythia-410m"], num_hidden_layers=1)
+import bench_peers, kernel_peers, model_config
+model = replace(model_config.PRESETS["pythia-410m"], num_hidden_layers=1)
 run, layers, chosen = kernel_peers.triton_gptq_linears(model)
 bench_peers.captured(run).replay()
 for tokens in (1, 33):
@@ -191,7 +191,7 @@ print(layers, len(chosen))
 @unittest.skipUnless(HAS_GPU, "needs torch and a GPU")
 class OnGpu(unittest.TestCase):
     def test_torch_s_product_is_within_its_bound_in_every_layout(self):
-        model = replace(neox.PRESETS["pythia-410m"], num_hidden_layers=1)
+        model = replace(model_config.PRESETS["pythia-410m"], num_hidden_layers=1)
         for inner_k_tiles in kernel_peers.INNER_K_TILES:
             with self.subTest(inner_k_tiles=inner_k_tiles):
                 run, layers = kernel_peers.torch_int4_linears(model, inner_k_tiles)
@@ -251,7 +251,7 @@ class Rows(unittest.TestCase):
         self.assertEqual(kernel_peers.our_lines("attention"), {})
 
     def test_shapes_are_those_of_a_layer(self):
-        self.assertEqual(kernel_peers.product_shapes(neox.PRESETS["pythia-2.8b"]),
+        self.assertEqual(kernel_peers.product_shapes(model_config.PRESETS["pythia-2.8b"]),
                          [(7680, 2560), (2560, 2560), (10240, 2560), (2560, 10240)])  # fmt: skip
 
     def bench(self, *peers):

@@ -356,6 +356,29 @@ TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[p
   }
 }
 
+TEST_CASE("A procedural model of another family has the checksum of golden/procedural.py's", "[procedural]") {
+  // tests/golden/test_dump_hf.py holds the same numbers.
+  struct Expected {
+    const char* preset;
+    DType dtype;
+    std::uint64_t seed, sum;
+  };
+  for (const Expected& e : {Expected{"llama-3.2-1b", DType::f16, 7, 10242718634212766589u},
+                            Expected{"qwen2.5-7b", DType::bf16, 3, 2072485581779247481u}}) {
+    CAPTURE(e.preset);
+    ModelConfig m = *find_preset(e.preset);
+    m.hidden_size = 128;
+    m.num_hidden_layers = 2;
+    m.num_attention_heads = 4;
+    m.num_key_value_heads = 2;
+    m.rotary_dim = 32;
+    m.intermediate_size = 96;
+    m.vocab_size = 64;
+    CHECK(m.validate());
+    CHECK(weights_checksum(m, procedural_model(m, e.dtype, e.seed).weights) == e.sum);
+  }
+}
+
 TEST_CASE("A procedural model has the layers that procedural_layer() makes, and a head", "[procedural]") {
   ModelConfig m = *find_preset("pythia-14m");
   m.num_hidden_layers = 2;

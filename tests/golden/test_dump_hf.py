@@ -24,9 +24,14 @@ import convert_golden
 import dump_hf
 import golden_file
 import gptq
+import model_config
 import neox
+import numpy_model
 import procedural
-from neox import Model, Refusal, Step
+from console import Refusal
+from families import join, join_shapes, split
+from neox import Model
+from numpy_model import Step
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
 NEEDS_TORCH = "needs torch, transformers and safetensors"
@@ -41,7 +46,7 @@ CONFIG = {
     "vocab_size": 16,
     "max_position_embeddings": 64,
 }
-MODEL = neox.parse_config(json.dumps(CONFIG), "test")
+MODEL = model_config.parse_config(json.dumps(CONFIG), "test")
 
 
 def run(*argv):
@@ -99,23 +104,54 @@ class Procedural(unittest.TestCase):
             (2, 3, "bfloat16", False, 8, -1, 8527875017976013586),
         ]:
             with self.subTest(dtype=dtype, bits=bits):
-                model = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=layers, tie_word_embeddings=is_tied)
-                shapes = neox.layer_shapes(model)
+                model = replace(
+                    model_config.PRESETS["pythia-14m"], num_hidden_layers=layers, tie_word_embeddings=is_tied
+                )
+                shapes = model_config.layer_shapes(model)
                 if bits:
                     shapes = gptq.Format({"bits": bits, "group_size": group_size}, "test").part_shapes(shapes)
                 total = procedural.WeightsChecksum()
-                for name, shape in neox.model_shapes(model, shapes).items():
+                for name, shape in model_config.model_shapes(model, shapes).items():
                     total.add(procedural.weight(dtype, shape, seed, name, bits, group_size))
                 self.assertEqual(total.value, expected)
 
+    def test_model_checksums_of_other_families(self):
+        sizes = {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 96,
+            "vocab_size": 64,
+        }
+        for preset, dtype, seed, expected in [
+            ("llama-3.2-1b", "float16", 7, 10242718634212766589),
+            ("qwen2.5-7b", "bfloat16", 3, 2072485581779247481),
+        ]:
+            with self.subTest(preset=preset):
+                model = replace(model_config.PRESETS[preset], **sizes)
+                stored = model_config.model_shapes(model)
+                joined = {
+                    name: procedural.weight(dtype, shape, seed, name)
+                    for name, shape in join_shapes(model.names, stored).items()
+                }
+                self.assertEqual(procedural.weights_checksum(joined), expected)
+                # What a checkpoint stores of them is joined to the same.
+                parts = split(model.names, joined, stored)
+                self.assertEqual({name: array.shape for name, array in parts.items()}, stored)
+                again = join(model.names, parts)
+                self.assertEqual(list(again), list(joined))
+                self.assertEqual(procedural.weights_checksum(again), expected)
+
     def test_a_model_holds_the_layers(self):
-        shapes = neox.model_shapes(replace(MODEL, num_hidden_layers=2))
+        shapes = model_config.model_shapes(replace(MODEL, num_hidden_layers=2))
         weights = {name: procedural.weight("float16", shape, 3, name) for name, shape in shapes.items()}
-        for name, array in procedural.layer_weights(neox.layer_shapes(MODEL), 1, 3, "float16").items():
+        for name, array in procedural.layer_weights(model_config.layer_shapes(MODEL), 1, 3, "float16").items():
             self.assertTrue(np.array_equal(weights[f"gpt_neox.layers.1.{name}"], array), name)
         self.assertEqual(next(iter(weights)), "gpt_neox.embed_in.weight")
         self.assertEqual(list(weights)[-1], "embed_out.weight")
-        self.assertNotIn("embed_out.weight", neox.model_shapes(replace(MODEL, tie_word_embeddings=True)))
+        self.assertNotIn("embed_out.weight", model_config.model_shapes(replace(MODEL, tie_word_embeddings=True)))
 
     def test_checksum_of_odd_lengths(self):
         self.assertEqual(procedural.checksum(b""), 0)
@@ -150,13 +186,30 @@ class Config(unittest.TestCase):
     def test_both_namings(self):
         old = CONFIG | {"rotary_pct": 0.5, "rotary_emb_base": 500}
         new = CONFIG | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"}}
-        models = [neox.parse_config(json.dumps(c), "test") for c in (old, new)]
+        models = [model_config.parse_config(json.dumps(c), "test") for c in (old, new)]
         self.assertEqual(models[0], models[1])
         self.assertEqual((models[0].rotary_dim, models[0].rope_theta, models[0].layer_norm_eps), (8, 500, 1e-5))
 
+    def test_presets_have_the_published_numbers_of_parameters(self):
+        published = {
+            "pythia-14m": 14067712,
+            "pythia-12b": 11846072320,
+            "llama-2-7b": 6738415616,
+            "llama-3.2-1b": 1235814400,
+            "llama-3.2-3b": 3212749824,
+            "llama-3.1-8b": 8030261248,
+            "qwen2.5-7b": 7615616512,
+        }
+        for name, parameters in published.items():
+            shapes = model_config.model_shapes(model_config.PRESETS[name])
+            self.assertEqual(sum(int(np.prod(shape)) for shape in shapes.values()), parameters, name)
+        others = [name for name in model_config.PRESETS if name not in model_config.PYTHIA_PRESETS]
+        self.assertEqual(others, [name for name in published if not name.startswith("pythia")])
+        self.assertEqual(len(model_config.PYTHIA_PRESETS), 10)
+
     def test_presets_round_trip(self):
-        for name, model in neox.PRESETS.items():
-            self.assertEqual(neox.parse_config(neox.config_json(model), name), model)
+        for name, model in model_config.PRESETS.items():
+            self.assertEqual(model_config.parse_config(model_config.config_json(model), name), model)
 
     def test_refusals(self):
         for change, words in [
@@ -170,7 +223,7 @@ class Config(unittest.TestCase):
             ({"rotary_pct": 0.2}, "rotary_dim must be even, 2 to head_dim 16, got 3"),
         ]:
             with self.subTest(change=change), self.assertRaisesRegex(Refusal, words):
-                neox.parse_config(json.dumps(CONFIG | change), "config.json")
+                model_config.parse_config(json.dumps(CONFIG | change), "config.json")
         incomplete = {name: value for name, value in CONFIG.items() if name != "vocab_size"}
         for text, words in [
             (json.dumps(incomplete), "vocab_size is missing"),
@@ -178,7 +231,7 @@ class Config(unittest.TestCase):
             ("[]", "expected a JSON object, got list"),
         ]:
             with self.subTest(text=text), self.assertRaisesRegex(Refusal, words):
-                neox.parse_config(text, "config.json")
+                model_config.parse_config(text, "config.json")
 
 
 class Arguments(unittest.TestCase):
@@ -528,42 +581,42 @@ class Layer(unittest.TestCase):
         return np.cos(angle), np.sin(angle)
 
     def taps(self, model, step, weights=None):
-        weights = weights or procedural.layer_weights(neox.layer_shapes(model), 0, 1, step.dtype)
-        return neox.reference_layer(model, weights, step, *self.table(model, step))
+        weights = weights or procedural.layer_weights(model_config.layer_shapes(model), 0, 1, step.dtype)
+        return numpy_model.reference_layer(model, weights, step, *self.table(model, step))
 
     def test_decode_repeats_prefill(self):
         for parallel in (True, False):
             model = Model(**{**vars(MODEL), "use_parallel_residual": parallel, "hidden_act": "gelu_new"})
-            whole = neox.made_step(model, "float32", 5, [5], "procedural", 1)
+            whole = numpy_model.made_step(model, "float32", 5, [5], "procedural", 1)
             prefill = self.taps(model, whole)
             k, v = (prefill[f"attention.kv_append.{name}"].astype(np.float32) for name in ("k_cache", "v_cache"))
             last = Step("float32", 1, [5], whole.hidden[4:], "prefill", k[:, :, :4], v[:, :, :4])
             for name, tap in self.taps(model, last).items():
                 expected = prefill[name][..., -1:, :] if "kv_append" in name else prefill[name][-1:]
-                self.assertLess(neox.relative_l2(tap, expected), 1e-6, name)
+                self.assertLess(numpy_model.relative_l2(tap, expected), 1e-6, name)
 
     def test_sequences_do_not_see_each_other(self):
-        step = neox.made_step(MODEL, "float16", 2, [9, 2, 6], "random", 1)
+        step = numpy_model.made_step(MODEL, "float16", 2, [9, 2, 6], "random", 1)
         self.assertEqual(np.count_nonzero(step.k_cache[1]), 0)
         together = self.taps(MODEL, step)
         for b, n in enumerate(step.kv_len):
             alone = Step("float16", 2, [n], step.hidden[2 * b : 2 * b + 2], "random", *(c[None] for c in step.past(b)))
-            error = neox.relative_l2(self.taps(MODEL, alone)["output"], together["output"][2 * b : 2 * b + 2])
+            error = numpy_model.relative_l2(self.taps(MODEL, alone)["output"], together["output"][2 * b : 2 * b + 2])
             self.assertLess(error, 1e-14)
 
     def test_one_entry_attends_to_itself(self):
-        taps = self.taps(MODEL, neox.made_step(MODEL, "float16", 1, [1, 1], "procedural", 1))
+        taps = self.taps(MODEL, numpy_model.made_step(MODEL, "float16", 1, [1, 1], "procedural", 1))
         self.assertTrue(np.array_equal(taps["attention.context"], taps["attention.rotary_emb.v"]))
 
     def test_residual_forms(self):
-        step = neox.made_step(MODEL, "float16", 1, [3], "procedural", 1)
+        step = numpy_model.made_step(MODEL, "float16", 1, [3], "procedural", 1)
         taps = self.taps(MODEL, step)
         expected = procedural.widen(step.hidden, "float16") + taps["hf.attention.dense"] + taps["hf.mlp.dense_4h_to_h"]
-        self.assertLess(neox.relative_l2(taps["output"], expected), 1e-15)
+        self.assertLess(numpy_model.relative_l2(taps["output"], expected), 1e-15)
         sequential = self.taps(Model(**{**vars(MODEL), "use_parallel_residual": False}), step)
         self.assertTrue(np.array_equal(sequential["attention.residual"], taps["attention.residual"]))
         # The two differ in what the second norm reads.
-        weights = procedural.layer_weights(neox.layer_shapes(MODEL), 0, 1, "float16")
+        weights = procedural.layer_weights(model_config.layer_shapes(MODEL), 0, 1, "float16")
         gamma, beta = (
             procedural.widen(weights[f"post_attention_layernorm.{part}"], "float16") for part in ("weight", "bias")
         )
@@ -584,7 +637,7 @@ class Layer(unittest.TestCase):
 
     def test_taps_that_differ_are_refused(self):
         reference = {"output": np.ones((2, 3))}
-        neox.check_taps("v", {"output": np.ones((2, 3)) + 1e-12}, reference, 1e-10)
+        numpy_model.check_taps("v", {"output": np.ones((2, 3)) + 1e-12}, reference, 1e-10)
         for taps, words in [
             ({}, "expected the taps"),
             ({"output": np.ones((3, 2))}, r"must have shape \(2, 3\), got \(3, 2\)"),
@@ -592,21 +645,21 @@ class Layer(unittest.TestCase):
             ({"output": np.full((2, 3), np.nan)}, "got inf"),
         ]:
             with self.assertRaisesRegex(Refusal, words):
-                neox.check_taps("v", taps, reference, 1e-10)
+                numpy_model.check_taps("v", taps, reference, 1e-10)
 
     def test_rope_of_16_bit_frequencies_is_refused(self):
-        model = neox.PRESETS["pythia-2.8b"]
+        model = model_config.PRESETS["pythia-2.8b"]
         step = Step("float16", 1, [2048], None, "none")
         cos, sin = self.table(model, step)
-        neox.check_rope(model, step, cos.astype(np.float64), sin.astype(np.float64))
+        numpy_model.check_rope(model, step, cos.astype(np.float64), sin.astype(np.float64))
         inv_freq = (model.rope_theta ** -(np.arange(0, 20, 2) / 20)).astype(np.float16)
         angle = (2047 * inv_freq.astype(np.float32))[None]
         for wrong in ((np.cos(angle), np.sin(angle)), (cos[:, :-1], sin[:, :-1])):
             with self.assertRaisesRegex(Refusal, "cos must"):
-                neox.check_rope(model, step, *wrong)
+                numpy_model.check_rope(model, step, *wrong)
         wide = np.cos(2047 * model.rope_theta ** -(np.arange(0, 20, 2) / 20))[None]
         with self.assertRaisesRegex(Refusal, "float32 values"):
-            neox.check_rope(model, step, wide, wide)
+            numpy_model.check_rope(model, step, wide, wide)
 
 
 @unittest.skipUnless(HAS_TORCH, NEEDS_TORCH)

@@ -21,14 +21,14 @@ import numpy as np
 
 import gptq
 import make_checkpoints
-import neox
+import model_config
 import preset_checkpoint
 import procedural
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
 
 NUMPY = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32, "I32": np.int32}
-ONE_LAYER = replace(neox.PRESETS["pythia-14m"], num_hidden_layers=1)
+ONE_LAYER = replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=1)
 
 
 def read_safetensors(path):
@@ -74,14 +74,14 @@ class Checkpoints(unittest.TestCase):
                 sorted(os.listdir(self.out)), ["config.json", "model.safetensors", "provenance.json"], dtype
             )
             tensors = read_safetensors(os.path.join(self.out, "model.safetensors"))
-            shapes = neox.model_shapes(ONE_LAYER)
+            shapes = model_config.model_shapes(ONE_LAYER)
             self.assertEqual(list(tensors), list(shapes))
             for name, array in tensors.items():
                 self.assertTrue(np.array_equal(array, procedural.weight(dtype, shapes[name], 5, name)), name)
             self.assertEqual(self.read("provenance.json")["weights_checksum"], procedural.weights_checksum(tensors))
             config = self.read("config.json")
             self.assertEqual((config["torch_dtype"], config["num_hidden_layers"]), (dtype, 1))
-            self.assertEqual(neox.parse_config(json.dumps(config), "config.json"), ONE_LAYER)
+            self.assertEqual(model_config.parse_config(json.dumps(config), "config.json"), ONE_LAYER)
 
     def test_shards_hold_the_same_tensors(self):
         self.make("--shard-size", "300KB")
@@ -94,7 +94,7 @@ class Checkpoints(unittest.TestCase):
             self.assertTrue(all(index["weight_map"][name] == file for name in held))
             self.assertTrue(len(held) == 1 or sum(array.nbytes for array in held.values()) <= 300_000, file)
             tensors |= held
-        self.assertEqual(list(tensors), list(neox.model_shapes(ONE_LAYER)))
+        self.assertEqual(list(tensors), list(model_config.model_shapes(ONE_LAYER)))
         self.assertEqual(index["metadata"]["total_size"], sum(array.nbytes for array in tensors.values()))
         self.assertEqual(self.read("provenance.json")["weights_checksum"], procedural.weights_checksum(tensors))
 
@@ -111,7 +111,7 @@ class Checkpoints(unittest.TestCase):
                 name.removeprefix("gpt_neox.layers.0."): array for name, array in tensors.items() if ".layers." in name
             }
             self.assertEqual(stored["attention.query_key_value.qweight"].shape, words)
-            for name, shape in form.part_shapes(neox.layer_shapes(ONE_LAYER)).items():
+            for name, shape in form.part_shapes(model_config.layer_shapes(ONE_LAYER)).items():
                 self.assertEqual(stored[name].shape, shape, name)
             weight = form.dense(stored)["mlp.dense_4h_to_h.weight"]
             # The codes are uniform about the middle, and a step is 2^-(4 + bits).

@@ -19,8 +19,10 @@ import numpy as np
 
 import dump_hf
 import golden_file
+import model_config
 import model_golden
 import neox
+import numpy_model
 import procedural
 from neox import Model
 
@@ -45,8 +47,10 @@ def tables(model, tokens):
 
 
 def reference(model, ids, seed=1, dtype="float16"):
-    weights = {name: procedural.weight(dtype, shape, seed, name) for name, shape in neox.model_shapes(model).items()}
-    return neox.reference_model(model, weights, np.array(ids), *tables(model, len(ids)), dtype), weights
+    weights = {
+        name: procedural.weight(dtype, shape, seed, name) for name, shape in model_config.model_shapes(model).items()
+    }
+    return numpy_model.reference_model(model, weights, np.array(ids), *tables(model, len(ids)), dtype), weights
 
 
 class Reference(unittest.TestCase):
@@ -57,10 +61,10 @@ class Reference(unittest.TestCase):
             model = replace(MODEL, use_parallel_residual=parallel)
             (taps, logits), _ = reference(model, [3, 1, 4, 1, 5])
             (before, first), _ = reference(model, [3, 1, 4])
-            self.assertLess(neox.relative_l2(first, logits[:3]), 1e-14)
-            self.assertLess(neox.relative_l2(before["layers.1.output"], taps["layers.1.output"][:3]), 1e-14)
+            self.assertLess(numpy_model.relative_l2(first, logits[:3]), 1e-14)
+            self.assertLess(numpy_model.relative_l2(before["layers.1.output"], taps["layers.1.output"][:3]), 1e-14)
             (_, other), _ = reference(model, [3, 1, 4, 2, 5])
-            self.assertGreater(neox.relative_l2(other[4], logits[4]), 1e-3)
+            self.assertGreater(numpy_model.relative_l2(other[4], logits[4]), 1e-3)
 
     def test_it_is_the_layers_between_the_embedding_and_the_head(self):
         (taps, logits), weights = reference(MODEL, [7, 7, 0], dtype="bfloat16")
@@ -73,14 +77,14 @@ class Reference(unittest.TestCase):
         normed = neox.layernorm(taps["layers.1.output"], gamma, beta, MODEL.layer_norm_eps)
         self.assertTrue(np.array_equal(taps["final_layer_norm"], normed))
         expected = normed @ procedural.widen(weights["embed_out.weight"], "bfloat16").T
-        self.assertLess(neox.relative_l2(logits, expected), 1e-15)
+        self.assertLess(numpy_model.relative_l2(logits, expected), 1e-15)
 
     def test_tied_embeddings_are_the_head(self):
         tied = replace(MODEL, tie_word_embeddings=True)
         (taps, logits), weights = reference(tied, [1, 2])
         self.assertNotIn("embed_out.weight", weights)
         expected = taps["final_layer_norm"] @ procedural.widen(weights["gpt_neox.embed_in.weight"], "float16").T
-        self.assertLess(neox.relative_l2(logits, expected), 1e-15)
+        self.assertLess(numpy_model.relative_l2(logits, expected), 1e-15)
 
 
 class TopLogits(unittest.TestCase):
@@ -153,7 +157,7 @@ class HuggingFace(unittest.TestCase):
             for name, implementation in (("float16_eager", "eager"), ("float16_sdpa", "sdpa")):
                 low = file[f"logits/{name}"]
                 self.assertEqual((low.dtype, low.shape), (np.float16, (8, 24)))
-                self.assertLess(neox.relative_l2(low[()].astype(np.float64), logits[()]), 0.05)
+                self.assertLess(numpy_model.relative_l2(low[()].astype(np.float64), logits[()]), 0.05)
                 for group in (low, file[f"taps/{name}"]):
                     attributes = golden_file.attributes_of(group)
                     self.assertEqual(
@@ -211,15 +215,15 @@ class HuggingFace(unittest.TestCase):
             self.assertEqual((about["weights"], about["model"]), ("procedural", "pythia-14m"))
             self.assertNotIn("weights_checkpoint", about)
             self.assertEqual(file["logits/float64/values"].shape, (3, 64))
-            shapes = neox.model_shapes(replace(neox.PRESETS["pythia-14m"], num_hidden_layers=2))
+            shapes = model_config.model_shapes(replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=2))
             weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
             self.assertEqual(int(about["weights_checksum"]), procedural.weights_checksum(weights))
 
     def test_a_wrong_run_is_refused(self):
-        import neox_hf
+        import hf_model
 
         path = self.checkpoint()
-        whole, decode = neox_hf.run_model, neox_hf.generate
+        whole, decode = hf_model.run_model, hf_model.generate
 
         def other_tap(hf, model, ids):
             taps, made = whole(hf, model, ids)

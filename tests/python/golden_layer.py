@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "golden"))
 import gptq  # noqa: E402
 import procedural  # noqa: E402
 from families import join  # noqa: E402
-from neox import layer_shapes, parse_config  # noqa: E402
+from model_config import layer_shapes, parse_config  # noqa: E402
 
 NUMPY_DTYPES = {"F16": np.float16, "BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 

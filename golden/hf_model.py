@@ -14,7 +14,8 @@ import gptq
 import procedural
 from console import Refusal
 from families import join
-from neox import Step, layer_shapes, model_shapes, parse_config
+from model_config import layer_shapes, model_shapes, parse_config
+from numpy_model import Step
 
 PACKAGES = ("torch", "transformers", "safetensors", "h5py")
 
@@ -114,7 +115,6 @@ class Checkpoint:
                 dtype = dtype if part else got
                 arrays[name] = to_numpy(tensor)
         return arrays, dtype
-
 
     def checksum(self, stored):
         """The weights_checksum() of tensors as stored, of a layer or the whole model."""
