@@ -266,7 +266,7 @@ def cpu_model(figures):
 
 def quality(figures):
     rows, sources = [], []
-    for name in ("stdlib-4m", "stdlib-4m-bfloat16", "stdlib-4m-gptq"):
+    for name in ("stdlib-4m", "stdlib-4m-bfloat16", "stdlib-4m-gptq", "stdlib-llama-2m", "stdlib-llama-2m-gptq"):
         report = figures[f"quality-{name}"]
         if not report:
             continue

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Quantises a checkpoint to GPTQ and writes it as AutoGPTQ and GPTQModel do.
+"""Quantises a checkpoint to GPTQ and writes it as AutoGPTQ and GPTQModel do, with its tokenizer.json where it has one.
 
 GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds a matrix input by input. It compensates each rounding in the inputs
 that are not rounded yet, by the inverse of the Hessian 2 X^T X of the Linear's inputs X. These inputs come from a run
@@ -9,6 +9,7 @@ needs no run.
 Needs torch, transformers, safetensors, numpy and h5py.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -217,6 +218,8 @@ def quantise_checkpoint(source, out, recipe, command, samples=16, length=64, see
     config = json.loads(checkpoint.config_text) | {"quantization_config": recipe.config()}
     for name, content in (("config", config), ("quantize_config", recipe.config()), ("provenance", about)):
         write_json(os.path.join(temporary, name + ".json"), content)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(os.path.join(source, "tokenizer.json"), os.path.join(temporary, "tokenizer.json"))
     shutil.rmtree(out, ignore_errors=True)
     os.replace(temporary, out)
     progress("")

@@ -4,7 +4,7 @@
 The model has learnt something: a run of it in 16 bits or with quantised weights can be judged by its loss on text that
 it has not seen. Its tokenizer is a byte-level BPE made from the same sources. The files, sorted by path, are split by a
 hash of the path: about one in ten is held out. The output directory holds model.safetensors (float16), config.json,
-generation_config.json, tokenizer.json, held_out.npy (int32 token ids of held-out files), and provenance.json. A second
+generation_config.json, tokenizer.json, held_out.npy (token ids of held-out files), and provenance.json. A second
 model can take the tokenizer and the held-out ids of the first, so that the two losses can be compared.
 
 Needs torch, transformers, tokenizers, safetensors and numpy.
@@ -23,6 +23,8 @@ from console import Parser, Refusal, integer, progress, require, require_numpy
 
 NAME = "train_small.py"
 require_numpy(NAME)
+
+import numpy as np
 
 
 import llama
@@ -267,7 +269,7 @@ def run(args, command):
         write_model(directory, model, state)
         tokenizer.save(os.path.join(directory, "tokenizer.json"), pretty=False)
         if not args.text_of:
-            write_ids(os.path.join(directory, "held_out.npy"), held_out)
+            write_ids(os.path.join(directory, "held_out.npy"), held_out.astype(np.uint16))
         about = {
             "command": command,
             "seed": args.seed,

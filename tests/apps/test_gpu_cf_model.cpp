@@ -211,6 +211,33 @@ TEST_CASE("cf-model eval on the GPU: 16 bits are no further from float64 than Hu
   CHECK(ours_squared <= theirs_squared);
 }
 
+TEST_CASE("cf-model eval on the GPU: trained models are no further from float64 than Hugging Face on held-out text",
+          "[gpu][cf-model]") {
+  // Those of golden/train_small.py, and their GPTQ twins. The bounds are what golden/eval_hf.py says of float16:eager on
+  // the same ids.
+  struct Trained {
+    const char* name;
+    double kl, rel_l2;
+  };
+  for (const Trained& t :
+       {Trained{"stdlib-4m", 3.60e-6, 8.06e-4}, Trained{"stdlib-4m-gptq", 3.70e-6, 8.29e-4},
+        Trained{"stdlib-llama-2m", 1.93e-6, 5.43e-4}, Trained{"stdlib-llama-2m-gptq", 2.05e-6, 5.59e-4}})
+    for (const char* feed : {"token", "prompt"}) {
+      CAPTURE(t.name, feed);
+      const Json report =
+          json_of("eval --model '" + checkpoints + t.name + "' --tokens '" + checkpoints +
+                  "stdlib-4m/held_out.npy' --context 512 --limit 2048 --oracle --feed " + std::string(feed));
+      check_machine(report);
+      const Json& figures = report["figures"]["float16"];
+      CHECK(figures["positions"] == 4 * 511);
+      CHECK(double(figures["kl"]["mean"]) <= t.kl);
+      CHECK(double(figures["logits_rel_l2"]) <= t.rel_l2);
+      // What 16 bits cost each id has a mean of zero.
+      const Json& ratio = figures["log_perplexity_ratio"];
+      CHECK(std::abs(double(ratio["mean"])) <= 5 * double(ratio["error"]));
+    }
+}
+
 TEST_CASE("cf-model eval on the GPU: windows and the oracle are the CPU's", "[gpu][cf-model]") {
   const TempDir dir;
   std::vector<std::int32_t> ids;

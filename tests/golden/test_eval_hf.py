@@ -20,7 +20,8 @@ import numpy as np
 import eval_hf
 
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
-MODEL = os.path.join(ROOT, "data/checkpoints/stdlib-4m")
+MODELS = [os.path.join(ROOT, "data/checkpoints", name) for name in ("stdlib-4m", "stdlib-llama-2m")]
+MODEL = MODELS[0]
 TOKENS = os.path.join(MODEL, "held_out.npy")
 
 
@@ -109,22 +110,23 @@ class Refusals(unittest.TestCase):
 
 @unittest.skipUnless(HAS_TORCH, "needs torch, transformers and safetensors")
 class Whole(unittest.TestCase):
-    def test_a_trained_model_in_float32(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "hf.json")
-            code, out, error = run(
-                "--model", MODEL, "--tokens", TOKENS, "--context", 64, "--stride", 32, "--limit", 200,
-                "--runs", "float32:sdpa", "--device", "cpu", "--json", path,
-            )  # fmt: skip
-            self.assertEqual((code, error), (0, ""))
-            self.assertIn("| kl | ", out)
-            with open(path, encoding="utf-8") as file:
-                figures = json.load(file)["figures"]["float32:sdpa"]
-        self.assertEqual(figures["positions"], 199)
-        self.assertLess(figures["kl"]["mean"], 1e-9)
-        self.assertLess(figures["logits_rel_l2"], 1e-5)
-        # The text is the model's own kind.
-        self.assertLess(figures["nll"]["mean"], 3)
+    def test_trained_models_in_float32(self):
+        for model in MODELS:
+            with self.subTest(model=model), tempfile.TemporaryDirectory() as folder:
+                path = os.path.join(folder, "hf.json")
+                code, out, error = run(
+                    "--model", model, "--tokens", TOKENS, "--context", 64, "--stride", 32, "--limit", 200,
+                    "--runs", "float32:sdpa", "--device", "cpu", "--json", path,
+                )  # fmt: skip
+                self.assertEqual((code, error), (0, ""))
+                self.assertIn("| kl | ", out)
+                with open(path, encoding="utf-8") as file:
+                    figures = json.load(file)["figures"]["float32:sdpa"]
+                self.assertEqual(figures["positions"], 199)
+                self.assertLess(figures["kl"]["mean"], 1e-9)
+                self.assertLess(figures["logits_rel_l2"], 1e-5)
+                # The text is the model's own kind.
+                self.assertLess(figures["nll"]["mean"], 3)
 
 
 if __name__ == "__main__":

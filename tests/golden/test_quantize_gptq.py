@@ -162,11 +162,15 @@ class CommandLine(unittest.TestCase):
         model = Model(64, 2, 2, 128, vocab_size=32, max_position_embeddings=64)
         with tempfile.TemporaryDirectory() as directory:
             source = make_checkpoints.write(make_checkpoints.Spec("source", "bfloat16", model), directory, "test")
+            with open(os.path.join(source, "tokenizer.json"), "w", encoding="utf-8") as file:
+                file.write("a tokenizer")
             out = os.path.join(directory, "out")
             argv = ["--model", source, "--out", out, "--group", "32", "--asym", "--samples", "2", "--format", "gptq_v2"]
             self.assertEqual(quantize_gptq.main(argv), 0)
             with open(os.path.join(out, "quantize_config.json"), encoding="utf-8") as file:
                 self.assertEqual(json.load(file)["checkpoint_format"], "gptq_v2")
+            with open(os.path.join(out, "tokenizer.json"), encoding="utf-8") as file:
+                self.assertEqual(file.read(), "a tokenizer")
             dump = os.path.join(directory, "x.h5")
             self.assertEqual(dump_hf.main(["--model", out, "--layer", "1", "--kv-len", "5", "--out", dump]), 0)
             with dump_hf.read_sealed(dump) as file:

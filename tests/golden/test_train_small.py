@@ -120,7 +120,7 @@ class Training(unittest.TestCase):
         hf = AutoModelForCausalLM.from_pretrained(out, torch_dtype="auto")
         self.assertEqual(hf.dtype, torch.float16)
         ids = np.load(os.path.join(held_out, "held_out.npy"))
-        self.assertEqual((ids.dtype, ids.shape), (np.int32, (2048,)))
+        self.assertEqual((ids.dtype, ids.shape), (np.uint16, (2048,)))
         self.assertTrue(0 <= ids.min() and ids.max() < model.vocab_size)
         with open(os.path.join(out, "provenance.json"), encoding="utf-8") as file:
             about = json.load(file)
@@ -129,7 +129,7 @@ class Training(unittest.TestCase):
         self.assertEqual([loss["step"] for loss in about["losses_in_nats"]], [1, 2])
         self.assertEqual(about["training"]["parameters"], hf.num_parameters())
         # What the stored weights say of the stored tokens is what the provenance says.
-        loss = train_small.mean_loss(hf.float(), torch.from_numpy(ids).long(), model.max_position_embeddings)
+        loss = train_small.mean_loss(hf.float(), torch.from_numpy(ids.astype(np.int64)), model.max_position_embeddings)
         self.assertAlmostEqual(loss, about["held_out_loss_of_the_rounded_weights"], delta=1e-5)
         return about
 

@@ -36,6 +36,8 @@ CHECKPOINTS = [
     "qwen2-gqa7",
     "stdlib-4m",
     "stdlib-4m-gptq",
+    "stdlib-llama-2m",
+    "stdlib-llama-2m-gptq",
 ]
 
 

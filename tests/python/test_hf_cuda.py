@@ -16,9 +16,10 @@ from cf_ops import _core
 from hf_models import HAS_QWEN2, TAKES_CACHES, load, padded, sequences
 
 DEVICE = "cuda"
-DENSE = [name for name in CHECKPOINTS if "gptq" not in name and (TAKES_CACHES or name.startswith(("neox", "stdlib")))]
+NEOX = ("neox", "stdlib-4m")
+DENSE = [name for name in CHECKPOINTS if "gptq" not in name and (TAKES_CACHES or name.startswith(NEOX))]
 DENSE = [name for name in DENSE if HAS_QWEN2 or not name.startswith("qwen2")]
-LLAMAS = [name for name in DENSE if not name.startswith(("neox", "stdlib"))]
+LLAMAS = [name for name in DENSE if not name.startswith(NEOX)]
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
 
 pytestmark = [gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")]

@@ -388,6 +388,24 @@ def test_tensors_in_memory_make_the_same_model(checkpoints: pathlib.Path, name: 
     assert all(np.array_equal(array, before[key]) for key, (array, _) in tensors.items())
 
 
+@pytest.mark.parametrize("name", ["neox-gptq-asym", "llama-gptq-desc-act", "stdlib-4m-gptq", "stdlib-llama-2m-gptq"])
+def test_a_quantised_model_makes_the_logits_of_its_dequantised_weights(checkpoints: pathlib.Path, name: str) -> None:
+    import gptq  # in golden/
+
+    config = json.loads((checkpoints / name / "config.json").read_text())
+    form = gptq.Format(config.pop("quantization_config"), name)
+    stored = read_safetensors(checkpoints / name / "model.safetensors")
+    dense = form.dense({key: array for key, (array, _) in stored.items()})
+    arrays = {key: np.ascontiguousarray(array, np.float32) for key, array in dense.items()}
+    ids, logits = list(range(3, 60)), []
+    for weights in (
+        _core.Weights.open(str(checkpoints / name)),
+        _core.Weights.from_tensors(json.dumps(config), described(arrays, "float32"), arrays),
+    ):
+        logits.append(_core.Runner(weights, capacity=64, activation="float64").forward(0, 0, ids, len(ids)))
+    assert relative_l2(*logits) <= 1e-12
+
+
 def test_memory_lives_as_long_as_what_reads_it() -> None:
     class Owner(dict):  # type: ignore[type-arg]
         pass
