@@ -370,9 +370,8 @@ def bytes_of(model):
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def large_model():
-    """A model whose weights are many times what else it needs: 0.7 GB of float16."""
-    config = transformers.GPTNeoXConfig(
+def large(kind, config_kind, **own):
+    config = config_kind(
         vocab_size=4096,
         hidden_size=2048,
         num_hidden_layers=6,
@@ -382,33 +381,23 @@ def large_model():
         bos_token_id=0,
         eos_token_id=None,
         pad_token_id=0,
+        **own,
     )
     with torch.device(DEVICE):
-        model = transformers.GPTNeoXForCausalLM(config).eval()
+        model = kind(config).eval()
     for parameter in model.parameters():  # half() would round the frequencies of RoPE too
         parameter.data = parameter.data.half()
     return model
 
 
+def large_model():
+    """A model whose weights are many times what else it needs: 0.7 GB of float16."""
+    return large(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig)
+
+
 def large_llama():
     """The same of another family, whose q, k, v, gate and up are joined: 0.6 GB of float16, 0.4 of them joined."""
-    config = transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        intermediate_size=8192,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device(DEVICE):
-        model = transformers.LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.half()
-    return model
+    return large(transformers.LlamaForCausalLM, transformers.LlamaConfig, num_key_value_heads=4)
 
 
 def taken_bytes():
