@@ -45,14 +45,14 @@ class Finish {
   const Real* residual_ = nullptr;
 };
 
-/// Beyond this many tokens the product is bound by arithmetic, where Eigen's blocking pays.
+/// Beyond this many tokens a dense product is bound by arithmetic, where Eigen's blocking pays.
 constexpr std::int64_t kFewTokens = 8;
+/// The same of a GPTQ product. To dequantise its rows for Eigen costs more than to read its words again for each
+/// kFewTokens tokens: a prompt of 128 ids takes Pythia-2.8B 4.3 s from words and 6.2 s through Eigen, one of 256 ids 8.8
+/// and 10.7 s (two cores of an EPYC 9004). Each further id costs the same in both ways.
+constexpr std::int64_t kFewQuantisedTokens = 256;
 /// Rows of a weight that make one output, at most: those of the gate and of up.
 constexpr std::int64_t kMostRows = 2;
-/// The same of a quantised matrix, whose rows cost more to dequantise for Eigen than a few passes over its words cost: a
-/// prompt of 128 ids takes Pythia-2.8B 4.3 s with passes and 6.2 s without, one of 256 ids 8.8 and 10.7 s (two cores of
-/// an EPYC 9004). Each further id costs the same in both ways.
-constexpr std::int64_t kFewQuantisedTokens = 256;
 
 /// A few tokens: each weight row is read once, widened in registers, and multiplied with every token.
 template <class W>
@@ -145,7 +145,7 @@ class GptqBlocks {
   std::vector<std::int32_t> word_groups_;
 };
 
-/// The same for a quantised matrix: each word is dequantised in registers, once for a few tokens.
+/// Multiplies a GPTQ matrix from its words, which are dequantised in registers.
 void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);

@@ -24,9 +24,11 @@ struct Sums {
 // Every tap is stored in 16 bits. That last rounding moves an element by at most u of itself, hence the error by at
 // most u in either norm, and which way is the luck of each walk's sums: where the walks were equally far before it,
 // ours may end up to u above theirs. Nothing else is allowed for. Luck evens out over many taps, so that of all
-// together the error may not be larger at all. A gated product's largest error is of an element whose two factors both
-// bring the luck of the layer before it: of Hugging Face's own two walks one is 2.5 times as far as the other there. So
-// it counts together with all taps' alone.
+// together the error may not be larger at all.
+//
+// The largest error of a gated product (SwiGLU) follows from the roundings before it: in llama-gqa3-scaled-q3-kv9 it is
+// 3.3e-4 in Hugging Face's eager walk, 8.3e-4 in its sdpa walk, and 1.35e-3 in float64 with this library's roundings
+// alone. So it counts in the sum over all taps, and not tap by tap.
 void check_never_worse(apps::WalkImpl impl, int least_files) {
   std::map<std::string, Sums> by_variant;
   int files = 0;

@@ -112,7 +112,7 @@ def test_the_format_of_zeros_is_the_modules(root, name):
     if not is_wrapped:
         assert torch.equal(greedy(cf_ops.hf.speed_up(converted), padded([6, 3])), expected)
     assert not is_wrapped or name != "neox-gptq-sym"
-    # The same bits in the other format are another model.
+    # With zeros of the other format the same bits are other weights.
     for module in linears(model).values():
         module._form = 2
     other = cf_ops.hf.speed_up(cf_ops.hf.restore(model))

@@ -68,9 +68,10 @@ def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
         for join in family.joins:
             modules = [layer.get_submodule(part) for part in join.parts]
             for kind in ("weight", "bias"):
-                # Quantised Linears have no weight, and a bias among their buffers.
+                # A quantised Linear has no "weight", and its bias is a buffer.
                 parts = [{**module._parameters, **module._buffers}.get(kind) for module in modules]
-                # What several modules share cannot lie in two matrices, and what does not fit is refused elsewhere.
+                # A parameter that several modules share stays where it is: it cannot lie in two matrices. The reader
+                # of the weights refuses parts that do not fit.
                 if not _fit(parts) or any(id(part) in seen for part in parts) or len({*map(id, parts)}) < len(parts):
                     continue
                 seen.update(map(id, parts))
