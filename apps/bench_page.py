@@ -100,7 +100,8 @@ def headline(figures):
             peer_factor(figures, model, "torch_graph", 1, 128),
             peer_factor(figures, model, "hf_compile", 1, 128),
         ])  # fmt: skip
-    headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "whole token", "torch in a graph", "HF, compiled"]
+    peers = "torch in a graph", "HF, compiled"
+    headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "whole token", *peers]
     return table(headers, rows) + whole_token(figures)
 
 

@@ -48,8 +48,8 @@ class Finish {
 /// Beyond this many tokens a dense product is bound by arithmetic, where Eigen's blocking pays.
 constexpr std::int64_t kFewTokens = 8;
 /// The same of a GPTQ product. To dequantise its rows for Eigen costs more than to read its words again for each
-/// kFewTokens tokens: a prompt of 128 ids takes Pythia-2.8B 4.3 s from words and 6.2 s through Eigen, one of 256 ids 8.8
-/// and 10.7 s (two cores of an EPYC 9004). Each further id costs the same in both ways.
+/// kFewTokens tokens: a prompt of 128 ids takes Pythia-2.8B 4.3 s from words and 6.2 s through Eigen, one of 256 ids
+/// 8.8 and 10.7 s (two cores of an EPYC 9004). Each further id costs the same in both ways.
 constexpr std::int64_t kFewQuantisedTokens = 256;
 /// Rows of a weight that make one output, at most: those of the gate and of up.
 constexpr std::int64_t kMostRows = 2;
@@ -87,8 +87,8 @@ class GptqBlocks {
       const bool same = std::all_of(g, g + per_word, [g](std::int32_t i) { return i == *g; });
       word_groups_[word] = same ? *g : GptqColumns::kMixed;
     }
-    // Each thread has the same number of blocks. Blocks are wide, because hardware fetches ahead within a row: two cores
-    // of an EPYC 9004 read 15 GB/s of words with 256 columns, 19 with 1024, 23 with 1280 and 1536, 20 with 2560.
+    // Each thread has the same number of blocks. Blocks are wide, because hardware fetches ahead within a row: two
+    // cores of an EPYC 9004 read 15 GB/s of words with 256 columns, 19 with 1024, 23 with 1280 and 1536, 20 with 2560.
     constexpr std::int64_t most_columns = 1536;
     const std::int64_t threads = omp_get_max_threads();
     const std::int64_t blocks = threads * divide_up(columns_, threads * most_columns);
@@ -130,7 +130,8 @@ class GptqBlocks {
   static std::int64_t whole(std::int64_t columns) {
     return divide_up(columns, GptqColumns::kMultiple) * GptqColumns::kMultiple;
   }
-  /// Copies the first n columns of each row to `to`, whose rows have `columns`. Rows are `stride` apart, before and after.
+  /// Copies the first n columns of each row to `to`, whose rows have `columns`. `stride` is the distance of rows, before
+  /// and after.
   template <class T>
   static const T* padded(const T* from, std::int64_t rows, std::int64_t n, std::int64_t columns, std::int64_t& stride,
                          std::vector<T>& to) {

@@ -46,8 +46,8 @@ void dot(const W* w, const float* x, std::int64_t n, std::int64_t x_stride, std:
   if (t < tokens) dot_tokens<Isa, 1>(w, x + t * x_stride, n, x_stride, y + t);
 }
 
-/// Rows of words that a tile has. In most matrices the rows lie a multiple of 4 KiB apart, so that a column's words share
-/// a set of the L1 cache, which has 8 to 12 ways.
+/// Rows of words that a tile has. In most matrices the rows lie a multiple of 4 KiB apart, so that a column's words
+/// share a set of the L1 cache, which has 8 to 12 ways.
 inline constexpr std::int64_t kGptqTileWords = 8;
 
 /// The codes of a word that fit the 23 bits of a float's fraction become floats where they stand, in places. The word's
@@ -144,8 +144,8 @@ struct GptqTile {
   }
 };
 
-/// Adds the products of the words first .. last - 1, a tile, with Tokens tokens to y. A token's sums have the same order
-/// for all Tokens.
+/// Adds the products of the words first .. last - 1, a tile, with Tokens tokens to y. A token's sums have the same
+/// order for all Tokens.
 template <class Isa, int bits, int Tokens>
 void gptq_tile(const GptqColumns& c, std::int64_t first, std::int64_t last, const float* x, std::int64_t in, float* y) {
   using Tile = GptqTile<Isa, bits, Tokens>;

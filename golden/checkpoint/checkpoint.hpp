@@ -63,9 +63,9 @@ class Checkpoint {
 
   /// The same from a config.json's text, a quantize_config.json's text or none, and tensors that lie in memory, which
   /// `owner` keeps. Their dtypes are spelled as in safetensors files. Messages name `source`. Without the second text,
-  /// quantization_config in the first counts. A tensor of a Linear that files store in several modules may be whole, with
-  /// the Linear's name (core/model/names.hpp) and its rows where stored_parts() has them: it is read where it lies.
-  /// Refuses what parse_hf_config and parse_gptq_config refuse.
+  /// quantization_config in the first counts. A tensor of a Linear that files store in several modules may be whole,
+  /// with the Linear's name (core/model/names.hpp) and its rows in the order of stored_parts(): it is read where it
+  /// lies. Refuses what parse_hf_config and parse_gptq_config refuse.
   static Result<Checkpoint> from_memory(std::string_view config, std::optional<std::string_view> gptq,
                                         std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                         const std::string& source);
