@@ -41,7 +41,7 @@ struct Portable {
     std::memcpy(&words, p, sizeof words);
     return words;
   }
-  /// Codes first .. first + lanes - 1 of a row of packed codes.
+  /// Codes first .. first + lanes - 1 of a row of codes that are packed into words, as floats.
   template <int bits>
   static V packed_codes(const std::int32_t* words, std::int64_t first) {
     return each([&](std::size_t n) {
@@ -54,7 +54,7 @@ struct Portable {
     for (std::uint32_t& word : words) word >>= count;
     return words;
   }
-  /// The float whose bits are words & mask | raise.
+  /// The float whose bits are those of (words & mask) and those of `raise` together.
   static V raised(Words words, int mask, float raise) {
     return each([&](std::size_t n) {
       return std::bit_cast<float>((words[n] & std::uint32_t(mask)) | std::bit_cast<std::uint32_t>(raise));

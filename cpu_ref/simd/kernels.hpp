@@ -6,8 +6,8 @@
 
 namespace cf::cpu_ref {
 
-/// A block of neighbouring columns of a GPTQ matrix: as many of its outputs. The tensors are as in GptqWeight, from the
-/// block's first column on.
+/// A block of neighbouring columns of a GPTQ matrix. A column makes one output. The tensors are those of GptqWeight,
+/// from the block's first column on.
 struct GptqColumns {
   static constexpr std::int64_t kMultiple = 16;  // a block's first column and its columns are multiples
   static constexpr std::int32_t kMixed = -1;

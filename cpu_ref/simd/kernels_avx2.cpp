@@ -25,7 +25,7 @@ struct Avx2 {
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   using Words = __m256i;
   static Words load_words(const std::int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-  /// Codes first .. first + lanes - 1 of a row of packed codes.
+  /// Codes first .. first + lanes - 1 of a row of codes that are packed into words, as floats.
   template <int bits>
   static V packed_codes(const std::int32_t* words, std::int64_t first) {
     static constexpr PackedCodes<lanes, bits> codes;
@@ -39,7 +39,7 @@ struct Avx2 {
   static Words shift_right(Words words) {
     return _mm256_srli_epi32(words, count);
   }
-  /// The float whose bits are words & mask | raise.
+  /// The float whose bits are those of (words & mask) and those of `raise` together.
   static V raised(Words words, int mask, float raise) {
     const Words masked = _mm256_and_si256(words, _mm256_set1_epi32(mask));
     return _mm256_or_ps(_mm256_castsi256_ps(masked), _mm256_set1_ps(raise));

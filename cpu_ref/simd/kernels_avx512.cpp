@@ -25,7 +25,7 @@ struct Avx512 {
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   using Words = __m512i;
   static Words load_words(const std::int32_t* p) { return _mm512_loadu_si512(p); }
-  /// Codes first .. first + lanes - 1 of a row of packed codes.
+  /// Codes first .. first + lanes - 1 of a row of codes that are packed into words, as floats.
   template <int bits>
   static V packed_codes(const std::int32_t* words, std::int64_t first) {
     static constexpr PackedCodes<lanes, bits> codes;
@@ -39,7 +39,7 @@ struct Avx512 {
   static Words shift_right(Words words) {
     return _mm512_srli_epi32(words, count);
   }
-  /// The float whose bits are words & mask | raise.
+  /// The float whose bits are those of (words & mask) and those of `raise` together.
   static V raised(Words words, int mask, float raise) {
     constexpr int a_and_b_or_c = 0xea;
     const Words c = _mm512_castps_si512(_mm512_set1_ps(raise));

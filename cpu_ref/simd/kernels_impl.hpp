@@ -61,7 +61,7 @@ constexpr float place_value(int place) {
   return float(1 << (bits * place));
 }
 
-/// The word and the first bit of each of `lanes` codes that stand side by side.
+/// For each of `lanes` codes that stand side by side: its word's number, and the code's first bit in that word.
 template <int lanes, int bits>
 struct PackedCodes {
   static_assert(lanes * bits % 32 == 0, "the first code is a word's first");

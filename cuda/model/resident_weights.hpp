@@ -20,8 +20,8 @@ struct LayerRange {
   bool operator==(const LayerRange&) const = default;
 };
 
-/// How a layer's Linear is packed. Where the walk reads query_key_value through ln_qkv, that wants its rows in another
-/// order.
+/// How a layer's Linear is packed. Models whose layers begin with the op ln_qkv have the rows of query_key_value in the
+/// order that this op reads.
 PackHint pack_hint(const Site& site, const ModelSpec& model);
 
 /// The weights of a model, or of a range of its layers, in the memory of a device, in the layouts that its kernels

@@ -226,7 +226,7 @@ TEST_CASE("cf-model eval gives trained models the loss on held-out text that tor
   const std::string name = GENERATE("stdlib-4m", "stdlib-llama-2m");
   CAPTURE(name);
   const TempDir dir;
-  // In windows of 512 ids, the first of which is not predicted, as golden/train_small.py scores the rounded weights.
+  // golden/train_small.py scores the rounded weights in windows of 512 ids, and predicts all but a window's first id.
   const Json figures = figures_of_held_out(name, "--feed prompt", dir);
   const Json about = Json::parse(read_file(trained + name + "/provenance.json"));
   CHECK(figures["positions"] == 128 * 511);

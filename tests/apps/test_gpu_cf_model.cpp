@@ -213,8 +213,8 @@ TEST_CASE("cf-model eval on the GPU: 16 bits are no further from float64 than Hu
 
 TEST_CASE("cf-model eval on the GPU: trained models are no further from float64 than Hugging Face on held-out text",
           "[gpu][cf-model]") {
-  // Those of golden/train_small.py, and their GPTQ twins. The bounds are what golden/eval_hf.py says of float16:eager on
-  // the same ids.
+  // The models are those of golden/train_small.py and their GPTQ twins. Each bound is Hugging Face's distance from
+  // float64 on the same ids: the run float16:eager of golden/eval_hf.py.
   struct Trained {
     const char* name;
     double kl, rel_l2;

@@ -284,7 +284,7 @@ TEST_CASE("Procedural values depend on seed, name and index alone", "[procedural
 }
 
 TEST_CASE("Procedural values and checksums are those that golden/procedural.py makes", "[procedural]") {
-  // tests/golden/test_dump_hf.py holds the same numbers.
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
   struct Expected {
     DType dtype;
     ProceduralKind kind;
@@ -317,7 +317,7 @@ TEST_CASE("Procedural values and checksums are those that golden/procedural.py m
 }
 
 TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[procedural]") {
-  // tests/golden/test_dump_hf.py holds the same numbers.
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
   struct Expected {
     std::int64_t layers;
     std::uint64_t seed;
@@ -357,7 +357,7 @@ TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[p
 }
 
 TEST_CASE("A procedural model of another family has the checksum of golden/procedural.py's", "[procedural]") {
-  // tests/golden/test_dump_hf.py holds the same numbers.
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
   struct Expected {
     const char* preset;
     DType dtype;
