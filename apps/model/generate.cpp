@@ -142,8 +142,10 @@ int Generate::run(const std::string& command) {
   const std::int64_t slots = slots_.value_or(std::min<std::int64_t>(kMaxSlots, std::int64_t(prompts_.size())));
   // The last token is not appended.
   const std::int64_t capacity = capacity_.value_or(std::int64_t(longest) + max_new_tokens_ - 1);
+  const Clock::time_point opened = Clock::now();
   Result<RunningModel> running = open_model(model_, slots, capacity, check_);
   if (!running) return fail(running.status());
+  const double load_s = seconds_since(opened);
   const LoadedModel& loaded = running->loaded;
   ModelRunner& runner = *running->model;  // the decoder's
   Decoder decoder(std::move(running->model));
@@ -245,6 +247,7 @@ int Generate::run(const std::string& command) {
     report["sampling"] = to_string(sampling_);
     report["slots"] = slots;
     report["capacity"] = capacity;
+    report["load_s"] = load_s;
     report["total_s"] = total_s;
     report["sequences"] = std::move(sequences);
     return report.dump(2) + "\n";

@@ -685,6 +685,15 @@ class Page(Files):
         self.assertIn("takes 1.50 ms behind 128 ids, and the first one 4.0 ms. Hugging Face's `generate()` takes 10.0 "
                       "and 5.5 times as long, torch in CUDA graphs 2.6 and 1.2 times.", text)  # fmt: skip
 
+    def test_a_file_s_way_to_the_first_token_stands_among_whole_models(self):
+        report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc", "command": "cf-model generate"}
+        report |= {"sequences": [{"prompt": [1, 2, 3], "first_token_s": 0.0625}]}
+        directory = os.path.dirname(self.write("load-pythia-2.8b.json", json.dumps(report)))
+        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), [
+            "pythia-2.8b, files in the page cache, 3 ids, on a GPU: opened in 2.12 s, first id 62.5 ms after that. "
+            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json), commit abc: `cf-model generate`",
+        ])  # fmt: skip
+
     def test_peers_of_whole_models_stand_below_them(self):
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
         report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}}

@@ -102,7 +102,7 @@ def test_ids_stream_as_they_are_made(model: str, tmp_path: pathlib.Path) -> None
     content = json.loads(report.read_text())
     (sequence,) = content["sequences"]
     assert sequence["prompt"] == [1, 2, 3] and sequence["ids"] == expected and sequence["finish"] == "length"
-    assert 0 < sequence["first_token_s"] <= sequence["total_s"] <= content["total_s"]
+    assert 0 < sequence["first_token_s"] <= sequence["total_s"] <= content["total_s"] and content["load_s"] > 0
     assert content["program"] == "cf_ops generate" and content["version"] == cf_ops.__version__
     assert content["command"].startswith("python -m cf_ops generate --model ")
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # no temporary file is left

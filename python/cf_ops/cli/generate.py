@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if program.check_device(args) is not None:  # the sizes of a GPU's cache are said when the model is loaded
         lengths = [len(encode(open_tokenizer(args.model), p) if isinstance(p, str) else p) for p in prompts]
         capacity = max(lengths) + args.max_new_tokens - 1
+    opened = time.perf_counter()
     model = program.open_model(args, slots, capacity)
+    load_s = time.perf_counter() - opened
     session = Session(model, [model.encode(prompt) for prompt in prompts], settings, args.slots)
     if session.capacity > (most := model.config["max_position_embeddings"]):
         beyond = (
@@ -108,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
         sequence |= {"fault": result.error} if result.error is not None else {}
         sequences.append(sequence)
     report = program.about("generate", args, model)
-    report |= {"slots": session.slots, "capacity": session.capacity, "total_s": total_s, "sequences": sequences}
+    report |= {"slots": session.slots, "capacity": session.capacity, "load_s": load_s, "total_s": total_s}
+    report |= {"sequences": sequences}
     program.write_json(args.json, report)
     if interrupted:
         return program.INTERRUPTED
