@@ -395,7 +395,7 @@ int run(int argc, const char* const* argv) {
   line.text("--preset", o.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
   line.seed("--seed", o.seed, "Seed of procedural weights and activations");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
-             "Stored dtype of a preset's weights, float16 when left out");
+             "Stored dtype of a preset's weights, the preset's own when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
   line.integer("--group", o.group, {1, kMaxGroup, "", -1},
                "Inputs that share a scale with --quant, -1 for all; 128 when left out");

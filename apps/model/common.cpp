@@ -31,7 +31,7 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors");
   line.text("--preset", o.choice.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
   line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
-             "Stored dtype of a preset's weights, float16 when left out");
+             "Stored dtype of a preset's weights, the preset's own when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
   line.integer("--group", o.group, {1, most_group, "", -1},
                "Inputs that share a scale with --quant, -1 for all; 128 when left out");
