@@ -8,12 +8,13 @@ Weights are random, of Hugging Face's own initial scale, in float16. All layers 
 its weights cold. A step of the stack is the layers alone, without embedding and head; it sees kv_len cache entries, the
 new token's with them. A peer that fails is recorded with its reason, and the others go on.
 
-With --what model whole models run instead, from a prompt's ids to new ids on the host: cf-model bench beside Hugging
-Face's generate(), the same with a static cache and compiled steps, and torch's operators in CUDA graphs, one for every
-step (torch_graph) or one for each kv_len (torch_graphs). Times are the host's: TTFT is the time to the first id, TPOT
-that between ids after it. Ours takes several prompts one after the other, the peers as one batch. The greedy ids of one
-prompt are compared with hf_generate's: cf-model's with the same procedural weights of --agreement-preset, the peers'
-with the random weights that they are timed with.
+With --what model whole models run instead, of Pythia, Llama or Qwen2 and in the preset's own dtype, from a prompt's ids
+to new ids on the host: cf-model bench beside Hugging Face's generate(), the same with a static cache and compiled steps,
+and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs). torch runs
+the products that checkpoints store, so Llama's q, k and v one by one. Times are the host's: TTFT is the time to the
+first id, TPOT that between ids after it. Ours takes several prompts one after the other, the peers as one batch. The
+greedy ids of one prompt are compared with hf_generate's: cf-model's with the same procedural weights of
+--agreement-preset, the peers' with the random weights that they are timed with.
 
 Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.
 """
@@ -49,6 +50,8 @@ NORM_PEERS = ("layernorm_residual", "residual_layernorm")
 OP_PEERS = ("linear", "attention", *NORM_PEERS, "gptq_linear")
 COMPILE_MODES = ("reduce-overhead", "max-autotune-no-cudagraphs")
 NORM_TOKENS = (1, 4096)
+# A small preset of each family, whose weights are made in seconds.
+AGREEMENT_PRESETS = ("pythia-160m", "llama-3.2-1b")
 BUILD = os.path.join(os.path.dirname(HERE), "build", "release", "apps")
 # What is timed, and the options that are about it alone or have a default of its own.
 DEFAULTS = {
@@ -73,7 +76,7 @@ DEFAULTS = {
         "prompt_len": [16, 128, 512, 2048],
         "new_tokens": [32],
         "slots": [1],
-        "agreement_preset": "pythia-160m",
+        "agreement_preset": "auto",
         "cf_model": os.path.join(BUILD, "cf-model"),
     },
 }
@@ -289,7 +292,8 @@ def torch_stack(hf, step):
     import torch.nn.functional as F
 
     cos, sin = (t.unsqueeze(1) for t in hf.rotary_emb(step.hidden, position_ids=step.position))
-    last = step.kv_len - 1
+    last, model = step.kv_len - 1, model_peers.model_of(hf)
+    layers = [model_peers.TorchLayer(model, layer) for layer in hf.layers]
     shape = (step.batch, step.heads, step.kv_len, step.head_dim)
     caches = []
     for old_k, old_v in step.past:
@@ -299,13 +303,13 @@ def torch_stack(hf, step):
 
     def run():
         x = step.hidden
-        for layer, (k_cache, v_cache) in zip(hf.layers, caches):
+        for layer, (k_cache, v_cache) in zip(layers, caches):
 
             def attend(q, k, v):
                 k_cache[:, :, last:], v_cache[:, :, last:] = k, v
                 return F.scaled_dot_product_attention(q, k_cache, v_cache)
 
-            x = model_peers.torch_layer(layer, x, step.heads, cos, sin, attend)
+            x = layer(x, cos, sin, attend)
         return x
 
     return run
@@ -627,16 +631,21 @@ class Bench:
                 self.measure("gptq_linear", (preset, 1, 1), system, lambda: timed(model, self.timer))
 
 
+def program_model(preset):
+    """The options of cf-model for a preset in its own dtype, in which the peers run too."""
+    return ["--backend", "cuda", "--preset", preset, "--dtype", model_config.PRESET_DTYPES[preset]]
+
+
 class ModelBench(Bench):
     """The same of whole models."""
 
-    WHAT = "tokens of whole models on one GPU, float16: this library beside others in one run"
+    WHAT = "tokens of whole models on one GPU: this library beside others in one run"
     KINDS = ("model",)
     SIZES = model_peers.SIZES
 
     def __init__(self, args, about):
         super().__init__(args, about)
-        self.agreements = {}  # (impl as asked for, prompt_len) -> fields
+        self.agreements = {}  # (agreement preset, impl as asked for, prompt_len) -> fields
 
     def findings(self):
         return {"results": {"model": model_peers.with_ratios(self.results["model"])}}
@@ -648,9 +657,17 @@ class ModelBench(Bench):
         args = self.args
         return [model_peers.Load(*sizes) for sizes in itertools.product(args.slots, args.prompt_len, args.new_tokens)]
 
+    def agreement_preset(self, preset):
+        """The preset whose ids stand in a preset's rows, or None."""
+        asked, presets = self.args.agreement_preset, model_config.PRESETS
+        if asked != "auto":
+            return asked
+        return next(name for name in AGREEMENT_PRESETS if presets[name].names == presets[preset].names)
+
     def run(self, preset):
-        if self.args.agreement_preset and 1 in self.args.slots and not self.agreements:
-            self.run_agreement(self.args.agreement_preset)
+        chosen = self.agreement_preset(preset)
+        if chosen and 1 in self.args.slots and not any(chosen == known for known, *_ in self.agreements):
+            self.run_agreement(chosen)
         self.run_programs(preset)
         self.run_peers(preset)
 
@@ -658,7 +675,7 @@ class ModelBench(Bench):
         """Fills in how far cf-model's ids are hf_generate's, with the same weights and one prompt of each length."""
         args, new_tokens = self.args, max(self.args.new_tokens)
         loads = [model_peers.Load(1, prompt_len, new_tokens) for prompt_len in args.prompt_len]
-        vocab_size = model_config.PYTHIA_PRESETS[preset].vocab_size
+        vocab_size = model_config.PRESETS[preset].vocab_size
         console.progress(f"agreement: hf_generate, {preset}")
         try:
             with time_limit(self.seconds()):
@@ -669,7 +686,7 @@ class ModelBench(Bench):
         hf = None
         self.free()
         prompts = ";".join(",".join(map(str, load.prompts(vocab_size)[0])) for load in loads)
-        model = ["--backend", "cuda", "--preset", preset, "--weights-seed", str(model_peers.WEIGHTS_SEED)]
+        model = [*program_model(preset), "--weights-seed", str(model_peers.WEIGHTS_SEED)]
         generate = ["--prompt-ids", prompts, "--max-new-tokens", str(new_tokens), "--slots", "1", "--stop", "none"]
         for impl in args.impl.split(","):
             console.progress(f"agreement: cf-model {impl}, {preset}")
@@ -682,10 +699,10 @@ class ModelBench(Bench):
                 ours = [sequence["ids"] for sequence in report["sequences"]]
                 for load, mine, ids in zip(loads, ours, theirs, strict=True):
                     same = {"impl": report["impl"]} | model_peers.agreement(mine, ids)
-                    self.agreements[impl, load.prompt_len] = found | same
+                    self.agreements[preset, impl, load.prompt_len] = found | same
             except Exception as error:
                 for load in loads:
-                    self.agreements[impl, load.prompt_len] = found | {"error": one_line(error)}
+                    self.agreements[preset, impl, load.prompt_len] = found | {"error": one_line(error)}
         console.progress("")
 
     def run_programs(self, preset):
@@ -697,11 +714,12 @@ class ModelBench(Bench):
             def rows(report, preset):
                 found = model_peers.program_rows(report, preset)
                 for row in found:
-                    if row["slots"] == 1 and (impl, row["prompt_len"]) in self.agreements:
-                        row["agreement"] = self.agreements[impl, row["prompt_len"]]
+                    key = self.agreement_preset(preset), impl, row["prompt_len"]
+                    if row["slots"] == 1 and key in self.agreements:
+                        row["agreement"] = self.agreements[key]
                 return found
 
-            command = [args.cf_model, "bench", "--backend", "cuda", "--preset", preset, "--impl", impl]
+            command = [args.cf_model, "bench", *program_model(preset), "--impl", impl]
             command += ["--prompt-len", sizes["prompt_len"], "--new-tokens", sizes["new_tokens"]]
             command += ["--slots", str(slots), "--runs", str(args.runs), "--warmup", str(args.warmup)]
             self.program("model", preset, command, rows, {"slots": slots, "system": f"cf-model {impl}"})
@@ -777,7 +795,8 @@ def parse_arguments(argv):
     )
     model.add_argument(
         "--agreement-preset", metavar="NAME",
-        help="whose ids are compared where one prompt runs, or none; a large one's weights take minutes to make; "
+        help="whose ids are compared where one prompt runs, none, or auto: "
+        + f"{' or '.join(AGREEMENT_PRESETS)}, by the family; a large one's weights take minutes to make; "
         + default_text("agreement_preset"),
     )  # fmt: skip
     model.add_argument("--cf-model", metavar="FILE", help="the program")
@@ -789,7 +808,8 @@ def parse_arguments(argv):
             elif attribute not in DEFAULTS[args.what] and getattr(args, attribute) is not None:
                 raise console.Refusal(f"--{attribute.replace('_', '-')}: expected with --what {what}")
     peers = {"layers": (*STACK_PEERS, *OP_PEERS), "model": tuple(model_peers.PEERS)}[args.what]
-    known = {"preset": tuple(model_config.PYTHIA_PRESETS), "peers": peers, "compile_modes": COMPILE_MODES}
+    presets = {"layers": model_config.PYTHIA_PRESETS, "model": model_config.PRESETS}[args.what]
+    known = {"preset": tuple(presets), "peers": peers, "compile_modes": COMPILE_MODES}
     for attribute in (name for name in known if name in DEFAULTS[args.what]):
         values = getattr(args, attribute).split(",")
         for value in values:
@@ -797,7 +817,7 @@ def parse_arguments(argv):
                 option = attribute.replace("_", "-")
                 raise console.Refusal(f"--{option} must be of {', '.join(known[attribute])}, got {value!r}")
         setattr(args, attribute, values)
-    longest = min(model_config.PYTHIA_PRESETS[preset].max_position_embeddings for preset in args.preset)
+    longest = min(presets[preset].max_position_embeddings for preset in args.preset)
     if args.what == "layers":
         if min(args.kv_len) < 2 or max(args.kv_len) > longest:
             raise console.Refusal(f"--kv-len must be 2 to {longest}, got {min(args.kv_len)} to {max(args.kv_len)}")
@@ -805,10 +825,9 @@ def parse_arguments(argv):
     else:
         if max(args.prompt_len) > longest:
             raise console.Refusal(f"--prompt-len must be at most {longest}, got {max(args.prompt_len)}")
-        if args.agreement_preset not in (*model_config.PYTHIA_PRESETS, "none"):
+        if args.agreement_preset not in ("auto", "none", *presets):
             raise console.Refusal(
-                f"--agreement-preset must be none or of {', '.join(model_config.PYTHIA_PRESETS)}, "
-                f"got {args.agreement_preset!r}"
+                f"--agreement-preset must be auto, none or of {', '.join(presets)}, got {args.agreement_preset!r}"
             )
         args.agreement_preset = None if args.agreement_preset == "none" else args.agreement_preset
         programs = (args.cf_model,)
@@ -848,7 +867,7 @@ def main(argv):
         "command": shlex.join([NAME, *argv]),
         "gpu": torch.cuda.get_device_name(0),
         "versions": versions,
-        "dtype": "float16",
+        "dtype": ", ".join(dict.fromkeys(model_config.PRESET_DTYPES[preset] for preset in args.preset)),
         "runs": args.runs,
         "warmup": args.warmup,
     }

@@ -1,5 +1,6 @@
 """Whole models beside cf-model: the prompts' pass and the steps after it, from ids on the host to ids on the host, by
-Hugging Face and by torch alone. bench_peers.py --what model runs them. To import this needs no torch.
+Hugging Face and by torch alone. A preset of any family runs in its own dtype. bench_peers.py --what model runs them. To
+import this needs no torch.
 
 A peer is a function of a Hugging Face model and a Load. It returns a callable that runs the load once and returns its
 Stream. What a careful user prepares once, such as graphs and compiled code, is made before or in the first run.
@@ -7,6 +8,7 @@ Stream. What a careful user prepares once, such as graphs and compiled code, is 
 
 import functools
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,22 +157,26 @@ def table(rows):
 
 
 def random_model(preset, device="cuda"):
-    """Hugging Face's model of the preset with random float16 weights, made on the device."""
+    """Hugging Face's model of the preset with random weights of the preset's dtype, made on the device."""
     import torch
 
     torch.manual_seed(1)
-    config = hf_model.transformers_config(model_config.PYTHIA_PRESETS[preset], "sdpa")
-    with hf_model.default_dtype("float16"), torch.device(device):
-        hf = hf_model.modeling().GPTNeoXForCausalLM(config)
-    return hf_model.ready(hf, "float16", "sdpa", device)
+    return hf_model.random_causal(model_config.PRESETS[preset], model_config.PRESET_DTYPES[preset], "sdpa", device)
 
 
 def procedural_model(preset, device="cuda"):
-    """The same with the weights that cf-model makes for the preset, bit by bit."""
-    model = model_config.PYTHIA_PRESETS[preset]
+    """The same with the weights that cf-model makes for the preset, bit by bit. All cores make them."""
+    model, dtype = model_config.PRESETS[preset], model_config.PRESET_DTYPES[preset]
     shapes = model_config.model_shapes(model)
-    weights = {name: procedural.weight("float16", shape, WEIGHTS_SEED, name) for name, shape in shapes.items()}
-    return hf_model.build_causal(model, weights, "float16", "float16", "sdpa", device)
+    with ThreadPoolExecutor() as pool:
+        arrays = pool.map(lambda name: procedural.weight(dtype, shapes[name], WEIGHTS_SEED, name), shapes)
+        weights = dict(zip(shapes, arrays))
+    return hf_model.build_causal(model, weights, dtype, dtype, "sdpa", device, made_on=device)
+
+
+def model_of(hf):
+    """The golden tools' Model of a Hugging Face model: its names, sizes and arithmetic."""
+    return model_config.parse_config(hf.config.to_json_string(use_diff=False), "transformers")
 
 
 def host_prompts(hf, load):
@@ -225,10 +231,13 @@ def hf_static_compile(hf, load):
     return run
 
 
-def torch_norm(x, module):
+def torch_norm(model, x, module):
+    """LayerNorm, or RMSNorm where the model's family has it."""
     import torch.nn.functional as F
 
-    return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, module.eps)
+    if hf_model.has_rms_norms(model):
+        return F.rms_norm(x, x.shape[-1:], module.weight, model.layer_norm_eps)
+    return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, model.layer_norm_eps)
 
 
 def torch_linear(x, module):
@@ -244,20 +253,60 @@ def rotate(x, cos, sin):
     rotary_dim = cos.shape[-1]
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     a, b = turned.chunk(2, -1)
-    return torch.cat((turned * cos + torch.cat((-b, a), -1) * sin, rest), -1)
+    turned = turned * cos + torch.cat((-b, a), -1) * sin
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def torch_layer(layer, x, heads, cos, sin, attend):
-    """A layer of x (batch, tokens, hidden) by torch's operators. attend(q, k, v), (batch, heads, tokens, head_dim)
-    each, appends to the cache and returns the context."""
+def attend_prompts(q, k, v):
+    """sdpa of whole prompts without a cache."""
     import torch.nn.functional as F
 
-    qkv = torch_linear(torch_norm(x, layer.input_layernorm), layer.attention.query_key_value)
-    q, k, v = qkv.view(*x.shape[:2], heads, -1).transpose(1, 2).chunk(3, -1)
-    context = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-    attended = torch_linear(context.transpose(1, 2).reshape(x.shape), layer.attention.dense)
-    act = F.gelu(torch_linear(torch_norm(x, layer.post_attention_layernorm), layer.mlp.dense_h_to_4h))
-    return torch_linear(act, layer.mlp.dense_4h_to_h) + attended + x
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attend_one(q, k, v, mask=None):
+    """sdpa of one new token a sequence. Heads that share keys and values are given as that many tokens of one head:
+    every kernel of torch takes those, with a mask too, and reads the cache once."""
+    import torch.nn.functional as F
+
+    grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
+
+
+class TorchLayer:
+    """A layer by torch's operators, as its family computes it, with the products that checkpoints store."""
+
+    def __init__(self, model, layer):
+        def modules(*names):
+            return [layer.get_submodule(name) for name in names]
+
+        names, self.model = model.names, model
+        self.norms = modules("input_layernorm", "post_attention_layernorm")
+        self.qkv, self.mlp = modules(*names.qkv_parts), modules(*names.mlp_parts)
+        self.dense, self.down = modules(names.dense, names.down)
+
+    def heads_of(self, products):
+        """q, k and v, (batch, heads, tokens, head_dim) each, from their products, or one in which a head's lie side by
+        side."""
+        by_head = [p.unflatten(-1, (-1, self.model.head_dim * 3 // len(products))).transpose(1, 2) for p in products]
+        return by_head if len(by_head) == 3 else by_head[0].chunk(3, -1)
+
+    def __call__(self, x, cos, sin, attend):
+        """The layer's output of x (batch, tokens, hidden). attend(q, k, v), (batch, heads, tokens, head_dim) each,
+        appends to the cache and returns the context."""
+        import torch.nn.functional as F
+
+        normed = torch_norm(self.model, x, self.norms[0])
+        q, k, v = self.heads_of([torch_linear(normed, module) for module in self.qkv])
+        context = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        attended = torch_linear(context.transpose(1, 2).flatten(2), self.dense)
+        if not self.model.use_parallel_residual:
+            x = attended + x
+        normed = torch_norm(self.model, x, self.norms[1])
+        act, *up = (torch_linear(normed, module) for module in self.mlp)
+        act = F.silu(act) * up[0] if up else F.gelu(act)
+        out = torch_linear(act, self.down)
+        return out + attended + x if self.model.use_parallel_residual else out + x
 
 
 class TorchModel:
@@ -267,16 +316,19 @@ class TorchModel:
     def __init__(self, hf, load):
         import torch
 
-        c, self.base, self.head = hf.config, hf.gpt_neox, hf.get_output_embeddings()
-        self.load, self.heads = load, c.num_attention_heads
+        self.model, self.load = model_of(hf), load
+        names, base = self.model.names, getattr(hf, self.model.names.base)
+        self.embedding, self.head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        self.final_norm = hf.get_submodule(names.final_norm)
+        self.layers = [TorchLayer(self.model, layer) for layer in base.layers]
         kind = {"device": hf.device, "dtype": hf.dtype}
         # sdpa copies a mask of another length before each use.
         capacity = -(-load.capacity // 16) * 16
-        shape = (load.slots, self.heads, capacity, c.hidden_size // self.heads)
+        shape = (load.slots, self.model.kv_heads, capacity, self.model.head_dim)
         # Zeros: what a mask hides must be finite.
-        self.caches = [tuple(torch.zeros(shape, **kind) for _ in range(2)) for _ in self.base.layers]
+        self.caches = [tuple(torch.zeros(shape, **kind) for _ in range(2)) for _ in self.layers]
         self.entries = torch.arange(capacity, device=hf.device)
-        tables = self.base.rotary_emb(self.caches[0][0], position_ids=self.entries[None])
+        tables = base.rotary_emb(self.caches[0][0], position_ids=self.entries[None])
         self.cos, self.sin = (t[0] for t in tables)
         self.position = torch.full((1,), load.prompt_len, device=hf.device)
         self.prompts = torch.zeros((load.slots, load.prompt_len), dtype=torch.long, device=hf.device)
@@ -285,20 +337,18 @@ class TorchModel:
     def _run(self, ids, cos, sin, attend):
         import torch.nn.functional as F
 
-        x = F.embedding(ids, self.base.embed_in.weight)
-        for layer, cache in zip(self.base.layers, self.caches):
-            x = torch_layer(layer, x, self.heads, cos, sin, functools.partial(attend, cache))
-        self.ids.copy_(torch_linear(torch_norm(x[:, -1:], self.base.final_layer_norm), self.head).argmax(-1))
+        x = F.embedding(ids, self.embedding.weight)
+        for layer, cache in zip(self.layers, self.caches):
+            x = layer(x, cos, sin, functools.partial(attend, cache))
+        self.ids.copy_(torch_linear(torch_norm(self.model, x[:, -1:], self.final_norm), self.head).argmax(-1))
 
     def prefill(self):
-        import torch.nn.functional as F
-
         length = self.load.prompt_len
 
         def attend(cache, q, k, v):
             for side, new in zip(cache, (k, v)):
                 side[:, :, :length] = new
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return attend_prompts(q, k, v)
 
         self._run(self.prompts, self.cos[:length], self.sin[:length], attend)
         self.rewind()
@@ -310,7 +360,6 @@ class TorchModel:
     def step(self):
         """A step at whatever position is next: attention reads the whole cache under a mask."""
         import torch
-        import torch.nn.functional as F
 
         cos, sin = (t.index_select(0, self.position) for t in (self.cos, self.sin))
         mask = torch.zeros(self.entries.shape, dtype=cos.dtype, device=cos.device)
@@ -319,21 +368,19 @@ class TorchModel:
         def attend(cache, q, k, v):
             for side, new in zip(cache, (k, v)):
                 side.index_copy_(2, self.position, new)
-            return F.scaled_dot_product_attention(q, *cache, attn_mask=mask[None, None, None])
+            return attend_one(q, *cache, mask[None, None, None])
 
         self._run(self.ids, cos, sin, attend)
         self.position.add_(1)
 
     def step_of(self, kv_len):
         """The step of one kv_len alone: attention reads just its entries, without a mask."""
-        import torch.nn.functional as F
-
         last = slice(kv_len - 1, kv_len)
 
         def attend(cache, q, k, v):
             for side, new in zip(cache, (k, v)):
                 side[:, :, last] = new
-            return F.scaled_dot_product_attention(q, *(side[:, :, :kv_len] for side in cache))
+            return attend_one(q, *(side[:, :, :kv_len] for side in cache))
 
         self._run(self.ids, self.cos[last], self.sin[last], attend)
 

@@ -232,20 +232,27 @@ def build(model, state, stored, dtype, implementation, device, layers=1):
     return ready(hf, dtype, implementation, device)
 
 
-def build_causal(model, weights, stored, dtype, implementation, device):
-    """A model with a head that computes in `dtype`, with weights by their names in checkpoints."""
-    with default_dtype(dtype):
+def random_causal(model, dtype, implementation, device="cpu"):
+    """A model with a head that computes in `dtype`, made on the device with transformers' own random weights."""
+    import torch
+
+    with default_dtype(dtype), torch.device(device):
         hf = class_of(model, "ForCausalLM")(transformers_config(model, implementation))
-    names = model.names
-    base = {below_base(model, n): w for n, w in weights.items() if n.startswith(f"{names.base}.")}
-    load(getattr(hf, names.base), base, stored)
-    head = hf.get_output_embeddings()
-    if not model.tie_word_embeddings:
-        # The module's name differs between versions.
-        load(head, {"weight": weights[f"{names.head}.weight"]}, stored)
-    elif head.weight is not hf.get_input_embeddings().weight:
+    if model.tie_word_embeddings and hf.get_output_embeddings().weight is not hf.get_input_embeddings().weight:
         raise Refusal("transformers: the head of tied embeddings must be the embedding")
     return ready(hf, dtype, implementation, device)
+
+
+def build_causal(model, weights, stored, dtype, implementation, device, made_on="cpu"):
+    """A model with a head that computes in `dtype`, with weights by their names in checkpoints. `made_on` is the device
+    on which transformers makes the model, before it has these weights."""
+    hf, names = random_causal(model, dtype, implementation, made_on), model.names
+    base = {below_base(model, n): w for n, w in weights.items() if n.startswith(f"{names.base}.")}
+    load(getattr(hf, names.base), base, stored)
+    if not model.tie_word_embeddings:
+        # The module's name differs between versions.
+        load(hf.get_output_embeddings(), {"weight": weights[f"{names.head}.weight"]}, stored)
+    return hf.to(device)
 
 
 def one_layer(model, weights, stored, dtype, implementation, device):

@@ -16,8 +16,8 @@ def pythia(hidden, layers, heads, vocab):
     return neox.Model(hidden, layers, heads, 4 * hidden, vocab)
 
 
-def gated(model_type, dtype, hidden, layers, heads, kv_heads, intermediate, vocab, positions, theta, *rest):
-    """A preset of another family. A dump's dtype does not depend on that of the published weights."""
+def gated(model_type, hidden, layers, heads, kv_heads, intermediate, vocab, positions, theta, *rest):
+    """A preset of another family."""
     *scaling, is_tied, eps = rest
     return llama.Model(
         model_type,
@@ -37,17 +37,18 @@ def gated(model_type, dtype, hidden, layers, heads, kv_heads, intermediate, voca
 
 
 def read_presets():
-    """Name -> model of the presets that core/model/presets.def lists."""
+    """Name -> model, and name -> dtype of the weights, of the presets that core/model/presets.def lists."""
     with open(PRESETS_FILE, encoding="utf-8") as file:
         lines = re.findall(r"^CF_(\w+)\((.*)\)$", file.read(), re.MULTILINE)
-    found = {}
+    models, dtypes = {}, {}
     for kind, arguments in lines:
         name, *values = json.loads(f"[{arguments}]")
-        found[name] = pythia(*values) if kind == "PYTHIA" else gated(kind.lower(), *values)
-    return found
+        dtypes[name] = "float16" if kind == "PYTHIA" else values.pop(0)
+        models[name] = pythia(*values) if kind == "PYTHIA" else gated(kind.lower(), *values)
+    return models, dtypes
 
 
-PRESETS = read_presets()
+PRESETS, PRESET_DTYPES = read_presets()
 PYTHIA_PRESETS = {name: model for name, model in PRESETS.items() if isinstance(model, neox.Model)}
 
 

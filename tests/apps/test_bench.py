@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import io
 import json
+import math
 import os
 import stat
 import sys
@@ -215,13 +216,13 @@ PYTHON = {
     },
 }  # fmt: skip
 
-# A cf-model that knows one impl, and whose ids are 0, 1, 2, ...
+# A cf-model that knows one impl, whose ids are 0, 1, 2, ..., and which reports the dtype that it is given.
 CF_MODEL = """#!/usr/bin/env python3
 import json, sys
 of = lambda option: sys.argv[sys.argv.index(option) + 1]
 if of("--impl") != "auto":
     sys.exit("cf-model: no such impl")
-report = {"commit": "abc", "impl": "graph"}
+report = {"commit": "abc", "impl": "graph", "dtype": of("--preset") + " in " + of("--dtype")}
 if sys.argv[1] == "generate":
     prompts = of("--prompt-ids").split(";")
     report["sequences"] = [{"ids": list(range(int(of("--max-new-tokens"))))} for _ in prompts]
@@ -331,13 +332,44 @@ class Models(Files):
         bench.run("pythia-14m")
         self.assertNotIn("agreement", bench.results["model"][0])
 
+    def test_each_family_runs_in_its_own_dtype_and_is_compared_with_a_small_model_of_its_own(self):
+        bench = self.bench(peers=["hf_generate"], prompt_len=[3], agreement_preset="auto")
+        made = []
+
+        def timed(peer, hf, load, captured, runs, warmup):
+            return model_peers.figures([[4.0] * load.new_tokens] * runs, load), [0, 1, 2, 3]
+
+        models = {"random_model": made.append, "procedural_model": made.append}
+        with mock.patch.multiple(model_peers, timed=timed, **models):
+            for preset in ("pythia-14m", "llama-2-7b", "qwen2.5-7b"):
+                bench.run(preset)
+        expected = ["pythia-160m", "pythia-14m", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b"]
+        self.assertEqual(made, expected)
+        self.assertEqual([program["dtype"] for program in bench.programs],
+                         ["pythia-14m in float16", "llama-2-7b in float16", "qwen2.5-7b in bfloat16"])  # fmt: skip
+        compared = [row["agreement"]["preset"] for row in bench.results["model"] if model_peers.is_ours(row)]
+        self.assertEqual(compared, ["pythia-160m", "llama-3.2-1b", "llama-3.2-1b"])
+
+    def test_the_dtypes_of_presets_are_those_of_the_one_list(self):
+        dtypes = model_config.PRESET_DTYPES
+        self.assertEqual(list(dtypes), list(model_config.PRESETS))
+        self.assertEqual({dtypes[name] for name in model_config.PYTHIA_PRESETS}, {"float16"})
+        self.assertEqual((dtypes["llama-2-7b"], dtypes["llama-3.1-8b"]), ("float16", "bfloat16"))
+
+    def small_models(self):
+        """A small model of each family: Llama's with tied embeddings and scaled RoPE, Qwen2's with biases."""
+        sizes = {"num_hidden_layers": 2, "vocab_size": 512}
+        grouped = sizes | {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 32, "intermediate_size": 80}
+        presets = model_config.PRESETS
+        return {
+            "pythia": replace(presets["pythia-14m"], **sizes),
+            "llama": replace(presets["llama-3.2-1b"], **grouped, num_key_value_heads=2),
+            "ungrouped": replace(presets["llama-2.8b-shape"], **grouped, num_key_value_heads=6),
+            "qwen2": replace(presets["qwen2.5-7b"], **grouped, num_key_value_heads=1),
+        }
+
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_peers_choose_the_ids_of_hugging_face_s_own_pass(self):
-        model = replace(model_config.PRESETS["pythia-14m"], num_hidden_layers=2, vocab_size=512)
-        shapes = model_config.model_shapes(model)
-        weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
-        hf = hf_model.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
-
         def captured(step, before=lambda: None):
             """What a graph does, without one: a warm-up, then the step at each replay."""
             for _ in range(3):
@@ -346,14 +378,42 @@ class Models(Files):
             before()
             return types.SimpleNamespace(replay=step)
 
-        # 14 + 3 - 1 entries fill the cache of the mask's multiple of 16.
-        for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
-            prompt = load.prompts(model.vocab_size)[0]
-            expected = hf_model.generate(hf, prompt, load.new_tokens)[0].tolist()[load.prompt_len :]
-            for peer in ("hf_generate", "torch_graph", "torch_graphs"):
-                found, ids = model_peers.timed(peer, hf, load, captured, 2, 1)
-                self.assertEqual(ids, expected, (peer, load))
-                self.assertGreater(found["total_ms"], 0)
+        for name, model in self.small_models().items():
+            shapes = model_config.model_shapes(model)
+            weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
+            hf = hf_model.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
+            self.assertEqual(model_peers.model_of(hf), model)
+            # 14 + 3 - 1 entries fill the cache of the mask's multiple of 16.
+            for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
+                prompts = load.prompts(model.vocab_size)
+                expected = hf_model.generate(hf, prompts[0], load.new_tokens)[0].tolist()[load.prompt_len :]
+                for peer in model_peers.PEERS:
+                    # The compiler is torch's own: here the function that it would compile runs.
+                    with mock.patch("torch.compile", lambda function, **_: function):
+                        found, ids = model_peers.timed(peer, hf, load, captured, 2, 1)
+                    self.assertEqual(ids, expected, (name, peer, load))
+                    self.assertGreater(found["total_ms"], 0)
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_models_are_made_in_their_own_dtype_with_the_head_that_they_have(self):
+        import torch
+
+        small = self.small_models()
+        dtypes = dict.fromkeys(small, "bfloat16") | {"pythia": "float16"}
+        with mock.patch.multiple(model_config, PRESETS=small, PRESET_DTYPES=dtypes):
+            for name, model in small.items():
+                dtype = getattr(torch, dtypes[name])
+                for made in (model_peers.random_model(name, "cpu"), model_peers.procedural_model(name, "cpu")):
+                    self.assertEqual({p.dtype for p in made.parameters()}, {dtype}, name)
+                    parameters = sum(p.numel() for p in made.parameters())
+                    shapes = model_config.model_shapes(model)
+                    self.assertEqual(parameters, sum(map(math.prod, shapes.values())), name)
+                    tied = made.get_output_embeddings().weight is made.get_input_embeddings().weight
+                    self.assertEqual(tied, name == "llama")
+                for key in (f"{model.names.embedding}.weight", f"{model.names.final_norm}.weight"):
+                    expected = procedural.weight(dtypes[name], shapes[key], model_peers.WEIGHTS_SEED, key)
+                    got = hf_model.to_numpy(made.get_submodule(key.removesuffix(".weight")).weight)
+                    self.assertEqual(got.tobytes(), expected.tobytes(), (name, key))
 
 
 class Python(Files):
@@ -491,6 +551,7 @@ class Refusals(Files):
         program = self.write("program", "#!/bin/sh\n", True)
         programs = ("--cf-layer", program, "--cf-op", program)
         self.check(bench_peers, "--preset must be of pythia-14m, ", "--preset", "pythia-3b")
+        self.check(bench_peers, "--preset must be of pythia-14m, ", "--preset", "llama-3.2-1b")
         self.check(bench_peers, "--peers must be of torch_ops, ", "--peers", "torch_ops,vllm")
         self.check(bench_peers, "expected a positive integer", "--batch", "0")
         self.check(bench_peers, "--kv-len must be 2 to 2048, got 1 to 128", "--kv-len", "1,128")
@@ -504,7 +565,12 @@ class Refusals(Files):
         check("--peers must be of hf_generate, ", "--what", "model", "--peers", "torch_ops")
         check("--kv-len: expected with --what layers", "--what", "model", "--kv-len", "128")
         check("--prompt-len must be at most 2048, got 4096", "--what", "model", "--prompt-len", "16,4096")
-        check("--agreement-preset must be none or of pythia-14m, ", "--what", "model", "--agreement-preset", "gpt2")
+        check("--agreement-preset must be auto, none or of pythia-14m, ",
+              "--what", "model", "--agreement-preset", "gpt2")  # fmt: skip
+        check("must be at most 2048, got 4096", "--what", "model", "--preset", "llama-3.2-1b,llama-2.8b-shape",
+              "--prompt-len", "4096")  # fmt: skip
+        check("nowhere: no such program", "--what", "model", "--preset", "llama-2-7b", "--prompt-len", "4096",
+              "--cf-model", "nowhere")  # fmt: skip
         check("nowhere: no such program", "--what", "model", "--cf-model", "nowhere")
 
     def test_bench_python(self):
