@@ -17,6 +17,8 @@ import unittest
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
+
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 APPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "apps")
@@ -368,21 +370,26 @@ class Models(Files):
             "qwen2": replace(presets["qwen2.5-7b"], **grouped, num_key_value_heads=1),
         }
 
+    def sharp(self, model):
+        """Hugging Face's model in float32, with weights so large that heads look at few tokens, and ids differ."""
+        weights = {}
+        for name, shape in model_config.model_shapes(model).items():
+            weights[name] = procedural.weight("float32", shape, 0, name) * np.float32(8 if len(shape) == 2 else 1)
+        return hf_model.build_causal(model, weights, "float32", "float32", "sdpa", "cpu")
+
+    @staticmethod
+    def captured(step, before=lambda: None):
+        """What a graph does, without one: a warm-up, then the step at each replay."""
+        for _ in range(3):
+            before()
+            step()
+        before()
+        return types.SimpleNamespace(replay=step)
+
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_peers_choose_the_ids_of_hugging_face_s_own_pass(self):
-        def captured(step, before=lambda: None):
-            """What a graph does, without one: a warm-up, then the step at each replay."""
-            for _ in range(3):
-                before()
-                step()
-            before()
-            return types.SimpleNamespace(replay=step)
-
         for name, model in self.small_models().items():
-            shapes = model_config.model_shapes(model)
-            weights = {name: procedural.weight("float16", shape, 0, name) for name, shape in shapes.items()}
-            hf = hf_model.build_causal(model, weights, "float16", "float32", "sdpa", "cpu")
-            self.assertEqual(model_peers.model_of(hf), model)
+            hf = self.sharp(model)
             # 14 + 3 - 1 entries fill the cache of the mask's multiple of 16.
             for load in (model_peers.Load(1, 14, 3), model_peers.Load(2, 17, 6), model_peers.Load(1, 16, 1)):
                 prompts = load.prompts(model.vocab_size)
@@ -390,9 +397,31 @@ class Models(Files):
                 for peer in model_peers.PEERS:
                     # The compiler is torch's own: here the function that it would compile runs.
                     with mock.patch("torch.compile", lambda function, **_: function):
-                        found, ids = model_peers.timed(peer, hf, load, captured, 2, 1)
+                        found, ids = model_peers.timed(peer, hf, load, self.captured, 2, 1)
                     self.assertEqual(ids, expected, (name, peer, load))
                     self.assertGreater(found["total_ms"], 0)
+
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_torch_s_operators_make_what_hugging_face_s_modules_make(self):
+        import torch
+
+        load, norm = model_peers.Load(1, 17, 4), model_peers.torch_norm
+        for name, model in self.small_models().items():
+            hf = self.sharp(model)
+            self.assertEqual(model_peers.model_of(hf), model)
+            ids, _ = hf_model.generate(hf, load.prompts(model.vocab_size)[0], load.new_tokens)
+            taps, _ = hf_model.run_model(hf, model, ids[:-1])
+            expected = torch.from_numpy(taps[model.names.final_norm_tap])[load.prompt_len - 1 :]
+            for peer in (model_peers.torch_graph, model_peers.torch_graphs):
+                made = []
+                run = peer(hf, load, self.captured)
+                keep = lambda *arguments: made.append(norm(*arguments)) or made[-1]
+                with mock.patch.object(model_peers, "torch_norm", keep):
+                    run()
+                of_a_pass = 2 * model.num_hidden_layers + 1
+                last = torch.cat([of_norm[:, -1] for of_norm in made[of_a_pass - 1 :: of_a_pass]])
+                self.assertLess(bench_peers.relative_l2(last, expected), 1e-5, (name, peer))
+
 
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_models_are_made_in_their_own_dtype_with_the_head_that_they_have(self):
