@@ -27,7 +27,8 @@ from console import Refusal
 
 BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
-LLAMAS = ("llama-3.2-1b", "llama-3.1-8b")
+LLAMAS = ("llama-3.2-1b", "llama-3.1-8b")  # in the headline, and with peers
+OTHER_FAMILIES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-7b", "llama-2.8b-shape", "qwen2.5-7b")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 
 
@@ -86,19 +87,31 @@ def peer_factor(figures, model, system, batch, kv_len):
     return "-"
 
 
+def token_factor(figures, model, system, prompt_len):
+    """The same of a whole token of one sequence behind a prompt."""
+    report = figures[f"model-peers-{model}"]
+    for r in report["results"]["model"] if report else ():
+        if (r["system"], r["slots"], r["prompt_len"]) == (system, 1, prompt_len) and "tpot_ratio" in r:
+            return f"{r['tpot_ratio']:.2f}x"
+    return "-"
+
+
 def headline(figures):
     rows = []
     for model in (*MODELS, *LLAMAS):
         steps, gptq = figures.steps(f"stack-{model}"), figures.steps(f"stack-{model}-gptq")
         graph, persistent = steps.get(("graph", 1, 128)), steps.get(("persistent", 1, 128))
+        if model in LLAMAS:
+            factors = [token_factor(figures, model, peer, 512) for peer in ("torch_graph", "hf_static_compile")]
+        else:
+            factors = [peer_factor(figures, model, peer, 1, 128) for peer in ("torch_graph", "hf_compile")]
         rows.append([
             model,
             share(graph),
             share(persistent),
             share(gptq.get(("graph", 1, 128))),
             share(figures.token(f"model-{model}", 512)),
-            peer_factor(figures, model, "torch_graph", 1, 128),
-            peer_factor(figures, model, "hf_compile", 1, 128),
+            *factors,
         ])  # fmt: skip
     peers = "torch in a graph", "HF, compiled"
     headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "whole token", *peers]
@@ -128,7 +141,7 @@ def whole_token(figures, model="pythia-2.8b", prompt_len=128):
 
 def ways_to_step(figures):
     lines, rows, sources = [], [], []
-    for model in MODELS:
+    for model in (*MODELS, *LLAMAS):
         steps = figures.steps(f"stack-{model}")
         if not steps:
             continue
@@ -235,10 +248,11 @@ def cpu(figures):
     return [about, "", *table(headers, rows)]
 
 
-def model_table(report):
-    """The rows of cf-model bench. On a GPU each has the impl of its steps."""
-    results = report["results"]
-    texts = [key for key in ("impl", "prompt_len", "new_tokens", "slots") if key in results[0]]
+def model_table(results):
+    """The rows of cf-model bench. On a GPU each has the impl of its steps, and beside other models its own."""
+    names = {"model": "model", "dtype": "dtype", "impl": "impl"}
+    names |= {"prompt_len": "prompt", "new_tokens": "new", "slots": "slots"}
+    texts = [key for key in names if key in results[0]]
     rows = [
         [
             *(str(r[key]) for key in texts),
@@ -248,7 +262,6 @@ def model_table(report):
         ]
         for r in results
     ]
-    names = {"impl": "impl", "prompt_len": "prompt", "new_tokens": "new", "slots": "slots"}
     headers = [*(names[key] for key in texts), "TTFT ms", "TPOT ms", "p99 ms", "tokens/s"]
     return table([*headers, "decode, of the streaming read"], rows)
 
@@ -261,7 +274,7 @@ def cpu_model(figures):
             lines += [f"{name}: not recorded.", ""]
             continue
         about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
-        lines += [about, "", *model_table(report), ""]
+        lines += [about, "", *model_table(report["results"]), ""]
     return lines[:-1]
 
 
@@ -291,24 +304,48 @@ def quality(figures):
     return [*table(headers, rows), "", *sources]
 
 
+def what_ran(report):
+    return f"{report['model']} on {report['gpu']}, {report['weights']}"
+
+
+def other_families(figures):
+    """One table of the models beside Pythia's that are recorded."""
+    rows, sources = [], []
+    for name in OTHER_FAMILIES:
+        if report := figures[f"model-{name}"]:
+            about = {"model": report["model"], "dtype": report["activation_dtype"]}
+            rows += [about | r for r in report["results"]]
+            sources.append(f"- {what_ran(report)}. {figures.source(f'model-{name}')}")
+    return [*model_table(rows), "", *sources, ""] if rows else []
+
+
+def peers_of_a_model(report):
+    return (
+        f"Beside others in one run, {report['dtype']}: transformers' generate(), the same model with a static cache "
+        "and compiled steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each "
+        "kv_len (torch_graphs). The last column counts the greedy ids of one prompt that are generate()'s with the "
+        "same weights; where it names a model, the ids are that model's."
+    )
+
+
 def gpu_model(figures):
     lines = []
     quantised = "pythia-2.8b-gptq", "pythia-2.8b-gptq-slots"
-    for name in ("pythia-2.8b", "pythia-2.8b-slots", *quantised, "pythia-6.9b", "llama-3.2-1b", "llama-3.1-8b"):
+    for name in ("pythia-2.8b", "pythia-2.8b-slots", *quantised, "pythia-6.9b"):
         report = figures[f"model-{name}"]
         if report:
-            about = f"{report['model']} on {report['gpu']}, {report['weights']}. {figures.source(f'model-{name}')}"
-            lines += [about, "", *model_table(report), ""]
+            lines += [f"{what_ran(report)}. {figures.source(f'model-{name}')}", "", *model_table(report["results"]), ""]
+    lines += other_families(figures)
     if report := figures["load-pythia-2.8b"]:
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
         first = f"opened in {report['load_s']:.2f} s, first id {ms:.1f} ms after that"
         files = f"{report['model']}, files in the page cache, {len(sequence['prompt'])} ids, on {report['gpu']}: {first}."
         lines += [f"{files} {figures.source('load-pythia-2.8b')}", ""]
-    for name in ("pythia-2.8b", "compile-pythia-2.8b"):
-        if figures[f"model-peers-{name}"]:
+    for name in ("pythia-2.8b", "compile-pythia-2.8b", *LLAMAS):
+        if report := figures[f"model-peers-{name}"]:
             _, _, *rows = plot_bench.tables(os.path.join(figures.directory, f"model-peers-{name}.json"))
-            lines += [PEERS_OF_A_MODEL + " " + figures.source(f"model-peers-{name}"), "", *rows, ""]
+            lines += [peers_of_a_model(report) + " " + figures.source(f"model-peers-{name}"), "", *rows, ""]
     return lines[:-1] or ["Not recorded."]
 
 
@@ -347,17 +384,10 @@ PEERS_OF_KERNELS = (
     "`cuda/device`."
 )
 
-PEERS_OF_A_MODEL = (
-    "Beside others in one run, float16: transformers' generate(), the same model with a static cache and compiled "
-    "steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len "
-    "(torch_graphs). The last column counts the greedy ids of one prompt that are generate()'s with the same weights; "
-    "where it names a model, the ids are that model's."
-)
-
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
-records all of them again in about twenty minutes and needs a GPU with 80 GB, torch, transformers and matplotlib.
+records all of them again in about twenty-five minutes and needs a GPU with 80 GB, torch, transformers and matplotlib.
 Each file holds the GPU, the command and the commit of its figures.
 
 How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best

@@ -9,11 +9,11 @@ its weights cold. A step of the stack is the layers alone, without embedding and
 new token's with them. A peer that fails is recorded with its reason, and the others go on.
 
 With --what model whole models run instead, of Pythia, Llama or Qwen2 and in the preset's own dtype, from a prompt's ids
-to new ids on the host: cf-model bench beside Hugging Face's generate(), the same with a static cache and compiled steps,
-and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs). torch runs
-the products that checkpoints store, so Llama's q, k and v one by one. Times are the host's: TTFT is the time to the
-first id, TPOT that between ids after it. Ours takes several prompts one after the other, the peers as one batch. The
-greedy ids of one prompt are compared with hf_generate's: cf-model's with the same procedural weights of
+to new ids on the host: cf-model bench beside Hugging Face's generate(), the same with a static cache and compiled
+steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each kv_len (torch_graphs).
+torch runs the products that checkpoints store, so Llama's q, k and v one by one. Times are the host's: TTFT is the time
+to the first id, TPOT that between ids after it. Ours takes several prompts one after the other, the peers as one batch.
+The greedy ids of one prompt are compared with hf_generate's: cf-model's with the same procedural weights of
 --agreement-preset, the peers' with the random weights that they are timed with.
 
 Prints a markdown table. Needs torch and transformers, and the programs built with the CUDA backend.

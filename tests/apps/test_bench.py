@@ -739,11 +739,57 @@ class Page(Files):
         rows = bench_page.headline(bench_page.Figures(directory))
         self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | - | - |", rows)
         self.assertIn("| llama-3.1-8b | - | - | - | - | - | - |", rows)
+        of_peers = {"slots": 1, "prompt_len": 512}
+        found = [of_peers | {"system": "hf_static_compile", "tpot_ratio": 2.125}]
+        found += [of_peers | {"system": "torch_graph", "prompt_len": 16, "tpot_ratio": 3.0}]
+        self.write("model-peers-llama-3.2-1b.json", json.dumps({"results": {"model": found}}))
+        rows = bench_page.headline(bench_page.Figures(directory))
+        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | - | 2.12x |", rows)
+        found[1] |= {"prompt_len": 512}
+        self.write("model-peers-llama-3.2-1b.json", json.dumps({"results": {"model": found}}))
+        rows = bench_page.headline(bench_page.Figures(directory))
+        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | 3.00x | 2.12x |", rows)
         self.assertEqual(lines[2:], [
             "| impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | decode, of the streaming read |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
             "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
         ])  # fmt: skip
+
+    def test_models_beside_pythia_s_have_one_table(self):
+        result = {"impl": "graph", "prompt_len": 512, "new_tokens": 32, "slots": 1, "ttft_ms": 3.0, "tpot_ms": 1.5}
+        result |= {"inter_token_p99_ms": 1.625, "tokens_per_s": 612.34, "decode_percent_of_read": 85.4}
+        report = {"gpu": "a GPU", "weights": "procedural weights, seed 0", "results": [result]}
+        report |= {"commit": "abc", "command": "cf-model bench"}
+        directory = self.recorded()
+        headline = bench_page.headline(bench_page.Figures(directory))
+        for model, dtype in (("qwen2.5-7b", "bfloat16"), ("llama-2.8b-shape", "float16"), ("llama-2-7b", "float16")):
+            named = report | {"model": model, "activation_dtype": dtype}
+            self.write(f"model-{model}.json", json.dumps(named))
+        rest = " | 512 | 32 | 1 | 3.00 | 1.50 | 1.62 | 612.3 | 85 % |"
+        lines = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertEqual(lines[2:6], [
+            "| llama-2-7b | float16 | graph" + rest,
+            "| llama-2.8b-shape | float16 | graph" + rest,
+            "| qwen2.5-7b | bfloat16 | graph" + rest,
+            "",
+        ])  # fmt: skip
+        self.assertEqual(len(lines), 9)
+        self.assertEqual(lines[-1], "- qwen2.5-7b on a GPU, procedural weights, seed 0. [`model-qwen2.5-7b.json`]"
+                                    "(model-qwen2.5-7b.json), commit abc: `cf-model bench`")  # fmt: skip
+        self.assertEqual(bench_page.headline(bench_page.Figures(directory)), headline, "no row of README's")
+
+    def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
+        directory = self.recorded()
+        before = bench_page.ways_to_step(bench_page.Figures(directory))
+        with open(os.path.join(directory, "stack-pythia-2.8b.json"), encoding="utf-8") as file:
+            report = json.load(file)
+        self.write("stack-llama-3.2-1b.json", json.dumps(report | {"model": "llama-3.2-1b"}))
+        after = bench_page.ways_to_step(bench_page.Figures(directory))
+        row = "| llama-3.2-1b | 128 | - | - | - | - | 1.600 (80 %) |"
+        self.assertEqual([line for line in after if "llama" not in line], before)
+        self.assertIn(row, after)
+        self.assertIn("| llama-3.2-1b | - | 1.600 (80 %) | - | - | - | - |",
+                      bench_page.headline(bench_page.Figures(directory)))  # fmt: skip
 
     def test_distances_from_float64_have_a_table_where_they_are_recorded(self):
         directory = self.recorded()
@@ -791,10 +837,15 @@ class Page(Files):
 
     def test_peers_of_whole_models_stand_below_them(self):
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
-        report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}}
+        report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}, "dtype": "float16"}
         directory = os.path.dirname(self.write("model-peers-pythia-2.8b.json", json.dumps(report)))
         lines = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertTrue(lines[0].startswith("Beside others in one run, float16: "), lines[0])
         self.assertIn("commit abc: `bench_peers.py --what model`", lines[0])
+        self.write("model-peers-llama-3.1-8b.json", json.dumps(report | {"dtype": "bfloat16"}))
+        both = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertEqual(both[: len(lines)], lines)
+        self.assertTrue(both[len(lines) + 1].startswith("Beside others in one run, bfloat16: "), both)
         self.assertEqual(lines[2:], model_peers.table(report["results"]["model"]))
         code, out, error = run(plot_bench, "--tables", os.path.join(directory, "model-peers-pythia-2.8b.json"))
         self.assertEqual((code, error), (0, ""))

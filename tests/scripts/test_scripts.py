@@ -382,8 +382,10 @@ class BenchGpu(Scripts):
         self.stub("build/release/apps/cf-op", cf_op)
         self.stub("build/release/apps/cf-model")
         self.stub("bin/python3", log=False)
+        scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
+        self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
         for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
-                     "golden/eval_hf.py"):  # fmt: skip
+                     "golden/eval_hf.py", "golden/make_checkpoints.py"):  # fmt: skip
             self.stub(name)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
@@ -394,7 +396,7 @@ class BenchGpu(Scripts):
         parts = []
         for part, programs in (
             ("layers", {"cf-layer", "cf-op"}),
-            ("models", {"cf-model"}),
+            ("models", {"cf-model", "make_checkpoints.py"}),
             ("quality", {"cf-model", "eval_hf.py"}),
             ("python", {"bench_python.py"}),
             ("peers", {"bench_peers.py"}),
@@ -410,6 +412,22 @@ class BenchGpu(Scripts):
         for part in ("", "all"):
             self.refused(self.run_script("bench_gpu", "--only", part, "out"), "--only: expected one of layers", f"'{part}'")
         self.refused(self.run_script("bench_gpu", "--only", "peers"), "expected OUT_DIR")
+
+    def test_each_model_beside_pythia_s_runs_in_its_own_dtype(self):
+        _, calls = self.measure()
+        (stack,) = [call for call in calls if "out/stack-llama-3.1-8b.json" in call]
+        rest = "--preset llama-3.1-8b --dtype bf16 --impl graph,persistent --kv-len 128,512,2048"
+        self.assertTrue(stack.startswith("cf-layer ") and stack.endswith(rest), stack)
+        dtypes = {"llama-3.2-1b": "bf16", "llama-3.2-3b": "bf16", "llama-3.1-8b": "bf16", "qwen2.5-7b": "bf16"}
+        for preset, dtype in (dtypes | {"llama-2-7b": "f16", "llama-2.8b-shape": "f16"}).items():
+            (run,) = [call for call in calls if f"out/model-{preset}.json" in call]
+            rest = f"--preset {preset} --dtype {dtype} --prompt-len 512 --new-tokens 32"
+            self.assertTrue(run.startswith("cf-model bench ") and run.endswith(rest), run)
+        peers = [call for call in calls if "out/model-peers-llama" in call]
+        self.assertEqual(len(peers), 2)
+        for preset, call in zip(("llama-3.2-1b", "llama-3.1-8b"), peers):
+            self.assertTrue(call.startswith(f"bench_peers.py --what model --preset {preset} "), call)
+            self.assertIn(" --peers hf_generate,torch_graph,hf_static_compile --prompt-len 512 ", call)
 
     def test_pictures_are_drawn_of_what_is_there(self):
         os.mkdir(os.path.join(self.root, "out"))
@@ -431,7 +449,7 @@ class BenchGpu(Scripts):
         self.assertEqual({call[0] for call in words if "--json" in call},
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
-        names = "pythia-2.8b", "compile-pythia-2.8b"
+        names = "pythia-2.8b", "compile-pythia-2.8b", "llama-3.2-1b", "llama-3.1-8b"
         self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
