@@ -265,8 +265,8 @@ def attend_prompts(q, k, v):
 
 
 def attend_one(q, k, v, mask=None):
-    """sdpa of one new token a sequence. Heads that share keys and values are given as that many tokens of one head:
-    every kernel of torch takes those, with a mask too, and reads the cache once."""
+    """sdpa of one new token a sequence. Heads that share keys and values are given as that many tokens of one head, so
+    that a kernel that knows no groups takes them without copies of the cache."""
     import torch.nn.functional as F
 
     grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
