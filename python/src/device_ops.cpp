@@ -150,6 +150,8 @@ struct DeviceSteps::State {
 DeviceSteps::DeviceSteps() : state_(std::make_unique<State>()) {}
 DeviceSteps::~DeviceSteps() = default;
 
+std::size_t DeviceSteps::graphs() const { return state_->steps ? state_->steps->graphs() : 0; }
+
 Status DeviceSteps::run(const RowsLayer& args, const DeviceStream& at) {
   if (args.first < args.last) return run_on_device(args, at);
   return with_context(at, [&](const cuda::Context& context) -> Status {

@@ -68,6 +68,8 @@ class DeviceSteps {
   /// Launches a step as one CUDA graph, of the bits of run_on_device(), to which steps are left that turn rows and
   /// those on a stream that is captured.
   Status run(const RowsLayer& args, const DeviceStream& at);
+  /// How many graphs are kept: one for each plan of attention that steps have had.
+  std::size_t graphs() const;
 
  private:
   struct State;

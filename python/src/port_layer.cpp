@@ -257,7 +257,9 @@ void bind_port_layer(nb::module_& m) {
       "those of these caches, None to launch kernel by kernel.";
   nb::class_<PortSteps>(m, "PortSteps", "What a graph context's steps on a GPU keep, which are CUDA graphs then.")
       .def(nb::init<nb::object>(), "memory"_a,
-           "`memory` is a tensor of PortLayer.spare_elements float16 elements on the GPU.");
+           "`memory` is a tensor of PortLayer.spare_elements float16 elements on the GPU.")
+      .def_prop_ro("graphs", &PortSteps::graphs,
+                   "How many graphs are kept: one for each plan of attention that steps have had.");
   nb::class_<PortLayer>(m, "PortLayer",
                         "One token through one layer of ClusterFusion's Pythia port, on a GPU. Refuses nothing.")
       .def(nb::init<const std::string&>(), "config"_a, "`config` is the text of a config.json.")

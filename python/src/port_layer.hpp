@@ -18,6 +18,9 @@ class PortSteps {
   /// `memory` is a contiguous tensor of at least PortLayer::spare_elements() float16 elements on the context's GPU.
   explicit PortSteps(nanobind::object memory) : memory_(std::move(memory)) {}
 
+  /// How many graphs are kept.
+  std::size_t graphs() const { return steps_.graphs(); }
+
  private:
   friend class PortLayer;
   nanobind::object memory_;
