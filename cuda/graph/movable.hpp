@@ -15,7 +15,7 @@ namespace cf::cuda {
 class MovableGraph {
  public:
   /// Captures a walk: walk(f) calls f(args, mode, number) for every op in order, and returns a Status. `number` is the
-  /// one scalar of the op that may change from launch to launch, and 0 where none does. Which ops wait for which follows
+  /// one scalar of the op that may change from launch to launch, and 0 where none does. The order of the ops follows
   /// from the tensors that they share now, and must hold after every move. Each op must be one kernel.
   template <class Walk>
   static Result<MovableGraph> create(const Context& context, Walk&& walk) {
@@ -34,8 +34,8 @@ class MovableGraph {
   }
 
   /// Gives later launches the tensors and numbers of a walk over the same ops, of the same shapes and dtypes. False
-  /// where an op is launched in another way than the one that was captured: then the graph is of no more use, as after a
-  /// Status that is not ok.
+  /// where an op is launched in another way than the one that was captured. The graph is of no more use then, nor after
+  /// a Status that is not ok.
   template <class Walk>
   Result<bool> move(Walk&& walk) {
     std::size_t at = 0;

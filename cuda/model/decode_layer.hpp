@@ -9,8 +9,8 @@
 namespace cf::cuda {
 
 /// Calls f(args, mode, label) for every op of a layer of one token whose caller has the cache as rows, too, in order,
-/// and stops at the first Status that is not ok: every site's own kernels in the walk's order, or ln_qkv in the place of
-/// the first four, which gives the same bits. Then nothing writes attn_in and qkv. AppendRows takes the place of the
+/// and stops at the first Status that is not ok: every site's own kernels in the walk's order, or ln_qkv in the place
+/// of the first four, which gives the same bits. Then nothing writes attn_in and qkv. AppendRows takes the place of the
 /// append, or follows ln_qkv. The label is what profiles call the op, null for its own name.
 template <class F>
 Status for_each_op_of_rows(const LayerOps& ops, const ops::DecodeLayer::Args& a, const TokenRows& rows, F&& f) {
