@@ -41,6 +41,7 @@ from console import Refusal
 PARTS = ("model", "ops", "clusterfusion")
 # The models that ClusterFusion's port has calls for, and how their names begin.
 PORTED = {"pythia-2.8b": "pythia_2b8", "pythia-6.9b": "pythia_6b9"}
+STEP_IMPLS = ("graph", "unfused")  # of a graph context, its own choice first
 LEAST_DELAY_CYCLES, MOST_DELAY_CYCLES = 1 << 24, 1 << 31  # of a GPU, about 8 ms and 1 s
 BLOCK = 50  # calls between two waits for the device: its queue does not fill, which would make the host wait
 THEIRS, OURS = "hf_generate", "speed_up"
@@ -265,8 +266,8 @@ class LayerCalls:
         layer = self.call("decoder_layer")
         return timed_calls(lambda: layer(**given, current_seq_len=self.kv_len - 1), calls)
 
-    def graph_decode_step(self, calls):
-        """Steps that follow each other from kv_len on; the step before them turns the rows."""
+    def graph_decode_step(self, calls, impl):
+        """Steps that follow each other from kv_len on; the step before them turns the rows. `impl` is the context's."""
         given = self.caches | self.step | dict(zip(("qkv_bias", "o_bias"), self.biases))
         step, length = self.call("graph_decode_step"), 0
 
@@ -280,7 +281,8 @@ class LayerCalls:
             length = self.kv_len - 2
             one()
 
-        self.call("create_graph_context")(self.ID, **self.caches, **self.matrices, max_seq_len=self.kv_len + BLOCK)
+        room = self.kv_len + BLOCK
+        self.call("create_graph_context")(self.ID, **self.caches, **self.matrices, max_seq_len=room, impl=impl)
         try:
             return timed_calls(one, calls, rewind)
         finally:
@@ -349,9 +351,14 @@ class PythonBench(bench_peers.ModelBench):
             self.measure("ops", ("small",), name, lambda: timed_calls(call, self.args.calls))
 
     def run_clusterfusion(self, preset):
-        for what, kv_len in itertools.product(("decoder_layer", "graph_decode_step"), self.args.kv_len):
-            measured = lambda: {"kv_len": kv_len} | getattr(LayerCalls(preset, kv_len), what)(self.args.calls)
-            self.measure("clusterfusion", (preset,), f"{PORTED[preset]}_{what}", measured)
+        calls = self.args.calls
+        for kv_len in self.args.kv_len:
+            measured = lambda: {"kv_len": kv_len} | LayerCalls(preset, kv_len).decoder_layer(calls)
+            self.measure("clusterfusion", (preset,), f"{PORTED[preset]}_decoder_layer", measured)
+        for impl, kv_len in itertools.product(self.args.step_impl, self.args.kv_len):
+            name = f"{PORTED[preset]}_graph_decode_step" + (f", {impl}" if impl != STEP_IMPLS[0] else "")
+            measured = lambda: {"kv_len": kv_len} | LayerCalls(preset, kv_len).graph_decode_step(calls, impl)
+            self.measure("clusterfusion", (preset,), name, measured)
 
 
 def parse_arguments(argv):
@@ -369,6 +376,9 @@ def parse_arguments(argv):
                         help="of a prompt (default 256)")  # fmt: skip
     parser.add_argument("--kv-len", type=dump_hf.lengths, default=[128], metavar="N[,N...]",
                         help="cache entries of a layer's call, and of a graph's first step (default 128)")  # fmt: skip
+    parser.add_argument("--step-impl", default=STEP_IMPLS[0], metavar="NAME[,NAME...]",
+                        help=f"how a graph context's steps are launched, of {', '.join(STEP_IMPLS)}: a row for each "
+                             f"(default {STEP_IMPLS[0]})")  # fmt: skip
     parser.add_argument("--calls", type=count, default=1000, metavar="N", help="timed calls of an op (default 1000)")
     parser.add_argument("--runs", type=count, default=3, help="timed runs of a model (default 3)")
     parser.add_argument("--warmup", type=count, default=1, help="runs before them (default 1)")
@@ -384,6 +394,10 @@ def parse_arguments(argv):
     for part in args.parts:
         if part not in PARTS:
             raise Refusal(f"--parts must be of {', '.join(PARTS)}, got {part!r}")
+    args.step_impl = args.step_impl.split(",")
+    for impl in args.step_impl:
+        if impl not in STEP_IMPLS:
+            raise Refusal(f"--step-impl must be of {', '.join(STEP_IMPLS)}, got {impl!r}")
     longest = model_config.PYTHIA_PRESETS[args.preset].max_position_embeddings
     if max(args.prompt_len) + max(args.new_tokens) > longest:
         raise Refusal(f"--prompt-len and --new-tokens must be at most {longest} together")

@@ -25,19 +25,26 @@ class DataflowCapture {
   /// overwrites. With `mode.early` its kernel may start before these are done, but a library's call never does.
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
+    LaunchList launches(context_, scratch_);
+    CF_TRY(prepare(args, launches));
+    return add(args, launches, mode);
+  }
+  /// The same with the launches that the op has prepared.
+  template <class Args>
+  Status add(const Args& args, const LaunchList& launches, const LaunchMode& mode) {
     using Op = typename Args::Op;
     std::vector<const void*> reads, writes;
     Op::tensors(Op::dims(args), args, [&](const TensorSpec& t, const auto& view, const auto&) {
       if (is_read(t.role) || is_index(t.role)) reads.push_back(view.data);
       if (is_written(t.role)) writes.push_back(view.data);
     });
-    LaunchList launches(context_, scratch_);
-    CF_TRY(prepare(args, launches));
     return add(reads, writes, launches, mode);
   }
   /// Adds launches that read and write the tensors at these addresses, and the scratch memory where the list uses it.
   Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
              const LaunchMode& mode);
+  /// The last nodes of the op that was added last: of one launch, its node.
+  const std::vector<CUgraphNode_st*>& last_nodes() const { return nodes_.back(); }
 
  private:
   Context context_;

@@ -1,6 +1,7 @@
 #pragma once
 // The ops of a layer as a graph has them, without CUDA's headers. Private to cuda/model.
 #include <type_traits>
+#include <utility>
 
 #include "core/model/layer.hpp"
 #include "core/ops/ln_qkv.hpp"
@@ -64,13 +65,16 @@ auto with_linear_sum(F f) {
 /// with ln_qkv in the place of its parts where it takes the tokens, and else with rope_append in the place of its own;
 /// with LinearSum where that takes the layer's weights.
 template <class F>
-Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
-  const LayerOps ops = layer_ops(arch, m, w, t);
+Status for_each_layer_op(const LayerOps& ops, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
   auto visit = with_rope_append([&](const Site& site, const auto& args) {
     return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
   });
   return ops.sums ? for_each_site(m, w, t, with_linear_sum(visit)) : for_each_site(m, w, t, visit);
+}
+template <class F>
+Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
+  return for_each_layer_op(layer_ops(arch, m, w, t), m, w, t, std::forward<F>(f));
 }
 
 }  // namespace cf::cuda

@@ -8,10 +8,12 @@ namespace cf::cuda {
 namespace {
 
 /// Block (i, j) takes token first + i. A thread copies 16 bytes of its keys and the same 16 bytes of its values. A
-/// head's row is `row_vectors` times 16 bytes, a token's `token_vectors`.
+/// head's row is `row_vectors` times 16 bytes, a token's `token_vectors`. A new entry that the cache has already is
+/// left alone, since attention may read it at the same time.
 __global__ void __launch_bounds__(kTokenThreads)
     append_rows_kernel(const uint4* k, const uint4* v, uint4* k_rows, uint4* v_rows, uint4* k_cache, uint4* v_cache,
-                       unsigned first, unsigned last, unsigned token_vectors, unsigned row_vectors, long capacity) {
+                       unsigned first, unsigned last, unsigned token_vectors, unsigned row_vectors, long capacity,
+                       bool is_appended) {
   let_successor_start();
   wait_for_predecessors();
   const unsigned token = first + blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x;
@@ -22,6 +24,7 @@ __global__ void __launch_bounds__(kTokenThreads)
   if (is_new) {
     k_rows[at] = key;
     v_rows[at] = value;
+    if (is_appended) return;
   }
   const long entry = (long(vector / row_vectors) * capacity + token) * row_vectors + vector % row_vectors;
   k_cache[entry] = key;
@@ -30,7 +33,9 @@ __global__ void __launch_bounds__(kTokenThreads)
 
 }  // namespace
 
-Status prepare(const ops::KvAppend::Args& a, const TokenRows& rows, LaunchList& launches) {
+Status prepare(const AppendRows::Args& args, LaunchList& launches) {
+  const ops::KvAppend::Args& a = args.append;
+  const TokenRows& rows = args.rows;
   CF_TRY(check_call(a, launches));
   const auto d = ops::KvAppend::dims(a);
   CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
@@ -42,7 +47,7 @@ Status prepare(const ops::KvAppend::Args& a, const TokenRows& rows, LaunchList& 
       append_rows_kernel, static_cast<const uint4*>(a.k.data), static_cast<const uint4*>(a.v.data),
       static_cast<uint4*>(rows.k.data), static_cast<uint4*>(rows.v.data), static_cast<uint4*>(a.k_cache.data),
       static_cast<uint4*>(a.v_cache.data), unsigned(rows.first), unsigned(rows.last),
-      unsigned(d.kv_heads * row_vectors), unsigned(row_vectors), long(a.k_cache.shape[2]));
+      unsigned(d.kv_heads * row_vectors), unsigned(row_vectors), long(a.k_cache.shape[2]), args.is_appended);
 }
 
 }  // namespace cf::cuda

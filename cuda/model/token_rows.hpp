@@ -13,8 +13,34 @@ struct TokenRows {
   std::int64_t last = 0;   // the new token's row
 };
 
-/// Adds a launch in place of that of the append of one token to a cache of one sequence: it stores k and v as row
-/// `last` too, and copies rows first .. last - 1 into the cache, whose entries they become. kv_len must be last + 1.
-Status prepare(const ops::KvAppend::Args& a, const TokenRows& rows, LaunchList& launches);
+/// kv_append of one token to a cache of one sequence whose rows others hold, too: it stores k and v as row `last` as
+/// well, and copies rows first .. last - 1 into the cache, whose entries they become. kv_len must be last + 1.
+struct AppendRows {
+  static constexpr std::string_view name = ops::KvAppend::name;
+  struct Dims {};
+  struct Args {
+    using Op = AppendRows;
+    ops::KvAppend::Args append;
+    TokenRows rows;
+    bool is_appended = false;  // the cache has the new token's entry, which is not written again then
+
+    bool writes_cache() const { return !is_appended || rows.first < rows.last; }
+  };
+
+  static Dims dims(const Args&) { return {}; }
+  /// The append's tensors, but for a cache that is not written, and the rows.
+  template <class A, class F>
+  static void tensors(const Dims&, A& a, F&& f) {
+    ops::KvAppend::tensors(ops::KvAppend::dims(a.append), a.append,
+                           [&](const TensorSpec& t, auto& view, const auto& shape) {
+                             if (t.role != Role::state || a.writes_cache()) f(t, view, shape);
+                           });
+    f(TensorSpec{Role::state, "k_rows"}, a.rows.k, a.rows.k.shape);
+    f(TensorSpec{Role::state, "v_rows"}, a.rows.v, a.rows.k.shape);
+  }
+};
+
+/// Adds the launch.
+Status prepare(const AppendRows::Args& a, LaunchList& launches);
 
 }  // namespace cf::cuda

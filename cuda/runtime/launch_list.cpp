@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include <array>
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -13,11 +13,6 @@
 #include "cuda/runtime/stream.hpp"
 
 namespace cf::cuda {
-namespace {
-
-constexpr std::size_t kMaxArguments = 16;
-
-}  // namespace
 
 Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void* kernel, const Argument* arguments,
                        std::size_t argument_count) {
@@ -52,6 +47,33 @@ void LaunchList::add_call(std::string_view op, Call call) {
   l.call = std::move(call);
   launches_.push_back(std::move(l));
   has_calls_ = true;
+}
+
+LaunchList::Arguments LaunchList::arguments_of(const Launch& l) const {
+  Arguments arguments{};
+  for (std::size_t i = 0; i < l.argument_count; ++i)
+    arguments[i] = const_cast<Unit*>(&values_[offsets_[l.first_argument + i]]);
+  return arguments;
+}
+
+bool LaunchList::is_like(const LaunchList& other) const {
+  const auto is_same = [](const Launch& a, const Launch& b) {
+    return a.kernel && a.kernel == b.kernel && std::ranges::equal(a.grid, b.grid) &&
+           std::ranges::equal(a.block, b.block) && a.smem_bytes == b.smem_bytes && a.cluster_blocks == b.cluster_blocks;
+  };
+  return std::ranges::equal(launches_, other.launches_, is_same);
+}
+
+Status LaunchList::rewrite(std::size_t i, CUgraphExec_st* graph, CUgraphNode_st* node) const {
+  const Launch& l = launches_[i];
+  Arguments arguments = arguments_of(l);
+  cudaKernelNodeParams params{};
+  params.func = const_cast<void*>(l.kernel);
+  params.gridDim = {l.grid[0], l.grid[1], l.grid[2]};
+  params.blockDim = {l.block[0], l.block[1], l.block[2]};
+  params.sharedMemBytes = unsigned(l.smem_bytes);
+  params.kernelParams = arguments.data();
+  return from_cuda(cudaGraphExecKernelNodeSetParams(graph, node, &params), l.op);
 }
 
 Status LaunchList::submit_call(const Launch& l, CUstream_st* stream) {
@@ -94,9 +116,7 @@ Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
       attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
       attributes[config.numAttrs++].val.clusterDim = {unsigned(l.cluster_blocks), 1, 1};
     }
-    std::array<void*, kMaxArguments> arguments;
-    for (std::size_t i = 0; i < l.argument_count; ++i)
-      arguments[i] = const_cast<Unit*>(&values_[offsets_[l.first_argument + i]]);
+    Arguments arguments = arguments_of(l);
     CF_TRY(from_cuda(cudaLaunchKernelExC(&config, l.kernel, arguments.data()), l.op));
   }
   return {};

@@ -1,4 +1,5 @@
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -8,6 +9,9 @@
 
 #include "core/status.hpp"
 #include "cuda/runtime/context.hpp"
+
+struct CUgraphExec_st;  // cudaGraphExec_t and cudaGraphNode_t are pointers to these
+struct CUgraphNode_st;
 
 namespace cf::cuda {
 
@@ -74,6 +78,13 @@ class LaunchList {
   /// Submits everything in order. Code::device_error names the op whose launch failed.
   Status submit(CUstream_st* stream, const LaunchMode& mode = {}) const;
 
+  /// Whether another list launches the same kernels in grids, blocks and shared memory of the same sizes: then only the
+  /// arguments may differ. A library's call is like no other.
+  bool is_like(const LaunchList& other) const;
+  /// Gives a kernel node of a graph the arguments of launch `i`, for the graph's later launches. The node was captured
+  /// from launch `i` of a list like this one.
+  Status rewrite(std::size_t i, CUgraphExec_st* graph, CUgraphNode_st* node) const;
+
  private:
   struct Launch {
     std::string_view op;  // a name with static storage duration
@@ -86,6 +97,11 @@ class LaunchList {
     std::size_t first_argument, argument_count;
   };
   static Status submit_call(const Launch& l, CUstream_st* stream);
+
+  static constexpr std::size_t kMaxArguments = 16;
+  using Arguments = std::array<void*, kMaxArguments>;
+  /// Where a launch's arguments lie, as CUDA asks for them.
+  Arguments arguments_of(const Launch& l) const;
 
   struct alignas(16) Unit {
     std::byte bytes[16];

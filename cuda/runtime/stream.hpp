@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <utility>
 
 #include "cuda/runtime/check.hpp"
 
@@ -16,6 +17,7 @@ struct Destroy {
 };
 using Stream = std::unique_ptr<CUstream_st, Destroy>;
 using Event = std::unique_ptr<CUevent_st, Destroy>;
+using Graph = std::unique_ptr<CUgraph_st, Destroy>;
 using GraphExec = std::unique_ptr<CUgraphExec_st, Destroy>;
 
 /// A stream that has no order with the default stream.
@@ -38,22 +40,33 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then what it was before
 };
 
-/// Captures a graph of what `enqueue` puts onto the stream, which must not be the default stream. Nothing runs. The
-/// graph's kernels keep their priorities.
+/// Captures what `enqueue` puts onto the stream, which must not be the default stream. Nothing runs.
 template <class Enqueue>
-Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
+Result<Graph> capture_nodes(CUstream_st* stream, Enqueue&& enqueue) {
   CF_TRY(from_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture"));
   // A capture must end, whatever happened within.
   const Status enqueued = enqueue();
   cudaGraph_t captured = nullptr;
   const Status ended = from_cuda(cudaStreamEndCapture(stream, &captured), "cudaStreamEndCapture");
-  const std::unique_ptr<CUgraph_st, Destroy> graph(captured);
+  Graph graph(captured);
   if (!enqueued) return enqueued;
   if (!ended) return ended;
+  return graph;
+}
+
+/// A graph that can be launched. Its kernels keep their priorities.
+inline Result<GraphExec> instantiate(const Graph& graph) {
   cudaGraphExec_t exec = nullptr;
-  CF_TRY(from_cuda(cudaGraphInstantiate(&exec, captured, cudaGraphInstantiateFlagUseNodePriority),
+  CF_TRY(from_cuda(cudaGraphInstantiate(&exec, graph.get(), cudaGraphInstantiateFlagUseNodePriority),
                    "cudaGraphInstantiate"));
   return GraphExec(exec);
+}
+
+/// Captures a graph that can be launched of what `enqueue` puts onto the stream.
+template <class Enqueue>
+Result<GraphExec> capture(CUstream_st* stream, Enqueue&& enqueue) {
+  CF_TRY_ASSIGN(const Graph graph, capture_nodes(stream, std::forward<Enqueue>(enqueue)));
+  return instantiate(graph);
 }
 
 }  // namespace cf::cuda

@@ -88,9 +88,12 @@ class _Context:
     v_cache: Any
     max_seq_len: int
     cache: _Cache
+    own: tuple[Any, Any]  # both tensors of `cache`
+    steps: _core.PortSteps | None  # on a GPU, where steps are CUDA graphs
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+_IMPLS = ("graph", "unfused")  # of a context's steps
 _LEAST_NUMBERS = 4096
 _SPARE_ENTRIES = 64  # a cache that lasts one call has a multiple of so many entries: few shapes are bound to the op
 
@@ -163,7 +166,7 @@ class DecoderCalls:
             *(input, cos, sin, k_cache, v_cache, weight_qkv, bias_qkv, weight_o, bias_o, ln_weight, ln_bias),
             *(post_ln_weight, post_ln_bias, mlp_up_weight, mlp_up_bias, mlp_down_weight, mlp_down_bias),
         )
-        made = self._port_layer.run(given, current_seq_len, None, 0)
+        made = self._port_layer.run(given, current_seq_len, None, 0, None)
         if made is not None:
             return made
         weights = {
@@ -201,12 +204,18 @@ class DecoderCalls:
         mlp_up_weight: Any,
         mlp_down_weight: Any,
         max_seq_len: int,
+        *,
+        impl: str = "graph",
     ) -> None:
         """Makes the context ``id`` of one layer, for sequences of up to max_seq_len tokens.
 
         The context holds the tensors, and a copy of both caches in this library's layout. The first step turns the
         valid rows into that layout, and so does a step whose current_seq_len does not follow the last step's; other
         steps add their own row alone, so rows must not change between them. Refuses an id that is in use.
+
+        impl is how a GPU is given such other steps, which the port has no argument for: "graph", one CUDA graph whose
+        kernels take each step's tensors, captured when a step first wants it; or "unfused", every kernel launched by
+        the host, as all other steps are and those that a graph of the caller's captures. Both give the same bits.
         """
         call = f"{self._model} create_graph_context"
         integer(call, "id", id)
@@ -220,8 +229,15 @@ class DecoderCalls:
         self._check_weights(check, weights)
         self._check_caches(check, k_cache, v_cache)
         integer(call, "max_seq_len", max_seq_len, 1, k_cache.shape[0])
+        if impl not in _IMPLS:
+            raise ValueError(f"{call}: impl must be {' or '.join(_IMPLS)}, got {impl!r}")
         cache = self._empty_cache(max_seq_len, k_cache.device)
-        context = _Context(self._model, _named(weights), k_cache, v_cache, max_seq_len, cache)
+        steps = None
+        if impl == "graph" and k_cache.is_cuda:
+            spare = torch.empty(self._port_layer.spare_elements, dtype=torch.float16, device=k_cache.device)
+            steps = _core.PortSteps(spare)
+        own = cache.k, cache.v
+        context = _Context(self._model, _named(weights), k_cache, v_cache, max_seq_len, cache, own, steps)
         with _contexts_lock:
             if id in _contexts:
                 raise ValueError(f"{call}: id {id} is a context of {_contexts[id].model}, expected an id not in use")
@@ -296,7 +312,7 @@ class DecoderCalls:
             return None
         with context.lock:
             cache = context.cache
-            made = self._port_layer.run(given, current_seq_len, (cache.k, cache.v), cache.length)
+            made = self._port_layer.run(given, current_seq_len, context.own, cache.length, context.steps)
             if made is not None:
                 cache.length = current_seq_len + 1
         return made

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "cuda/model/decode_layer.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/resident_weights.hpp"
+#include "cuda/model/row_steps.hpp"
 #include "cuda/model/token_rows.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/ops/linear/linear_gemm.hpp"
@@ -70,6 +72,16 @@ Status run(const DeviceStream& at, const DeviceScratch& scratch, Add&& add) {
   });
 }
 
+cuda::TokenRows rows_of(const RowsLayer& a) { return {.k = a.k_rows, .v = a.v_rows, .first = a.first, .last = a.last}; }
+
+/// Whether nothing is said against a launch of a graph on the stream.
+bool takes_graphs(CUstream_st* stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  // A default stream that a capture elsewhere forbids is an error here, which the launches then name.
+  return cuda::from_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing") &&
+         capture == cudaStreamCaptureStatusNone;
+}
+
 class OwnedBlock final : public DeviceBlock {
  public:
   OwnedBlock(const cuda::Context& context, cuda::DeviceMemory memory) : context_(context), memory_(std::move(memory)) {}
@@ -119,8 +131,37 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t
 #undef CF_OP
 
 Status run_on_device(const RowsLayer& args, const DeviceStream& at) {
-  const cuda::TokenRows rows{.k = args.k_rows, .v = args.v_rows, .first = args.first, .last = args.last};
-  return run(at, {}, [&](cuda::LaunchList& launches) { return cuda::prepare_layer(args.layer, rows, launches); });
+  return run(at, {},
+             [&](cuda::LaunchList& launches) { return cuda::prepare_layer(args.layer, rows_of(args), launches); });
+}
+
+struct DeviceSteps::State {
+  ~State() {
+    if (!steps) return;
+    const DeviceGuard guard(device);
+    const cuda::RelaxedCapture relaxed;
+    steps.reset();
+  }
+
+  int device = 0;
+  std::optional<cuda::RowSteps> steps;
+};
+
+DeviceSteps::DeviceSteps() : state_(std::make_unique<State>()) {}
+DeviceSteps::~DeviceSteps() = default;
+
+std::size_t DeviceSteps::graphs() const { return state_->steps ? state_->steps->graphs() : 0; }
+
+Status DeviceSteps::run(const RowsLayer& args, const DeviceStream& at) {
+  if (args.first < args.last) return run_on_device(args, at);
+  return with_context(at, [&](const cuda::Context& context) -> Status {
+    if (!takes_graphs(context.stream())) return run_on_device(args, at);
+    if (!state_->steps) {
+      state_->steps.emplace(context);
+      state_->device = at.device;
+    }
+    return state_->steps->step(args.layer, rows_of(args), context.stream());
+  });
 }
 
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at) {

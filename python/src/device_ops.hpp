@@ -57,6 +57,25 @@ struct RowsLayer {
 /// Launches it on tensors of the device, as run_on_device() does.
 Status run_on_device(const RowsLayer& args, const DeviceStream& at);
 
+/// Steps of one layer on one device, whose shapes and dtypes stay as they are. Not shared between threads.
+class DeviceSteps {
+ public:
+  DeviceSteps();
+  DeviceSteps(const DeviceSteps&) = delete;
+  DeviceSteps& operator=(const DeviceSteps&) = delete;
+  ~DeviceSteps();
+
+  /// Launches a step as one CUDA graph, of the bits of run_on_device(), to which steps are left that turn rows and
+  /// those on a stream that is captured.
+  Status run(const RowsLayer& args, const DeviceStream& at);
+  /// How many graphs are kept: one for each plan of attention that steps have had.
+  std::size_t graphs() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
 /// Packs a weight whose tensors lie on the device into host memory. Waits for the work on the stream, and refuses a
 /// stream that is captured.
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at);

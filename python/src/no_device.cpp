@@ -31,6 +31,13 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int, std::size_t) { ret
 #include "core/ops/ops.def"
 #undef CF_OP
 Status run_on_device(const RowsLayer&, const DeviceStream&) { return no_cuda(); }
+
+struct DeviceSteps::State {};
+DeviceSteps::DeviceSteps() = default;
+DeviceSteps::~DeviceSteps() = default;
+std::size_t DeviceSteps::graphs() const { return 0; }
+Status DeviceSteps::run(const RowsLayer&, const DeviceStream&) { return no_cuda(); }
+
 Result<cuda::Packed> pack_on_device(const GptqWeight&, const cuda::PackHint&, const DeviceStream&) { return no_cuda(); }
 Result<cuda::Packed> pack_for_steps(const GptqWeight&, const Site&, const ModelSpec&, const DeviceStream&) {
   return no_cuda();

@@ -95,6 +95,25 @@ class Block {
   std::int64_t elements_ = 0;
 };
 
+/// Where the parts of a call's memory begin, in elements: caches that last one call, and activations.
+struct Parts {
+  Parts(const ModelShape& s, std::int64_t cache_elements) {
+    Block block;
+    k_cache = block.add(cache_elements);
+    v_cache = block.add(cache_elements);
+    attn_in = block.add(s.hidden_size);
+    qkv = block.add(s.qkv_size());
+    q = block.add(s.hidden_size);
+    context = block.add(s.hidden_size);
+    attn_residual = block.add(s.hidden_size);
+    mlp_in = block.add(s.hidden_size);
+    mlp_act = block.add(s.intermediate_size);
+    elements = block.elements();
+  }
+
+  std::int64_t k_cache, v_cache, attn_in, qkv, q, context, attn_residual, mlp_in, mlp_act, elements;
+};
+
 template <class... Size>
 nb::tuple sizes(Size... size) {
   return nb::make_tuple(std::int64_t(size)...);
@@ -105,7 +124,10 @@ nb::tuple sizes(Size... size) {
 PortLayer::PortLayer(const std::string& config)
     : model_(take(checkpoint::parse_hf_config(config, "PortLayer")).spec()) {}
 
-nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle own, std::int64_t valid) {
+std::int64_t PortLayer::spare_elements() const { return Parts(model_.shape, 0).elements; }
+
+nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle own, std::int64_t valid,
+                          PortSteps* steps) {
   const Torch* const torch = Torch::find();
   if (!torch || given.size() != kPlaces || !PyLong_CheckExact(length.ptr())) return nb::none();
   Call call;
@@ -140,17 +162,22 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   }
   const std::int64_t capacity =
       own.is_none() ? (tokens + kSpareEntries) / kSpareEntries * kSpareEntries : caches[0].shape[2];
-  const std::int64_t entries = s.num_heads * capacity * s.head_dim;
-  Block block;
-  const std::int64_t k_at = own.is_none() ? block.add(entries) : 0, v_at = own.is_none() ? block.add(entries) : 0;
-  const std::int64_t attn_in = block.add(s.hidden_size), qkv = block.add(s.qkv_size()), q = block.add(s.hidden_size),
-                     context = block.add(s.hidden_size), attn_residual = block.add(s.hidden_size),
-                     mlp_in = block.add(s.hidden_size), mlp_act = block.add(s.intermediate_size);
+  const Parts parts(s, own.is_none() ? s.num_heads * capacity * s.head_dim : 0);
 
   const nb::object input = given[std::size_t(kInput)], dtype = input.attr("dtype");
-  // Gone when the call is launched: the memory is used again in the stream's order.
   TorchTensor spare;
-  const nb::object memory = torch->empty(sizes(block.elements()), sizes(1), dtype, input, device, spare);
+  nb::object memory;
+  if (steps) {
+    const std::optional<TorchTensor> found = torch->read(steps->memory_);
+    if (!found || found->dtype != kTorchF16 || found->device != device || found->rank != 1 ||
+        found->shape[0] < parts.elements)
+      return nb::none();
+    memory = steps->memory_;
+    spare = *found;
+  } else {
+    // Gone when the call is launched: the memory is used again in the stream's order.
+    memory = torch->empty(sizes(parts.elements), sizes(1), dtype, input, device, spare);
+  }
   std::array<TorchTensor, 3> made;
   const nb::tuple row = sizes(1, s.hidden_size), row_strides = sizes(s.hidden_size, 1);
   const nb::tuple heads = sizes(1, s.num_heads, s.head_dim), head_strides = sizes(s.hidden_size, s.head_dim, 1);
@@ -176,17 +203,17 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   t.kv_len = number(tokens + 1);
   t.cos = {reinterpret_cast<const float*>(call[kCos].address), {1, s.rotary_dim / 2}};
   t.sin = {reinterpret_cast<const float*>(call[kSin].address), {1, s.rotary_dim / 2}};
-  point_at(t.k_cache, own.is_none() ? at(k_at) : caches[0].address, cache);
-  point_at(t.v_cache, own.is_none() ? at(v_at) : caches[1].address, cache);
-  point_at(t.attn_in, at(attn_in), hidden);
-  point_at(t.qkv, at(qkv), {1, s.num_heads, 3, s.head_dim});
-  point_at(t.q, at(q), by_head);
+  point_at(t.k_cache, own.is_none() ? at(parts.k_cache) : caches[0].address, cache);
+  point_at(t.v_cache, own.is_none() ? at(parts.v_cache) : caches[1].address, cache);
+  point_at(t.attn_in, at(parts.attn_in), hidden);
+  point_at(t.qkv, at(parts.qkv), {1, s.num_heads, 3, s.head_dim});
+  point_at(t.q, at(parts.q), by_head);
   point_at(t.k, made[1].address, by_head);
   point_at(t.v, made[2].address, by_head);
-  point_at(t.context, at(context), by_head);
-  point_at(t.attn_residual, at(attn_residual), hidden);
-  point_at(t.mlp_in, at(mlp_in), hidden);
-  point_at(t.mlp_act, at(mlp_act), {1, s.intermediate_size});
+  point_at(t.context, at(parts.context), by_head);
+  point_at(t.attn_residual, at(parts.attn_residual), hidden);
+  point_at(t.mlp_in, at(parts.mlp_in), hidden);
+  point_at(t.mlp_act, at(parts.mlp_act), {1, s.intermediate_size});
   point_at(t.output, made[0].address, hidden);
   t.max_kv_len = tokens + 1;  // the plan of a GPU's attention follows from it, and not from the cache's room
   const auto norm = [&](NormParams& params, Place gamma, Place beta) {
@@ -213,7 +240,8 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   args.last = tokens;
   check([&] {
     const nb::gil_scoped_release release;
-    return run_on_device(args, {device, *stream});
+    const DeviceStream to{device, *stream};
+    return steps ? steps->steps_.run(args, to) : run_on_device(args, to);
   }());
   return nb::make_tuple(output, k, v);
 }
@@ -224,16 +252,25 @@ void bind_port_layer(nb::module_& m) {
       std::string(
           "(output, k, v) of one token behind `length` others, stored in both caches; None where something does "
           "not look right, and nothing is launched then. `given` is (") +
-      kGiven + "); `own` is None, or both caches in this library's layout, whose first `valid` entries are right.";
+      kGiven +
+      "); `own` is None, or both caches in this library's layout, whose first `valid` entries are right; `steps` are "
+      "those of these caches, None to launch kernel by kernel.";
+  nb::class_<PortSteps>(m, "PortSteps", "What a graph context's steps on a GPU keep, which are CUDA graphs then.")
+      .def(nb::init<nb::object>(), "memory"_a,
+           "`memory` is a tensor of PortLayer.spare_elements float16 elements on the GPU.")
+      .def_prop_ro("graphs", &PortSteps::graphs,
+                   "How many graphs are kept: one for each plan of attention that steps have had.");
   nb::class_<PortLayer>(m, "PortLayer",
                         "One token through one layer of ClusterFusion's Pythia port, on a GPU. Refuses nothing.")
       .def(nb::init<const std::string&>(), "config"_a, "`config` is the text of a config.json.")
       .def("use_numbers", &PortLayer::use_numbers, "device"_a, "address"_a, "most"_a,
            "Lets calls read the numbers 0 .. most, int32 in the GPU's memory at this address for ever.")
-      .def("run", &PortLayer::run, "given"_a, "length"_a.none(), "own"_a.none(), "valid"_a,
+      .def("run", &PortLayer::run, "given"_a, "length"_a.none(), "own"_a.none(), "valid"_a, "steps"_a.none(),
            nb::sig("def run(self, given: tuple[object, ...], length: object, own: tuple[object, object] | None, valid: "
-                   "int) -> tuple[typing.Any, typing.Any, typing.Any] | None"),
-           doc.c_str());
+                   "int, steps: PortSteps | None) -> tuple[typing.Any, typing.Any, typing.Any] | None"),
+           doc.c_str())
+      .def_prop_ro("spare_elements", &PortLayer::spare_elements,
+                   "The float16 elements of a step's activations but for its outputs.");
 }
 
 }  // namespace cf::python

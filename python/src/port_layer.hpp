@@ -6,9 +6,26 @@
 #include <utility>
 
 #include "core/model/shape.hpp"
+#include "python/src/device_ops.hpp"
 #include "python/src/torch_tensors.hpp"
 
 namespace cf::python {
+
+/// What a graph context's steps on a GPU keep: memory for their activations, and the CUDA graphs that they are. The
+/// steps of a context are not run side by side.
+class PortSteps {
+ public:
+  /// `memory` is a contiguous tensor of at least PortLayer::spare_elements() float16 elements on the context's GPU.
+  explicit PortSteps(nanobind::object memory) : memory_(std::move(memory)) {}
+
+  /// How many graphs are kept.
+  std::size_t graphs() const { return steps_.graphs(); }
+
+ private:
+  friend class PortLayer;
+  nanobind::object memory_;
+  DeviceSteps steps_;
+};
 
 /// One token through one layer of ClusterFusion's Pythia port, on a GPU: what cf_ops.clusterfusion does there, in one
 /// call. Nothing is refused here: what does not look right is left to cf_ops.clusterfusion, which says why.
@@ -25,8 +42,12 @@ class PortLayer {
   ///
   /// `given` has the tensors in the order of kGiven. `own` is None, or two tensors (1, heads, capacity, head_dim): the
   /// caches in this library's layout, whose first `valid` entries are those of the caller's caches. The others are
-  /// turned into that layout first.
-  nanobind::object run(const nanobind::tuple& given, nanobind::handle length, nanobind::handle own, std::int64_t valid);
+  /// turned into that layout first. `steps` are those of these caches, or null: then every kernel is launched by the
+  /// host, on memory of the call's own.
+  nanobind::object run(const nanobind::tuple& given, nanobind::handle length, nanobind::handle own, std::int64_t valid,
+                       PortSteps* steps);
+  /// The float16 elements of a step's activations but for its outputs.
+  std::int64_t spare_elements() const;
 
  private:
   ModelSpec model_;

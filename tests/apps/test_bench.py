@@ -536,6 +536,33 @@ class Python(Files):
             "| ops.x |  | E |  |  |",
         ])  # fmt: skip
 
+    def test_a_graph_context_s_impls_are_rows_of_one_table(self):
+        made = []
+
+        class LayerCalls:
+            def __init__(self, preset, kv_len):
+                self.kv_len = kv_len
+
+            def decoder_layer(self, calls):
+                made.append((self.kv_len, calls))
+                return dict(HOST)
+
+            def graph_decode_step(self, calls, impl):
+                made.append((self.kv_len, calls, impl))
+                return dict(HOST)
+
+        arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None, "calls": 3}
+        arguments |= {"parts": ["clusterfusion"], "kv_len": [5, 7], "step_impl": ["graph", "unfused"]}
+        bench = bench_python.PythonBench(argparse.Namespace(**arguments), {"gpu": "a GPU"})
+        bench.free = lambda: None
+        with mock.patch.object(bench_python, "LayerCalls", LayerCalls):
+            bench.run("pythia-6.9b")
+        self.assertEqual(made, [(5, 3), (7, 3), *((n, 3, impl) for impl in ("graph", "unfused") for n in (5, 7))])
+        step = "pythia_6b9_graph_decode_step"
+        self.assertEqual([(row["system"], row["kv_len"]) for row in bench.results["clusterfusion"]],
+                         [(name, n) for name in ("pythia_6b9_decoder_layer", step, f"{step}, unfused")
+                          for n in (5, 7)])  # fmt: skip
+
     def test_theirs_and_ours_are_rows_of_one_file(self):
         program, path = self.write("cf-model", CF_MODEL, True), os.path.join(self.directory, "r.json")
         arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": path, "parts": ["model"]}
@@ -606,6 +633,7 @@ class Refusals(Files):
         check = functools.partial(self.check, bench_python)
         program = self.write("program", "#!/bin/sh\n", True)
         check("--parts must be of model, ops, clusterfusion, got 'layers'", "--parts", "ops,layers")
+        check("--step-impl must be of graph, unfused, got 'layer'", "--step-impl", "graph,layer")
         check("must be at most 2048 together", "--prompt-len", "1024", "--new-tokens", "1025")
         check("--kv-len must be at least 2, got 1", "--kv-len", "1,128")
         check("expected --preset of pythia-2.8b, pythia-6.9b", "--parts", "clusterfusion", "--preset", "pythia-1b")

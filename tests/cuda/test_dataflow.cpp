@@ -4,6 +4,7 @@
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
 #include "cuda/graph/dataflow.hpp"
+#include "cuda/model/decode_layer.hpp"
 #include "cuda/model/layer_ops.hpp"
 #include "tests/support/catch.hpp"
 
@@ -187,4 +188,39 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
                                                 {7},
                                                 {13},
                                                 {12, 14}});
+}
+
+TEST_CASE("dataflow: rows are stored beside attention where ln_qkv appends, and before it where they append") {
+  ModelConfig m;
+  m.hidden_size = 8;
+  m.num_attention_heads = 1;
+  m.intermediate_size = 8;
+  m.rotary_dim = 2;
+  LayerState state(m, {.batch = 1, .q_len = 1, .kv_len = 3}, DType::f16);
+  const ops::DecodeLayer::Args a{.model = m.spec(), .weights = {}, .t = state.tensors()};
+  const char k_rows[3 * 8 * 2] = {}, v_rows[3 * 8 * 2] = {};
+  const auto rows = [](const char* data) { return AnyView<2>(const_cast<char*>(data), {3, 8}, DType::f16); };
+  const auto edges = [&](bool few, std::int64_t first) {
+    Dataflow flow;
+    std::vector<Tasks> all;
+    const cuda::TokenRows given{.k = rows(k_rows), .v = rows(v_rows), .first = first, .last = 2};
+    const auto add = [&]<class Args>(const Args& args, const cuda::LaunchMode&, const char* label) {
+      CHECK((label == nullptr) == few);
+      std::vector<const void*> reads, writes;
+      Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
+        if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
+        if (is_written(spec.role)) writes.push_back(v.data);
+      });
+      all.push_back(flow.add(reads, writes));
+      return Status();
+    };
+    REQUIRE(cuda::for_each_op_of_rows({.few = few}, a, given, add));
+    return all;
+  };
+  // ln_qkv 0, the rows 1, context 2, dense 3, post_attention_layernorm 4, dense_h_to_4h 5, dense_4h_to_h 6.
+  CHECK(edges(true, 2) == std::vector<Tasks>{{}, {0}, {0}, {2}, {}, {4}, {3, 5}});
+  // Rows that become entries are there before attention.
+  CHECK(edges(true, 1) == std::vector<Tasks>{{}, {0}, {1}, {2}, {}, {4}, {3, 5}});
+  // The sites: the rows, 3, are the append.
+  CHECK(edges(false, 2) == std::vector<Tasks>{{}, {0}, {1}, {2}, {3}, {4}, {}, {6}, {5, 7}});
 }

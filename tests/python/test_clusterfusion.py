@@ -72,8 +72,8 @@ def step_arguments(given, id):
     return {"id": id, **{name: renamed[name] for name in names if name != "id"}}
 
 
-def create(calls, id, given):
-    calls.create_graph_context(id, *(given[name] for name in CREATE), max_seq_len=len(given["k_cache"]))
+def create(calls, id, given, **options):
+    calls.create_graph_context(id, *(given[name] for name in CREATE), max_seq_len=len(given["k_cache"]), **options)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -232,9 +232,12 @@ def test_two_threads_with_a_context_each(device):
         for _ in range(20):
             given = port_arguments(layer, device)
             create(calls, id, given)
-            output, _, _ = calls.graph_decode_step(**step_arguments(given, id))
+            # The second step has the same work, and a graph of its own on a GPU.
+            outputs = [calls.graph_decode_step(**step_arguments(given, id))[0]]
+            clusterfusion._contexts[id].cache.length -= 1
+            outputs.append(calls.graph_decode_step(**step_arguments(given, id))[0])
             calls.destroy_graph_context(id)
-            wrong.extend([id] * (not torch.equal(output, expected)))
+            wrong.extend([id] * (not all(torch.equal(output, expected) for output in outputs)))
 
     threads = [threading.Thread(target=work, args=(id,)) for id in (1, 2)]
     for thread in threads:
@@ -267,6 +270,94 @@ def test_steps_are_captured(device):
     calls.destroy_graph_context(11)
 
 
+def drawn(given, seed):
+    """The arguments with other values and in other places, but for the caches and the matrices of a context."""
+    torch.manual_seed(seed)
+    kept = (*CREATE, "current_seq_len")
+    made = {name: value.clone() for name, value in given.items() if name not in kept}
+    made["input"] = torch.randn(1, 160).half().to(given["input"].device)
+    for name in ("ln_bias", "bias_o", "mlp_down_bias"):
+        made[name] += 0.1 * torch.randn(made[name].shape).half().to(made[name].device)
+    return {**given, **made}
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_context_s_graph_has_the_bits_of_its_launches(monkeypatch, device):
+    """Steps on a stream of the caller's, whose tensors lie elsewhere at each and of which none waits for the last; all
+    outputs are kept. The lengths are those at which attention is planned anew, and a step back."""
+    layer = small_layer()
+    calls, made, caches = warm_calls(layer, monkeypatch), {}, {}
+    prompt = port_arguments(layer, device)
+    rows = torch.randn(2, 300, 160).half().to(device)
+    stream = torch.cuda.Stream()
+    for id, impl in ((31, "graph"), (32, "unfused")):
+        given = {**prompt, "k_cache": rows[0].clone(), "v_cache": rows[1].clone()}
+        create(calls, id, given, impl=impl)
+        steps = [drawn({**given, "current_seq_len": n}, n) for n in (126, 127, 128, 129, 255, 256, 257, 127, 128)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1 << 24)
+            made[impl] = [calls.graph_decode_step(**step_arguments(step, id)) for step in steps]
+        stream.synchronize()
+        caches[impl] = given["k_cache"], given["v_cache"]
+    assert len({tensor.data_ptr() for step in made["graph"] for tensor in step}) == 3 * len(made["graph"])
+    for one, other in zip(made["graph"], made["unfused"]):
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other))
+    assert all(torch.equal(a, b) for a, b in zip(caches["graph"], caches["unfused"]))
+    assert clusterfusion._contexts[31].steps.graphs == 3 and clusterfusion._contexts[32].steps is None
+    for id in (31, 32):
+        calls.destroy_graph_context(id)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_a_step_s_graph_is_captured_when_a_step_first_wants_it(monkeypatch, device):
+    """Not by one that turns rows, nor by one that a graph of the caller's captures, nor by one that is refused."""
+    layer = small_layer()
+    calls, given = warm_calls(layer, monkeypatch), port_arguments(layer, device)
+    create(calls, 33, given)
+    step, kept = step_arguments(given, 33), clusterfusion._contexts[33].steps
+    calls.graph_decode_step(**step)
+    assert kept.graphs == 0
+    step["current_seq_len"] += 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls.graph_decode_step(**step)
+    assert kept.graphs == 0
+    graph.replay()
+    expected = [tensor.clone() for tensor in captured]
+    clusterfusion._contexts[33].cache.length -= 1
+    assert all(torch.equal(a, b) for a, b in zip(calls.graph_decode_step(**step), expected))
+    assert kept.graphs == 1
+    with pytest.raises(ValueError, match="'input' has dtype float32, expected float16"):
+        calls.graph_decode_step(**{**step, "input": step["input"].float()})
+    step["current_seq_len"] += 1
+    made = calls.graph_decode_step(**step)
+    assert kept.graphs == 1
+    # What the caller captured runs between two steps that are graphs.
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+    clusterfusion._contexts[33].cache.length -= 1
+    assert all(torch.equal(a, b) for a, b in zip(calls.graph_decode_step(**step), made))
+    calls.destroy_graph_context(33)
+    with pytest.raises(ValueError, match="there is no context 33"):
+        calls.graph_decode_step(**step)
+
+
+@on_each_device
+def test_a_context_s_impl_is_checked(device):
+    layer = small_layer()
+    calls, given = calls_of(layer), port_arguments(layer, device)
+    for bad in ("persistent", "", None, 1):
+        with pytest.raises(ValueError, match=f"create_graph_context: impl must be graph or unfused, got {bad!r}"):
+            create(calls, 35, given, impl=bad)
+    assert 35 not in clusterfusion._contexts
+    expected = calls.decoder_layer(**given)[0]
+    for impl in ("graph", "unfused"):
+        create(calls, 35, given, impl=impl)
+        assert torch.equal(calls.graph_decode_step(**step_arguments(given, 35))[0], expected)
+        calls.destroy_graph_context(35)
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
 def test_tensors_of_a_call_lie_on_one_device(device):
     layer = small_layer()
@@ -278,6 +369,8 @@ def test_tensors_of_a_call_lie_on_one_device(device):
 
 class Checked:
     """In place of the compiled layer: leaves every call to the checks."""
+
+    spare_elements = 1
 
     def run(self, *_):
         return None

@@ -96,7 +96,8 @@ def test_what_is_kept_is_seen(record_property, where):
 
 
 def test_graph_contexts(record_property):
-    """Each holds a cache of 320 KiB in this library's layout, and takes a step."""
+    """Each holds a cache of 320 KiB in this library's layout, and takes two steps, the second one by a graph, which
+    may be running still when the context is destroyed."""
     hidden, heads, rows = 320, 4, 256
     calls = clusterfusion.DecoderCalls("small", hidden, heads)
 
@@ -119,7 +120,8 @@ def test_graph_contexts(record_property):
     def once():
         calls.create_graph_context(1, **caches, **matrices, max_seq_len=rows)
         try:
-            outputs[:] = calls.graph_decode_step(1, **step, **caches, current_seq_len=100)
+            calls.graph_decode_step(1, **step, **caches, current_seq_len=100)
+            outputs[:] = calls.graph_decode_step(1, **step, **caches, current_seq_len=101)
             with pytest.raises(ValueError, match="id 1 is a context of small"):
                 calls.create_graph_context(1, **caches, **matrices, max_seq_len=rows)
         finally:

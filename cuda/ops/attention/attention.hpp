@@ -106,6 +106,8 @@ struct AttentionPlan {
   int splits;      // of a query's keys: 1, 2, 4 or 8 blocks, which form one cluster
   int stages;      // tiles of keys and values of a block's ring
   int smem_bytes;  // of a block
+
+  bool operator==(const AttentionPlan&) const = default;
 };
 
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
