@@ -55,7 +55,8 @@ struct PersistentArguments {
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
   float attention_scale, eps;
-  bool parallel_residual, gelu_tanh;
+  bool parallel_residual, rms_norm;
+  Activation activation;
 
   PhaseOrder phases = {};
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
@@ -76,13 +77,14 @@ struct PersistentArguments {
   // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
   Tagged* hidden[2] = {};            // (batch, hidden): layer l reads hidden[l % 2]
   Tagged* attn_residual = nullptr;   // (batch, hidden), of a sequential residual
-  TaggedElement* qkv = nullptr;      // (batch, heads, 3, head_dim)
+  TaggedElement* qkv = nullptr;      // (batch, qkv_rows)
   TaggedElement* context = nullptr;  // (batch, heads, head_dim)
   TaggedElement* mlp_act = nullptr;  // (batch, intermediate)
   unsigned* context_done = nullptr;  // (batch, heads) the tag of a complete head
   unsigned* act_done = nullptr;      // (grid) the tag of a block whose rows of mlp.act are complete
   Tagged* partials = nullptr;        // (batch, heads, attention_splits, partial_floats)
   GridState* grid_state = nullptr;
+  std::uint16_t* no_beta = nullptr;  // (hidden) of RMSNorm: zeros, which nobody writes
 
   TokenArguments token = {};
 

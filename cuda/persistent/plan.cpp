@@ -34,22 +34,18 @@ Status check(const PersistentModel& m, std::int64_t batch) {
     const char* name;
     std::int64_t value;
   };
-  for (const auto& [name, value] : {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads},
-                                    Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
+  for (const auto& [name, value] :
+       {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads}, Size{"kv_heads", m.kv_heads},
+        Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
-  if (m.norm != NormKind::layernorm) return refuse("LayerNorm, got RMSNorm");
-  if (m.hidden_act == Activation::swiglu) return refuse("GELU, got SwiGLU");
-  if (m.qkv_layout != ops::QkvLayout::interleaved_by_head)
-    return refuse("q, k and v that are interleaved by head, got separate ones");
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
+  CF_TRY(ops::QkvHeads(m.heads, m.kv_heads, m.qkv_layout).check(kPersistentName));
   if (m.hidden_size != m.heads * m.head_dim)
-    return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
+    return refuse("a hidden_size of heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
   if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
     return bad("rotary_dim must be even, 2 to head_dim " + text(m.head_dim) + ", got " + text(m.rotary_dim));
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
     return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
-  if (m.kv_heads != m.heads)
-    return refuse("as many key and value heads as query heads, got " + text(m.kv_heads) + " for " + text(m.heads));
   if (batch < 1 || batch > kMaxPersistentBatch)
     return refuse("1 to " + text(kMaxPersistentBatch) + " sequences, got " + text(batch));
   for (const auto& [name, value] :
@@ -79,8 +75,6 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-int most_rows(const RowCounts& rows) { return rows.each + (rows.rest > 0); }
-
 /// Plans the grid, and how a head's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
   p.grid = arch.sm_count;
@@ -107,8 +101,8 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
 class Slicing {
  public:
   Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid)
-      : smem_bytes_(arch.smem_per_block_bytes), d_(d), deals_(d.hidden, d.intermediate, grid.grid), plan(grid) {
-    plan.out_rows = most_rows(deals_.out);
+      : smem_bytes_(arch.smem_per_block_bytes), d_(d), deals_(d.rows(), grid.grid), plan(grid) {
+    plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
   /// Prefers the row product of one token, the longest slices first; then the tile product with shared norms, then
@@ -136,23 +130,25 @@ class Slicing {
     if (!cut(columns, kProductWarps) || plan.hidden_columns != columns || plan.act_columns != columns) return false;
     plan.narrow_columns = columns;
     plan.shared_norms = false;
-    const int rows = std::max(most_rows(deals_.qkv), most_rows(deals_.up));
-    const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products, except perhaps of down
+    const int up = deals_.most_rows(Weight::up), rows = std::max(deals_.most_rows(Weight::qkv), up);
+    // Then warps own the rows of all products, except perhaps of down, and except of up where two rows make an element.
+    const bool whole_rows = plan.hidden_slices == 1;
     plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
     plan.head_rows = whole_stages(rows);
-    plan.shared_sums = whole_rows && plan.act_slices == 1
-                           ? 0
-                           : std::max(whole_rows ? 0 : rows * plan.hidden_slices, plan.out_rows * plan.act_slices);
+    plan.shared_sums = std::max(!whole_rows          ? rows * plan.hidden_slices
+                                : d_.rows_of_act > 1 ? up
+                                                     : 0,
+                                plan.act_slices > 1 ? plan.out_rows * plan.act_slices : 0);
     return ring_fits(kStageSlices * columns * 2);
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.narrow_columns = 0;
     plan.shared_norms = shared_norms;
-    const int up = most_rows(deals_.up), up_first = rows_before_attention(plan, up);
+    const int up = deals_.most_rows(Weight::up), up_first = rows_before_attention(plan, up);
     plan.warp_rows = 0;
-    const int rows =
-        std::max({most_rows(deals_.qkv), up_first, up - rows_before_attention(plan, up - 1), plan.out_rows});
+    const int rows = std::max({deals_.most_rows(Weight::qkv), up_first,
+                               up - rows_before_attention(plan, up - d_.rows_of_act), plan.out_rows});
     plan.head_rows = whole_stages(rows);
     plan.shared_sums = kProductWarps * rows;
     return ring_fits(kStageSlices * std::max(plan.hidden_columns, plan.act_columns) * 2);

@@ -19,9 +19,10 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
+  ModelFamily family;        // whose names errors use
   std::int64_t hidden_size;  // heads * head_dim
   std::int64_t heads;
-  std::int64_t kv_heads;
+  std::int64_t kv_heads;  // divides heads
   std::int64_t head_dim;
   std::int64_t rotary_dim;
   std::int64_t intermediate_size;
@@ -36,7 +37,8 @@ struct PersistentModel {
 };
 
 inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
-  return {.hidden_size = m.shape.hidden_size,
+  return {.family = m.traits.family,
+          .hidden_size = m.shape.hidden_size,
           .heads = m.shape.num_heads,
           .kv_heads = m.shape.num_kv_heads,
           .head_dim = m.shape.head_dim,
@@ -105,11 +107,10 @@ struct PersistentChoices {
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for RMSNorm, SwiGLU and separate q, k and v, a rank that leaves the residual to
-/// another, a dtype other than float16 and bfloat16, other kv_heads than heads, a hidden_size, head_dim or
-/// intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond 6144, more than 8
-/// sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for sizes that no layer
-/// has and for choices out of their bounds.
+/// Code::unimplemented, with the reason, for heads that do not make up hidden_size, a rank that leaves the residual to
+/// another, a dtype other than float16 and bfloat16, a hidden_size, head_dim or intermediate_size that is no multiple of
+/// 8, a head_dim beyond 256, a hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a
+/// ring of three stages. Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

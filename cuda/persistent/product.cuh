@@ -18,6 +18,7 @@ namespace cf::cuda {
 struct Product {
   int columns, slices, slice_columns;
   int first, count;  // the phase's rows, counted within the deal
+  bool gated;        // the rows are pairs, of which SwiGLU makes one element each
   Deal deal;
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
@@ -26,6 +27,7 @@ struct Product {
         slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
         slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
         first(0),
+        gated(weight_of(phase) == Weight::up && c.dims.rows_of_act == 2),
         deal(phase == Phase::head ? c.deals.head(start, int(blockIdx.x))
                                   : c.deals.deal(weight_of(phase), start, int(blockIdx.x))) {
     const int up_first = rows_before_attention(c.plan, deal.count);
@@ -48,6 +50,8 @@ struct Product {
     }
   }
 
+  /// The elements of a token that the rows make.
+  __device__ int elements() const { return gated ? count / 2 : count; }
   /// The matrix's row that is row i of the phase.
   __device__ int row(int i) const { return deal.row(first + i); }
   template <bool Tiles>
@@ -97,8 +101,8 @@ struct Sums {
   float* data;
   int batch, slices, rows;
 
-  /// Where the rows of a row product are not sliced, each warp owns whole rows: it has partial sums of its own and
-  /// counts its own rows. Otherwise all warps share partial sums, which lie behind the warps' own.
+  /// Where the rows of a row product are neither sliced nor pairs, each warp owns whole rows: it has partial sums of
+  /// its own and counts its own rows. Otherwise all warps share partial sums, which lie behind the warps' own.
   __device__ Sums(const Block& block, const Product& p, int warp)
       : data(block.at<float>(block.c.layout.sums)),
         batch(Tiles ? block.c.dims.batch : 1),
@@ -107,7 +111,7 @@ struct Sums {
     const int warp_floats = Tiles ? 0 : block.c.plan.warp_rows * 8;
     data += warps_own_rows(p) ? warp * warp_floats : kProductWarps * warp_floats;
   }
-  static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1; }
+  static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1 && !p.gated; }
   /// Of a row product: the eight partial sums of row i's slice.
   __device__ float* of_slice(int i, int slice) const { return data + (i * slices + slice) * 8; }
   /// Of a tile product: a warp's partial sum of row i and a token.
