@@ -16,7 +16,7 @@ struct TapPointers {
 };
 
 /// What a launch of whole tokens has beside the layers: the embedding before them, and the head behind them, which is
-/// the final LayerNorm, the LM head and the greedy choice. The head counts as a layer, whose first norm is the final one
+/// the final norm, the LM head and the greedy choice. The head counts as a layer, whose first norm is the final one
 /// and whose matrix in the place of qkv's is the LM head.
 struct TokenArguments {
   int count = 0;                   // tokens of the launch; 0 where it runs layers alone

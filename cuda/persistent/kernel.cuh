@@ -10,7 +10,7 @@
 //
 // phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
 // ---------  --------------------------  --------------------------  --------------------------  ---------------------
-// qkv        W_qkv: 3 h h 2              both LayerNorms, then the   product warps, for all of   q, k, v: 3 h b 4
+// qkv        W_qkv: 3 h h 2              both norms, then the        product warps, for all of   q, k, v: 3 h b 4
 //            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 8 h b               30.7 KB
 //                                                                    20.5 KB a block
 // up_first   W_up, about 3/8 of h i 2    28 of the block's 77 or 78  nobody                      mlp.act of these rows
@@ -29,14 +29,18 @@
 //            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              20.5 KB
 //                                                                    41.0 KB a block
 //
+// With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
+// g heads of k and v W_qkv has (heads + 2 g) d rows. Each query head's splits load the keys and values of its kv head,
+// and the first query head of a kv head appends. Where the heads do not make up h, W_dense has heads d columns.
+//
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
-// (8 h b), and the product warps wait for all of it before up_first, whose input is its LayerNorm. Down adds
+// (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
 // attn_residual.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
 //
-// head       W_head: v h 2               the final LayerNorm, the    product warps, for all of   the block's best token
+// head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
 //            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               of a sequence: 16 b
 //
 // Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought

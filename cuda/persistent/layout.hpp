@@ -43,6 +43,7 @@ struct QkvPlaces {
 /// The sizes of the model and of the batch, as the kernel's integers.
 struct PersistentDims {
   int hidden, heads, kv_heads, head_dim, half_rotary, intermediate, batch;
+  int attention;    // heads * head_dim: the context's elements, which are dense's columns
   int group;        // query heads that share a head of k and v
   int qkv_rows;     // of qkv's matrix
   int rows_of_act;  // of up's matrix for an element of mlp.act: 2 with SwiGLU, else 1
@@ -63,6 +64,7 @@ inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t bat
           .half_rotary = int(m.rotary_dim / 2),
           .intermediate = int(m.intermediate_size),
           .batch = int(batch),
+          .attention = int(m.heads * m.head_dim),
           .group = int(m.heads / m.kv_heads),
           .qkv_rows = int((m.heads + 2 * m.kv_heads) * m.head_dim),
           .rows_of_act = m.hidden_act == Activation::swiglu ? 2 : 1,
@@ -117,7 +119,7 @@ struct PersistentLayout {
   int ring;            // (stages, stage_bytes)
 
   int inbox_bytes;
-  int hidden_row;  // bytes from one token to the next
+  int hidden_row;  // bytes from one token to the next, of hidden and of the context
   int act_row;     // the same of mlp.act: the whole row of one token, a slice of each of several tokens
   int bytes;       // of all
 };
@@ -137,7 +139,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   };
   const bool tiles = p.narrow_columns == 0;
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
-  l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
+  l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
   // A block has a slot of the inbox for each key split that it merges in a layer.

@@ -32,10 +32,11 @@ Status bad(std::string what) { return bad_argument(kPersistentName, std::move(wh
 class ViewCheck {
  public:
   ViewCheck(const Context& context, const PersistentModel& m, const PersistentDims& d)
-      : context_(context), m_(m), rows_(d.rows()), batch_(d.batch), names_(names_of(m.family)) {}
+      : context_(context), m_(m), d_(d), batch_(d.batch), names_(names_of(m.family)) {}
 
   Status layer(std::int64_t layer, const LayerWeights& w) const {
-    const std::int64_t h = m_.hidden_size, i = m_.intermediate_size;
+    const std::int64_t h = m_.hidden_size;
+    const LayerRows rows = d_.rows();
     Checks check(name(layer), context_);
     const auto linear = [&](const Site& site, const LinearParams& l, std::int64_t out, std::int64_t in) {
       const std::string weight = std::string(site.name) + ".weight", bias = std::string(site.name) + ".bias";
@@ -46,10 +47,10 @@ class ViewCheck {
       if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
     norm(check, names_.input_layernorm, w.input_layernorm);
     norm(check, names_.post_attention_layernorm, w.post_attention_layernorm);
-    linear(names_.query_key_value, w.query_key_value, rows_.qkv, h);
-    linear(names_.dense, w.dense, h, h);
-    linear(names_.dense_h_to_4h, w.dense_h_to_4h, i * rows_.rows_of_act, h);
-    linear(names_.dense_4h_to_h, w.dense_4h_to_h, h, i);
+    linear(names_.query_key_value, w.query_key_value, rows.qkv, h);
+    linear(names_.dense, w.dense, h, d_.attention);
+    linear(names_.dense_h_to_4h, w.dense_h_to_4h, rows.act * rows.rows_of_act, h);
+    linear(names_.dense_4h_to_h, w.dense_4h_to_h, h, rows.act);
     CF_TRY(check.status());
     if (w.input_layernorm.gamma.dtype == m_.dtype) return {};
     return bad_argument(name(layer), "weights have dtype " + std::string(to_string(w.input_layernorm.gamma.dtype)) +
@@ -118,7 +119,7 @@ class ViewCheck {
 
   const Context& context_;
   const PersistentModel& m_;
-  LayerRows rows_;
+  PersistentDims d_;
   std::int64_t batch_;
   const ModelNames& names_;
 };
@@ -157,7 +158,7 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   for (Tagged*& of_layer : a.hidden) place(of_layer, batch * hidden);
   place(a.attn_residual, batch * hidden);
   place(a.qkv, batch * a.dims.qkv_rows);
-  place(a.context, batch * hidden);
+  place(a.context, batch * a.dims.attention);
   place(a.mlp_act, batch * a.dims.intermediate);
   place(a.context_done, batch_heads);
   place(a.act_done, a.plan.grid);

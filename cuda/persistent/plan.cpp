@@ -40,8 +40,8 @@ Status check(const PersistentModel& m, std::int64_t batch) {
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
   CF_TRY(ops::QkvHeads(m.heads, m.kv_heads, m.qkv_layout).check(kPersistentName));
-  if (m.hidden_size != m.heads * m.head_dim)
-    return refuse("a hidden_size of heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
+  if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != m.heads * m.head_dim)
+    return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
   if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
     return bad("rotary_dim must be even, 2 to head_dim " + text(m.head_dim) + ", got " + text(m.rotary_dim));
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
@@ -120,25 +120,33 @@ class Slicing {
  private:
   bool cut(int most_columns, int limit) {
     plan.hidden_slices = slices(d_.hidden, most_columns, 1, limit);
+    plan.context_slices = slices(d_.attention, most_columns, 1, limit);
     plan.act_slices = plan.hidden_slices ? slices(d_.intermediate, most_columns, plan.hidden_slices, limit) : 0;
-    if (plan.act_slices == 0) return false;
+    if (plan.act_slices == 0 || plan.context_slices == 0) return false;
     plan.hidden_columns = d_.hidden / plan.hidden_slices;
+    plan.context_columns = d_.attention / plan.context_slices;
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
   bool row_product(int columns) {
     if (!cut(columns, kProductWarps) || plan.hidden_columns != columns || plan.act_columns != columns) return false;
+    if (plan.context_columns != columns) return false;
     plan.narrow_columns = columns;
     plan.shared_norms = false;
-    const int up = deals_.most_rows(Weight::up), rows = std::max(deals_.most_rows(Weight::qkv), up);
-    // Then warps own the rows of all products, except perhaps of down, and except of up where two rows make an element.
-    const bool whole_rows = plan.hidden_slices == 1;
-    plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
-    plan.head_rows = whole_stages(rows);
-    plan.shared_sums = std::max(!whole_rows          ? rows * plan.hidden_slices
-                                : d_.rows_of_act > 1 ? up
-                                                     : 0,
-                                plan.act_slices > 1 ? plan.out_rows * plan.act_slices : 0);
+    const int qkv = deals_.most_rows(Weight::qkv), up = deals_.most_rows(Weight::up), most = std::max(qkv, up);
+    plan.head_rows = whole_stages(most);
+    // Warps own the rows of a product that are not sliced, unless two rows make an element.
+    int own_rows = 0;
+    plan.shared_sums = 0;
+    const auto make_room = [&](int rows, int slices, int together = 1) {
+      int& room = slices == 1 && together == 1 ? own_rows : plan.shared_sums;
+      room = std::max(room, rows * slices);
+    };
+    make_room(most, plan.hidden_slices);  // the head's rows among them
+    make_room(up, plan.hidden_slices, d_.rows_of_act);
+    make_room(plan.out_rows, plan.context_slices);
+    make_room(plan.out_rows, plan.act_slices);
+    plan.warp_rows = own_rows ? (own_rows + kProductWarps - 1) / kProductWarps + 1 : 0;
     return ring_fits(kStageSlices * columns * 2);
   }
   bool tile_product(int most_columns, bool shared_norms) {
@@ -151,7 +159,7 @@ class Slicing {
                                up - rows_before_attention(plan, up - d_.rows_of_act), plan.out_rows});
     plan.head_rows = whole_stages(rows);
     plan.shared_sums = kProductWarps * rows;
-    return ring_fits(kStageSlices * std::max(plan.hidden_columns, plan.act_columns) * 2);
+    return ring_fits(kStageSlices * std::max({plan.hidden_columns, plan.context_columns, plan.act_columns}) * 2);
   }
   /// At most `rows` rows, in tiles of two stages where there are as many.
   static int whole_stages(int rows) {

@@ -19,8 +19,8 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
-  ModelFamily family;        // whose names errors use
-  std::int64_t hidden_size;  // heads * head_dim
+  ModelFamily family;  // whose names errors use
+  std::int64_t hidden_size;
   std::int64_t heads;
   std::int64_t kv_heads;  // divides heads
   std::int64_t head_dim;
@@ -78,8 +78,10 @@ struct PersistentPlan {
   int grid;              // blocks, one an SM, all resident at once
   int narrow_columns;    // one of kNarrowColumns: a row product of one token; 0: a tile product of up to eight tokens
   int hidden_slices;     // slices of a row of hidden columns, a power of two
+  int context_slices;    // slices of a row of heads * head_dim columns, a power of two
   int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
   int hidden_columns;    // columns of a slice of a hidden row
+  int context_columns;   // columns of a slice of the context
   int act_columns;       // columns of a slice of an intermediate row
   bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
   int stages;            // of the ring
@@ -91,7 +93,7 @@ struct PersistentPlan {
   bool cluster_merge;    // the splits of a head are merged in a cluster's shared memory, not in device memory
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;          // rows of hidden that a block owns, at most
-  int warp_rows;         // rows that a warp owns, at most, where rows are not sliced; else 0
+  int warp_rows;         // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such
   int shared_sums;       // partial sums of a token that a block's product warps share
   int smem_bytes;        // dynamic shared memory of a block
 };
@@ -107,10 +109,10 @@ struct PersistentChoices {
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for heads that do not make up hidden_size, a rank that leaves the residual to
-/// another, a dtype other than float16 and bfloat16, a hidden_size, head_dim or intermediate_size that is no multiple of
-/// 8, a head_dim beyond 256, a hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a
-/// ring of three stages. Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
+/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
+/// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
+/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
+/// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

@@ -23,9 +23,15 @@ struct Product {
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
   __device__ Product(const PersistentArguments& c, Phase phase, int start, int part = 0)
-      : columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
-        slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
-        slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
+      : columns(phase == Phase::down    ? c.dims.intermediate
+                : phase == Phase::dense ? c.dims.attention
+                                        : c.dims.hidden),
+        slices(phase == Phase::down    ? c.plan.act_slices
+               : phase == Phase::dense ? c.plan.context_slices
+                                       : c.plan.hidden_slices),
+        slice_columns(phase == Phase::down    ? c.plan.act_columns
+                      : phase == Phase::dense ? c.plan.context_columns
+                                              : c.plan.hidden_columns),
         first(0),
         gated(weight_of(phase) == Weight::up && c.dims.rows_of_act == 2),
         deal(phase == Phase::head ? c.deals.head(start, int(blockIdx.x))

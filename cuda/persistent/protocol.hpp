@@ -53,7 +53,7 @@ CF_HD constexpr int arrivals(Signal s) {
 
 /// The phases of a layer. up_first and up_rest are the two parts of mlp.dense_h_to_4h: with a parallel residual neither
 /// needs attention, so up_first runs while q, k and v travel from block to block, and up_rest while the context does.
-/// The head has one phase: the final LayerNorm and the product of the LM head.
+/// The head has one phase: the final norm and the product of the LM head.
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down, head };
 inline constexpr int kLayerPhases = 6, kPhases = kLayerPhases + 1;
 
