@@ -107,7 +107,8 @@ __device__ inline void end_block(const PersistentArguments& c) {
   grid->launches += unsigned(max(c.token.count, 1));
 }
 
-/// T: the dtype of weights and activations. Columns: one of kNarrowColumns for row products, 0 for tile products.
+/// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
+/// products.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
 template <class T, int Columns, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
@@ -138,21 +139,19 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   end_block(c);
 }
 
-/// The instantiation for a plan's narrow_columns and a dtype, float16 or bfloat16.
-template <int BlocksPerSm>
-const void* find_persistent_kernel(int narrow_columns, DType dtype) {
-  const auto find = [&]<class T>(T) -> const void* {
-    switch (narrow_columns) {
-      case kNarrowColumns[0]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[0], BlocksPerSm>);
-      case kNarrowColumns[1]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[1], BlocksPerSm>);
-      case kNarrowColumns[2]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[2], BlocksPerSm>);
-      default: return reinterpret_cast<const void*>(persistent_kernel<T, 0, BlocksPerSm>);
-    }
+/// The instantiation for a plan's narrow_columns.
+template <class T, int BlocksPerSm>
+const void* find_persistent_kernel(int narrow_columns) {
+  const auto kernel = []<int Columns>(std::integral_constant<int, Columns>) {
+    return reinterpret_cast<const void*>(persistent_kernel<T, Columns, BlocksPerSm>);
   };
-  return dtype == DType::f16 ? find(f16{}) : find(bf16{});
+  switch (narrow_columns) {
+    case kNarrowColumns[0]: return kernel(std::integral_constant<int, kNarrowColumns[0]>());
+    case kNarrowColumns[1]: return kernel(std::integral_constant<int, kNarrowColumns[1]>());
+    case kNarrowColumns[2]: return kernel(std::integral_constant<int, kNarrowColumns[2]>());
+    case kAnyColumns: return kernel(std::integral_constant<int, kAnyColumns>());
+    default: return kernel(std::integral_constant<int, 0>());
+  }
 }
 
 }  // namespace cf::cuda

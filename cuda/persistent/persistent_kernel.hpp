@@ -47,7 +47,7 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Finds the kernel, compiled for one dtype and one of kNarrowColumns or 0, that a plan asks for.
+/// Finds the kernel, compiled for one dtype and one of kNarrowColumns, kAnyColumns or 0, that a plan asks for.
 using PersistentKernelLookup = const void* (*)(int narrow_columns, DType dtype);
 
 struct PersistentOptions {

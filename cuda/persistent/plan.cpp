@@ -105,11 +105,11 @@ class Slicing {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
-  /// Prefers the row product of one token, the longest slices first; then the tile product with shared norms, then
-  /// without. False where no ring of kMinStages fits.
+  /// Prefers the row product of one token, with slices of one length, the longest first, then with slices of any length;
+  /// then the tile product with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
     if (d_.batch == 1)
-      for (int columns : kNarrowColumns)
+      for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
       for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
@@ -128,9 +128,13 @@ class Slicing {
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
+  /// `columns` is what a plan's narrow_columns may be.
   bool row_product(int columns) {
-    if (!cut(columns, kProductWarps) || plan.hidden_columns != columns || plan.act_columns != columns) return false;
-    if (plan.context_columns != columns) return false;
+    if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
+    const auto fits = [&](int slice) {
+      return columns == kAnyColumns ? row_chunks(slice) >= kMinAnyChunks : slice == columns;
+    };
+    if (!fits(plan.hidden_columns) || !fits(plan.context_columns) || !fits(plan.act_columns)) return false;
     plan.narrow_columns = columns;
     plan.shared_norms = false;
     const int qkv = deals_.most_rows(Weight::qkv), up = deals_.most_rows(Weight::up), most = std::max(qkv, up);
@@ -147,7 +151,7 @@ class Slicing {
     make_room(plan.out_rows, plan.context_slices);
     make_room(plan.out_rows, plan.act_slices);
     plan.warp_rows = own_rows ? (own_rows + kProductWarps - 1) / kProductWarps + 1 : 0;
-    return ring_fits(kStageSlices * columns * 2);
+    return ring_fits();
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
@@ -159,7 +163,7 @@ class Slicing {
                                up - rows_before_attention(plan, up - d_.rows_of_act), plan.out_rows});
     plan.head_rows = whole_stages(rows);
     plan.shared_sums = kProductWarps * rows;
-    return ring_fits(kStageSlices * std::max({plan.hidden_columns, plan.context_columns, plan.act_columns}) * 2);
+    return ring_fits();
   }
   /// At most `rows` rows, in tiles of two stages where there are as many.
   static int whole_stages(int rows) {
@@ -167,7 +171,8 @@ class Slicing {
     return rows < tile_rows ? rows : rows / tile_rows * tile_rows;
   }
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
-  bool ring_fits(int stage_bytes) {
+  bool ring_fits() {
+    const int stage_bytes = kStageSlices * std::max({plan.hidden_columns, plan.context_columns, plan.act_columns}) * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;

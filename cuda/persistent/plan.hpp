@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/dtype.hpp"
+#include "core/host_device.hpp"
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -71,20 +72,26 @@ inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 inline constexpr int kTileKeys = 16;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
+/// Beside these there is a kernel of one token for slices of any number of columns above 1024, each product's its own.
+/// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
+inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
+                     kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
+CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys
 /// of a head are summed.
 struct PersistentPlan {
-  int grid;              // blocks, one an SM, all resident at once
-  int narrow_columns;    // one of kNarrowColumns: a row product of one token; 0: a tile product of up to eight tokens
-  int hidden_slices;     // slices of a row of hidden columns, a power of two
-  int context_slices;    // slices of a row of heads * head_dim columns, a power of two
-  int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
-  int hidden_columns;    // columns of a slice of a hidden row
-  int context_columns;   // columns of a slice of the context
-  int act_columns;       // columns of a slice of an intermediate row
-  bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
-  int stages;            // of the ring
+  int grid;             // blocks, one an SM, all resident at once
+  int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
+                        // eight tokens
+  int hidden_slices;    // slices of a row of hidden columns, a power of two
+  int context_slices;   // slices of a row of heads * head_dim columns, a power of two
+  int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
+  int hidden_columns;   // columns of a slice of a hidden row
+  int context_columns;  // columns of a slice of the context
+  int act_columns;      // columns of a slice of an intermediate row
+  bool shared_norms;    // of a tile product: gamma and beta are copied to shared memory
+  int stages;           // of the ring
   int stages_in_flight;  // stages that are requested and have not arrived, at most
   int stage_bytes;
   int up_eighths;  // eighths of a block's rows of mlp.dense_h_to_4h that come before attention

@@ -1,9 +1,9 @@
 #pragma once
 // Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
 //
-// A row product (Columns > 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie in
-// memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
-// slice of the activations in registers.
+// A row product (Columns != 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie
+// in memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
+// slice of the activations in registers. With kAnyColumns each number of a slice's chunks has a loop of its own.
 //
 // A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
 // slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
@@ -139,7 +139,7 @@ struct Sums {
 /// the others on that of the lower eight. A chunk of activations takes four registers a lane.
 template <class T>
 struct RowProduct {
-  static constexpr int kChunkBytes = 512;
+  static constexpr int kChunkBytes = 2 * kChunkColumns;
   float upper[2][4] = {}, lower[2][4] = {};
 
   /// Where the lane loads from a chunk of weights and from one of activations, in bytes.
@@ -249,8 +249,9 @@ struct TileProduct {
 };
 
 /// Multiplies the stages of a row product; its partial sums go to `sums`. `earlier_stages` counts the ring's stages
-/// before the product's. `x` is where the tokens lie in shared memory.
-template <class T, int Columns, class Reader>
+/// before the product's. `x` is where the tokens lie in shared memory. A slice has `Chunks` chunks. Unless `Whole` the
+/// last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the weights.
+template <class T, int Chunks, bool Whole, class Reader>
 __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
                              const char* x) {
   using Row = RowProduct<T>;
@@ -258,12 +259,20 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   const int unit = warp % kStageSlices, first = (warp / kStageSlices + earlier_stages) % 2, stages = p.stages<false>();
   const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
   const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-  const std::uint32_t x_lane = shared_address(x) + slice * Columns * 2 + Row::token_lane(lane);
-  constexpr int chunks = Columns * 2 / Row::kChunkBytes;
-  static_assert(Columns * 2 % Row::kChunkBytes == 0);
-  uint4 token[chunks];
+  const int slice_columns = Whole ? Chunks * kChunkColumns : p.slice_columns;
+  const std::uint32_t x_lane = shared_address(x) + slice * slice_columns * 2 + Row::token_lane(lane);
+  uint4 token[Chunks];
 #pragma unroll
-  for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  std::uint32_t w_last = (Chunks - 1) * Row::kChunkBytes;  // from the lane's place in a slice to that in its last chunk
+  if constexpr (!Whole) {
+    const int pieces = (slice_columns - (Chunks - 1) * kChunkColumns) / kVec;
+    if (int(Row::weight_lane(lane)) >= pieces * 16) w_last -= Row::weight_lane(lane);
+    // Each register has its elements of piece lane / 4 of one of the chunk's four matrices.
+    uint4& last = token[Chunks - 1];
+    const auto keep = [&](unsigned& two, int matrix) { two = 8 * matrix + lane / 4 < pieces ? two : 0; };
+    keep(last.x, 0), keep(last.y, 1), keep(last.z, 2), keep(last.w, 3);
+  }
   // The slices of all rows have consecutive numbers, row after row. A stage has four of them.
   const bool own_rows = sums.warps_own_rows(p);
   float* to = (own_rows ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
@@ -274,7 +283,8 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
     if (s * kStageSlices + unit < p.count * p.slices) {
       Row product;
 #pragma unroll
-      for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Row::kChunkBytes), token[k], k % 2);
+      for (int k = 0; k < Chunks; ++k)
+        product.add(load_matrices(w_at + (k + 1 < Chunks ? k * Row::kChunkBytes : w_last)), token[k], k % 2);
       if (Row::on_diagonal(lane)) *to = product.diagonal(lane);
     }
     to += step;
@@ -318,10 +328,26 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 template <class T, int Columns, class Reader, class XAt, class XUsed>
 __device__ bool consume_product(const PersistentArguments& c, Reader& ring, const Product& p,
                                 const Sums<Columns == 0>& sums, int earlier_stages, int x_row, XAt x_at, XUsed x_used) {
-  if constexpr (Columns > 0) {
+  if constexpr (Columns != 0) {
     const char* const x = x_at(0);
     if (!x) return false;
-    consume_rows<T, Columns>(ring, p, sums, earlier_stages, x);
+    const auto consume = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
+      consume_rows<T, Chunks, (Columns > 0)>(ring, p, sums, earlier_stages, x);
+    };
+    if constexpr (Columns > 0) {
+      static_assert(Columns % kChunkColumns == 0);
+      consume(std::integral_constant<int, Columns / kChunkColumns>());
+    } else {
+      static_assert(kMinAnyChunks == 5 && kMaxAnyChunks == 10);
+      switch (row_chunks(p.slice_columns)) {
+        case 5: consume(std::integral_constant<int, 5>()); break;
+        case 6: consume(std::integral_constant<int, 6>()); break;
+        case 7: consume(std::integral_constant<int, 7>()); break;
+        case 8: consume(std::integral_constant<int, 8>()); break;
+        case 9: consume(std::integral_constant<int, 9>()); break;
+        default: consume(std::integral_constant<int, 10>());
+      }
+    }
   } else {
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice) {
