@@ -100,15 +100,19 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
 /// Finds the slices of rows, and a ring that fits beside what they need.
 class Slicing {
  public:
-  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid)
-      : smem_bytes_(arch.smem_per_block_bytes), d_(d), deals_(d.rows(), grid.grid), plan(grid) {
+  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid, bool tile_products)
+      : smem_bytes_(arch.smem_per_block_bytes),
+        tile_products_(tile_products),
+        d_(d),
+        deals_(d.rows(), grid.grid),
+        plan(grid) {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
   /// Prefers the row product of one token, with slices of one length, the longest first, then with slices of any length;
   /// then the tile product with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
-    if (d_.batch == 1)
+    if (d_.batch == 1 && !tile_products_)
       for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
@@ -183,6 +187,7 @@ class Slicing {
   }
 
   int smem_bytes_;
+  bool tile_products_;
   PersistentDims d_;
   LayerDeals deals_;
 
@@ -199,7 +204,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, choices, p));
 
-  Slicing slicing(arch, d, p);
+  Slicing slicing(arch, d, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
   int& splits = slicing.plan.attention_splits;
   while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;

@@ -78,8 +78,7 @@ inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
-/// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys
-/// of a head are summed.
+/// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
   int grid;             // blocks, one an SM, all resident at once
   int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
@@ -112,6 +111,7 @@ struct PersistentChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, or to as many as kMaxGatheredBytes hold
+  bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
