@@ -22,7 +22,7 @@ struct KeySplit {
     split = item % c.plan.attention_splits;
     head = item / c.plan.attention_splits % c.dims.heads;
     sequence = item / c.plan.attention_splits / c.dims.heads;
-    kv_head = head / c.dims.group;
+    kv_head = c.dims.group == 1 ? head : head / c.dims.group;  // the division takes long
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
@@ -63,11 +63,11 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
     for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
       const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;
       const long from = split.row(c, key) * c.dims.head_dim * 2;
-      char* const stage = ring.next(2 * bytes);
-      if (!stage) return false;
+      if (!ring.next()) return false;
+      ring.expect(2 * bytes);
       if (threadIdx.x % 32 == 0) {
-        ring.copy(stage, k_cache + from, bytes);
-        ring.copy(stage + bytes, v_cache + from, bytes);
+        ring.copy(0, k_cache + from, bytes);
+        ring.copy(bytes, v_cache + from, bytes);
       }
     }
   }

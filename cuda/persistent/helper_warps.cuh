@@ -37,7 +37,9 @@ class HelperWarps {
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
         case Phase::dense: go = fetch_context(); break;
         case Phase::head: hear_host(); break;
-        case Phase::down: go = early || ((!after_up || block.wait(Signal::up_done)) && fetch_act()); break;
+        case Phase::down:
+          go = early || c.product_warps_fetch_act || ((!after_up || block.wait(Signal::up_done)) && fetch_act());
+          break;
         default: break;
       }
       if (!go) return false;

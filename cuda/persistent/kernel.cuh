@@ -35,7 +35,7 @@
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
-// attn_residual.
+// attn_residual. With one token the product warps fetch mlp.act themselves.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
@@ -114,7 +114,7 @@ template <class T, int Columns, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   constexpr bool Tiles = Columns == 0;
-  const Ring ring{c};
+  const Ring ring(c);
   const Block block = Block::products(c);
   begin_block<Tiles>(block, ring, c);
   if (threadIdx.x < kProductThreads) {

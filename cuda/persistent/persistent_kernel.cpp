@@ -256,29 +256,32 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  auto state = std::make_unique<State>(context, model,
-                                       PersistentArguments{
-                                           .plan = plan,
-                                           .layout = persistent_layout(dims, plan),
-                                           .dims = dims,
-                                           .capacity = int(capacity),
-                                           .table_rows = int(rope.cos.shape[0]),
-                                           .deals = LayerDeals(dims.rows(), plan.grid, vocab),
-                                           .attention_scale = float(model.attention_scale),
-                                           .eps = float(model.layer_norm_eps),
-                                           .parallel_residual = model.use_parallel_residual,
-                                           .rms_norm = model.norm == NormKind::rmsnorm,
-                                           .activation = model.hidden_act,
-                                           .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
-                                           .two_act_places = plan.narrow_columns == 0,
-                                           .layers = int(pointers.size()),
-                                           .head_layer = ends ? int(layers.size()) : -1,
-                                           .positions = sequences.positions.data,
-                                           .kv_len = sequences.kv_len.data,
-                                           .cos = rope.cos.data,
-                                           .sin = rope.sin.data,
-                                           .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-                                       });
+  auto state =
+      std::make_unique<State>(context, model,
+                              PersistentArguments{
+                                  .plan = plan,
+                                  .layout = persistent_layout(dims, plan),
+                                  .dims = dims,
+                                  .capacity = int(capacity),
+                                  .table_rows = int(rope.cos.shape[0]),
+                                  .deals = LayerDeals(dims.rows(), plan.grid, vocab),
+                                  .shapes = product_shapes(dims, plan),
+                                  .attention_scale = float(model.attention_scale),
+                                  .eps = float(model.layer_norm_eps),
+                                  .parallel_residual = model.use_parallel_residual,
+                                  .rms_norm = model.norm == NormKind::rmsnorm,
+                                  .activation = model.hidden_act,
+                                  .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+                                  .two_act_places = plan.narrow_columns == 0,
+                                  .product_warps_fetch_act = plan.narrow_columns != 0 && !model.use_parallel_residual,
+                                  .layers = int(pointers.size()),
+                                  .head_layer = ends ? int(layers.size()) : -1,
+                                  .positions = sequences.positions.data,
+                                  .kv_len = sequences.kv_len.data,
+                                  .cos = rope.cos.data,
+                                  .sin = rope.sin.data,
+                                  .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                              });
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan.narrow_columns, model.dtype);
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));

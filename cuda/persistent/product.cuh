@@ -23,19 +23,9 @@ struct Product {
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
   __device__ Product(const PersistentArguments& c, Phase phase, int start, int part = 0)
-      : columns(phase == Phase::down    ? c.dims.intermediate
-                : phase == Phase::dense ? c.dims.attention
-                                        : c.dims.hidden),
-        slices(phase == Phase::down    ? c.plan.act_slices
-               : phase == Phase::dense ? c.plan.context_slices
-                                       : c.plan.hidden_slices),
-        slice_columns(phase == Phase::down    ? c.plan.act_columns
-                      : phase == Phase::dense ? c.plan.context_columns
-                                              : c.plan.hidden_columns),
-        first(0),
-        gated(weight_of(phase) == Weight::up && c.dims.rows_of_act == 2),
-        deal(phase == Phase::head ? c.deals.head(start, int(blockIdx.x))
-                                  : c.deals.deal(weight_of(phase), start, int(blockIdx.x))) {
+      : first(0), deal(c.deals.deal(matrix_of(phase), start, int(blockIdx.x))) {
+    const ProductShape shape = c.shapes[matrix_of(phase)];
+    columns = shape.columns, slices = shape.slices, slice_columns = shape.slice_columns, gated = shape.together == 2;
     const int up_first = rows_before_attention(c.plan, deal.count);
     count = phase == Phase::up_first ? up_first : deal.count;
     if (phase == Phase::up_rest) first = up_first, count -= up_first;
@@ -44,16 +34,7 @@ struct Product {
   /// How many parts a phase's product has.
   static __device__ int parts(const PersistentArguments& c, Phase phase, int start) {
     if (phase != Phase::head) return 1;
-    return (c.deals.head(start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
-  }
-  static __device__ Weight weight_of(Phase phase) {
-    switch (phase) {
-      case Phase::qkv:
-      case Phase::head: return Weight::qkv;
-      case Phase::dense: return Weight::dense;
-      case Phase::down: return Weight::down;
-      default: return Weight::up;
-    }
+    return (c.deals.deal(kHeadMatrix, start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
   }
 
   /// The elements of a token that the rows make.
@@ -77,24 +58,22 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
 #pragma unroll 1
       for (int i = 0; i < p.count; i += kStageSlices) {
         const int rows = min(kStageSlices, p.count - i);
-        char* const stage = ring.next(rows * slice_bytes);
-        if (!stage) return false;
+        if (!ring.next()) return false;
         const char* const from = matrix + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
         if (p.slices == 1) {
-          if (lane == 0) ring.copy(stage, from, rows * slice_bytes);
-        } else if (lane < rows) {
-          ring.copy(stage + lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
+          ring.bring(from, rows * slice_bytes);
+          continue;
         }
+        ring.expect(rows * slice_bytes);
+        if (lane < rows) ring.copy(lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
       }
   } else {
-    const char* const rows = matrix + long(p.row(0)) * p.columns * 2;
-    const int row_bytes = p.count * p.columns * 2;
+    const char* from = matrix + long(p.row(0)) * p.columns * 2;
+    const int stage_bytes = kStageSlices * slice_bytes;
 #pragma unroll 1
-    for (int begin = 0; begin < row_bytes; begin += kStageSlices * slice_bytes) {
-      const int bytes = min(kStageSlices * slice_bytes, row_bytes - begin);
-      char* const stage = ring.next(bytes);
-      if (!stage) return false;
-      if (lane == 0) ring.copy(stage, rows + begin, bytes);
+    for (int left = p.count * p.columns * 2; left > 0; left -= stage_bytes, from += stage_bytes) {
+      if (!ring.next()) return false;
+      ring.bring(from, min(left, stage_bytes));
     }
   }
   return true;
@@ -279,7 +258,7 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   const int step = (own_rows ? 1 : 2 * kStageSlices) * 8;
 #pragma unroll 1
   for (int s = first; s < stages; s += 2) {
-    const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
+    const std::uint32_t w_at = ring.wait() + w_lane;
     if (s * kStageSlices + unit < p.count * p.slices) {
       Row product;
 #pragma unroll
@@ -303,10 +282,10 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 #pragma unroll 1
   for (int begin = 0; begin < p.count; begin += tile_rows) {
     const int rows = min(tile_rows, p.count - begin), row = min(lane / 4, rows - 1);
-    const char* w = ring.wait();
+    const char* w = shared_pointer(ring.wait());
     const bool two_stages = rows > kStageSlices;
     if (two_stages) {
-      const char* const second = ring.wait(1);
+      const char* const second = shared_pointer(ring.wait(1));
       if (row >= kStageSlices) w = second;
     }
     TileProduct<T> product;

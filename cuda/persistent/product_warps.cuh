@@ -25,7 +25,7 @@ class ProductWarps {
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
       : block(Block::products(arguments)),
         c(arguments),
-        reader(Ring{arguments}, Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
+        reader(Ring(arguments), Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
 
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
@@ -186,6 +186,12 @@ class ProductWarps {
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
     // With one token mlp.act arrives whole, with several tokens slice by slice.
     const auto x_at = [&](int slice) -> const char* {
+      if (is_down && !Tiles && c.product_warps_fetch_act) {
+        block.sync();  // the place is free: all warps have up's tokens in registers
+        char* const to = block.at<char>(c.layout.mlp_x);
+        fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, to);
+        return block.sync_unless_stopped() ? to : nullptr;
+      }
       if (is_down) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
@@ -243,7 +249,7 @@ class ProductWarps {
   /// counts the phase's rows.
   __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
     const int matrix_row = product.row(row);
-    const char* const bias = block.pointers(layer).weights.bias[int(Product::weight_of(phase))];
+    const char* const bias = block.pointers(layer).weights.bias[int(weight_of(phase))];
     const long at = long(token) * c.dims.hidden + matrix_row;
     Addends a{};
     if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
@@ -418,7 +424,7 @@ class ProductWarps {
       for (int s = Tiles ? 0 : first_stage; s < stages + split.has_newest(); s += Tiles ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
-        const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : new_token + head_dim;
+        const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : new_token + head_dim;
         if (!Tiles || s % 2 == half)
 #pragma unroll 1
           for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
