@@ -20,11 +20,27 @@ __device__ inline void prefetch_line(const void* p) { asm volatile("prefetch.glo
 
 /// Bulk copy: the copy engine brings `bytes` bytes from device memory to shared memory and counts them at the barrier.
 /// The size and both addresses are multiples of 16.
-__device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+__device__ inline void copy_bulk(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+__device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uint64_t* barrier) {
+  copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
+}
+
+/// One lane of the warp arrives at the barrier, whose phase then waits for `bytes` bytes too, and requests the bulk copy
+/// that brings them. All lanes call. One elected lane is what the copy engine takes without a loop over the lanes.
+__device__ inline void request_bulk(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+      "@elected cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+      "}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 /// The copy engine brings a tile of a matrix to shared memory, from this column and row on, and counts its bytes at the

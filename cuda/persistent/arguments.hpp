@@ -1,5 +1,6 @@
 #pragma once
 // What the persistent kernel is launched with. Without CUDA.
+#include <array>
 #include <cstdint>
 
 #include "cuda/persistent/deal.hpp"
@@ -16,7 +17,7 @@ struct TapPointers {
 };
 
 /// What a launch of whole tokens has beside the layers: the embedding before them, and the head behind them, which is
-/// the final LayerNorm, the LM head and the greedy choice. The head counts as a layer, whose first norm is the final one
+/// the final norm, the LM head and the greedy choice. The head counts as a layer, whose first norm is the final one
 /// and whose matrix in the place of qkv's is the LM head.
 struct TokenArguments {
   int count = 0;                   // tokens of the launch; 0 where it runs layers alone
@@ -46,6 +47,19 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
   return std::uint64_t(serial) << 32 | std::uint32_t(id);
 }
 
+/// How the rows of a product lie in slices. 16 bytes, as DealtRows.
+struct alignas(16) ProductShape {
+  int columns, slices, slice_columns, together;  // `together`: rows of one element
+};
+
+constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p) {
+  const ProductShape of_hidden{d.hidden, p.hidden_slices, p.hidden_columns, 1};
+  ProductShape up = of_hidden;
+  up.together = d.rows_of_act;
+  return {of_hidden, up, ProductShape{d.attention, p.context_slices, p.context_columns, 1},
+          ProductShape{d.intermediate, p.act_slices, p.act_columns, 1}, of_hidden};
+}
+
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.
 struct PersistentArguments {
   PersistentPlan plan;
@@ -54,12 +68,17 @@ struct PersistentArguments {
   int capacity;    // entries of a sequence's cache
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
+  std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
   float attention_scale, eps;
-  bool parallel_residual, gelu_tanh;
+  bool parallel_residual, rms_norm;
+  Activation activation;
 
   PhaseOrder phases = {};
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
   bool two_act_places = false;
+  // The product warps fetch mlp.act: nothing else is left for them to do meanwhile, and they are more threads than the
+  // helper warps, so that all loads are in flight at once.
+  bool product_warps_fetch_act = false;
   bool continues = false;       // the second launch of a layer, which reads the first one's tags
   int layers = 0;               // all that launches may run; a token has one tag more than these
   int head_layer = -1;          // the number of the head, behind the last layer; -1 where there is none
@@ -76,13 +95,14 @@ struct PersistentArguments {
   // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
   Tagged* hidden[2] = {};            // (batch, hidden): layer l reads hidden[l % 2]
   Tagged* attn_residual = nullptr;   // (batch, hidden), of a sequential residual
-  TaggedElement* qkv = nullptr;      // (batch, heads, 3, head_dim)
+  TaggedElement* qkv = nullptr;      // (batch, qkv_rows)
   TaggedElement* context = nullptr;  // (batch, heads, head_dim)
   TaggedElement* mlp_act = nullptr;  // (batch, intermediate)
   unsigned* context_done = nullptr;  // (batch, heads) the tag of a complete head
   unsigned* act_done = nullptr;      // (grid) the tag of a block whose rows of mlp.act are complete
   Tagged* partials = nullptr;        // (batch, heads, attention_splits, partial_floats)
   GridState* grid_state = nullptr;
+  std::uint16_t* no_beta = nullptr;  // (hidden) of RMSNorm: zeros, which nobody writes
 
   TokenArguments token = {};
 

@@ -8,10 +8,11 @@
 
 namespace cf::cuda {
 
-/// One split of the keys of one head of one sequence. The cached keys come through the ring; the newest key is made by
-/// this launch. Key split i belongs to block i % grid.
+/// One split of the keys that a head of a sequence attends to. The cached keys come through the ring; the newest key is
+/// made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
   int sequence, head, split;
+  int kv_head;        // whose keys and values the head's group of query heads shares
   int kv_len;         // 0 where it is below 1 or beyond the capacity
   int begin, end;     // keys
   int end_of_cached;  // keys [begin, end_of_cached) come from the cache
@@ -21,6 +22,7 @@ struct KeySplit {
     split = item % c.plan.attention_splits;
     head = item / c.plan.attention_splits % c.dims.heads;
     sequence = item / c.plan.attention_splits / c.dims.heads;
+    kv_head = c.dims.group == 1 ? head : head / c.dims.group;  // the division takes long
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
@@ -37,8 +39,14 @@ struct KeySplit {
   __device__ bool has_newest() const { return end_of_cached < end; }
   /// The head's number among those of all sequences.
   __device__ long batch_head(const PersistentArguments& c) const { return long(sequence) * c.dims.heads + head; }
-  /// The row of the cache (batch, heads, capacity, head_dim) that holds a key.
-  __device__ long row(const PersistentArguments& c, int key) const { return batch_head(c) * c.capacity + key; }
+  /// The same of the heads of k and v.
+  __device__ long batch_kv_head(const PersistentArguments& c) const {
+    return long(sequence) * c.dims.kv_heads + kv_head;
+  }
+  /// Whether the head is the first of its group: that one stores what the group shares.
+  __device__ bool leads_group(const PersistentArguments& c) const { return kv_head * c.dims.group == head; }
+  /// The row of the cache (batch, kv_heads, capacity, head_dim) that holds a key.
+  __device__ long row(const PersistentArguments& c, int key) const { return batch_kv_head(c) * c.capacity + key; }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
   __device__ int stages(const PersistentArguments& c) const {
     return (end_of_cached - begin + c.plan.stage_keys - 1) / c.plan.stage_keys;
@@ -55,11 +63,11 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
     for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
       const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;
       const long from = split.row(c, key) * c.dims.head_dim * 2;
-      char* const stage = ring.next(2 * bytes);
-      if (!stage) return false;
+      if (!ring.next()) return false;
+      ring.expect(2 * bytes);
       if (threadIdx.x % 32 == 0) {
-        ring.copy(stage, k_cache + from, bytes);
-        ring.copy(stage + bytes, v_cache + from, bytes);
+        ring.copy(0, k_cache + from, bytes);
+        ring.copy(bytes, v_cache + from, bytes);
       }
     }
   }
@@ -146,8 +154,9 @@ struct AttentionTile {
 };
 
 /// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the
-/// block's shared memory. The block of the split with the newest key appends k and v to the cache. A position outside
-/// the RoPE table makes the rotated elements NaN. False where the wait took too long.
+/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of heads that share
+/// them, that of the first head. A position outside the RoPE table makes the rotated elements NaN. False where the wait
+/// took too long.
 template <class T>
 __device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
   const PersistentArguments& c = block.c;
@@ -156,15 +165,19 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   const unsigned tag = block.tag(layer);
   // A thread has one element each of q, k and v, and the partners that RoPE rotates those of q and k with.
   const bool has_element = d < head_dim, rotated = has_element && d < 2 * half;
-  const TaggedElement* const qkv = c.qkv + split.batch_head(c) * 3 * head_dim;
+  const QkvPlaces& places = c.dims.places;
+  const TaggedElement* const qkv = c.qkv + long(split.sequence) * c.dims.qkv_rows;
+  const TaggedElement* const of_head[3] = {qkv + split.head * places.q_step,
+                                           qkv + places.k_first + split.kv_head * places.kv_step,
+                                           qkv + places.v_first + split.kv_head * places.kv_step};
   const int other = d < half ? d + half : d - half;
   TaggedElement element[3] = {}, partner[2] = {};
   block.poll(layer, Dependency::qkv, [&] {
     bool here = true;
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
-      if (has_element) element[of] = load_relaxed(qkv + of * head_dim + d);
-      if (of < 2 && rotated) partner[of] = load_relaxed(qkv + of * head_dim + other);
+      if (has_element) element[of] = load_relaxed(of_head[of] + d);
+      if (of < 2 && rotated) partner[of] = load_relaxed(of_head[of] + other);
     }
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
@@ -177,7 +190,9 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 
   T* const new_token = block.at<T>(c.layout.new_token);
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
-  const long at = split.batch_head(c) * head_dim + d, row = split.row(c, split.kv_len - 1) * head_dim + d;
+  const bool leads_group = split.leads_group(c);
+  const long q_at = split.batch_head(c) * head_dim + d, kv_at = split.batch_kv_head(c) * head_dim + d,
+             row = split.row(c, split.kv_len - 1) * head_dim + d;
   if (has_element)
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
@@ -191,8 +206,9 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
         stored = from_float<T>(value);
       }
       new_token[of * head_dim + d] = stored;
+      if (of > 0 && !leads_group) continue;
       if (T* const tap = static_cast<T*>(of == 0 ? c.taps.q : of == 1 ? c.taps.k : c.taps.v); tap && split.split == 0)
-        tap[at] = stored;
+        tap[of == 0 ? q_at : kv_at] = stored;
       if (of > 0 && split.has_newest()) {
         const CachePointers& cache = block.pointers(layer).cache;
         __stcg(reinterpret_cast<unsigned short*>(of == 1 ? cache.k : cache.v) + row, stored.bits);

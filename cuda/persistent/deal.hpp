@@ -11,46 +11,62 @@ struct Deal {
   CF_HD constexpr int row(int i) const { return first + i; }
 };
 
-/// A matrix's rows over a grid: each block has `each` rows, and `rest` of the blocks have one row more.
-struct RowCounts {
+/// A matrix's rows over a grid: each block has `each` elements' rows, and `rest` of the blocks those of one element
+/// more. The rows of an element are `together`. 16 bytes, so that a kernel reads an entry of a table in one access.
+struct alignas(16) DealtRows {
   int each, rest;
+  int earlier_rest;  // of the layer's deals before this one
+  int together;
 };
-CF_HD constexpr RowCounts row_counts(int rows, int grid) { return {rows / grid, rows % grid}; }
 
 /// The four products of a layer, by the weights' names. A block owns the same rows of dense and of down: the sum of the
 /// two is one row of the output.
 enum class Weight : int { qkv, up, dense, down };
 inline constexpr int kWeights = 4;
+/// The LM head's place behind these in tables of dealt matrices.
+inline constexpr int kHeadMatrix = kWeights, kMatrices = kWeights + 1;
+
+/// The rows of a layer's products. mlp.act has `act` elements, each made of rows_of_act consecutive rows: with SwiGLU
+/// of two, the gate's and the up row. `out` counts the rows of dense, which are also those of down.
+struct LayerRows {
+  int qkv, act, rows_of_act, out;
+};
 
 /// Deals the rows of a layer's products to the blocks: those of qkv, then those of up, then those of dense and down
-/// together. Where rows do not divide evenly, some consecutive blocks get one row more. The next deal, also that of the
-/// next layer, begins with the block behind these. So the blocks of a layer read nearly the same number of bytes, and
-/// over many layers all blocks read the same number.
+/// together. The rows of one element of mlp.act stay together and count as one here. Where rows do not divide evenly,
+/// some consecutive blocks get one row more. The next deal, also that of the next layer, begins with the block behind
+/// these. So the blocks of a layer read nearly the same number of bytes, and over many layers all blocks read the same
+/// number.
 struct LayerDeals {
-  int grid;
-  RowCounts qkv, up, out, vocab;
+  int grid, rest;             // `rest` is that of all of a layer's deals
+  DealtRows of[kMatrices]{};  // by Weight, then the LM head
 
-  CF_HD constexpr LayerDeals(int hidden, int intermediate, int blocks, int vocab_size = 0)
-      : grid(blocks),
-        qkv(row_counts(3 * hidden, blocks)),
-        up(row_counts(intermediate, blocks)),
-        out(row_counts(hidden, blocks)),
-        vocab(row_counts(vocab_size, blocks)) {}
-  /// The block with which a layer's first deal begins. A division: kernels ask for it once a layer.
-  CF_HD constexpr int start(int layer) const { return layer * (qkv.rest + up.rest + out.rest) % grid; }
-  /// The rows of a layer that begins with block `start`.
-  CF_HD constexpr Deal deal(Weight weight, int start, int block) const {
-    const RowCounts& rows = weight == Weight::qkv ? qkv : weight == Weight::up ? up : out;
-    return deal(rows, start, block, weight == Weight::qkv ? 0 : weight == Weight::up ? qkv.rest : qkv.rest + up.rest);
+  CF_HD constexpr LayerDeals(const LayerRows& rows, int blocks, int vocab_size = 0) : grid(blocks), rest(0) {
+    const auto add = [&](Weight w, int elements, int together) {
+      of[int(w)] = {elements / grid, elements % grid, rest, together};
+      rest += elements % grid;
+    };
+    add(Weight::qkv, rows.qkv, 1);
+    add(Weight::up, rows.act, rows.rows_of_act);
+    add(Weight::dense, rows.out, 1);
+    of[int(Weight::down)] = of[int(Weight::dense)];
+    of[kHeadMatrix] = {vocab_size / grid, vocab_size % grid, 0, 1};
   }
-  /// The rows of the LM head, whose deal begins with block `start`.
-  CF_HD constexpr Deal head(int start, int block) const { return deal(vocab, start, block, 0); }
-
- private:
-  CF_HD constexpr Deal deal(const RowCounts& rows, int start, int block, int earlier_rest_in_layer) const {
-    int turn = block - start - earlier_rest_in_layer;
+  /// The block with which a layer's first deal begins. A division: kernels ask for it once a layer.
+  CF_HD constexpr int start(int layer) const { return layer * rest % grid; }
+  /// A block's rows of a matrix, an index of `of`. The layer begins with block `start`; so does the LM head.
+  CF_HD constexpr Deal deal(int matrix, int start, int block) const {
+    const DealtRows rows = of[matrix];
+    int turn = block - start - rows.earlier_rest;
     while (turn < 0) turn += grid;
-    return {.first = turn * rows.each + (turn < rows.rest ? turn : rows.rest), .count = rows.each + (turn < rows.rest)};
+    const int first = turn * rows.each + (turn < rows.rest ? turn : rows.rest), more = turn < rows.rest;
+    return {.first = first * rows.together, .count = (rows.each + more) * rows.together};
+  }
+  CF_HD constexpr Deal deal(Weight weight, int start, int block) const { return deal(int(weight), start, block); }
+  /// The most rows that a block has.
+  CF_HD constexpr int most_rows(Weight weight) const {
+    const DealtRows& rows = of[int(weight)];
+    return (rows.each + (rows.rest > 0)) * rows.together;
   }
 };
 

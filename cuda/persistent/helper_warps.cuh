@@ -37,7 +37,9 @@ class HelperWarps {
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
         case Phase::dense: go = fetch_context(); break;
         case Phase::head: hear_host(); break;
-        case Phase::down: go = early || ((!after_up || block.wait(Signal::up_done)) && fetch_act()); break;
+        case Phase::down:
+          go = early || c.product_warps_fetch_act || ((!after_up || block.wait(Signal::up_done)) && fetch_act());
+          break;
         default: break;
       }
       if (!go) return false;
@@ -60,9 +62,9 @@ class HelperWarps {
     char* const to = block.at<char>(c.layout.attn_x);
     if constexpr (Tiles) {
       if (!await_done(block, layer, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
-      copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.hidden * 2, c.dims.hidden * 2, to,
+      copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.attention * 2, c.dims.attention * 2, to,
                   c.layout.hidden_row);
-    } else if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.hidden, to)) {
+    } else if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.attention, to)) {
       return false;
     }
     block.signal(Signal::context_here);

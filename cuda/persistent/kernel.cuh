@@ -10,7 +10,7 @@
 //
 // phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
 // ---------  --------------------------  --------------------------  --------------------------  ---------------------
-// qkv        W_qkv: 3 h h 2              both LayerNorms, then the   product warps, for all of   q, k, v: 3 h b 4
+// qkv        W_qkv: 3 h h 2              both norms, then the        product warps, for all of   q, k, v: 3 h b 4
 //            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 8 h b               30.7 KB
 //                                                                    20.5 KB a block
 // up_first   W_up, about 3/8 of h i 2    28 of the block's 77 or 78  nobody                      mlp.act of these rows
@@ -29,14 +29,18 @@
 //            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              20.5 KB
 //                                                                    41.0 KB a block
 //
+// With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
+// g heads of k and v W_qkv has (heads + 2 g) d rows. Each query head's splits load the keys and values of its kv head,
+// and the first query head of a kv head appends. Where the heads do not make up h, W_dense has heads d columns.
+//
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
-// (8 h b), and the product warps wait for all of it before up_first, whose input is its LayerNorm. Down adds
-// attn_residual.
+// (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
+// attn_residual. With one token the product warps fetch mlp.act themselves.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
 //
-// head       W_head: v h 2               the final LayerNorm, the    product warps, for all of   the block's best token
+// head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
 //            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               of a sequence: 16 b
 //
 // Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought
@@ -103,13 +107,14 @@ __device__ inline void end_block(const PersistentArguments& c) {
   grid->launches += unsigned(max(c.token.count, 1));
 }
 
-/// T: the dtype of weights and activations. Columns: one of kNarrowColumns for row products, 0 for tile products.
+/// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
+/// products.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
 template <class T, int Columns, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   constexpr bool Tiles = Columns == 0;
-  const Ring ring{c};
+  const Ring ring(c);
   const Block block = Block::products(c);
   begin_block<Tiles>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
@@ -134,21 +139,19 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   end_block(c);
 }
 
-/// The instantiation for a plan's narrow_columns and a dtype, float16 or bfloat16.
-template <int BlocksPerSm>
-const void* find_persistent_kernel(int narrow_columns, DType dtype) {
-  const auto find = [&]<class T>(T) -> const void* {
-    switch (narrow_columns) {
-      case kNarrowColumns[0]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[0], BlocksPerSm>);
-      case kNarrowColumns[1]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[1], BlocksPerSm>);
-      case kNarrowColumns[2]:
-        return reinterpret_cast<const void*>(persistent_kernel<T, kNarrowColumns[2], BlocksPerSm>);
-      default: return reinterpret_cast<const void*>(persistent_kernel<T, 0, BlocksPerSm>);
-    }
+/// The instantiation for a plan's narrow_columns.
+template <class T, int BlocksPerSm>
+const void* find_persistent_kernel(int narrow_columns) {
+  const auto kernel = []<int Columns>(std::integral_constant<int, Columns>) {
+    return reinterpret_cast<const void*>(persistent_kernel<T, Columns, BlocksPerSm>);
   };
-  return dtype == DType::f16 ? find(f16{}) : find(bf16{});
+  switch (narrow_columns) {
+    case kNarrowColumns[0]: return kernel(std::integral_constant<int, kNarrowColumns[0]>());
+    case kNarrowColumns[1]: return kernel(std::integral_constant<int, kNarrowColumns[1]>());
+    case kNarrowColumns[2]: return kernel(std::integral_constant<int, kNarrowColumns[2]>());
+    case kAnyColumns: return kernel(std::integral_constant<int, kAnyColumns>());
+    default: return kernel(std::integral_constant<int, 0>());
+  }
 }
 
 }  // namespace cf::cuda

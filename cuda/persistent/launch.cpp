@@ -28,6 +28,10 @@ Status with_launch(const PersistentPlan& plan, bool cooperative, CUstream_st* st
 
 }  // namespace
 
+const void* persistent_kernels(int narrow_columns, DType dtype) {
+  return dtype == DType::f16 ? persistent_kernels_f16(narrow_columns) : persistent_kernels_bf16(narrow_columns);
+}
+
 Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device) {
   CF_TRY(allow_shared_memory(kPersistentName, kernel, std::size_t(plan.smem_bytes)));
   int sm_count = 0, blocks_per_sm = 0;

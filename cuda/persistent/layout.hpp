@@ -34,18 +34,44 @@ struct BlockNotice {
   unsigned first_tag;      // the tag of layer 0 in this launch
 };
 
+/// Where the heads of q, k and v begin among a token's rows of qkv: head h of q at h * q_step, head g of k at
+/// k_first + g * kv_step, head g of v at v_first + g * kv_step.
+struct QkvPlaces {
+  int q_step, k_first, v_first, kv_step;
+};
+
 /// The sizes of the model and of the batch, as the kernel's integers.
 struct PersistentDims {
-  int hidden, heads, head_dim, half_rotary, intermediate, batch;
+  int hidden, heads, kv_heads, head_dim, half_rotary, intermediate, batch;
+  int attention;    // heads * head_dim: the context's elements, which are dense's columns
+  int group;        // query heads that share a head of k and v
+  int qkv_rows;     // of qkv's matrix
+  int rows_of_act;  // of up's matrix for an element of mlp.act: 2 with SwiGLU, else 1
+  QkvPlaces places;
+
+  constexpr LayerRows rows() const {
+    return {.qkv = qkv_rows, .act = intermediate, .rows_of_act = rows_of_act, .out = hidden};
+  }
 };
 
 inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t batch) {
+  const ops::QkvHeads qkv{m.heads, m.kv_heads, m.qkv_layout};
+  const auto place = [&](int part, std::int64_t head) { return int(qkv.place(part, head) * m.head_dim); };
   return {.hidden = int(m.hidden_size),
           .heads = int(m.heads),
+          .kv_heads = int(m.kv_heads),
           .head_dim = int(m.head_dim),
           .half_rotary = int(m.rotary_dim / 2),
           .intermediate = int(m.intermediate_size),
-          .batch = int(batch)};
+          .batch = int(batch),
+          .attention = int(m.heads * m.head_dim),
+          .group = int(m.heads / m.kv_heads),
+          .qkv_rows = int((m.heads + 2 * m.kv_heads) * m.head_dim),
+          .rows_of_act = m.hidden_act == Activation::swiglu ? 2 : 1,
+          .places = {.q_step = place(0, 1) - place(0, 0),
+                     .k_first = place(1, 0),
+                     .v_first = place(2, 0),
+                     .kv_step = place(1, 1) - place(1, 0)}};
 }
 
 /// A tile product divides a slice's columns among the product warps in lines of 64 columns. A warp has kMaxLines lines
@@ -56,7 +82,8 @@ CF_HD constexpr int warp_lines(int slice_columns) {
   return (slice_columns + columns - 1) / columns;
 }
 
-/// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages.
+/// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages, and
+/// so whole pairs.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
   return rows * p.up_eighths / 8 / kStageSlices * kStageSlices;
 }
@@ -92,7 +119,7 @@ struct PersistentLayout {
   int ring;            // (stages, stage_bytes)
 
   int inbox_bytes;
-  int hidden_row;  // bytes from one token to the next
+  int hidden_row;  // bytes from one token to the next, of hidden and of the context
   int act_row;     // the same of mlp.act: the whole row of one token, a slice of each of several tokens
   int bytes;       // of all
 };
@@ -112,7 +139,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   };
   const bool tiles = p.narrow_columns == 0;
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
-  l.hidden_row = (d.hidden * 2 + 127) / 128 * 128 + skew;
+  l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
   // A block has a slot of the inbox for each key split that it merges in a layer.

@@ -1,5 +1,5 @@
 #pragma once
-// The layer's two LayerNorms, which every block computes for itself.
+// The layer's two norms, LayerNorms or RMSNorms, which every block computes for itself.
 #include "cuda/device/norm.cuh"
 #include "cuda/persistent/block.cuh"
 
@@ -79,7 +79,8 @@ __device__ void prefetch_norm(const RowWarps& of, int hidden, const char* gamma,
 /// The mean and the reciprocal standard deviation of a row: two passes over a thread's own elements, then Welford's
 /// merge over lanes and over warps, in a fixed order. All product warps call, each for its own row. `side` alternates
 /// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path,
-/// so the second pass runs beside the sum over the lanes; in centre_warp() it would wait for that sum.
+/// so the second pass runs beside the sum over the lanes; in centre_warp() it would wait for that sum. RMSNorm is
+/// LayerNorm about the mean 0.
 template <int Pieces>
 __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowPieces<Pieces>& row, int side) {
   const int hidden = block.c.dims.hidden, vectors = hidden / kVec;
@@ -90,6 +91,7 @@ __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowP
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
   });
+  if (block.c.rms_norm) sum = 0;
   state.mean = state.count > 0 ? sum / state.count : 0;
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
 #pragma unroll

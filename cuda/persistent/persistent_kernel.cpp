@@ -18,8 +18,10 @@ namespace cf::cuda {
 namespace {
 
 /// The sites whose outputs blocks wait for, by Dependency.
-constexpr Site kAwaitedSites[kDependencies] = {site::query_key_value, site::context,       site::dense,
-                                               site::dense_h_to_4h,   site::dense_4h_to_h, site::embed_out};
+std::array<Site, kDependencies> awaited_sites(ModelFamily family) {
+  const ModelNames& n = names_of(family);
+  return {n.query_key_value, n.context, n.dense, n.dense_h_to_4h, n.dense_4h_to_h, n.embed_out};
+}
 
 Status refuse(std::string what) {
   return Status::error(Code::unimplemented, std::string(kPersistentName) + ": cuda takes " + what);
@@ -29,29 +31,26 @@ Status bad(std::string what) { return bad_argument(kPersistentName, std::move(wh
 /// Checks shapes, dtypes and places of the tensors that create() gets. `layer` is the layer's number in the model.
 class ViewCheck {
  public:
-  ViewCheck(const Context& context, const PersistentModel& m, std::int64_t batch)
-      : context_(context), m_(m), batch_(batch) {}
+  ViewCheck(const Context& context, const PersistentModel& m, const PersistentDims& d)
+      : context_(context), m_(m), d_(d), batch_(d.batch), names_(names_of(m.family)) {}
 
   Status layer(std::int64_t layer, const LayerWeights& w) const {
-    const std::int64_t h = m_.hidden_size, i = m_.intermediate_size;
+    const std::int64_t h = m_.hidden_size;
+    const LayerRows rows = d_.rows();
     Checks check(name(layer), context_);
-    const auto norm = [&](const char* gamma, const char* beta, const NormParams& n) {
-      check({Role::gain, gamma}, n.gamma, {h});
-      check({Role::weight, beta}, n.beta, {h});
-    };
-    const auto linear = [&](const char* weight, const char* bias, const LinearParams& l, std::int64_t out,
-                            std::int64_t in) {
+    const auto linear = [&](const Site& site, const LinearParams& l, std::int64_t out, std::int64_t in) {
+      const std::string weight = std::string(site.name) + ".weight", bias = std::string(site.name) + ".bias";
       check({Role::weight, weight}, std::get<DenseWeight>(l.weight).weight, {out, in});
       check({Role::weight, bias, true}, l.bias, {out});
     };
     for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
       if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
-    norm("input_layernorm.weight", "input_layernorm.bias", w.input_layernorm);
-    norm("post_attention_layernorm.weight", "post_attention_layernorm.bias", w.post_attention_layernorm);
-    linear("attention.query_key_value.weight", "attention.query_key_value.bias", w.query_key_value, 3 * h, h);
-    linear("attention.dense.weight", "attention.dense.bias", w.dense, h, h);
-    linear("mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", w.dense_h_to_4h, i, h);
-    linear("mlp.dense_4h_to_h.weight", "mlp.dense_4h_to_h.bias", w.dense_4h_to_h, h, i);
+    norm(check, names_.input_layernorm, w.input_layernorm);
+    norm(check, names_.post_attention_layernorm, w.post_attention_layernorm);
+    linear(names_.query_key_value, w.query_key_value, rows.qkv, h);
+    linear(names_.dense, w.dense, h, d_.attention);
+    linear(names_.dense_h_to_4h, w.dense_h_to_4h, rows.act * rows.rows_of_act, h);
+    linear(names_.dense_4h_to_h, w.dense_4h_to_h, h, rows.act);
     CF_TRY(check.status());
     if (w.input_layernorm.gamma.dtype == m_.dtype) return {};
     return bad_argument(name(layer), "weights have dtype " + std::string(to_string(w.input_layernorm.gamma.dtype)) +
@@ -60,16 +59,15 @@ class ViewCheck {
   Status cache(std::int64_t layer, const LayerCache& cache, std::int64_t capacity) const {
     CF_TRY(check_weight_dtype(kPersistentName, cache.k.dtype, m_.dtype));
     Checks check(name(layer), context_);
-    check({Role::state, "k_cache"}, cache.k, {batch_, m_.heads, capacity, m_.head_dim});
-    check({Role::state, "v_cache"}, cache.v, {batch_, m_.heads, capacity, m_.head_dim});
+    check({Role::state, "k_cache"}, cache.k, {batch_, m_.kv_heads, capacity, m_.head_dim});
+    check({Role::state, "v_cache"}, cache.v, {batch_, m_.kv_heads, capacity, m_.head_dim});
     return check.status();
   }
   Status ends(const PersistentEnds& e) const {
     const std::int64_t h = m_.hidden_size, vocab = e.embed_in.shape[0];
     Checks check(std::string(kPersistentName), context_);
     check({Role::weight, "embed_in"}, e.embed_in, {vocab, h});
-    check({Role::gain, "final_layer_norm.weight"}, e.final_layer_norm.gamma, {h});
-    check({Role::weight, "final_layer_norm.bias"}, e.final_layer_norm.beta, {h});
+    norm(check, names_.final_layer_norm, e.final_layer_norm);
     check({Role::weight, "embed_out"}, e.embed_out, {vocab, h});
     check({Role::token_id, "ids"}, e.ids, {batch_});
     check({Role::position, "positions"}, e.positions, {batch_});
@@ -112,10 +110,18 @@ class ViewCheck {
   static std::string name(std::int64_t layer) {
     return std::string(kPersistentName) + ": layer " + std::to_string(layer);
   }
+  /// RMSNorm has no beta: one that is given is not looked at.
+  void norm(Checks& check, const Site& site, const NormParams& n) const {
+    const std::string gamma = std::string(site.name) + ".weight", beta = std::string(site.name) + ".bias";
+    check({Role::gain, gamma}, n.gamma, {m_.hidden_size});
+    if (m_.norm == NormKind::layernorm) check({Role::weight, beta}, n.beta, {m_.hidden_size});
+  }
 
   const Context& context_;
   const PersistentModel& m_;
+  PersistentDims d_;
   std::int64_t batch_;
+  const ModelNames& names_;
 };
 
 WeightPointers weight_pointers(const LayerWeights& w) {
@@ -151,14 +157,15 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   const std::int64_t batch = a.dims.batch, hidden = a.dims.hidden, batch_heads = batch * a.dims.heads;
   for (Tagged*& of_layer : a.hidden) place(of_layer, batch * hidden);
   place(a.attn_residual, batch * hidden);
-  place(a.qkv, batch * 3 * hidden);
-  place(a.context, batch * hidden);
+  place(a.qkv, batch * a.dims.qkv_rows);
+  place(a.context, batch * a.dims.attention);
   place(a.mlp_act, batch * a.dims.intermediate);
   place(a.context_done, batch_heads);
   place(a.act_done, a.plan.grid);
   place(a.partials, batch_heads * a.plan.attention_splits * partial_floats(a.dims.head_dim));
   if (a.head_layer >= 0) place(a.token.candidates, 2 * (a.plan.grid * batch + 1));
   place(a.grid_state, 1);
+  if (a.rms_norm) place(a.no_beta, hidden);
   return end;
 }
 
@@ -230,7 +237,8 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, options.choices, kernels));
 
-  const ViewCheck check(context, model, batch);
+  const PersistentDims dims = persistent_dims(model, batch);
+  const ViewCheck check(context, model, dims);
   const std::int64_t capacity = layers[0].cache.k.shape[2];
   CF_TRY(check.sequences(sequences));
   CF_TRY(check.rope(rope));
@@ -248,31 +256,32 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  const PersistentDims dims = persistent_dims(model, batch);
-  auto state = std::make_unique<State>(context, model,
-                                       PersistentArguments{
-                                           .plan = plan,
-                                           .layout = persistent_layout(dims, plan),
-                                           .dims = dims,
-                                           .capacity = int(capacity),
-                                           .table_rows = int(rope.cos.shape[0]),
-                                           .deals = LayerDeals(dims.hidden, dims.intermediate, plan.grid, vocab),
-                                           .attention_scale = float(model.attention_scale),
-                                           .eps = float(model.layer_norm_eps),
-                                           .parallel_residual = model.use_parallel_residual,
-                                           .gelu_tanh = model.hidden_act == Activation::gelu_tanh,
-                                           .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
-                                           .two_act_places = plan.narrow_columns == 0,
-                                           .layers = int(pointers.size()),
-                                           .head_layer = ends ? int(layers.size()) : -1,
-                                           .positions = sequences.positions.data,
-                                           .kv_len = sequences.kv_len.data,
-                                           .cos = rope.cos.data,
-                                           .sin = rope.sin.data,
-                                           .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-                                       });
-  CF_TRY(state->add_table(pointers));
-  state->pointers = std::move(pointers);
+  auto state =
+      std::make_unique<State>(context, model,
+                              PersistentArguments{
+                                  .plan = plan,
+                                  .layout = persistent_layout(dims, plan),
+                                  .dims = dims,
+                                  .capacity = int(capacity),
+                                  .table_rows = int(rope.cos.shape[0]),
+                                  .deals = LayerDeals(dims.rows(), plan.grid, vocab),
+                                  .shapes = product_shapes(dims, plan),
+                                  .attention_scale = float(model.attention_scale),
+                                  .eps = float(model.layer_norm_eps),
+                                  .parallel_residual = model.use_parallel_residual,
+                                  .rms_norm = model.norm == NormKind::rmsnorm,
+                                  .activation = model.hidden_act,
+                                  .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+                                  .two_act_places = plan.narrow_columns == 0,
+                                  .product_warps_fetch_act = plan.narrow_columns != 0 && !model.use_parallel_residual,
+                                  .layers = int(pointers.size()),
+                                  .head_layer = ends ? int(layers.size()) : -1,
+                                  .positions = sequences.positions.data,
+                                  .kv_len = sequences.kv_len.data,
+                                  .cos = rope.cos.data,
+                                  .sin = rope.sin.data,
+                                  .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                              });
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan.narrow_columns, model.dtype);
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));
@@ -284,6 +293,11 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   place_scratch(state->scratch.data(), a);
   CF_TRY(from_cuda(cudaMemsetAsync(state->scratch.data(), 0, state->scratch.bytes(), context.stream()),
                    "cudaMemsetAsync"));
+  if (a.rms_norm)
+    for (LayerPointers& p : pointers)
+      for (const char*& beta : p.weights.beta) beta = reinterpret_cast<const char*>(a.no_beta);
+  CF_TRY(state->add_table(pointers));
+  state->pointers = std::move(pointers);
   void* shared = nullptr;
   CF_TRY(from_cuda(cudaHostAlloc(&shared, sizeof(State::Shared), cudaHostAllocMapped), "cudaHostAlloc"));
   state->shared.reset(new (shared) State::Shared());
@@ -306,7 +320,7 @@ Status PersistentKernel::set_caches(std::span<const LayerCache> caches, const Pe
   if (std::int64_t(caches.size()) != s.layers())
     return bad("caches must be one for each of " + std::to_string(s.layers()) + " layers, got " +
                std::to_string(caches.size()));
-  const ViewCheck check(s.context, s.model, s.arguments.dims.batch);
+  const ViewCheck check(s.context, s.model, s.arguments.dims);
   const std::int64_t capacity = caches[0].k.shape[2];
   CF_TRY(check.sequences(sequences));
   for (std::size_t l = 0; l < caches.size(); ++l)
@@ -456,7 +470,7 @@ Status PersistentKernel::take_report() {
       Code::device_error,
       std::string(kPersistentName) + ": " +
           (layer == s.arguments.head_layer ? "" : "layer " + std::to_string(s.first_model_layer + layer) + ": ") +
-          std::string(kAwaitedSites[int(missing)].name) + " was not complete within " +
+          std::string(awaited_sites(s.model.family)[std::size_t(missing)].name) + " was not complete within " +
           std::to_string(limit_ms + limit_ms * unsigned(missing) / 4) + " ms, expected all " +
           std::to_string(plan().grid) + " blocks to run at once");
 }
@@ -465,11 +479,11 @@ Status PersistentKernel::set_probe(const Probe& probe) {
   PersistentArguments& a = state_->arguments;
   int withheld = 0;
   if (probe.withheld_layer >= 0) {
-    const Site* const site = std::find_if(std::begin(kAwaitedSites), std::end(kAwaitedSites),
-                                          [&](const Site& s) { return s.name == probe.withheld_site; });
-    if (site == std::end(kAwaitedSites))
-      return bad("no block waits for site '" + std::string(probe.withheld_site) + "'");
-    withheld = dependency_code(int(probe.withheld_layer), Dependency(site - kAwaitedSites));
+    const auto awaited = awaited_sites(state_->model.family);
+    const auto site =
+        std::find_if(awaited.begin(), awaited.end(), [&](const Site& s) { return s.name == probe.withheld_site; });
+    if (site == awaited.end()) return bad("no block waits for site '" + std::string(probe.withheld_site) + "'");
+    withheld = dependency_code(int(probe.withheld_layer), Dependency(site - awaited.begin()));
   }
   a.taps = {};
   if (const auto& t = probe.taps)

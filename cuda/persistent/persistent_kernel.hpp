@@ -34,8 +34,9 @@ struct RopeTable {
 };
 
 /// What lies outside a model's layers, on the device (Hugging Face's GPTNeoXForCausalLM: embed_in, final_layer_norm,
-/// embed_out). With it launches make whole tokens. `ids`, `positions` and
-/// `kv_len` are the sequences' next step, as Model has it. The weights have the model's dtype; the LM head has no bias.
+/// embed_out; LlamaForCausalLM: embed_tokens, norm, lm_head, which may be the embedding). With it launches make whole
+/// tokens. `ids`, `positions` and `kv_len` are the sequences' next step, as Model has it. The weights have the model's
+/// dtype; the LM head has no bias.
 struct PersistentEnds {
   ConstAnyView<2> embed_in{};  // (vocab, hidden)
   NormParams final_layer_norm{};
@@ -46,7 +47,7 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Finds the kernel, compiled for one dtype and one of kNarrowColumns or 0, that a plan asks for.
+/// Finds the kernel, compiled for one dtype and one of kNarrowColumns, kAnyColumns or 0, that a plan asks for.
 using PersistentKernelLookup = const void* (*)(int narrow_columns, DType dtype);
 
 struct PersistentOptions {
@@ -57,10 +58,10 @@ struct PersistentOptions {
 };
 
 /// Runs layers of a model with the persistent kernel, each the layer of core/model/layer.hpp (Hugging Face's
-/// GPTNeoXLayer): ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for many layers. A step is one new token for
-/// each of batch sequences. It appends to the caches. Of the sites' outputs it writes the last layer's output, or a
-/// whole model's logits, and no other. Between the layers of a launch, and from a launch to the one that continues it,
-/// the residual stream is float32.
+/// GPTNeoXLayer and LlamaDecoderLayer): ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for many layers. A step
+/// is one new token for each of batch sequences. It appends to the caches. Of the sites' outputs it writes the last
+/// layer's output, or a whole model's logits, and no other. Between the layers of a launch, and from a launch to the one
+/// that continues it, the residual stream is float32.
 ///
 /// Layers are numbered as in `layers`; errors name the model's layer. Nothing that the views show is copied or owned:
 /// it must outlive the object and every launch, captured ones included. Not shared between threads.
@@ -98,7 +99,7 @@ class PersistentKernel {
   Status enqueue_split(CUstream_st* stream, std::int64_t layer, const ConstAnyView<2>& input, const AnyView<2>& output);
 
   /// Launches the whole model for one token of each sequence, those of PersistentEnds::ids: embedding, layers, final
-  /// LayerNorm and LM head, whose logits go to `logits` (batch, vocab). Refuses a kernel without PersistentEnds.
+  /// norm and LM head, whose logits go to `logits` (batch, vocab). Refuses a kernel without PersistentEnds.
   Status enqueue_token(CUstream_st* stream, const AnyView<2>& logits);
   /// Launches the same for `count` tokens of each sequence, 1 to most_tokens(). Each next token is the greedy choice
   /// among the logits, the lowest id of equal ones; -1, and then 0 in its place, where the logits are refused as

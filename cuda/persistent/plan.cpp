@@ -34,22 +34,18 @@ Status check(const PersistentModel& m, std::int64_t batch) {
     const char* name;
     std::int64_t value;
   };
-  for (const auto& [name, value] : {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads},
-                                    Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
+  for (const auto& [name, value] :
+       {Size{"hidden_size", m.hidden_size}, Size{"heads", m.heads}, Size{"kv_heads", m.kv_heads},
+        Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
-  if (m.norm != NormKind::layernorm) return refuse("LayerNorm, got RMSNorm");
-  if (m.hidden_act == Activation::swiglu) return refuse("GELU, got SwiGLU");
-  if (m.qkv_layout != ops::QkvLayout::interleaved_by_head)
-    return refuse("q, k and v that are interleaved by head, got separate ones");
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
-  if (m.hidden_size != m.heads * m.head_dim)
+  CF_TRY(ops::QkvHeads(m.heads, m.kv_heads, m.qkv_layout).check(kPersistentName));
+  if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != m.heads * m.head_dim)
     return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
   if (m.rotary_dim < 2 || m.rotary_dim > m.head_dim || m.rotary_dim % 2)
     return bad("rotary_dim must be even, 2 to head_dim " + text(m.head_dim) + ", got " + text(m.rotary_dim));
   if (m.dtype != DType::f16 && m.dtype != DType::bf16)
     return refuse("float16 or bfloat16, got " + std::string(to_string(m.dtype)));
-  if (m.kv_heads != m.heads)
-    return refuse("as many key and value heads as query heads, got " + text(m.kv_heads) + " for " + text(m.heads));
   if (batch < 1 || batch > kMaxPersistentBatch)
     return refuse("1 to " + text(kMaxPersistentBatch) + " sequences, got " + text(batch));
   for (const auto& [name, value] :
@@ -79,8 +75,6 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-int most_rows(const RowCounts& rows) { return rows.each + (rows.rest > 0); }
-
 /// Plans the grid, and how a head's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
   p.grid = arch.sm_count;
@@ -106,16 +100,20 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
 /// Finds the slices of rows, and a ring that fits beside what they need.
 class Slicing {
  public:
-  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid)
-      : smem_bytes_(arch.smem_per_block_bytes), d_(d), deals_(d.hidden, d.intermediate, grid.grid), plan(grid) {
-    plan.out_rows = most_rows(deals_.out);
+  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid, bool tile_products)
+      : smem_bytes_(arch.smem_per_block_bytes),
+        tile_products_(tile_products),
+        d_(d),
+        deals_(d.rows(), grid.grid),
+        plan(grid) {
+    plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
-  /// Prefers the row product of one token, the longest slices first; then the tile product with shared norms, then
-  /// without. False where no ring of kMinStages fits.
+  /// Prefers the row product of one token, with slices of one length, the longest first, then with slices of any length;
+  /// then the tile product with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
-    if (d_.batch == 1)
-      for (int columns : kNarrowColumns)
+    if (d_.batch == 1 && !tile_products_)
+      for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
       for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
@@ -126,36 +124,50 @@ class Slicing {
  private:
   bool cut(int most_columns, int limit) {
     plan.hidden_slices = slices(d_.hidden, most_columns, 1, limit);
+    plan.context_slices = slices(d_.attention, most_columns, 1, limit);
     plan.act_slices = plan.hidden_slices ? slices(d_.intermediate, most_columns, plan.hidden_slices, limit) : 0;
-    if (plan.act_slices == 0) return false;
+    if (plan.act_slices == 0 || plan.context_slices == 0) return false;
     plan.hidden_columns = d_.hidden / plan.hidden_slices;
+    plan.context_columns = d_.attention / plan.context_slices;
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
+  /// `columns` is what a plan's narrow_columns may be.
   bool row_product(int columns) {
-    if (!cut(columns, kProductWarps) || plan.hidden_columns != columns || plan.act_columns != columns) return false;
+    if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
+    const auto fits = [&](int slice) {
+      return columns == kAnyColumns ? row_chunks(slice) >= kMinAnyChunks : slice == columns;
+    };
+    if (!fits(plan.hidden_columns) || !fits(plan.context_columns) || !fits(plan.act_columns)) return false;
     plan.narrow_columns = columns;
     plan.shared_norms = false;
-    const int rows = std::max(most_rows(deals_.qkv), most_rows(deals_.up));
-    const bool whole_rows = plan.hidden_slices == 1;  // then warps own the rows of all products, except perhaps of down
-    plan.warp_rows = whole_rows ? (std::max(rows, plan.out_rows) + kProductWarps - 1) / kProductWarps + 1 : 0;
-    plan.head_rows = whole_stages(rows);
-    plan.shared_sums = whole_rows && plan.act_slices == 1
-                           ? 0
-                           : std::max(whole_rows ? 0 : rows * plan.hidden_slices, plan.out_rows * plan.act_slices);
-    return ring_fits(kStageSlices * columns * 2);
+    const int qkv = deals_.most_rows(Weight::qkv), up = deals_.most_rows(Weight::up), most = std::max(qkv, up);
+    plan.head_rows = whole_stages(most);
+    // Warps own the rows of a product that are not sliced, unless two rows make an element.
+    int own_rows = 0;
+    plan.shared_sums = 0;
+    const auto make_room = [&](int rows, int slices, int together = 1) {
+      int& room = slices == 1 && together == 1 ? own_rows : plan.shared_sums;
+      room = std::max(room, rows * slices);
+    };
+    make_room(most, plan.hidden_slices);  // the head's rows among them
+    make_room(up, plan.hidden_slices, d_.rows_of_act);
+    make_room(plan.out_rows, plan.context_slices);
+    make_room(plan.out_rows, plan.act_slices);
+    plan.warp_rows = own_rows ? (own_rows + kProductWarps - 1) / kProductWarps + 1 : 0;
+    return ring_fits();
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.narrow_columns = 0;
     plan.shared_norms = shared_norms;
-    const int up = most_rows(deals_.up), up_first = rows_before_attention(plan, up);
+    const int up = deals_.most_rows(Weight::up), up_first = rows_before_attention(plan, up);
     plan.warp_rows = 0;
-    const int rows =
-        std::max({most_rows(deals_.qkv), up_first, up - rows_before_attention(plan, up - 1), plan.out_rows});
+    const int rows = std::max({deals_.most_rows(Weight::qkv), up_first,
+                               up - rows_before_attention(plan, up - d_.rows_of_act), plan.out_rows});
     plan.head_rows = whole_stages(rows);
     plan.shared_sums = kProductWarps * rows;
-    return ring_fits(kStageSlices * std::max(plan.hidden_columns, plan.act_columns) * 2);
+    return ring_fits();
   }
   /// At most `rows` rows, in tiles of two stages where there are as many.
   static int whole_stages(int rows) {
@@ -163,7 +175,8 @@ class Slicing {
     return rows < tile_rows ? rows : rows / tile_rows * tile_rows;
   }
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
-  bool ring_fits(int stage_bytes) {
+  bool ring_fits() {
+    const int stage_bytes = kStageSlices * std::max({plan.hidden_columns, plan.context_columns, plan.act_columns}) * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
@@ -174,6 +187,7 @@ class Slicing {
   }
 
   int smem_bytes_;
+  bool tile_products_;
   PersistentDims d_;
   LayerDeals deals_;
 
@@ -190,7 +204,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, choices, p));
 
-  Slicing slicing(arch, d, p);
+  Slicing slicing(arch, d, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
   int& splits = slicing.plan.attention_splits;
   while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "core/dtype.hpp"
+#include "core/host_device.hpp"
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -19,9 +20,10 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
-  std::int64_t hidden_size;  // heads * head_dim
+  ModelFamily family;  // whose names errors use
+  std::int64_t hidden_size;
   std::int64_t heads;
-  std::int64_t kv_heads;
+  std::int64_t kv_heads;  // divides heads
   std::int64_t head_dim;
   std::int64_t rotary_dim;
   std::int64_t intermediate_size;
@@ -36,7 +38,8 @@ struct PersistentModel {
 };
 
 inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
-  return {.hidden_size = m.shape.hidden_size,
+  return {.family = m.traits.family,
+          .hidden_size = m.shape.hidden_size,
           .heads = m.shape.num_heads,
           .kv_heads = m.shape.num_kv_heads,
           .head_dim = m.shape.head_dim,
@@ -69,18 +72,25 @@ inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 inline constexpr int kTileKeys = 16;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
+/// Beside these there is a kernel of one token for slices of any number of columns above 1024, each product's its own.
+/// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
+inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
+                     kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
+CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
-/// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order in which the keys
-/// of a head are summed.
+/// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
-  int grid;              // blocks, one an SM, all resident at once
-  int narrow_columns;    // one of kNarrowColumns: a row product of one token; 0: a tile product of up to eight tokens
-  int hidden_slices;     // slices of a row of hidden columns, a power of two
-  int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
-  int hidden_columns;    // columns of a slice of a hidden row
-  int act_columns;       // columns of a slice of an intermediate row
-  bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
-  int stages;            // of the ring
+  int grid;             // blocks, one an SM, all resident at once
+  int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
+                        // eight tokens
+  int hidden_slices;    // slices of a row of hidden columns, a power of two
+  int context_slices;   // slices of a row of heads * head_dim columns, a power of two
+  int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
+  int hidden_columns;   // columns of a slice of a hidden row
+  int context_columns;  // columns of a slice of the context
+  int act_columns;      // columns of a slice of an intermediate row
+  bool shared_norms;    // of a tile product: gamma and beta are copied to shared memory
+  int stages;           // of the ring
   int stages_in_flight;  // stages that are requested and have not arrived, at most
   int stage_bytes;
   int up_eighths;  // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
@@ -89,7 +99,7 @@ struct PersistentPlan {
   bool cluster_merge;    // the splits of a head are merged in a cluster's shared memory, not in device memory
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;          // rows of hidden that a block owns, at most
-  int warp_rows;         // rows that a warp owns, at most, where rows are not sliced; else 0
+  int warp_rows;         // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such
   int shared_sums;       // partial sums of a token that a block's product warps share
   int smem_bytes;        // dynamic shared memory of a block
 };
@@ -101,15 +111,15 @@ struct PersistentChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, or to as many as kMaxGatheredBytes hold
+  bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for RMSNorm, SwiGLU and separate q, k and v, a rank that leaves the residual to
-/// another, a dtype other than float16 and bfloat16, other kv_heads than heads, a hidden_size, head_dim or
-/// intermediate_size that is not a multiple of 8, a head_dim beyond 256, a hidden_size beyond 6144, more than 8
-/// sequences, and shared memory that does not hold a ring of three stages. Code::invalid_argument for sizes that no layer
-/// has and for choices out of their bounds.
+/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
+/// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
+/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
+/// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});
 

@@ -1,9 +1,9 @@
 #pragma once
 // Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
 //
-// A row product (Columns > 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie in
-// memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
-// slice of the activations in registers.
+// A row product (Columns != 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie
+// in memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
+// slice of the activations in registers. With kAnyColumns each number of a slice's chunks has a loop of its own.
 //
 // A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
 // slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
@@ -18,16 +18,14 @@ namespace cf::cuda {
 struct Product {
   int columns, slices, slice_columns;
   int first, count;  // the phase's rows, counted within the deal
+  bool gated;        // the rows are pairs, of which SwiGLU makes one element each
   Deal deal;
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
   __device__ Product(const PersistentArguments& c, Phase phase, int start, int part = 0)
-      : columns(phase == Phase::down ? c.dims.intermediate : c.dims.hidden),
-        slices(phase == Phase::down ? c.plan.act_slices : c.plan.hidden_slices),
-        slice_columns(phase == Phase::down ? c.plan.act_columns : c.plan.hidden_columns),
-        first(0),
-        deal(phase == Phase::head ? c.deals.head(start, int(blockIdx.x))
-                                  : c.deals.deal(weight_of(phase), start, int(blockIdx.x))) {
+      : first(0), deal(c.deals.deal(matrix_of(phase), start, int(blockIdx.x))) {
+    const ProductShape shape = c.shapes[matrix_of(phase)];
+    columns = shape.columns, slices = shape.slices, slice_columns = shape.slice_columns, gated = shape.together == 2;
     const int up_first = rows_before_attention(c.plan, deal.count);
     count = phase == Phase::up_first ? up_first : deal.count;
     if (phase == Phase::up_rest) first = up_first, count -= up_first;
@@ -36,18 +34,11 @@ struct Product {
   /// How many parts a phase's product has.
   static __device__ int parts(const PersistentArguments& c, Phase phase, int start) {
     if (phase != Phase::head) return 1;
-    return (c.deals.head(start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
-  }
-  static __device__ Weight weight_of(Phase phase) {
-    switch (phase) {
-      case Phase::qkv:
-      case Phase::head: return Weight::qkv;
-      case Phase::dense: return Weight::dense;
-      case Phase::down: return Weight::down;
-      default: return Weight::up;
-    }
+    return (c.deals.deal(kHeadMatrix, start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
   }
 
+  /// The elements of a token that the rows make.
+  __device__ int elements() const { return gated ? count / 2 : count; }
   /// The matrix's row that is row i of the phase.
   __device__ int row(int i) const { return deal.row(first + i); }
   template <bool Tiles>
@@ -67,24 +58,22 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
 #pragma unroll 1
       for (int i = 0; i < p.count; i += kStageSlices) {
         const int rows = min(kStageSlices, p.count - i);
-        char* const stage = ring.next(rows * slice_bytes);
-        if (!stage) return false;
+        if (!ring.next()) return false;
         const char* const from = matrix + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
         if (p.slices == 1) {
-          if (lane == 0) ring.copy(stage, from, rows * slice_bytes);
-        } else if (lane < rows) {
-          ring.copy(stage + lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
+          ring.bring(from, rows * slice_bytes);
+          continue;
         }
+        ring.expect(rows * slice_bytes);
+        if (lane < rows) ring.copy(lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
       }
   } else {
-    const char* const rows = matrix + long(p.row(0)) * p.columns * 2;
-    const int row_bytes = p.count * p.columns * 2;
+    const char* from = matrix + long(p.row(0)) * p.columns * 2;
+    const int stage_bytes = kStageSlices * slice_bytes;
 #pragma unroll 1
-    for (int begin = 0; begin < row_bytes; begin += kStageSlices * slice_bytes) {
-      const int bytes = min(kStageSlices * slice_bytes, row_bytes - begin);
-      char* const stage = ring.next(bytes);
-      if (!stage) return false;
-      if (lane == 0) ring.copy(stage, rows + begin, bytes);
+    for (int left = p.count * p.columns * 2; left > 0; left -= stage_bytes, from += stage_bytes) {
+      if (!ring.next()) return false;
+      ring.bring(from, min(left, stage_bytes));
     }
   }
   return true;
@@ -97,8 +86,8 @@ struct Sums {
   float* data;
   int batch, slices, rows;
 
-  /// Where the rows of a row product are not sliced, each warp owns whole rows: it has partial sums of its own and
-  /// counts its own rows. Otherwise all warps share partial sums, which lie behind the warps' own.
+  /// Where the rows of a row product are neither sliced nor pairs, each warp owns whole rows: it has partial sums of
+  /// its own and counts its own rows. Otherwise all warps share partial sums, which lie behind the warps' own.
   __device__ Sums(const Block& block, const Product& p, int warp)
       : data(block.at<float>(block.c.layout.sums)),
         batch(Tiles ? block.c.dims.batch : 1),
@@ -107,7 +96,7 @@ struct Sums {
     const int warp_floats = Tiles ? 0 : block.c.plan.warp_rows * 8;
     data += warps_own_rows(p) ? warp * warp_floats : kProductWarps * warp_floats;
   }
-  static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1; }
+  static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1 && !p.gated; }
   /// Of a row product: the eight partial sums of row i's slice.
   __device__ float* of_slice(int i, int slice) const { return data + (i * slices + slice) * 8; }
   /// Of a tile product: a warp's partial sum of row i and a token.
@@ -129,7 +118,7 @@ struct Sums {
 /// the others on that of the lower eight. A chunk of activations takes four registers a lane.
 template <class T>
 struct RowProduct {
-  static constexpr int kChunkBytes = 512;
+  static constexpr int kChunkBytes = 2 * kChunkColumns;
   float upper[2][4] = {}, lower[2][4] = {};
 
   /// Where the lane loads from a chunk of weights and from one of activations, in bytes.
@@ -239,8 +228,9 @@ struct TileProduct {
 };
 
 /// Multiplies the stages of a row product; its partial sums go to `sums`. `earlier_stages` counts the ring's stages
-/// before the product's. `x` is where the tokens lie in shared memory.
-template <class T, int Columns, class Reader>
+/// before the product's. `x` is where the tokens lie in shared memory. A slice has `Chunks` chunks. Unless `Whole` the
+/// last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the weights.
+template <class T, int Chunks, bool Whole, class Reader>
 __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
                              const char* x) {
   using Row = RowProduct<T>;
@@ -248,23 +238,32 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   const int unit = warp % kStageSlices, first = (warp / kStageSlices + earlier_stages) % 2, stages = p.stages<false>();
   const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
   const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-  const std::uint32_t x_lane = shared_address(x) + slice * Columns * 2 + Row::token_lane(lane);
-  constexpr int chunks = Columns * 2 / Row::kChunkBytes;
-  static_assert(Columns * 2 % Row::kChunkBytes == 0);
-  uint4 token[chunks];
+  const int slice_columns = Whole ? Chunks * kChunkColumns : p.slice_columns;
+  const std::uint32_t x_lane = shared_address(x) + slice * slice_columns * 2 + Row::token_lane(lane);
+  uint4 token[Chunks];
 #pragma unroll
-  for (int k = 0; k < chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  std::uint32_t w_last = (Chunks - 1) * Row::kChunkBytes;  // from the lane's place in a slice to that in its last chunk
+  if constexpr (!Whole) {
+    const int pieces = (slice_columns - (Chunks - 1) * kChunkColumns) / kVec;
+    if (int(Row::weight_lane(lane)) >= pieces * 16) w_last -= Row::weight_lane(lane);
+    // Each register has its elements of piece lane / 4 of one of the chunk's four matrices.
+    uint4& last = token[Chunks - 1];
+    const auto keep = [&](unsigned& two, int matrix) { two = 8 * matrix + lane / 4 < pieces ? two : 0; };
+    keep(last.x, 0), keep(last.y, 1), keep(last.z, 2), keep(last.w, 3);
+  }
   // The slices of all rows have consecutive numbers, row after row. A stage has four of them.
   const bool own_rows = sums.warps_own_rows(p);
   float* to = (own_rows ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
   const int step = (own_rows ? 1 : 2 * kStageSlices) * 8;
 #pragma unroll 1
   for (int s = first; s < stages; s += 2) {
-    const std::uint32_t w_at = shared_address(ring.wait()) + w_lane;
+    const std::uint32_t w_at = ring.wait() + w_lane;
     if (s * kStageSlices + unit < p.count * p.slices) {
       Row product;
 #pragma unroll
-      for (int k = 0; k < chunks; ++k) product.add(load_matrices(w_at + k * Row::kChunkBytes), token[k], k % 2);
+      for (int k = 0; k < Chunks; ++k)
+        product.add(load_matrices(w_at + (k + 1 < Chunks ? k * Row::kChunkBytes : w_last)), token[k], k % 2);
       if (Row::on_diagonal(lane)) *to = product.diagonal(lane);
     }
     to += step;
@@ -283,10 +282,10 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 #pragma unroll 1
   for (int begin = 0; begin < p.count; begin += tile_rows) {
     const int rows = min(tile_rows, p.count - begin), row = min(lane / 4, rows - 1);
-    const char* w = ring.wait();
+    const char* w = shared_pointer(ring.wait());
     const bool two_stages = rows > kStageSlices;
     if (two_stages) {
-      const char* const second = ring.wait(1);
+      const char* const second = shared_pointer(ring.wait(1));
       if (row >= kStageSlices) w = second;
     }
     TileProduct<T> product;
@@ -308,10 +307,26 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 template <class T, int Columns, class Reader, class XAt, class XUsed>
 __device__ bool consume_product(const PersistentArguments& c, Reader& ring, const Product& p,
                                 const Sums<Columns == 0>& sums, int earlier_stages, int x_row, XAt x_at, XUsed x_used) {
-  if constexpr (Columns > 0) {
+  if constexpr (Columns != 0) {
     const char* const x = x_at(0);
     if (!x) return false;
-    consume_rows<T, Columns>(ring, p, sums, earlier_stages, x);
+    const auto consume = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
+      consume_rows<T, Chunks, (Columns > 0)>(ring, p, sums, earlier_stages, x);
+    };
+    if constexpr (Columns > 0) {
+      static_assert(Columns % kChunkColumns == 0);
+      consume(std::integral_constant<int, Columns / kChunkColumns>());
+    } else {
+      static_assert(kMinAnyChunks == 5 && kMaxAnyChunks == 10);
+      switch (row_chunks(p.slice_columns)) {
+        case 5: consume(std::integral_constant<int, 5>()); break;
+        case 6: consume(std::integral_constant<int, 6>()); break;
+        case 7: consume(std::integral_constant<int, 7>()); break;
+        case 8: consume(std::integral_constant<int, 8>()); break;
+        case 9: consume(std::integral_constant<int, 9>()); break;
+        default: consume(std::integral_constant<int, 10>());
+      }
+    }
   } else {
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice) {

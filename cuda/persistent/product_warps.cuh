@@ -8,10 +8,13 @@
 
 namespace cf::cuda {
 
-/// What is added to a row's product: the bias, as stored, and the residual.
+/// What is added to a row's product: the bias, as stored, and the residual. Of a pair of rows the bias is the gate's.
+/// The up row's bias has the place of the residual, which a pair does not have.
 struct Addends {
   std::uint16_t bias;
   float residual;
+
+  __device__ float up_bias() const { return residual; }
 };
 
 template <class T, int Columns>
@@ -22,7 +25,7 @@ class ProductWarps {
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
       : block(Block::products(arguments)),
         c(arguments),
-        reader(Ring{arguments}, Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
+        reader(Ring(arguments), Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
 
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
@@ -85,7 +88,7 @@ class ProductWarps {
     }
   }
 
-  /// LayerNorms [first, end) of each token: norm 0 is input_layernorm, norm 1 post_attention_layernorm. With a parallel
+  /// Norms [first, end) of each token: norm 0 is input_layernorm, norm 1 post_attention_layernorm. With a parallel
   /// residual both are of the layer's input and share its moments; with a sequential one norm 1 is of attn_residual.
   __device__ bool norms(int first, int end) {
     if constexpr (Tiles)
@@ -165,12 +168,14 @@ class ProductWarps {
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const Sums<Tiles> sums(block, product, warp);
     const bool own_rows = sums.warps_own_rows(product);
-    // A worker is a thread that finishes elements. An element is one token's value in one row. Where a warp owns rows,
-    // one from each of its stages, its lanes are the workers of these rows. Otherwise all threads are the workers of
-    // all rows.
+    // A worker is a thread that finishes elements. An element is one token's value in one row, or in a pair of rows.
+    // Where a warp owns rows, one from each of its stages, its lanes are the workers of these rows. Otherwise all
+    // threads are the workers of all rows.
     const int first_row = own_rows ? (warp / kStageSlices + ring_stages) % 2 * kStageSlices + unit : 0;
-    const int row_step = own_rows ? 2 * kStageSlices : 1, worker = own_rows ? lane : thread;
-    const int elements = max(product.count - first_row + row_step - 1, 0) / row_step * c.dims.batch;
+    const int row_step = own_rows ? 2 * kStageSlices : product.gated ? 2 : 1, worker = own_rows ? lane : thread;
+    const int elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
+                                   : product.elements()) *
+                         c.dims.batch;
     const auto place_of = [&](int element) { return Tiles ? element / c.dims.batch : element; };
     const auto token_of = [&](int element) { return Tiles ? element % c.dims.batch : 0; };
     const auto row_of = [&](int element) { return first_row + place_of(element) * row_step; };
@@ -181,6 +186,12 @@ class ProductWarps {
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
     // With one token mlp.act arrives whole, with several tokens slice by slice.
     const auto x_at = [&](int slice) -> const char* {
+      if (is_down && !Tiles && c.product_warps_fetch_act) {
+        block.sync();  // the place is free: all warps have up's tokens in registers
+        char* const to = block.at<char>(c.layout.mlp_x);
+        fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, to);
+        return block.sync_unless_stopped() ? to : nullptr;
+      }
       if (is_down) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
@@ -207,11 +218,18 @@ class ProductWarps {
     for (int i = worker; i < elements; i += own_rows ? 32 : kProductThreads) {
       const int token = token_of(i), row = row_of(i);
       if (i > worker) addends = load_addends(phase, product, token, row);
-      const float v = sums.total(place_of(i), token) + to_float(T{addends.bias}) + addends.residual;
+      float v = sums.total(own_rows ? place_of(i) : row, token) + to_float(T{addends.bias});
+      int column = product.row(row);
+      if (product.gated) {
+        v = silu(v) * (sums.total(row + 1, token) + addends.up_bias());
+        column /= 2;
+      } else {
+        v += addends.residual;
+      }
       if (phase == Phase::head)
-        keep_better(best, token, finish_logit(token, product.row(row), v));
+        keep_better(best, token, finish_logit(token, column, v));
       else
-        finish(phase, token, row, product.row(row), v);
+        finish(phase, token, row, column, v);
     }
     if (phase == Phase::head && !Tiles) {
       best = warp_max(best);
@@ -226,26 +244,30 @@ class ProductWarps {
     return true;
   }
 
-  /// Loads what is added to a row's product. Dense adds the layer's input. Down adds attn_residual where the residual
-  /// is sequential; this block has stored that row of attn_residual itself. `row` counts the phase's rows.
+  /// Loads what is added to the product of a row or of a pair of rows. Dense adds the layer's input. Down adds
+  /// attn_residual where the residual is sequential; this block has stored that row of attn_residual itself. `row`
+  /// counts the phase's rows.
   __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
     const int matrix_row = product.row(row);
-    const char* const bias = block.pointers(layer).weights.bias[int(Product::weight_of(phase))];
+    const char* const bias = block.pointers(layer).weights.bias[int(weight_of(phase))];
     const long at = long(token) * c.dims.hidden + matrix_row;
     Addends a{};
     if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
+    if (bias && product.gated)
+      a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
     if (phase == Phase::dense)
       a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : __ldcg(&c.hidden[layer % 2][at].value);
     if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(&c.attn_residual[at].value);
     return a;
   }
-  /// Publishes v, a token's finished element: `row` counts the phase's rows, `matrix_row` the matrix's.
-  __device__ void finish(Phase phase, int token, int row, int matrix_row, float v) const {
-    const long at = long(token) * c.dims.hidden + matrix_row;
+  /// Publishes v, a token's element, which becomes element `column` of what the phase makes. `row` counts the phase's
+  /// rows.
+  __device__ void finish(Phase phase, int token, int row, int column, float v) const {
+    const long at = long(token) * c.dims.hidden + column;
     float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + row;
     const auto publish = [&](Dependency d, TaggedElement* to, bool with_tag, void* tap, int columns, float value) {
       const T element = from_float<T>(value);
-      const long index = long(token) * columns + matrix_row;
+      const long index = long(token) * columns + column;
       if (with_tag)
         store_tagged(to + index, element, block.tag(layer, d));
       else
@@ -253,7 +275,7 @@ class ProductWarps {
       if (tap) static_cast<T*>(tap)[index] = element;
     };
     switch (phase) {
-      case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, 3 * c.dims.hidden, v); break;
+      case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
       case Phase::dense:
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         if (!c.parallel_residual) {
@@ -271,9 +293,15 @@ class ProductWarps {
         store_tagged(c.hidden[(layer + 1) % 2] + at, v, block.tag(layer, Dependency::hidden));
         if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
-      default:
-        publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate,
-                c.gelu_tanh ? gelu_tanh(v) : gelu_erf(v));
+      default: publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate, activated(v));
+    }
+  }
+  /// mlp.act of a finished sum. SwiGLU's is finished already.
+  __device__ float activated(float v) const {
+    switch (c.activation) {
+      case Activation::gelu_erf: return gelu_erf(v);
+      case Activation::gelu_tanh: return gelu_tanh(v);
+      default: return v;
     }
   }
   /// Whether the layer reads the launch's input, not the residual stream in scratch memory.
@@ -396,7 +424,7 @@ class ProductWarps {
       for (int s = Tiles ? 0 : first_stage; s < stages + split.has_newest(); s += Tiles ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
-        const T* const k = cached ? reinterpret_cast<const T*>(reader.wait()) : new_token + head_dim;
+        const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : new_token + head_dim;
         if (!Tiles || s % 2 == half)
 #pragma unroll 1
           for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
@@ -418,7 +446,7 @@ class ProductWarps {
   Block block;
   const PersistentArguments& c;
   RingReader<Tiles ? 1 : 2> reader;
-  int ring_stages = 0;  // stages that the ring has brought before this phase
+  int ring_stages = 0;       // stages that the ring has brought before this phase
   int layer = 0, start = 0;  // the layer, and the block with which its deals begin
 };
 

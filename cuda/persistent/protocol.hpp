@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "core/host_device.hpp"
+#include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
 
 namespace cf::cuda {
@@ -53,9 +54,18 @@ CF_HD constexpr int arrivals(Signal s) {
 
 /// The phases of a layer. up_first and up_rest are the two parts of mlp.dense_h_to_4h: with a parallel residual neither
 /// needs attention, so up_first runs while q, k and v travel from block to block, and up_rest while the context does.
-/// The head has one phase: the final LayerNorm and the product of the LM head.
+/// The head has one phase: the final norm and the product of the LM head.
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down, head };
 inline constexpr int kLayerPhases = 6, kPhases = kLayerPhases + 1;
+
+/// The weight of a phase's product. The LM head's has the place of qkv's. Four bits a phase: kernels ask at the begin of
+/// a phase, while other blocks wait.
+CF_HD constexpr Weight weight_of(Phase p) { return Weight(0x0321010u >> (4 * int(p)) & 0xf); }
+static_assert(weight_of(Phase::qkv) == Weight::qkv && weight_of(Phase::up_first) == Weight::up &&
+              weight_of(Phase::up_rest) == Weight::up && weight_of(Phase::dense) == Weight::dense &&
+              weight_of(Phase::down) == Weight::down && weight_of(Phase::head) == Weight::qkv);
+/// The phase's matrix in tables of dealt matrices.
+CF_HD constexpr int matrix_of(Phase p) { return p == Phase::head ? kHeadMatrix : int(weight_of(p)); }
 
 /// The phases of a launch, in order. All warps of a block follow this order, and the ring brings weights and keys in
 /// it. Each phase takes four bits of one register, the first phase the lowest four.

@@ -5,76 +5,89 @@
 
 namespace cf::cuda {
 
+/// A stage of the ring in one round of its filling: where the barrier that says it is full lies in the block's shared
+/// memory, where the stage lies, and the round's parity.
+struct RingPlace {
+  std::uint32_t full, stage, parity;
+};
+
 /// The ring's addresses in shared memory. With one token, product warps 0 to 3 empty every second stage and warps 4 to
 /// 7 the others. With several tokens, all product warps empty every stage.
-struct Ring {
-  const PersistentArguments& c;
-
-  __device__ std::uint32_t count() const { return c.plan.stages; }
-  __device__ char* stage(std::uint32_t s) const { return block_smem + c.layout.ring + s * c.plan.stage_bytes; }
-  __device__ std::uint64_t* full(std::uint32_t s) const {
-    return reinterpret_cast<std::uint64_t*>(block_smem + c.layout.barriers) + s;
-  }
-  __device__ std::uint64_t* empty(std::uint32_t s) const { return full(count() + s); }
-  __device__ void init(int readers) const {
-    for (std::uint32_t s = 0; s < count(); ++s) {
-      init_barrier(full(s), 1);
-      init_barrier(empty(s), readers);
-    }
-  }
-};
-
-/// A position in the endless sequence of stages.
-struct RingPosition {
-  std::uint32_t stage = 0, parity = 0;
-
-  __device__ void advance(std::uint32_t count, std::uint32_t by = 1) {
-    for (stage += by; stage >= count; stage -= count) parity ^= 1;
-  }
-};
-
-/// Fills stages. All lanes of the stream warp call.
-class RingWriter {
+class Ring {
  public:
-  /// `product_warps_left` becomes true when nobody empties the ring any more.
-  __device__ RingWriter(const Ring& ring, int stages_in_flight, const volatile int& product_warps_left)
-      : ring_(ring), may_request_(stages_in_flight), product_warps_left_(product_warps_left) {}
+  __device__ explicit Ring(const PersistentArguments& c)
+      : end_of_full_(shared_address(block_smem + c.layout.barriers) + c.plan.stages * kBarrier),
+        full_bytes_(c.plan.stages * kBarrier),
+        stage_bytes_(c.plan.stage_bytes),
+        bytes_(c.plan.stages * c.plan.stage_bytes),
+        first_stage_(shared_address(block_smem + c.layout.ring)) {}
 
-  /// Waits until the next stage is free and fewer than stages_in_flight stages are in flight. Returns the stage, which
-  /// then expects copies of `bytes` bytes; null where nobody empties the ring any more.
-  __device__ char* next(int bytes) {
-    while (!try_wait_barrier(ring_.empty(head_.stage), head_.parity ^ 1))
-      if (product_warps_left_) return nullptr;
-    if (may_request_ > 0)
-      --may_request_;
-    else
-      wait_for_oldest();
-    barrier_ = ring_.full(head_.stage);
-    if (threadIdx.x % 32 == 0) arrive_expecting(barrier_, bytes);
-    __syncwarp();
-    char* const stage = ring_.stage(head_.stage);
-    head_.advance(ring_.count());
-    return stage;
+  __device__ RingPlace place(std::uint32_t stage, std::uint32_t parity = 0) const {
+    return {end_of_full_ - full_bytes_ + stage * kBarrier, first_stage_ + stage * stage_bytes_, parity};
   }
-  /// Requests a copy to a part of the stage; one lane calls.
-  __device__ void copy(void* to, const void* from, int bytes) const { copy_bulk(to, from, bytes, barrier_); }
-  /// Waits for all stages in flight: a block must not leave while copies to its shared memory are in flight.
-  __device__ void drain() {
-    while (tail_.stage != head_.stage || tail_.parity != head_.parity) wait_for_oldest();
+  /// The barrier that says the stage is empty.
+  __device__ std::uint32_t empty(const RingPlace& p) const { return p.full + full_bytes_; }
+  /// Goes on by as many stages; at most one round.
+  __device__ void advance(RingPlace& p, std::uint32_t by) const {
+    p.full += by * kBarrier, p.stage += by * stage_bytes_;
+    if (p.full < end_of_full_) return;
+    p.full -= full_bytes_, p.stage -= bytes_, p.parity ^= 1;
+  }
+  __device__ void init(int readers) const {
+    for (RingPlace p = place(0); p.parity == 0; advance(p, 1)) {
+      init_barrier(p.full, 1);
+      init_barrier(empty(p), readers);
+    }
   }
 
  private:
-  /// Waits for the oldest stage in flight.
-  __device__ void wait_for_oldest() {
-    while (!try_wait_barrier(ring_.full(tail_.stage), tail_.parity)) {
-    }
-    tail_.advance(ring_.count());
+  static constexpr std::uint32_t kBarrier = sizeof(std::uint64_t);
+  std::uint32_t end_of_full_, full_bytes_, stage_bytes_, bytes_, first_stage_;
+};
+
+/// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can catch
+/// up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
+class RingWriter {
+ public:
+  /// `product_warps_left` becomes true when nobody empties the ring any more. The oldest stage in flight is one of those
+  /// before the ring's first round until stages_in_flight stages are requested: their barriers count as complete.
+  __device__ RingWriter(const Ring& ring, int stages, int stages_in_flight, const volatile int& product_warps_left)
+      : ring_(ring),
+        head_(ring.place(0)),
+        tail_(ring.place(stages - stages_in_flight, 1)),
+        product_warps_left_(product_warps_left) {}
+
+  /// Waits until the next stage is free and fewer than stages_in_flight stages are in flight. That stage is then filled
+  /// by bring(), or by expect() and copy(). False where nobody empties the ring any more.
+  __device__ bool next() {
+    while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) & try_wait_barrier(tail_.full, tail_.parity)))
+      if (product_warps_left_) return false;
+    at_ = head_;
+    ring_.advance(head_, 1);
+    ring_.advance(tail_, 1);
+    return true;
+  }
+  /// Requests the whole stage.
+  __device__ void bring(const void* from, int bytes) const { request_bulk(at_.stage, from, bytes, at_.full); }
+  /// The stage is to have `bytes` bytes.
+  __device__ void expect(int bytes) const {
+    if (threadIdx.x % 32 == 0) arrive_expecting(at_.full, bytes);
+    __syncwarp();
+  }
+  /// Requests a copy to a part of the stage; one lane calls.
+  __device__ void copy(int offset, const void* from, int bytes) const {
+    copy_bulk(at_.stage + offset, from, bytes, at_.full);
+  }
+  /// Waits for all stages in flight: a block must not leave while copies to its shared memory are in flight.
+  __device__ void drain() {
+    for (; tail_.full != head_.full || tail_.parity != head_.parity; ring_.advance(tail_, 1))
+      while (!try_wait_barrier(tail_.full, tail_.parity)) {
+      }
   }
 
+ private:
   Ring ring_;
-  RingPosition head_, tail_;
-  std::uint64_t* barrier_ = nullptr;
-  int may_request_;
+  RingPlace head_, tail_, at_{};
   const volatile int& product_warps_left_;
 };
 
@@ -86,26 +99,26 @@ template <int Every>
 class RingReader {
  public:
   static_assert(Every == 1 || Every == 2);
-  __device__ RingReader(const Ring& ring, int first) : ring_(ring) { position_.advance(ring.count(), first); }
+  __device__ RingReader(const Ring& ring, int first) : ring_(ring), place_(ring.place(first)) {}
 
-  /// Waits for the warp's next stage, or for the one that is `ahead` stages of the warp later.
-  __device__ const char* wait(int ahead = 0) const {
-    RingPosition position = position_;
-    if (ahead > 0) position.advance(ring_.count(), ahead * Every);
-    while (!try_wait_barrier(ring_.full(position.stage), position.parity)) {
+  /// Waits for the warp's next stage, or for the one that is `ahead` stages of the warp later. Returns its address.
+  __device__ std::uint32_t wait(int ahead = 0) const {
+    RingPlace place = place_;
+    if (ahead > 0) ring_.advance(place, ahead * Every);
+    while (!try_wait_barrier(place.full, place.parity)) {
     }
-    return ring_.stage(position.stage);
+    return place.stage;
   }
   /// Gives the warp's next stage back to the writer.
   __device__ void release(bool leader) {
     __syncwarp();
-    if (leader) arrive(ring_.empty(position_.stage));
-    position_.advance(ring_.count(), Every);
+    if (leader) arrive(ring_.empty(place_));
+    ring_.advance(place_, Every);
   }
 
  private:
   Ring ring_;
-  RingPosition position_;
+  RingPlace place_;
 };
 
 }  // namespace cf::cuda

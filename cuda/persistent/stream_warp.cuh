@@ -57,7 +57,7 @@ __device__ inline bool await_token(const Block& block, int token) {
 
 template <bool Tiles>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, c.plan.stages_in_flight, block.product_warps_left());
+  RingWriter writer(ring, c.plan.stages, c.plan.stages_in_flight, block.product_warps_left());
   StreamPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;
@@ -79,8 +79,7 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
-          go =
-              stream_product<Tiles>(writer, Product(c, phase, start, part), pointers.matrix(Product::weight_of(phase)));
+          go = stream_product<Tiles>(writer, Product(c, phase, start, part), pointers.matrix(weight_of(phase)));
       }
     }
   writer.drain();

@@ -26,6 +26,7 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
           : eighths == 8 ? "nothing hides those on the context"
                          : text(eighths) + " eighths of the MLP's first product before attention",
           {.up_eighths = eighths});
+  if (plan.narrow_columns) add("products", "tiles, as with several tokens", {.tile_products = true}, false);
   for (int splits : {1, 2, 4})
     if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits}, false);
   for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)

@@ -13,12 +13,12 @@ struct PersistentVariant {
   std::string choice;  // "bytes in flight"
   std::string value;   // "20 KB"
   PersistentChoices choices;
-  bool same_bits;  // the same output bits as the given plan: all but those that sum a head's keys in another order
+  bool same_bits;  // the same output bits as the given plan: all but those that sum in another order
 };
 
 /// The plans to compare a given one with, each with one choice made another way: the bytes in flight, the size of the
-/// ring, what work hides which waits between blocks, the splits of a head's keys, and where these are merged. The first
-/// plan is the given one.
+/// ring, what work hides which waits between blocks, the products of one token, the splits of a head's keys, and where
+/// these are merged. The first plan is the given one.
 std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan);
 
 }  // namespace cf::cuda

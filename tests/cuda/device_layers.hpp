@@ -20,7 +20,7 @@ struct HostLayers {
   /// Caches and hidden state differ from one `seed` to the next, the weights do not.
   HostLayers(const ModelConfig& m, const Workload& w, const std::string& seed = "") : config(m), load(w) {
     config.max_position_embeddings = std::max(m.max_position_embeddings, w.cache_capacity());
-    const Shape cache{w.batch, m.num_attention_heads, w.cache_capacity(), m.head_dim()};
+    const Shape cache{w.batch, m.kv_heads(), w.cache_capacity(), m.head_dim()};
     for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
       weights.push_back(procedural_layer(m, m.dtype, l, 7));
       k_caches.push_back(activations(m.dtype, cache, seed + "k" + std::to_string(l)));
@@ -61,7 +61,7 @@ class DeviceLayers {
     tensors_.max_kv_len = host.load.cache_capacity();
     Tensor cos(DType::f32, {m.max_position_embeddings, m.rotary_dim / 2}), sin = cos.clone();
     const auto table = extents(m.max_position_embeddings, m.rotary_dim / 2);
-    ops::rope_table({cos.as<float>(), table}, {sin.as<float>(), table}, m.rope_theta);
+    ops::rope_table({cos.as<float>(), table}, {sin.as<float>(), table}, m.rope_theta, m.rope_scaling);
     tensors_.cos = {static_cast<const float*>(copy(cos.data(), cos.size_bytes())), table};
     tensors_.sin = {static_cast<const float*>(copy(sin.data(), sin.size_bytes())), table};
     reset();

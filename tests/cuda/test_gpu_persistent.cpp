@@ -21,6 +21,7 @@
 #include "tests/cuda/device_layers.hpp"
 #include "tests/cuda/occupy.hpp"
 #include "tests/cuda/two_blocks_kernel.hpp"
+#include "tests/support/grouped.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
 
@@ -85,8 +86,25 @@ std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len) {
   return n;
 }
 
-ModelConfig small_model(DType dtype, std::int64_t layers = 3) {
-  ModelConfig m = model_of(4, 64, 16, 512);
+/// The arithmetic of a test's layers.
+enum class Kind { parallel, sequential, gated };
+constexpr Kind kKinds[] = {Kind::parallel, Kind::sequential, Kind::gated};
+const char* to_string(Kind k) {
+  return k == Kind::parallel ? "parallel residual" : k == Kind::sequential ? "sequential residual" : "Llama's layers";
+}
+
+/// A layer of GPT-NeoX, or, of the same sizes, one of Llama with four query heads for each kv head.
+ModelConfig model_of_kind(Kind kind, std::int64_t heads, std::int64_t head_dim, std::int64_t rotary_dim,
+                          std::int64_t intermediate) {
+  if (kind == Kind::gated)
+    return gated_model_of(ModelType::llama, heads, heads / 4, head_dim, heads * head_dim, intermediate);
+  ModelConfig m = model_of(heads, head_dim, rotary_dim, intermediate);
+  m.use_parallel_residual = kind == Kind::parallel;
+  return m;
+}
+
+ModelConfig small_model(DType dtype, std::int64_t layers = 3, Kind kind = Kind::parallel) {
+  ModelConfig m = model_of_kind(kind, 4, 64, 16, 512);
   m.num_hidden_layers = layers;
   m.dtype = dtype;
   return m;
@@ -125,7 +143,7 @@ void check_taps(const HostLayers& host, int kv_len, Plans plans) {
   oracle.hidden = host.hidden.converted(DType::f64);
   oracle.k_cache = host.k_caches[0].converted(DType::f64);
   oracle.v_cache = host.v_caches[0].converted(DType::f64);
-  oracle.fill_rope_table(m.rope_theta);
+  oracle.fill_rope_table(m.rope_theta, m.rope_scaling);
   oracle.set_kv_len(lengths(host.load, kv_len));
   const Layer::Args args{.model = m, .weights = host.weights[0].weights, .t = oracle.tensors()};
   require_ok(cpu_ref::run(args));
@@ -166,6 +184,50 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
     }
 }
 
+TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the oracle's within its budget",
+          "[gpu][persistent][grouped]") {
+  using enum ModelType;
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  std::vector<ModelConfig> models;
+  // 1, 3, 4, 7 and 8 query heads for each kv head, of 64 and of 128 elements. These heads do not make up hidden_size.
+  for (const auto& [heads, kv_heads] : kGroupedHeads)
+    for (std::int64_t head_dim : {64, 128})
+      models.push_back(gated_model_of(qwen2, heads, kv_heads, head_dim, 256, 320));
+  // Heads that do: row products of which none is sliced, down alone or all, but for the pairs' shared sums; odd tiles.
+  models.push_back(gated_model_of(llama, 16, 4, 64, 1024, 1024));
+  models.push_back(gated_model_of(mistral, 8, 1, 128, 1024, 4096));
+  models.push_back(gated_model_of(llama, 32, 32, 64, 2048, 2048));
+  models.push_back(gated_model_of(qwen2, 14, 2, 64, 896, 1000));
+  models.push_back(gated_model_of(llama, 3, 1, 8, 24, 40));
+  // Row products of which dense's rows are sliced otherwise than those of hidden.
+  models.push_back(gated_model_of(llama, 16, 4, 128, 1024, 2048));
+  models.push_back(gated_model_of(llama, 8, 2, 128, 2048, 2048));
+  // Row products of slices of three lengths, whose last chunks are not whole: no row is sliced; hidden's and down's are.
+  models.push_back(gated_model_of(llama, 9, 3, 128, 1160, 2264));
+  models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
+  ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);
+  biased.attention_bias = biased.mlp_bias = true;
+  biased.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
+                         .factor = 8,
+                         .low_freq_factor = 1,
+                         .high_freq_factor = 4,
+                         .original_max_positions = 32};
+  models.push_back(biased);
+  for (ModelConfig& m : models)
+    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 130}, {3, 17}, {8, 66}}) {
+      // The widest of several tokens leave no room for a ring on an RTX 5090.
+      if (const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), batch);
+          !plan && plans == Plans::rtx5090 && batch > 1) {
+        CHECK(refusal_fault(plan.status(), Code::unimplemented, {"B of shared memory"}) == "");
+        continue;
+      }
+      m.dtype = dtype;
+      CAPTURE(to_string(plans), m.name, m.hidden_size, m.kv_heads(), batch, kv_len, to_string(dtype));
+      check_taps({m, {.batch = batch, .capacity = 131}}, kv_len, plans);
+    }
+}
+
 namespace {
 
 /// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
@@ -196,9 +258,10 @@ void check_against_unfused(const ModelConfig& m, const Workload& load, std::init
 }  // namespace
 
 TEST_CASE("persistent: agrees with the ops one by one over all presets", "[gpu][persistent][presets]") {
-  for (const ModelConfig& preset : pythia_presets()) {
+  for (const ModelConfig& preset : presets()) {
     ModelConfig m = preset;
     m.num_hidden_layers = 1;
+    m.max_position_embeddings = 2048;
     check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 2, 17, 127, 128, 129, 1023, 1024, 1025, 2047, 2048});
   }
 }
@@ -213,6 +276,20 @@ TEST_CASE("persistent: agrees with the ops one by one whichever way it takes pro
           m.dtype = dtype;
           check_against_unfused(m, {.batch = batch, .capacity = 300}, {1, 130, 300});
         }
+  for (ModelConfig m : {gated_model_of(ModelType::llama, 20, 5, 128, 2560, 5120),
+                        gated_model_of(ModelType::mistral, 32, 8, 128, 4096, 8192),
+                        gated_model_of(ModelType::qwen2, 28, 4, 128, 3584, 18944)})
+    for (DType dtype : {DType::f16, DType::bf16})
+      for (std::int64_t batch : {1, 2, 3}) {
+        m.dtype = dtype;
+        check_against_unfused(m, {.batch = batch, .capacity = 300}, {1, 130, 300});
+      }
+  // Slices of any length: 1152 columns without down's, 2304 of down's.
+  for (bool parallel : {true, false}) {
+    ModelConfig m = model_of(18, 64, 16, 4608);
+    m.use_parallel_residual = parallel;
+    check_against_unfused(m, {.batch = 1, .capacity = 300}, {1, 130, 300});
+  }
 }
 
 namespace {
@@ -225,7 +302,7 @@ void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch) {
   DeviceLayers on(c, host);
   PersistentKernel kernel = kernel_of(plans, c, on);
   for (int kv_len : {1, 33, 40}) {
-    CAPTURE(to_string(plans), m.name, to_string(m.dtype), m.use_parallel_residual, batch, kv_len);
+    CAPTURE(to_string(plans), m.name, to_string(m.dtype), m.use_parallel_residual, m.hidden_size, batch, kv_len);
     on.set_kv_len(lengths(load, kv_len));
     on.reset();
     require_ok(run(kernel, c, on));
@@ -245,22 +322,25 @@ void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch) {
 TEST_CASE("persistent: one launch, one a layer and two a layer give the same bits",
           "[gpu][persistent][launches][small]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
-  for (DType dtype : {DType::f16, DType::bf16}) {
-    ModelConfig m = small_model(dtype);
-    m.use_parallel_residual = parallel;
-    for (std::int64_t batch : {1, 2, 4, 8}) check_launches(plans, m, batch);
-  }
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  for (DType dtype : {DType::f16, DType::bf16})
+    for (std::int64_t batch : {1, 2, 4, 8}) check_launches(plans, small_model(dtype, 3, kind), batch);
 }
 
 TEST_CASE("persistent: so they do whichever rows are sliced", "[gpu][persistent][launches]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   // None, only those of down, all; and a tile product.
-  for (ModelConfig m : {model_of(16, 64, 16, 1024), model_of(32, 80, 20, 10240), model_of(32, 128, 32, 4096),
-                        model_of(4, 64, 16, 4096)}) {
+  for (ModelConfig m : {model_of_kind(kind, 16, 64, 16, 1024), model_of_kind(kind, 32, 80, 20, 10240),
+                        model_of_kind(kind, 32, 128, 32, 4096), model_of_kind(kind, 4, 64, 16, 4096)}) {
     m.num_hidden_layers = 2;
-    m.use_parallel_residual = parallel;
+    check_launches(plans, m, 1);
+  }
+  // Only those of dense, and all but those of dense; slices of any length.
+  for (ModelConfig m : {gated_model_of(ModelType::llama, 16, 2, 128, 1024, 1024),
+                        gated_model_of(ModelType::llama, 16, 2, 64, 2048, 4096),
+                        gated_model_of(ModelType::qwen2, 20, 4, 128, 2608, 5008)}) {
+    m.num_hidden_layers = 2;
     check_launches(plans, m, 1);
   }
 }
@@ -276,11 +356,11 @@ namespace {
 
 /// One launch's bits, asked again `runs` times while blocks are delayed at random. before(i) comes before the i-th.
 template <class Before>
-void check_delayed(Plans plans, bool parallel, std::int64_t layers, std::int64_t batch, unsigned runs,
-                   Launches launches, Before before) {
-  ModelConfig m = model_of(32, 80, 20, 2560);
+void check_delayed(Plans plans, Kind kind, std::int64_t layers, std::int64_t batch, unsigned runs, Launches launches,
+                   Before before) {
+  ModelConfig m = model_of_kind(kind, 32, 80, 20, 2560);
   m.num_hidden_layers = layers;
-  m.use_parallel_residual = parallel;
+  CAPTURE(to_string(plans), to_string(kind), batch);
   const Workload load{.batch = batch, .capacity = 130};
   const HostLayers host(m, load);
   const cuda::Context c = planned(plans);
@@ -303,19 +383,22 @@ void check_delayed(Plans plans, bool parallel, std::int64_t layers, std::int64_t
 
 TEST_CASE("persistent: two launches a layer give the same bits with delayed blocks", "[gpu][persistent][launches]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
-  check_delayed(plans, parallel, 3, 1, 100, Launches::split, [](unsigned) {});
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  check_delayed(plans, kind, 3, 1, 100, Launches::split, [](unsigned) {});
 }
 
 TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks and other work on the GPU",
           "[gpu][persistent]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   cudaStream_t other = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  check_delayed(plans, parallel, 4, 2, 1000, Launches::persistent, [&](unsigned i) {
+  const auto occupy = [&](unsigned i) {
     if (i % 50 == 0) enqueue_occupy(other, 16, 1);
-  });
+  };
+  check_delayed(plans, kind, 4, 2, 1000, Launches::persistent, occupy);
+  // Of one sequence the pairs of SwiGLU share their sums.
+  if (kind == Kind::gated) check_delayed(plans, kind, 4, 1, 1000, Launches::persistent, occupy);
   require_cuda(cudaStreamSynchronize(other));
   require_cuda(cudaStreamDestroy(other));
 }
@@ -360,21 +443,26 @@ void check_variants(Plans plans, const ModelConfig& m, std::int64_t batch) {
 
 TEST_CASE("persistent: plans that choose otherwise compute the same", "[gpu][persistent][variants]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  for (bool parallel : {true, false})
-    for (ModelConfig m : {model_of(32, 80, 20, 10240), small_model(DType::bf16, 1)}) {
-      m.use_parallel_residual = parallel;
-      check_variants(plans, m, 1);
-    }
+  for (Kind kind : kKinds) {
+    check_variants(plans, model_of_kind(kind, 32, 80, 20, 10240), 1);
+    check_variants(plans, small_model(DType::bf16, 1, kind), 1);
+  }
   check_variants(plans, small_model(DType::f16, 1), 3);
+  check_variants(plans, small_model(DType::f16, 1, Kind::gated), 3);
 }
 
 TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, many layers and runs long",
           "[gpu][persistent][variants]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   // One key split a block, and several.
-  for (const auto& [heads, batch, splits] :
-       {std::tuple<std::int64_t, std::int64_t, int>{8, 1, 8}, {32, 1, 4}, {32, 2, 4}, {5, 4, 2}}) {
-    ModelConfig m = model_of(heads, 64, 16, 512);
+  for (const auto& [kind, heads, batch, splits] :
+       {std::tuple<Kind, std::int64_t, std::int64_t, int>{Kind::parallel, 8, 1, 8},
+        {Kind::parallel, 32, 1, 4},
+        {Kind::parallel, 32, 2, 4},
+        {Kind::parallel, 5, 4, 2},
+        {Kind::gated, 32, 1, 4},
+        {Kind::gated, 8, 2, 2}}) {
+    ModelConfig m = model_of_kind(kind, heads, 64, 16, 512);
     m.num_hidden_layers = 4;
     const Workload load{.batch = batch, .capacity = 130};
     const HostLayers host(m, load);
@@ -383,7 +471,7 @@ TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, ma
     on.set_kv_len(lengths(load, 129));
     PersistentKernel own = kernel_of(plans, c, on, {.attention_splits = splits});
     PersistentKernel kernel = kernel_of(plans, c, on, {.attention_splits = splits, .cluster_merge = true});
-    CAPTURE(to_string(plans), heads, batch, splits, to_string(kernel.plan()));
+    CAPTURE(to_string(plans), to_string(kind), heads, batch, splits, to_string(kernel.plan()));
     CHECK(kernel.plan().grid % splits == 0);
     require_ok(run(own, c, on));
     const auto expected = on.results();
@@ -393,11 +481,13 @@ TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, ma
       if (i % 10 == 0) REQUIRE(same_bits(on.results(), expected));
     }
     // Blocks that have given up leave together, and the next launch is sound.
-    require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = "attention.context", .wait_limit_ms = 20}));
+    require_ok(
+        kernel.set_probe({.withheld_layer = 1, .withheld_site = names_of(m.spec()).context.name, .wait_limit_ms = 20}));
     require_ok(run(kernel, c, on));
     require_cuda(cudaDeviceSynchronize());
     require_ok(kernel.set_probe({}));
-    CHECK(refusal_fault(run(kernel, c, on), Code::device_error, {"layer 1: attention.context"}) == "");
+    const std::string missing = "layer 1: " + std::string(names_of(m.spec()).context.name);
+    CHECK(refusal_fault(run(kernel, c, on), Code::device_error, {missing}) == "");
     require_ok(run(kernel, c, on));
     CHECK(same_bits(on.results(), expected));
   }
@@ -429,10 +519,10 @@ TEST_CASE("persistent: waits for SMs that another kernel holds", "[gpu][persiste
 TEST_CASE("persistent: what no block publishes is an error that names the model's layer, and the next launch is sound",
           "[gpu][persistent][report]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 4);
-  ModelConfig m = small_model(DType::f16);
-  m.use_parallel_residual = parallel;
+  const ModelConfig m = small_model(DType::f16, 3, kind);
+  const ModelNames& names = names_of(m.spec());
   const Workload load{.batch = batch, .capacity = 20};
   const HostLayers host(m, load);
   const cuda::Context c = planned(plans);
@@ -444,12 +534,13 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
   const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";
   // Of two launches a layer the second lacks what the first has not made: what was missing first is named.
   for (Launches launches : {Launches::persistent, Launches::layer, Launches::split})
-    for (const std::string site : {"attention.query_key_value", "attention.context", "attention.dense",
-                                   "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"}) {
-      if (parallel && site == "attention.dense") continue;  // no block waits for it
+    for (const Site& of :
+         {names.query_key_value, names.context, names.dense, names.dense_h_to_4h, names.dense_4h_to_h}) {
+      if (kind == Kind::parallel && of.id == SiteId::dense) continue;  // no block waits for it
       // The next launch finds the whole hidden state, since only its tags are withheld.
-      if (launches != Launches::persistent && site == "mlp.dense_4h_to_h") continue;
-      CAPTURE(to_string(plans), parallel, batch, to_string(launches), site);
+      if (launches != Launches::persistent && of.id == SiteId::dense_4h_to_h) continue;
+      const std::string site(of.name);
+      CAPTURE(to_string(plans), to_string(kind), batch, to_string(launches), site);
       require_ok(kernel.set_probe({.withheld_layer = 1, .withheld_site = site, .wait_limit_ms = 20}));
       // The launches of one run may report before its last one is enqueued, which then is not.
       const Status enqueued = run(kernel, c, on, launches);
@@ -476,6 +567,7 @@ class DeviceEnds {
 
   DeviceEnds(const cuda::Context& c, const HostLayers& host, DeviceLayers& on) : context_(c), batch_(host.load.batch) {
     const ModelConfig& m = host.config;
+    const bool is_rms = m.spec().traits.norm == NormKind::rmsnorm;
     const auto matrix = [&](const char* name) {
       const Tensor host_matrix = activations(m.dtype, {vocab, m.hidden_size}, name);
       return ConstAnyView<2>(on.copy(host_matrix.data(), host_matrix.size_bytes()), {vocab, m.hidden_size}, m.dtype);
@@ -488,7 +580,7 @@ class DeviceEnds {
       return View<std::int32_t, 1>{static_cast<std::int32_t*>(on.allocate(batch_ * 4)), {batch_}};
     };
     ends = cuda::PersistentEnds{.embed_in = matrix("embed_in"),
-                                .final_layer_norm = {vector("gamma"), vector("beta")},
+                                .final_layer_norm = {vector("gamma"), is_rms ? ConstAnyView<1>() : vector("beta")},
                                 .embed_out = matrix("embed_out"),
                                 .ids = words(),
                                 .positions = on.positions,
@@ -539,13 +631,12 @@ PersistentKernel kernel_of_tokens(Plans plans, const cuda::Context& c, const Dev
 TEST_CASE("persistent: many tokens of one launch are those of one launch each, with delayed blocks too",
           "[gpu][persistent][tokens]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const bool parallel = GENERATE(true, false);
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 3, 8), layers = GENERATE(2, 3);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   constexpr std::int64_t tokens = 12;
-  CAPTURE(to_string(plans), parallel, batch, layers, to_string(dtype));
-  ModelConfig m = small_model(dtype, layers);
-  m.use_parallel_residual = parallel;
+  CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype));
+  const ModelConfig m = small_model(dtype, layers, kind);
   const Workload load{.batch = batch, .capacity = 60};
   const HostLayers host(m, load);
   const cuda::Context c = planned(plans);
@@ -635,7 +726,8 @@ TEST_CASE("persistent: a launch of many tokens ends where the host asks for no m
 
 TEST_CASE("persistent: a choice that no block publishes is an error, and the next launch is sound",
           "[gpu][persistent][report][tokens]") {
-  const ModelConfig m = small_model(DType::f16);
+  const ModelConfig m = small_model(DType::f16, 3, GENERATE(Kind::parallel, Kind::gated));
+  const std::string_view head = names_of(m.spec()).embed_out.name;
   const Workload load{.batch = 1, .capacity = 60};
   const HostLayers host(m, load);
   const cuda::Context c = planned(Plans::own);
@@ -644,10 +736,11 @@ TEST_CASE("persistent: a choice that no block publishes is an error, and the nex
   PersistentKernel kernel = kernel_of_tokens(Plans::own, c, on, ends);
   on.set_kv_len({40});
   ends.set_ids({7});
-  require_ok(kernel.set_probe({.withheld_layer = 3, .withheld_site = "embed_out", .wait_limit_ms = 20}));
+  require_ok(kernel.set_probe({.withheld_layer = 3, .withheld_site = head, .wait_limit_ms = 20}));
   require_ok(kernel.enqueue_tokens(c.stream(), 4, ends.logits).status());
   require_cuda(cudaDeviceSynchronize());
-  CHECK(refusal_fault(kernel.take_report(), Code::device_error, {"persistent: embed_out was not complete"}) == "");
+  CHECK(refusal_fault(kernel.take_report(), Code::device_error,
+                      {"persistent: " + std::string(head) + " was not complete"}) == "");
   require_ok(kernel.set_probe({}));
   on.set_kv_len({40});
   const auto number = kernel.enqueue_tokens(c.stream(), 4, ends.logits);
@@ -838,6 +931,27 @@ TEST_CASE("persistent: what the kernel does not take is refused by name", "[gpu]
   CHECK(refused([](Call& a) { a.rope.sin.shape[1] = 4; }, invalid, {"'sin' has shape"}) == "");
   CHECK(refused([&](Call& a) { a.layers[0].cache.v.data = const_cast<void*>(host.hidden.data()); }, invalid,
                 {"layer 5: 'v_cache' points to host memory"}) == "");
+
+  // Llama's layers by their own names.
+  const HostLayers gated_host(small_model(DType::f16, 3, Kind::gated), {.batch = 2, .capacity = 8});
+  DeviceLayers gated(c, gated_host);
+  const auto gated_refused = [&](auto change, std::initializer_list<std::string_view> parts) {
+    Call call{cuda::persistent_model(gated.config(), DType::f16), gated.layers, gated.sequences(), gated.rope()};
+    change(call);
+    return refusal_fault(PersistentKernel::create(c, call.model, call.layers, call.sequences, call.rope).status(),
+                         invalid, parts);
+  };
+  CHECK(gated_refused([](Call& a) { a.layers[2].weights.input_layernorm.gamma.data = nullptr; },
+                      {"persistent: layer 2: 'input_layernorm.weight' is null"}) == "");
+  CHECK(gated_refused(
+            [](Call& a) { std::get<DenseWeight>(a.layers[1].weights.dense_h_to_4h.weight).weight.shape[0] /= 2; },
+            {"layer 1: 'mlp.gate_up_proj.weight' has shape (512, 256), expected (1024, 256)"}) == "");
+  CHECK(gated_refused(
+            [](Call& a) { std::get<DenseWeight>(a.layers[0].weights.query_key_value.weight).weight.shape[0] = 768; },
+            {"'self_attn.qkv_proj.weight' has shape (768, 256), expected (384, 256)"}) == "");
+  CHECK(gated_refused([](Call& a) { a.layers[1].cache.k.shape[1] = 4; },
+                      {"layer 1: 'k_cache' has shape (2, 4, 8, 64), expected (2, 1, 8, 64)"}) == "");
+  CHECK(gated_refused([](Call& a) { a.model.kv_heads = 3; }, {"heads must be a multiple of kv_heads 3, got 4"}) == "");
 
   PersistentKernel kernel = kernel_of(Plans::own, c, on);
   const LayerTensors t = on.tensors(0);

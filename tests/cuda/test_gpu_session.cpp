@@ -276,15 +276,29 @@ TEST_CASE(
   check_layers(session, in, load, activation, kv_len, Impl::graph);
 }
 
-TEST_CASE("session: the persistent kernel refuses RMSNorm by name, and biases that a model lacks are refused",
-          "[gpu][session][bad]") {
+TEST_CASE("session: every step of the persistent kernel through layers of Llama and Qwen2 is the oracle's",
+          "[gpu][session][grouped][persistent]") {
+  const DType activation = GENERATE(DType::f16, DType::bf16);
+  const Impl impl = GENERATE(Impl::split, Impl::layer, Impl::persistent);
+  const auto [heads, kv_heads] = GENERATE(from_range(kGroupedHeads.begin(), kGroupedHeads.end()));
+  const std::int64_t batch = GENERATE(1, 3, 8);
+  const ModelConfig m =
+      small_gated_model(activation, heads, kv_heads, 64, batch == 1 ? ModelType::llama : ModelType::qwen2);
+  std::vector<std::int32_t> kv_len{33, 17, 40, 1, 2, 16, 32, 39};
+  kv_len.resize(std::size_t(batch));
+  const Workload load{.batch = batch, .q_len = 1, .capacity = 40};
+  const Inputs in = inputs(m, load, activation);
+  Session session = make_session(context(), m, load, activation, in);
+  require_ok(session.set_kv_len(kv_len));
+  CAPTURE(to_string(activation), to_string(impl), heads, kv_heads, batch);
+  check_layers(session, in, load, activation, kv_len, impl);
+}
+
+TEST_CASE("session: biases that a model lacks are refused", "[gpu][session][bad]") {
   const ModelConfig m = small_gated_model(DType::f16, 4, 1, 64, ModelType::llama);
   const Workload load{.batch = 1, .q_len = 1, .capacity = 40};
   const Inputs in = inputs(m, load, DType::f16);
   Session session = make_session(context(), m, load, DType::f16, in);
-  for (Impl impl : {Impl::split, Impl::layer, Impl::persistent})
-    CHECK(refusal_fault(session.step(impl), Code::unimplemented, {"persistent: cuda takes LayerNorm, got RMSNorm"}) ==
-          "");
   const Tensor bias = activations(DType::f16, {m.hidden_size}, "bias");
   for (auto [linear, name] : {std::pair{&LayerWeights::query_key_value, "self_attn.qkv_proj"},
                               {&LayerWeights::dense, "self_attn.o_proj"},

@@ -22,9 +22,39 @@ using cf::test::refusal_fault;
 
 namespace {
 
+/// The product whose partial sums have no room beside the rows of the blocks that begin a layer's deals and of those
+/// behind them, or nothing.
+std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
+  const bool tiles = p.narrow_columns == 0;
+  const auto fits = [&](int rows, int slices, bool pairs) {
+    if (tiles) return kProductWarps * rows <= p.shared_sums;
+    if (slices > 1 || pairs) return rows * slices <= p.shared_sums;
+    const int stages = (rows + kStageSlices - 1) / kStageSlices;
+    return (stages + 1) / 2 <= p.warp_rows;  // a warp has one row of every second stage
+  };
+  const LayerDeals deals(d.rows(), p.grid);
+  const bool pairs = d.rows_of_act == 2;
+  for (int block = 0; block < p.grid; ++block) {
+    const auto count = [&](Weight w) { return deals.deal(w, 0, block).count; };
+    for (Weight w : {Weight::qkv, Weight::up, Weight::dense})
+      if (count(w) > deals.most_rows(w)) return "more rows than the most";
+    const int up = count(Weight::up), up_first = rows_before_attention(p, up);
+    if (!fits(count(Weight::qkv), p.hidden_slices, false)) return "qkv";
+    if (!fits(up_first, p.hidden_slices, pairs) || !fits(up - up_first, p.hidden_slices, pairs)) return "up";
+    if (pairs && (up % 2 || up_first % 2)) return "half of a pair";
+    if (!fits(count(Weight::dense), p.context_slices, false)) return "dense";
+    if (!fits(count(Weight::down), p.act_slices, false)) return "down";
+  }
+  return fits(p.head_rows, p.hidden_slices, false) ? "" : "head";
+}
+
 /// What must hold of a plan that is no refusal; the first fault, or nothing.
 std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const PersistentPlan& p) {
-  const PersistentLayout l = persistent_layout(persistent_dims(persistent_model(m, m.dtype), batch), p);
+  const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
+  const PersistentLayout l = persistent_layout(d, p);
+  if (const std::string product = sums_fault(d, p); !product.empty()) return "partial sums: " + product;
+  const int sums_bytes = (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (p.narrow_columns ? 8 : 1) * 4;
+  if (l.ring - l.sums < sums_bytes) return "sums";
   if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
   if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
@@ -32,14 +62,22 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
   const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
   if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
-  if (p.stage_bytes < kStageSlices * 2 * std::max(hidden / p.hidden_slices, act / p.act_slices)) return "stage";
-  for (const std::int64_t columns : {hidden / p.hidden_slices, act / p.act_slices})
+  const std::int64_t context = m.num_attention_heads * m.head_dim();
+  if (context % (8 * p.context_slices) || p.context_columns * p.context_slices != context) return "context's slices";
+  const auto all_columns = {hidden / p.hidden_slices, context / p.context_slices, act / p.act_slices};
+  if (p.stage_bytes < kStageSlices * 2 * std::max(all_columns)) return "stage";
+  for (const std::int64_t columns : all_columns)
     if (warp_lines(int(columns)) > kMaxLines || kProductWarps * warp_lines(int(columns)) * kLineColumns < columns)
       return "lines";
-  if (std::max(hidden / p.hidden_slices, act / p.act_slices) > kMaxSliceColumns) return "slice columns";
-  if (p.narrow_columns && (batch > 1 || hidden / p.hidden_slices != p.narrow_columns ||
-                           act / p.act_slices != p.narrow_columns || p.act_slices > kProductWarps))
-    return "narrow";
+  if (std::max(all_columns) > kMaxSliceColumns) return "slice columns";
+  for (const std::int64_t columns : all_columns)
+    if (p.narrow_columns == kAnyColumns
+            ? row_chunks(int(columns)) < kMinAnyChunks || row_chunks(int(columns)) > kMaxAnyChunks
+            : p.narrow_columns && columns != p.narrow_columns)
+      return "narrow";
+  if (p.narrow_columns && (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
+    return "narrow slices";
+  if (l.hidden_row < 2 * std::max(hidden, context)) return "a token's row";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
     return "keys of a stage";
   if (p.attention_splits < 1) return "splits";
@@ -75,7 +113,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
 }  // namespace
 
 TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
-  for (const ModelConfig& m : pythia_presets())
+  for (const ModelConfig& m : presets())
     for (std::int64_t batch = 1; batch <= 8; ++batch)
       for (const Arch& arch : {kH200, kRtx5090}) {
         CAPTURE(m.name, batch, arch.sm_count);
@@ -95,7 +133,7 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
 }
 
 TEST_CASE("persistent: every variant of a preset's plan is a plan, and another one") {
-  for (const ModelConfig& m : pythia_presets())
+  for (const ModelConfig& m : presets())
     for (const Arch& arch : {kH200, kRtx5090}) {
       const auto own = plan_persistent(arch, persistent_model(m, m.dtype), 1);
       REQUIRE(own);
@@ -108,8 +146,8 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
         REQUIRE(plan);
         CHECK(fault(arch, m, 1, *plan) == "");
         CHECK(plans.insert(to_string(*plan)).second);
-        CHECK(v.same_bits == (plan->attention_splits == own->attention_splits));
-        CHECK(plan->narrow_columns == own->narrow_columns);
+        CHECK(v.same_bits == (plan->attention_splits == own->attention_splits && !v.choices.tile_products));
+        CHECK(plan->narrow_columns == (v.choices.tile_products ? 0 : own->narrow_columns));
       }
       CHECK(plans.contains(to_string(*own)));
     }
@@ -141,12 +179,53 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(clusters->grid == 128);
 }
 
+TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one token, on an RTX 5090 where a ring fits") {
+  struct Expected {
+    const char* name;
+    int h200, rtx5090, most_sequences_on_5090;
+  };
+  for (const Expected& e : {Expected{"llama-3.2-1b", 2048, 2048, 7},
+                            {"llama-3.2-3b", kAnyColumns, kAnyColumns, 4},
+                            {"llama-3.1-8b", kAnyColumns, 0, 3},
+                            {"llama-2-7b", kAnyColumns, kAnyColumns, 3},
+                            {"qwen2.5-7b", kAnyColumns, 0, 3}}) {
+    const auto m = find_preset(e.name);
+    REQUIRE(m);
+    for (const Arch& arch : {kH200, kRtx5090}) {
+      const int most = arch.sm_count == kH200.sm_count ? kMaxPersistentBatch : e.most_sequences_on_5090;
+      for (int batch = 1; batch <= kMaxPersistentBatch; ++batch) {
+        CAPTURE(e.name, arch.sm_count, batch);
+        const auto plan = plan_persistent(arch, persistent_model(*m, m->dtype), batch);
+        CHECK(bool(plan) == (batch <= most));
+        const int of_one = arch.sm_count == kH200.sm_count ? e.h200 : e.rtx5090;
+        if (plan) CHECK(plan->narrow_columns == (batch == 1 ? of_one : 0));
+      }
+    }
+  }
+}
+
 TEST_CASE("persistent: odd models have plans") {
-  for (const ModelConfig& m : {model_of(1, 8, 2, 8), model_of(3, 80, 20, 200), model_of(4, 32, 8, 96),
-                               model_of(1, 256, 256, 72), model_of(2, 256, 64, 4096)})
+  for (const ModelConfig& m :
+       {gated_model_of(ModelType::qwen2, 28, 4, 128, 3584, 1008),
+        gated_model_of(ModelType::llama, 16, 16, 64, 1024, 1024),
+        gated_model_of(ModelType::llama, 16, 2, 128, 2048, 2048),
+        gated_model_of(ModelType::mistral, 20, 5, 128, 2560, 5120), gated_model_of(ModelType::llama, 1, 1, 8, 8, 8),
+        // Heads that do not make up hidden_size: sliced or not where hidden is, row and tile products.
+        gated_model_of(ModelType::mistral, 32, 8, 128, 5120, 14336),
+        gated_model_of(ModelType::llama, 8, 2, 128, 2048, 4096),
+        gated_model_of(ModelType::llama, 32, 4, 64, 1024, 2048),
+        gated_model_of(ModelType::llama, 16, 2, 128, 4096, 8192), gated_model_of(ModelType::qwen2, 14, 2, 64, 256, 320),
+        // Row products of slices of three lengths, whose last chunks are not whole.
+        gated_model_of(ModelType::llama, 9, 3, 128, 1160, 2264),
+        gated_model_of(ModelType::qwen2, 20, 4, 128, 2608, 5008), model_of(18, 64, 16, 4608), model_of(1, 8, 2, 8),
+        model_of(3, 80, 20, 200), model_of(4, 32, 8, 96), model_of(1, 256, 256, 72), model_of(2, 256, 64, 4096)})
     for (std::int64_t batch : {1, 3, 8}) {
-      CAPTURE(m.name, batch);
+      CAPTURE(m.name, m.hidden_size, batch);
       const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), batch);
+      if (!plan && m.intermediate_size == 14336) {
+        CHECK(batch == 8);
+        continue;
+      }
       REQUIRE(plan);
       CHECK(fault(kH200, m, batch, *plan) == "");
     }
@@ -217,21 +296,30 @@ TEST_CASE("persistent: a dependency's code names its layer, and 0 names none") {
 
 TEST_CASE("persistent: rows are dealt once each, and as evenly as can be") {
   struct Sizes {
-    int hidden, intermediate, grid;
+    int hidden, qkv, intermediate, rows_of_act, grid;
   };
-  for (const Sizes& s : {Sizes{2560, 10240, 132}, {2560, 10240, 170}, {240, 200, 132}, {8, 8, 132}, {5120, 20480, 1}}) {
-    CAPTURE(s.hidden, s.intermediate, s.grid);
-    const LayerDeals deals(s.hidden, s.intermediate, s.grid);
+  for (const Sizes& s : {Sizes{2560, 7680, 10240, 1, 132},
+                         {2560, 7680, 10240, 1, 170},
+                         {240, 720, 200, 1, 132},
+                         {8, 24, 8, 1, 132},
+                         {5120, 15360, 20480, 1, 1},
+                         {4096, 6144, 14336, 2, 132},
+                         {3584, 4608, 18944, 2, 170},
+                         {64, 128, 24, 2, 132}}) {
+    CAPTURE(s.hidden, s.qkv, s.intermediate, s.rows_of_act, s.grid);
+    const LayerDeals deals({.qkv = s.qkv, .act = s.intermediate, .rows_of_act = s.rows_of_act, .out = s.hidden},
+                           s.grid);
     std::vector<long> read(std::size_t(s.grid));
     constexpr int layers = 40;
     for (int layer = 0; layer < layers; ++layer)
-      for (const auto& [of, rows, columns] : {std::tuple<Weight, int, int>{Weight::qkv, 3 * s.hidden, s.hidden},
-                                              {Weight::up, s.intermediate, s.hidden},
+      for (const auto& [of, rows, columns] : {std::tuple<Weight, int, int>{Weight::qkv, s.qkv, s.hidden},
+                                              {Weight::up, s.intermediate * s.rows_of_act, s.hidden},
                                               {Weight::dense, s.hidden, s.hidden},
                                               {Weight::down, s.hidden, s.intermediate}}) {
         std::vector<int> dealt(std::size_t(rows), 0);
         for (int block = 0; block < s.grid; ++block) {
           const Deal d = deals.deal(of, deals.start(layer), block);
+          if (of == Weight::up) CHECK((d.first % s.rows_of_act == 0 && d.count % s.rows_of_act == 0));
           for (int i = 0; i < d.count; ++i) ++dealt.at(std::size_t(d.row(i)));
           read[std::size_t(block)] += long(d.count) * columns;
         }
@@ -239,7 +327,31 @@ TEST_CASE("persistent: rows are dealt once each, and as evenly as can be") {
       }
     // A row or two more than another, over all layers.
     const auto [least, most] = std::minmax_element(read.begin(), read.end());
-    CHECK(*most - *least <= 4l * (s.hidden + s.intermediate));
+    CHECK(*most - *least <= 4l * (s.rows_of_act * s.hidden + s.intermediate));
+  }
+}
+
+TEST_CASE("persistent: every row of q, k and v is one head's, where the layout has it") {
+  for (const ModelConfig& m :
+       {model_of(1, 8, 2, 8), model_of(5, 80, 20, 200), gated_model_of(ModelType::llama, 1, 1, 8, 8, 8),
+        gated_model_of(ModelType::qwen2, 14, 2, 64, 896, 8), gated_model_of(ModelType::mistral, 24, 8, 128, 3072, 8)}) {
+    CAPTURE(m.name);
+    const ModelShape shape = m.spec().shape;
+    const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), 1);
+    CHECK(d.qkv_rows == shape.qkv_size());
+    CHECK(d.group * d.kv_heads == d.heads);
+    CHECK(d.rows().act * d.rows().rows_of_act == m.spec().mlp_rows());
+    std::vector<int> taken(std::size_t(d.qkv_rows), 0);
+    for (int part = 0; part < 3; ++part)
+      for (int head = 0; head < (part == 0 ? d.heads : d.kv_heads); ++head) {
+        const QkvPlaces& p = d.places;
+        const int first = part == 0   ? head * p.q_step
+                          : part == 1 ? p.k_first + head * p.kv_step
+                                      : p.v_first + head * p.kv_step;
+        CHECK(first == shape.qkv_heads().place(part, head) * d.head_dim);
+        for (int i = 0; i < d.head_dim; ++i) ++taken.at(std::size_t(first + i));
+      }
+    CHECK(std::all_of(taken.begin(), taken.end(), [](int n) { return n == 1; }));
   }
 }
 
@@ -270,26 +382,17 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
   REQUIRE(second_rank);
   CHECK(refusal_fault(plan_persistent(kH200, persistent_model(*second_rank, good.dtype), 1).status(),
                       Code::unimplemented, {"a rank that adds the residual, got one that leaves it to another"}) == "");
-  // Heads of such a model need not make up hidden_size: what the kernel has no code for is said before.
-  const ModelConfig gated = gated_model_of(ModelType::llama, 8, 2, 64, 256, 512);
-  const auto lacks = [&](auto change, std::string_view part) {
-    PersistentModel m = persistent_model(gated, good.dtype);
-    change(m);
-    return refusal_fault(plan_persistent(kH200, m, 1).status(), Code::unimplemented, {"persistent: cuda takes ", part});
-  };
-  CHECK(lacks([](PersistentModel&) {}, "LayerNorm, got RMSNorm") == "");
-  const auto normed = [](PersistentModel& m) { m.norm = NormKind::layernorm; };
-  CHECK(lacks(normed, "GELU, got SwiGLU") == "");
-  CHECK(lacks(
-            [&](PersistentModel& m) {
-              normed(m);
-              m.hidden_act = Activation::gelu_erf;
-            },
-            "q, k and v that are interleaved by head, got separate ones") == "");
   model = persistent_model(good, good.dtype);
   model.kv_heads = 2;
-  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
-                      {"as many key and value heads as query heads, got 2 for 4"}) == "");
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
+                      {"kv_heads must be heads 4 where q, k and v are interleaved by head, got 2"}) == "");
+  model = persistent_model(gated_model_of(ModelType::llama, 8, 2, 64, 512, 512), good.dtype);
+  model.kv_heads = 3;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
+                      {"heads must be a multiple of kv_heads 3, got 8"}) == "");
+  model.kv_heads = 0;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
+                      {"kv_heads must be at least 1, got 0"}) == "");
 }
 
 TEST_CASE("persistent: a grid of more blocks than a device holds at once is refused") {
