@@ -38,7 +38,9 @@ struct Product {
   }
 
   /// The elements of a token that the rows make.
-  __device__ int elements() const { return gated ? count / 2 : count; }
+  __device__ int elements() const { return count >> int(gated); }
+  /// Rows of one element.
+  __device__ int together() const { return 1 << int(gated); }
   /// The matrix's row that is row i of the phase.
   __device__ int row(int i) const { return deal.row(first + i); }
   template <bool Tiles>

@@ -172,7 +172,7 @@ class ProductWarps {
     // Where a warp owns rows, one from each of its stages, its lanes are the workers of these rows. Otherwise all
     // threads are the workers of all rows.
     const int first_row = own_rows ? (warp / kStageSlices + ring_stages) % 2 * kStageSlices + unit : 0;
-    const int row_step = own_rows ? 2 * kStageSlices : product.gated ? 2 : 1, worker = own_rows ? lane : thread;
+    const int row_step = own_rows ? 2 * kStageSlices : product.together(), worker = own_rows ? lane : thread;
     const int elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
                                    : product.elements()) *
                          c.dims.batch;
