@@ -49,15 +49,23 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
 
 /// How the rows of a product lie in slices. 16 bytes, as DealtRows.
 struct alignas(16) ProductShape {
-  int columns, slices, slice_columns, together;  // `together`: rows of one element
+  int columns, slice_columns;
+  std::int16_t slices;
+  std::int16_t together;   // rows of one element
+  std::int16_t in_flight;  // stages of the ring that may be in flight
 };
 
 constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p) {
-  const ProductShape of_hidden{d.hidden, p.hidden_slices, p.hidden_columns, 1};
-  ProductShape up = of_hidden;
-  up.together = d.rows_of_act;
-  return {of_hidden, up, ProductShape{d.attention, p.context_slices, p.context_columns, 1},
-          ProductShape{d.intermediate, p.act_slices, p.act_columns, 1}, of_hidden};
+  const auto shape = [&](int columns, int slices, int slice_columns, int together) {
+    // A product of smaller slices has smaller stages: more of them make the same bytes.
+    const int stages = p.bytes_in_flight / (kStageSlices * slice_columns * 2);
+    const int in_flight = stages < 1 ? 1 : stages > p.stages - 2 ? p.stages - 2 : stages;
+    return ProductShape{columns, slice_columns, std::int16_t(slices), std::int16_t(together), std::int16_t(in_flight)};
+  };
+  return {shape(d.hidden, p.hidden_slices, p.hidden_columns, 1),
+          shape(d.hidden, p.hidden_slices, p.hidden_columns, d.rows_of_act),
+          shape(d.attention, p.context_slices, p.context_columns, 1),
+          shape(d.intermediate, p.act_slices, p.act_columns, 1), shape(d.hidden, p.hidden_slices, p.hidden_columns, 1)};
 }
 
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.

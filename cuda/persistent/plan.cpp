@@ -216,6 +216,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
+  p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : kBytesInFlight;
   p.smem_bytes = persistent_layout(d, p).bytes;
   return p;
 }

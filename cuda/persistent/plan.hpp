@@ -91,7 +91,8 @@ struct PersistentPlan {
   int act_columns;      // columns of a slice of an intermediate row
   bool shared_norms;    // of a tile product: gamma and beta are copied to shared memory
   int stages;           // of the ring
-  int stages_in_flight;  // stages that are requested and have not arrived, at most
+  int bytes_in_flight;  // bytes that are requested and have not arrived, at most
+  int stages_in_flight;  // full stages of so many bytes
   int stage_bytes;
   int up_eighths;  // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
   int head_rows;   // rows of the LM head that a block multiplies at once: as many as the partial sums have room for

@@ -49,22 +49,29 @@ class Ring {
 /// up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
  public:
-  /// `product_warps_left` becomes true when nobody empties the ring any more. The oldest stage in flight is one of those
-  /// before the ring's first round until stages_in_flight stages are requested: their barriers count as complete.
-  __device__ RingWriter(const Ring& ring, int stages, int stages_in_flight, const volatile int& product_warps_left)
-      : ring_(ring),
-        head_(ring.place(0)),
-        tail_(ring.place(stages - stages_in_flight, 1)),
-        product_warps_left_(product_warps_left) {}
+  /// `product_warps_left` becomes true when nobody empties the ring any more.
+  __device__ RingWriter(const Ring& ring, const volatile int& product_warps_left)
+      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_left_(product_warps_left) {}
 
-  /// Waits until the next stage is free and fewer than stages_in_flight stages are in flight. That stage is then filled
-  /// by bring(), or by expect() and copy(). False where nobody empties the ring any more.
+  /// From now on so many stages may be in flight: requested, but not arrived.
+  __device__ void allow(int stages_in_flight) {
+    more_ += stages_in_flight - allowed_;
+    allowed_ = stages_in_flight;
+  }
+  /// Waits until the next stage is free and fewer stages are in flight than allowed. That stage is then filled by
+  /// bring(), or by expect() and copy(). False where nobody empties the ring any more.
   __device__ bool next() {
-    while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) & try_wait_barrier(tail_.full, tail_.parity)))
+    for (; more_ < 0; ++more_) await_oldest();
+    const bool awaits = more_ == 0;
+    while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) &
+             (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))))
       if (product_warps_left_) return false;
+    if (awaits)
+      ring_.advance(oldest_, 1);
+    else
+      --more_;
     at_ = head_;
     ring_.advance(head_, 1);
-    ring_.advance(tail_, 1);
     return true;
   }
   /// Requests the whole stage.
@@ -80,14 +87,19 @@ class RingWriter {
   }
   /// Waits for all stages in flight: a block must not leave while copies to its shared memory are in flight.
   __device__ void drain() {
-    for (; tail_.full != head_.full || tail_.parity != head_.parity; ring_.advance(tail_, 1))
-      while (!try_wait_barrier(tail_.full, tail_.parity)) {
-      }
+    while (oldest_.full != head_.full || oldest_.parity != head_.parity) await_oldest();
   }
 
  private:
+  __device__ void await_oldest() {
+    while (!try_wait_barrier(oldest_.full, oldest_.parity)) {
+    }
+    ring_.advance(oldest_, 1);
+  }
+
   Ring ring_;
-  RingPlace head_, tail_, at_{};
+  RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
+  int allowed_ = 0, more_ = 0;      // stages that may be in flight; of these, those that are not
   const volatile int& product_warps_left_;
 };
 

@@ -57,7 +57,7 @@ __device__ inline bool await_token(const Block& block, int token) {
 
 template <bool Tiles>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, c.plan.stages, c.plan.stages_in_flight, block.product_warps_left());
+  RingWriter writer(ring, block.product_warps_left());
   StreamPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;
@@ -72,10 +72,12 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
       for (int step = 0; go && step < phases.count; ++step) {
         const Phase phase = phases.at(step);
         if (phase == Phase::attention) {
+          writer.allow(c.plan.stages_in_flight);
           go = (token == 0 || layer > c.first_layer || await_token(block, token)) &&
                stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
           continue;
         }
+        writer.allow(c.shapes[matrix_of(phase)].in_flight);
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)

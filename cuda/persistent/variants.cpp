@@ -1,16 +1,24 @@
 #include "cuda/persistent/variants.hpp"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace cf::cuda {
+
+bool same_bits(const PersistentPlan& a, const PersistentPlan& b) {
+  const auto order = [](const PersistentPlan& p) {
+    return std::tuple(p.narrow_columns, p.hidden_slices, p.context_slices, p.act_slices, p.attention_splits);
+  };
+  return order(a) == order(b);
+}
 
 std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan) {
   const auto text = [](int n) { return std::to_string(n); };
   const auto kilobytes = [&](int stages) { return text(stages * plan.stage_bytes >> 10) + " KB"; };
   std::vector<PersistentVariant> all;
-  const auto add = [&](const char* choice, std::string value, PersistentChoices choices, bool same_bits = true) {
-    all.push_back({choice, std::move(value), choices, same_bits});
+  const auto add = [&](const char* choice, std::string value, PersistentChoices choices) {
+    all.push_back({choice, std::move(value), choices});
   };
   add("none", "the plan's own choice", {});
   for (int stages = 1; stages <= plan.stages - 2; ++stages)
@@ -26,12 +34,12 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
           : eighths == 8 ? "nothing hides those on the context"
                          : text(eighths) + " eighths of the MLP's first product before attention",
           {.up_eighths = eighths});
-  if (plan.narrow_columns) add("products", "tiles, as with several tokens", {.tile_products = true}, false);
+  if (plan.narrow_columns) add("products", "tiles, as with several tokens", {.tile_products = true});
   for (int splits : {1, 2, 4})
-    if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits}, false);
+    if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits});
   for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)
     add("attention merge", text(splits) + " splits, in a cluster's shared memory",
-        {.attention_splits = splits, .cluster_merge = true}, splits == plan.attention_splits);
+        {.attention_splits = splits, .cluster_merge = true});
   return all;
 }
 

@@ -13,8 +13,11 @@ struct PersistentVariant {
   std::string choice;  // "bytes in flight"
   std::string value;   // "20 KB"
   PersistentChoices choices;
-  bool same_bits;  // the same output bits as the given plan: all but those that sum in another order
 };
+
+/// Whether two plans of a model add in the same order, and so give the same output bits. What a choice leaves free in
+/// shared memory may change the slices of a row.
+bool same_bits(const PersistentPlan& a, const PersistentPlan& b);
 
 /// The plans to compare a given one with, each with one choice made another way: the bytes in flight, the size of the
 /// ring, what work hides which waits between blocks, the products of one token, the splits of a head's keys, and where

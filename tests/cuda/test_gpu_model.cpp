@@ -242,19 +242,22 @@ TEST_CASE(
   CHECK((rows(Impl::graph, true) == expected));
 }
 
-TEST_CASE("model on the GPU: the graph is chosen for the families in which the persistent kernel is not measured",
-          "[gpu][model][small]") {
+TEST_CASE("model on the GPU: how a step is launched is chosen by size, residual and slots", "[gpu][model][small]") {
   const Small gated(DType::f16, {}, gated_config());
   CHECK(gated.model()->impl() == Impl::graph);
   for (Impl impl : {Impl::split, Impl::layer, Impl::persistent})
     CHECK(gated.model({.capacity = 96, .impl = impl})->impl() == impl);
-  const auto chosen = [](const char* preset) {
+  const auto chosen = [](const char* preset, std::int64_t slots) {
     const ModelConfig m = taken(find_preset(preset));
-    return Model::auto_impl(context(), m, outline_model(m, DType::f16), 1);
+    return Model::auto_impl(context(), m, outline_model(m, DType::f16), slots);
   };
-  CHECK(chosen("llama-3.1-8b") == Impl::graph);
-  CHECK(chosen("llama-2-7b") == Impl::graph);
-  CHECK(chosen("pythia-2.8b") == (context().arch().compute_capability >= 90 ? Impl::persistent : Impl::graph));
+  const Impl of_hopper = context().arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
+  CHECK(chosen("pythia-2.8b", 1) == of_hopper);
+  CHECK(chosen("pythia-2.8b", 4) == of_hopper);
+  CHECK(chosen("pythia-2.8b", 5) == Impl::graph);
+  CHECK(chosen("pythia-410m", 1) == Impl::graph);
+  CHECK(chosen("llama-3.1-8b", 1) == of_hopper);
+  CHECK(chosen("llama-3.1-8b", 2) == Impl::graph);
 }
 
 TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, GPTQ weights", "[gpu][model]") {

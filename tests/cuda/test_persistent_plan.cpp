@@ -146,8 +146,12 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
         REQUIRE(plan);
         CHECK(fault(arch, m, 1, *plan) == "");
         CHECK(plans.insert(to_string(*plan)).second);
-        CHECK(v.same_bits == (plan->attention_splits == own->attention_splits && !v.choices.tile_products));
-        CHECK(plan->narrow_columns == (v.choices.tile_products ? 0 : own->narrow_columns));
+        const bool sums_alike = plan->attention_splits == own->attention_splits && !v.choices.tile_products;
+        if (!sums_alike) CHECK(!same_bits(*plan, *own));
+        // A choice that leaves less or more shared memory to the slices may change them where there is little.
+        const bool leaves_slices = v.choice == "none" || v.choices.stages || v.choices.stages_in_flight;
+        if (leaves_slices || (sums_alike && arch.sm_count == kH200.sm_count)) CHECK(same_bits(*plan, *own));
+        if (v.choices.tile_products) CHECK(plan->narrow_columns == 0);
       }
       CHECK(plans.contains(to_string(*own)));
     }

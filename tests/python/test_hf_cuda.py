@@ -400,6 +400,12 @@ def large_llama():
     return large(transformers.LlamaForCausalLM, transformers.LlamaConfig, num_key_value_heads=4)
 
 
+def bytes_outside_torch():
+    """What is not free on the GPU and not torch's. Its segments stay as long as one tensor lies in them."""
+    taken = taken_bytes()
+    return taken - torch.cuda.memory_reserved()
+
+
 def taken_bytes():
     """What is not free on the GPU once torch has given back what no tensor has."""
     gc.collect()
@@ -450,8 +456,8 @@ def test_weights_lie_once_on_the_device(root, make):
     del model
     empty = taken_bytes()
     model = make()
-    weights, loaded, of_torch = bytes_of(model), taken_bytes(), torch.cuda.memory_allocated()
-    assert loaded - empty >= weights
+    weights, outside, of_torch = bytes_of(model), bytes_outside_torch(), torch.cuda.memory_allocated()
+    assert taken_bytes() - empty >= weights
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     for batch in batches:
         torch.cuda.reset_peak_memory_stats()
@@ -460,12 +466,13 @@ def test_weights_lie_once_on_the_device(root, make):
         assert_all_ours(model)
         shared = model._cf_ops._loaded.backend._model
         assert shared.weight_bytes == 0
-        assert taken_bytes() - loaded <= shared.cache_bytes + shared.workspace_bytes + 64e6 < weights / 2
+        assert bytes_outside_torch() - outside <= shared.cache_bytes + shared.workspace_bytes + 64e6 < weights / 2
         assert torch.cuda.memory_allocated() <= of_torch + 1e6
         assert torch.cuda.max_memory_allocated() <= of_torch + 64e6
         del shared
         cf_ops.hf.restore(model)
-        assert taken_bytes() <= loaded + 16e6
+        assert bytes_outside_torch() <= outside + 16e6
+        assert torch.cuda.memory_allocated() <= of_torch + 1e6
     assert all(torch.equal(tensor.cpu(), state[name]) for name, tensor in model.state_dict().items())
     cf_ops.hf.speed_up(model)
     greedy(model, inputs, new=2)

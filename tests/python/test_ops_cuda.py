@@ -222,7 +222,7 @@ def test_known_calls_and_a_ports_layer_leave_other_calls_alone(fake):
     layer = _core.PortLayer(config)
     for given in ((), (torch.zeros(1, 96).half(),) * 17, (fake(1, 96),) * 17, (None,) * 17):
         for length in (0, -1, 2**70, True, "1", None):
-            assert layer.run(given, length, None, 0) is None
+            assert layer.run(given, length, None, 0, None) is None
     with pytest.raises(ValueError, match="PortLayer"):
         _core.PortLayer("{")
 
