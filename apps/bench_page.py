@@ -357,7 +357,12 @@ def python(figures):
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     about = f"{report['gpu']}, {versions}. {figures.source('python-pythia-2.8b')}"
     picture = ["![Milliseconds a token from Python](python-pythia-2.8b.svg)", ""] if report["results"]["model"] else []
-    return [about, "", *picture, *bench_python.tables(report)]
+    port = figures["python-port-pythia-2.8b"]
+    if not port:
+        return [about, "", *picture, *bench_python.tables(report)]
+    rest = report | {"results": report["results"] | {"clusterfusion": []}}
+    source = f"{port['gpu']}. {figures.source('python-port-pythia-2.8b')}"
+    return [about, "", *picture, *bench_python.tables(rest), "", source, "", *bench_python.tables(port)]
 
 
 def python_headline(figures, beside):

@@ -488,6 +488,19 @@ def time_triton_int4(model, timer):
     return fields | kernel_peers.triton_lines("gptq_linear")
 
 
+def commit_of(program):
+    """The commit that a cf-model was built from, which its reports hold; "unknown" where it does not run."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = os.path.join(directory, "smallest.json")
+        smallest = "bench --backend cpu --preset pythia-14m --prompt-len 1 --new-tokens 1 --runs 1 --warmup 0 --json"
+        try:
+            subprocess.run([program, *smallest.split(), report], check=True, capture_output=True, timeout=60)
+            with open(report, encoding="utf-8") as file:
+                return json.load(file)["commit"]
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+            return "unknown"
+
+
 class Bench:
     """Collects rows; a peer that fails leaves its reason in its row. The file, headed by `about`, is written anew after
     each of them, so that what was measured is there whatever ends the run."""
@@ -499,7 +512,7 @@ class Bench:
     def __init__(self, args, about):
         self.args, self.about, self.timer = args, about, Timer(args.runs, args.warmup)
         self.results = {what: [] for what in self.KINDS}
-        self.programs = []
+        self.programs, self.built_from = [], None
         self.end_s = time.monotonic() + args.time_limit_s
 
     def seconds(self):
@@ -512,9 +525,15 @@ class Bench:
     def write(self):
         if not self.args.json:
             return
-        commit = self.programs[0]["commit"] if self.programs else "unknown"
         found = self.findings() | {"programs": self.programs}
-        golden_file.write_text(self.args.json, json.dumps(self.about | {"commit": commit} | found, indent=1) + "\n")
+        golden_file.write_text(self.args.json, json.dumps(self.about | {"commit": self.commit()} | found, indent=1) + "\n")
+
+    def commit(self):
+        if self.programs:
+            return self.programs[0]["commit"]
+        if self.built_from is None:
+            self.built_from = commit_of(self.args.cf_model) if getattr(self.args, "cf_model", None) else "unknown"
+        return self.built_from
 
     def findings(self):
         return {"results": self.results, "ratios": ratios(self.results)}

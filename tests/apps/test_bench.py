@@ -497,6 +497,16 @@ class Python(Files):
         self.assertIn("commit abc: `bench_python.py --slots 1`", lines[0])
         self.assertEqual(lines[2], "![Milliseconds a token from Python](python-pythia-2.8b.svg)")
         self.assertEqual(lines[4:], bench_python.tables(PYTHON))
+        calls = {"model": [], "ops": [], "clusterfusion": PYTHON["results"]["clusterfusion"]}
+        port = PYTHON | {"commit": "def", "results": calls}
+        self.write("python-port-pythia-2.8b.json", json.dumps(port))
+        apart = bench_page.python(bench_page.Figures(self.directory))
+        others = PYTHON | {"results": PYTHON["results"] | {"clusterfusion": []}}
+        of_others, of_port = bench_python.tables(others), bench_python.tables(port)
+        self.assertEqual(apart[:4], lines[:4])
+        self.assertEqual(apart[4:-len(of_port)], [*of_others, "", f"{PYTHON['gpu']}. [`python-port-pythia-2.8b.json`]"
+                         "(python-port-pythia-2.8b.json), commit def: `bench_python.py --slots 1`", ""])  # fmt: skip
+        self.assertEqual(apart[-len(of_port):], of_port)
 
     def test_calls_are_timed_in_blocks_behind_a_rewind(self):
         made = []
@@ -853,6 +863,14 @@ class Page(Files):
         text = " ".join(bench_page.headline(bench_page.Figures(directory))[-3:])
         self.assertIn("takes 1.50 ms behind 128 ids, and the first one 4.0 ms. Hugging Face's `generate()` takes 10.0 "
                       "and 5.5 times as long, torch in CUDA graphs 2.6 and 1.2 times.", text)  # fmt: skip
+
+    def test_a_report_without_a_program_s_run_names_the_commit_it_was_built_from(self):
+        program = self.write("cf-model", "#!/bin/sh\nfor last; do :; done\necho '{\"commit\": \"abc\"}' > \"$last\"\n")
+        os.chmod(program, 0o755)
+        self.assertEqual(bench_peers.commit_of(program), "abc")
+        self.write("cf-model", "#!/bin/sh\nexit 2\n")
+        self.assertEqual(bench_peers.commit_of(program), "unknown")
+        self.assertEqual(bench_peers.commit_of(program + "-2"), "unknown")
 
     def test_a_file_s_way_to_the_first_token_stands_among_whole_models(self):
         report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc", "command": "cf-model generate"}
