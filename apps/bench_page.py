@@ -27,7 +27,7 @@ from console import Refusal
 
 BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
-LLAMAS = ("llama-3.2-1b", "llama-3.1-8b")  # in the headline, and with peers
+LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b")  # in the headline, and with peers
 OTHER_FAMILIES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-7b", "llama-2.8b-shape", "qwen2.5-7b")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 
