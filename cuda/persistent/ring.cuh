@@ -99,7 +99,7 @@ class RingWriter {
 
   Ring ring_;
   RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
-  int allowed_ = 0, more_ = 0;      // stages that may be in flight; of these, those that are not
+  int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
   const volatile int& product_warps_left_;
 };
 

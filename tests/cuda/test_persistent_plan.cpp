@@ -60,6 +60,13 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
+  for (const ProductShape& s : product_shapes(d, p)) {
+    const int bytes = kStageSlices * 2 * s.slice_columns, most = p.stages - 2;
+    if (s.in_flight < 1 || s.in_flight > most) return "a product's stages in flight";
+    if (s.in_flight > 1 && s.in_flight * bytes > p.bytes_in_flight) return "too many bytes in flight";
+    if (s.in_flight < most && (s.in_flight + 1) * bytes <= p.bytes_in_flight) return "too few bytes in flight";
+    if (s.columns != s.slices * s.slice_columns) return "a product's slices";
+  }
   const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
   if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
   const std::int64_t context = m.num_attention_heads * m.head_dim();
