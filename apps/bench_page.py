@@ -340,8 +340,8 @@ def gpu_model(figures):
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
         first = f"opened in {report['load_s']:.2f} s, first id {ms:.1f} ms after that"
-        files = f"{report['model']}, files in the page cache, {len(sequence['prompt'])} ids, on {report['gpu']}: {first}."
-        lines += [f"{files} {figures.source('load-pythia-2.8b')}", ""]
+        what = f"{report['model']}, files in the page cache, {len(sequence['prompt'])} ids, on {report['gpu']}"
+        lines += [f"{what}: {first}. {figures.source('load-pythia-2.8b')}", ""]
     for name in ("pythia-2.8b", "compile-pythia-2.8b", *LLAMAS):
         if report := figures[f"model-peers-{name}"]:
             _, _, *rows = plot_bench.tables(os.path.join(figures.directory, f"model-peers-{name}.json"))

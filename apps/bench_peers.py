@@ -525,8 +525,8 @@ class Bench:
     def write(self):
         if not self.args.json:
             return
-        found = self.findings() | {"programs": self.programs}
-        golden_file.write_text(self.args.json, json.dumps(self.about | {"commit": self.commit()} | found, indent=1) + "\n")
+        report = self.about | {"commit": self.commit()} | self.findings() | {"programs": self.programs}
+        golden_file.write_text(self.args.json, json.dumps(report, indent=1) + "\n")
 
     def commit(self):
         if self.programs:
