@@ -1,7 +1,7 @@
 #pragma once
 // mbarrier: barriers in shared memory that threads arrive at and that count the bytes of copies. PTX, one instruction a
-// function. A barrier's phases complete one after the other; the parity of a phase is 0, 1, 0, ... A barrier is named by
-// a pointer or by its 32-bit address.
+// function. A barrier's phases complete one after the other; the parity of a phase is 0, 1, 0, ... A barrier is named
+// by a pointer or by its 32-bit address.
 #include <cstdint>
 
 #include "cuda/device/address.cuh"

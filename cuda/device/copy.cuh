@@ -29,8 +29,8 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uin
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 
-/// One lane of the warp arrives at the barrier, whose phase then waits for `bytes` bytes too, and requests the bulk copy
-/// that brings them. All lanes call. One elected lane is what the copy engine takes without a loop over the lanes.
+/// One lane of the warp arrives at the barrier, whose phase then waits for `bytes` bytes too, and requests the bulk
+/// copy that brings them. All lanes call. One elected lane is what the copy engine takes without a loop over the lanes.
 __device__ inline void request_bulk(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
   asm volatile(
       "{\n"

@@ -29,8 +29,8 @@ LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
 bool is_part_of_ln_qkv(const Site& s);
 ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 
-/// A visitor for a walk over sites: it calls f(site, args) with rope_append, at kv_append, in the place of rotary_emb and
-/// of kv_append behind it. Nothing then writes k and v.
+/// A visitor for a walk over sites: it calls f(site, args) with rope_append, at kv_append, in the place of rotary_emb
+/// and of kv_append behind it. Nothing then writes k and v.
 template <class F>
 auto with_rope_append(F f) {
   return [f, rope = ops::Rope::Args{}]<class Args>(const auto& site, const Args& args) mutable -> Status {

@@ -47,8 +47,8 @@
 // the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended
 // are brought once the product warps have begun the next one.
 //
-// With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for one
-// word a head or a block, and the copy engine brings the elements.
+// With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
+// one word a head or a block, and the copy engine brings the elements.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a

@@ -58,10 +58,10 @@ struct PersistentOptions {
 };
 
 /// Runs layers of a model with the persistent kernel, each the layer of core/model/layer.hpp (Hugging Face's
-/// GPTNeoXLayer and LlamaDecoderLayer): ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for many layers. A step
-/// is one new token for each of batch sequences. It appends to the caches. Of the sites' outputs it writes the last
-/// layer's output, or a whole model's logits, and no other. Between the layers of a launch, and from a launch to the one
-/// that continues it, the residual stream is float32.
+/// GPTNeoXLayer and LlamaDecoderLayer): ClusterFusion's idea (Luo et al. 2025, arXiv:2508.18850) for many layers. A
+/// step is one new token for each of batch sequences. It appends to the caches. Of the sites' outputs it writes the
+/// last layer's output, or a whole model's logits, and no other. Between the layers of a launch, and from a launch to
+/// the one that continues it, the residual stream is float32.
 ///
 /// Layers are numbered as in `layers`; errors name the model's layer. Nothing that the views show is copied or owned:
 /// it must outlive the object and every launch, captured ones included. Not shared between threads.
@@ -103,13 +103,14 @@ class PersistentKernel {
   Status enqueue_token(CUstream_st* stream, const AnyView<2>& logits);
   /// Launches the same for `count` tokens of each sequence, 1 to most_tokens(). Each next token is the greedy choice
   /// among the logits, the lowest id of equal ones; -1, and then 0 in its place, where the logits are refused as
-  /// cpu_ref::sample() refuses them. The launch leaves ids, positions and kv_len as those of the last token that it ran,
-  /// its choices in PersistentEnds::chosen, and its logits in `logits`. Tokens are numbered over all launches; returns
-  /// the number of the launch's first token. At most four launches may be in flight at once.
+  /// cpu_ref::sample() refuses them. The launch leaves ids, positions and kv_len as those of the last token that it
+  /// ran, its choices in PersistentEnds::chosen, and its logits in `logits`. Tokens are numbered over all launches;
+  /// returns the number of the launch's first token. At most four launches may be in flight at once.
   Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits);
   /// The most tokens of one launch.
   static std::int64_t most_tokens();
-  /// The choice of a sequence that token `number` has led to, or empty where it has not been made yet. Waits for nothing.
+  /// The choice of a sequence that token `number` has led to, or empty where it has not been made yet. Waits for
+  /// nothing.
   std::optional<std::int32_t> made(unsigned number, std::int64_t sequence) const;
   /// Asks launches to end before token `number`. A launch ends at least one token after it has seen this.
   void end_before(unsigned number);

@@ -374,9 +374,9 @@ class ProductWarps {
     __threadfence();
     return block.sync_unless_stopped();
   }
-  /// Each sequence's choice becomes the token to run next. Block 0 tells it to the host, and leaves the sequences' state
-  /// where the launch ends. A sequence whose logits are refused has the choice -1; it goes on with token 0, so that the
-  /// others can go on.
+  /// Each sequence's choice becomes the token to run next. Block 0 tells it to the host, and leaves the sequences'
+  /// state where the launch ends. A sequence whose logits are refused has the choice -1; it goes on with token 0, so
+  /// that the others can go on.
   __device__ void take_choices(bool ends) const {
     if (const int s = block.thread(); s < c.dims.batch) {
       const std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps) + s * kProductWarps;

@@ -58,8 +58,8 @@ CF_HD constexpr int arrivals(Signal s) {
 enum class Phase : int { qkv, up_first, attention, up_rest, dense, down, head };
 inline constexpr int kLayerPhases = 6, kPhases = kLayerPhases + 1;
 
-/// The weight of a phase's product. The LM head's has the place of qkv's. Four bits a phase: kernels ask at the begin of
-/// a phase, while other blocks wait.
+/// The weight of a phase's product. The LM head's has the place of qkv's. Four bits a phase: kernels ask at the begin
+/// of a phase, while other blocks wait.
 CF_HD constexpr Weight weight_of(Phase p) { return Weight(0x0321010u >> (4 * int(p)) & 0xf); }
 static_assert(weight_of(Phase::qkv) == Weight::qkv && weight_of(Phase::up_first) == Weight::up &&
               weight_of(Phase::up_rest) == Weight::up && weight_of(Phase::dense) == Weight::dense &&

@@ -45,8 +45,8 @@ class Ring {
   std::uint32_t end_of_full_, full_bytes_, stage_bytes_, bytes_, first_stage_;
 };
 
-/// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can catch
-/// up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
+/// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
+/// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
  public:
   /// `product_warps_left` becomes true when nobody empties the ring any more.

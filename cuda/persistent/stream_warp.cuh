@@ -46,8 +46,8 @@ class StreamPointers {
   std::uint64_t current_ = 0, next_;
 };
 
-/// Waits until the product warps have begun a token: all blocks have then appended the token before to the caches. False
-/// where they have left.
+/// Waits until the product warps have begun a token: all blocks have then appended the token before to the caches.
+/// False where they have left.
 __device__ inline bool await_token(const Block& block, int token) {
   while (block.tokens_begun() < token)
     if (block.product_warps_left()) return false;

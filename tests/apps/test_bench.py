@@ -876,8 +876,8 @@ class Page(Files):
         self.assertEqual(bench_peers.commit_of(program + "-2"), "unknown")
 
     def test_a_file_s_way_to_the_first_token_stands_among_whole_models(self):
-        report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc", "command": "cf-model generate"}
-        report |= {"sequences": [{"prompt": [1, 2, 3], "first_token_s": 0.0625}]}
+        report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc"}
+        report |= {"command": "cf-model generate", "sequences": [{"prompt": [1, 2, 3], "first_token_s": 0.0625}]}
         directory = os.path.dirname(self.write("load-pythia-2.8b.json", json.dumps(report)))
         self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), [
             "pythia-2.8b, files in the page cache, 3 ids, on a GPU: opened in 2.12 s, first id 62.5 ms after that. "

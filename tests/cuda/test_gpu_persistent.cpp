@@ -203,7 +203,8 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
   // Row products of which dense's rows are sliced otherwise than those of hidden.
   models.push_back(gated_model_of(llama, 16, 4, 128, 1024, 2048));
   models.push_back(gated_model_of(llama, 8, 2, 128, 2048, 2048));
-  // Row products of slices of three lengths, whose last chunks are not whole: no row is sliced; hidden's and down's are.
+  // Row products of slices of three lengths, whose last chunks are not whole: no row is sliced; hidden's and down's
+  // are.
   models.push_back(gated_model_of(llama, 9, 3, 128, 1160, 2264));
   models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
   ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);

@@ -73,8 +73,8 @@ Session make_session(const cuda::Context& c, const ModelConfig& m, const Workloa
   return std::move(*session);
 }
 
-/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv does not write, and k and v,
-/// which rope_append does not write.
+/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv does not write, and k and
+/// v, which rope_append does not write.
 template <class F>
 void for_each_written(const Session& session, F&& f) {
   const std::set<std::string_view> unwritten{"attn_in", "qkv", "k", "v"};
