@@ -213,9 +213,10 @@ class DecoderCalls:
         valid rows into that layout, and so does a step whose current_seq_len does not follow the last step's; other
         steps add their own row alone, so rows must not change between them. Refuses an id that is in use.
 
-        impl is how a GPU is given such other steps, which the port has no argument for: "graph", one CUDA graph whose
-        kernels take each step's tensors, captured when a step first wants it; or "unfused", every kernel launched by
-        the host, as all other steps are and those that a graph of the caller's captures. Both give the same bits.
+        impl says how a GPU runs the steps that add one row; the port has no such argument. With "graph" a step is one
+        launch of a CUDA graph, whose kernels get the step's tensors; a graph is captured when a step first needs it.
+        With "unfused" the host launches every kernel. It also does where a step turns rows, and where the caller
+        captures a graph. Both give the same bits.
         """
         call = f"{self._model} create_graph_context"
         integer(call, "id", id)
