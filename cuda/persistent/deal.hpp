@@ -11,11 +11,11 @@ struct Deal {
   CF_HD constexpr int row(int i) const { return first + i; }
 };
 
-/// A matrix's rows over a grid: each block has `each` elements' rows, and `rest` of the blocks those of one element
-/// more. The rows of an element are `together`. 16 bytes, so that a kernel reads an entry of a table in one access.
+/// A matrix's rows over a grid. `together` consecutive rows make an element, which one block has. Each block has `each`
+/// elements, and `rest` of the blocks have one more. 16 bytes, so that a kernel reads an entry of a table in one access.
 struct alignas(16) DealtRows {
   int each, rest;
-  int earlier_rest;  // of the layer's deals before this one
+  int earlier_rest;  // the sum of `rest` over the layer's deals before this one
   int together;
 };
 
