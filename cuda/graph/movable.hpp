@@ -34,8 +34,8 @@ class MovableGraph {
   }
 
   /// Gives later launches the tensors and numbers of a walk over the same ops, of the same shapes and dtypes. False
-  /// where an op is launched in another way than the one that was captured. The graph is of no more use then, nor after
-  /// a Status that is not ok.
+  /// where an op needs another kernel or grid than the captured one. After false, and after a Status that is not ok,
+  /// the graph must not be launched.
   template <class Walk>
   Result<bool> move(Walk&& walk) {
     std::size_t at = 0;

@@ -10,9 +10,10 @@
 
 namespace cf::cuda {
 
-/// Steps of one layer of one token whose caller has the cache as rows, too. A step is one launch of a CUDA graph in
-/// which an op waits for those alone whose data it needs, and has the bits of prepare_layer()'s launches. Tensors may
-/// lie elsewhere at every step. Steps that are on a stream need this object no more. Not shared between threads.
+/// Runs one layer for one token at a time. The caller has the cache's entries as rows of its own, too. A step is one
+/// launch of a CUDA graph, in which an op waits only for the ops whose data it needs. A step has the bits of
+/// prepare_layer()'s launches. Tensors may lie elsewhere at every step. A step that is on a stream does not need this
+/// object any more. Not shared between threads.
 class RowSteps {
  public:
   /// Works on the context's device, with its launch plans. The context is copied; its stream is not used.

@@ -12,7 +12,8 @@ struct Deal {
 };
 
 /// A matrix's rows over a grid. `together` consecutive rows make an element, which one block has. Each block has `each`
-/// elements, and `rest` of the blocks have one more. 16 bytes, so that a kernel reads an entry of a table in one access.
+/// elements, and `rest` of the blocks have one more. 16 bytes, so that a kernel reads an entry of a table in one
+/// access.
 struct alignas(16) DealtRows {
   int each, rest;
   int earlier_rest;  // the sum of `rest` over the layer's deals before this one

@@ -85,7 +85,8 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
   const int most_splits = std::min(32, kMaxGatheredBytes / (partial_floats(d.head_dim) * 4));
   p.attention_splits = std::clamp(p.grid / (d.batch * d.heads), 1, most_splits);
-  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
+  // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
+  CF_TRY(choose("attention_splits", choices.attention_splits, 1, std::min(most_splits, p.grid), p.attention_splits));
   p.cluster_merge = choices.cluster_merge;
   if (!p.cluster_merge) return {};
   if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)

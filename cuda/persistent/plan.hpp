@@ -72,7 +72,8 @@ inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 inline constexpr int kTileKeys = 16;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
-/// Beside these there is a kernel of one token for slices of any number of columns above 1024, each product's its own.
+/// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
+/// slices of its own length.
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
@@ -92,7 +93,7 @@ struct PersistentPlan {
   bool shared_norms;    // of a tile product: gamma and beta are copied to shared memory
   int stages;           // of the ring
   int bytes_in_flight;  // bytes that are requested and have not arrived, at most
-  int stages_in_flight;  // full stages of so many bytes
+  int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
   int up_eighths;  // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
   int head_rows;   // rows of the LM head that a block multiplies at once: as many as the partial sums have room for

@@ -3,7 +3,7 @@
 //
 // A row product (Columns != 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie
 // in memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
-// slice of the activations in registers. With kAnyColumns each number of a slice's chunks has a loop of its own.
+// slice of the activations in registers. With kAnyColumns there is a loop for every number of chunks a slice may have.
 //
 // A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
 // slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of

@@ -27,7 +27,7 @@ class Ring {
   }
   /// The barrier that says the stage is empty.
   __device__ std::uint32_t empty(const RingPlace& p) const { return p.full + full_bytes_; }
-  /// Goes on by as many stages; at most one round.
+  /// Moves the place on by `by` stages, at most one round.
   __device__ void advance(RingPlace& p, std::uint32_t by) const {
     p.full += by * kBarrier, p.stage += by * stage_bytes_;
     if (p.full < end_of_full_) return;

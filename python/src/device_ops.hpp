@@ -65,8 +65,8 @@ class DeviceSteps {
   DeviceSteps& operator=(const DeviceSteps&) = delete;
   ~DeviceSteps();
 
-  /// Launches a step as one CUDA graph, of the bits of run_on_device(), to which steps are left that turn rows and
-  /// those on a stream that is captured.
+  /// Launches a step as one CUDA graph; its bits are those of run_on_device(). A step that turns rows, and one on a
+  /// stream that is being captured, goes to run_on_device().
   Status run(const RowsLayer& args, const DeviceStream& at);
   /// How many graphs are kept: one for each plan of attention that steps have had.
   std::size_t graphs() const;

@@ -11,8 +11,8 @@
 
 namespace cf::python {
 
-/// What a graph context's steps on a GPU keep: memory for their activations, and the CUDA graphs that they are. The
-/// steps of a context are not run side by side.
+/// What a graph context keeps for its steps on a GPU: memory for activations, and CUDA graphs. Steps of one context do
+/// not run side by side.
 class PortSteps {
  public:
   /// `memory` is a contiguous tensor of at least PortLayer::spare_elements() float16 elements on the context's GPU.
@@ -42,8 +42,8 @@ class PortLayer {
   ///
   /// `given` has the tensors in the order of kGiven. `own` is None, or two tensors (1, heads, capacity, head_dim): the
   /// caches in this library's layout, whose first `valid` entries are those of the caller's caches. The others are
-  /// turned into that layout first. `steps` are those of these caches, or null: then every kernel is launched by the
-  /// host, on memory of the call's own.
+  /// turned into that layout first. `steps` is what the context of these caches keeps. Where it is null, the host
+  /// launches every kernel, and the call takes memory of its own.
   nanobind::object run(const nanobind::tuple& given, nanobind::handle length, nanobind::handle own, std::int64_t valid,
                        PortSteps* steps);
   /// The float16 elements of a step's activations but for its outputs.

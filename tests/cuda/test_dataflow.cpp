@@ -19,6 +19,17 @@ Tasks add(Dataflow& flow, std::initializer_list<const void*> reads, std::initial
   return flow.add(reads, writes);
 }
 
+/// Adds an op with the tensors that it reads and writes.
+template <class Args>
+Tasks add_op(Dataflow& flow, const Args& args) {
+  std::vector<const void*> reads, writes;
+  Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
+    if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
+    if (is_written(spec.role)) writes.push_back(v.data);
+  });
+  return flow.add(reads, writes);
+}
+
 }  // namespace
 
 TEST_CASE("dataflow: a task waits for those whose data it needs, and for no other") {
@@ -118,12 +129,7 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
     std::vector<Tasks> all;
     for (const LayerTensors* t : {&first, &second}) {
       const auto add = [&]<class Args>(const Site&, const Args& args) {
-        std::vector<const void*> reads, writes;
-        Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
-          if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
-          if (is_written(spec.role)) writes.push_back(v.data);
-        });
-        all.push_back(flow.add(reads, writes));
+        all.push_back(add_op(flow, args));
         return Status();
       };
       const Status walked = joined ? for_each_site(m, LayerWeights{}, *t, cuda::with_rope_append(add))
@@ -206,12 +212,7 @@ TEST_CASE("dataflow: rows are stored beside attention where ln_qkv appends, and 
     const cuda::TokenRows given{.k = rows(k_rows), .v = rows(v_rows), .first = first, .last = 2};
     const auto add = [&]<class Args>(const Args& args, const cuda::LaunchMode&, const char* label) {
       CHECK((label == nullptr) == few);
-      std::vector<const void*> reads, writes;
-      Args::Op::tensors(Args::Op::dims(args), args, [&](const TensorSpec& spec, const auto& v, const auto&) {
-        if (is_read(spec.role) || is_index(spec.role)) reads.push_back(v.data);
-        if (is_written(spec.role)) writes.push_back(v.data);
-      });
-      all.push_back(flow.add(reads, writes));
+      all.push_back(add_op(flow, args));
       return Status();
     };
     REQUIRE(cuda::for_each_op_of_rows({.few = few}, a, given, add));

@@ -181,6 +181,7 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(refused({.stages = 5, .stages_in_flight = 4}, {"stages_in_flight must be 1 to 3, got 4"}) == "");
   CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
   CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
+  CHECK(refused({.blocks = 3, .attention_splits = 4}, {"attention_splits must be 1 to 3, got 4"}) == "");
   CHECK(refused({.attention_splits = 1, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 1"}) == "");
   CHECK(refused({.attention_splits = 9, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 9"}) == "");
   CHECK(refused({.blocks = 130, .cluster_merge = true}, {"in clusters of 4, got 130"}) == "");

@@ -70,8 +70,8 @@ def _parameters(model: Module) -> Iterator[tuple[str, list[Tensor], bool]]:
             for kind in ("weight", "bias"):
                 # A quantised Linear has no "weight", and its bias is a buffer.
                 parts = [{**module._parameters, **module._buffers}.get(kind) for module in modules]
-                # A parameter that several modules share stays where it is: it cannot lie in two matrices. The reader
-                # of the weights refuses parts that do not fit.
+                # A parameter that several modules share stays where it is: it cannot lie in two matrices. Parts whose
+                # dtypes, devices or shapes differ stay too: reading the weights refuses them.
                 if not _fit(parts) or any(id(part) in seen for part in parts) or len({*map(id, parts)}) < len(parts):
                     continue
                 seen.update(map(id, parts))
