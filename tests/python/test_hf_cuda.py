@@ -459,6 +459,8 @@ def test_weights_lie_once_on_the_device(root, make):
     weights, outside, of_torch = bytes_of(model), bytes_outside_torch(), torch.cuda.memory_allocated()
     assert taken_bytes() - empty >= weights
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    # Parameters are joined one matrix after another: the largest one, of gate and up, is there beside its two parts.
+    joined = 2 * max((p.nbytes for name, p in model.named_parameters() if "gate_proj" in name), default=0)
     for batch in batches:
         torch.cuda.reset_peak_memory_stats()
         cf_ops.hf.speed_up(model)
@@ -468,7 +470,7 @@ def test_weights_lie_once_on_the_device(root, make):
         assert shared.weight_bytes == 0
         assert bytes_outside_torch() - outside <= shared.cache_bytes + shared.workspace_bytes + 64e6 < weights / 2
         assert torch.cuda.memory_allocated() <= of_torch + 1e6
-        assert torch.cuda.max_memory_allocated() <= of_torch + 64e6
+        assert torch.cuda.max_memory_allocated() <= of_torch + max(joined, 64e6) + 1e6
         del shared
         cf_ops.hf.restore(model)
         assert bytes_outside_torch() <= outside + 16e6
