@@ -193,8 +193,8 @@ def timed_calls(call, calls, rewind=lambda: None):
 
 
 def op_calls(dtype="float16"):
-    """{name: a call without arguments} of every op, in both of its forms, on the small tensors of the self-check. torch's
-    sum of two small tensors stands before them: the host's time of an op that does next to nothing."""
+    """{name: a call without arguments} of every op, in both of its forms, on the small tensors of the self-check.
+    Before them stands torch's sum of two small tensors: what the host takes for a call that computes next to nothing."""
     import torch
 
     from cf_ops import _core, ops, selfcheck, torch_ops
