@@ -1,18 +1,27 @@
 #pragma once
-// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores; its
-// helper warps merge the warps' partial results; the helper warps of a head's first split merge those of all its
-// splits.
+// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores, with all
+// query heads of a share at once; its helper warps merge the warps' partial results. Those of a share's splits then merge
+// the splits' partial results, each those of its own heads of the share.
 #include "cuda/device/softmax.cuh"
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
 
 namespace cf::cuda {
 
-/// One split of the keys that a head of a sequence attends to. The cached keys come through the ring; the newest key is
-/// made by this launch. Key split i belongs to block i % grid.
+/// The query heads of a share. `Grouped` says whether that is more than one: it is known when a kernel is compiled.
+template <bool Grouped>
+__device__ int share_heads(const PersistentArguments& c) {
+  if constexpr (!Grouped) return 1;
+  int heads = c.plan.share_heads;
+  make_anew(heads);  // no register holds it, or what is computed from it, from layer to layer
+  return heads;
+}
+
+/// One split of the keys that a share of a sequence's query heads attends to. The cached keys come through the ring; the
+/// newest key is made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
-  int sequence, head, split;
-  int kv_head;        // whose keys and values the head's group of query heads shares
+  int sequence, share, split;
+  int kv_head;        // whose keys and values these are
   int kv_len;         // 0 where it is below 1 or beyond the capacity
   int begin, end;     // keys
   int end_of_cached;  // keys [begin, end_of_cached) come from the cache
@@ -20,9 +29,10 @@ struct KeySplit {
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
     split = item % c.plan.attention_splits;
-    head = item / c.plan.attention_splits % c.dims.heads;
-    sequence = item / c.plan.attention_splits / c.dims.heads;
-    kv_head = c.dims.group == 1 ? head : head / c.dims.group;  // the division takes long
+    share = item / c.plan.attention_splits % c.plan.shares;
+    sequence = item / c.plan.attention_splits / c.plan.shares;
+    const int group = c.dims.group, heads = c.plan.share_heads;
+    kv_head = group == heads ? share : share * heads / group;  // the division takes long
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
@@ -32,19 +42,24 @@ struct KeySplit {
     end = min(begin + keys, kv_len);
     end_of_cached = begin < end && end == kv_len ? end - 1 : end;
   }
-  /// Key splits of all heads and sequences.
+  /// Key splits of all shares and sequences.
   static __device__ int count(const PersistentArguments& c) {
-    return c.dims.batch * c.dims.heads * c.plan.attention_splits;
+    return c.dims.batch * c.plan.shares * c.plan.attention_splits;
   }
   __device__ bool has_newest() const { return end_of_cached < end; }
-  /// The head's number among those of all sequences.
-  __device__ long batch_head(const PersistentArguments& c) const { return long(sequence) * c.dims.heads + head; }
-  /// The same of the heads of k and v.
+  /// The number of the share's first head among the query heads of all sequences.
+  template <bool Grouped>
+  __device__ long batch_head(const PersistentArguments& c) const {
+    return (long(sequence) * c.plan.shares + share) * share_heads<Grouped>(c);
+  }
+  /// The kv head's number among those of all sequences.
   __device__ long batch_kv_head(const PersistentArguments& c) const {
     return long(sequence) * c.dims.kv_heads + kv_head;
   }
-  /// Whether the head is the first of its group: that one stores what the group shares.
-  __device__ bool leads_group(const PersistentArguments& c) const { return kv_head * c.dims.group == head; }
+  /// Whether the share is the first of its group: that one stores k and v. Most groups are one share.
+  __device__ bool leads_group(const PersistentArguments& c) const {
+    return kv_head * c.dims.group == share * c.plan.share_heads;
+  }
   /// The row of the cache (batch, kv_heads, capacity, head_dim) that holds a key.
   __device__ long row(const PersistentArguments& c, int key) const { return batch_kv_head(c) * c.capacity + key; }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
@@ -74,18 +89,29 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
   return true;
 }
 
-/// A warp's softmax-weighted sum in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: `Blocks`
-/// blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. All eight groups
-/// of four lanes hold the same weights, four keys a lane.
-template <class T, int Blocks>
+/// A warp's softmax-weighted sums in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: `Blocks`
+/// blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. Below g = lane / 4
+/// and t = lane % 4.
+///
+/// The scores' product has queries as rows and keys as columns, the values' product elements as rows and queries as
+/// columns. mma() leaves the scores of row g and of keys 2t, 2t + 1, 2t + 8 and 2t + 9 in the lane, and it wants there
+/// the weights of column g and of these same keys. So a weight stays where its score was. Rows 8 to 15 of the queries
+/// repeat rows 0 to 7; their scores are not used.
+///
+/// Of a lone head all rows are its query, and all groups of four lanes hold the same weights: even columns are the
+/// weights rounded to T, odd columns the remainders. With Grouped row g and column g are of query g of the share, or of
+/// its last one, and a product of the remainders follows that of the rounded weights.
+template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
-  float sum[Blocks][4] = {};  // [i][0] + [i][1]: element 16 i + lane / 4; [i][2] + [i][3]: 8 further
-  SoftmaxState state;         // its sum is over the lane's own keys
+  // Of a lone head [i][0] + [i][1] is element 16 i + g, [i][2] + [i][3] the one 8 further. With Grouped [i][0] and [i][2]
+  // are the two elements of query 2t, [i][1] and [i][3] those of query 2t + 1.
+  float sum[Blocks][4] = {};
+  SoftmaxState state;  // of the lane's query; its sum is over the lane's own keys
 
-  /// Adds 1 to 16 keys and their values. All lie in shared memory.
+  /// Adds 1 to 16 keys and their values. All lie in shared memory, as does the query of row g.
   __device__ void add(const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
-    const int lane = int(threadIdx.x) % 32, t = lane % 4;
+    const int lane = (Grouped ? thread_index() : int(threadIdx.x)) % 32, t = lane % 4;
     // Lanes beyond the last key load the last key.
     const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
     const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
@@ -107,23 +133,31 @@ struct AttentionTile {
     weigh<4, false>(
         state, scale, [&](int e) -> float& { return s[e]; },
         [&](float factor) {
+          // The factors of columns 2t and 2t + 1: with Grouped the first lanes of groups 2t and 2t + 1 have them.
+          float of_column[2] = {factor, factor};
+          if constexpr (Grouped)
+            of_column[0] = __shfl_sync(~0u, factor, 8 * t), of_column[1] = __shfl_sync(~0u, factor, 8 * t + 4);
 #pragma unroll
           for (int i = 0; i < Blocks; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sum[i][e] *= factor;
+            for (int e = 0; e < 4; ++e) sum[i][e] *= of_column[e % 2];
         });
-    // Even columns of the second product carry the weights rounded to T, odd columns the remainders.
-    std::uint32_t weight[2];
+    // The columns of the second product; with Grouped the remainders are columns of a product of their own.
+    std::uint32_t weight[2], remainder[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      T two[2];
+      T two[2], rest[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const float w = s[2 * h + e];
         two[e] = from_float<T>(w);
-        if (lane / 4 % 2) two[e] = from_float<T>(w - to_float(two[e]));
+        if constexpr (Grouped)
+          rest[e] = from_float<T>(w - to_float(two[e]));
+        else if (lane / 4 % 2)
+          two[e] = from_float<T>(w - to_float(two[e]));
       }
       weight[h] = two[0].bits | std::uint32_t(two[1].bits) << 16;
+      if constexpr (Grouped) remainder[h] = rest[0].bits | std::uint32_t(rest[1].bits) << 16;
     }
     const auto there = [&](int first) { return (first < keys ? 0xffffu : 0) | (first + 1 < keys ? 0xffff0000u : 0); };
     const std::uint32_t low = there(2 * t), high = there(2 * t + 8);
@@ -134,29 +168,46 @@ struct AttentionTile {
       const uint4 m = load_matrices_transposed(shared_address(value) + 2 * (none                   ? 0
                                                                             : half && lane / 8 % 2 ? i * 16 - 8
                                                                                                    : i * 16));
-      mma(sum[i], m.x & low, m.y & low, m.z & high, m.w & high, weight[0], weight[1], T{});
+      const std::uint32_t a[4] = {m.x & low, m.y & low, m.z & high, m.w & high};
+      mma(sum[i], a[0], a[1], a[2], a[3], weight[0], weight[1], T{});
+      if constexpr (Grouped) mma(sum[i], a[0], a[1], a[2], a[3], remainder[0], remainder[1], T{});
     }
   }
 
-  /// Stores the warp's sums and their state in shared memory.
-  __device__ void store(float* values, SoftmaxState* states, int head_dim) {
+  /// Stores the warp's sums and their states, of `heads` queries, in shared memory.
+  __device__ void store(float* values, SoftmaxState* states, int head_dim, int heads) {
     const int lane = thread_index() % 32;
     state.sum = quad_sum(state.sum);
-    if (lane == 0) *states = state;
-    if (lane % 4) return;
+    const auto store_query = [&](float* to, auto low, auto high) {
 #pragma unroll
-    for (int i = 0; i < Blocks; ++i)
-      if (i * 16 < head_dim) {
-        values[i * 16 + lane / 4] = sum[i][0] + sum[i][1];
-        if (i * 16 + 8 < head_dim) values[i * 16 + 8 + lane / 4] = sum[i][2] + sum[i][3];
-      }
+      for (int i = 0; i < Blocks; ++i)
+        if (i * 16 < head_dim) {
+          to[i * 16 + lane / 4] = low(sum[i]);
+          if (i * 16 + 8 < head_dim) to[i * 16 + 8 + lane / 4] = high(sum[i]);
+        }
+    };
+    if constexpr (Grouped) {
+      if (lane % 4 == 0 && lane / 4 < heads) states[lane / 4] = state;
+      const int query = lane % 4 * 2, stride = values_stride(head_dim, heads);
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (query + e < heads)
+          store_query(
+              values + (query + e) * stride, [&](const float* s) { return s[e]; },
+              [&](const float* s) { return s[2 + e]; });
+    } else {
+      if (lane == 0) *states = state;
+      if (lane % 4) return;
+      store_query(
+          values, [](const float* s) { return s[0] + s[1]; }, [](const float* s) { return s[2] + s[3]; });
+    }
   }
 };
 
 /// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the
-/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of heads that share
-/// them, that of the first head. A position outside the RoPE table makes the rotated elements NaN. False where the wait
-/// took too long.
+/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of shares that have
+/// the same, that of the first share. A position outside the RoPE table makes the rotated elements NaN. False where the
+/// wait took too long.
 template <class T>
 __device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
   const PersistentArguments& c = block.c;
@@ -167,7 +218,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   const bool has_element = d < head_dim, rotated = has_element && d < 2 * half;
   const QkvPlaces& places = c.dims.places;
   const TaggedElement* const qkv = c.qkv + long(split.sequence) * c.dims.qkv_rows;
-  const TaggedElement* const of_head[3] = {qkv + split.head * places.q_step,
+  const TaggedElement* const of_head[3] = {qkv + split.share * places.q_step,
                                            qkv + places.k_first + split.kv_head * places.kv_step,
                                            qkv + places.v_first + split.kv_head * places.kv_step};
   const int other = d < half ? d + half : d - half;
@@ -191,7 +242,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   T* const new_token = block.at<T>(c.layout.new_token);
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
   const bool leads_group = split.leads_group(c);
-  const long q_at = split.batch_head(c) * head_dim + d, kv_at = split.batch_kv_head(c) * head_dim + d,
+  const long q_at = split.batch_head<false>(c) * head_dim + d, kv_at = split.batch_kv_head(c) * head_dim + d,
              row = split.row(c, split.kv_len - 1) * head_dim + d;
   if (has_element)
 #pragma unroll
@@ -217,11 +268,76 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   return block.sync_unless_stopped();
 }
 
-/// Merges `count` partial results, up to 32, in a fixed order; each helper warp merges all of them for its own
+/// prepare_head() for a share of several query heads: k and v are those of all. Half a warp brings a row, which is a
+/// query, k or v, rotates it in shared memory and appends it.
+template <class T>
+__device__ bool prepare_share(const Block& block, const KeySplit& split, int layer) {
+  constexpr int lanes = 16, at_once = kMaxShareHeadDim / (4 * lanes);
+  static_assert((kMaxShareHeads + 2) * lanes <= kProductThreads);
+  const PersistentArguments& c = block.c;
+  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, heads = share_heads<true>(c);
+  const int row = block.thread() / lanes, lane = block.thread() % lanes, stride = query_stride(head_dim, heads);
+  const bool is_query = row < heads, is_key = row == heads, is_value = row == heads + 1;
+  const bool has_row = is_query || is_key || is_value;
+  const QkvPlaces& places = c.dims.places;
+  const TaggedElement* const from =
+      c.qkv + long(split.sequence) * c.dims.qkv_rows +
+      (is_query ? (split.share * heads + row) * places.q_step
+                : (is_key ? places.k_first : places.v_first) + split.kv_head * places.kv_step);
+  const unsigned tag = block.tag(layer);
+  uint4 four[at_once] = {};
+  const auto column = [&](int u) { return (u * lanes + lane) * 4; };
+  const auto in_row = [&](int u) { return has_row && column(u) < head_dim; };
+  const auto load = [&](int u) {
+    if (in_row(u)) four[u] = load_relaxed_quad(from + column(u));
+  };
+  await_pieces<at_once>(block, layer, Dependency::qkv, load,
+                        [&](int u) { return !in_row(u) || have_tag(four[u], tag); });
+  block.sync();  // all warps have read the new token of the split before
+
+  T* const to = block.at<T>(c.layout.new_token) + (is_query ? row * stride : heads * stride + is_value * head_dim);
+  const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
+#pragma unroll
+  for (int u = 0; u < at_once; ++u)
+    if (in_row(u)) *reinterpret_cast<uint2*>(to + column(u)) = {pair(four[u].x, four[u].y), pair(four[u].z, four[u].w)};
+  __syncwarp();
+  if (is_query || is_key) {
+    const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half;
+#pragma unroll 4
+    for (int d = lane; d < half; d += lanes) {
+      float a = to_float(to[d]), b = to_float(to[d + half]);
+      rotate(a, b, angles[d], angles[half + d]);
+      to[d] = from_float<T>(a), to[d + half] = from_float<T>(b);
+    }
+  }
+  __syncwarp();
+  if ((is_key || is_value) && split.has_newest() && split.leads_group(c)) {
+    const CachePointers& cache = block.pointers(layer).cache;
+    T* const entry = reinterpret_cast<T*>(is_key ? cache.k : cache.v) + split.row(c, split.kv_len - 1) * head_dim;
+#pragma unroll 1
+    for (int d = lane * kVec; d < head_dim; d += lanes * kVec)
+      __stcg(reinterpret_cast<uint4*>(entry + d), *reinterpret_cast<const uint4*>(to + d));
+  }
+  T* const tap = static_cast<T*>(is_query ? c.taps.q : is_key ? c.taps.k : c.taps.v);
+  if (tap && has_row && split.split == 0 && (is_query || split.leads_group(c))) {
+    const long at = (is_query ? split.batch_head<true>(c) + row : split.batch_kv_head(c)) * head_dim;
+#pragma unroll 1
+    for (int d = lane; d < head_dim; d += lanes) tap[at + d] = to[d];
+  }
+  return block.sync_unless_stopped();
+}
+
+/// The elements of a head that a thread merges: `first`, then every one that lies a multiple of `step` further.
+struct MergedElements {
+  int first, step;
+};
+
+/// Merges `count` partial results, up to 32, in a fixed order; each warp that calls merges all of them for its own
 /// elements. state(i) and value(i, d) read the i-th; store(d, sum, state) takes the merged element d.
 template <class State, class Value, class Store>
-__device__ void merge_partials(const Block& block, int count, State state, Value value, Store store) {
-  const int thread = block.thread(), lane = thread % 32;
+__device__ void merge_partials(const Block& block, int count, MergedElements elements, State state, Value value,
+                               Store store) {
+  const int lane = block.thread() % 32;
   SoftmaxState own;
   if (lane < count) own = state(lane);
   SoftmaxState whole{.max = own.max, .sum = 0};
@@ -230,7 +346,7 @@ __device__ void merge_partials(const Block& block, int count, State state, Value
   const float factor = own.factor(whole.max);  // 0 for an empty state, that of a split without keys too
   whole.sum = warp_sum(own.sum * factor);
 #pragma unroll 1
-  for (int d = thread; d - lane < block.c.dims.head_dim; d += kHelperThreads) {
+  for (int d = elements.first; d - lane < block.c.dims.head_dim; d += elements.step) {
     const bool has_element = d < block.c.dims.head_dim;
     float sum = 0;
 #pragma unroll 4

@@ -214,12 +214,13 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
   return __all_sync(~0u, !block.stopped());
 }
 
-/// Stores a word that tells other blocks that what this block's threads of this kind have stored before is complete.
-__device__ inline void publish_done(const Block& block, unsigned* word, unsigned tag) {
+/// Stores `count` words, `step` apart, that tell other blocks that what this block's threads of this kind have stored
+/// before is complete.
+__device__ inline void publish_done(const Block& block, unsigned* words, unsigned tag, int count = 1, int step = 1) {
   block.sync();
   if (block.thread() != 0) return;
   __threadfence();
-  store_relaxed(word, tag);
+  for (int i = 0; i < count; ++i) store_relaxed(words + i * step, tag);
 }
 /// Waits until all words have the layer's tag; what was stored before them is visible then. False where that took too
 /// long.

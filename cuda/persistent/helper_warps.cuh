@@ -7,7 +7,7 @@
 
 namespace cf::cuda {
 
-template <class T, bool Tiles>
+template <class T, bool Tiles, bool Grouped>
 class HelperWarps {
  public:
   __device__ explicit HelperWarps(const PersistentArguments& arguments)
@@ -99,85 +99,113 @@ class HelperWarps {
       if (!merge(KeySplit(c, item, block.token), item)) return false;
     return true;
   }
-  /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory
-  /// of the first split's block.
-  __device__ Tagged* head_partials(const KeySplit& split, int item, int head_floats) const {
-    if (!c.plan.cluster_merge) return c.partials + split.batch_head(c) * head_floats;
-    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * head_floats;
-    return split.split == 0 ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, 0);
+  /// Head `of` of a share is merged by the block of split of % splits, which may merge further heads.
+  __device__ int merger(int of) const { return Grouped ? of % c.plan.attention_splits : 0; }
+  /// Where the partial results of a head's splits lie that its merging block gathers.
+  __device__ float* gathered_of(int of, int head_floats) const {
+    return block.at<float>(c.layout.gathered) + (Grouped ? of / c.plan.attention_splits * head_floats : 0);
   }
-  /// Merges the partial results of the block's warps. Where a head is split, the blocks of its other splits send theirs
-  /// to the block of split 0, which then merges those of all splits.
+  /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory
+  /// of the merging block.
+  __device__ Tagged* head_partials(const KeySplit& split, int item, int of, int head_floats) const {
+    if (!c.plan.cluster_merge) return c.partials + (split.batch_head<Grouped>(c) + of) * head_floats;
+    const int slot =
+        Grouped ? item / c.plan.grid * merged_heads(c.plan) + of / c.plan.attention_splits : item / c.plan.grid;
+    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + slot * head_floats;
+    return split.split == merger(of) ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, merger(of));
+  }
+  /// Merges the partial results of the block's warps. Where keys are split, each block of a share's splits sends those of
+  /// a head to the block that merges the head, then merges those of its own heads from all splits. What a key split
+  /// sends depends on key splits of lower numbers alone, so that no two blocks wait for each other.
   __device__ bool merge(const KeySplit& split, int item) {
-    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim);
-    const long head = split.batch_head(c);
+    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim),
+              heads = share_heads<Grouped>(c), lane = block.thread() % 32;
+    const long first_head = split.batch_head<Grouped>(c);
     const unsigned tag = block.tag(layer, Dependency::context);
-    Tagged* const partials = head_partials(split, item, splits * floats);
-    float* const gathered = block.at<float>(c.layout.gathered);
-    const auto publish = [&](int d, float sum, const SoftmaxState& whole) {
-      const T element = from_float<T>(sum / whole.sum);
-      if constexpr (Tiles)
-        reinterpret_cast<T*>(c.context)[head * head_dim + d] = element;
-      else
-        store_tagged(c.context + head * head_dim + d, element, tag);
-      if (c.taps.context) static_cast<T*>(c.taps.context)[head * head_dim + d] = element;
-    };
-    const auto gather = [&](int d, float sum, const SoftmaxState& whole) {
-      const auto put = [&](int i, float v) {
-        if (split.split == 0)
-          gathered[i] = v;
+    const auto publish = [&](int of) {
+      return [this, tag, at = (first_head + of) * head_dim](int d, float sum, const SoftmaxState& whole) {
+        const T element = from_float<T>(sum / whole.sum);
+        if constexpr (Tiles)
+          reinterpret_cast<T*>(c.context)[at + d] = element;
         else
-          store_tagged_anywhere(partials + split.split * floats + i, v, tag);
+          store_tagged(c.context + at + d, element, tag);
+        if (c.taps.context) static_cast<T*>(c.taps.context)[at + d] = element;
       };
-      put(2 + d, sum);
-      if (d == 0) put(0, whole.max), put(1, whole.sum);
+    };
+    const auto gather = [&](int of) {
+      return [tag, keeps = split.split == merger(of), kept = gathered_of(of, splits * floats) + split.split * floats,
+              sent = head_partials(split, item, of, splits * floats) + split.split * floats](
+                 int d, float sum, const SoftmaxState& whole) {
+        const auto put = [&](int i, float v) {
+          if (keeps)
+            kept[i] = v;
+          else
+            store_tagged_anywhere(sent + i, v, tag);
+        };
+        put(2 + d, sum);
+        if (d == 0) put(0, whole.max), put(1, whole.sum);
+      };
     };
     if (!block.wait(Signal::partials_ready)) return false;
     const float* const values = block.at<float>(c.layout.warp_values);
     const SoftmaxState* const states = block.at<SoftmaxState>(c.layout.warp_states);
-    const int width = padded_head_dim(head_dim);
-    const auto warp_state = [&](int i) { return states[i]; };
-    const auto warp_value = [&](int i, int d) { return values[i * width + d]; };
-    if (splits == 1)
-      merge_partials(block, kProductWarps, warp_state, warp_value, publish);
-    else
-      merge_partials(block, kProductWarps, warp_state, warp_value, gather);
+    const int width = values_stride(head_dim, heads);
+    // Of a lone head each helper warp merges some elements; of several heads it merges every third one.
+    const MergedElements all{block.thread(), kHelperThreads}, of_warp = Grouped ? MergedElements{lane, 32} : all;
+#pragma unroll 1
+    for (int of = Grouped ? block.thread() / 32 : 0; of < heads; of += kHelperWarps) {
+      const auto warp_state = [&](int i) { return states[i * heads + of]; };
+      const auto warp_value = [&](int i, int d) { return values[(i * heads + of) * width + d]; };
+      if (splits == 1)
+        merge_partials(block, kProductWarps, of_warp, warp_state, warp_value, publish(of));
+      else
+        merge_partials(block, kProductWarps, of_warp, warp_state, warp_value, gather(of));
+    }
     block.signal(Signal::partials_taken);
-    if (Tiles && splits == 1) publish_done(block, c.context_done + head, tag);
-    if (splits == 1 || split.split > 0) return true;
-
-    if (!await_partials(partials, gathered, floats)) return false;
-    merge_partials(
-        block, splits,
-        [&](int i) {
-          return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
-        },
-        [&](int i, int d) { return gathered[i * floats + 2 + d]; }, publish);
+    if (split.split >= heads) return true;
+    if (splits > 1)
+#pragma unroll 1
+      for (int of = split.split; of < heads; of += splits) {
+        float* const gathered = gathered_of(of, splits * floats);
+        if (!await_partials(head_partials(split, item, of, splits * floats), gathered, floats, split.split))
+          return false;
+        merge_partials(
+            block, splits, all,
+            [&](int i) {
+              return SoftmaxState{gathered[i * floats], gathered[i * floats + 1]};
+            },
+            [&](int i, int d) { return gathered[i * floats + 2 + d]; }, publish(of));
+      }
     if constexpr (Tiles)
-      publish_done(block, c.context_done + head, tag);
-    else
+      publish_done(block, c.context_done + first_head + split.split, tag, (heads - split.split + splits - 1) / splits,
+                   splits);
+    else if (splits > 1)
       block.sync();  // before the next key split's partial results are gathered here
     return true;
   }
-  /// Gathers the partial results of splits 1 and up in shared memory. False where that took too long.
-  __device__ bool await_partials(const Tagged* partials, float* gathered, int floats) const {
+  /// Gathers the partial results of all splits but the block's own in shared memory. False where that took too long.
+  __device__ bool await_partials(const Tagged* partials, float* gathered, int floats, int own_split) const {
     constexpr int at_once = 8;  // pairs whose loads are in flight together
-    const int end = c.plan.attention_splits * floats;
+    const int end = (c.plan.attention_splits - 1) * floats, own = own_split * floats;
 #pragma unroll 1
-    for (int begin = floats + 2 * block.thread(); begin < end; begin += 2 * at_once * block.threads) {
+    for (int begin = 2 * block.thread(); begin < end; begin += 2 * at_once * block.threads) {
       Tagged two[at_once][2] = {};
-      const auto at = [&](int u) { return begin + 2 * u * block.threads; };
+      const auto in_range = [&](int u) { return begin + 2 * u * block.threads < end; };
+      const auto at = [&](int u) {
+        const int of_others = begin + 2 * u * block.threads;
+        return of_others + (Grouped && of_others < own ? 0 : floats);
+      };
       const auto load = [&](int u) {
-        if (at(u) < end) load_tagged_anywhere(partials + at(u), two[u]);
+        if (in_range(u)) load_tagged_anywhere(partials + at(u), two[u]);
       };
       const auto here = [&](int u) {
-        return at(u) >= end || (two[u][0].tag == block.tag(layer) && two[u][1].tag == block.tag(layer));
+        return !in_range(u) || (two[u][0].tag == block.tag(layer) && two[u][1].tag == block.tag(layer));
       };
       // After a time-out the thread goes on to the barrier: the other threads wait there for it.
       if (!await_pieces<at_once>(block, layer, Dependency::context, load, here)) break;
 #pragma unroll
       for (int u = 0; u < at_once; ++u)
-        if (at(u) < end) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
+        if (in_range(u)) *reinterpret_cast<float2*>(gathered + at(u)) = {two[u][0].value, two[u][1].value};
     }
     return block.sync_unless_stopped();
   }

@@ -30,8 +30,13 @@
 //                                                                    41.0 KB a block
 //
 // With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
-// g heads of k and v W_qkv has (heads + 2 g) d rows. Each query head's splits load the keys and values of its kv head,
-// and the first query head of a kv head appends. Where the heads do not make up h, W_dense has heads d columns.
+// g heads of k and v W_qkv has (heads + 2 g) d rows. Where the heads do not make up h, W_dense has heads d columns.
+//
+// Query heads that have the same keys and values make up shares of up to eight heads, and a key split is one of a share:
+// the ring brings its keys and values once, and the product warps attend to each tile of them with all heads of the
+// share. They wait for 4 (s + 2) d bytes of q, k and v, s heads a share. Each block of a share's splits merges every
+// splits-th head of the share, beginning with its split's own number. A lone head has code of its own, which brings its
+// query to all rows of the tensor cores.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
@@ -108,9 +113,9 @@ __device__ inline void end_block(const PersistentArguments& c) {
 }
 
 /// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
-/// products.
+/// products. Grouped: whether a share has several heads.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
-template <class T, int Columns, int BlocksPerSm>
+template <class T, int Columns, bool Grouped, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   constexpr bool Tiles = Columns == 0;
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   const Block block = Block::products(c);
   begin_block<Tiles>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
-    ProductWarps<T, Columns> product_warps(c);
+    ProductWarps<T, Columns, Grouped> product_warps(c);
     bool go = true;
     do
 #pragma unroll 1
@@ -126,7 +131,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     while (go && product_warps.next_token());
     if (threadIdx.x == 0) block.product_warps_left() = 1;
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    HelperWarps<T, Tiles> helper_warps(c);
+    HelperWarps<T, Tiles, Grouped> helper_warps(c);
     const int tokens = max(c.token.count, 1);
     bool go = true;
 #pragma unroll 1
@@ -140,10 +145,10 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
 }
 
 /// The instantiation for a plan's narrow_columns.
-template <class T, int BlocksPerSm>
+template <class T, bool Grouped, int BlocksPerSm>
 const void* find_persistent_kernel(int narrow_columns) {
   const auto kernel = []<int Columns>(std::integral_constant<int, Columns>) {
-    return reinterpret_cast<const void*>(persistent_kernel<T, Columns, BlocksPerSm>);
+    return reinterpret_cast<const void*>(persistent_kernel<T, Columns, Grouped, BlocksPerSm>);
   };
   switch (narrow_columns) {
     case kNarrowColumns[0]: return kernel(std::integral_constant<int, kNarrowColumns[0]>());

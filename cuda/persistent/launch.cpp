@@ -28,8 +28,10 @@ Status with_launch(const PersistentPlan& plan, bool cooperative, CUstream_st* st
 
 }  // namespace
 
-const void* persistent_kernels(int narrow_columns, DType dtype) {
-  return dtype == DType::f16 ? persistent_kernels_f16(narrow_columns) : persistent_kernels_bf16(narrow_columns);
+const void* persistent_kernels(const PersistentPlan& plan, DType dtype) {
+  const auto of_dtype = [&](auto* f16, auto* bf16) { return (dtype == DType::f16 ? f16 : bf16)(plan.narrow_columns); };
+  return plan.share_heads > 1 ? of_dtype(grouped_kernels_f16, grouped_kernels_bf16)
+                              : of_dtype(persistent_kernels_f16, persistent_kernels_bf16);
 }
 
 Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device) {

@@ -7,11 +7,13 @@ struct CUstream_st;
 
 namespace cf::cuda {
 
-/// The library's instantiations: for a plan's narrow_columns and a dtype, float16 or bfloat16.
-const void* persistent_kernels(int narrow_columns, DType dtype);
-// Those of a dtype, each compiled on its own: the two take a minute each.
+/// The library's instantiations: for a plan and a dtype, float16 or bfloat16.
+const void* persistent_kernels(const PersistentPlan& plan, DType dtype);
+// Those of a dtype, for shares of one head and of several, each compiled on its own: the four take a minute each.
 const void* persistent_kernels_f16(int narrow_columns);
 const void* persistent_kernels_bf16(int narrow_columns);
+const void* grouped_kernels_f16(int narrow_columns);
+const void* grouped_kernels_bf16(int narrow_columns);
 
 /// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch. Refuses a plan of more blocks
 /// than the device holds at once.

@@ -90,8 +90,17 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// Elements of a warp's weighted values: head_dim, rounded up to the tensor cores' blocks of 16.
-CF_HD constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+/// Elements from one query of a share to the next, and floats from a warp's weighted values of one query to those of the
+/// next: head_dim, rounded up to the tensor cores' blocks of 16. The lanes of a warp access eight queries at once, and
+/// what is added to the distance puts these into different banks.
+CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_dim + (share_heads > 1 ? 8 : 0); }
+CF_HD constexpr int values_stride(int head_dim, int share_heads) {
+  return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);
+}
+/// Heads of a share that one block merges, at most: the block of split s merges heads s, s + splits and so on.
+CF_HD constexpr int merged_heads(const PersistentPlan& p) {
+  return (p.share_heads + p.attention_splits - 1) / p.attention_splits;
+}
 
 /// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
 /// of 128 from `angles` on.
@@ -104,16 +113,17 @@ struct PersistentLayout {
   int ids;             // (batch) the token that is run, where the launch makes whole tokens
   int best;            // (batch) the highest order key among the block's rows of the LM head
   int best_of_warps;   // (batch, product warps) the highest order key among the blocks' that a warp has read
-  int warp_states;     // (product warps) each warp's maximum and sum of weights
+  int warp_states;     // (product warps, share_heads) each warp's maximum and sum of weights
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
-  int new_token;       // (3, head_dim) q, k and v of a head's new token
-  int warp_values;     // (product warps, padded head_dim) each warp's weighted values
-  int gathered;        // (splits, partial_floats) a head's partial results
+  int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
+  int warp_values;     // (product warps, share_heads, values_stride) each warp's weighted values
+  int gathered;        // (merged_heads, splits, partial_floats) the partial results of the heads that the block merges
   int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
   int moments;         // (2, product warps) each warp's Welford state
   int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
-  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
+  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; with
+                       // lent_mlp_x before these warp_values and gathered
   int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
@@ -142,10 +152,13 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
+  // The partial results of the heads that a block merges.
+  const int merged_floats = merged_heads(p) * p.attention_splits * partial_floats(d.head_dim);
   // A block has a slot of the inbox for each key split that it merges in a layer.
-  const int block_splits = (d.batch * d.heads * p.attention_splits + p.grid - 1) / p.grid;
-  l.inbox_bytes =
-      p.cluster_merge ? block_splits * p.attention_splits * partial_floats(d.head_dim) * int(sizeof(Tagged)) : 0;
+  const int block_splits = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
+  l.inbox_bytes = p.cluster_merge ? block_splits * merged_floats * int(sizeof(Tagged)) : 0;
+  const int values_bytes = kProductWarps * p.share_heads * values_stride(d.head_dim, p.share_heads) * 4,
+            gathered_bytes = p.attention_splits > 1 ? merged_floats * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = place((2 * p.stages + kSignals) * 8);
@@ -156,16 +169,25 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.ids = place(d.batch * 4, 16);
   l.best = place(d.batch * 8, 16);
   l.best_of_warps = place(d.batch * kProductWarps * 8, 16);
-  l.warp_states = place(kProductWarps * kSoftmaxStateBytes, 16);
+  l.warp_states = place(kProductWarps * p.share_heads * kSoftmaxStateBytes, 16);
   l.angles = place(d.batch * 2 * d.half_rotary * 4);
-  l.new_token = place(3 * d.head_dim * 2);
-  l.warp_values = place(kProductWarps * padded_head_dim(d.head_dim) * 4);
-  l.gathered = place(p.attention_splits > 1 ? p.attention_splits * partial_floats(d.head_dim) * 4 : 0);
+  l.new_token = place((p.share_heads * query_stride(d.head_dim, p.share_heads) + 2 * d.head_dim) * 2);
+  const auto place_of_attention = [&] {
+    l.warp_values = place(values_bytes);
+    l.gathered = place(gathered_bytes);
+  };
+  if (!p.lent_mlp_x) place_of_attention();
   l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * kMomentsBytes);
   l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
   l.attn_x = place(tiles ? token_bytes : d.batch * l.hidden_row);
   l.mlp_x = place(token_bytes);
+  if (p.lent_mlp_x) {
+    const int end_of_tokens = end;
+    end = l.mlp_x;
+    place_of_attention();
+    if (end < end_of_tokens) end = end_of_tokens;
+  }
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles ? 1 : 8) * 4);
   l.ring = place(p.stages * p.stage_bytes);

@@ -174,7 +174,7 @@ Result<PersistentPlan> plan_for_device(const Context& context, const PersistentM
                                        PersistentChoices choices, PersistentKernelLookup kernels) {
   Result<PersistentPlan> plan = plan_persistent(context.arch(), model, batch, choices);
   if (!plan || !plan->cluster_merge || choices.blocks) return plan;
-  CF_TRY_ASSIGN(const int blocks, resident_cluster_blocks(kernels(plan->narrow_columns, model.dtype), *plan));
+  CF_TRY_ASSIGN(const int blocks, resident_cluster_blocks(kernels(*plan, model.dtype), *plan));
   choices.blocks = std::min(plan->grid, blocks);
   return plan_persistent(context.arch(), model, batch, choices);
 }
@@ -283,7 +283,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                   .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
                               });
   state->first_model_layer = options.first_model_layer;
-  state->kernel = kernels(plan.narrow_columns, model.dtype);
+  state->kernel = kernels(plan, model.dtype);
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));
 
   PersistentArguments& a = state->arguments;

@@ -47,8 +47,9 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Finds the kernel, compiled for one dtype and one of kNarrowColumns, kAnyColumns or 0, that a plan asks for.
-using PersistentKernelLookup = const void* (*)(int narrow_columns, DType dtype);
+/// Finds the kernel of a dtype that a plan asks for: compiled for its narrow_columns, and for shares of one head or of
+/// several.
+using PersistentKernelLookup = const void* (*)(const PersistentPlan& plan, DType dtype);
 
 struct PersistentOptions {
   PersistentChoices choices{};

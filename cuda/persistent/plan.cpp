@@ -17,8 +17,9 @@ constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// The most shared memory that a head's gathered partial results take.
-constexpr int kMaxGatheredBytes = 8 << 10;
+/// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
+/// more blocks to fill.
+constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
 /// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 3;
@@ -75,7 +76,15 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-/// Plans the grid, and how a head's keys are split over it.
+/// PersistentPlan::share_heads
+int share_heads(const PersistentDims& d) {
+  if (d.head_dim > kMaxShareHeadDim) return 1;
+  int heads = std::min(d.group, kMaxShareHeads);
+  while (d.group % heads) --heads;
+  return heads;
+}
+
+/// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
@@ -83,8 +92,11 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
-  const int most_splits = std::min(32, kMaxGatheredBytes / (partial_floats(d.head_dim) * 4));
-  p.attention_splits = std::clamp(p.grid / (d.batch * d.heads), 1, most_splits);
+  p.share_heads = share_heads(d);
+  p.shares = d.heads / p.share_heads;
+  const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
+  const int most_splits = std::min(32, gathered_bytes / (partial_floats(d.head_dim) * 4));
+  p.attention_splits = std::clamp(p.grid / (d.batch * p.shares), 1, most_splits);
   // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
   CF_TRY(choose("attention_splits", choices.attention_splits, 1, std::min(most_splits, p.grid), p.attention_splits));
   p.cluster_merge = choices.cluster_merge;
@@ -204,6 +216,8 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   const PersistentDims d = persistent_dims(model, batch);
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, choices, p));
+  // With a parallel residual up's tokens lie there.
+  p.lent_mlp_x = p.share_heads > 1 && !model.use_parallel_residual;
 
   Slicing slicing(arch, d, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
@@ -233,9 +247,11 @@ std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
          text(p.stages_in_flight) + " in flight, " + (p.narrow_columns ? "row products" : "tile products") + ", " +
-         text(p.attention_splits) + " splits of a head's keys" + (p.cluster_merge ? " merged in a cluster" : "") +
-         ", " + text(p.up_eighths) + " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) +
-         " keys a stage, " + text(p.smem_bytes) + " B of shared memory";
+         text(p.attention_splits) + " splits of " +
+         (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
+         (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
+         " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +
+         text(p.smem_bytes) + " B of shared memory";
 }
 
 }  // namespace cf::cuda

@@ -17,7 +17,7 @@ struct Addends {
   __device__ float up_bias() const { return residual; }
 };
 
-template <class T, int Columns>
+template <class T, int Columns, bool Grouped>
 class ProductWarps {
   static constexpr bool Tiles = Columns == 0;
 
@@ -403,19 +403,31 @@ class ProductWarps {
 
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
   __device__ bool attend() {
-    return c.dims.head_dim <= 80 ? attend<5>() : c.dims.head_dim <= 128 ? attend<8>() : attend<16>();
+    const int head_dim = c.dims.head_dim;
+    if constexpr (Grouped)
+      return head_dim <= 80 ? attend<5>() : attend<kMaxShareHeadDim / 16>();
+    else
+      return head_dim <= 80 ? attend<5>() : head_dim <= 128 ? attend<8>() : attend<16>();
+  }
+  __device__ bool prepare(const KeySplit& split) const {
+    if constexpr (Grouped)
+      return prepare_share<T>(block, split, layer);
+    else
+      return prepare_head<T>(block, split, layer);
   }
   template <int Blocks>
   __device__ bool attend() {
-    const int head_dim = c.dims.head_dim;
+    using Tile = AttentionTile<T, Blocks, Grouped>;
+    const int head_dim = c.dims.head_dim, heads = share_heads<Grouped>(c), stride = query_stride(head_dim, heads);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
-    const T* const new_token = block.at<T>(c.layout.new_token);
-    constexpr int tile_keys = AttentionTile<T, Blocks>::kKeys;
+    const T *const queries = block.at<T>(c.layout.new_token), *const newest_key = queries + heads * stride;
+    const T* const query = queries + (Grouped ? min(lane / 4, heads - 1) * stride : 0);
+    constexpr int tile_keys = Tile::kKeys;
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
       const KeySplit split(c, item, block.token);
-      if (!prepare_head<T>(block, split, layer)) return false;
-      AttentionTile<T, Blocks> tile;
+      if (!prepare(split)) return false;
+      Tile tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps
       // 4 to 7 the others.
       const int half = warp / kStageSlices, first_stage = Tiles ? half : (half + ring_stages) % 2,
@@ -424,20 +436,20 @@ class ProductWarps {
       for (int s = Tiles ? 0 : first_stage; s < stages + split.has_newest(); s += Tiles ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
-        const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : new_token + head_dim;
+        const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : newest_key;
         if (!Tiles || s % 2 == half)
 #pragma unroll 1
           for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
-            tile.add(new_token, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first),
-                     head_dim, c.attention_scale);
+            tile.add(query, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first), head_dim,
+                     c.attention_scale);
         if (cached) reader.release(lane == 0);
       }
       ring_stages += stages;
       if (!block.wait(Signal::partials_taken)) return false;
       // A warp's place depends on its keys, not on what the ring has brought before, so that the merge has one order.
       const int place = first_stage * kStageSlices + unit;
-      tile.store(block.at<float>(c.layout.warp_values) + place * padded_head_dim(head_dim),
-                 block.at<SoftmaxState>(c.layout.warp_states) + place, head_dim);
+      tile.store(block.at<float>(c.layout.warp_values) + place * heads * values_stride(head_dim, heads),
+                 block.at<SoftmaxState>(c.layout.warp_states) + place * heads, head_dim, heads);
       block.signal(Signal::partials_ready);
     }
     return true;

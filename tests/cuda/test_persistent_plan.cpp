@@ -48,6 +48,37 @@ std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
   return fits(p.head_rows, p.hidden_slices, false) ? "" : "head";
 }
 
+/// What attention keeps in shared memory and has no room for there, or nothing.
+std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l,
+                            bool parallel_residual) {
+  const int heads = p.share_heads, floats = partial_floats(d.head_dim);
+  if (heads < 1 || heads > kMaxShareHeads || d.group % heads || p.shares * heads != d.heads) return "shares";
+  if (heads > 1 && d.head_dim > kMaxShareHeadDim) return "shares of wide heads";
+  if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
+  if (p.lent_mlp_x && parallel_residual) return "up's tokens lie where attention's results come";
+  if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
+  // The distance of two queries keeps rows aligned for the tensor cores' loads.
+  if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
+  if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
+  const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
+  if ((p.lent_mlp_x ? l.inbox : l.warp_values) - l.new_token < new_token_bytes) return "new token";
+  if (l.gathered - l.warp_values < kProductWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
+  // Every head of a share is merged by one split's block, which has a place for each that it merges.
+  int merged = 0, most = 0;
+  for (int split = 0; split < p.attention_splits; ++split) {
+    int own = 0;
+    for (int of = split; of < heads; of += p.attention_splits) ++own;
+    merged += own, most = std::max(most, own);
+  }
+  if (merged != heads || most != merged_heads(p)) return "merged heads";
+  const int partials = p.attention_splits > 1 ? most * p.attention_splits * floats : 0;
+  if ((p.lent_mlp_x ? l.residual : l.inbox) - l.gathered < partials * 4) return "gathered partial results";
+  const int items = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
+  if (l.moments - l.inbox < (p.cluster_merge ? items * partials * int(sizeof(Tagged)) : 0)) return "inbox";
+  if (p.lent_mlp_x && l.warp_values != l.mlp_x) return "place of the MLP's tokens";
+  return "";
+}
+
 /// What must hold of a plan that is no refusal; the first fault, or nothing.
 std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const PersistentPlan& p) {
   const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
@@ -87,7 +118,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (l.hidden_row < 2 * std::max(hidden, context)) return "a token's row";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
     return "keys of a stage";
-  if (p.attention_splits < 1) return "splits";
+  if (const std::string what = attention_fault(d, p, l, m.use_parallel_residual); !what.empty())
+    return "attention: " + what;
   if (l.barriers != 0) return "the zero that TileTokens relies on";
   // Every part begins behind the one before.
   const std::pair<const char*, int> parts[] = {{"notice", l.notice},
@@ -96,8 +128,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
                                                {"warp_states", l.warp_states},
                                                {"angles", l.angles},
                                                {"new_token", l.new_token},
-                                               {"warp_values", l.warp_values},
-                                               {"gathered", l.gathered},
+                                               {"warp_values", p.lent_mlp_x ? l.inbox : l.warp_values},
+                                               {"gathered", p.lent_mlp_x ? l.inbox : l.gathered},
                                                {"inbox", l.inbox},
                                                {"moments", l.moments},
                                                {"norm_weights", l.norm_weights},
@@ -134,8 +166,8 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
         CAPTURE(to_string(*plan));
         CHECK(fault(arch, m, batch, *plan) == "");
         CHECK(plan->grid == arch.sm_count);
-        CHECK(batch * m.num_attention_heads * plan->attention_splits <=
-              std::max<std::int64_t>(plan->grid, batch * m.num_attention_heads));
+        CHECK(batch * plan->shares * plan->attention_splits <=
+              std::max<std::int64_t>(plan->grid, batch * plan->shares));
       }
 }
 
@@ -196,9 +228,9 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
     const char* name;
     int h200, rtx5090, most_sequences_on_5090;
   };
-  for (const Expected& e : {Expected{"llama-3.2-1b", 2048, 2048, 7},
+  for (const Expected& e : {Expected{"llama-3.2-1b", 2048, 2048, 8},
                             {"llama-3.2-3b", kAnyColumns, kAnyColumns, 4},
-                            {"llama-3.1-8b", kAnyColumns, 0, 3},
+                            {"llama-3.1-8b", kAnyColumns, kAnyColumns, 3},
                             {"llama-2-7b", kAnyColumns, kAnyColumns, 3},
                             {"qwen2.5-7b", kAnyColumns, 0, 3}}) {
     const auto m = find_preset(e.name);
@@ -213,6 +245,56 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
         if (plan) CHECK(plan->narrow_columns == (batch == 1 ? of_one : 0));
       }
     }
+  }
+}
+
+TEST_CASE("persistent: the query heads of a kv head share its keys, and more splits of these fill the grid") {
+  struct Expected {
+    int heads, kv_heads, head_dim, share_heads, splits_of_one, splits_of_8;
+  };
+  for (const Expected& e : {Expected{24, 8, 128, 3, 16, 2},
+                            {32, 8, 128, 4, 16, 2},
+                            {28, 4, 128, 7, 32, 4},
+                            {32, 8, 64, 4, 16, 2},
+                            {16, 2, 64, 8, 32, 8},
+                            {16, 8, 64, 2, 16, 2},
+                            // Groups of more heads than a share takes make up several shares, or none.
+                            {16, 1, 128, 8, 32, 8},
+                            {24, 2, 128, 6, 32, 4},
+                            {11, 1, 64, 1, 12, 1},
+                            // Wide heads have no shares, nor have groups of one.
+                            {8, 2, 256, 1, 7, 2},
+                            {32, 32, 128, 1, 4, 1}}) {
+    CAPTURE(e.heads, e.kv_heads, e.head_dim);
+    ModelConfig m = gated_model_of(ModelType::llama, e.heads, e.kv_heads, e.head_dim, 1024, 4096);
+    for (const auto& [batch, splits] : {std::pair{1, e.splits_of_one}, {8, e.splits_of_8}}) {
+      const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), batch);
+      REQUIRE(plan);
+      CAPTURE(batch, to_string(*plan));
+      CHECK(plan->share_heads == e.share_heads);
+      CHECK(plan->shares == e.heads / e.share_heads);
+      CHECK(plan->attention_splits == splits);
+      CHECK(plan->lent_mlp_x == (e.share_heads > 1));
+      CHECK(fault(kH200, m, batch, *plan) == "");
+      CHECK((to_string(*plan).find("the keys of " + std::to_string(e.share_heads) + " heads") != std::string::npos) ==
+            (e.share_heads > 1));
+      // Every number of splits, also fewer than a share has heads, and in clusters.
+      for (int chosen = 1; chosen <= splits; ++chosen)
+        for (bool cluster_merge : {false, true}) {
+          if (cluster_merge && (chosen < 2 || chosen > kH200.max_cluster_blocks)) continue;
+          const auto other = plan_persistent(kH200, persistent_model(m, m.dtype), batch,
+                                             {.attention_splits = chosen, .cluster_merge = cluster_merge});
+          REQUIRE(other);
+          CAPTURE(to_string(*other));
+          CHECK(fault(kH200, m, batch, *other) == "");
+        }
+    }
+    // With a parallel residual up's tokens keep their place.
+    m.use_parallel_residual = true;
+    const auto parallel = plan_persistent(kH200, persistent_model(m, m.dtype), 1);
+    REQUIRE(parallel);
+    CHECK_FALSE(parallel->lent_mlp_x);
+    CHECK(fault(kH200, m, 1, *parallel) == "");
   }
 }
 

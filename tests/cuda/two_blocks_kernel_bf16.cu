@@ -3,8 +3,9 @@
 
 namespace cf::test {
 
-const void* two_blocks_kernels_bf16(int narrow_columns) {
-  return cuda::find_persistent_kernel<bf16, 2>(narrow_columns);
+const void* two_blocks_kernels_bf16(const cuda::PersistentPlan& plan) {
+  return plan.share_heads > 1 ? cuda::find_persistent_kernel<bf16, true, 2>(plan.narrow_columns)
+                              : cuda::find_persistent_kernel<bf16, false, 2>(plan.narrow_columns);
 }
 
 }  // namespace cf::test
