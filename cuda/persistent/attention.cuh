@@ -28,16 +28,17 @@ struct KeySplit {
 
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
-    split = item % c.plan.attention_splits;
-    share = item / c.plan.attention_splits % c.plan.shares;
-    sequence = item / c.plan.attention_splits / c.plan.shares;
-    const int group = c.dims.group, heads = c.plan.share_heads;
-    kv_head = group == heads ? share : share * heads / group;  // the division takes long
+    // Divisions of unsigned numbers are fewer instructions.
+    const unsigned splits = unsigned(c.plan.attention_splits), shares = unsigned(c.plan.shares);
+    const unsigned of_all = unsigned(item) / splits;  // the share's number among those of all sequences
+    split = int(unsigned(item) % splits);
+    share = int(of_all % shares);
+    sequence = int(of_all / shares);
+    kv_head = c.plan.group_shares == 1 ? share : int(unsigned(share) / unsigned(c.plan.group_shares));
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
-    const int keys =
-        ((kv_len + c.plan.attention_splits - 1) / c.plan.attention_splits + kTileKeys - 1) / kTileKeys * kTileKeys;
+    const int keys = (int((unsigned(kv_len) + splits - 1) / splits) + kTileKeys - 1) / kTileKeys * kTileKeys;
     begin = min(split * keys, kv_len);
     end = min(begin + keys, kv_len);
     end_of_cached = begin < end && end == kv_len ? end - 1 : end;
@@ -57,9 +58,7 @@ struct KeySplit {
     return long(sequence) * c.dims.kv_heads + kv_head;
   }
   /// Whether the share is the first of its group: that one stores k and v. Most groups are one share.
-  __device__ bool leads_group(const PersistentArguments& c) const {
-    return kv_head * c.dims.group == share * c.plan.share_heads;
-  }
+  __device__ bool leads_group(const PersistentArguments& c) const { return kv_head * c.plan.group_shares == share; }
   /// The row of the cache (batch, kv_heads, capacity, head_dim) that holds a key.
   __device__ long row(const PersistentArguments& c, int key) const { return batch_kv_head(c) * c.capacity + key; }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.

@@ -93,6 +93,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
   p.share_heads = share_heads(d);
+  p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;
   const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
   const int most_splits = std::min(32, gathered_bytes / (partial_floats(d.head_dim) * 4));

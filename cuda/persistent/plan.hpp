@@ -102,7 +102,8 @@ struct PersistentPlan {
   int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
   int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor of
                     // a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim
-  int shares;       // of a token's query heads
+  int group_shares;      // shares of a group: these have the same keys
+  int shares;            // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
   bool lent_mlp_x;       // attention has the place of the MLP's tokens, which is free until the context is complete

@@ -128,13 +128,14 @@ TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 ha
 namespace {
 
 /// Every tap of a layer, and what it appends to the cache, against the double oracle.
-void check_taps(const HostLayers& host, int kv_len, Plans plans) {
+void check_taps(const HostLayers& host, int kv_len, Plans plans, const cuda::PersistentChoices& choices = {}) {
   const ModelConfig& m = host.config;
   const std::int64_t batch = host.load.batch, capacity = host.load.capacity;
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   on.set_kv_len(lengths(host.load, kv_len));
-  PersistentKernel kernel = kernel_of(plans, c, on);
+  PersistentKernel kernel = kernel_of(plans, c, on, choices);
+  CAPTURE(to_string(kernel.plan()));
   const LayerTensors got = on.tensors(0);
   require_ok(kernel.set_probe({.taps = got}));
   require_ok(run(kernel, c, on));
@@ -229,6 +230,45 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
     }
 }
 
+TEST_CASE("persistent: heads that share their keys attend to each key, at the ends of tiles, stages and splits",
+          "[gpu][persistent][grouped]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  struct Heads {
+    std::int64_t heads, kv_heads, head_dim;
+    int share_heads;
+  };
+  // Shares of 2, 3, 7 and 8 heads; two shares of a group, of 8 and of 6 heads; a group of which no two heads fit into a
+  // share; heads that are too wide for shares.
+  for (const Heads& h :
+       {Heads{16, 8, 64, 2}, Heads{24, 8, 64, 3}, Heads{7, 1, 80, 7}, Heads{21, 3, 64, 7}, Heads{8, 1, 128, 8},
+        Heads{32, 2, 64, 8}, Heads{12, 1, 128, 6}, Heads{11, 1, 64, 1}, Heads{2, 1, 256, 1}}) {
+    // Row products where there are columns enough for them.
+    const std::int64_t columns = h.heads * h.head_dim, hidden = columns < 1024 ? 256 : columns;
+    ModelConfig m = gated_model_of(ModelType::llama, h.heads, h.kv_heads, h.head_dim, hidden, hidden);
+    m.dtype = dtype;
+    const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), 1);
+    REQUIRE(plan);
+    CHECK(plan->share_heads == h.share_heads);
+    CHECK(bool(plan->narrow_columns) == (hidden >= 1024));
+    const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530});
+    const auto check = [&](const HostLayers& host, int kv_len, const cuda::PersistentChoices& choices) {
+      CAPTURE(to_string(plans), h.heads, h.kv_heads, h.head_dim, host.load.batch, kv_len, to_string(dtype));
+      check_taps(host, kv_len, plans, choices);
+    };
+    // The newest key ends a tile, and begins one, a split's first one.
+    for (int kv_len : {16, 17, 33, 512, 513}) check(one, kv_len, {});
+    // Few splits have several tiles a warp and several stages; a block then merges several heads of a share.
+    for (int splits : {1, 2, 3})
+      for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
+    check(one, 97, {.attention_splits = 4, .cluster_merge = true});
+    check(one, 97, {.attention_splits = 2, .tile_products = true, .cluster_merge = true});
+    // A block has several key splits, or several sequences have.
+    check(one, 97, {.blocks = 12, .attention_splits = 7});
+    check(three, 97, {.blocks = 12, .attention_splits = 4});
+  }
+}
+
 namespace {
 
 /// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
@@ -279,7 +319,8 @@ TEST_CASE("persistent: agrees with the ops one by one whichever way it takes pro
         }
   for (ModelConfig m : {gated_model_of(ModelType::llama, 20, 5, 128, 2560, 5120),
                         gated_model_of(ModelType::mistral, 32, 8, 128, 4096, 8192),
-                        gated_model_of(ModelType::qwen2, 28, 4, 128, 3584, 18944)})
+                        gated_model_of(ModelType::qwen2, 28, 4, 128, 3584, 18944),
+                        gated_model_of(ModelType::llama, 32, 2, 64, 2048, 4096)})
     for (DType dtype : {DType::f16, DType::bf16})
       for (std::int64_t batch : {1, 2, 3}) {
         m.dtype = dtype;

@@ -52,7 +52,8 @@ std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
 std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l,
                             bool parallel_residual) {
   const int heads = p.share_heads, floats = partial_floats(d.head_dim);
-  if (heads < 1 || heads > kMaxShareHeads || d.group % heads || p.shares * heads != d.heads) return "shares";
+  if (heads < 1 || heads > kMaxShareHeads || d.group != p.group_shares * heads || p.shares * heads != d.heads)
+    return "shares";
   if (heads > 1 && d.head_dim > kMaxShareHeadDim) return "shares of wide heads";
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
   if (p.lent_mlp_x && parallel_residual) return "up's tokens lie where attention's results come";
