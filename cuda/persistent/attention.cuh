@@ -1,7 +1,7 @@
 #pragma once
-// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores, with all
-// query heads of a share at once; its helper warps merge the warps' partial results. Those of a share's splits then merge
-// the splits' partial results, each those of its own heads of the share.
+// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores, with
+// all query heads of a share at once; its helper warps merge the warps' partial results. The helper warps of a share's
+// splits then merge the splits' partial results, each those of its own heads of the share.
 #include "cuda/device/softmax.cuh"
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
@@ -17,8 +17,8 @@ __device__ int share_heads(const PersistentArguments& c) {
   return heads;
 }
 
-/// One split of the keys that a share of a sequence's query heads attends to. The cached keys come through the ring; the
-/// newest key is made by this launch. Key split i belongs to block i % grid.
+/// One split of the keys that a share of a sequence's query heads attends to. The cached keys come through the ring;
+/// the newest key is made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
   int sequence, share, split;
   int kv_head;        // whose keys and values these are
@@ -88,9 +88,9 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
   return true;
 }
 
-/// A warp's softmax-weighted sums in progress. Scores and sums are made of 16 x 16 blocks of keys and elements: `Blocks`
-/// blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. Below g = lane / 4
-/// and t = lane % 4.
+/// A warp's softmax-weighted sums in progress. Scores and sums are made of 16 x 16 blocks of keys and elements:
+/// `Blocks` blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. Below
+/// g = lane / 4 and t = lane % 4.
 ///
 /// The scores' product has queries as rows and keys as columns, the values' product elements as rows and queries as
 /// columns. mma() leaves the scores of row g and of keys 2t, 2t + 1, 2t + 8 and 2t + 9 in the lane, and it wants there
@@ -103,8 +103,8 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
-  // Of a lone head [i][0] + [i][1] is element 16 i + g, [i][2] + [i][3] the one 8 further. With Grouped [i][0] and [i][2]
-  // are the two elements of query 2t, [i][1] and [i][3] those of query 2t + 1.
+  // Of a lone head [i][0] + [i][1] is element 16 i + g, [i][2] + [i][3] the one 8 further. With Grouped [i][0] and
+  // [i][2] are the two elements of query 2t, [i][1] and [i][3] those of query 2t + 1.
   float sum[Blocks][4] = {};
   SoftmaxState state;  // of the lane's query; its sum is over the lane's own keys
 

@@ -114,9 +114,10 @@ class HelperWarps {
     Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + slot * head_floats;
     return split.split == merger(of) ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, merger(of));
   }
-  /// Merges the partial results of the block's warps. Where keys are split, each block of a share's splits sends those of
-  /// a head to the block that merges the head, then merges those of its own heads from all splits. What a key split
-  /// sends depends on key splits of lower numbers alone, so that no two blocks wait for each other.
+  /// Merges the partial results of the block's warps. Where keys are split, each block of a share's splits sends those
+  /// of a head to the block that merges the head, then merges those of its own heads from all splits. What a key split
+  /// sends waits for key splits of lower numbers alone, since a share has no more splits than there are blocks: so no
+  /// two blocks wait for each other forever.
   __device__ bool merge(const KeySplit& split, int item) {
     const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim),
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;

@@ -90,9 +90,9 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// Elements from one query of a share to the next, and floats from a warp's weighted values of one query to those of the
-/// next: head_dim, rounded up to the tensor cores' blocks of 16. The lanes of a warp access eight queries at once, and
-/// what is added to the distance puts these into different banks.
+/// Elements from one query of a share to the next, and floats from a warp's weighted values of one query to those of
+/// the next: these have head_dim rounded up to the tensor cores' blocks of 16. The lanes of a warp access eight queries
+/// at once, and what is added to the distance puts these into different banks.
 CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_dim + (share_heads > 1 ? 8 : 0); }
 CF_HD constexpr int values_stride(int head_dim, int share_heads) {
   return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);

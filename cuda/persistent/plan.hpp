@@ -70,8 +70,8 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
-/// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do not
-/// hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
+/// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
+/// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
@@ -98,12 +98,12 @@ struct PersistentPlan {
   int bytes_in_flight;  // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
-  int up_eighths;   // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor of
-                    // a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim
-  int group_shares;      // shares of a group: these have the same keys
-  int shares;            // of a token's query heads
+  int up_eighths;    // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: the largest divisor
+                     // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim
+  int group_shares;  // shares of a group: these have the same keys
+  int shares;        // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
   bool lent_mlp_x;       // attention has the place of the MLP's tokens, which is free until the context is complete
@@ -120,7 +120,7 @@ struct PersistentChoices {
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
-  std::optional<int> attention_splits = {};  // 1 to 32, or to as many as the gathered partial results have room for
+  std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
   bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
