@@ -109,8 +109,8 @@ struct AttentionTile {
   SoftmaxState state;  // of the lane's query; its sum is over the lane's own keys
 
   /// Adds 1 to 16 keys and their values. All lie in shared memory, as does the query of row g.
-  __device__ void add(const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
-    const int lane = (Grouped ? thread_index() : int(threadIdx.x)) % 32, t = lane % 4;
+  __device__ void add(int lane, const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
+    const int t = lane % 4;
     // Lanes beyond the last key load the last key.
     const T* const key = k + min(lane / 16 * 8 + lane % 8, keys - 1) * head_dim + lane / 8 % 2 * 8;
     const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;

@@ -178,8 +178,8 @@ class HelperWarps {
             [&](int i, int d) { return gathered[i * floats + 2 + d]; }, publish(of));
       }
     if constexpr (Tiles)
-      publish_done(block, c.context_done + first_head + split.split, tag, (heads - split.split + splits - 1) / splits,
-                   splits);
+      publish_done(block, c.context_done + first_head + split.split, tag,
+                   Grouped ? (heads - split.split + splits - 1) / splits : 1, splits);
     else if (splits > 1)
       block.sync();  // before the next key split's partial results are gathered here
     return true;

@@ -409,6 +409,8 @@ class ProductWarps {
     else
       return head_dim <= 80 ? attend<5>() : head_dim <= 128 ? attend<8>() : attend<16>();
   }
+  /// The lane, as a tile of attention takes it. Where registers are left, they hold what a tile computes from it.
+  static __device__ int tile_lane() { return (Grouped || Tiles ? thread_index() : int(threadIdx.x)) % 32; }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
       return prepare_share<T>(block, split, layer);
@@ -440,8 +442,8 @@ class ProductWarps {
         if (!Tiles || s % 2 == half)
 #pragma unroll 1
           for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
-            tile.add(query, k + first * head_dim, k + (keys + first) * head_dim, min(tile_keys, keys - first), head_dim,
-                     c.attention_scale);
+            tile.add(tile_lane(), query, k + first * head_dim, k + (keys + first) * head_dim,
+                     min(tile_keys, keys - first), head_dim, c.attention_scale);
         if (cached) reader.release(lane == 0);
       }
       ring_stages += stages;
