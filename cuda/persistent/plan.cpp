@@ -96,11 +96,10 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;
   const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
-  // The blocks of a share's splits wait for each other, so that no block may have two of these.
+  // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
   const int most_splits = std::min({32, p.grid, gathered_bytes / (partial_floats(d.head_dim) * 4)});
   p.attention_splits = std::clamp(p.grid / (d.batch * p.shares), 1, most_splits);
-  // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
-  CF_TRY(choose("attention_splits", choices.attention_splits, 1, std::min(most_splits, p.grid), p.attention_splits));
+  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
   p.cluster_merge = choices.cluster_merge;
   if (!p.cluster_merge) return {};
   if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
