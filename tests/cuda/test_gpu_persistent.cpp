@@ -269,6 +269,22 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
   }
 }
 
+TEST_CASE("persistent: a cache of 131072 entries is read to its end", "[gpu][persistent][long]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  constexpr std::int64_t capacity = 131072;
+  std::vector<ModelConfig> models{gated_model_of(ModelType::llama, 4, 1, 64, 256, 320), small_model(DType::f16, 1)};
+  for (ModelConfig& m : models) {
+    m.dtype = DType::bf16;
+    m.num_hidden_layers = 1;
+    m.max_position_embeddings = capacity;
+    const HostLayers host(m, {.batch = 1, .capacity = capacity});
+    for (int kv_len : {131071, 131072}) {
+      CAPTURE(to_string(plans), m.name, kv_len);
+      check_taps(host, kv_len, plans);
+    }
+  }
+}
+
 namespace {
 
 /// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
