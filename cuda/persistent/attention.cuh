@@ -21,6 +21,7 @@ __device__ int share_heads(const PersistentArguments& c) {
 /// the newest key is made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
   int sequence, share, split;
+  int splits;         // of the share's keys; this one has keys if `split` is below
   int kv_head;        // whose keys and values these are
   int kv_len;         // 0 where it is below 1 or beyond the capacity
   int begin, end;     // keys
@@ -29,24 +30,28 @@ struct KeySplit {
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
     // Divisions of unsigned numbers are fewer instructions.
-    const unsigned splits = unsigned(c.plan.attention_splits), shares = unsigned(c.plan.shares);
-    const unsigned of_all = unsigned(item) / splits;  // the share's number among those of all sequences
-    split = int(unsigned(item) % splits);
+    const unsigned most = unsigned(c.plan.attention_splits), shares = unsigned(c.plan.shares);
+    const unsigned of_all = unsigned(item) / most;  // the share's number among those of all sequences
+    split = int(unsigned(item) % most);
     share = int(of_all % shares);
     sequence = int(of_all / shares);
     kv_head = c.plan.group_shares == 1 ? share : int(unsigned(share) / unsigned(c.plan.group_shares));
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
+    const unsigned split_keys = unsigned(c.plan.split_keys);
+    splits = int(min(max((unsigned(kv_len) + split_keys - 1) / split_keys, 1u), most));
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
-    const int keys = (int((unsigned(kv_len) + splits - 1) / splits) + kTileKeys - 1) / kTileKeys * kTileKeys;
+    const int each = int((unsigned(kv_len) + unsigned(splits) - 1) / unsigned(splits)),
+              keys = (each + kTileKeys - 1) / kTileKeys * kTileKeys;
     begin = min(split * keys, kv_len);
     end = min(begin + keys, kv_len);
     end_of_cached = begin < end && end == kv_len ? end - 1 : end;
   }
-  /// Key splits of all shares and sequences.
+  /// Key splits of all shares and sequences, those without keys too.
   static __device__ int count(const PersistentArguments& c) {
     return c.dims.batch * c.plan.shares * c.plan.attention_splits;
   }
+  __device__ bool is_used() const { return split < splits; }
   __device__ bool has_newest() const { return end_of_cached < end; }
   /// The number of the share's first head among the query heads of all sequences.
   template <bool Grouped>

@@ -95,31 +95,34 @@ class HelperWarps {
 
   __device__ bool merge() {
 #pragma unroll 1
-    for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid)
-      if (!merge(KeySplit(c, item, block.token), item)) return false;
+    for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
+      const KeySplit split(c, item, block.token);
+      if (split.is_used() && !merge(split, item)) return false;
+    }
     return true;
   }
-  /// Head `of` of a share is merged by the block of split of % splits, which may merge further heads.
-  __device__ int merger(int of) const { return Grouped ? of % c.plan.attention_splits : 0; }
-  /// Where the partial results of a head's splits lie that its merging block gathers.
-  __device__ float* gathered_of(int of, int head_floats) const {
-    return block.at<float>(c.layout.gathered) + (Grouped ? of / c.plan.attention_splits * head_floats : 0);
+  /// The split whose block merges head `of` of a share. This block may merge further heads.
+  static __device__ int merger(int of, int splits) { return Grouped ? of % splits : 0; }
+  /// Where, among the partial results that a head's merging block gathers, those of this head begin.
+  static __device__ int first_gathered(int of, int splits, int floats) {
+    return Grouped ? of / splits * splits * floats : 0;
   }
   /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory
   /// of the merging block.
-  __device__ Tagged* head_partials(const KeySplit& split, int item, int of, int head_floats) const {
-    if (!c.plan.cluster_merge) return c.partials + (split.batch_head<Grouped>(c) + of) * head_floats;
-    const int slot =
-        Grouped ? item / c.plan.grid * merged_heads(c.plan) + of / c.plan.attention_splits : item / c.plan.grid;
-    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + slot * head_floats;
-    return split.split == merger(of) ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, merger(of));
+  __device__ Tagged* head_partials(const KeySplit& split, int item, int of, int floats) const {
+    if (!c.plan.cluster_merge)
+      return c.partials + (split.batch_head<Grouped>(c) + of) * c.plan.attention_splits * floats;
+    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * c.layout.merged_floats +
+                          first_gathered(of, split.splits, floats);
+    const int at = merger(of, split.splits);
+    return split.split == at ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, at);
   }
   /// Merges the partial results of the block's warps. Where keys are split, each block of a share's splits sends those
   /// of a head to the block that merges the head, then merges those of its own heads from all splits. What a key split
   /// sends waits for key splits of lower numbers alone, since a share has no more splits than there are blocks: so no
   /// two blocks wait for each other forever.
   __device__ bool merge(const KeySplit& split, int item) {
-    const int head_dim = c.dims.head_dim, splits = c.plan.attention_splits, floats = partial_floats(head_dim),
+    const int head_dim = c.dims.head_dim, splits = split.splits, floats = partial_floats(head_dim),
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;
     const long first_head = split.batch_head<Grouped>(c);
     const unsigned tag = block.tag(layer, Dependency::context);
@@ -133,10 +136,12 @@ class HelperWarps {
         if (c.taps.context) static_cast<T*>(c.taps.context)[at + d] = element;
       };
     };
+    float* const all_gathered = block.at<float>(c.layout.gathered);
     const auto gather = [&](int of) {
-      return [tag, keeps = split.split == merger(of), kept = gathered_of(of, splits * floats) + split.split * floats,
-              sent = head_partials(split, item, of, splits * floats) + split.split * floats](
-                 int d, float sum, const SoftmaxState& whole) {
+      return [tag, keeps = split.split == merger(of, splits),
+              kept = all_gathered + first_gathered(of, splits, floats) + split.split * floats,
+              sent = head_partials(split, item, of, floats) + split.split * floats](int d, float sum,
+                                                                                    const SoftmaxState& whole) {
         const auto put = [&](int i, float v) {
           if (keeps)
             kept[i] = v;
@@ -167,9 +172,8 @@ class HelperWarps {
     if (splits > 1)
 #pragma unroll 1
       for (int of = split.split; of < heads; of += splits) {
-        float* const gathered = gathered_of(of, splits * floats);
-        if (!await_partials(head_partials(split, item, of, splits * floats), gathered, floats, split.split))
-          return false;
+        float* const gathered = all_gathered + first_gathered(of, splits, floats);
+        if (!await_partials(head_partials(split, item, of, floats), gathered, floats, split)) return false;
         merge_partials(
             block, splits, all,
             [&](int i) {
@@ -185,9 +189,9 @@ class HelperWarps {
     return true;
   }
   /// Gathers the partial results of all splits but the block's own in shared memory. False where that took too long.
-  __device__ bool await_partials(const Tagged* partials, float* gathered, int floats, int own_split) const {
+  __device__ bool await_partials(const Tagged* partials, float* gathered, int floats, const KeySplit& split) const {
     constexpr int at_once = 8;  // pairs whose loads are in flight together
-    const int end = (c.plan.attention_splits - 1) * floats, own = own_split * floats;
+    const int end = (split.splits - 1) * floats, own = split.split * floats;
 #pragma unroll 1
     for (int begin = 2 * block.thread(); begin < end; begin += 2 * at_once * block.threads) {
       Tagged two[at_once][2] = {};

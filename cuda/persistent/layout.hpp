@@ -97,9 +97,15 @@ CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_di
 CF_HD constexpr int values_stride(int head_dim, int share_heads) {
   return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);
 }
-/// Heads of a share that one block merges, at most: the block of split s merges heads s, s + splits and so on.
-CF_HD constexpr int merged_heads(const PersistentPlan& p) {
-  return (p.share_heads + p.attention_splits - 1) / p.attention_splits;
+/// Partial results that one block merges of a share, at most: where keys have n splits, the block of split s merges heads
+/// s, s + n and so on, of n partial results each.
+constexpr int merged_partials(const PersistentPlan& p) {
+  int most = 0;
+  for (int splits = 1; splits <= p.attention_splits; ++splits) {
+    const int partials = (p.share_heads + splits - 1) / splits * splits;
+    most = partials > most ? partials : most;
+  }
+  return most;
 }
 
 /// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
@@ -117,7 +123,7 @@ struct PersistentLayout {
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
   int warp_values;     // (product warps, share_heads, values_stride) each warp's weighted values
-  int gathered;        // (merged_heads, splits, partial_floats) the partial results of the heads that the block merges
+  int gathered;        // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
   int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
   int moments;         // (2, product warps) each warp's Welford state
   int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, with shared_norms
@@ -128,6 +134,7 @@ struct PersistentLayout {
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
 
+  int merged_floats;  // of the partial results that a block merges of a share, at most
   int inbox_bytes;
   int hidden_row;  // bytes from one token to the next, of hidden and of the context
   int act_row;     // the same of mlp.act: the whole row of one token, a slice of each of several tokens
@@ -152,13 +159,12 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
-  // The partial results of the heads that a block merges.
-  const int merged_floats = merged_heads(p) * p.attention_splits * partial_floats(d.head_dim);
+  l.merged_floats = merged_partials(p) * partial_floats(d.head_dim);
   // A block has a slot of the inbox for each key split that it merges in a layer.
   const int block_splits = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
-  l.inbox_bytes = p.cluster_merge ? block_splits * merged_floats * int(sizeof(Tagged)) : 0;
+  l.inbox_bytes = p.cluster_merge ? block_splits * l.merged_floats * int(sizeof(Tagged)) : 0;
   const int values_bytes = kProductWarps * p.share_heads * values_stride(d.head_dim, p.share_heads) * 4,
-            gathered_bytes = p.attention_splits > 1 ? merged_floats * 4 : 0;
+            gathered_bytes = p.attention_splits > 1 ? l.merged_floats * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = place((2 * p.stages + kSignals) * 8);

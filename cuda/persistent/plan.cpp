@@ -20,6 +20,8 @@ constexpr int kBytesInFlight = 60 << 10;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
 constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
+/// Fewer keys than these are not split: to merge splits takes longer than to attend to the keys.
+constexpr int kSplitKeys = 128, kMaxSplitKeys = 4096;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
 /// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 3;
@@ -100,6 +102,8 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   const int most_splits = std::min({32, p.grid, gathered_bytes / (partial_floats(d.head_dim) * 4)});
   p.attention_splits = std::clamp(p.grid / (d.batch * p.shares), 1, most_splits);
   CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
+  p.split_keys = kSplitKeys;
+  CF_TRY(choose("split_keys", choices.split_keys, 1, kMaxSplitKeys, p.split_keys));
   p.cluster_merge = choices.cluster_merge;
   if (!p.cluster_merge) return {};
   if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
@@ -248,7 +252,7 @@ std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
          text(p.stages_in_flight) + " in flight, " + (p.narrow_columns ? "row products" : "tile products") + ", " +
-         text(p.attention_splits) + " splits of " +
+         text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
          " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +

@@ -104,7 +104,8 @@ struct PersistentPlan {
                      // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim
   int group_shares;  // shares of a group: these have the same keys
   int shares;        // of a token's query heads
-  int attention_splits;  // parts that the keys of a share are split into
+  int attention_splits;  // parts that the keys of a share are split into, at most
+  int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
   bool lent_mlp_x;       // attention has the place of the MLP's tokens, which is free until the context is complete
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
@@ -121,6 +122,7 @@ struct PersistentChoices {
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
+  std::optional<int> split_keys = {};        // 1 to 4096
   bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };

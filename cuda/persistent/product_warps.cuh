@@ -428,6 +428,7 @@ class ProductWarps {
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
       const KeySplit split(c, item, block.token);
+      if (!split.is_used()) continue;
       if (!prepare(split)) return false;
       Tile tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps

@@ -8,7 +8,8 @@ namespace cf::cuda {
 
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b) {
   const auto order = [](const PersistentPlan& p) {
-    return std::tuple(p.narrow_columns, p.hidden_slices, p.context_slices, p.act_slices, p.attention_splits);
+    return std::tuple(p.narrow_columns, p.hidden_slices, p.context_slices, p.act_slices, p.attention_splits,
+                      p.split_keys);
   };
   return order(a) == order(b);
 }
@@ -37,6 +38,8 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
   if (plan.narrow_columns) add("products", "tiles, as with several tokens", {.tile_products = true});
   for (int splits : {1, 2, 4})
     if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits});
+  for (int keys : {1, 32, 64, 256, 512})
+    if (plan.attention_splits > 1) add("keys a split", text(keys) + " or more", {.split_keys = keys});
   for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)
     add("attention merge", text(splits) + " splits, in a cluster's shared memory",
         {.attention_splits = splits, .cluster_merge = true});

@@ -127,8 +127,9 @@ TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 ha
 
 namespace {
 
-/// Every tap of a layer, and what it appends to the cache, against the double oracle.
-void check_taps(const HostLayers& host, int kv_len, Plans plans, const cuda::PersistentChoices& choices = {}) {
+/// Every tap of a layer, and what it appends to the cache, against the double oracle. Few keys have several splits too.
+void check_taps(const HostLayers& host, int kv_len, Plans plans, cuda::PersistentChoices choices = {}) {
+  if (!choices.split_keys) choices.split_keys = 16;
   const ModelConfig& m = host.config;
   const std::int64_t batch = host.load.batch, capacity = host.load.capacity;
   const cuda::Context c = planned(plans);
@@ -258,6 +259,9 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     };
     // The newest key ends a tile, and begins one, a split's first one.
     for (int kv_len : {16, 17, 33, 512, 513}) check(one, kv_len, {});
+    // As many splits as a plan has, and as its keys fill; some of these have no keys.
+    for (int split_keys : {1, 48, 128})
+      for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {.split_keys = split_keys});
     // Few splits have several tiles a warp and several stages; a block then merges several heads of a share.
     for (int splits : {1, 2, 3})
       for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
@@ -266,6 +270,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     // A block has several key splits, or several sequences have.
     check(one, 97, {.blocks = 12, .attention_splits = 7});
     check(three, 97, {.blocks = 12, .attention_splits = 4});
+    check(three, 97, {.blocks = 12, .split_keys = 32});
   }
 }
 

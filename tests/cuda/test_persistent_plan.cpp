@@ -65,14 +65,18 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   if ((p.lent_mlp_x ? l.inbox : l.warp_values) - l.new_token < new_token_bytes) return "new token";
   if (l.gathered - l.warp_values < kProductWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
   // Every head of a share is merged by one split's block, which has a place for each that it merges.
-  int merged = 0, most = 0;
-  for (int split = 0; split < p.attention_splits; ++split) {
-    int own = 0;
-    for (int of = split; of < heads; of += p.attention_splits) ++own;
-    merged += own, most = std::max(most, own);
+  int most = 0;
+  for (int splits = 1; splits <= p.attention_splits; ++splits) {
+    int merged = 0;
+    for (int split = 0; split < splits; ++split) {
+      int own = 0;
+      for (int of = split; of < heads; of += splits) ++own;
+      merged += own, most = std::max(most, own * splits);
+    }
+    if (merged != heads) return "merged heads";
   }
-  if (merged != heads || most != merged_heads(p)) return "merged heads";
-  const int partials = p.attention_splits > 1 ? most * p.attention_splits * floats : 0;
+  if (most != merged_partials(p) || l.merged_floats != most * floats) return "merged partial results";
+  const int partials = p.attention_splits > 1 ? most * floats : 0;
   if ((p.lent_mlp_x ? l.residual : l.inbox) - l.gathered < partials * 4) return "gathered partial results";
   const int items = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
   if (l.moments - l.inbox < (p.cluster_merge ? items * partials * int(sizeof(Tagged)) : 0)) return "inbox";
@@ -186,7 +190,8 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
         REQUIRE(plan);
         CHECK(fault(arch, m, 1, *plan) == "");
         CHECK(plans.insert(to_string(*plan)).second);
-        const bool sums_alike = plan->attention_splits == own->attention_splits && !v.choices.tile_products;
+        const bool sums_alike =
+            plan->attention_splits == own->attention_splits && !v.choices.split_keys && !v.choices.tile_products;
         if (!sums_alike) CHECK(!same_bits(*plan, *own));
         // A choice that leaves less or more shared memory to the slices may change them where there is little.
         const bool leaves_slices = v.choice == "none" || v.choices.stages || v.choices.stages_in_flight;
@@ -215,6 +220,7 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
   CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
   CHECK(refused({.blocks = 3, .attention_splits = 4}, {"attention_splits must be 1 to 3, got 4"}) == "");
+  CHECK(refused({.split_keys = 0}, {"split_keys must be 1 to 4096, got 0"}) == "");
   CHECK(refused({.attention_splits = 1, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 1"}) == "");
   CHECK(refused({.attention_splits = 9, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 9"}) == "");
   CHECK(refused({.blocks = 130, .cluster_merge = true}, {"in clusters of 4, got 130"}) == "");
