@@ -235,11 +235,13 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   if (tokens != batch)
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
-  CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, options.choices, kernels));
+  const std::int64_t capacity = layers[0].cache.k.shape[2];
+  PersistentChoices choices = options.choices;
+  if (!choices.shares_keys) choices.shares_keys = capacity > kUnsharedEntries;
+  CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, choices, kernels));
 
   const PersistentDims dims = persistent_dims(model, batch);
   const ViewCheck check(context, model, dims);
-  const std::int64_t capacity = layers[0].cache.k.shape[2];
   CF_TRY(check.sequences(sequences));
   CF_TRY(check.rope(rope));
   std::vector<LayerPointers> pointers;

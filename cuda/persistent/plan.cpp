@@ -78,7 +78,7 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-/// PersistentPlan::share_heads
+/// PersistentPlan::share_heads where heads share keys
 int share_heads(const PersistentDims& d) {
   if (d.head_dim > kMaxShareHeadDim) return 1;
   int heads = std::min(d.group, kMaxShareHeads);
@@ -94,7 +94,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
-  p.share_heads = share_heads(d);
+  p.share_heads = choices.shares_keys.value_or(true) ? share_heads(d) : 1;
   p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;
   const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;

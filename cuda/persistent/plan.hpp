@@ -75,6 +75,9 @@ inline constexpr int kTileKeys = 16;
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
+/// In caches of up to so many entries PersistentKernel::create() lets each query head load its keys itself. On an H200
+/// Llama's layers are 2 to 5 % slower at kv_len 128 and 512 where heads share keys, and 2 to 5 % faster at 2048.
+inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
 /// slices of its own length.
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
@@ -98,12 +101,12 @@ struct PersistentPlan {
   int bytes_in_flight;  // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
-  int up_eighths;    // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: the largest divisor
-                     // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim
-  int group_shares;  // shares of a group: these have the same keys
-  int shares;        // of a token's query heads
+  int up_eighths;   // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor
+      // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim and where keys are not shared
+  int group_shares;      // shares of a group: these have the same keys
+  int shares;            // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into, at most
   int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
@@ -123,6 +126,7 @@ struct PersistentChoices {
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
   std::optional<int> split_keys = {};        // 1 to 4096
+  std::optional<bool> shares_keys = {};      // whether the query heads of a group share its keys, as far as they can
   bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
