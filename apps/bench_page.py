@@ -27,8 +27,9 @@ from console import Refusal
 
 BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
-LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b")  # in the headline, and with peers
-OTHER_FAMILIES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-2-7b", "llama-2.8b-shape", "qwen2.5-7b")
+# In the headline, and with peers.
+LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b")
+OTHER_FAMILIES = (*LLAMAS, "llama-2.8b-shape", "llama-3.1-8b-gptq")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 
 
@@ -313,7 +314,8 @@ def other_families(figures):
     rows, sources = [], []
     for name in OTHER_FAMILIES:
         if report := figures[f"model-{name}"]:
-            about = {"model": report["model"], "dtype": report["activation_dtype"]}
+            dtype = report["activation_dtype"] + (", int4 weights" if name.endswith("-gptq") else "")
+            about = {"model": report["model"], "dtype": dtype}
             rows += [about | r for r in report["results"]]
             sources.append(f"- {what_ran(report)}. {figures.source(f'model-{name}')}")
     return [*model_table(rows), "", *sources, ""] if rows else []

@@ -803,21 +803,25 @@ class Page(Files):
         for model, dtype in (("qwen2.5-7b", "bfloat16"), ("llama-2.8b-shape", "float16"), ("llama-2-7b", "float16")):
             named = report | {"model": model, "activation_dtype": dtype}
             self.write(f"model-{model}.json", json.dumps(named))
+        self.write("model-llama-3.1-8b-gptq.json", json.dumps(report | {"model": "llama-3.1-8b",
+                                                                        "activation_dtype": "bfloat16"}))  # fmt: skip
         rest = " | 512 | 32 | 1 | 3.00 | 1.50 | 1.62 | 612.3 | 85 % |"
         lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertEqual(lines[2:6], [
+        self.assertEqual(lines[2:7], [
             "| llama-2-7b | float16 | graph" + rest,
-            "| llama-2.8b-shape | float16 | graph" + rest,
             "| qwen2.5-7b | bfloat16 | graph" + rest,
+            "| llama-2.8b-shape | float16 | graph" + rest,
+            "| llama-3.1-8b | bfloat16, int4 weights | graph" + rest,
             "",
         ])  # fmt: skip
-        self.assertEqual(len(lines), 9)
-        self.assertEqual(lines[-1], "- qwen2.5-7b on a GPU, procedural weights, seed 0. [`model-qwen2.5-7b.json`]"
-                                    "(model-qwen2.5-7b.json), commit abc: `cf-model bench`")  # fmt: skip
+        self.assertEqual(len(lines), 11)
+        self.assertEqual(lines[8], "- qwen2.5-7b on a GPU, procedural weights, seed 0. [`model-qwen2.5-7b.json`]"
+                                   "(model-qwen2.5-7b.json), commit abc: `cf-model bench`")  # fmt: skip
         found = bench_page.headline(bench_page.Figures(directory))
         self.assertEqual(len(found), len(headline))
         self.assertIn("| llama-2-7b | - | - | - | 1.500 (85 %) | - | - |", found)
-        self.assertFalse([row for row in found if "shape" in row or "qwen" in row], "rows of README's")
+        self.assertIn("| qwen2.5-7b | - | - | - | 1.500 (85 %) | - | - |", found)
+        self.assertFalse([row for row in found if "shape" in row], "rows of README's")
 
     def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
         directory = self.recorded()
