@@ -18,7 +18,7 @@
 // attention  cached keys and values:     RoPE and the append of the  product warps, for q, k, v  partial results:
 //            4 h (n - 1) b               newest key, attention over  of one head: 12 d, 960 B    8 (d + 2) a key split
 //            1.3 MB at n 128,            the block's key splits;     helper warps of split 0,    656 B
-//            10.2 KB a split of 32 keys  helper warps: the merge     for the head's others       context: 4 h b
+//            41 KB a split of 128 keys   helper warps: the merge     for the head's others       context: 4 h b
 //                                                                                                10.2 KB
 // up_rest    W_up, the other rows        the block's other rows of   nobody                      mlp.act of these rows
 //            33.5 MB, 254 KB a block     mlp.act                                                 26.2 KB
@@ -32,11 +32,12 @@
 // With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
 // g heads of k and v W_qkv has (heads + 2 g) d rows. Where the heads do not make up h, W_dense has heads d columns.
 //
-// Query heads that have the same keys and values make up shares of up to eight heads, and a key split is one of a
-// share: the ring brings its keys and values once, and the product warps attend to each tile of them with all heads of
-// the share. They wait for 4 (s + 2) d bytes of q, k and v, with s heads a share. Each block of a share's splits merges
-// every splits-th head of the share, beginning with its split's own number. A lone head has code of its own, which
-// brings its query to all rows of the tensor cores.
+// Keys that are too few for several splits have no partial results: the split's own block makes the context. In caches
+// of more than kUnsharedEntries entries query heads that have the same keys and values make up shares of up to eight
+// heads, and a key split is one of a share: the ring brings its keys and values once, and the product warps attend to
+// each tile of them with all heads of the share. They wait for 4 (s + 2) d bytes of q, k and v, with s heads a share.
+// Each block of a share's splits merges every splits-th head of the share, beginning with its split's own number. A
+// lone head has code of its own, which brings its query to all rows of the tensor cores.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds

@@ -97,8 +97,8 @@ CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_di
 CF_HD constexpr int values_stride(int head_dim, int share_heads) {
   return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);
 }
-/// Partial results that one block merges of a share, at most: where keys have n splits, the block of split s merges heads
-/// s, s + n and so on, of n partial results each.
+/// Partial results that one block merges of a share, at most: where keys have n splits, the block of split s merges
+/// heads s, s + n and so on, of n partial results each.
 constexpr int merged_partials(const PersistentPlan& p) {
   int most = 0;
   for (int splits = 1; splits <= p.attention_splits; ++splits) {
