@@ -117,10 +117,10 @@ class HelperWarps {
     const int at = merger(of, split.splits);
     return split.split == at ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, at);
   }
-  /// Merges the partial results of the block's warps. Where keys are split, each block of a share's splits sends those
-  /// of a head to the block that merges the head, then merges those of its own heads from all splits. What a key split
-  /// sends waits for key splits of lower numbers alone, since a share has no more splits than there are blocks: so no
-  /// two blocks wait for each other forever.
+  /// Merges the partial results of the block's warps. Where a share's keys have several splits, each split's block
+  /// first sends its partial result of a head to the block that merges this head. It then merges its own heads, from
+  /// the partial results of all splits. A share has no more splits than there are blocks, so that a block has one of
+  /// them at most: no two blocks wait for each other forever.
   __device__ bool merge(const KeySplit& split, int item) {
     const int head_dim = c.dims.head_dim, splits = split.splits, floats = partial_floats(head_dim),
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;

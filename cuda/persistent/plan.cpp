@@ -78,7 +78,7 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-/// PersistentPlan::share_heads where heads share keys
+/// The value of PersistentPlan::share_heads where heads share keys.
 int share_heads(const PersistentDims& d) {
   if (d.head_dim > kMaxShareHeadDim) return 1;
   int heads = std::min(d.group, kMaxShareHeads);

@@ -264,7 +264,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     // As many splits as a plan has, and as its keys fill; some of these have no keys.
     for (int split_keys : {1, 48, 128})
       for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {.split_keys = split_keys});
-    // Few splits have several tiles a warp and several stages; a block then merges several heads of a share.
+    // With few splits a warp has several tiles, a split several stages, and a block merges several heads of a share.
     for (int splits : {1, 2, 3})
       for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
     check(one, 97, {.attention_splits = 4, .cluster_merge = true});

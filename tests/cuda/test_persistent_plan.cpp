@@ -48,7 +48,7 @@ std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
   return fits(p.head_rows, p.hidden_slices, false) ? "" : "head";
 }
 
-/// What attention keeps in shared memory and has no room for there, or nothing.
+/// The first part of attention for which shared memory has no room; empty where there is room for all.
 std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l,
                             bool parallel_residual) {
   const int heads = p.share_heads, floats = partial_floats(d.head_dim);
