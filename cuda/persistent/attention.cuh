@@ -29,7 +29,7 @@ struct KeySplit {
 
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
-    // Divisions of unsigned numbers are fewer instructions.
+    // Unsigned divisions take fewer instructions than signed ones.
     const unsigned most = unsigned(c.plan.attention_splits), shares = unsigned(c.plan.shares);
     const unsigned of_all = unsigned(item) / most;  // the share's number among those of all sequences
     split = int(unsigned(item) % most);
@@ -103,8 +103,8 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 /// repeat rows 0 to 7; their scores are not used.
 ///
 /// Of a lone head all rows are its query, and all groups of four lanes hold the same weights: even columns are the
-/// weights rounded to T, odd columns the remainders. With Grouped row g and column g are of query g of the share, or of
-/// its last one, and a product of the remainders follows that of the rounded weights.
+/// weights rounded to T, odd columns the remainders. With Grouped row g and column g belong to query g of the share;
+/// rows and columns beyond its queries repeat the last one. The remainders have a product of their own.
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;

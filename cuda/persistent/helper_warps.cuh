@@ -119,8 +119,9 @@ class HelperWarps {
   }
   /// Merges the partial results of the block's warps. Where a share's keys have several splits, each split's block
   /// first sends its partial result of a head to the block that merges this head. It then merges its own heads, from
-  /// the partial results of all splits. A share has no more splits than there are blocks, so that a block has one of
-  /// them at most: no two blocks wait for each other forever.
+  /// the partial results of all splits. Blocks take key splits in the order of their numbers, and a block has at most
+  /// one split of a share, since there are no more splits than blocks. So a split waits for splits of its own share and
+  /// of earlier shares alone: no two blocks wait for each other forever.
   __device__ bool merge(const KeySplit& split, int item) {
     const int head_dim = c.dims.head_dim, splits = split.splits, floats = partial_floats(head_dim),
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;

@@ -236,8 +236,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
-  PersistentChoices choices = options.choices;
-  if (!choices.shares_keys) choices.shares_keys = capacity > kUnsharedEntries;
+  const PersistentChoices choices = for_capacity(options.choices, capacity);
   CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, choices, kernels));
 
   const PersistentDims dims = persistent_dims(model, batch);

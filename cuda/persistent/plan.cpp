@@ -127,8 +127,8 @@ class Slicing {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
-  /// Prefers the row product of one token, with slices of one length, the longest first, then with slices of any
-  /// length; then the tile product with shared norms, then without. False where no ring of kMinStages fits.
+  /// Tries one token's row product first: with slices of one length, the longest first, then with slices of any length.
+  /// Tries the tile product then: with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
     if (d_.batch == 1 && !tile_products_)
       for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})

@@ -75,8 +75,8 @@ inline constexpr int kTileKeys = 16;
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
-/// In caches of up to so many entries PersistentKernel::create() lets each query head load its keys itself. On an H200
-/// Llama's layers are 2 to 5 % slower at kv_len 128 and 512 where heads share keys, and 2 to 5 % faster at 2048.
+/// In caches of up to so many entries each query head loads its keys itself. On an H200 Llama's layers are 2 to 5 %
+/// slower at kv_len 128 and 512 where heads share keys, and 2 to 5 % faster at 2048.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
 /// slices of its own length.
@@ -130,6 +130,14 @@ struct PersistentChoices {
   bool tile_products = false;                // for one token too
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
+
+/// The choices for caches of `capacity` entries: heads share keys in those of more than kUnsharedEntries, unless
+/// shares_keys is chosen already. By the capacity and not by kv_len, so that bits do not depend on how launches are
+/// cut.
+inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t capacity) {
+  if (!choices.shares_keys) choices.shares_keys = capacity > kUnsharedEntries;
+  return choices;
+}
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
 /// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and

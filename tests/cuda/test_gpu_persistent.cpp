@@ -246,7 +246,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
   for (const Heads& h :
        {Heads{16, 8, 64, 2}, Heads{24, 8, 64, 3}, Heads{7, 1, 80, 7}, Heads{21, 3, 64, 7}, Heads{8, 1, 128, 8},
         Heads{32, 2, 64, 8}, Heads{12, 1, 128, 6}, Heads{11, 1, 64, 1}, Heads{2, 1, 256, 1}}) {
-    // Row products where there are columns enough for them.
+    // From 1024 columns on a plan takes row products.
     const std::int64_t columns = h.heads * h.head_dim, hidden = columns < 1024 ? 256 : columns;
     ModelConfig m = gated_model_of(ModelType::llama, h.heads, h.kv_heads, h.head_dim, hidden, hidden);
     m.dtype = dtype;
@@ -261,7 +261,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     };
     // The newest key ends a tile, and begins one, a split's first one.
     for (int kv_len : {16, 17, 33, 512, 513}) check(one, kv_len, {});
-    // As many splits as a plan has, and as its keys fill; some of these have no keys.
+    // With split_keys 1 there are as many splits as the plan allows, and some of them have no keys.
     for (int split_keys : {1, 48, 128})
       for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {.split_keys = split_keys});
     // With few splits a warp has several tiles, a split several stages, and a block merges several heads of a share.

@@ -202,6 +202,19 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
     }
 }
 
+TEST_CASE("persistent: heads share keys in long caches alone, unless they are told to") {
+  const ModelConfig m = gated_model_of(ModelType::llama, 8, 2, 64, 512, 1024);
+  const auto heads = [&](std::int64_t capacity, const PersistentChoices& choices = {}) {
+    const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), 1, for_capacity(choices, capacity));
+    REQUIRE(plan);
+    return plan->share_heads;
+  };
+  CHECK(heads(2048) == 1);
+  CHECK(heads(2049) == 4);
+  CHECK(heads(2048, {.shares_keys = true}) == 4);
+  CHECK(heads(131072, {.shares_keys = false}) == 1);
+}
+
 TEST_CASE("persistent: choices that cannot be are refused by name") {
   const auto m = find_preset("pythia-2.8b");
   REQUIRE(m);
