@@ -53,8 +53,14 @@ struct LayerDeals {
     of[int(Weight::down)] = of[int(Weight::dense)];
     of[kHeadMatrix] = {vocab_size / grid, vocab_size % grid, 0, 1};
   }
-  /// The block with which a layer's first deal begins. A division: kernels ask for it once a layer.
+  /// The block with which a layer's first deal begins. A division: kernels ask for it once a launch.
   CF_HD constexpr int start(int layer) const { return layer * rest % grid; }
+  /// The same of the layer behind one whose deals begin with block `start`, without a division.
+  CF_HD constexpr int next_start(int start) const {
+    start += rest;
+    while (start >= grid) start -= grid;
+    return start;
+  }
   /// A block's rows of a matrix, an index of `of`. The layer begins with block `start`; so does the LM head.
   CF_HD constexpr Deal deal(int matrix, int start, int block) const {
     const DealtRows rows = of[matrix];

@@ -107,8 +107,12 @@ struct Sums {
     const auto all = [](auto x) { return ((x(0) + x(1)) + (x(2) + x(3))) + ((x(4) + x(5)) + (x(6) + x(7))); };
     if constexpr (Tiles) return all([&](int e) { return *of_warp(e, i, token); });
     float sum = 0;
-#pragma unroll 1
-    for (int s = 0; s < slices; ++s) sum += all([x = of_slice(i, s)](int e) { return x[e]; });
+    const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
+#pragma unroll 4
+    for (int s = 0; s < slices; ++s) {
+      const float4 a = quads[2 * s], b = quads[2 * s + 1];
+      sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+    }
     return sum;
   }
 };

@@ -29,8 +29,8 @@ class ProductWarps {
 
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
+    start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
-    start = c.deals.start(layer);
     const PhaseOrder phases = c.phases_of(layer);
 #pragma unroll 1
     for (int step = 0; step < phases.count; ++step) {
@@ -41,11 +41,15 @@ class ProductWarps {
         if (!attend()) return false;
         continue;
       }
-      if (!prepare(phase)) return false;
+      // What needs no activations comes before the wait for them.
       const int parts = Product::parts(c, phase, start);
+      Work work(*this, phase, 0);
+      if (!prepare(phase)) return false;
 #pragma unroll 1
-      for (int part = 0; part < parts; ++part)
-        if (!multiply(phase, part)) return false;
+      for (int part = 0; part < parts; ++part) {
+        if (part > 0) work = Work(*this, phase, part);
+        if (!multiply(phase, work)) return false;
+      }
     }
     return true;
   }
@@ -161,27 +165,48 @@ class ProductWarps {
     return block.sync_unless_stopped();
   }
 
+  /// The block's part of a product, and the thread's part of its epilogue. A worker is a thread that finishes elements.
+  /// An element is one token's value in one row, or in a pair of rows. Where a warp owns rows, one from each of its
+  /// stages, its lanes are the workers of these rows. Otherwise all threads are the workers of all rows.
+  struct Work {
+    Product product;
+    Sums<Tiles> sums;
+    bool own_rows;
+    int first_row, row_step, worker, elements;
+    Addends addends;  // of the thread's first element: they are loaded while the product runs
+
+    __device__ Work(const ProductWarps& of, Phase phase, int part)
+        : product(of.c, phase, of.start, part),
+          sums(of.block, product, thread_index() / 32),
+          own_rows(sums.warps_own_rows(product)),
+          addends{} {
+      const int thread = thread_index(), warp = thread / 32;
+      first_row =
+          own_rows ? (warp / kStageSlices + of.ring_stages) % 2 * kStageSlices + warp % kStageSlices : 0;
+      row_step = own_rows ? 2 * kStageSlices : product.together();
+      worker = own_rows ? thread % 32 : thread;
+      elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
+                           : product.elements()) *
+                 of.c.dims.batch;
+      if (worker < elements) addends = of.load_addends(phase, product, token(of.c, worker), row(of.c, worker));
+    }
+    __device__ static int place(const PersistentArguments& c, int element) {
+      return Tiles ? element / c.dims.batch : element;
+    }
+    __device__ static int token(const PersistentArguments& c, int element) {
+      return Tiles ? element % c.dims.batch : 0;
+    }
+    __device__ int row(const PersistentArguments& c, int element) const {
+      return first_row + place(c, element) * row_step;
+    }
+  };
   /// The phase's product and its epilogue. A warp that owns whole rows finishes them itself. Where rows are sliced, all
   /// product warps first wait for each other.
-  __device__ bool multiply(Phase phase, int part) {
-    const Product product(c, phase, start, part);
-    const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
-    const Sums<Tiles> sums(block, product, warp);
-    const bool own_rows = sums.warps_own_rows(product);
-    // A worker is a thread that finishes elements. An element is one token's value in one row, or in a pair of rows.
-    // Where a warp owns rows, one from each of its stages, its lanes are the workers of these rows. Otherwise all
-    // threads are the workers of all rows.
-    const int first_row = own_rows ? (warp / kStageSlices + ring_stages) % 2 * kStageSlices + unit : 0;
-    const int row_step = own_rows ? 2 * kStageSlices : product.together(), worker = own_rows ? lane : thread;
-    const int elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
-                                   : product.elements()) *
-                         c.dims.batch;
-    const auto place_of = [&](int element) { return Tiles ? element / c.dims.batch : element; };
-    const auto token_of = [&](int element) { return Tiles ? element % c.dims.batch : 0; };
-    const auto row_of = [&](int element) { return first_row + place_of(element) * row_step; };
-    // The first element's addends are loaded while the product runs.
-    Addends addends{};
-    if (worker < elements) addends = load_addends(phase, product, token_of(worker), row_of(worker));
+  __device__ bool multiply(Phase phase, const Work& work) {
+    const Product& product = work.product;
+    const Sums<Tiles>& sums = work.sums;
+    const bool own_rows = work.own_rows;
+    Addends addends = work.addends;
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
     // With one token mlp.act arrives whole, with several tokens slice by slice.
@@ -215,10 +240,10 @@ class ProductWarps {
       block.sync();
     std::uint64_t best = 0;  // of one token's elements
 #pragma unroll 1
-    for (int i = worker; i < elements; i += own_rows ? 32 : kProductThreads) {
-      const int token = token_of(i), row = row_of(i);
-      if (i > worker) addends = load_addends(phase, product, token, row);
-      float v = sums.total(own_rows ? place_of(i) : row, token) + to_float(T{addends.bias});
+    for (int i = work.worker; i < work.elements; i += own_rows ? 32 : kProductThreads) {
+      const int token = work.token(c, i), row = work.row(c, i);
+      if (i > work.worker) addends = load_addends(phase, product, token, row);
+      float v = sums.total(own_rows ? work.place(c, i) : row, token) + to_float(T{addends.bias});
       int column = product.row(row);
       if (product.gated) {
         v = silu(v) * (sums.total(row + 1, token) + addends.up_bias());
@@ -233,14 +258,14 @@ class ProductWarps {
     }
     if (phase == Phase::head && !Tiles) {
       best = warp_max(best);
-      if (lane == 0) keep(0, best);
+      if (thread_index() % 32 == 0) keep(0, best);
     }
     if (Tiles && phase == Phase::up_rest)
       publish_done(block, c.act_done + blockIdx.x, block.tag(layer, Dependency::mlp_act));
     else if (own_rows)
       __syncwarp();
-    else
-      block.sync();
+    else if (Tiles || !is_down || phase != c.phases.final_phase())
+      block.sync();  // behind a layer's last product the norms have a barrier
     return true;
   }
 
