@@ -92,7 +92,7 @@ __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowP
     for (int e = 0; e < kVec; ++e) sum += row.x[p][e];
   });
   if (block.c.rms_norm) sum = 0;
-  state.mean = state.count > 0 ? sum / state.count : 0;
+  state.mean = state.count > 0 ? __fdividef(sum, state.count) : 0;
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int) {
 #pragma unroll
     for (int e = 0; e < kVec; ++e) state.m2 += (row.x[p][e] - state.mean) * (row.x[p][e] - state.mean);
@@ -100,7 +100,7 @@ __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowP
 #pragma unroll
   for (int p = 0; p < Pieces; ++p)
     warp.count += float(kVec * min(max(vectors - (p * of.threads() + of.thread() / 32 * 32), 0), 32));
-  warp.mean = warp.count > 0 ? warp_sum(sum) / warp.count : 0;
+  warp.mean = warp.count > 0 ? __fdividef(warp_sum(sum), warp.count) : 0;
   warp.m2 = warp_sum(state.m2_about(warp.mean));
   Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kProductWarps;
   if (of.thread() % 32 == 0) states[thread_index() / 32] = warp;

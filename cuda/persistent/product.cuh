@@ -104,14 +104,18 @@ struct Sums {
   /// Of a tile product: a warp's partial sum of row i and a token.
   __device__ float* of_warp(int warp, int i, int token) const { return data + (warp * rows + i) * batch + token; }
   __device__ float total(int i, int token) const {
-    const auto all = [](auto x) { return ((x(0) + x(1)) + (x(2) + x(3))) + ((x(4) + x(5)) + (x(6) + x(7))); };
-    if constexpr (Tiles) return all([&](int e) { return *of_warp(e, i, token); });
     float sum = 0;
-    const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
+    if constexpr (Tiles) {
+      const auto of = [&](int warp) { return *of_warp(warp, i, token); };
+      sum = ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
+    } else {
+      // Other blocks wait for a layer's last rows: the sums come in few accesses, of several slices at once.
+      const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
 #pragma unroll 4
-    for (int s = 0; s < slices; ++s) {
-      const float4 a = quads[2 * s], b = quads[2 * s + 1];
-      sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+      for (int s = 0; s < slices; ++s) {
+        const float4 a = quads[2 * s], b = quads[2 * s + 1];
+        sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+      }
     }
     return sum;
   }

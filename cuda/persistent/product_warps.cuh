@@ -181,8 +181,7 @@ class ProductWarps {
           own_rows(sums.warps_own_rows(product)),
           addends{} {
       const int thread = thread_index(), warp = thread / 32;
-      first_row =
-          own_rows ? (warp / kStageSlices + of.ring_stages) % 2 * kStageSlices + warp % kStageSlices : 0;
+      first_row = own_rows ? (warp / kStageSlices + of.ring_stages) % 2 * kStageSlices + warp % kStageSlices : 0;
       row_step = own_rows ? 2 * kStageSlices : product.together();
       worker = own_rows ? thread % 32 : thread;
       elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)

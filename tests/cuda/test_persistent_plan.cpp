@@ -425,6 +425,7 @@ TEST_CASE("persistent: rows are dealt once each, and as evenly as can be") {
                            s.grid);
     std::vector<long> read(std::size_t(s.grid));
     constexpr int layers = 40;
+    for (int layer = 0; layer < layers; ++layer) CHECK(deals.next_start(deals.start(layer)) == deals.start(layer + 1));
     for (int layer = 0; layer < layers; ++layer)
       for (const auto& [of, rows, columns] : {std::tuple<Weight, int, int>{Weight::qkv, s.qkv, s.hidden},
                                               {Weight::up, s.intermediate * s.rows_of_act, s.hidden},
