@@ -434,7 +434,10 @@ class ProductWarps {
       return head_dim <= 80 ? attend<5>() : head_dim <= 128 ? attend<8>() : attend<16>();
   }
   /// The lane, as a tile of attention takes it. Where registers are left, they hold what a tile computes from it.
-  static __device__ int tile_lane() { return (Grouped || Tiles ? thread_index() : int(threadIdx.x)) % 32; }
+  static __device__ int tile_lane() {
+    constexpr bool computes_anew = Grouped || Tiles || std::is_same_v<T, bf16>;
+    return (computes_anew ? thread_index() : int(threadIdx.x)) % 32;
+  }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
       return prepare_share<T>(block, split, layer);
