@@ -587,7 +587,7 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 4);
   const ModelConfig m = small_model(DType::f16, 3, kind);
-  const ModelNames& names = names_of(m.spec());
+  const ModelNames names = names_of(m.spec());
   const Workload load{.batch = batch, .capacity = 20};
   const HostLayers host(m, load);
   const cuda::Context c = planned(plans);
