@@ -676,6 +676,23 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
+    def test_a_timeline_has_each_event_of_both_kernels(self):
+        events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
+                  {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
+        directory = os.path.dirname(self.write("timeline-pythia-2.8b.json", json.dumps({
+            "gpu": "a GPU", "commits": ["abc", "def"], "command": "cf-layer", "method": "Stamps.",
+            "models": [{"model": "pythia-2.8b", "kv_len": 128, "events": events}]})))  # fmt: skip
+        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
+            "| us from where a block begins the layer, kv_len 128 | commit abc | commit def |",
+            "|---|---:|---:|",
+            "| qkv: its product is done | 10.2 | 9.9 |",
+            "| layer: the next layer begins | 40.3 | 39.4 |",
+            "",
+            "`cf-layer`, a GPU. Stamps.",
+        ])  # fmt: skip
+        os.remove(os.path.join(directory, "timeline-pythia-2.8b.json"))
+        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), ["Not recorded."])
+
     def test_growth_is_a_line_with_its_largest_residual(self):
         lines = plot_bench.tables(self.write("r.json", json.dumps(GROWTH)))
         self.assertEqual([line for line in lines if "us a" in line], [
