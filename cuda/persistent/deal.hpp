@@ -53,7 +53,7 @@ struct LayerDeals {
     of[int(Weight::down)] = of[int(Weight::dense)];
     of[kHeadMatrix] = {vocab_size / grid, vocab_size % grid, 0, 1};
   }
-  /// The block with which a layer's first deal begins. A division: kernels ask for it once a launch.
+  /// The block with which a layer's first deal begins. A division: product warps ask for it once a launch.
   CF_HD constexpr int start(int layer) const { return layer * rest % grid; }
   /// The same of the layer behind one whose deals begin with block `start`, without a division.
   CF_HD constexpr int next_start(int start) const {
