@@ -56,7 +56,7 @@ __device__ inline int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
 __device__ inline int thread_index() {
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  __builtin_assume(i >= 0 && i < 1024);  // divisions by powers of two are shifts
+  __builtin_assume(i >= 0 && i < 1024);  // the compiler then divides by powers of two with a shift
   return i;
 }
 

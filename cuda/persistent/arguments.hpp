@@ -47,7 +47,7 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
   return std::uint64_t(serial) << 32 | std::uint32_t(id);
 }
 
-/// How the rows of a product lie in slices. 16 bytes, so that a kernel reads an entry of a table in one access.
+/// How a product's rows are cut into slices. The struct has 16 bytes: a kernel reads it in one access.
 struct alignas(16) ProductShape {
   int columns, slice_columns;
   std::int16_t slices;

@@ -97,14 +97,16 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 /// `Blocks` blocks hold the largest head_dim of the instantiation, and what lies beyond head_dim is left out. Below
 /// g = lane / 4 and t = lane % 4.
 ///
-/// The scores' product has queries as rows and keys as columns, the values' product elements as rows and queries as
-/// columns. mma() leaves the scores of row g and of keys 2t, 2t + 1, 2t + 8 and 2t + 9 in the lane, and it wants there
-/// the weights of column g and of these same keys. So a weight stays where its score was. Rows 8 to 15 of the queries
-/// repeat rows 0 to 7; their scores are not used.
+/// The first product, Q K^T, makes scores: its rows are queries and its columns keys. The second product, V^T P^T,
+/// makes sums: its rows are elements of a value and its columns queries. After the first product a lane holds the
+/// scores of row g for keys 2t, 2t + 1, 2t + 8 and 2t + 9. For the second product it needs the weights of column g for
+/// the same keys. So each weight is computed in the lane that needs it. Rows 8 to 15 of Q repeat rows 0 to 7, and their
+/// scores are not used.
 ///
-/// Of a lone head all rows are its query, and all groups of four lanes hold the same weights: even columns are the
-/// weights rounded to T, odd columns the remainders. With Grouped row g and column g belong to query g of the share;
-/// rows and columns beyond its queries repeat the last one. The remainders have a product of their own.
+/// A weight is the sum of two elements of T: the weight rounded to T, and the remainder. Without Grouped all rows of Q
+/// are the one query. Even columns of the second product are then the rounded weights, odd columns the remainders. With
+/// Grouped row g and column g are query g of the share. Rows and columns beyond the share's queries repeat its last
+/// query. A third product adds the remainders.
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
@@ -272,8 +274,8 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   return block.sync_unless_stopped();
 }
 
-/// prepare_head() for a share of several query heads: k and v are those of all. Half a warp brings a row, which is a
-/// query, k or v, rotates it in shared memory and appends it.
+/// prepare_head() for a share of several query heads, which have one k and one v. Each half of a warp takes one row: a
+/// query, k or v. It stores the row in shared memory, rotates a query or k there, and appends k or v to the cache.
 template <class T>
 __device__ bool prepare_share(const Block& block, const KeySplit& split, int layer) {
   constexpr int lanes = 16, at_once = kMaxShareHeadDim / (4 * lanes);
@@ -336,8 +338,9 @@ struct MergedElements {
   int first, step;
 };
 
-/// Merges `count` partial results, up to 32, in a fixed order; each warp that calls merges all of them for its own
-/// elements. state(i) and value(i, d) read the i-th; store(d, sum, state) takes the merged element d.
+/// Merges partial results of attention in a fixed order. `count` is their number, 1 to 32. Each calling warp merges the
+/// elements that `elements` gives its threads. state(i) is the softmax state of partial result i, and value(i, d) its
+/// weighted value d. store(d, sum, state) takes the sum of element d and the state of all partial results.
 template <class State, class Value, class Store>
 __device__ void merge_partials(const Block& block, int count, MergedElements elements, State state, Value value,
                                Store store) {

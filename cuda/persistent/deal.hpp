@@ -12,8 +12,7 @@ struct Deal {
 };
 
 /// A matrix's rows over a grid. `together` consecutive rows make an element, which one block has. Each block has `each`
-/// elements, and `rest` of the blocks have one more. 16 bytes, so that a kernel reads an entry of a table in one
-/// access.
+/// elements, and `rest` of the blocks have one more. The struct has 16 bytes: a kernel reads it in one access.
 struct alignas(16) DealtRows {
   int each, rest;
   int earlier_rest;  // the sum of `rest` over the layer's deals before this one
@@ -53,9 +52,9 @@ struct LayerDeals {
     of[int(Weight::down)] = of[int(Weight::dense)];
     of[kHeadMatrix] = {vocab_size / grid, vocab_size % grid, 0, 1};
   }
-  /// The block with which a layer's first deal begins. A division: product warps ask for it once a launch.
+  /// The block with which a layer's first deal begins. This takes a division.
   CF_HD constexpr int start(int layer) const { return layer * rest % grid; }
-  /// The same of the layer behind one whose deals begin with block `start`, without a division.
+  /// The block with which the next layer's first deal begins, without a division. `start` is the current layer's.
   CF_HD constexpr int next_start(int start) const {
     start += rest;
     while (start >= grid) start -= grid;

@@ -32,12 +32,13 @@
 // With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
 // g heads of k and v W_qkv has (heads + 2 g) d rows. Where the heads do not make up h, W_dense has heads d columns.
 //
-// Keys that are too few for several splits have no partial results: the split's own block makes the context. In caches
-// of more than kUnsharedEntries entries query heads that have the same keys and values make up shares of up to eight
-// heads, and a key split is one of a share: the ring brings its keys and values once, and the product warps attend to
-// each tile of them with all heads of the share. They wait for 4 (s + 2) d bytes of q, k and v, with s heads a share.
-// Each block of a share's splits merges every splits-th head of the share, beginning with its split's own number. A
-// lone head has code of its own, which brings its query to all rows of the tensor cores.
+// Few keys have one split. Its block makes the context itself, without partial results in device memory.
+//
+// In caches of more than kUnsharedEntries entries, query heads with the same keys and values form shares of up to eight
+// heads. A key split then belongs to a share. The ring brings its keys and values once, and the product warps attend to
+// them with all heads of the share. The product warps wait for 4 (s + 2) d bytes of q, k and v; a share has s heads.
+// With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the share. Kernels for one head a
+// share are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds

@@ -7,9 +7,10 @@ struct CUstream_st;
 
 namespace cf::cuda {
 
-/// The library's instantiations: for a plan and a dtype, float16 or bfloat16.
+/// The library's compiled kernel for a plan. The dtype is float16 or bfloat16.
 const void* persistent_kernels(const PersistentPlan& plan, DType dtype);
-// Those of a dtype, for shares of one head and of several, each compiled on its own: the four take a minute each.
+// The kernels of one dtype, by narrow_columns: for shares of one head, and of several heads (grouped). Each of the four
+// functions has a file of its own, so that the files compile side by side.
 const void* persistent_kernels_f16(int narrow_columns);
 const void* persistent_kernels_bf16(int narrow_columns);
 const void* grouped_kernels_f16(int narrow_columns);

@@ -90,15 +90,16 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// query_stride(): elements from one query of a share to the next. values_stride(): floats from a warp's weighted
-/// values of one query to those of the next, which are head_dim rounded up to the tensor cores' blocks of 16. A warp's
-/// lanes access eight queries at once. Padding puts these eight into different banks.
+/// Elements of T from one query of a share to the next. A warp reads eight queries in one access. The padding puts them
+/// into different banks of shared memory.
 CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_dim + (share_heads > 1 ? 8 : 0); }
+/// Floats from a warp's weighted values of one query to those of the next: head_dim rounded up to a multiple of 16, and
+/// the same kind of padding.
 CF_HD constexpr int values_stride(int head_dim, int share_heads) {
   return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);
 }
-/// Partial results that one block merges of a share, at most. Where keys have n splits, the block of split s merges
-/// every n-th head of the share, from head s on. Each of these heads has n partial results.
+/// The most partial results of a share that one block merges. With n splits, the block of split s merges every n-th
+/// head of the share, beginning with head s. Each of these heads has n partial results.
 constexpr int merged_partials(const PersistentPlan& p) {
   int most = 0;
   for (int splits = 1; splits <= p.attention_splits; ++splits) {

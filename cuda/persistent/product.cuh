@@ -109,7 +109,7 @@ struct Sums {
       const auto of = [&](int warp) { return *of_warp(warp, i, token); };
       sum = ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
     } else {
-      // Other blocks wait for a layer's last rows: the sums come in few accesses, of several slices at once.
+      // Vector loads of several slices are in flight together: the other blocks wait for a layer's last rows.
       const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
 #pragma unroll 4
       for (int s = 0; s < slices; ++s) {

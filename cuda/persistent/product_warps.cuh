@@ -41,7 +41,7 @@ class ProductWarps {
         if (!attend()) return false;
         continue;
       }
-      // What needs no activations comes before the wait for them.
+      // Work needs no activations. It is made here, before prepare() waits for them.
       const int parts = Product::parts(c, phase, start);
       Work work(*this, phase, 0);
       if (!prepare(phase)) return false;
@@ -165,15 +165,17 @@ class ProductWarps {
     return block.sync_unless_stopped();
   }
 
-  /// The block's part of a product, and the thread's part of its epilogue. A worker is a thread that finishes elements.
-  /// An element is one token's value in one row, or in a pair of rows. Where a warp owns rows, one from each of its
-  /// stages, its lanes are the workers of these rows. Otherwise all threads are the workers of all rows.
+  /// The block's part of a product, and the thread's part of its epilogue. An element is the value of one token in one
+  /// row; with SwiGLU, in one pair of rows. A worker is a thread that finishes elements. A warp that owns rows has one
+  /// row in each of its stages, and its lanes are the workers of these rows. Otherwise all product threads are the
+  /// workers of all rows.
   struct Work {
     Product product;
     Sums<Tiles> sums;
     bool own_rows;
-    int first_row, row_step, worker, elements;
-    Addends addends;  // of the thread's first element: they are loaded while the product runs
+    int first_row, row_step;  // the workers' rows, counted within the phase
+    int worker, elements;     // the thread's number among the workers; the elements that they share
+    Addends addends;          // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
         : product(of.c, phase, of.start, part),
@@ -189,12 +191,14 @@ class ProductWarps {
                  of.c.dims.batch;
       if (worker < elements) addends = of.load_addends(phase, product, token(of.c, worker), row(of.c, worker));
     }
+    /// The place of an element's row among the workers' rows.
     __device__ static int place(const PersistentArguments& c, int element) {
       return Tiles ? element / c.dims.batch : element;
     }
     __device__ static int token(const PersistentArguments& c, int element) {
       return Tiles ? element % c.dims.batch : 0;
     }
+    /// The element's row, or the first one of its pair, counted within the phase.
     __device__ int row(const PersistentArguments& c, int element) const {
       return first_row + place(c, element) * row_step;
     }
@@ -264,7 +268,7 @@ class ProductWarps {
     else if (own_rows)
       __syncwarp();
     else if (Tiles || !is_down || phase != c.phases.final_phase())
-      block.sync();  // behind a layer's last product the norms have a barrier
+      block.sync();  // where down ends the layer, the barrier in the next norms is enough
     return true;
   }
 
@@ -433,7 +437,7 @@ class ProductWarps {
     else
       return head_dim <= 80 ? attend<5>() : head_dim <= 128 ? attend<8>() : attend<16>();
   }
-  /// The lane, as a tile of attention takes it. Where registers are left, they hold what a tile computes from it.
+  /// The lane that AttentionTile takes. Where registers are scarce, a tile computes it anew from thread_index().
   static __device__ int tile_lane() {
     constexpr bool computes_anew = Grouped || Tiles || std::is_same_v<T, bf16>;
     return (computes_anew ? thread_index() : int(threadIdx.x)) % 32;

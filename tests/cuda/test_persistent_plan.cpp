@@ -58,7 +58,7 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
   if (p.lent_mlp_x && parallel_residual) return "up's tokens lie where attention's results come";
   if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
-  // The distance of two queries keeps rows aligned for the tensor cores' loads.
+  // The newest key lies behind the queries. ldmatrix reads it at multiples of 16 bytes, which are eight elements.
   if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
   if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
   const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
