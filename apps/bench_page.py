@@ -211,9 +211,8 @@ def timeline(figures):
     report = figures["timeline-pythia-2.8b"]
     if not report:
         return ["Not recorded."]
-    (model,) = report["models"]
-    rows = [[f"{e['phase']}: {e['event']}", *(f"{us:.1f}" for us in e["us"])] for e in model["events"]]
-    headers = [f"us from where a block begins the layer, kv_len {model['kv_len']}",
+    rows = [[f"{e['phase']}: {e['event']}", *(f"{us:.1f}" for us in e["us"])] for e in report["events"]]
+    headers = [f"us from where a block begins the layer, kv_len {report['kv_len']}",
                *(f"commit {c}" for c in report["commits"])]  # fmt: skip
     return [*table(headers, rows), "", f"`{report['command']}`, {report['gpu']}. {report['method']}"]
 

@@ -681,7 +681,7 @@ class Tables(Files):
                   {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
         directory = os.path.dirname(self.write("timeline-pythia-2.8b.json", json.dumps({
             "gpu": "a GPU", "commits": ["abc", "def"], "command": "cf-layer", "method": "Stamps.",
-            "models": [{"model": "pythia-2.8b", "kv_len": 128, "events": events}]})))  # fmt: skip
+            "kv_len": 128, "events": events})))  # fmt: skip
         self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
             "| us from where a block begins the layer, kv_len 128 | commit abc | commit def |",
             "|---|---:|---:|",
