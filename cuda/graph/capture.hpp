@@ -26,6 +26,7 @@ class DataflowCapture {
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
     LaunchList launches(context_, scratch_);
+    if (mode.after_waiting) launches.start_after_waiting();
     CF_TRY(prepare(args, launches));
     return add(args, launches, mode);
   }

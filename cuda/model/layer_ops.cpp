@@ -19,7 +19,7 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
   if (const auto* packed = std::get_if<PackedWeight>(&w.query_key_value.weight)) {
     const Result<GptqLayout> layout = gptq_layout(names_of(m).query_key_value.name, *packed);
     if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return false;
-    const GptqPlan plan = ln_qkv_gptq_plan(arch, gptq_sizes(*layout), h, tokens, weight_bytes).product;
+    const GptqPlan plan = ln_qkv_gptq_plan(arch, gptq_sizes(*layout, t.hidden.dtype), h, tokens, weight_bytes).product;
     return plan.grid > 0 && plan.tokens == tokens;
   }
   return ln_qkv_plan(arch, h, m.shape.qkv_size(), tokens, std::int64_t(size_bytes(t.hidden.dtype)), weight_bytes)
@@ -30,18 +30,27 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
 /// faster where attention's blocks form clusters, whose SMs then become free sooner. It is slower for attention without
 /// clusters, as for four tokens of 32 heads. It is 5 to 12 % slower for packed weights: blocks of the next kernel then
 /// take the SMs that a cluster waits for.
-bool divides_alike(const Arch& arch, const LayerWeights& w, const LayerTensors& t) {
-  return !std::holds_alternative<PackedWeight>(w.query_key_value.weight) &&
-         attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
+bool divides_alike(const LayerOps& ops, const LayerWeights& w) {
+  return ops.few && ops.splits_keys && !std::holds_alternative<PackedWeight>(w.query_key_value.weight);
+}
+
+/// Whether attention's blocks form clusters, one block for each split of a query's keys.
+bool splits_keys(const Arch& arch, const LayerTensors& t) {
+  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
 }
 
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
-/// it waits. Attention and attention.dense run beside the MLP's first product, which needs those SMs more: both start
-/// late. Where that product has quantised weights its blocks are resident before attention begins, so that
-/// attention.dense may start early.
-bool starts_early(const Site& s, const LayerWeights& w) {
+/// it waits. With parallel residuals attention and attention.dense run beside the MLP's first product, which needs those
+/// SMs more: attention.dense starts late. Where that product has quantised weights its blocks are resident before
+/// attention begins, so that attention.dense may start early.
+/// Attention starts once its predecessor has waited, and loads older keys meanwhile: LaunchMode::after_waiting. Beside a
+/// product with quantised weights that is faster where attention's blocks form clusters, and slower where they do not.
+/// There the MLP's norm, whose one block would wait on an SM, is faster late.
+bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
+  const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);
   if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
-  return s.id != SiteId::context;
+  if (s.id == SiteId::context) return !ops.few || !packed || ops.splits_keys;
+  return s.id != SiteId::post_attention_layernorm || !ops.few || !packed;
 }
 
 /// Whether LinearSum takes the place of attention.dense and mlp.dense_4h_to_h. What lies between the two in the walk
@@ -68,12 +77,18 @@ bool begins_as_ln_qkv(const ModelSpec& m) {
 }
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
-  const bool few = takes_ln_qkv(arch, m, w, t);
-  return {.few = few, .sums = takes_sums(arch, m, w, t), .side_by_side = few && divides_alike(arch, w, t)};
+  LayerOps ops{
+      .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .splits_keys = splits_keys(arch, t)};
+  ops.side_by_side = divides_alike(ops, w);
+  return ops;
 }
 
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {
-  return {.early = starts_early(s, w), .urgent = ops.few && is_urgent(s), .side_by_side = ops.side_by_side};
+  const bool early = starts_early(ops, s, w);
+  return {.early = early,
+          .after_waiting = early && s.id == SiteId::context,
+          .urgent = ops.few && is_urgent(s),
+          .side_by_side = ops.side_by_side};
 }
 
 bool is_part_of_ln_qkv(const Site& s) {

@@ -16,6 +16,7 @@ namespace cf::cuda {
 struct LayerOps {
   bool few = false;           // ln_qkv takes the place of the four sites from input_layernorm to kv_append
   bool sums = false;          // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
+  bool splits_keys = false;   // attention's blocks form clusters
   bool side_by_side = false;  // of LaunchMode, for every op
 };
 

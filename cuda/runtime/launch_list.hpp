@@ -19,10 +19,11 @@ struct LaunchShape;  // cuda/runtime/launch.hpp
 
 /// How launches are put onto a stream, apart from what they compute.
 struct LaunchMode {
-  bool early = false;         // a kernel may start before its predecessor is done (programmatic dependent launch)
-  bool first_waits = false;   // the first one does not: it is ordered behind work that may still write weights
-  bool urgent = false;        // its blocks go before those of other kernels that wait for an SM
-  bool side_by_side = false;  // it divides an SM's memory into L1 and shared memory as its neighbours do
+  bool early = false;          // a kernel may start before its predecessor is done (programmatic dependent launch)
+  bool after_waiting = false;  // its predecessors let it start only once they have waited for theirs
+  bool first_waits = false;    // the first one does not: it is ordered behind work that may still write weights
+  bool urgent = false;         // its blocks go before those of other kernels that wait for an SM
+  bool side_by_side = false;   // it divides an SM's memory into L1 and shared memory as its neighbours do
 };
 
 /// Device memory that launches may use while they run, from a multiple of 256 bytes on. What it holds before and after
@@ -55,6 +56,10 @@ class LaunchList {
   /// checks ask CUDA where each address lies.
   void trust_addresses() { trusts_addresses_ = true; }
   bool trusts_addresses() const { return trusts_addresses_; }
+  /// Says that an early launch of this list finds what was written before its predecessors began, as they have waited
+  /// for it: LaunchMode::after_waiting.
+  void start_after_waiting() { after_waiting_ = true; }
+  bool after_waiting() const { return after_waiting_; }
   /// Whether the list holds a library's call.
   bool has_calls() const { return has_calls_; }
 
@@ -109,7 +114,7 @@ class LaunchList {
   Arch arch_;
   int device_;
   Scratch scratch_;
-  bool uses_scratch_ = false, trusts_addresses_ = false, has_calls_ = false;
+  bool uses_scratch_ = false, trusts_addresses_ = false, after_waiting_ = false, has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

@@ -1,5 +1,7 @@
 // Attention on the GPU: every split, ring and tile boundary against the oracle.
 #include "cuda/ops/attention/attention.hpp"
+
+#include "cuda/graph/capture.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/grouped.hpp"
 
@@ -29,6 +31,41 @@ constexpr std::int64_t kManyHeads = 132;
 static_assert(cuda::wgmma_plan(cuda::kH200, 80, 64, kManyHeads).warpgroups == 2 &&
               cuda::wgmma_plan(cuda::kH200, 80, 130, 17 * 8).warpgroups == 2 &&
               cuda::wgmma_plan(cuda::kH200, 80, 512, 2 * 3).warpgroups == 1);
+
+/// rope_append, and attention to the caches that it appends to.
+class AppendAndAttend {
+ public:
+  explicit AppendAndAttend(const Setup& s) : append(s), y_(bytes_of_y(append.dims(), s.activation)) {
+    const auto& a = append.args();
+    attend = {.q = a.q,
+              .k_cache = a.k_cache,
+              .v_cache = a.v_cache,
+              .kv_len = a.kv_len,
+              .y = AnyView<3>(y_.data(), {a.q.shape[0], a.q.shape[1], a.q.shape[2]}, s.activation),
+              .scale = 0.125,
+              .max_kv_len = a.k_cache.shape[2]};
+  }
+  DeviceProblem<ops::RopeAppend> append;
+  ops::Attention::Args attend;
+
+  std::vector<std::byte> fetch_y() const {
+    require_cuda(cudaDeviceSynchronize());
+    std::vector<std::byte> y(y_.size());
+    y_.fetch(y.data());
+    return y;
+  }
+  /// Writes other tokens' q, k and v.
+  void bring_qkv(std::span<const std::byte> qkv) {
+    require_cuda(cudaMemcpy(const_cast<void*>(append.args().qkv.data), qkv.data(), qkv.size(), cudaMemcpyDefault));
+    require_cuda(cudaDeviceSynchronize());
+  }
+
+ private:
+  static std::vector<std::byte> bytes_of_y(const ops::RopeAppend::Dims& d, DType activation) {
+    return std::vector<std::byte>(std::size_t(d.tokens() * d.heads * d.head_dim) * size_bytes(activation));
+  }
+  DeviceBytes y_;
+};
 
 }  // namespace
 
@@ -134,6 +171,61 @@ TEST_CASE("attention on the GPU: grouped query heads give the bits of repeated k
         INFO(describe(s));
         Problem<ops::Attention>&got = grouped.run(c), &expected = repeated.run(c);
         CHECK(bool(got.blocks().back().memory == expected.blocks().back().memory));  // y and its guards
+      }
+}
+
+TEST_CASE("attention on the GPU: older keys come before the newest is appended", "[gpu][attention][small]") {
+  cuda::Context c = context();
+  for (DType activation : {DType::f16, DType::bf16, DType::f32})
+    for (auto [heads, kv_heads, head_dim] :
+         {std::array<std::int64_t, 3>{2, 2, 80}, {4, 1, 64}, {6, 2, 128}, {2, 1, 256}})
+      // The newest key alone, first and last in a run, in a tile, in a split, and behind the ring's first tiles.
+      for (const Workload& load : {Workload{1, 1, 1, 4}, Workload{2, 1, 2, 700}, Workload{1, 1, 16, 16},
+                                   Workload{1, 1, 17, 20}, Workload{3, 1, 128, 140}, Workload{1, 1, 129, 2048},
+                                   Workload{1, 1, 1025, 1030}, Workload{1, 1, 2048, 2048}}) {
+        Setup s{.model = gated_model_of(ModelType::llama, heads, kv_heads, head_dim, heads * head_dim, 8),
+                .load = load,
+                .activation = activation};
+        s.model.max_position_embeddings = 2048;
+        s.values = activation == DType::bf16 ? DType::bf16 : DType::f16;
+        INFO(describe(s));
+        AppendAndAttend step(s);
+        std::vector<std::byte> inputs[2];
+        for (const auto& block : step.append.blocks())
+          if (block.name == "qkv")
+            inputs[0].assign(block.memory.begin() + Problem<ops::RopeAppend>::guard_bytes,
+                             block.memory.end() - Problem<ops::RopeAppend>::guard_bytes);
+        REQUIRE(!inputs[0].empty());
+        inputs[1].assign(inputs[0].rbegin(), inputs[0].rend());
+        for (std::size_t i = 0; i + 1 < inputs[1].size() && activation != DType::f32; i += 2)
+          std::swap(inputs[1][i], inputs[1][i + 1]);
+        if (activation == DType::f32)
+          for (std::size_t i = 0; i + 3 < inputs[1].size(); i += 4)
+            std::reverse(inputs[1].begin() + std::ptrdiff_t(i), inputs[1].begin() + std::ptrdiff_t(i) + 4);
+
+        std::vector<std::byte> expected[2];
+        for (int i = 0; i < 2; ++i) {
+          step.bring_qkv(inputs[i]);
+          REQUIRE(cuda::run(step.append.args(), c));
+          REQUIRE(cuda::run(step.attend, c));
+          expected[i] = step.fetch_y();
+        }
+        REQUIRE_FALSE(bool(expected[0] == expected[1]));
+
+        const auto graph = cuda::capture_dataflow(c, [&](cuda::DataflowCapture& capture) {
+          const Status appended = capture.run(step.append.args(), {.early = true});
+          return appended ? capture.run(step.attend, {.early = true, .after_waiting = true}) : appended;
+        });
+        INFO(graph.status().message());
+        REQUIRE(graph);
+        int wrong = 0;
+        for (int i = 0; i < 20; ++i) {
+          step.bring_qkv(inputs[i % 2]);
+          require_cuda(cudaGraphLaunch(graph->get(), c.stream()));
+          wrong += step.fetch_y() != expected[i % 2];
+        }
+        CHECK(wrong == 0);
+        step.append.fetch();
       }
 }
 

@@ -1,4 +1,5 @@
 // Products with quantised weights on the GPU, against the oracle on the weights as checkpoints store them.
+#include <cmath>
 #include <cstring>
 
 #include "tests/cuda/device_check.hpp"
@@ -83,6 +84,58 @@ TEST_CASE("linear on the GPU: GPTQ weights as long as a cluster takes", "[gpu][g
                                          linear_example(tokens, in, out, epilogue)));
   // One column more is said to be too many.
   CHECK_FALSE(check_on_device<ops::Linear>(setup(DType::f16, {4, 128, 0, false}), {{1, 20488, 16, false}, {}}));
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights with heavy-tailed activations", "[gpu][gptq]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (Fill fill : {Fill::heavy_tailed, Fill::shifted})
+      for (const GptqSetup& format : {GptqSetup{4, 128, 1, false}, GptqSetup{4, 64, 0, true}})
+        for (std::int64_t tokens : {1, 2, 9}) {
+          Setup s = setup(activation, format);
+          s.fill = fill;
+          INFO("tokens " << tokens << ", group " << format.group_size);
+          CHECK(check_on_device<ops::Linear>(s, linear_example(tokens, 2560, 160, ops::Epilogue::none)));
+        }
+}
+
+TEST_CASE("linear on the GPU: GPTQ weights and one bfloat16 token of any magnitude", "[gpu][gptq]") {
+  cuda::Context c = context();
+  constexpr std::int64_t in = 640, out = 72;
+  for (bool desc_act : {false, true}) {
+    DeviceProblem<ops::Linear> p(setup(DType::bf16, {4, 128, 1, desc_act}), {{1, in, out, false}, {}});
+    p.args().linear.bias = {};
+    std::vector<std::uint16_t> x(in), changed(in);
+    require_cuda(cudaMemcpy(x.data(), p.args().x.data, 2 * in, cudaMemcpyDefault));
+    const auto y_of = [&](const std::vector<std::uint16_t>& of) {
+      require_cuda(cudaMemcpy(const_cast<void*>(p.args().x.data), of.data(), 2 * in, cudaMemcpyDefault));
+      require_cuda(cudaDeviceSynchronize());
+      Problem<ops::Linear>& host = p.run(c);
+      return host.tensor(host.blocks().back());
+    };
+    // A power of two times the token gives the same power of two times the product, bit by bit.
+    const Tensor y = y_of(x);
+    for (int power : {-80, -40, -1, 1, 15, 40, 100}) {
+      for (std::size_t i = 0; i < x.size(); ++i) changed[i] = x[i] & 0x7fff ? std::uint16_t(x[i] + power * 128) : x[i];
+      const Tensor got = y_of(changed);
+      std::int64_t wrong = 0;
+      for (std::int64_t i = 0; i < out; ++i) wrong += got.at(i) != std::ldexp(y.at(i), power);
+      INFO("2^" << power);
+      CHECK(wrong == 0);
+    }
+    // Zeros, an infinity, a NaN.
+    for (std::uint16_t special : {std::uint16_t(0), std::uint16_t(0x7f80), std::uint16_t(0x7fc0)}) {
+      changed = x;
+      if (special == 0)
+        changed.assign(x.size(), 0);
+      else
+        changed[123] = special;
+      const Tensor got = y_of(changed);
+      std::int64_t wrong = 0;
+      for (std::int64_t i = 0; i < out; ++i) wrong += special == 0 ? got.at(i) != 0 : std::isfinite(got.at(i));
+      INFO("special " << special);
+      CHECK(wrong == 0);
+    }
+  }
 }
 
 TEST_CASE("linear on the GPU: swiglu refuses GPTQ weights whose rows are in RoPE's order", "[gpu][gptq][bad]") {

@@ -110,12 +110,13 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   std::int64_t launches = 0, tokens = 0;
   if (packed) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
-    CF_TRY(for_each_gptq_launch(arch, gptq_sizes(layout), d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
-      CHECK(first == tokens);
-      tokens += plan.tokens;
-      ++launches;
-      return Status();
-    }));
+    CF_TRY(for_each_gptq_launch(arch, gptq_sizes(layout, a.x.dtype), d.tokens,
+                                [&](std::int64_t first, const GptqPlan& plan) {
+                                  CHECK(first == tokens);
+                                  tokens += plan.tokens;
+                                  ++launches;
+                                  return Status();
+                                }));
   } else {
     CF_TRY(for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
       CHECK(first == tokens);
@@ -139,7 +140,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bo
   std::int64_t tokens = 0;  // of a launch
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::LnQkv::name, *packed));
-    tokens = ln_qkv_gptq_plan(arch, gptq_sizes(layout), d.hidden, d.tokens(), bytes).product.tokens;
+    tokens = ln_qkv_gptq_plan(arch, gptq_sizes(layout, a.x.dtype), d.hidden, d.tokens(), bytes).product.tokens;
   } else {
     tokens = ln_qkv_plan(arch, d.hidden, d.out(), d.tokens(), std::int64_t(size_bytes(a.x.dtype)), bytes).tokens;
   }

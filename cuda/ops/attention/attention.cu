@@ -17,7 +17,7 @@ constexpr int kThreads = 256, kKeysAtOnce = 4;
 /// splits.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
-    decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages) {
+    decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages, bool after_waiting) {
   constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
   constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
   extern __shared__ __align__(16) unsigned char smem[];
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   float *sent = reinterpret_cast<float*>(smem), *parts = sent + kMaxSplits * part_floats(HeadDim);
   T* const ring = reinterpret_cast<T*>(parts + kAttentionWarps * part_floats(HeadDim));
   let_successor_start();
-  wait_for_predecessors();
+  if (!after_waiting) wait_for_predecessors();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z, head = blockIdx.y;
   const int kv_len = c.kv_len[b];  // its load is in flight while the barriers are made
@@ -41,13 +41,22 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   const int keys = c.visible_keys(kv_len, i);
   const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
   if (split >= own.used) return;
-  const auto fetch = [&](int tile, int to) {
+  // Predecessors that have waited write the newest key alone. Its run is copied when they are done.
+  int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
+  const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;
     const long first = c.cache(b, head) + long(tile) * tile_keys * c.head_dim;
     copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
-                         static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to);
+                         static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to,
+                         newest - tile * 8, only_newest);
   };
-  for (int s = 0; s < stages; ++s) fetch(own.begin + s, s);
+#pragma unroll 1
+  for (int pass = 0; pass <= int(after_waiting); ++pass) {
+    if (pass == 1) wait_for_predecessors();
+#pragma unroll 1
+    for (int s = 0; s < stages; ++s) fetch(own.begin + s, s, pass == 1);
+  }
+  newest = -1;
 
   const T* query = static_cast<const T*>(c.q) + c.query(b, i, head);
   AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });
@@ -60,7 +69,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
     if (first < visible) rows.attend(ring + s * stage, first, c.scale, [=](int, int) { return visible; });
     if (tile + stages < own.end) {
       __syncthreads();  // all warps have read the tile
-      fetch(tile + stages, s);
+      fetch(tile + stages, s, false);
     }
     if (++s == stages) {
       s = 0;
@@ -204,8 +213,10 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
       if (prefill_pays(d.q_len)) return prepare_prefill(call, a.q.dtype, d.batch, launches);
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);
+      // With one query a sequence all keys but the newest are older than the predecessors.
+      const bool after_waiting = launches.after_waiting() && d.q_len == 1;
       return launch(ops::Attention::name, launches, shape, decode_kernel_for<T>(call.head_dim), call, plan.splits,
-                    plan.stages);
+                    plan.stages, after_waiting);
     }
   });
 }

@@ -45,13 +45,16 @@ Status prepare_wgmma_prefill(const AttentionCall&, const WgmmaPlan&, DType activ
 /// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,
 /// because a weight of 0 times NaN would be NaN. Scores of keys beyond `keys` are never used. `full` completes after
 /// kTileArrivals arrivals and the copies' bytes.
+/// Run `apart` is left for a call of its own: that call is told to copy `only` this run. There is none where it is -1.
 template <int TileKeys, class T>
-__device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full) {
+__device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full, int apart = -1,
+                          bool only = false) {
   constexpr int run = TileKeys / 8, runs = kTileArrivals / kAttentionWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = run_pitch(TileKeys, head_dim);
 #pragma unroll 1
   for (int i = 0; i < runs; ++i) {
     const int r = warp * runs + i, from = r * run * head_dim;
+    if ((r == apart) != only) continue;
     const int elements = max(0, min(keys - r * run, run)) * head_dim, bytes = elements * int(sizeof(T));
     T *const to = tile + r * pitch, *const values = to + 8 * pitch;
     if (bytes > 0 && elected()) {

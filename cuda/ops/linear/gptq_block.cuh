@@ -39,7 +39,8 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   GptqElements<T, C, Epilogue> elements(m, plan, warp, at, tokens, epilogue);
   elements.prepare();
   const GptqChunkOrder<C> order(plan, warp.slice);
-  using X = std::conditional_t<C.x_in_registers(), GptqRegisterX<T, C>, GptqSharedX<T, C>>;
+  using Several = std::conditional_t<C.x_in_registers(), GptqRegisterX<T, C>, GptqSharedX<T, C>>;
+  using X = std::conditional_t<C.one_token(), GptqOneTokenX<T, C>, Several>;
   X x(m, plan, warp, order, at, tokens);
 
   epilogue.ready();

@@ -1,5 +1,7 @@
 #pragma once
 // What gptq_block() is compiled for.
+#include <type_traits>
+
 #include "cuda/ops/linear/linear_gptq.hpp"
 
 namespace cf::cuda {
@@ -22,5 +24,9 @@ struct GptqConfig {
   /// How many elements a thread prepares before x is there: as many as registers have room for.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };
+
+/// What the tensor cores multiply where activations are of T: float16 with one token, else T.
+template <class T, GptqConfig C>
+using GptqOperand = std::conditional_t<C.one_token(), f16, T>;
 
 }  // namespace cf::cuda

@@ -18,7 +18,6 @@ struct GptqDecode;
 template <>
 struct GptqDecode<f16> {
   static constexpr float unit = 0x1p24f;             // a finished sum is multiplied by this
-  static constexpr bool one_sum = false;             // products of low and high codes have sums of their own
   static constexpr std::uint32_t ones = 0x00010001;  // a pair of 1 / unit
 
   /// The sum of all products from those of low and of high codes.
@@ -39,10 +38,9 @@ struct GptqDecode<f16> {
 template <>
 struct GptqDecode<bf16> {
   static constexpr float unit = 1;
-  static constexpr bool one_sum = true;
   static constexpr std::uint32_t ones = 0x3f803f80;
 
-  __device__ static float whole(float low, float) { return low; }
+  __device__ static float whole(float low, float high) { return low + high; }
   __device__ static float zero(float stored) { return stored + 128; }
 
   __device__ static void split(std::uint32_t word, std::uint32_t (&low)[2], std::uint32_t (&high)[2]) {

@@ -7,7 +7,8 @@
 
 namespace cf::cuda {
 
-/// Sums of products of codes and activations. Element d of a lane is of row g + d / 2 * 8 and column 2t + d % 2.
+/// Sums of products of codes and activations, those of low codes and those of high ones. Element d of a lane is of row
+/// g + d / 2 * 8 and column 2t + d % 2.
 struct GptqSums {
   float low[4], high[4];
 };
@@ -21,7 +22,7 @@ __device__ void multiply(const uint4& words, int half, const uint4& x, GptqSums&
   Decode::split(half ? words.z : words.x, low, high);
   Decode::split(half ? words.w : words.y, low8, high8);
   mma(sums.low, low[0], low8[0], low[1], low8[1], x.x, x.y, T{});
-  mma(Decode::one_sum ? sums.low : sums.high, high[0], high8[0], high[1], high8[1], x.z, x.w, T{});
+  mma(sums.high, high[0], high8[0], high[1], high8[1], x.z, x.w, T{});
 }
 
 /// Adds the products of ones and activations. The activations are here the operand of sixteen rows, which takes twice

@@ -42,11 +42,15 @@ class GptqStage {
   int known_[3];
 };
 
+// multiply_tile(): the product of one tile. `from` is the tile's stage; `sum` gets the sums. One function for each place
+// where the activations may lie.
+
 /// One token in registers. Product column n has the sum of group n of the slice. Every sum meets its scale after the
 /// last chunk, then the four lanes of a row add up the groups.
 template <class T, GptqConfig C>
-__device__ void multiply_one_token(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
-                                   bool is_first_tile, GptqRegisterX<T, C>& x, float (&sum)[1][4]) {
+__device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
+                              const GptqChunkOrder<C>&, bool is_first_tile, GptqOneTokenX<T, C>& x,
+                              float (&sum)[1][4]) {
   GptqSums sums{};
   // Chunks that a shorter slice lacks are multiplied by zeros. Only for the last one a branch pays.
 #pragma unroll
@@ -54,20 +58,21 @@ __device__ void multiply_one_token(const char* from, const GptqStage<C>& stage, 
     if (c + 1 == kGptqMaxChunks && warp.slice.count < kGptqMaxChunks) break;
     const uint4 words = stage.codes(from, c);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) multiply<T>(words, half, x(c, half), sums);
+    for (int half = 0; half < 2; ++half) multiply<f16>(words, half, x(c, half), sums);
   }
   if (C.sums_x_late() && is_first_tile) x.sum_all();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint2 words = stage.known_scales(from, i);
 #pragma unroll
-    for (int d = i; d < 4; d += 2) sum[0][d / 2 * 2] += scaled<T>(words, d, sums, x.sums(0));
+    for (int d = i; d < 4; d += 2) sum[0][d / 2 * 2] += scaled<f16>(words, d, sums, x.sums());
   }
-  sum[0][0] = warp_sum<4>(sum[0][0]);
-  sum[0][2] = warp_sum<4>(sum[0][2]);
+  sum[0][0] = warp_sum<4>(sum[0][0]) * x.unit();
+  sum[0][2] = warp_sum<4>(sum[0][2]) * x.unit();
 }
 
-/// Several tokens in registers. Sums are scaled after every chunk, or where InPairs is true after every pair of chunks.
+/// multiply_tile() for several tokens in registers. Sums are scaled after every chunk, or where InPairs is true after
+/// every pair of chunks.
 template <bool InPairs, class T, GptqConfig C>
 __device__ void multiply_chunks(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                                 const GptqChunkOrder<C>& order, const GptqRegisterX<T, C>& x, float (&sum)[1][4]) {
@@ -86,20 +91,17 @@ __device__ void multiply_chunks(const char* from, const GptqStage<C>& stage, con
   }
 }
 
-/// The product of one tile with up to eight tokens in registers. `from` is the tile's stage; `sum` gets the sums.
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
-                              const GptqChunkOrder<C>& order, bool is_first_tile, GptqRegisterX<T, C>& x,
+                              const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqRegisterX<T, C>& x,
                               float (&sum)[1][4]) {
-  if constexpr (C.one_token())
-    multiply_one_token<T, C>(from, stage, warp, is_first_tile, x, sum);
-  else if (order.in_pairs)
+  if (order.in_pairs)
     multiply_chunks<true, T, C>(from, stage, warp, order, x, sum);
   else
     multiply_chunks<false, T, C>(from, stage, warp, order, x, sum);
 }
 
-/// The product of one tile with tokens in shared memory, whose activations are added up along the way.
+/// Activations in shared memory are added up along the way.
 template <class T, GptqConfig C>
 __device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
                               const GptqChunkOrder<C>& order, bool /*is_first_tile*/, const GptqSharedX<T, C>& x,

@@ -154,7 +154,7 @@ class GptqElements {
   }
   __device__ static void scale(float (&sum)[C.rows]) {
 #pragma unroll
-    for (float& s : sum) s *= GptqDecode<T>::unit;
+    for (float& s : sum) s *= GptqDecode<GptqOperand<T, C>>::unit;
   }
 
   /// The sums of the cluster's blocks, added up in the ranks' order whichever block finishes.

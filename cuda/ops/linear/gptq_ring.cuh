@@ -33,7 +33,7 @@ struct GptqWarp {
 /// A block's shared memory, as one warp sees it.
 struct GptqSmem {
   char* ring;              // the warp's stages
-  uint4* x;                // the part's activations of every token, where they are not in registers
+  uint4* x;                // the warp's or its part's activations, where gptq_x_bytes() has room for them
   float* partial;          // [tile][part][token][row] sums; in every second pair of tokens rows 8 .. 15 come first
   float* received;         // [other rank][element] sums that the cluster's other blocks sent
   std::uint64_t* arrived;  // the barrier that counts these sums' bytes
@@ -43,7 +43,7 @@ struct GptqSmem {
     const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
     ring = smem + warp * p.stages * p.stage_bytes;
     smem += kGptqParts * p.turns * p.stages * p.stage_bytes;
-    x = reinterpret_cast<uint4*>(smem + part * p.tokens * kGptqTokenBytes);
+    x = reinterpret_cast<uint4*>(smem + (gptq_x_a_warp(p) ? warp : part) * p.tokens * kGptqTokenBytes);
     smem += gptq_x_bytes(p);
     partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;

@@ -129,7 +129,7 @@ auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes, std::int
 Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
-  const GptqSizes sizes = gptq_sizes(layout);
+  const GptqSizes sizes = gptq_sizes(layout, a.x.dtype);
   const bool gated = a.epilogue == ops::Epilogue::swiglu, in_order = layout.pairs == RopePairs{};
   if (gated && !in_order)
     return Status::error(Code::unimplemented,

@@ -42,10 +42,14 @@ inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
 /// The sizes of a matrix that a plan depends on. A group has halves_a_group half chunks of 32 columns.
 struct GptqSizes {
   int tiles, chunks, halves_a_group;
+  bool exchanges_x = false;  // the lanes of a warp exchange one token's activations in shared memory
 };
 
-inline GptqSizes gptq_sizes(const GptqLayout& layout) {
-  return {layout.row_tiles, layout.chunks, layout.columns_per_group / 32};
+inline GptqSizes gptq_sizes(const GptqLayout& layout, DType activation) {
+  return {.tiles = layout.row_tiles,
+          .chunks = layout.chunks,
+          .halves_a_group = layout.columns_per_group / 32,
+          .exchanges_x = layout.has_order || activation != DType::f16};
 }
 
 /// How far a warp's copies of weights run ahead of its products.
@@ -76,6 +80,7 @@ struct GptqPlan {
   int chunks, longer;          // a part has `chunks` chunks, the first `longer` parts one more
   int halves_a_group;          // half chunks of a group
   std::uint32_t halves_magic;  // 2^31 / halves_a_group, rounded up
+  bool exchanges_x;            // of GptqSizes
   int turns;                   // warps of a part
   int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two not below tokens
   int grid = 0, smem_bytes = 0;
@@ -109,10 +114,16 @@ constexpr int gptq_token_of_column(int n) { return n / 2 + n % 2 * 4; }
 inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 16;
 
 /// A warp holds its part of x in registers for up to this many tokens, the columns of a product. For more tokens, and
-/// where a group can end in the middle of a chunk, x lies in shared memory.
+/// where a group can end in the middle of a chunk, x lies in shared memory, once for each part.
 inline constexpr int kGptqRegisterTokens = 8;
+constexpr bool gptq_x_in_registers(const GptqPlan& p) {
+  return p.tokens <= kGptqRegisterTokens && p.halves_a_group % 2 == 0;
+}
+/// Whether each warp has a place of its own, where its lanes exchange one token's activations.
+constexpr bool gptq_x_a_warp(const GptqPlan& p) { return p.exchanges_x && p.tokens == 1 && gptq_x_in_registers(p); }
 constexpr int gptq_x_bytes(const GptqPlan& p) {
-  return p.tokens > kGptqRegisterTokens || p.halves_a_group % 2 ? kGptqParts * p.tokens * kGptqTokenBytes : 0;
+  const int copies = gptq_x_a_warp(p) ? kGptqParts * p.turns : gptq_x_in_registers(p) ? 0 : kGptqParts;
+  return copies * p.tokens * kGptqTokenBytes;
 }
 
 /// The bytes of a block's dynamic shared memory.
@@ -178,6 +189,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .longer = 0,
              .halves_a_group = m.halves_a_group,
              .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
+             .exchanges_x = m.exchanges_x,
              .turns = turns,
              .tokens = int(std::min<std::int64_t>(tokens, 16)),
              .token_bits = 0};
@@ -217,6 +229,7 @@ constexpr GptqSumPlan gptq_sum_plan(const Arch& arch, const GptqSizes& first, co
   if (fits) {
     both.split += p.first.split;
     both.tokens = int(tokens);
+    both.exchanges_x = first.exchanges_x || second.exchanges_x;
     both.stage_bytes = std::max(p.first.stage_bytes, p.second.stage_bytes);
     deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, kGptqSumAhead, both);
   }

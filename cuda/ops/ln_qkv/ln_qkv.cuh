@@ -138,7 +138,8 @@ struct LnQkvCall {
   int q_len;
 };
 
-// The kernels take any Op<T, Warps> that is a NormalisedTokens<T, Warps> and says what becomes of the product's
+// The kernels let their successor start once they have waited, as LaunchMode::after_waiting says, so that attention finds
+// the older keys. They take any Op<T, Warps> that is a NormalisedTokens<T, Warps> and says what becomes of the product's
 // elements:
 //   Call                          its LnQkvCall
 //   rows(), row(r)                how many rows the weight has, and which of them is row r of the tiles
@@ -164,13 +165,13 @@ template <template <class, int> class Op, class T, int Depth, bool TwoTokens>
 __global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
     ln_qkv_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c) {
   __shared__ LinearSmem smem;
-  let_successor_start();
   const Op<T, kLinearWarps> op(c, ln_qkv_smem);
   linear_block<T, Depth, TwoTokens, true>(
       static_cast<const T*>(c.weight), op.rows(), c.norm.hidden, c.norm.count, [&](int r) { return op.row(r); },
       [&] {
         op.load_weights();
         wait_for_predecessors();
+        let_successor_start();
         op.normalise();
       },
       [&](int token, int column) { return *reinterpret_cast<const uint4*>(op.token(token) + column); },
@@ -187,6 +188,7 @@ struct LnQkvEpilogue {
   __device__ void ready() const {
     op.load_weights();
     wait_for_predecessors();
+    let_successor_start();
     op.normalise();
   }
   __device__ auto x(int token) const { return op.token(token); }
@@ -208,7 +210,6 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
   constexpr GptqConfig config{
       .tokens = Tokens, .turns = kLnQkvGptqTurns, .half_chunks = HalfChunks, .near_x = true, .rows = 1};
   using BlockOp = Op<T, kGptqParts * kLnQkvGptqTurns>;
-  let_successor_start();
   const BlockOp op(c, ln_qkv_smem + plan.smem_bytes);
   gptq_block<T, config>(m, plan, c.norm.count, LnQkvEpilogue<BlockOp>{op}, ln_qkv_smem);
 }
@@ -218,10 +219,10 @@ __global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
 template <template <class, int> class Op>
 __global__ void __launch_bounds__(32 * kLnQkvWarps<float>, 4)
     ln_qkv_f32_kernel(const __grid_constant__ typename Op<float, kLnQkvWarps<float>>::Call c) {
-  let_successor_start();
   const Op<float, kLnQkvWarps<float>> op(c, ln_qkv_smem);
   op.load_weights();
   wait_for_predecessors();
+  let_successor_start();
   op.normalise();
   const int hidden = c.norm.hidden, rows = op.rows();
   const int lane = threadIdx.x % 32, pair = threadIdx.x / 32 * 2;
@@ -294,7 +295,7 @@ Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
                            std::string(name) + ": cuda takes packed GPTQ weights with rows in " +
                                (pairs == RopePairs{} ? "their own order" : "the order of its heads' pairs"));
     return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
-      const GptqSizes sizes = gptq_sizes(layout);
+      const GptqSizes sizes = gptq_sizes(layout, a.x.dtype);
       const GptqMatrix matrix = gptq_matrix(*packed, layout);
       for (; c.norm.first < d.tokens(); c.norm.first += c.norm.count) {
         const LnQkvGptqPlan plan =

@@ -64,7 +64,6 @@ __device__ void turn(const Args& a, long token, int column, uint4* vectors, ForE
 template <class T, int Heads, ops::QkvLayout Layout, class Args, class Rows>
 __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
   constexpr bool separate = Layout == ops::QkvLayout::separate;
-  let_successor_start();
   const int index = int(blockIdx.y * blockDim.x + threadIdx.x);
   const RopeUnit unit = plan.unit<Layout>(index);
   const int head_dim = int(a.qkv.shape[3]), first_head = unit.group * Heads, column = unit.vector * kLane<T>;
@@ -86,6 +85,7 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
       if (Heads == 1 || first_head + i < heads) f(i);
   };
   wait_for_predecessors();
+  let_successor_start();  // not before, so that attention finds the older keys: LaunchMode::after_waiting
   if (index >= plan.units()) return;
 
   rows.begin(token);
