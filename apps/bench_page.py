@@ -231,11 +231,15 @@ def growth(figures):
 def peers(figures):
     lines = []
     for model in ("pythia-2.8b", "pythia-6.9b"):
-        if figures[model]:
-            tables = plot_bench.tables(os.path.join(figures.directory, model + ".json"))
-            counted = any("code_lines" in row for rows in figures[model]["results"].values() for row in rows)
-            about = [PEERS_OF_KERNELS, ""] if counted else []
-            lines += [f"### {model}", "", *tables, "", *about, f"![A layer's time]({model}-layer.svg)", ""]
+        parts = {"": f"![A layer's time]({model}-layer.svg)", "kernel-peers-": ""}
+        for part, picture in parts.items():
+            report = figures[part + model]
+            if not report:
+                continue
+            heading = f"### {model}, kernels" if part else f"### {model}"
+            counted = any("code_lines" in row for rows in report["results"].values() for row in rows)
+            lines += [heading, "", *plot_bench.tables(os.path.join(figures.directory, f"{part}{model}.json")), ""]
+            lines += [PEERS_OF_KERNELS, ""] * counted + [picture, ""] * bool(picture)
     return lines
 
 

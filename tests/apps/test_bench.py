@@ -943,6 +943,10 @@ class Page(Files):
             "![A layer's time](pythia-2.8b-layer.svg)",
             "",
         ])  # fmt: skip
+        self.write("kernel-peers-pythia-2.8b.json", json.dumps(report))
+        both = bench_page.peers(bench_page.Figures(directory))
+        self.assertEqual(both[: len(lines)], lines)
+        self.assertEqual(both[len(lines) :], ["### pythia-2.8b, kernels", *lines[1:-2]])
 
     def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
         directory = self.recorded()
