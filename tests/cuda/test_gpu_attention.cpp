@@ -1,6 +1,8 @@
 // Attention on the GPU: every split, ring and tile boundary against the oracle.
 #include "cuda/ops/attention/attention.hpp"
 
+#include <algorithm>
+
 #include "cuda/graph/capture.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/grouped.hpp"
@@ -196,12 +198,8 @@ TEST_CASE("attention on the GPU: older keys come before the newest is appended",
             inputs[0].assign(block.memory.begin() + Problem<ops::RopeAppend>::guard_bytes,
                              block.memory.end() - Problem<ops::RopeAppend>::guard_bytes);
         REQUIRE(!inputs[0].empty());
-        inputs[1].assign(inputs[0].rbegin(), inputs[0].rend());
-        for (std::size_t i = 0; i + 1 < inputs[1].size() && activation != DType::f32; i += 2)
-          std::swap(inputs[1][i], inputs[1][i + 1]);
-        if (activation == DType::f32)
-          for (std::size_t i = 0; i + 3 < inputs[1].size(); i += 4)
-            std::reverse(inputs[1].begin() + std::ptrdiff_t(i), inputs[1].begin() + std::ptrdiff_t(i) + 4);
+        inputs[1] = inputs[0];
+        std::rotate(inputs[1].begin(), inputs[1].begin() + std::ptrdiff_t(size_bytes(activation)), inputs[1].end());
 
         std::vector<std::byte> expected[2];
         for (int i = 0; i < 2; ++i) {

@@ -14,7 +14,8 @@ constexpr int kThreads = 256, kKeysAtOnce = 4;
 /// A block attends with one query to one split of its keys. The blocks of a query's splits form a cluster. The copy
 /// engine fills a ring of tiles, and each warp attends to its share of a tile's keys. The warps wait for each other
 /// before a tile is overwritten. At the end the warps' partial results are merged in order, and then those of the
-/// splits.
+/// splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it waits for its
+/// predecessors: LaunchMode::after_waiting.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
     decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages, bool after_waiting) {

@@ -45,7 +45,8 @@ Status prepare_wgmma_prefill(const AttentionCall&, const WgmmaPlan&, DType activ
 /// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,
 /// because a weight of 0 times NaN would be NaN. Scores of keys beyond `keys` are never used. `full` completes after
 /// kTileArrivals arrivals and the copies' bytes.
-/// Run `apart` is left for a call of its own: that call is told to copy `only` this run. There is none where it is -1.
+/// Run `apart` has a call of its own: with `only`, a call copies this run alone, and without it the others. Where `apart`
+/// is no run of the tile, a call without `only` copies the whole tile.
 template <int TileKeys, class T>
 __device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full, int apart = -1,
                           bool only = false) {

@@ -52,10 +52,10 @@ __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a 
 /// activations of column n, two vectors of each chunk. Every column takes one group of the slice, and zeros for the
 /// other groups' chunks. So a group's sum meets its scale once, after the last chunk.
 ///
-/// A float16 operand of codes takes fewer instructions than a bfloat16 one. So bfloat16 activations become float16:
-/// they are multiplied by the power of two that brings the slice's largest to [2^14, 2^15), and the sums by its inverse.
-/// That is exact for activations above 2^-32 of the largest. The others' error is below 2^-39 of the largest, which is
-/// less than what float32 sums lose.
+/// A float16 operand of codes takes fewer instructions than a bfloat16 one. So bfloat16 activations become float16. They
+/// are multiplied by the power of two that brings the slice's largest to [2^14, 2^15), and the sums by its inverse. That
+/// is exact for activations above 2^-31 of the largest. The others lose at most 2^-39 of the largest: float32 sums lose
+/// more.
 template <class T, GptqConfig C>
 class GptqOneTokenX {
  public:
@@ -116,15 +116,15 @@ class GptqOneTokenX {
   __device__ const uint4& operator()(int chunk, int half) const { return x_[chunk][half]; }
   /// Sums of the activations of all chunks.
   __device__ const float2& sums() const { return sums_; }
-  /// The sums of products are multiplied by this.
+  /// The factor that the sums of products still need.
   __device__ float unit() const { return unit_; }
 
  private:
   static constexpr int kChunkVectors = kGptqColumns / kVec;
   static constexpr int kLaneVectors = (kGptqMaxChunks * kChunkVectors + 31) / 32;
 
-  /// Whether each lane loads other vectors than it multiplies, up to two of them, and the warp exchanges them in shared
-  /// memory. A group's four lanes would else convert, or gather, the same vectors as another group's.
+  /// Whether a lane loads up to two vectors, which the warp then exchanges in shared memory. So each bfloat16 vector is
+  /// converted once, and each ordered one is gathered once. Otherwise a lane loads the vectors that it multiplies.
   __device__ bool by_way_of_smem() const { return !std::is_same_v<T, f16> || m_.order; }
   /// The first column of vector v of the slice's chunk c.
   __device__ int column(int c, int v) const { return (warp_.slice.first + c) * kGptqColumns + v * kVec; }
