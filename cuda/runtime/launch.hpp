@@ -25,7 +25,7 @@ struct LaunchShape {
 inline constexpr int kSideBySideSharedPercent = 58;
 
 /// Adds a kernel's launch with its arguments to the list. `op` outlives the list. A kernel that is submitted early must
-/// call wait_for_predecessors() before it touches anything that its predecessors write or read.
+/// call wait_for_predecessors() before it reads what its predecessors write, or writes what they read or write.
 template <class... Params, class... Args>
 Status launch(std::string_view op, LaunchList& launches, const LaunchShape& shape, void (*kernel)(Params...),
               Args&&... args) {
