@@ -40,12 +40,12 @@ bool splits_keys(const Arch& arch, const LayerTensors& t) {
 }
 
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
-/// it waits. With parallel residuals attention and attention.dense run beside the MLP's first product, which needs those
-/// SMs more: attention.dense starts late. Where that product has quantised weights its blocks are resident before
-/// attention begins, so that attention.dense may start early.
-/// Attention starts once its predecessor has waited, and loads older keys meanwhile: LaunchMode::after_waiting. Beside a
-/// product with quantised weights that is faster where attention's blocks form clusters, and slower where they do not.
-/// There the MLP's norm, whose one block would wait on an SM, is faster late.
+/// it waits. These start late, as other kernels need the SMs more:
+///   attention.dense           It runs beside the MLP's first product. Where that product has quantised weights its
+///                             blocks are resident before attention begins, and attention.dense starts early.
+///   attention                 behind ln_qkv with quantised weights, unless attention's blocks form clusters
+///   post_attention_layernorm  beside ln_qkv with quantised weights
+/// An early attention starts once its predecessor has waited, and loads older keys meanwhile: LaunchMode::after_waiting.
 bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);
   if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);

@@ -324,3 +324,38 @@ TEST_CASE("a graph's step of RMSNorm and separate q, k and v has rope_append in 
       CHECK(ops == int(sites.size()) - 1);
     }
 }
+
+TEST_CASE("a graph's attention starts early once its predecessor has waited, and late where that would be slower",
+          "[plans][model]") {
+  struct Case {
+    const char* preset;
+    int bits;
+    std::int64_t slots, kv_len;
+    bool early;
+  };
+  // ln_qkv of packed weights stands before attention for up to four slots; one slot's keys are split from 129 on.
+  for (const auto& [preset, bits, slots, kv_len, early] :
+       {Case{"pythia-2.8b", 0, 1, 64, true}, Case{"pythia-2.8b", 0, 8, 2048, true},
+        Case{"pythia-2.8b", 4, 1, 128, false}, Case{"pythia-2.8b", 4, 1, 129, true},
+        Case{"pythia-2.8b", 4, 4, 2048, false}, Case{"pythia-2.8b", 4, 8, 128, true},
+        Case{"llama-3.1-8b", 0, 1, 64, true}, Case{"llama-3.1-8b", 4, 1, 64, true}}) {
+    ModelConfig m = *find_preset(preset);
+    m.num_hidden_layers = 1;
+    Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128});
+    step.tensors.layer.max_kv_len = kv_len;
+    CAPTURE(preset, bits, slots, kv_len);
+    int attentions = 0;
+    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
+                              [&]<class Args>(const Args&, const LaunchMode& mode) {
+                                if constexpr (std::is_same_v<Args, ops::Attention::Args>) {
+                                  ++attentions;
+                                  CHECK(mode.early == early);
+                                  CHECK(mode.after_waiting == early);
+                                } else {
+                                  CHECK_FALSE(mode.after_waiting);
+                                }
+                                return Status();
+                              }));
+    CHECK(attentions == 1);
+  }
+}

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   const int keys = c.visible_keys(kv_len, i);
   const SplitTiles own((keys + tile_keys - 1) / tile_keys, splits, split);
   if (split >= own.used) return;
-  // Predecessors that have waited write the newest key alone. Its run is copied when they are done.
+  // With after_waiting the predecessors write no key but the newest. Its run is copied when they are done.
   int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;

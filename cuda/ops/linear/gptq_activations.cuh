@@ -128,7 +128,8 @@ class GptqOneTokenX {
   __device__ bool by_way_of_smem() const { return !std::is_same_v<T, f16> || m_.order; }
   /// The first column of vector v of the slice's chunk c.
   __device__ int column(int c, int v) const { return (warp_.slice.first + c) * kGptqColumns + v * kVec; }
-  /// Calls f(c, i, whether chunk c is of the group of the lane's column) for vectors i = 0, 1 of all chunks.
+  /// Calls f(c, i, has_group) for vectors i = 0, 1 of all chunks. has_group says that chunk c is of the group of the
+  /// lane's column.
   template <class F>
   __device__ void for_each_vector(F f) {
 #pragma unroll
