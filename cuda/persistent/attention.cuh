@@ -275,7 +275,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 }
 
 /// prepare_head() for a share of several query heads, which have one k and one v. Each half of a warp takes one row: a
-/// query, k or v. It stores the row in shared memory, rotates a query or k there, and appends k or v to the cache.
+/// query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the cache.
 template <class T>
 __device__ bool prepare_share(const Block& block, const KeySplit& split, int layer) {
   constexpr int lanes = 16, at_once = kMaxShareHeadDim / (4 * lanes);

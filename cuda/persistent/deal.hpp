@@ -54,7 +54,7 @@ struct LayerDeals {
   }
   /// The block with which a layer's first deal begins. This takes a division.
   CF_HD constexpr int start(int layer) const { return layer * rest % grid; }
-  /// The block with which the next layer's first deal begins, without a division. `start` is the current layer's.
+  /// start() of the next layer, from that of the current one. This takes no division.
   CF_HD constexpr int next_start(int start) const {
     start += rest;
     while (start >= grid) start -= grid;

@@ -90,8 +90,8 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// Elements of T from one query of a share to the next. A warp reads eight queries in one access. The padding puts them
-/// into different banks of shared memory.
+/// Elements of T from one query of a share to the next. A warp reads eight queries in one access. The padding puts the
+/// eight into different banks of shared memory.
 CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_dim + (share_heads > 1 ? 8 : 0); }
 /// Floats from a warp's weighted values of one query to those of the next: head_dim rounded up to a multiple of 16, and
 /// the same kind of padding.

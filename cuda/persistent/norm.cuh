@@ -80,7 +80,8 @@ __device__ void prefetch_norm(const RowWarps& of, int hidden, const char* gamma,
 /// merge over lanes and over warps, in a fixed order. All product warps call, each for its own row. `side` alternates
 /// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path,
 /// so the second pass runs beside the sum over the lanes; in centre_warp() it would wait for that sum. Divisions are
-/// approximate, as there: their error is that of a few roundings of the mean. RMSNorm is LayerNorm about the mean 0.
+/// approximate, as in centre_warp(): their error is that of a few roundings of the mean. RMSNorm is LayerNorm about the
+/// mean 0.
 template <int Pieces>
 __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowPieces<Pieces>& row, int side) {
   const int hidden = block.c.dims.hidden, vectors = hidden / kVec;

@@ -75,8 +75,9 @@ inline constexpr int kTileKeys = 16;
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
-/// In caches of up to this many entries each query head loads its keys itself. On an H200 sharing made Llama's layers
-/// slower at kv_len 128 and 512, and faster at 2048. `cf-layer --ablate` measures it.
+/// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a kv
+/// head share one load. On an H200 shared loads made Llama's layers slower at kv_len 128 and 512, and faster at 2048.
+/// `cf-layer --ablate` measures them.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
 /// slices of its own length.

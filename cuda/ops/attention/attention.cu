@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
 #pragma unroll 1
     for (int s = 0; s < stages; ++s) fetch(own.begin + s, s, pass == 1);
   }
-  newest = -1;
+  newest = -1;  // the tiles that follow are copied whole
 
   const T* query = static_cast<const T*>(c.q) + c.query(b, i, head);
   AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });

@@ -53,9 +53,9 @@ __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a 
 /// other groups' chunks. So a group's sum meets its scale once, after the last chunk.
 ///
 /// A float16 operand of codes takes fewer instructions than a bfloat16 one. So bfloat16 activations become float16. They
-/// are multiplied by the power of two that brings the slice's largest to [2^14, 2^15), and the sums by its inverse. That
-/// is exact for activations above 2^-31 of the largest. The others lose at most 2^-39 of the largest: float32 sums lose
-/// more.
+/// are multiplied by the power of two that brings the slice's largest to [2^14, 2^15), and the sums by its inverse. The
+/// conversion is exact for activations above 2^-31 of the slice's largest. Smaller ones lose at most 2^-39 of the
+/// largest, which is less than float32 sums lose.
 template <class T, GptqConfig C>
 class GptqOneTokenX {
  public:

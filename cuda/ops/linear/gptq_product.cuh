@@ -42,8 +42,8 @@ class GptqStage {
   int known_[3];
 };
 
-// multiply_tile(): the product of one tile. `from` is the tile's stage; `sum` gets the sums. One function for each place
-// where the activations may lie.
+// multiply_tile() makes the product of one tile. `from` is the tile's stage, and `sum` gets the sums. Each place where
+// the activations may lie has a function of this name.
 
 /// One token in registers. Product column n has the sum of group n of the slice. Every sum meets its scale after the
 /// last chunk, then the four lanes of a row add up the groups.

@@ -255,7 +255,8 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
 }
 
 /// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
-/// there are. The kernel of one adds in another order; calls of one token take it, because it is a tenth faster.
+/// there are. The kernel of one adds in another order, and multiplies bfloat16 activations as float16. Calls of one token
+/// take it, because it is faster.
 enum class GptqTokens { one, eight, sixteen };
 
 /// Chooses a Kernels::kernel<GptqTokens, HalfChunks> for a plan. The plan may be for a part of a call of call_tokens
