@@ -110,6 +110,9 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
+  /// Whether the tiles of several stages go to four warps in turn. Stages of fewer than four tiles then give work to all
+  /// four. Here it would take registers that the kernel lacks.
+  static constexpr bool kInTurn = false;
   // Of a lone head [i][0] + [i][1] is element 16 i + g, [i][2] + [i][3] the one 8 further. With Grouped [i][0] and
   // [i][2] are the two elements of query 2t, [i][1] and [i][3] those of query 2t + 1.
   float sum[Blocks][4] = {};
@@ -208,6 +211,89 @@ struct AttentionTile {
           values, [](const float* s) { return s[0] + s[1]; }, [](const float* s) { return s[2] + s[3]; });
     }
   }
+};
+
+/// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. In shared memory the
+/// keys of such heads begin a multiple of 128 bytes apart. The same eight elements of eight keys then lie in the same
+/// banks, and the loads of eight keys come one after another. Here eight keys are loaded along a diagonal: load n brings
+/// chunk n + i of key i. A chunk is eight elements; i and n + i are modulo 8, for keys of 128 elements modulo 16.
+///
+/// First product, Q K^T: row i of Q holds the query's chunks from chunk i on. So element [i][i] is the score of key i.
+/// The other elements are not used.
+/// Second product, V^T P^T: column j of P^T takes the weights of those keys whose chunk j was loaded, and zeros for the
+/// others. So column j of the sums is chunk j. Rows 0 to 7 are the elements of a chunk of the first 64 elements, rows 8
+/// to 15 those of the chunk 64 elements further. The remainders of the weights are a product of their own.
+/// A value that is not finite makes its place in all chunks NaN.
+template <class T>
+struct DiagonalTile {
+  static constexpr int kKeys = kTileKeys;
+  static constexpr bool kInTurn = true;
+  // The sums of even and of odd loads. [0] and [1] are element g of chunks 2t and 2t + 1, [2] and [3] the elements 64
+  // further.
+  float sum[2][4] = {};
+  SoftmaxState state;  // its sum is over the lane's own keys
+
+  /// That of AttentionTile.
+  __device__ void add(int lane, const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
+    const int g = lane / 4, t = lane % 4, row = lane % 8;
+    const int from_key = min(lane / 16 * 8 + row, keys - 1) * head_dim;  // lanes beyond the last key load the last key
+    const int last_chunk = head_dim / kVec - 1;
+    const std::uint32_t* const pairs = reinterpret_cast<const std::uint32_t*>(query) + t;
+    float score[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kMaxChunks; n += 2) {
+      if (n > last_chunk) break;
+      const uint4 m = load_matrices(shared_address(k + from_key + (n + lane / 8 % 2 + row & last_chunk) * kVec));
+      const std::uint32_t low = pairs[(n + g & last_chunk) * 4], high = pairs[(n + 1 + g & last_chunk) * 4];
+      mma(score[0], low, low, high, high, m.x, m.y, T{});
+      mma(score[1], low, low, high, high, m.z, m.w, T{});
+    }
+    // The score of key i is in lane 4i + i / 2. Lane (g, t) takes those of keys 2t, 2t + 1, 2t + 8 and 2t + 9.
+    float s[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[e] = __shfl_sync(~0u, score[e / 2][e % 2], 9 * t + 4 * (e % 2));
+      if (e / 2 * 8 + 2 * t + e % 2 >= keys) s[e] = -INFINITY;
+    }
+    weigh<4, false>(
+        state, scale, [&](int e) -> float& { return s[e]; },
+        [&](float factor) {
+#pragma unroll
+          for (auto& sums : sum)
+#pragma unroll
+            for (float& of : sums) of *= factor;
+        });
+    std::uint32_t weight[2], remainder[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      weight[h] = pack_pair<T>(s[2 * h], s[2 * h + 1]);
+      const float2 rounded = unpack(weight[h], T{});
+      remainder[h] = pack_pair<T>(s[2 * h] - rounded.x, s[2 * h + 1] - rounded.y);
+    }
+    // Load `first` brings chunk g of keys 2t and 2t + 8, load `second` that of keys 2t + 1 and 2t + 9.
+    const int first = g - 2 * t & 7, second = first - 1 & 7, half = lane / 8 % 2 * (last_chunk & 8);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const uint4 m = load_matrices_transposed(shared_address(v + from_key + ((n + row & 7) + half) * kVec));
+      const std::uint32_t of_column = n == first ? 0xffffu : n == second ? 0xffff0000u : 0;
+      mma(sum[n % 2], m.x, m.y, m.z, m.w, weight[0] & of_column, weight[1] & of_column, T{});
+      mma(sum[n % 2], m.x, m.y, m.z, m.w, remainder[0] & of_column, remainder[1] & of_column, T{});
+    }
+  }
+
+  /// Stores the warp's sums and their state in shared memory.
+  __device__ void store(float* values, SoftmaxState* states, int head_dim, int /*heads*/) {
+    const int lane = thread_index() % 32, at = lane % 4 * 2 * kVec + lane / 4;
+    state.sum = quad_sum(state.sum);
+    if (lane == 0) *states = state;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (e < 2 || head_dim > 64)
+        values[at + e / 2 * 64 + e % 2 * kVec] = sum[0][e] + sum[1][e];
+  }
+
+ private:
+  static constexpr int kMaxChunks = 16;  // of eight elements
 };
 
 /// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the

@@ -432,15 +432,19 @@ class ProductWarps {
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
   __device__ bool attend() {
     const int head_dim = c.dims.head_dim;
-    if constexpr (Grouped)
-      return head_dim <= 80 ? attend<5>() : attend<kMaxShareHeadDim / 16>();
-    else
-      return head_dim <= 80 ? attend<5>() : head_dim <= 128 ? attend<8>() : attend<16>();
+    if constexpr (Grouped) {
+      return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxShareHeadDim / 16>>();
+    } else {
+      if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>();
+      return head_dim <= 80 ? attend<Tile<5>>() : head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
+    }
   }
+  template <int Blocks>
+  using Tile = AttentionTile<T, Blocks, Grouped>;
+
   /// The lane that AttentionTile takes. Where registers are scarce, a tile computes it anew from thread_index().
   static __device__ int tile_lane() {
-    constexpr bool computes_anew = Grouped || Tiles || std::is_same_v<T, bf16>;
-    return (computes_anew ? thread_index() : int(threadIdx.x)) % 32;
+    return thread_index() % 32;
   }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
@@ -448,9 +452,8 @@ class ProductWarps {
     else
       return prepare_head<T>(block, split, layer);
   }
-  template <int Blocks>
+  template <class Tile>
   __device__ bool attend() {
-    using Tile = AttentionTile<T, Blocks, Grouped>;
     const int head_dim = c.dims.head_dim, heads = share_heads<Grouped>(c), stride = query_stride(head_dim, heads);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const T *const queries = block.at<T>(c.layout.new_token), *const newest_key = queries + heads * stride;
@@ -471,9 +474,10 @@ class ProductWarps {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
         const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : newest_key;
+        const int first_tile = Tile::kInTurn ? unit - s / 2 * (c.plan.stage_keys / tile_keys) & kStageSlices - 1 : unit;
         if (!Tiles || s % 2 == half)
 #pragma unroll 1
-          for (int first = unit * tile_keys; first < keys; first += kStageSlices * tile_keys)
+          for (int first = first_tile * tile_keys; first < keys; first += kStageSlices * tile_keys)
             tile.add(tile_lane(), query, k + first * head_dim, k + (keys + first) * head_dim,
                      min(tile_keys, keys - first), head_dim, c.attention_scale);
         if (cached) reader.release(lane == 0);
