@@ -676,21 +676,34 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
-    def test_a_timeline_has_each_event_of_both_kernels(self):
+    def test_a_timeline_has_each_event_of_its_kernels_model_by_model(self):
         events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
                   {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
         directory = os.path.dirname(self.write("timeline-pythia-2.8b.json", json.dumps({
             "gpu": "a GPU", "commits": ["abc", "def"], "command": "cf-layer", "method": "Stamps.",
             "kv_len": 128, "events": events})))  # fmt: skip
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
-            "| us from where a block begins the layer, kv_len 128 | commit abc | commit def |",
+        first = [
+            "| pythia-2.8b, kv_len 128 [us] | commit abc | commit def |",
             "|---|---:|---:|",
             "| qkv: its product is done | 10.2 | 9.9 |",
             "| layer: the next layer begins | 40.3 | 39.4 |",
             "",
             "`cf-layer`, a GPU. Stamps.",
+        ]  # fmt: skip
+        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), first)
+        self.write("timeline-llama-3.1-8b.json", json.dumps({
+            "gpu": "a GPU", "commits": ["abc"], "command": "cf-layer", "method": "Stamps.",
+            "kv_len": 512, "events": [{"phase": "attention", "event": "ends", "us": [21.55]}]}))  # fmt: skip
+        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
+            *first, "",
+            "| llama-3.1-8b, kv_len 512 [us] | commit abc |",
+            "|---|---:|",
+            "| attention: ends | 21.6 |",
+            "",
+            "`cf-layer`, a GPU. Stamps.",
         ])  # fmt: skip
-        os.remove(os.path.join(directory, "timeline-pythia-2.8b.json"))
+        for model in ("pythia-2.8b", "llama-3.1-8b"):
+            os.remove(os.path.join(directory, f"timeline-{model}.json"))
         self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), ["Not recorded."])
 
     def test_growth_is_a_line_with_its_largest_residual(self):
