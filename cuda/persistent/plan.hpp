@@ -77,7 +77,7 @@ inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a kv
 /// head share one load. On an H200 shared loads make Llama's layers slower at kv_len 128 and 512. At 2048 they were 2 to
-/// 5 % faster before heads of 64 and 128 elements loaded along diagonals, which is 6 to 9 % faster there. Where sharing
+/// 5 % faster before heads of 64 and 128 elements loaded along diagonals, which is 5 to 10 % faster there. Where sharing
 /// pays since then is not measured; `cf-layer --ablate` measures it.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
