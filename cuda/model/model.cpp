@@ -99,9 +99,9 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 
 Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
-  // takes 0.68 and 0.79 ms, Pythia-410M 0.46 and 0.40, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench). With a
+  // takes 0.64 and 0.79 ms, Pythia-410M 0.43 and 0.40, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench). With a
   // sequential residual nothing hides the waits between blocks: the persistent kernel is faster for one slot alone.
-  // Llama-3.1-8B takes 3.61 and 4.04 ms, two slots of it 4.14 and 4.04 (llama-3.1-8b-batches.json there).
+  // Llama-3.1-8B takes 3.59 and 4.05 ms, two slots of it 4.14 and 4.04 (llama-3.1-8b-batches.json there).
   constexpr std::int64_t least_hidden = 2048, most_slots = 4, most_sequential_slots = 1;
   const DType dtype = dtype_of_weights(weights);
   const bool suits = slots <= (model.traits.residual == Residual::parallel ? most_slots : most_sequential_slots) &&
