@@ -216,7 +216,8 @@ struct AttentionTile {
 /// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. In shared memory the
 /// keys of such heads begin a multiple of 128 bytes apart. The same eight elements of eight keys then lie in the same
 /// banks, and the loads of eight keys come one after another. Here eight keys are loaded along a diagonal: load n brings
-/// chunk n + i of key i. A chunk is eight elements; i and n + i are modulo 8, for keys of 128 elements modulo 16.
+/// chunk n + i of the i-th of them. A chunk is eight elements. Chunk numbers wrap around: those of a key after its last
+/// chunk, those of a value within each half of 64 elements.
 ///
 /// First product, Q K^T: row i of Q holds the query's chunks from chunk i on. So element [i][i] is the score of key i.
 /// The other elements are not used.
@@ -288,8 +289,7 @@ struct DiagonalTile {
     if (lane == 0) *states = state;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (e < 2 || head_dim > 64)
-        values[at + e / 2 * 64 + e % 2 * kVec] = sum[0][e] + sum[1][e];
+      if (e < 2 || head_dim > 64) values[at + e / 2 * 64 + e % 2 * kVec] = sum[0][e] + sum[1][e];
   }
 
  private:

@@ -442,10 +442,8 @@ class ProductWarps {
   template <int Blocks>
   using Tile = AttentionTile<T, Blocks, Grouped>;
 
-  /// The lane that AttentionTile takes. Where registers are scarce, a tile computes it anew from thread_index().
-  static __device__ int tile_lane() {
-    return thread_index() % 32;
-  }
+  /// The lane that a tile takes. Each tile computes it anew, since registers are scarce.
+  static __device__ int tile_lane() { return thread_index() % 32; }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
       return prepare_share<T>(block, split, layer);
