@@ -76,9 +76,9 @@ inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
 inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a kv
-/// head share one load. On an H200 shared loads make Llama's layers slower at kv_len 128 and 512. At 2048 they were 2 to
-/// 5 % faster before heads of 64 and 128 elements loaded along diagonals, which is 5 to 10 % faster there. Where sharing
-/// pays since then is not measured; `cf-layer --ablate` measures it.
+/// head share one load. Measured on an H200 with Llama's layers: at kv_len 128 and 512 shared loads are slower. At 2048
+/// they are 2 to 5 % faster than AttentionTile's loads by each head, and DiagonalTile's are 5 to 10 % faster than those.
+/// Larger caches are not measured with DiagonalTile. `cf-layer --ablate` measures them.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
 /// slices of its own length.
