@@ -110,8 +110,8 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
-  /// Whether the tiles of several stages go to four warps in turn. Stages of fewer than four tiles then give work to all
-  /// four. Here it would take registers that the kernel lacks.
+  /// Whether four warps take the tiles of all stages in turn. Then all four have work where a stage has fewer than four
+  /// tiles. Here every stage begins with the first warp: the turn would take registers that the kernel lacks.
   static constexpr bool kInTurn = false;
   // Of a lone head [i][0] + [i][1] is element 16 i + g, [i][2] + [i][3] the one 8 further. With Grouped [i][0] and
   // [i][2] are the two elements of query 2t, [i][1] and [i][3] those of query 2t + 1.
@@ -213,18 +213,18 @@ struct AttentionTile {
   }
 };
 
-/// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. In shared memory the
-/// keys of such heads begin a multiple of 128 bytes apart. The same eight elements of eight keys then lie in the same
-/// banks, and the loads of eight keys come one after another. Here eight keys are loaded along a diagonal: load n brings
-/// chunk n + i of the i-th of them. A chunk is eight elements. Chunk numbers wrap around: those of a key after its last
-/// chunk, those of a value within each half of 64 elements.
+/// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. Below g = lane / 4 and
+/// t = lane % 4. In shared memory the keys of such heads begin a multiple of 128 bytes apart. The same eight elements of
+/// eight keys then lie in the same banks, and one load of them takes eight times as long. So this tile loads eight keys
+/// along a diagonal: load n brings chunk n + i of the i-th key. A chunk is eight elements. Chunk numbers wrap around: a
+/// key's after its last chunk, a value's within each half of 64 elements.
 ///
 /// First product, Q K^T: row i of Q holds the query's chunks from chunk i on. So element [i][i] is the score of key i.
 /// The other elements are not used.
 /// Second product, V^T P^T: column j of P^T takes the weights of those keys whose chunk j was loaded, and zeros for the
-/// others. So column j of the sums is chunk j. Rows 0 to 7 are the elements of a chunk of the first 64 elements, rows 8
-/// to 15 those of the chunk 64 elements further. The remainders of the weights are a product of their own.
-/// A value that is not finite makes its place in all chunks NaN.
+/// others. So column j of the sums is chunk j. Rows 0 to 7 are the eight elements of chunk j, rows 8 to 15 those of
+/// chunk j + 8. A third product adds the remainders of the weights.
+/// Where element e of some chunk of a value is not finite, element e of all its half's chunks becomes NaN.
 template <class T>
 struct DiagonalTile {
   static constexpr int kKeys = kTileKeys;
@@ -234,7 +234,7 @@ struct DiagonalTile {
   float sum[2][4] = {};
   SoftmaxState state;  // its sum is over the lane's own keys
 
-  /// That of AttentionTile.
+  /// As AttentionTile::add().
   __device__ void add(int lane, const T* query, const T* k, const T* v, int keys, int head_dim, float scale) {
     const int g = lane / 4, t = lane % 4, row = lane % 8;
     const int from_key = min(lane / 16 * 8 + row, keys - 1) * head_dim;  // lanes beyond the last key load the last key

@@ -181,7 +181,8 @@ TEST_CASE("attention on the GPU: older keys come before the newest is appended",
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (auto [heads, kv_heads, head_dim] :
          {std::array<std::int64_t, 3>{2, 2, 80}, {4, 1, 64}, {6, 2, 128}, {2, 1, 256}})
-      // The newest key is the only one; the first and the last of a run, a tile and a split; behind the ring's tiles.
+      // Places of the newest key: it is the only one, the first or the last of a run, of a tile and of a split, and
+      // behind the tiles that the ring holds at first.
       for (const Workload& load : {Workload{1, 1, 1, 4}, Workload{2, 1, 2, 700}, Workload{1, 1, 16, 16},
                                    Workload{1, 1, 17, 20}, Workload{3, 1, 128, 140}, Workload{1, 1, 129, 2048},
                                    Workload{1, 1, 1025, 1030}, Workload{1, 1, 2048, 2048}}) {

@@ -1,7 +1,7 @@
 #pragma once
 // What the attention kernels share: a warp's attention over a tile of keys on tensor cores, and the merge of partial
-// results. cuda/persistent/attention.cuh has a tile of its own: its keys lie in the ring as they lie in the cache, and
-// a warp's one query takes 16 of them at a time. Both tiles make their weights by weigh() of cuda/device/softmax.cuh.
+// results. cuda/persistent/attention.cuh has tiles of its own: their keys lie in the ring as they lie in the cache, and
+// a warp's one query takes 16 of them at a time. All tiles make their weights by weigh() of cuda/device/softmax.cuh.
 #include "cuda/device/address.cuh"
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
