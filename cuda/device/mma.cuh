@@ -50,4 +50,17 @@ __device__ inline void mma(float (&d)[4], std::uint32_t a0, std::uint32_t a1, st
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// d += a * b of integers: a is 16 x 32 of unsigned bytes, b is 32 x 8 of signed ones. Each register of a and b holds
+/// four bytes:
+///   a0 = a[g][4t..]  a1 = a[g + 8][4t..]  a2 = a[g][4t + 16..]  a3 = a[g + 8][4t + 16..]
+///   b0 = b[4t..][g]  b1 = b[4t + 16..][g]
+/// d has the places of the products above.
+__device__ inline void mma_bytes(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                                 std::uint32_t b0, std::uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 }  // namespace cf::cuda

@@ -55,17 +55,30 @@ struct alignas(16) ProductShape {
   std::int16_t in_flight;  // stages of the ring that may be in flight
 };
 
+/// Where a packed matrix's tiles and scales lie, in bytes, and which columns share a scale.
+struct alignas(16) PackedShape {
+  std::int64_t scales;  // from the matrix's begin
+  int tile_bytes;       // codes of sixteen rows
+  int groups;           // scales of a row
+  int group_columns;    // a multiple of kDigitColumns
+};
+
 constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p) {
-  const auto shape = [&](int columns, int slices, int slice_columns, int together) {
+  const auto shape = [&](int columns, int slices, int slice_columns, int together, bool is_head = false) {
     // A product of smaller slices has smaller stages: more of them make the same bytes.
-    const int stages = p.bytes_in_flight / (kStageSlices * slice_columns * 2);
+    const bool packed = p.narrow_columns == kPackedColumns && !is_head;
+    const int stages =
+        p.bytes_in_flight / (packed ? packed_stage_bytes(slice_columns) : kStageSlices * slice_columns * 2);
     const int in_flight = stages < 1 ? 1 : stages > p.stages - 2 ? p.stages - 2 : stages;
     return ProductShape{columns, slice_columns, std::int16_t(slices), std::int16_t(together), std::int16_t(in_flight)};
   };
+  const int head_columns =
+      p.narrow_columns == kPackedColumns ? packed_head_columns(d.hidden, p.hidden_columns) : p.hidden_columns;
   return {shape(d.hidden, p.hidden_slices, p.hidden_columns, 1),
           shape(d.hidden, p.hidden_slices, p.hidden_columns, d.rows_of_act),
           shape(d.attention, p.context_slices, p.context_columns, 1),
-          shape(d.intermediate, p.act_slices, p.act_columns, 1), shape(d.hidden, p.hidden_slices, p.hidden_columns, 1)};
+          shape(d.intermediate, p.act_slices, p.act_columns, 1),
+          shape(d.hidden, d.hidden / head_columns, head_columns, 1, true)};
 }
 
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.
@@ -77,6 +90,8 @@ struct PersistentArguments {
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
   std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
+  std::array<PackedShape, kWeights> packed;    // of packed weights, by Weight
+  int pairs_head_dim, pairs_rotary;            // RopePairs of the rows of packed qkv; 0 where rows keep their places
   float attention_scale, eps;
   bool parallel_residual, rms_norm;
   Activation activation;

@@ -30,6 +30,7 @@ inline constexpr int kHeadMatrix = kWeights, kMatrices = kWeights + 1;
 /// of two, the gate's and the up row. `out` counts the rows of dense, which are also those of down.
 struct LayerRows {
   int qkv, act, rows_of_act, out;
+  int together = 1;  // rows that one block has in any case: those of a tile of packed weights. Divides every matrix's
 };
 
 /// Deals the rows of a layer's products to the blocks: those of qkv, then those of up, then those of dense and down
@@ -42,13 +43,15 @@ struct LayerDeals {
   DealtRows of[kMatrices]{};  // by Weight, then the LM head
 
   CF_HD constexpr LayerDeals(const LayerRows& rows, int blocks, int vocab_size = 0) : grid(blocks), rest(0) {
-    const auto add = [&](Weight w, int elements, int together) {
+    const auto add = [&](Weight w, int matrix_rows, int together) {
+      const int elements = matrix_rows / together;
       of[int(w)] = {elements / grid, elements % grid, rest, together};
       rest += elements % grid;
     };
-    add(Weight::qkv, rows.qkv, 1);
-    add(Weight::up, rows.act, rows.rows_of_act);
-    add(Weight::dense, rows.out, 1);
+    const int of_act = rows.together > rows.rows_of_act ? rows.together : rows.rows_of_act;
+    add(Weight::qkv, rows.qkv, rows.together);
+    add(Weight::up, rows.act * rows.rows_of_act, of_act);
+    add(Weight::dense, rows.out, rows.together);
     of[int(Weight::down)] = of[int(Weight::dense)];
     of[kHeadMatrix] = {vocab_size / grid, vocab_size % grid, 0, 1};
   }

@@ -57,6 +57,9 @@
 // With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
 // one word a head or a block, and the copy engine brings the elements.
 //
+// Packed weights (packed.cuh) take one token. Rows are dealt in tiles of sixteen, and a stage brings a tile's codes and
+// scales. What a block fetches or normalises becomes digits in shared memory; what others wait for stays as above.
+//
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
 // fence. And no warp leaves while others wait for it at a named barrier: Block::wait() receives every signal that was
@@ -74,11 +77,11 @@ namespace cf::cuda {
 
 /// Makes the block's shared memory ready: barriers, notice, the first layer's pointers, each sequence's length and cos
 /// and sin. All threads call.
-template <bool Tiles>
+template <bool Together>
 __device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
   const int thread = int(threadIdx.x);
   if (thread == 0) {
-    ring.init(Tiles ? kProductWarps : kProductWarps / 2);
+    ring.init(Together ? kProductWarps : kProductWarps / 2);
     for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), arrivals(Signal(s)));
     publish_barriers();
     block.notice() = {.stopped = 0,
@@ -115,7 +118,7 @@ __device__ inline void end_block(const PersistentArguments& c) {
 }
 
 /// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
-/// products. Grouped: whether a share has several heads.
+/// products, kPackedColumns for packed weights. Grouped: whether a share has several heads.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
 template <class T, int Columns, bool Grouped, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
@@ -123,7 +126,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   constexpr bool Tiles = Columns == 0;
   const Ring ring(c);
   const Block block = Block::products(c);
-  begin_block<Tiles>(block, ring, c);
+  begin_block<Tiles || Columns == kPackedColumns>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
     ProductWarps<T, Columns, Grouped> product_warps(c);
     bool go = true;
@@ -141,12 +144,18 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
 #pragma unroll 1
       for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = helper_warps.run(layer);
   } else {
-    stream_layers<Tiles>(block, ring, c);
+    stream_layers<Columns>(block, ring, c);
   }
   end_block(c);
 }
 
-/// The instantiation for a plan's narrow_columns.
+/// The instantiation for packed weights.
+template <class T, int BlocksPerSm>
+const void* packed_persistent_kernel() {
+  return reinterpret_cast<const void*>(persistent_kernel<T, kPackedColumns, false, BlocksPerSm>);
+}
+
+/// The instantiation for a plan's narrow_columns, but for packed weights.
 template <class T, bool Grouped, int BlocksPerSm>
 const void* find_persistent_kernel(int narrow_columns) {
   const auto kernel = []<int Columns>(std::integral_constant<int, Columns>) {

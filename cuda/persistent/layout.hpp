@@ -1,6 +1,7 @@
 #pragma once
 // The shared memory of a block. Without CUDA: the plan depends on it.
 #include "core/host_device.hpp"
+#include "cuda/ops/linear/pack.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/protocol.hpp"
@@ -47,10 +48,15 @@ struct PersistentDims {
   int group;        // query heads that share a head of k and v
   int qkv_rows;     // of qkv's matrix
   int rows_of_act;  // of up's matrix for an element of mlp.act: 2 with SwiGLU, else 1
+  bool packed;      // the layers' weights are packed codes
   QkvPlaces places;
 
   constexpr LayerRows rows() const {
-    return {.qkv = qkv_rows, .act = intermediate, .rows_of_act = rows_of_act, .out = hidden};
+    return {.qkv = qkv_rows,
+            .act = intermediate,
+            .rows_of_act = rows_of_act,
+            .out = hidden,
+            .together = packed ? kGptqRows : 1};
   }
 };
 
@@ -68,6 +74,7 @@ inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t bat
           .group = int(m.heads / m.kv_heads),
           .qkv_rows = int((m.heads + 2 * m.kv_heads) * m.head_dim),
           .rows_of_act = m.hidden_act == Activation::swiglu ? 2 : 1,
+          .packed = m.packed,
           .places = {.q_step = place(0, 1) - place(0, 0),
                      .k_first = place(1, 0),
                      .v_first = place(2, 0),
@@ -85,7 +92,20 @@ CF_HD constexpr int warp_lines(int slice_columns) {
 /// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages, and
 /// so whole pairs.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
-  return rows * p.up_eighths / 8 / kStageSlices * kStageSlices;
+  const int unit = p.narrow_columns == kPackedColumns ? kGptqRows : kStageSlices;
+  return rows * p.up_eighths / 8 / unit * unit;
+}
+
+/// Bytes of a stage: of sixteen rows' codes and scales in a slice, at most.
+CF_HD constexpr int packed_stage_bytes(int slice_columns) {
+  return slice_columns * kGptqRows / 2 + (slice_columns / kDigitColumns + 1) * kGptqGroupBytes;
+}
+/// The columns of the LM head's slices beside packed weights: at most those of the layers' slices. 0 where no number of
+/// slices divides them.
+constexpr int packed_head_columns(int hidden, int most_columns) {
+  int slices = 1;
+  while (slices <= 64 && (hidden % (8 * slices) || hidden / slices > most_columns)) ++slices;
+  return slices <= 64 ? hidden / slices : 0;
 }
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
@@ -131,6 +151,8 @@ struct PersistentLayout {
   int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
   int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; with
                        // lent_mlp_x before these warp_values and gathered
+  int attn_digits;     // (hidden / kDigitColumns) DigitScale of attn_x, with packed weights
+  int mlp_digits;      // the same of mlp_x
   int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
@@ -146,6 +168,8 @@ struct PersistentLayout {
 inline constexpr int kMomentsBytes = 12;
 /// A warp's state of a softmax: maximum, sum.
 inline constexpr int kSoftmaxStateBytes = 8;
+/// The factor of a group's digits, and their sum.
+inline constexpr int kDigitScaleBytes = 8;
 
 constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
   PersistentLayout l{};
@@ -155,7 +179,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     end = begin + bytes;
     return begin;
   };
-  const bool tiles = p.narrow_columns == 0;
+  const bool tiles = p.narrow_columns == 0, packed = p.narrow_columns == kPackedColumns;
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
@@ -195,8 +219,10 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     place_of_attention();
     if (end < end_of_tokens) end = end_of_tokens;
   }
+  l.attn_digits = place(packed ? l.hidden_row / 2 / kDigitColumns * kDigitScaleBytes : 0);
+  l.mlp_digits = place(packed ? token_bytes / 2 / kDigitColumns * kDigitScaleBytes : 0);
   l.residual = place(p.out_rows * d.batch * 4);
-  l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles ? 1 : 8) * 4);
+  l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.stages * p.stage_bytes);
   l.bytes = (end + 127) / 128 * 128 + 512;  // a tile product may load up to 512 bytes beyond a slice's last columns
   return l;

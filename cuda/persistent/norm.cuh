@@ -2,6 +2,7 @@
 // The layer's two norms, LayerNorms or RMSNorms, which every block computes for itself.
 #include "cuda/device/norm.cuh"
 #include "cuda/persistent/block.cuh"
+#include "cuda/persistent/packed.cuh"
 
 namespace cf::cuda {
 
@@ -125,6 +126,24 @@ __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces
     store_vec(reinterpret_cast<T*>(to) + column, y);
     if (tap && blockIdx.x == 0) store_vec(tap + column, y);
   });
+}
+
+/// The same for a product of packed weights.
+template <class T, int Pieces, class Weights>
+__device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
+                          const Weights& weights, const Digits& to, T* tap) {
+#pragma unroll
+  for (int p = 0; p < Pieces; ++p) {
+    const int column = (p * of.threads() + of.thread()) * kVec;
+    float y[kVec], gamma[kVec], beta[kVec];
+    const NormWeightPiece piece = weights.at(p, column);
+    unpack(piece.gamma, gamma, T{});
+    unpack(piece.beta, beta, T{});
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
+    to.store(column, y, column < hidden);
+    if (tap && blockIdx.x == 0 && column < hidden) store_vec(tap + column, y);
+  }
 }
 
 /// Loads a row of the residual stream that other blocks make, and waits for each element's tag unless the row is

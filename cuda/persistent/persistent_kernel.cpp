@@ -40,11 +40,15 @@ class ViewCheck {
     Checks check(name(layer), context_);
     const auto linear = [&](const Site& site, const LinearParams& l, std::int64_t out, std::int64_t in) {
       const std::string weight = std::string(site.name) + ".weight", bias = std::string(site.name) + ".bias";
-      check({Role::weight, weight}, std::get<DenseWeight>(l.weight).weight, {out, in});
+      if (const auto* dense = std::get_if<DenseWeight>(&l.weight))
+        check({Role::weight, weight}, dense->weight, {out, in});
       check({Role::weight, bias, true}, l.bias, {out});
     };
     for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
-      if (!std::holds_alternative<DenseWeight>(l->weight)) return refuse("dense weights, got quantised ones");
+      if (m_.packed ? !std::holds_alternative<PackedWeight>(l->weight)
+                    : !std::holds_alternative<DenseWeight>(l->weight))
+        return refuse(m_.packed ? "packed weights in every Linear or none, got one that is not packed"
+                                : "dense weights in every layer, got quantised ones");
     norm(check, names_.input_layernorm, w.input_layernorm);
     norm(check, names_.post_attention_layernorm, w.post_attention_layernorm);
     linear(names_.query_key_value, w.query_key_value, rows.qkv, h);
@@ -125,14 +129,63 @@ class ViewCheck {
 };
 
 WeightPointers weight_pointers(const LayerWeights& w) {
-  const auto bytes = [](const auto& view) { return static_cast<const char*>(view.data); };
-  const auto matrix = [&](const LinearParams& l) { return bytes(std::get<DenseWeight>(l.weight).weight); };
+  const auto bytes = [](const auto& view) { return reinterpret_cast<const char*>(view.data); };
+  const auto matrix = [&](const LinearParams& l) {
+    if (const auto* packed = std::get_if<PackedWeight>(&l.weight)) return bytes(packed->data);
+    return bytes(std::get<DenseWeight>(l.weight).weight);
+  };
   return {.gamma = {bytes(w.input_layernorm.gamma), bytes(w.post_attention_layernorm.gamma)},
           .beta = {bytes(w.input_layernorm.beta), bytes(w.post_attention_layernorm.beta)},
           .bias = {bytes(w.query_key_value.bias), bytes(w.dense_h_to_4h.bias), bytes(w.dense.bias),
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
+/// A layer's packed matrices, which have the same layout in every layer.
+struct PackedLayer {
+  std::array<PackedShape, kWeights> shapes{};  // by Weight
+  RopePairs pairs{};
+
+  bool operator==(const PackedLayer& other) const {
+    const auto same = [](const PackedShape& a, const PackedShape& b) {
+      return a.scales == b.scales && a.tile_bytes == b.tile_bytes && a.groups == b.groups &&
+             a.group_columns == b.group_columns;
+    };
+    return pairs == other.pairs &&
+           std::equal(shapes.begin(), shapes.end(), other.shapes.begin(), other.shapes.end(), same);
+  }
+};
+
+/// Reads the layouts of a layer's packed matrices. Refuses those that the kernel does not multiply by.
+Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& names, const LayerWeights& w) {
+  PackedLayer layer;
+  const auto read = [&](Weight which, const Site& site, const LinearParams& l, int out, int in) -> Status {
+    const auto& packed = std::get<PackedWeight>(l.weight);
+    const std::string weight = std::string(site.name) + ".weight";
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(std::string(kPersistentName) + ": " + weight, packed));
+    if (packed.out != out || packed.in != in)
+      return bad("'" + weight + "' must be (" + std::to_string(out) + ", " + std::to_string(in) + "), got (" +
+                 std::to_string(packed.out) + ", " + std::to_string(packed.in) + ")");
+    if (packed.format.bits != 4) return refuse("codes of 4 bits, got " + std::to_string(packed.format.bits));
+    if (layout.has_order) return refuse("columns in the order of their groups, got an act-order for '" + weight + "'");
+    const int columns = layout.groups == 1 ? in : layout.columns_per_group;
+    if (columns % kDigitColumns)
+      return refuse("groups of a multiple of " + std::to_string(kDigitColumns) + " columns, or one a row, got " +
+                    std::to_string(columns) + " for '" + weight + "'");
+    layer.shapes[std::size_t(which)] = {.scales = layout.code_words() * 4,
+                                        .tile_bytes = layout.chunks * kGptqTileBytes,
+                                        .groups = layout.groups,
+                                        .group_columns = columns};
+    if (which == Weight::qkv) layer.pairs = layout.pairs;
+    return {};
+  };
+  const LayerRows rows = d.rows();
+  CF_TRY(read(Weight::qkv, names.query_key_value, w.query_key_value, rows.qkv, d.hidden));
+  CF_TRY(read(Weight::up, names.dense_h_to_4h, w.dense_h_to_4h, rows.act * rows.rows_of_act, d.hidden));
+  CF_TRY(read(Weight::dense, names.dense, w.dense, d.hidden, d.attention));
+  CF_TRY(read(Weight::down, names.dense_4h_to_h, w.dense_4h_to_h, d.hidden, rows.act));
+  return layer;
+}
+
 /// The head as a layer.
 LayerPointers head_pointers(const PersistentEnds& e) {
   const auto bytes = [](const auto& view) { return static_cast<const char*>(view.data); };
@@ -226,7 +279,7 @@ PersistentKernel::PersistentKernel(PersistentKernel&&) noexcept = default;
 PersistentKernel& PersistentKernel::operator=(PersistentKernel&&) noexcept = default;
 PersistentKernel::~PersistentKernel() = default;
 
-Result<PersistentKernel> PersistentKernel::create(const Context& context, const PersistentModel& model,
+Result<PersistentKernel> PersistentKernel::create(const Context& context, const PersistentModel& given,
                                                   std::span<const PersistentLayer> layers,
                                                   const PersistentSequences& sequences, const RopeTable& rope,
                                                   const PersistentOptions& options) {
@@ -234,6 +287,8 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   const std::int64_t batch = sequences.kv_len.shape[0], tokens = sequences.positions.shape[0];
   if (tokens != batch)
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
+  PersistentModel model = given;
+  model.packed = std::holds_alternative<PackedWeight>(layers[0].weights.query_key_value.weight);
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
   const PersistentChoices choices = for_capacity(options.choices, capacity);
@@ -244,11 +299,17 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   CF_TRY(check.sequences(sequences));
   CF_TRY(check.rope(rope));
   std::vector<LayerPointers> pointers;
+  PackedLayer packed;
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const std::int64_t number = options.first_model_layer + std::int64_t(l);
     CF_TRY(check.cache(number, layers[l].cache, capacity));
     CF_TRY(check.layer(number, layers[l].weights));
     pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache)});
+    if (!model.packed) continue;
+    CF_TRY_ASSIGN(const PackedLayer of_layer, packed_layer(dims, names_of(model.family), layers[l].weights));
+    if (l == 0) packed = of_layer;
+    if (!(of_layer == packed))
+      return refuse("layers whose matrices are packed alike, got another layout in layer " + std::to_string(number));
   }
   const std::optional<PersistentEnds>& ends = options.ends;
   const int vocab = ends ? int(ends->embed_in.shape[0]) : 0;
@@ -267,6 +328,9 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                   .table_rows = int(rope.cos.shape[0]),
                                   .deals = LayerDeals(dims.rows(), plan.grid, vocab),
                                   .shapes = product_shapes(dims, plan),
+                                  .packed = packed.shapes,
+                                  .pairs_head_dim = int(packed.pairs.head_dim),
+                                  .pairs_rotary = int(packed.pairs.rotary_dim),
                                   .attention_scale = float(model.attention_scale),
                                   .eps = float(model.layer_norm_eps),
                                   .parallel_residual = model.use_parallel_residual,

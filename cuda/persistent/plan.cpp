@@ -1,6 +1,7 @@
 #include "cuda/persistent/plan.hpp"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "core/contract.hpp"
@@ -32,6 +33,22 @@ Status refuse(std::string what) {
 Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
 std::string text(std::int64_t n) { return std::to_string(n); }
 
+Status check_packed(const PersistentModel& m, std::int64_t batch) {
+  if (batch != 1) return refuse("one sequence with packed weights, got " + text(batch));
+  if (m.head_dim > kMaxPackedHeadDim && m.head_dim != kWidePackedHeadDim)
+    return refuse("head_dim up to " + text(kMaxPackedHeadDim) + ", or " + text(kWidePackedHeadDim) +
+                  ", with packed weights, got " + text(m.head_dim));
+  for (const auto& [name, value, multiple] :
+       {std::tuple{"hidden", m.hidden_size, kDigitColumns},
+        std::tuple{"intermediate", m.intermediate_size, kDigitColumns},
+        std::tuple{"heads * head_dim", m.heads * m.head_dim, kDigitColumns},
+        std::tuple{"rows of q, k and v", (m.heads + 2 * m.kv_heads) * m.head_dim, kGptqRows}})
+    if (value % multiple)
+      return refuse(std::string(name) + " a multiple of " + text(multiple) + " with packed weights, got " +
+                    text(value));
+  return {};
+}
+
 Status check(const PersistentModel& m, std::int64_t batch) {
   struct Size {
     const char* name;
@@ -58,7 +75,7 @@ Status check(const PersistentModel& m, std::int64_t batch) {
     return refuse("head_dim up to " + text(kMaxPersistentHeadDim) + ", got " + text(m.head_dim));
   if (m.hidden_size > kMaxPersistentHidden)
     return refuse("hidden up to " + text(kMaxPersistentHidden) + ", got " + text(m.hidden_size));
-  return {};
+  return m.packed ? check_packed(m, batch) : Status();
 }
 
 /// Replaces the plan's own value by the choice, if there is one.
@@ -94,7 +111,8 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
-  p.share_heads = choices.shares_keys.value_or(true) ? share_heads(d) : 1;
+  // With packed weights no kernel is compiled for shares of several heads.
+  p.share_heads = choices.shares_keys.value_or(true) && !d.packed ? share_heads(d) : 1;
   p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;
   const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
@@ -127,9 +145,14 @@ class Slicing {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
-  /// Tries one token's row product first: with slices of one length, the longest first, then with slices of any length.
+  /// Tries packed weights' longest slices first. Of dense weights tries one token's row product first: with slices of one length, the longest first, then with slices of any length.
   /// Tries the tile product then: with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
+    if (d_.packed) {
+      for (int most_columns = kMaxPackedColumns; most_columns >= kDigitColumns; most_columns /= 2)
+        if (packed_product(most_columns)) return true;
+      return false;
+    }
     if (d_.batch == 1 && !tile_products_)
       for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})
         if (row_product(columns)) return true;
@@ -175,6 +198,24 @@ class Slicing {
     plan.warp_rows = own_rows ? (own_rows + kProductWarps - 1) / kProductWarps + 1 : 0;
     return ring_fits();
   }
+  /// Slices are whole groups of digits. The last slice of a row may be smaller than the others.
+  bool packed_product(int most_columns) {
+    const auto cut_groups = [&](int columns, int& slices, int& slice_columns) {
+      slices = (columns + most_columns - 1) / most_columns;
+      slice_columns = (columns / kDigitColumns + slices - 1) / slices * kDigitColumns;
+      slices = (columns + slice_columns - 1) / slice_columns;
+    };
+    cut_groups(d_.hidden, plan.hidden_slices, plan.hidden_columns);
+    cut_groups(d_.attention, plan.context_slices, plan.context_columns);
+    cut_groups(d_.intermediate, plan.act_slices, plan.act_columns);
+    plan.narrow_columns = kPackedColumns;
+    plan.shared_norms = false;
+    plan.warp_rows = 0;
+    const int rows = std::max({deals_.most_rows(Weight::qkv), deals_.most_rows(Weight::up), plan.out_rows});
+    plan.head_rows = whole_stages(rows);
+    plan.shared_sums = kProductWarps * rows;
+    return packed_head_columns(d_.hidden, plan.hidden_columns) > 0 && ring_fits();
+  }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.narrow_columns = 0;
@@ -194,7 +235,10 @@ class Slicing {
   }
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
   bool ring_fits() {
-    const int stage_bytes = kStageSlices * std::max({plan.hidden_columns, plan.context_columns, plan.act_columns}) * 2;
+    const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
+    const int stage_bytes = d_.packed ? std::max(packed_stage_bytes(columns),
+                                                 kStageSlices * packed_head_columns(d_.hidden, plan.hidden_columns) * 2)
+                                      : kStageSlices * columns * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
@@ -251,8 +295,11 @@ Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_s
 std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
-         text(p.stages_in_flight) + " in flight, " + (p.narrow_columns ? "row products" : "tile products") + ", " +
-         text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
+         text(p.stages_in_flight) + " in flight, " +
+         (p.narrow_columns == kPackedColumns ? "packed products"
+          : p.narrow_columns                 ? "row products"
+                                             : "tile products") +
+         ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
          " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +

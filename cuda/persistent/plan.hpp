@@ -35,6 +35,7 @@ struct PersistentModel {
   NormKind norm;
   ops::QkvLayout qkv_layout;
   DType dtype;
+  bool packed = false;  // the layers' matrices are packed by cuda::pack(), in groups of 128 columns or more
 };
 
 inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
@@ -85,13 +86,19 @@ inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
+/// For packed weights there is a kernel of one token. A stage holds sixteen rows of a slice of at most kMaxPackedColumns
+/// columns. Activations are digits in groups of kDigitColumns columns.
+inline constexpr int kPackedColumns = -2, kDigitColumns = 128, kMaxPackedColumns = kMaxSliceColumns;
+/// Beside packed weights registers do not hold the sums of wider heads. Heads of 128 elements have a tile that takes
+/// fewer registers (DiagonalTile).
+inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
   int grid;             // blocks, one an SM, all resident at once
   int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
-                        // eight tokens
+                        // eight tokens; kPackedColumns: a packed product of one token, whose LM head is a tile product
   int hidden_slices;    // slices of a row of hidden columns, a power of two
   int context_slices;   // slices of a row of heads * head_dim columns, a power of two
   int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
@@ -144,7 +151,9 @@ inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t ca
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
 /// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
-/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
+/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. With
+/// packed weights also for more than one sequence, heads of more than 80 elements other than 128, and products whose
+/// columns are not a multiple of 128 or whose rows are not a multiple of 16.
 /// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});

@@ -19,13 +19,15 @@ struct Addends {
 
 template <class T, int Columns, bool Grouped>
 class ProductWarps {
-  static constexpr bool Tiles = Columns == 0;
+  static constexpr bool Tiles = Columns == 0, Packed = Columns == kPackedColumns;
+  /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
+  static constexpr bool Together = Tiles || Packed;
 
  public:
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
       : block(Block::products(arguments)),
         c(arguments),
-        reader(Ring(arguments), Tiles ? 0 : thread_index() / (kProductThreads / 2)) {}
+        reader(Ring(arguments), Together ? 0 : thread_index() / (kProductThreads / 2)) {}
 
   /// Runs a layer. False where a wait took too long.
   __device__ bool run(int number) {
@@ -79,7 +81,8 @@ class ProductWarps {
   }
 
  private:
-  /// Makes the product's activations or waits for them, except for mlp.act, which arrives slice by slice.
+  /// Makes the product's activations or waits for them, except for mlp.act of dense weights, which may arrive slice by
+  /// slice.
   __device__ bool prepare(Phase phase) {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
@@ -87,7 +90,8 @@ class ProductWarps {
       case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
       case Phase::head: return norms(0, 1);
       case Phase::up_first: return c.parallel_residual || norms(1, 2);
-      case Phase::dense: return block.wait(Signal::context_here);
+      case Phase::dense: return block.wait(Signal::context_here) && (!Packed || make_digits(false));
+      case Phase::down: return !Packed || (await_act() && make_digits(true));
       default: return true;
     }
   }
@@ -152,7 +156,12 @@ class ProductWarps {
           T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
           char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
           const auto store = [&](const auto& norm_weights) {
-            normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
+            if (Packed && layer != c.head_layer)
+              normalise(rows, hidden, row, m, norm_weights,
+                        Digits{to, block.at<DigitScale>(i == 0 ? c.layout.attn_digits : c.layout.mlp_digits)},
+                        tap ? tap + at : nullptr);
+            else
+              normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
           };
           if constexpr (Tiles)
             store(are_shared ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
@@ -171,7 +180,7 @@ class ProductWarps {
   /// workers of all rows.
   struct Work {
     Product product;
-    Sums<Tiles> sums;
+    Sums<Together> sums;
     bool own_rows;
     int first_row, row_step;  // the workers' rows, counted within the phase
     int worker, elements;     // the thread's number among the workers; the elements that they share
@@ -207,19 +216,14 @@ class ProductWarps {
   /// product warps first wait for each other.
   __device__ bool multiply(Phase phase, const Work& work) {
     const Product& product = work.product;
-    const Sums<Tiles>& sums = work.sums;
+    const Sums<Together>& sums = work.sums;
     const bool own_rows = work.own_rows;
     Addends addends = work.addends;
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
     // With one token mlp.act arrives whole, with several tokens slice by slice.
     const auto x_at = [&](int slice) -> const char* {
-      if (is_down && !Tiles && c.product_warps_fetch_act) {
-        block.sync();  // the place is free: all warps have up's tokens in registers
-        char* const to = block.at<char>(c.layout.mlp_x);
-        fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, to);
-        return block.sync_unless_stopped() ? to : nullptr;
-      }
+      if (is_down && !Tiles) return await_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
       if (is_down) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
@@ -231,10 +235,15 @@ class ProductWarps {
       if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.two_act_places < product.slices))
         block.signal(Signal::act_used);
     };
-    if (!consume_product<T, Columns>(c, reader, product, sums, ring_stages,
-                                     is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used))
+    if (Packed && phase != Phase::head) {
+      if constexpr (Packed) consume_packed(reader, product, c.packed[int(weight_of(phase))], sums, digits(of_mlp));
+    } else if (!consume_product < T, Packed
+                                         ? 0
+                                         : Columns > (c, reader, product, sums, ring_stages,
+                                                      is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used)) {
       return false;
-    ring_stages += product.template stages<Tiles>();
+    }
+    if constexpr (!Together) ring_stages += product.template stages<false>();
     if (phase == Phase::qkv) block.signal(Signal::qkv_done);
     if (phase == Phase::up_rest) block.signal(Signal::up_done);
     if (own_rows)
@@ -247,7 +256,7 @@ class ProductWarps {
       const int token = work.token(c, i), row = work.row(c, i);
       if (i > work.worker) addends = load_addends(phase, product, token, row);
       float v = sums.total(own_rows ? work.place(c, i) : row, token) + to_float(T{addends.bias});
-      int column = product.row(row);
+      int column = matrix_row(phase, product, row);
       if (product.gated) {
         v = silu(v) * (sums.total(row + 1, token) + addends.up_bias());
         column /= 2;
@@ -272,11 +281,36 @@ class ProductWarps {
     return true;
   }
 
+  /// Waits for mlp.act. Returns false where the block must leave.
+  __device__ bool await_act() {
+    if (!c.product_warps_fetch_act) return block.wait(Signal::act_here);
+    block.sync();  // the place is free: all warps have done with up's tokens
+    fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, block.at<char>(c.layout.mlp_x));
+    return block.sync_unless_stopped();
+  }
+  /// Makes the digits of dense's or down's activations, for packed weights.
+  __device__ bool make_digits(bool of_mlp) {
+    digits(of_mlp).template replace<T>(of_mlp ? c.dims.intermediate : c.dims.attention);
+    block.sync();
+    return true;
+  }
+  /// Where the digits of a product's activations are.
+  __device__ Digits digits(bool of_mlp) const {
+    return {block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
+            block.at<DigitScale>(of_mlp ? c.layout.mlp_digits : c.layout.attn_digits)};
+  }
+
+  /// The checkpoint's row that is row `row` of the phase.
+  __device__ int matrix_row(Phase phase, const Product& product, int row) const {
+    const int at = product.row(row);
+    if (!Packed || phase != Phase::qkv) return at;
+    return RopePairs{c.pairs_head_dim, c.pairs_rotary}.row(at);
+  }
   /// Loads what is added to the product of a row or of a pair of rows. Dense adds the layer's input. Down adds
   /// attn_residual where the residual is sequential; this block has stored that row of attn_residual itself. `row`
   /// counts the phase's rows.
   __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
-    const int matrix_row = product.row(row);
+    const int matrix_row = this->matrix_row(phase, product, row);
     const char* const bias = block.pointers(layer).weights.bias[int(weight_of(phase))];
     const long at = long(token) * c.dims.hidden + matrix_row;
     Addends a{};
@@ -436,7 +470,8 @@ class ProductWarps {
       return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxShareHeadDim / 16>>();
     } else {
       if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>();
-      return head_dim <= 80 ? attend<Tile<5>>() : head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
+      if (Packed || head_dim <= 80) return attend<Tile<5>>();
+      if constexpr (!Packed) return head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
     }
   }
   template <int Blocks>
@@ -465,15 +500,15 @@ class ProductWarps {
       Tile tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps
       // 4 to 7 the others.
-      const int half = warp / kStageSlices, first_stage = Tiles ? half : (half + ring_stages) % 2,
+      const int half = warp / kStageSlices, first_stage = Together ? half : (half + ring_stages) % 2,
                 stages = split.stages(c);
 #pragma unroll 1
-      for (int s = Tiles ? 0 : first_stage; s < stages + split.has_newest(); s += Tiles ? 1 : 2) {
+      for (int s = Together ? 0 : first_stage; s < stages + split.has_newest(); s += Together ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
         const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : newest_key;
         const int first_tile = Tile::kInTurn ? unit - s / 2 * (c.plan.stage_keys / tile_keys) & kStageSlices - 1 : unit;
-        if (!Tiles || s % 2 == half)
+        if (!Together || s % 2 == half)
 #pragma unroll 1
           for (int first = first_tile * tile_keys; first < keys; first += kStageSlices * tile_keys)
             tile.add(tile_lane(), query, k + first * head_dim, k + (keys + first) * head_dim,
@@ -493,7 +528,7 @@ class ProductWarps {
 
   Block block;
   const PersistentArguments& c;
-  RingReader<Tiles ? 1 : 2> reader;
+  RingReader<Together ? 1 : 2> reader;
   int ring_stages = 0;       // stages that the ring has brought before this phase
   int layer = 0, start = 0;  // the layer, and the block with which its deals begin
 };

@@ -12,7 +12,7 @@ struct RingPlace {
 };
 
 /// The ring's addresses in shared memory. With one token, product warps 0 to 3 empty every second stage and warps 4 to
-/// 7 the others. With several tokens, all product warps empty every stage.
+/// 7 the others. With several tokens or packed weights, all product warps empty every stage.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)

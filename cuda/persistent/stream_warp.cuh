@@ -2,6 +2,7 @@
 // What the stream warp of a block does: it fills the ring with the phases' weights, keys and values, in their order,
 // and never waits for activations.
 #include "cuda/persistent/attention.cuh"
+#include "cuda/persistent/packed.cuh"
 #include "cuda/persistent/product.cuh"
 
 namespace cf::cuda {
@@ -55,7 +56,16 @@ __device__ inline bool await_token(const Block& block, int token) {
   return true;
 }
 
-template <bool Tiles>
+/// Streams a part of a phase's product. Beside packed weights the LM head is a tile product.
+template <int Columns>
+__device__ bool stream(RingWriter& ring, const PersistentArguments& c, Phase phase, const Product& p,
+                       const char* matrix) {
+  if constexpr (Columns == kPackedColumns)
+    if (phase != Phase::head) return stream_packed(ring, p, c.packed[int(weight_of(phase))], matrix);
+  return stream_product < Columns == 0 || Columns == kPackedColumns > (ring, p, matrix);
+}
+
+template <int Columns>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
   RingWriter writer(ring, block.product_warps_left());
   StreamPointers pointers(c);
@@ -81,7 +91,7 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
-          go = stream_product<Tiles>(writer, Product(c, phase, start, part), pointers.matrix(weight_of(phase)));
+          go = stream<Columns>(writer, c, phase, Product(c, phase, start, part), pointers.matrix(weight_of(phase)));
       }
     }
   writer.drain();

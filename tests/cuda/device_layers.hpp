@@ -3,6 +3,8 @@
 #include <span>
 #include <vector>
 
+#include "core/model/examples.hpp"
+#include "cuda/model/resident_weights.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "tests/cuda/device_tensors.hpp"
@@ -17,12 +19,13 @@ struct HostLayers {
   std::vector<Tensor> k_caches, v_caches;
   Tensor hidden;
 
-  /// Caches and hidden state differ from one `seed` to the next, the weights do not.
-  HostLayers(const ModelConfig& m, const Workload& w, const std::string& seed = "") : config(m), load(w) {
+  /// Caches and hidden state differ from one `seed` to the next, the weights do not. `linears` is the Linears' format.
+  HostLayers(const ModelConfig& m, const Workload& w, const std::string& seed = "", WeightFormat linears = {})
+      : config(m), load(w) {
     config.max_position_embeddings = std::max(m.max_position_embeddings, w.cache_capacity());
     const Shape cache{w.batch, m.kv_heads(), w.cache_capacity(), m.head_dim()};
     for (std::int64_t l = 0; l < m.num_hidden_layers; ++l) {
-      weights.push_back(procedural_layer(m, m.dtype, l, 7));
+      weights.push_back(procedural_layer(m, m.dtype, l, 7, linears));
       k_caches.push_back(activations(m.dtype, cache, seed + "k" + std::to_string(l)));
       v_caches.push_back(activations(m.dtype, cache, seed + "v" + std::to_string(l)));
     }
@@ -39,6 +42,7 @@ class DeviceLayers {
     layers.resize(host.weights.size());
     for (std::size_t l = 0; l < layers.size(); ++l) {
       layers[l].weights = host.weights[l].weights;
+      pack(layers[l].weights);
       for_each_weight(m, layers[l].weights, [&](const TensorSpec&, auto& view, const auto&) {
         view.data = static_cast<decltype(view.data)>(copy(view.data, view.bytes()));
       });
@@ -126,6 +130,17 @@ class DeviceLayers {
   View<std::int32_t, 1> positions, kv_len;
 
  private:
+  /// Packs the quantised Linears, as ResidentWeights does. What is packed lies on the device.
+  void pack(LayerWeights& weights) {
+    const ModelSpec spec = host_.config.spec();
+    for_each_linear(spec, weights, [&](const Site& site, LinearParams& l, const auto&) {
+      Result<cuda::Packed> packed = cuda::pack(l.weight, cuda::pack_hint(site, spec), context_);
+      require_ok(packed.status());
+      l.weight = packed->weight;
+      if (auto* const on_host = std::get_if<PackedWeight>(&l.weight))
+        on_host->data.data = static_cast<const std::int32_t*>(copy(packed->storage.data(), on_host->data.bytes()));
+    });
+  }
   template <int Rank>
   AnyView<Rank> place(DType dtype, std::array<std::int64_t, Rank> shape) {
     AnyView<Rank> view(nullptr, shape, dtype);

@@ -105,6 +105,9 @@ ModelConfig model_of_kind(Kind kind, std::int64_t heads, std::int64_t head_dim, 
   return m;
 }
 
+/// GPTQ's 4 bits in groups of 128 columns.
+constexpr WeightFormat kPacked{.bits = 4, .group_size = 128};
+
 ModelConfig small_model(DType dtype, std::int64_t layers = 3, Kind kind = Kind::parallel) {
   ModelConfig m = model_of_kind(kind, 4, 64, 16, 512);
   m.num_hidden_layers = layers;
@@ -233,6 +236,55 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
     }
 }
 
+TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's within its budget",
+          "[gpu][persistent][packed]") {
+  using enum ModelType;
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  std::vector<ModelConfig> models;
+  for (bool parallel : {true, false})
+    // Rows of one slice, of several, and of several of which the last is smaller.
+    for (ModelConfig m : {model_of(4, 64, 16, 512), model_of(8, 80, 20, 2560), model_of(16, 128, 32, 1408),
+                          model_of(32, 80, 20, 10240)}) {
+      m.use_parallel_residual = parallel;
+      models.push_back(m);
+    }
+  models.push_back(gated_model_of(llama, 8, 2, 64, 512, 1024));
+  models.push_back(gated_model_of(qwen2, 8, 4, 128, 256, 384));  // heads that do not make up hidden_size
+  for (ModelConfig& m : models)
+    for (std::int64_t group_size : {128, 256, -1})
+      for (int kv_len : {1, 2, 130}) {
+        if (group_size == 256 && (m.hidden_size % 256 || m.intermediate_size % 256)) continue;
+        m.dtype = dtype;
+        CAPTURE(to_string(plans), m.name, m.hidden_size, m.use_parallel_residual, group_size, kv_len, to_string(dtype));
+        check_taps({m, {.batch = 1, .capacity = 131}, "", {.bits = 4, .group_size = group_size}}, kv_len, plans);
+      }
+}
+
+TEST_CASE("persistent: packed weights that the kernel does not multiply by are refused by name",
+          "[gpu][persistent][packed][small]") {
+  const cuda::Context c = planned(Plans::own);
+  const auto refused = [&](const ModelConfig& m, std::int64_t batch, WeightFormat linears, const char* what) {
+    const HostLayers host(m, {.batch = batch, .capacity = 20}, "", linears);
+    DeviceLayers on(c, host);
+    const auto kernel =
+        PersistentKernel::create(c, cuda::persistent_model(m, m.dtype), on.layers, on.sequences(), on.rope());
+    return refusal_fault(kernel.status(), Code::unimplemented, {what});
+  };
+  const ModelConfig m = small_model(DType::f16, 1);
+  const HostLayers mixed(m, {.batch = 1, .capacity = 20}, "", kPacked);
+  DeviceLayers on(c, mixed);
+  on.layers[0].weights.dense.weight = GptqWeight{};
+  CHECK(refusal_fault(
+            PersistentKernel::create(c, cuda::persistent_model(m, m.dtype), on.layers, on.sequences(), on.rope())
+                .status(),
+            Code::unimplemented, {"got one that is not packed"}) == "");
+  CHECK(refused(m, 1, {.bits = 8, .group_size = 128}, "codes of 4 bits, got 8") == "");
+  CHECK(refused(m, 1, {.bits = 4, .group_size = 64}, "got 64 for 'attention.query_key_value.weight'") == "");
+  CHECK(refused(m, 2, kPacked, "one sequence with packed weights, got 2") == "");
+  CHECK(refused(model_of(4, 64, 16, 576), 1, {.bits = 4, .group_size = -1}, "intermediate a multiple of 128") == "");
+}
+
 TEST_CASE("persistent: heads that share their keys attend to each key, at the ends of tiles, stages and splits",
           "[gpu][persistent][grouped]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
@@ -296,8 +348,9 @@ namespace {
 
 /// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
 /// what both should be.
-void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens) {
-  const HostLayers host(m, load);
+void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens,
+                           WeightFormat linears = {}) {
+  const HostLayers host(m, load, "", linears);
   const Layer::Dims dims = ops::example<Layer>(m, {.batch = load.batch, .kv_len = load.capacity}).first;
   const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
   for (Plans plans : kPlans) {
@@ -327,6 +380,22 @@ TEST_CASE("persistent: agrees with the ops one by one over all presets", "[gpu][
     m.num_hidden_layers = 1;
     m.max_position_embeddings = 2048;
     check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 2, 17, 127, 128, 129, 1023, 1024, 1025, 2047, 2048});
+  }
+}
+
+TEST_CASE("persistent: packed layers agree with the ops one by one over presets",
+          "[gpu][persistent][presets][packed]") {
+  for (const ModelConfig& preset : presets()) {
+    ModelConfig m = preset;
+    cuda::PersistentModel packed = cuda::persistent_model(m, m.dtype);
+    packed.packed = true;
+    if (const auto plan = cuda::plan_persistent(planned(Plans::own).arch(), packed, 1); !plan) {
+      CHECK(refusal_fault(plan.status(), Code::unimplemented, {"with packed weights"}) == "");
+      continue;
+    }
+    m.num_hidden_layers = 1;
+    m.max_position_embeddings = 2048;
+    check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 17, 129, 1024, 2048}, kPacked);
   }
 }
 
@@ -360,9 +429,9 @@ TEST_CASE("persistent: agrees with the ops one by one whichever way it takes pro
 namespace {
 
 /// All layers in one launch, one launch a layer and two: the same output and caches.
-void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch) {
+void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch, WeightFormat linears = {}) {
   const Workload load{.batch = batch, .capacity = 40};
-  const HostLayers host(m, load);
+  const HostLayers host(m, load, "", linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   PersistentKernel kernel = kernel_of(plans, c, on);
@@ -390,6 +459,7 @@ TEST_CASE("persistent: one launch, one a layer and two a layer give the same bit
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   for (DType dtype : {DType::f16, DType::bf16})
     for (std::int64_t batch : {1, 2, 4, 8}) check_launches(plans, small_model(dtype, 3, kind), batch);
+  check_launches(plans, small_model(DType::f16, 3, kind), 1, kPacked);
 }
 
 TEST_CASE("persistent: so they do whichever rows are sliced", "[gpu][persistent][launches]") {
@@ -422,12 +492,12 @@ namespace {
 /// One launch's bits, asked again `runs` times while blocks are delayed at random. before(i) comes before the i-th.
 template <class Before>
 void check_delayed(Plans plans, Kind kind, std::int64_t layers, std::int64_t batch, unsigned runs, Launches launches,
-                   Before before) {
+                   Before before, WeightFormat linears = {}) {
   ModelConfig m = model_of_kind(kind, 32, 80, 20, 2560);
   m.num_hidden_layers = layers;
   CAPTURE(to_string(plans), to_string(kind), batch);
   const Workload load{.batch = batch, .capacity = 130};
-  const HostLayers host(m, load);
+  const HostLayers host(m, load, "", linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   on.set_kv_len(lengths(load, 129));
@@ -462,6 +532,7 @@ TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks a
     if (i % 50 == 0) enqueue_occupy(other, 16, 1);
   };
   check_delayed(plans, kind, 4, 2, 1000, Launches::persistent, occupy);
+  check_delayed(plans, kind, 4, 1, 1000, Launches::persistent, occupy, kPacked);
   // Of one sequence the pairs of SwiGLU share their sums.
   if (kind == Kind::gated) check_delayed(plans, kind, 4, 1, 1000, Launches::persistent, occupy);
   require_cuda(cudaStreamSynchronize(other));
@@ -699,11 +770,13 @@ TEST_CASE("persistent: many tokens of one launch are those of one launch each, w
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 3, 8), layers = GENERATE(2, 3);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const WeightFormat linears = GENERATE(WeightFormat{}, kPacked);
+  if (linears.bits && batch > 1) return;  // packed layers take one sequence
   constexpr std::int64_t tokens = 12;
-  CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype));
+  CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype), linears.bits);
   const ModelConfig m = small_model(dtype, layers, kind);
   const Workload load{.batch = batch, .capacity = 60};
-  const HostLayers host(m, load);
+  const HostLayers host(m, load, "", linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   DeviceEnds ends(c, host, on);
@@ -986,7 +1059,7 @@ TEST_CASE("persistent: what the kernel does not take is refused by name", "[gpu]
                 {"one new token a sequence, got 4 for 2"}) == "");
   CHECK(refused([](Call& a) { a.layers.clear(); }, invalid, {"expected at least 1"}) == "");
   CHECK(refused([](Call& a) { a.layers[1].weights.dense.weight = GptqWeight{}; }, unimplemented,
-                {"dense weights, got quantised ones"}) == "");
+                {"dense weights in every layer, got quantised ones"}) == "");
   CHECK(refused([](Call& a) { a.layers[2].weights.input_layernorm.beta.data = nullptr; }, invalid,
                 {"persistent: layer 7: 'input_layernorm.bias' is null"}) == "");
   CHECK(refused([](Call& a) { std::get<DenseWeight>(a.layers[1].weights.dense_4h_to_h.weight).weight.shape[1] = 8; },

@@ -176,6 +176,52 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
       }
 }
 
+TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on an RTX 5090") {
+  std::set<std::string> refused;
+  for (const ModelConfig& m : presets())
+    for (const Arch& arch : {kH200, kRtx5090}) {
+      PersistentModel model = persistent_model(m, m.dtype);
+      model.packed = true;
+      CAPTURE(m.name, arch.sm_count);
+      const auto plan = plan_persistent(arch, model, 1);
+      if (!plan) {
+        CHECK(refusal_fault(plan.status(), Code::unimplemented, {"persistent: cuda takes "}) == "");
+        refused.insert(m.name);
+        continue;
+      }
+      const PersistentDims d = persistent_dims(model, 1);
+      CAPTURE(to_string(*plan));
+      CHECK(plan->narrow_columns == kPackedColumns);
+      CHECK(plan->smem_bytes <= arch.smem_per_block_bytes);
+      CHECK(plan->stages >= 3);
+      const LayerDeals deals(d.rows(), plan->grid);
+      const auto shapes = product_shapes(d, *plan);
+      const int rows[] = {d.qkv_rows, d.intermediate * d.rows_of_act, d.hidden, d.hidden};
+      for (Weight w : {Weight::qkv, Weight::up, Weight::dense, Weight::down}) {
+        // The slices make up the row, and only the last one may be smaller.
+        const ProductShape& shape = shapes[std::size_t(w)];
+        CHECK(shape.slice_columns % kDigitColumns == 0);
+        CHECK((shape.slices - 1) * shape.slice_columns < shape.columns);
+        CHECK(shape.columns <= shape.slices * shape.slice_columns);
+        CHECK(packed_stage_bytes(shape.slice_columns) <= plan->stage_bytes);
+        CHECK(kProductWarps * deals.most_rows(w) <= plan->shared_sums);
+        int dealt = 0;
+        for (int block = 0; block < plan->grid; ++block) {
+          const Deal deal = deals.deal(w, deals.start(3), block);
+          CHECK((deal.first % kGptqRows == 0 && deal.count % kGptqRows == 0));
+          dealt += deal.count;
+        }
+        CHECK(dealt == rows[int(w)]);
+      }
+      const ProductShape& head = shapes[kHeadMatrix];
+      CHECK(head.slices * head.slice_columns == d.hidden);
+      CHECK(kStageSlices * head.slice_columns * 2 <= plan->stage_bytes);
+    }
+  CHECK(refused.contains("pythia-1b"));  // heads of 256 elements
+  for (const char* name : {"pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "llama-3.1-8b"})
+    CHECK(!refused.contains(name));
+}
+
 TEST_CASE("persistent: every variant of a preset's plan is a plan, and another one") {
   for (const ModelConfig& m : presets())
     for (const Arch& arch : {kH200, kRtx5090}) {
