@@ -90,8 +90,6 @@ struct PersistentArguments {
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
   std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
-  std::array<PackedShape, kWeights> packed;    // of packed weights, by Weight
-  int pairs_head_dim, pairs_rotary;            // RopePairs of the rows of packed qkv; 0 where rows keep their places
   float attention_scale, eps;
   bool parallel_residual, rms_norm;
   Activation activation;
@@ -143,6 +141,11 @@ struct PersistentArguments {
   CF_HD constexpr PhaseOrder phases_of(int layer) const {
     return layer == head_layer ? PhaseOrder{Phase::head} : phases;
   }
+
+  // Of packed weights.
+  std::array<PackedShape, kWeights> packed = {};  // by Weight
+  int pairs_head_dim = 0, pairs_rotary = 0;       // RopePairs of the rows of qkv; 0 where rows keep their places
+  DigitPlaces digit_places = {};
 };
 
 }  // namespace cf::cuda

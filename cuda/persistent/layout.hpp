@@ -48,10 +48,10 @@ struct PersistentDims {
   int group;        // query heads that share a head of k and v
   int qkv_rows;     // of qkv's matrix
   int rows_of_act;  // of up's matrix for an element of mlp.act: 2 with SwiGLU, else 1
-  bool packed;      // the layers' weights are packed codes
   QkvPlaces places;
 
-  constexpr LayerRows rows() const {
+  /// `packed`: the layers' weights are packed codes, and their rows are dealt in tiles.
+  constexpr LayerRows rows(bool packed = false) const {
     return {.qkv = qkv_rows,
             .act = intermediate,
             .rows_of_act = rows_of_act,
@@ -74,7 +74,6 @@ inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t bat
           .group = int(m.heads / m.kv_heads),
           .qkv_rows = int((m.heads + 2 * m.kv_heads) * m.head_dim),
           .rows_of_act = m.hidden_act == Activation::swiglu ? 2 : 1,
-          .packed = m.packed,
           .places = {.q_step = place(0, 1) - place(0, 0),
                      .k_first = place(1, 0),
                      .v_first = place(2, 0),
@@ -92,8 +91,8 @@ CF_HD constexpr int warp_lines(int slice_columns) {
 /// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages, and
 /// so whole pairs.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
-  const int unit = p.narrow_columns == kPackedColumns ? kGptqRows : kStageSlices;
-  return rows * p.up_eighths / 8 / unit * unit;
+  const int unit = p.narrow_columns == kPackedColumns ? kGptqRows : kStageSlices;  // a power of two
+  return rows * p.up_eighths / 8 & -unit;
 }
 
 /// Bytes of a stage: of sixteen rows' codes and scales in a slice, at most.
@@ -151,8 +150,6 @@ struct PersistentLayout {
   int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
   int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; with
                        // lent_mlp_x before these warp_values and gathered
-  int attn_digits;     // (hidden / kDigitColumns) DigitScale of attn_x, with packed weights
-  int mlp_digits;      // the same of mlp_x
   int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
@@ -170,6 +167,18 @@ inline constexpr int kMomentsBytes = 12;
 inline constexpr int kSoftmaxStateBytes = 8;
 /// The factor of a group's digits, and their sum.
 inline constexpr int kDigitScaleBytes = 8;
+
+/// With packed weights, where the DigitScales of attn_x and of mlp_x lie: behind mlp_x. They are not members of the
+/// layout: with two members more nvcc 13.0 spills registers of kernels that do not read them.
+struct DigitPlaces {
+  int attn, mlp, end;
+};
+constexpr DigitPlaces digit_places(bool packed, const PersistentLayout& l) {
+  const auto bytes = [&](int row) { return (row / 2 / kDigitColumns * kDigitScaleBytes + 127) / 128 * 128; };
+  const int row = l.hidden_row > l.act_row ? l.hidden_row : l.act_row, attn = l.mlp_x + row,
+            mlp = attn + bytes(l.hidden_row);
+  return packed ? DigitPlaces{attn, mlp, mlp + bytes(row)} : DigitPlaces{attn, attn, attn};
+}
 
 constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
   PersistentLayout l{};
@@ -219,8 +228,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     place_of_attention();
     if (end < end_of_tokens) end = end_of_tokens;
   }
-  l.attn_digits = place(packed ? l.hidden_row / 2 / kDigitColumns * kDigitScaleBytes : 0);
-  l.mlp_digits = place(packed ? token_bytes / 2 / kDigitColumns * kDigitScaleBytes : 0);
+  place(packed ? digit_places(true, l).end - end : 0);
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.stages * p.stage_bytes);

@@ -326,11 +326,8 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                   .dims = dims,
                                   .capacity = int(capacity),
                                   .table_rows = int(rope.cos.shape[0]),
-                                  .deals = LayerDeals(dims.rows(), plan.grid, vocab),
+                                  .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
                                   .shapes = product_shapes(dims, plan),
-                                  .packed = packed.shapes,
-                                  .pairs_head_dim = int(packed.pairs.head_dim),
-                                  .pairs_rotary = int(packed.pairs.rotary_dim),
                                   .attention_scale = float(model.attention_scale),
                                   .eps = float(model.layer_norm_eps),
                                   .parallel_residual = model.use_parallel_residual,
@@ -346,6 +343,10 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                   .cos = rope.cos.data,
                                   .sin = rope.sin.data,
                                   .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                                  .packed = packed.shapes,
+                                  .pairs_head_dim = int(packed.pairs.head_dim),
+                                  .pairs_rotary = int(packed.pairs.rotary_dim),
+                                  .digit_places = digit_places(model.packed, persistent_layout(dims, plan)),
                               });
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);

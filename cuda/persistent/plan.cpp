@@ -104,7 +104,8 @@ int share_heads(const PersistentDims& d) {
 }
 
 /// Plans the grid, and how a share's keys are split over it.
-Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoices& choices, PersistentPlan& p) {
+Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
+                 PersistentPlan& p) {
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
   p.up_eighths = kUpEighths;
@@ -112,7 +113,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
   // With packed weights no kernel is compiled for shares of several heads.
-  p.share_heads = choices.shares_keys.value_or(true) && !d.packed ? share_heads(d) : 1;
+  p.share_heads = choices.shares_keys.value_or(true) && !packed ? share_heads(d) : 1;
   p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;
   const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
@@ -136,11 +137,12 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, const PersistentChoi
 /// Finds the slices of rows, and a ring that fits beside what they need.
 class Slicing {
  public:
-  Slicing(const Arch& arch, const PersistentDims& d, const PersistentPlan& grid, bool tile_products)
+  Slicing(const Arch& arch, const PersistentDims& d, bool packed, const PersistentPlan& grid, bool tile_products)
       : smem_bytes_(arch.smem_per_block_bytes),
         tile_products_(tile_products),
+        packed_(packed),
         d_(d),
-        deals_(d.rows(), grid.grid),
+        deals_(d.rows(packed), grid.grid),
         plan(grid) {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
@@ -148,7 +150,7 @@ class Slicing {
   /// Tries packed weights' longest slices first. Of dense weights tries one token's row product first: with slices of one length, the longest first, then with slices of any length.
   /// Tries the tile product then: with shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
-    if (d_.packed) {
+    if (packed_) {
       for (int most_columns = kMaxPackedColumns; most_columns >= kDigitColumns; most_columns /= 2)
         if (packed_product(most_columns)) return true;
       return false;
@@ -236,9 +238,9 @@ class Slicing {
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
   bool ring_fits() {
     const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
-    const int stage_bytes = d_.packed ? std::max(packed_stage_bytes(columns),
-                                                 kStageSlices * packed_head_columns(d_.hidden, plan.hidden_columns) * 2)
-                                      : kStageSlices * columns * 2;
+    const int stage_bytes = packed_ ? std::max(packed_stage_bytes(columns),
+                                               kStageSlices * packed_head_columns(d_.hidden, plan.hidden_columns) * 2)
+                                    : kStageSlices * columns * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
@@ -249,7 +251,7 @@ class Slicing {
   }
 
   int smem_bytes_;
-  bool tile_products_;
+  bool tile_products_, packed_;
   PersistentDims d_;
   LayerDeals deals_;
 
@@ -264,11 +266,11 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   CF_TRY(check(model, batch));
   const PersistentDims d = persistent_dims(model, batch);
   PersistentPlan p{};
-  CF_TRY(plan_grid(arch, d, choices, p));
+  CF_TRY(plan_grid(arch, d, model.packed, choices, p));
   // With a parallel residual up's tokens lie there.
   p.lent_mlp_x = p.share_heads > 1 && !model.use_parallel_residual;
 
-  Slicing slicing(arch, d, p, choices.tile_products);
+  Slicing slicing(arch, d, model.packed, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
   int& splits = slicing.plan.attention_splits;
   while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;

@@ -22,6 +22,8 @@ class ProductWarps {
   static constexpr bool Tiles = Columns == 0, Packed = Columns == kPackedColumns;
   /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
+  /// The Columns of the products that are not packed: beside packed weights the LM head's, which is a tile product.
+  static constexpr int kConsumed = Packed ? 0 : Columns;
 
  public:
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
@@ -91,7 +93,9 @@ class ProductWarps {
       case Phase::head: return norms(0, 1);
       case Phase::up_first: return c.parallel_residual || norms(1, 2);
       case Phase::dense: return block.wait(Signal::context_here) && (!Packed || make_digits(false));
-      case Phase::down: return !Packed || (await_act() && make_digits(true));
+      case Phase::down:
+        return !Packed ||
+               ((c.product_warps_fetch_act ? fetch_act() : block.wait(Signal::act_here)) && make_digits(true));
       default: return true;
     }
   }
@@ -158,7 +162,7 @@ class ProductWarps {
           const auto store = [&](const auto& norm_weights) {
             if (Packed && layer != c.head_layer)
               normalise(rows, hidden, row, m, norm_weights,
-                        Digits{to, block.at<DigitScale>(i == 0 ? c.layout.attn_digits : c.layout.mlp_digits)},
+                        Digits{to, block.at<DigitScale>(i == 0 ? c.digit_places.attn : c.digit_places.mlp)},
                         tap ? tap + at : nullptr);
             else
               normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
@@ -223,7 +227,7 @@ class ProductWarps {
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
     // With one token mlp.act arrives whole, with several tokens slice by slice.
     const auto x_at = [&](int slice) -> const char* {
-      if (is_down && !Tiles) return await_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
+      if (is_down && !Tiles && c.product_warps_fetch_act) return fetch_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
       if (is_down) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
@@ -237,10 +241,8 @@ class ProductWarps {
     };
     if (Packed && phase != Phase::head) {
       if constexpr (Packed) consume_packed(reader, product, c.packed[int(weight_of(phase))], sums, digits(of_mlp));
-    } else if (!consume_product < T, Packed
-                                         ? 0
-                                         : Columns > (c, reader, product, sums, ring_stages,
-                                                      is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used)) {
+    } else if (!consume_product<T, kConsumed>(c, reader, product, sums, ring_stages,
+                                              is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used)) {
       return false;
     }
     if constexpr (!Together) ring_stages += product.template stages<false>();
@@ -281,10 +283,9 @@ class ProductWarps {
     return true;
   }
 
-  /// Waits for mlp.act. Returns false where the block must leave.
-  __device__ bool await_act() {
-    if (!c.product_warps_fetch_act) return block.wait(Signal::act_here);
-    block.sync();  // the place is free: all warps have done with up's tokens
+  /// Fetches mlp.act. False where the block must leave.
+  __device__ bool fetch_act() {
+    block.sync();  // the place is free: no warp needs up's tokens there any more
     fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, block.at<char>(c.layout.mlp_x));
     return block.sync_unless_stopped();
   }
@@ -297,7 +298,7 @@ class ProductWarps {
   /// Where the digits of a product's activations are.
   __device__ Digits digits(bool of_mlp) const {
     return {block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
-            block.at<DigitScale>(of_mlp ? c.layout.mlp_digits : c.layout.attn_digits)};
+            block.at<DigitScale>(of_mlp ? c.digit_places.mlp : c.digit_places.attn)};
   }
 
   /// The checkpoint's row that is row `row` of the phase.
@@ -470,8 +471,10 @@ class ProductWarps {
       return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxShareHeadDim / 16>>();
     } else {
       if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>();
-      if (Packed || head_dim <= 80) return attend<Tile<5>>();
-      if constexpr (!Packed) return head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
+      if constexpr (Packed)
+        return attend<Tile<5>>();
+      else
+        return head_dim <= 80 ? attend<Tile<5>>() : head_dim <= 128 ? attend<Tile<8>>() : attend<Tile<16>>();
     }
   }
   template <int Blocks>

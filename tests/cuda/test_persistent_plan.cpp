@@ -194,7 +194,14 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
       CHECK(plan->narrow_columns == kPackedColumns);
       CHECK(plan->smem_bytes <= arch.smem_per_block_bytes);
       CHECK(plan->stages >= 3);
-      const LayerDeals deals(d.rows(), plan->grid);
+      const LayerDeals deals(d.rows(true), plan->grid);
+      const PersistentLayout l = persistent_layout(d, *plan);
+      const DigitPlaces digits = digit_places(true, l);
+      CHECK(l.attn_x + d.hidden * 2 <= l.mlp_x);
+      CHECK(l.mlp_x + std::max(d.hidden, d.intermediate) * 2 <= digits.attn);
+      CHECK(digits.attn + std::max(d.hidden, d.attention) / kDigitColumns * kDigitScaleBytes <= digits.mlp);
+      CHECK(digits.mlp + std::max(d.hidden, d.intermediate) / kDigitColumns * kDigitScaleBytes <= digits.end);
+      CHECK(digits.end <= l.residual);
       const auto shapes = product_shapes(d, *plan);
       const int rows[] = {d.qkv_rows, d.intermediate * d.rows_of_act, d.hidden, d.hidden};
       for (Weight w : {Weight::qkv, Weight::up, Weight::dense, Weight::down}) {
