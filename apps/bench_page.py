@@ -183,7 +183,15 @@ def quantised(figures):
         "four products [us]",
         "of eight sequences [us]",
     ]
-    return [*table(headers, rows), "", *(f"- {s}" for s in sources)]
+    lines = [*table(headers, rows), "", *(f"- {s}" for s in sources)]
+    rows, sources = [], []
+    for model in MODELS:
+        name = f"stack-{model}-gptq-persistent"
+        if steps := figures.steps(name):
+            rows.append([model, figures[name]["gpu"], *(share(steps.get((i, 1, 128))) for i in ("graph", "persistent"))])
+            sources.append(figures.source(name))
+    headers = ["int4, group 128 [ms]", "GPU", "`graph`", "`persistent`"]
+    return [*lines, "", *table(headers, rows), "", *(f"- {s}" for s in sources)]
 
 
 def ablation(figures):

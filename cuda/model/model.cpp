@@ -102,8 +102,8 @@ Impl Model::auto_impl(const Context& context, const ModelSpec& model, const Mode
   // takes 0.64 and 0.79 ms, Pythia-410M 0.43 and 0.40, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench). With a
   // sequential residual nothing hides the waits between blocks: the persistent kernel is faster for one slot alone.
   // Llama-3.1-8B takes 3.59 and 4.05 ms, two slots of it 4.14 and 4.04 (llama-3.1-8b-batches.json there).
-  // Packed weights: on an H100 the graph takes 0.66 ms for Pythia-2.8B and the persistent kernel 0.91, Pythia-6.9B 1.54
-  // and 1.52 (packed-persistent.json there).
+  // Packed weights stay with the graph: on an H100 it takes 0.66 ms for Pythia-2.8B's layers and the persistent kernel
+  // 0.91; for Pythia-6.9B's both take 1.53 to 1.54 (stack-*-gptq-persistent.json there).
   constexpr std::int64_t least_hidden = 2048, most_slots = 4, most_sequential_slots = 1;
   const DType dtype = dtype_of_weights(weights);
   const bool suits = slots <= (model.traits.residual == Residual::parallel ? most_slots : most_sequential_slots) &&
