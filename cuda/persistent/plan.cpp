@@ -147,8 +147,9 @@ class Slicing {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
 
-  /// Tries packed weights' longest slices first. Of dense weights tries one token's row product first: with slices of one length, the longest first, then with slices of any length.
-  /// Tries the tile product then: with shared norms, then without. False where no ring of kMinStages fits.
+  /// Of packed weights tries the longest slices first. Of dense weights tries one token's row product first: with
+  /// slices of one length, the longest first, then with slices of any length. Tries the tile product then: with shared
+  /// norms, then without. False where no ring of kMinStages fits.
   bool find() {
     if (packed_) {
       for (int most_columns = kMaxPackedColumns; most_columns >= kDigitColumns; most_columns /= 2)

@@ -86,8 +86,8 @@ inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
-/// For packed weights there is a kernel of one token. A stage holds sixteen rows of a slice of at most kMaxPackedColumns
-/// columns. Activations are digits in groups of kDigitColumns columns.
+/// For packed weights there is a kernel of one token. A stage holds sixteen rows of a slice of at most
+/// kMaxPackedColumns columns. Activations are digits in groups of kDigitColumns columns.
 inline constexpr int kPackedColumns = -2, kDigitColumns = 128, kMaxPackedColumns = kMaxSliceColumns;
 /// Beside packed weights registers do not hold the sums of wider heads. Heads of 128 elements have a tile that takes
 /// fewer registers (DiagonalTile).
