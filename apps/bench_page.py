@@ -188,7 +188,8 @@ def quantised(figures):
     for model in MODELS:
         name = f"stack-{model}-gptq-persistent"
         if steps := figures.steps(name):
-            rows.append([model, figures[name]["gpu"], *(share(steps.get((i, 1, 128))) for i in ("graph", "persistent"))])
+            both = (share(steps.get((impl, 1, 128))) for impl in ("graph", "persistent"))
+            rows.append([model, figures[name]["gpu"], *both])
             sources.append(figures.source(name))
     headers = ["int4, group 128 [ms]", "GPU", "`graph`", "`persistent`"]
     return [*lines, "", *table(headers, rows), "", *(f"- {s}" for s in sources)]

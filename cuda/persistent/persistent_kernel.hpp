@@ -70,11 +70,11 @@ struct PersistentOptions {
 class PersistentKernel {
  public:
   /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
-  /// blocks is chosen, the grid is as many clusters as the device holds at once. The layers' Linears are all dense or all
-  /// packed by cuda::pack(). Code::unimplemented for what plan_persistent() refuses, a grid of more blocks than the device
-  /// holds at once, views of another dtype than the model's, dense Linears beside packed ones, packed codes of other than
-  /// 4 bits, groups that are not a multiple of 128 columns, and columns in an order; Code::invalid_argument for no layers
-  /// and for views of other shapes; Code::out_of_memory without room.
+  /// blocks is chosen, the grid is as many clusters as the device holds at once. The layers' Linears are all dense or
+  /// all packed by cuda::pack(). Code::unimplemented for what plan_persistent() refuses, a grid of more blocks than
+  /// the device holds at once, views of another dtype than the model's, dense Linears beside packed ones, packed codes
+  /// of other than 4 bits, groups that are not a multiple of 128 columns, and columns in an order;
+  /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,
                                          const RopeTable& rope, const PersistentOptions& options = {});
