@@ -112,17 +112,24 @@ __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowP
                                     block.c.eps);
 }
 
+/// y = (x - mean) * rstd * gamma + beta of a piece.
+template <class T>
+__device__ void normalise_piece(const float (&x)[kVec], const RowMoments& m, const NormWeightPiece& weights,
+                                float (&y)[kVec]) {
+  float gamma[kVec], beta[kVec];
+  unpack(weights.gamma, gamma, T{});
+  unpack(weights.beta, beta, T{});
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) y[e] = (x[e] - m.mean) * m.rstd * gamma[e] + beta[e];
+}
+
 /// Stores the thread's pieces of the normalised row at `to`; block 0 stores them at `tap` too, if there is one.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
                           const Weights& weights, char* to, T* tap) {
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
-    float y[kVec], gamma[kVec], beta[kVec];
-    const NormWeightPiece piece = weights.at(p, column);
-    unpack(piece.gamma, gamma, T{});
-    unpack(piece.beta, beta, T{});
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
+    float y[kVec];
+    normalise_piece<T>(row.x[p], m, weights.at(p, column), y);
     store_vec(reinterpret_cast<T*>(to) + column, y);
     if (tap && blockIdx.x == 0) store_vec(tap + column, y);
   });
@@ -135,12 +142,8 @@ __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces
 #pragma unroll
   for (int p = 0; p < Pieces; ++p) {
     const int column = (p * of.threads() + of.thread()) * kVec;
-    float y[kVec], gamma[kVec], beta[kVec];
-    const NormWeightPiece piece = weights.at(p, column);
-    unpack(piece.gamma, gamma, T{});
-    unpack(piece.beta, beta, T{});
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) y[e] = (row.x[p][e] - m.mean) * m.rstd * gamma[e] + beta[e];
+    float y[kVec];
+    normalise_piece<T>(row.x[p], m, weights.at(p, column), y);
     to.store(column, y, column < hidden);
     if (tap && blockIdx.x == 0 && column < hidden) store_vec(tap + column, y);
   }
