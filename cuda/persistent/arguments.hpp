@@ -61,6 +61,8 @@ struct alignas(16) PackedShape {
   int tile_bytes;       // codes of sixteen rows
   int groups;           // scales of a row
   int group_columns;    // a multiple of kDigitColumns
+
+  bool operator==(const PackedShape&) const = default;
 };
 
 constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p) {

@@ -95,7 +95,7 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
   return rows * p.up_eighths / 8 & -unit;
 }
 
-/// Bytes of a stage: of sixteen rows' codes and scales in a slice, at most.
+/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice.
 CF_HD constexpr int packed_stage_bytes(int slice_columns) {
   return slice_columns * kGptqRows / 2 + (slice_columns / kDigitColumns + 1) * kGptqGroupBytes;
 }

@@ -28,8 +28,8 @@ struct Digits {
   char* bytes;
   DigitScale* scales;  // of each group
 
-  /// Turns a token's elements of type T, which lie where its digits are to lie, into these. The product warps call. A
-  /// group's digits take the place of its elements, which its sixteen lanes have loaded before.
+  /// Replaces a token's elements of type T by its digits, in place. All product warps call. Sixteen lanes load a group's
+  /// elements before they store its digits there.
   template <class T>
   __device__ void replace(int columns) const {
     const int thread = thread_index();
@@ -85,7 +85,7 @@ struct Digits {
 /// Streams the product's rows of a packed matrix, tile by tile, each in slices. False where nobody empties the ring any
 /// more.
 __device__ inline bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
-  const bool codes = threadIdx.x % 32 == 0;
+  const bool copies = threadIdx.x % 32 == 0;  // one lane requests a stage's copies
 #pragma unroll 1
   for (int i = 0; i < p.count; i += kGptqRows) {
     const int tile = p.row(i) / kGptqRows;
@@ -98,7 +98,7 @@ __device__ inline bool stream_packed(RingWriter& ring, const Product& p, const P
       const int code_bytes = columns * kGptqRows / 2;
       if (!ring.next()) return false;
       ring.expect(code_bytes + groups * kGptqGroupBytes);
-      if (codes) {
+      if (copies) {
         ring.copy(0, from + long(begin) * kGptqRows / 2, code_bytes);
         ring.copy(code_bytes, scales + first * kGptqGroupBytes, groups * kGptqGroupBytes);
       }

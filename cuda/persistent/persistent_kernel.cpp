@@ -140,22 +140,16 @@ WeightPointers weight_pointers(const LayerWeights& w) {
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
-/// A layer's packed matrices, which have the same layout in every layer.
+/// How a layer's matrices are packed. All layers of a kernel must be packed alike.
 struct PackedLayer {
   std::array<PackedShape, kWeights> shapes{};  // by Weight
   RopePairs pairs{};
 
-  bool operator==(const PackedLayer& other) const {
-    const auto same = [](const PackedShape& a, const PackedShape& b) {
-      return a.scales == b.scales && a.tile_bytes == b.tile_bytes && a.groups == b.groups &&
-             a.group_columns == b.group_columns;
-    };
-    return pairs == other.pairs &&
-           std::equal(shapes.begin(), shapes.end(), other.shapes.begin(), other.shapes.end(), same);
-  }
+  bool operator==(const PackedLayer&) const = default;
 };
 
-/// Reads the layouts of a layer's packed matrices. Refuses those that the kernel does not multiply by.
+/// Reads how a layer's matrices are packed. Refuses, by the matrix's name, bits, groups and orders that the kernel does
+/// not take.
 Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& names, const LayerWeights& w) {
   PackedLayer layer;
   const auto read = [&](Weight which, const Site& site, const LinearParams& l, int out, int in) -> Status {

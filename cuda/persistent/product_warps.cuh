@@ -295,13 +295,13 @@ class ProductWarps {
     block.sync();
     return true;
   }
-  /// Where the digits of a product's activations are.
+  /// The digits of a product's activations, in shared memory.
   __device__ Digits digits(bool of_mlp) const {
     return {block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
             block.at<DigitScale>(of_mlp ? c.digit_places.mlp : c.digit_places.attn)};
   }
 
-  /// The checkpoint's row that is row `row` of the phase.
+  /// The checkpoint's row for row `row` of the phase. Packed rows of qkv may lie in the order of RopePairs.
   __device__ int matrix_row(Phase phase, const Product& product, int row) const {
     const int at = product.row(row);
     if (!Packed || phase != Phase::qkv) return at;

@@ -62,7 +62,8 @@ __device__ bool stream(RingWriter& ring, const PersistentArguments& c, Phase pha
                        const char* matrix) {
   if constexpr (Columns == kPackedColumns)
     if (phase != Phase::head) return stream_packed(ring, p, c.packed[int(weight_of(phase))], matrix);
-  return stream_product < Columns == 0 || Columns == kPackedColumns > (ring, p, matrix);
+  constexpr bool tiles = Columns == 0 || Columns == kPackedColumns;
+  return stream_product<tiles>(ring, p, matrix);
 }
 
 template <int Columns>
