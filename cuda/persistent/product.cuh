@@ -111,10 +111,16 @@ struct Sums {
     } else {
       // Vector loads of several slices are in flight together: the other blocks wait for a layer's last rows.
       const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
-#pragma unroll 4
-      for (int s = 0; s < slices; ++s) {
+      const auto slice = [&](int s) {
         const float4 a = quads[2 * s], b = quads[2 * s + 1];
-        sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+        return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+      };
+      sum = slice(0);
+      if (slices > 1) sum += slice(1);
+#pragma unroll 1
+      for (int s = 2; s < slices; s += 2) {
+        const float a = slice(s), b = slice(s + 1);
+        sum += a, sum += b;
       }
     }
     return sum;
@@ -274,7 +280,8 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
 #pragma unroll
       for (int k = 0; k < Chunks; ++k)
         product.add(load_matrices(w_at + (k + 1 < Chunks ? k * Row::kChunkBytes : w_last)), token[k], k % 2);
-      if (Row::on_diagonal(lane)) *to = product.diagonal(lane);
+      const float sum = product.diagonal(lane);
+      if (Row::on_diagonal(lane)) *to = sum;
     }
     to += step;
     ring.release(lane == 0);

@@ -35,12 +35,16 @@ class ProductWarps {
   __device__ bool run(int number) {
     start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
+    // One register has the phases to come: four bits each, then those of `end`.
     const PhaseOrder phases = c.phases_of(layer);
+    constexpr int end = 0xf;
+    int rest = int(phases.packed | unsigned(end) << (4 * phases.count));
+    make_anew(rest);  // else it is computed again at each step
 #pragma unroll 1
-    for (int step = 0; step < phases.count; ++step) {
-      const Phase phase = phases.at(step);
+    for (; rest != end; rest = int(unsigned(rest) >> 4)) {
+      const Phase phase = Phase(rest & 0xf);
       make_anew(layer);
-      block.maybe_delay(layer * kPhases + step);
+      block.maybe_delay(layer * kPhases + int(phase));
       if (phase == Phase::attention) {
         if (!attend()) return false;
         continue;
@@ -187,7 +191,7 @@ class ProductWarps {
     Sums<Together> sums;
     bool own_rows;
     int first_row, row_step;  // the workers' rows, counted within the phase
-    int worker, elements;     // the thread's number among the workers; the elements that they share
+    int elements;             // of the workers
     Addends addends;          // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
@@ -198,11 +202,12 @@ class ProductWarps {
       const int thread = thread_index(), warp = thread / 32;
       first_row = own_rows ? (warp / kStageSlices + of.ring_stages) % 2 * kStageSlices + warp % kStageSlices : 0;
       row_step = own_rows ? 2 * kStageSlices : product.together();
-      worker = own_rows ? thread % 32 : thread;
       elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
                            : product.elements()) *
                  of.c.dims.batch;
-      if (worker < elements) addends = of.load_addends(phase, product, token(of.c, worker), row(of.c, worker));
+      // As below, a thread without an element takes the last one.
+      const int element = min(own_rows ? thread % 32 : thread, elements - 1);
+      if (elements > 0) addends = of.load_addends(phase, product, token(of.c, element), row(of.c, element));
     }
     /// The place of an element's row among the workers' rows.
     __device__ static int place(const PersistentArguments& c, int element) {
@@ -253,10 +258,14 @@ class ProductWarps {
     else
       block.sync();
     std::uint64_t best = 0;  // of one token's elements
+    const bool is_head = phase == Phase::head;
+    // All lanes of a warp take the same way. Those without an element finish the last one too, and store the same bits.
+    const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
-    for (int i = work.worker; i < work.elements; i += own_rows ? 32 : kProductThreads) {
+    for (int begin = first; begin < work.elements; begin += step) {
+      const int i = min(begin + thread_index() % 32, work.elements - 1);
       const int token = work.token(c, i), row = work.row(c, i);
-      if (i > work.worker) addends = load_addends(phase, product, token, row);
+      if (begin > first) addends = load_addends(phase, product, token, row);
       float v = sums.total(own_rows ? work.place(c, i) : row, token) + to_float(T{addends.bias});
       int column = matrix_row(phase, product, row);
       if (product.gated) {
@@ -265,12 +274,12 @@ class ProductWarps {
       } else {
         v += addends.residual;
       }
-      if (phase == Phase::head)
+      if (is_head)
         keep_better(best, token, finish_logit(token, column, v));
       else
         finish(phase, token, row, column, v);
     }
-    if (phase == Phase::head && !Tiles) {
+    if (is_head && !Tiles) {
       best = warp_max(best);
       if (thread_index() % 32 == 0) keep(0, best);
     }
