@@ -102,7 +102,8 @@ struct Block {
 
   /// For tests: one thread delays the others at their next barrier.
   __device__ void maybe_delay(int step) const {
-    if (c.delay_seed && thread() == 0) delay(c.delay_seed + unsigned(step));
+    if (c.delay_seed) [[unlikely]]
+      delay(c.delay_seed + unsigned(step), thread() == 0);
   }
   /// Polls until ready() is true, and stops the block where that takes too long.
   template <class Ready>
@@ -122,9 +123,9 @@ struct Block {
 
  private:
   /// Waits up to 16 us; a hash of the seed and the block says how long.
-  static __device__ __noinline__ void delay(unsigned seed) {
+  static __device__ __noinline__ void delay(unsigned seed, bool delays) {
     const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
-    __nanosleep(hash >> 18);
+    if (delays) __nanosleep(hash >> 18);
   }
   /// True where it is too late, or where another block has stopped the grid. The first block to stop it reports why.
   static __device__ __noinline__ bool waited_too_long(GridState* grid, unsigned* report, std::uint64_t until_ns,
@@ -182,6 +183,9 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
   return missing == 0;
 }
 
+/// Rows of so many elements are few enough loads to poll with, without a sample of them first.
+inline constexpr int kUnsampledColumns = 2048;
+
 /// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.
 /// False where that took too long, in all lanes of a warp alike.
 __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, const TaggedElement* from, int columns,
@@ -189,8 +193,9 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
   constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
   const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
-  // Each lane first polls one element of the row: while most are missing, loads of whole pieces would be in the way.
-  block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
+  // Each lane first polls one element of a long row: while most are missing, loads of whole pieces would be in the way.
+  if (columns > kUnsampledColumns)
+    block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
   __syncwarp();
 #pragma unroll 1
   for (int begin = thread * kVec; begin < columns; begin += at_once * step) {

@@ -156,9 +156,9 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
                           Dependency d, RowPieces<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // One lane of each warp first polls its first elements: while most are missing, loads of whole pieces would be in the
-  // way.
-  if (!complete && of.thread() % 32 == 0)
+  // Of a long row one lane of each warp first polls its first elements: while most are missing, loads of whole pieces
+  // would be in the way.
+  if (!complete && block.c.dims.hidden > kUnsampledColumns && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
       Tagged two[2];
       load_tagged(from + min(of.thread() * kVec, block.c.dims.hidden - kVec), two);

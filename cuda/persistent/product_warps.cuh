@@ -49,15 +49,14 @@ class ProductWarps {
         if (!attend()) return false;
         continue;
       }
-      // Work needs no activations. It is made here, before prepare() waits for them.
-      const int parts = Product::parts(c, phase, start);
-      Work work(*this, phase, 0);
-      if (!prepare(phase)) return false;
+      int part = 0;
 #pragma unroll 1
-      for (int part = 0; part < parts; ++part) {
-        if (part > 0) work = Work(*this, phase, part);
+      do {
+        // Work needs no activations. It is made here, before prepare() waits for them.
+        const Work work(*this, phase, part);
+        if (part == 0 && !prepare(phase)) return false;
         if (!multiply(phase, work)) return false;
-      }
+      } while (phase == Phase::head && ++part < Product::parts(c, phase, start));
     }
     return true;
   }
@@ -251,8 +250,8 @@ class ProductWarps {
       return false;
     }
     if constexpr (!Together) ring_stages += product.template stages<false>();
-    if (phase == Phase::qkv) block.signal(Signal::qkv_done);
-    if (phase == Phase::up_rest) block.signal(Signal::up_done);
+    if (phase == Phase::qkv || phase == Phase::up_rest)
+      block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
     else
@@ -265,7 +264,8 @@ class ProductWarps {
     for (int begin = first; begin < work.elements; begin += step) {
       const int i = min(begin + thread_index() % 32, work.elements - 1);
       const int token = work.token(c, i), row = work.row(c, i);
-      if (begin > first) addends = load_addends(phase, product, token, row);
+      if (begin > first) [[unlikely]]
+        addends = load_addends(phase, product, token, row);
       float v = sums.total(own_rows ? work.place(c, i) : row, token) + to_float(T{addends.bias});
       int column = matrix_row(phase, product, row);
       if (product.gated) {
@@ -274,12 +274,12 @@ class ProductWarps {
       } else {
         v += addends.residual;
       }
-      if (is_head)
+      if (is_head) [[unlikely]]
         keep_better(best, token, finish_logit(token, column, v));
       else
         finish(phase, token, row, column, v);
     }
-    if (is_head && !Tiles) {
+    if (is_head && !Tiles) [[unlikely]] {
       best = warp_max(best);
       if (thread_index() % 32 == 0) keep(0, best);
     }
@@ -344,7 +344,8 @@ class ProductWarps {
         store_tagged(to + index, element, block.tag(layer, d));
       else
         reinterpret_cast<T*>(to)[index] = element;
-      if (tap) static_cast<T*>(tap)[index] = element;
+      if (tap) [[unlikely]]
+        static_cast<T*>(tap)[index] = element;
     };
     switch (phase) {
       case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
