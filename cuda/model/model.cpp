@@ -99,15 +99,17 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 
 Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
-  // takes 0.64 and 0.79 ms, Pythia-410M 0.43 and 0.40, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench). With a
-  // sequential residual nothing hides the waits between blocks: the persistent kernel is faster for one slot alone.
-  // Llama-3.1-8B takes 3.59 and 4.05 ms, two slots of it 4.14 and 4.04 (llama-3.1-8b-batches.json there).
+  // takes 0.64 and 0.79 ms, eight slots of Pythia-2.8B 2.02 and 1.81 (data/bench). With a sequential residual nothing
+  // hides the waits between blocks: the persistent kernel is faster for one slot alone. Llama-3.1-8B takes 3.59 and
+  // 4.05 ms, two slots of it 4.14 and 4.04 (llama-3.1-8b-batches.json there).
+  // On an H100 a token of Pythia-410M behind 16 takes 0.42 and 0.46 ms in one slot, one of Pythia-160M 0.33 and 0.21.
   // Packed weights stay with the graph: on an H100 it takes 0.66 ms for Pythia-2.8B's layers and the persistent kernel
-  // 0.91; for Pythia-6.9B's both take 1.53 to 1.54 (stack-*-gptq-persistent.json there).
-  constexpr std::int64_t least_hidden = 2048, most_slots = 4, most_sequential_slots = 1;
+  // 0.83; 1.54 and 1.45 for Pythia-6.9B's (stack-*-gptq-persistent.json there), 1.67 and 1.97 for Llama-3.1-8B's.
+  constexpr std::int64_t least_hidden = 2048, least_hidden_of_one = 1024, most_slots = 4;
   const DType dtype = dtype_of_weights(weights);
-  const bool suits = slots <= (model.traits.residual == Residual::parallel ? most_slots : most_sequential_slots) &&
-                     !is_quantised(model, weights) && model.shape.hidden_size >= least_hidden &&
+  const bool parallel = model.traits.residual == Residual::parallel;
+  const bool suits = slots <= (parallel ? most_slots : 1) && !is_quantised(model, weights) &&
+                     model.shape.hidden_size >= (parallel && slots == 1 ? least_hidden_of_one : least_hidden) &&
                      plan_persistent(context.arch(), persistent_model(model, dtype), slots);
   return suits && context.arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
 }

@@ -149,26 +149,14 @@ __device__ void consume_packed(Reader& ring, const Product& p, const PackedShape
       const char* const stage = shared_pointer(ring.wait());
       const char* const scales = stage + columns * kGptqRows / 2 + lane / 4 * 8;
       const int first = begin / kDigitColumns;
-      const auto add = [&]<int Count>(std::integral_constant<int, Count>) {
-#pragma unroll
-        for (int n = 0; n < Count; ++n, turn += kProductWarps) {
-          const int of_weights =
-              shape.group_columns == kDigitColumns
-                  ? turn
-                  : (begin + turn * kDigitColumns) / shape.group_columns - begin / shape.group_columns;
-          tile.add(stage + turn * 2 * kGptqTileBytes + lane * 16, digits + (first + turn) * 256,
-                   scales + of_weights * kGptqGroupBytes, x.scales[first + turn]);
-        }
-      };
-      // Straight code for up to three groups: the loads of all come before the first product.
 #pragma unroll 1
-      while (turn < groups) {
-        if (turn + 2 * kProductWarps < groups)
-          add(std::integral_constant<int, 3>());
-        else if (turn + kProductWarps < groups)
-          add(std::integral_constant<int, 2>());
-        else
-          add(std::integral_constant<int, 1>());
+      for (; turn < groups; turn += kProductWarps) {
+        const int of_weights =
+            shape.group_columns == kDigitColumns
+                ? turn
+                : (begin + turn * kDigitColumns) / shape.group_columns - begin / shape.group_columns;
+        tile.add(stage + turn * 2 * kGptqTileBytes + lane * 16, digits + (first + turn) * 256,
+                 scales + of_weights * kGptqGroupBytes, x.scales[first + turn]);
       }
       turn -= groups;
       ring.release(lane == 0);
