@@ -150,7 +150,23 @@ def ways_to_step(figures):
         for kv_len in sorted({kv_len for _, _, kv_len in steps}):
             rows.append([model, str(kv_len), *(share(steps.get((impl, 1, kv_len))) for impl in IMPLS)])
     lines += table(["all layers, batch 1 [ms]", "kv_len", *(f"`{impl}`" for impl in IMPLS)], rows)
-    return [*lines, "", *(f"- {s}" for s in sources)]
+    return [*lines, "", *(f"- {s}" for s in sources), *both_ways(figures, "all layers [ms]", "h100", MODELS)]
+
+
+def both_ways(figures, header, kind, models):
+    """A table of stack-MODEL-KIND.json: both fast ways to step a model, with the GPU of their run."""
+    rows, sources = [], []
+    for model in models:
+        name = f"stack-{model}-{kind}"
+        steps = figures.steps(name)
+        for kv_len in sorted({kv_len for _, _, kv_len in steps}):
+            both = (share(steps.get((impl, 1, kv_len))) for impl in ("graph", "persistent"))
+            rows.append([model, figures[name]["gpu"], str(kv_len), *both])
+        if steps:
+            sources.append(figures.source(name))
+    if not rows:
+        return []
+    return ["", *table([header, "GPU", "kv_len", "`graph`", "`persistent`"], rows), "", *(f"- {s}" for s in sources)]
 
 
 def batches(figures):
@@ -184,15 +200,7 @@ def quantised(figures):
         "of eight sequences [us]",
     ]
     lines = [*table(headers, rows), "", *(f"- {s}" for s in sources)]
-    rows, sources = [], []
-    for model in MODELS:
-        name = f"stack-{model}-gptq-persistent"
-        if steps := figures.steps(name):
-            both = (share(steps.get((impl, 1, 128))) for impl in ("graph", "persistent"))
-            rows.append([model, figures[name]["gpu"], *both])
-            sources.append(figures.source(name))
-    headers = ["int4, group 128 [ms]", "GPU", "`graph`", "`persistent`"]
-    return [*lines, "", *table(headers, rows), "", *(f"- {s}" for s in sources)]
+    return lines + both_ways(figures, "int4, group 128 [ms]", "gptq-persistent", (*MODELS, *LLAMAS))
 
 
 def ablation(figures):

@@ -194,8 +194,7 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
   const unsigned tag = block.tag(layer);
   const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
   // Each lane first polls one element of a long row: while most are missing, loads of whole pieces would be in the way.
-  if (columns > kUnsampledColumns)
-    block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
+  if (columns > kUnsampledColumns) block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
   __syncwarp();
 #pragma unroll 1
   for (int begin = thread * kVec; begin < columns; begin += at_once * step) {

@@ -151,10 +151,9 @@ __device__ void consume_packed(Reader& ring, const Product& p, const PackedShape
       const int first = begin / kDigitColumns;
 #pragma unroll 1
       for (; turn < groups; turn += kProductWarps) {
-        const int of_weights =
-            shape.group_columns == kDigitColumns
-                ? turn
-                : (begin + turn * kDigitColumns) / shape.group_columns - begin / shape.group_columns;
+        const int of_weights = shape.group_columns == kDigitColumns
+                                   ? turn
+                                   : (begin + turn * kDigitColumns) / shape.group_columns - begin / shape.group_columns;
         tile.add(stage + turn * 2 * kGptqTileBytes + lane * 16, digits + (first + turn) * 256,
                  scales + of_weights * kGptqGroupBytes, x.scales[first + turn]);
       }
