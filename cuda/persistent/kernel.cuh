@@ -65,6 +65,11 @@
 // fence. And no warp leaves while others wait for it at a named barrier: Block::wait() receives every signal that was
 // given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on or none, and copies are awaited
 // in any case.
+//
+// Instructions are what small models wait for: a layer takes a warp once through some 60 KB of them, about five cycles
+// each. So all phases share the code of set-up, product and epilogue. With code of its own for each phase a warp runs a
+// sixth fewer instructions, but fetches 73 KB of them: on an H100 layers of Pythia-410M took 3 % longer, those of
+// Llama-3.2-1B 14 %. And the lanes of a warp stay together: lanes that part run code twice.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 

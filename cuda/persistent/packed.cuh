@@ -10,6 +10,10 @@
 //
 // A word of codes is two operands: its low nibbles as they are, and its high nibbles as sixteen times the code. All
 // eight product warps take each stage's groups of columns in turn, and each adds up its own groups of a row.
+//
+// Masks that make 16-bit operands of codes, as in gptq_fragment.cuh, need no digits. But they take 0.6 instructions a
+// weight where digits take 0.25: a first version of the product by masks took 0.99 ms instead of 0.91 for the layers of
+// Pythia-2.8B on an H100, and 1.79 instead of 1.53 for those of 6.9B.
 #include "cuda/persistent/product.cuh"
 
 namespace cf::cuda {
