@@ -866,6 +866,20 @@ class Page(Files):
         self.assertIn("| llama-3.2-1b | - | 1.600 (80 %) | - | - | - | - |",
                       bench_page.headline(bench_page.Figures(directory)))  # fmt: skip
 
+    def test_both_fast_ways_stand_beside_each_other_with_the_gpu_of_their_run(self):
+        directory = self.recorded()
+        before = bench_page.ways_to_step(bench_page.Figures(directory))
+        with open(os.path.join(directory, "stack-pythia-2.8b.json"), encoding="utf-8") as file:
+            report = json.load(file) | {"gpu": "another GPU"}
+        self.write("stack-pythia-410m-h100.json", json.dumps(report))
+        after = bench_page.ways_to_step(bench_page.Figures(directory))
+        self.assertEqual(after[:len(before)], before)
+        self.assertEqual(after[len(before) + 1:len(before) + 4], [
+            "| all layers [ms] | GPU | kv_len | `graph` | `persistent` |",
+            "|---|---:|---:|---:|---:|",
+            "| pythia-410m | another GPU | 128 | - | 1.600 (80 %) |",
+        ])  # fmt: skip
+
     def test_distances_from_float64_have_a_table_where_they_are_recorded(self):
         directory = self.recorded()
         self.assertEqual(bench_page.quality(bench_page.Figures(directory)), ["Not recorded."])
