@@ -49,14 +49,15 @@ class ProductWarps {
         if (!attend()) return false;
         continue;
       }
-      int part = 0;
+      // Work needs no activations. It is made here, before prepare() waits for them.
+      const int parts = Product::parts(c, phase, start);
+      Work work(*this, phase, 0);
+      if (!prepare(phase)) return false;
 #pragma unroll 1
-      do {
-        // Work needs no activations. It is made here, before prepare() waits for them.
-        const Work work(*this, phase, part);
-        if (part == 0 && !prepare(phase)) return false;
+      for (int part = 0; part < parts; ++part) {
+        if (part > 0) work = Work(*this, phase, part);
         if (!multiply(phase, work)) return false;
-      } while (phase == Phase::head && ++part < Product::parts(c, phase, start));
+      }
     }
     return true;
   }
