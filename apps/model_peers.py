@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import families
 import hf_model
 import model_config
 import procedural
@@ -164,14 +165,21 @@ def random_model(preset, device="cuda"):
     return hf_model.random_causal(model_config.PRESETS[preset], model_config.PRESET_DTYPES[preset], "sdpa", device)
 
 
-def procedural_model(preset, device="cuda"):
-    """The same with the weights that cf-model makes for the preset, bit by bit. All cores make them."""
+def procedural_weights(preset):
+    """Name -> array as a checkpoint stores it, of the weights that cf-model makes for the preset. It makes q, k and v as
+    one matrix, and gate and up as another. All cores make them."""
     model, dtype = model_config.PRESETS[preset], model_config.PRESET_DTYPES[preset]
     shapes = model_config.model_shapes(model)
+    joined = families.join_shapes(model.names, shapes)
     with ThreadPoolExecutor() as pool:
-        arrays = pool.map(lambda name: procedural.weight(dtype, shapes[name], WEIGHTS_SEED, name), shapes)
-        weights = dict(zip(shapes, arrays))
-    return hf_model.build_causal(model, weights, dtype, dtype, "sdpa", device, made_on=device)
+        arrays = pool.map(lambda name: procedural.weight(dtype, joined[name], WEIGHTS_SEED, name), joined)
+        return families.split(model.names, dict(zip(joined, arrays)), shapes)
+
+
+def procedural_model(preset, device="cuda"):
+    """The same with the weights that cf-model makes for the preset, bit by bit."""
+    model, dtype = model_config.PRESETS[preset], model_config.PRESET_DTYPES[preset]
+    return hf_model.build_causal(model, procedural_weights(preset), dtype, dtype, "sdpa", device, made_on=device)
 
 
 def model_of(hf):

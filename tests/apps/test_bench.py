@@ -27,6 +27,7 @@ sys.path.insert(0, APPS)
 import bench_page
 import bench_peers
 import bench_python
+import families
 import hf_model
 import model_config
 import model_peers
@@ -422,6 +423,17 @@ class Models(Files):
                 last = torch.cat([of_norm[:, -1] for of_norm in made[of_a_pass - 1 :: of_a_pass]])
                 self.assertLess(bench_peers.relative_l2(last, expected), 1e-5, (name, peer))
 
+
+    def test_hugging_face_gets_the_weights_that_cf_model_makes(self):
+        small = self.small_models()
+        with mock.patch.multiple(model_config, PRESETS=small, PRESET_DTYPES=dict.fromkeys(small, "bfloat16")):
+            for name, model in small.items():
+                weights, shapes = model_peers.procedural_weights(name), model_config.model_shapes(model)
+                self.assertEqual({key: array.shape for key, array in weights.items()}, shapes, name)
+                # cf-model has one matrix for q, k and v, and one for gate and up.
+                for key, array in families.join(model.names, weights).items():
+                    expected = procedural.weight("bfloat16", array.shape, model_peers.WEIGHTS_SEED, key)
+                    self.assertEqual(array.tobytes(), expected.tobytes(), (name, key))
 
     @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
     def test_models_are_made_in_their_own_dtype_with_the_head_that_they_have(self):
