@@ -122,7 +122,7 @@ struct Block {
   }
 
  private:
-  /// Waits up to 16 us; a hash of the seed and the block says how long.
+  /// A thread that `delays` waits up to 16 us; a hash of the seed and the block says how long.
   static __device__ __noinline__ void delay(unsigned seed, bool delays) {
     const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
     if (delays) __nanosleep(hash >> 18);

@@ -109,7 +109,8 @@ struct Sums {
       const auto of = [&](int warp) { return *of_warp(warp, i, token); };
       sum = ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
     } else {
-      // Vector loads of several slices are in flight together: the other blocks wait for a layer's last rows.
+      // One slice or an even number of them. Vector loads of two are in flight together: the other blocks wait for a
+      // layer's last rows.
       const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
       const auto slice = [&](int s) {
         const float4 a = quads[2 * s], b = quads[2 * s + 1];
