@@ -89,11 +89,12 @@ def peer_factor(figures, model, system, batch, kv_len):
 
 
 def token_factor(figures, model, system, prompt_len):
-    """The same of a whole token of one sequence behind a prompt."""
-    report = figures[f"model-peers-{model}"]
+    """The same of a whole token of one sequence behind a prompt; with the GPU where the stack's is another one."""
+    report, stack = figures[f"model-peers-{model}"], figures[f"stack-{model}"]
     for r in report["results"]["model"] if report else ():
         if (r["system"], r["slots"], r["prompt_len"]) == (system, 1, prompt_len) and "tpot_ratio" in r:
-            return f"{r['tpot_ratio']:.2f}x"
+            gpu = report.get("gpu")
+            return f"{r['tpot_ratio']:.2f}x" + (f" ({gpu})" if stack and gpu != stack.get("gpu") else "")
     return "-"
 
 
@@ -360,7 +361,7 @@ def peers_of_a_model(report):
         f"Beside others in one run, {report['dtype']}: transformers' generate(), the same model with a static cache "
         "and compiled steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each "
         "kv_len (torch_graphs). The last column counts the greedy ids of one prompt that are generate()'s with the "
-        "same weights; where it names a model, the ids are that model's."
+        f"same weights; where it names a model, the ids are that model's. Measured on {report['gpu']}."
     )
 
 

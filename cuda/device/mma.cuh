@@ -54,7 +54,7 @@ __device__ inline void mma(float (&d)[4], std::uint32_t a0, std::uint32_t a1, st
 /// four bytes:
 ///   a0 = a[g][4t..]  a1 = a[g + 8][4t..]  a2 = a[g][4t + 16..]  a3 = a[g + 8][4t + 16..]
 ///   b0 = b[4t..][g]  b1 = b[4t + 16..][g]
-/// d has the places of the products above.
+///   d[0..1] = d[g][2t..]  d[2..3] = d[g + 8][2t..]
 __device__ inline void mma_bytes(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
                                  std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "

@@ -62,6 +62,8 @@ struct alignas(16) PackedShape {
   int groups;           // scales of a row
   int group_columns;    // a multiple of kDigitColumns
 
+  /// The group of weights that a column belongs to.
+  CF_HD constexpr int group(int column) const { return column / group_columns; }
   bool operator==(const PackedShape&) const = default;
 };
 

@@ -183,7 +183,7 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
   return missing == 0;
 }
 
-/// Rows of so many elements are few enough loads to poll with, without a sample of them first.
+/// A row of up to so many elements is polled whole. Of a longer row a sample is polled first.
 inline constexpr int kUnsampledColumns = 2048;
 
 /// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.
@@ -193,7 +193,8 @@ __device__ inline bool fetch_token(const Block& block, int layer, Dependency d, 
   constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
   const int thread = block.thread(), step = block.threads * kVec, sample = columns / 32 * (thread % 32);
-  // Each lane first polls one element of a long row: while most are missing, loads of whole pieces would be in the way.
+  // A long row is sampled first: each lane polls one element. While most elements are missing, loads of whole pieces
+  // would be in the way.
   if (columns > kUnsampledColumns) block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
   __syncwarp();
 #pragma unroll 1

@@ -30,7 +30,7 @@ inline constexpr int kHeadMatrix = kWeights, kMatrices = kWeights + 1;
 /// of two, the gate's and the up row. `out` counts the rows of dense, which are also those of down.
 struct LayerRows {
   int qkv, act, rows_of_act, out;
-  int together = 1;  // rows that one block has in any case: those of a tile of packed weights. Divides every matrix's
+  int together = 1;  // consecutive rows that stay in one block: those of a tile of packed weights, else 1
 };
 
 /// Deals the rows of a layer's products to the blocks: those of qkv, then those of up, then those of dense and down

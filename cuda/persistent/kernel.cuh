@@ -57,8 +57,9 @@
 // With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
 // one word a head or a block, and the copy engine brings the elements.
 //
-// Packed weights (packed.cuh) take one token. Rows are dealt in tiles of sixteen, and a stage brings a tile's codes and
-// scales. What a block fetches or normalises becomes digits in shared memory; what others wait for stays as above.
+// With packed weights (packed.cuh) there is one token. Blocks have whole tiles of sixteen rows, and a stage brings a
+// tile's codes and scales. A block converts the activations in its shared memory to digits. What blocks hand each other
+// is the same as above.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
@@ -66,10 +67,10 @@
 // given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on or none, and copies are awaited
 // in any case.
 //
-// Instructions are what small models wait for: a layer takes a warp once through some 60 KB of them, about five cycles
-// each. So all phases share the code of set-up, product and epilogue. With code of its own for each phase a warp runs a
-// sixth fewer instructions, but fetches 73 KB of them: on an H100 layers of Pythia-410M took 3 % longer, those of
-// Llama-3.2-1B 14 %. And the lanes of a warp stay together: lanes that part run code twice.
+// Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
+// all phases share the code of set-up, product and epilogue: separate code for each phase is fewer instructions to run
+// but more to fetch, and was slower on an H100. The lanes of a warp do not diverge in an epilogue: code behind it would
+// run twice.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 

@@ -135,7 +135,8 @@ __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces
   });
 }
 
-/// The same for a product of packed weights.
+/// Stores the digits of the thread's pieces of the normalised row at `to`; block 0 stores the row at `tap`, if there is
+/// one.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
                           const Weights& weights, const Digits& to, T* tap) {
@@ -156,8 +157,8 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
                           Dependency d, RowPieces<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // Of a long row one lane of each warp first polls its first elements: while most are missing, loads of whole pieces
-  // would be in the way.
+  // A long row is sampled first: one lane of each warp polls the warp's first elements. While most elements are missing,
+  // loads of whole pieces would be in the way.
   if (!complete && block.c.dims.hidden > kUnsampledColumns && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
       Tagged two[2];

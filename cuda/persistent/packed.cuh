@@ -1,39 +1,38 @@
 #pragma once
 // Products of one token with packed GPTQ weights (cuda/ops/linear/pack.hpp), from the ring, by integer tensor cores.
 //
-// The activations become integers: in a group of 128 columns x[k] = factor * v[k], v[k] rounded to 16 bits. What that
-// loses is at most 2^-16 of the group's largest element, less than this element's own rounding to a 16-bit dtype.
-// v[k] is two signed digits of eight bits, v = 256 high + low. A tensor core multiplies sixteen rows of codes by both
-// digits of 32 columns in one instruction. Its sums are exact. With a row's scale s and zero z in a group of weights:
+// Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The error
+// is at most 1 / 65024 of the group's largest |x|, less than the rounding of that element to a 16-bit dtype. An
+// integer is two signed digits of eight bits: v = 256 high + low. One tensor core instruction multiplies sixteen rows of
+// codes by both digits of 32 columns; its integer sums are exact. With a row's scale s and zero z in a group of weights:
 //
 //   sum over k of s (q[k] - z) x[k] = s * factor * (sum of q[k] v[k] - z * sum of v[k])
 //
-// A word of codes is two operands: its low nibbles as they are, and its high nibbles as sixteen times the code. All
-// eight product warps take each stage's groups of columns in turn, and each adds up its own groups of a row.
+// A word of codes is two operands: its low nibbles are codes, its high nibbles are sixteen times codes. The product
+// warps take a stage's groups of columns in turn. Each warp adds up its own groups of a row.
 //
-// Masks that make 16-bit operands of codes, as in gptq_fragment.cuh, need no digits. But they take 0.6 instructions a
-// weight where digits take 0.25: a first version of the product by masks took 0.99 ms instead of 0.91 for the layers of
-// Pythia-2.8B on an H100, and 1.79 instead of 1.53 for those of 6.9B.
+// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
+// digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
 #include "cuda/persistent/product.cuh"
 
 namespace cf::cuda {
 
-/// What turns the sums of sixteen times a group's digits into those of its activations.
+/// What a group's integer sums are scaled by. Those sums are sixteen times too large.
 struct DigitScale {
-  float factor;  // a sixteenth of the group's; NaN where an element of the group is infinite or NaN
+  float factor;  // a sixteenth of the group's factor; NaN where an element of the group is infinite or NaN
   float sum;     // sixteen times the sum of v
 };
 static_assert(sizeof(DigitScale) == kDigitScaleBytes);
 
-/// Where a token's digits lie in shared memory. A group has 256 bytes. Byte 128 h + 64 d + 16 t + b is digit d of a
-/// column among 64 h + 8 t .. 64 h + 8 t + 7 for b in 0 to 3 and 8 to 11, and of a column 32 further for the other b.
-/// b has the columns 0, 2, 1, 3, and from 8 on 4, 6, 5, 7: the order in which words have codes.
+/// A token's digits in shared memory, 256 bytes a group. Byte 128 h + 64 d + 16 t + b is digit d (0 low, 1 high) of
+/// column 64 h + 8 t + c. For b = 0 to 3 column c is 0, 2, 1, 3. For b = 4 to 7 it is 32 further. For b = 8 to 11 it is
+/// 4, 6, 5, 7, and for b = 12 to 15 it is 32 further. This is the order of the codes in their words (pack.hpp).
 struct Digits {
   char* bytes;
   DigitScale* scales;  // of each group
 
-  /// Replaces a token's elements of type T by its digits, in place. All product warps call. Sixteen lanes load a group's
-  /// elements before they store its digits there.
+  /// Converts a token's `columns` elements of T to digits, in place. All product warps call it. The sixteen lanes of a
+  /// group load all of its elements before one of them stores a digit.
   template <class T>
   __device__ void replace(int columns) const {
     const int thread = thread_index();
@@ -46,8 +45,8 @@ struct Digits {
       store(column, x, in_row);
     }
   }
-  /// Stores eight columns from `column` on. Sixteen neighbouring lanes store a group. All lanes of a warp call, with
-  /// `in_row` false where they have no columns; a group is in the row or not.
+  /// Stores the digits of x, which is columns [column, column + 8). Sixteen neighbouring lanes have a group. All lanes
+  /// of a warp call it; `in_row` is false for groups beyond the row.
   __device__ void store(int column, const float (&x)[kVec], bool in_row) const {
     const int lane = thread_index() % 32;
     unsigned top = 0;  // bits of positive floats compare as integers, infinity and NaN above all numbers
@@ -97,8 +96,8 @@ __device__ inline bool stream_packed(RingWriter& ring, const Product& p, const P
     const char* const scales = matrix + shape.scales + long(tile) * shape.groups * kGptqGroupBytes;
 #pragma unroll 1
     for (int begin = 0; begin < p.columns; begin += p.slice_columns) {
-      const int columns = min(p.slice_columns, p.columns - begin), first = begin / shape.group_columns,
-                groups = (begin + columns - 1) / shape.group_columns - first + 1;
+      const int columns = min(p.slice_columns, p.columns - begin), first = shape.group(begin),
+                groups = shape.group(begin + columns - 1) - first + 1;
       const int code_bytes = columns * kGptqRows / 2;
       if (!ring.next()) return false;
       ring.expect(code_bytes + groups * kGptqGroupBytes);
@@ -111,12 +110,13 @@ __device__ inline bool stream_packed(RingWriter& ring, const Product& p, const P
   return true;
 }
 
-/// A warp's sums of a tile: of row g and of row g + 8, g = lane / 4. They are right in the lanes 4 g.
+/// A warp's partial sums of a tile's rows g and g + 8, g = lane / 4. Only lane 4 g has them: its sums are those of the
+/// tensor core's columns 0 and 1, which are the two digits. The other lanes' sums are not used.
 struct PackedSums {
   float row[2] = {};
 
-  /// Adds a group of columns. `codes` and `digits` are where the lane's bytes of the group begin, `scales` is where the
-  /// lane's two rows have theirs.
+  /// Adds a group of columns. `codes` and `digits` point to the lane's bytes of the group, `scales` to the scales and
+  /// zeros of the lane's two rows.
   __device__ void add(const char* codes, const char* digits, const char* scales, const DigitScale& of_group) {
     int low[4] = {}, high[4] = {};  // sums of codes and of sixteen times the codes, with the lower and the upper digit
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ void consume_packed(Reader& ring, const Product& p, const PackedShape
       for (; turn < groups; turn += kProductWarps) {
         const int of_weights = shape.group_columns == kDigitColumns
                                    ? turn
-                                   : (begin + turn * kDigitColumns) / shape.group_columns - begin / shape.group_columns;
+                                   : shape.group(begin + turn * kDigitColumns) - shape.group(begin);
         tile.add(stage + turn * 2 * kGptqTileBytes + lane * 16, digits + (first + turn) * 256,
                  scales + of_weights * kGptqGroupBytes, x.scales[first + turn]);
       }

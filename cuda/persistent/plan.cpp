@@ -26,8 +26,8 @@ constexpr int kSplitKeys = 128, kMaxSplitKeys = 4096;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
 /// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 3;
-/// Those of packed weights. All of the product behind attention hides more of the wait for the context: on an H100 0 is
-/// 3 % faster than 3 for Pythia-2.8B.
+/// The same with packed weights. The whole product then runs while the context travels from block to block. On an H100
+/// 0 was faster than 2, 3, 4, 6 and 8 for Pythia-2.8B at kv_len 128.
 constexpr int kPackedUpEighths = 0;
 
 Status refuse(std::string what) {
@@ -115,7 +115,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
-  // With packed weights no kernel is compiled for shares of several heads.
+  // The kernels for packed weights are compiled for one head a share alone.
   p.share_heads = choices.shares_keys.value_or(true) && !packed ? share_heads(d) : 1;
   p.group_shares = d.group / p.share_heads;
   p.shares = d.heads / p.share_heads;

@@ -86,11 +86,11 @@ inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
-/// For packed weights there is a kernel of one token. A stage holds sixteen rows of a slice of at most
-/// kMaxPackedColumns columns. Activations are digits in groups of kDigitColumns columns.
+/// The kernel for packed weights takes one token. A stage of its ring holds sixteen rows of a slice of at most
+/// kMaxPackedColumns columns. Each group of kDigitColumns activations has digits of a common factor.
 inline constexpr int kPackedColumns = -2, kDigitColumns = 128, kMaxPackedColumns = kMaxSliceColumns;
-/// Beside packed weights registers do not hold the sums of wider heads. Heads of 128 elements have a tile that takes
-/// fewer registers (DiagonalTile).
+/// The head_dims that the kernel for packed weights takes: up to kMaxPackedHeadDim, and kWidePackedHeadDim, for which
+/// DiagonalTile needs few registers. The kernel has no registers left for the tiles of other heads.
 inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
@@ -98,7 +98,8 @@ CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChu
 struct PersistentPlan {
   int grid;             // blocks, one an SM, all resident at once
   int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
-                        // eight tokens; kPackedColumns: a packed product of one token, whose LM head is a tile product
+                        // eight tokens; kPackedColumns: packed products of one token. The LM head, which is not packed,
+                        // is then a tile product
   int hidden_slices;    // slices of a row of hidden columns, a power of two
   int context_slices;   // slices of a row of heads * head_dim columns, a power of two
   int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices

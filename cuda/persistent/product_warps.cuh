@@ -35,11 +35,11 @@ class ProductWarps {
   __device__ bool run(int number) {
     start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
-    // One register has the phases to come: four bits each, then those of `end`.
+    // The phases that are left, four bits each, the next one lowest. `end` follows the last one.
     const PhaseOrder phases = c.phases_of(layer);
     constexpr int end = 0xf;
     int rest = int(phases.packed | unsigned(end) << (4 * phases.count));
-    make_anew(rest);  // else it is computed again at each step
+    make_anew(rest);  // keeps it in a register: the compiler would compute it anew at each step
 #pragma unroll 1
     for (; rest != end; rest = int(unsigned(rest) >> 4)) {
       const Phase phase = Phase(rest & 0xf);
@@ -191,7 +191,7 @@ class ProductWarps {
     Sums<Together> sums;
     bool own_rows;
     int first_row, row_step;  // the workers' rows, counted within the phase
-    int elements;             // of the workers
+    int elements;             // that the workers share
     Addends addends;          // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
@@ -205,7 +205,7 @@ class ProductWarps {
       elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
                            : product.elements()) *
                  of.c.dims.batch;
-      // As below, a thread without an element takes the last one.
+      // A thread beyond the last element loads that one's addends too: the lanes of a warp do not diverge.
       const int element = min(own_rows ? thread % 32 : thread, elements - 1);
       if (elements > 0) addends = of.load_addends(phase, product, token(of.c, element), row(of.c, element));
     }
@@ -259,7 +259,7 @@ class ProductWarps {
       block.sync();
     std::uint64_t best = 0;  // of one token's elements
     const bool is_head = phase == Phase::head;
-    // All lanes of a warp take the same way. Those without an element finish the last one too, and store the same bits.
+    // A lane beyond the last element finishes that one too, and stores the same bits: the lanes of a warp do not diverge.
     const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
     for (int begin = first; begin < work.elements; begin += step) {

@@ -829,6 +829,13 @@ class Page(Files):
         self.write("model-peers-llama-3.2-1b.json", json.dumps({"results": {"model": found}}))
         rows = bench_page.headline(bench_page.Figures(directory))
         self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | 3.00x | 2.12x |", rows)
+        stack = {"gpu": "a GPU", "configurations": [], "commit": "abc", "command": "cf-layer"}
+        self.write("stack-llama-3.2-1b.json", json.dumps(stack))
+        for gpu, of_gpu in ("a GPU", ""), ("another GPU", " (another GPU)"):
+            report = {"gpu": gpu, "results": {"model": found}}
+            self.write("model-peers-llama-3.2-1b.json", json.dumps(report))
+            rows = bench_page.headline(bench_page.Figures(directory))
+            self.assertIn(f"| llama-3.2-1b | - | - | - | 1.500 (85 %) | 3.00x{of_gpu} | 2.12x{of_gpu} |", rows)
         self.assertEqual(lines[2:], [
             "| impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | decode, of the streaming read |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
