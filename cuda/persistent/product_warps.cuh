@@ -251,7 +251,8 @@ class ProductWarps {
       return false;
     }
     if constexpr (!Together) ring_stages += product.template stages<false>();
-    if (phase == Phase::qkv || phase == Phase::up_rest)
+    // Signals as often as the helper warps wait for the signal.
+    if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch_act))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
