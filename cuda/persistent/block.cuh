@@ -45,7 +45,7 @@ struct Block {
 
   __device__ BlockNotice& notice() const { return *at<BlockNotice>(c.layout.notice); }
   __device__ volatile int& stopped() const { return notice().stopped; }
-  __device__ volatile int& product_warps_left() const { return notice().product_warps_left; }
+  __device__ volatile int& product_warps() const { return notice().product_warps; }
   __device__ volatile int& tokens_begun() const { return notice().tokens_begun; }
   __device__ volatile int& asked_to_end() const { return notice().asked_to_end; }
   __device__ volatile int& asked_all_to_end() const { return notice().asked_all_to_end; }
@@ -100,10 +100,10 @@ struct Block {
     parities ^= bit;
   }
 
-  /// For tests: one thread delays the others at their next barrier.
+  /// For tests: one thread delays its warp, and the others at their next barrier.
   __device__ void maybe_delay(int step) const {
     if (c.delay_seed) [[unlikely]]
-      delay(c.delay_seed + unsigned(step), thread() == 0);
+      delay(c.delay_seed + unsigned(step), thread(), threads);
   }
   /// Polls until ready() is true, and stops the block where that takes too long.
   template <class Ready>
@@ -122,10 +122,10 @@ struct Block {
   }
 
  private:
-  /// A thread that `delays` waits up to 16 us; a hash of the seed and the block says how long.
-  static __device__ __noinline__ void delay(unsigned seed, bool delays) {
+  /// One of the threads waits up to 16 us. A hash of the seed and the block says which thread, and how long.
+  static __device__ __noinline__ void delay(unsigned seed, int thread, int threads) {
     const unsigned hash = (seed * 2654435761u ^ (blockIdx.x + 1) * 2246822519u) * 3266489917u;
-    if (delays) __nanosleep(hash >> 18);
+    if (thread == int((hash >> 4) % unsigned(threads))) __nanosleep(hash >> 18);
   }
   /// True where it is too late, or where another block has stopped the grid. The first block to stop it reports why.
   static __device__ __noinline__ bool waited_too_long(GridState* grid, unsigned* report, std::uint64_t until_ns,

@@ -91,7 +91,7 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
     for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), arrivals(Signal(s)));
     publish_barriers();
     block.notice() = {.stopped = 0,
-                      .product_warps_left = 0,
+                      .product_warps = kProductWarps,
                       .tokens_begun = 0,
                       .asked_to_end = 0,
                       .asked_all_to_end = 0,
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
 #pragma unroll 1
       for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = product_warps.run(layer);
     while (go && product_warps.next_token());
-    if (threadIdx.x == 0) block.product_warps_left() = 1;
+    if (threadIdx.x % 32 == 0) atomicSub(&block.notice().product_warps, 1);
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
     HelperWarps<T, Tiles, Grouped> helper_warps(c);
     const int tokens = max(c.token.count, 1);

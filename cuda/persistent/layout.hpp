@@ -27,12 +27,12 @@ inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*))
 
 /// What all threads of a block are told while the launch runs.
 struct BlockNotice {
-  int stopped;             // 1 where a wait took too long: all warps leave
-  int product_warps_left;  // 1 where nobody empties the ring any more
-  int tokens_begun;        // tokens that the product warps have begun after the launch's first
-  int asked_to_end;        // of block 0: 1 where the host wants no more tokens
-  int asked_all_to_end;    // 1 where block 0 has said so
-  unsigned first_tag;      // the tag of layer 0 in this launch
+  int stopped;           // 1 where a wait took too long: all warps leave
+  int product_warps;     // that have not left: at 0 nobody empties the ring any more
+  int tokens_begun;      // tokens that the product warps have begun after the launch's first
+  int asked_to_end;      // of block 0: 1 where the host wants no more tokens
+  int asked_all_to_end;  // 1 where block 0 has said so
+  unsigned first_tag;    // the tag of layer 0 in this launch
 };
 
 /// Where the heads of q, k and v begin among a token's rows of qkv: head h of q at h * q_step, head g of k at

@@ -49,9 +49,10 @@ class Ring {
 /// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
  public:
-  /// `product_warps_left` becomes true when nobody empties the ring any more.
-  __device__ RingWriter(const Ring& ring, const volatile int& product_warps_left)
-      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_left_(product_warps_left) {}
+  /// `product_warps` counts the product warps that have not left: at 0 nobody empties the ring any more. A warp may
+  /// leave while others still have rows of their own to multiply.
+  __device__ RingWriter(const Ring& ring, const volatile int& product_warps)
+      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_(product_warps) {}
 
   /// From now on so many stages may be in flight: requested, but not arrived.
   __device__ void allow(int stages_in_flight) {
@@ -65,7 +66,7 @@ class RingWriter {
     const bool awaits = more_ == 0;
     while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) &
              (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))))
-      if (product_warps_left_) return false;
+      if (product_warps_ == 0) return false;
     if (awaits)
       ring_.advance(oldest_, 1);
     else
@@ -100,7 +101,7 @@ class RingWriter {
   Ring ring_;
   RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
   int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
-  const volatile int& product_warps_left_;
+  const volatile int& product_warps_;
 };
 
 /// Empties every stage, or every second one; each warp has a reader. A stage is filled in one round after another, and

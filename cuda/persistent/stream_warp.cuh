@@ -51,7 +51,7 @@ class StreamPointers {
 /// False where they have left.
 __device__ inline bool await_token(const Block& block, int token) {
   while (block.tokens_begun() < token)
-    if (block.product_warps_left()) return false;
+    if (block.product_warps() == 0) return false;
   let_copies_see();
   return true;
 }
@@ -68,7 +68,7 @@ __device__ bool stream(RingWriter& ring, const PersistentArguments& c, Phase pha
 
 template <int Columns>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, block.product_warps_left());
+  RingWriter writer(ring, block.product_warps());
   StreamPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;

@@ -317,7 +317,6 @@ TEST_CASE("cf-model on the GPU refuses bad input in one line", "[gpu][cf-model][
     const std::string named = "--impl " + impl + ": ",
                       tiny = "generate --preset pythia-14m --prompt-ids 1 --impl " + impl;
     check_refusal(tiny + " --slots 9", named);
-    check_refusal(tiny + " --quant gptq", named);
     check_refusal(tiny + " --dtype f32", named);
   }
   check_refusal("generate --model /nowhere --prompt-ids 1", "/nowhere");
