@@ -55,34 +55,40 @@ struct alignas(16) ProductShape {
   std::int16_t in_flight;  // stages of the ring that may be in flight
 };
 
-/// Where a packed matrix's tiles and scales lie, in bytes, and which columns share a scale.
+/// Where a packed matrix's scales and its inputs' places lie, in bytes from its begin, and which columns share a scale.
+/// An input has one column, or two with 8 bits: first come all inputs' high codes, then the low ones.
 struct alignas(16) PackedShape {
-  std::int64_t scales;  // from the matrix's begin
-  int tile_bytes;       // codes of sixteen rows
-  int groups;           // scales of a row
-  int group_columns;    // a multiple of kDigitColumns
+  std::int64_t scales, places;  // (inputs) int32, each input's column; `places` is 0 where column k is input k
+  int inputs, columns;
+  int groups;         // scales of a row
+  int group_columns;  // a multiple of 32
 
   /// The group of weights that a column belongs to.
   CF_HD constexpr int group(int column) const { return column / group_columns; }
   bool operator==(const PackedShape&) const = default;
 };
 
-constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p) {
-  const auto shape = [&](int columns, int slices, int slice_columns, int together, bool is_head = false) {
+/// `packed_shapes` are those of packed weights.
+constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p,
+                                                             const std::array<PackedShape, kWeights>& packed_shapes) {
+  const bool packs = is_packed(p.narrow_columns);
+  const auto shape = [&](int matrix, int columns, int slice_columns, int together) {
+    int stage_bytes = kStageSlices * slice_columns * 2;
+    if (packs && matrix != kHeadMatrix) {
+      const PackedShape& packed = packed_shapes[std::size_t(matrix)];
+      columns = packed.columns;
+      stage_bytes = packed_stage_bytes(slice_columns, packed.group_columns);
+    }
     // A product of smaller slices has smaller stages: more of them make the same bytes.
-    const bool packed = p.narrow_columns == kPackedColumns && !is_head;
-    const int stages =
-        p.bytes_in_flight / (packed ? packed_stage_bytes(slice_columns) : kStageSlices * slice_columns * 2);
+    const int slices = (columns + slice_columns - 1) / slice_columns, stages = p.bytes_in_flight / stage_bytes;
     const int in_flight = stages < 1 ? 1 : stages > p.stages - 2 ? p.stages - 2 : stages;
     return ProductShape{columns, slice_columns, std::int16_t(slices), std::int16_t(together), std::int16_t(in_flight)};
   };
-  const int head_columns =
-      p.narrow_columns == kPackedColumns ? packed_head_columns(d.hidden, p.hidden_columns) : p.hidden_columns;
-  return {shape(d.hidden, p.hidden_slices, p.hidden_columns, 1),
-          shape(d.hidden, p.hidden_slices, p.hidden_columns, d.rows_of_act),
-          shape(d.attention, p.context_slices, p.context_columns, 1),
-          shape(d.intermediate, p.act_slices, p.act_columns, 1),
-          shape(d.hidden, d.hidden / head_columns, head_columns, 1, true)};
+  const int head_columns = packs ? packed_head_columns(d.hidden, p.hidden_columns) : p.hidden_columns;
+  return {shape(int(Weight::qkv), d.hidden, p.hidden_columns, 1),
+          shape(int(Weight::up), d.hidden, p.hidden_columns, d.rows_of_act),
+          shape(int(Weight::dense), d.attention, p.context_columns, 1),
+          shape(int(Weight::down), d.intermediate, p.act_columns, 1), shape(kHeadMatrix, d.hidden, head_columns, 1)};
 }
 
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.

@@ -55,6 +55,11 @@ struct Block {
   __device__ LayerPointers& pointers_of(int layer, int of_token) const {
     return at<LayerPointers>(c.layout.layer_pointers)[(of_token * c.layers + layer) & 1];
   }
+  /// The column of each input of a packed matrix; null where column k is input k.
+  __device__ const int* input_places(Weight w, int layer) const {
+    const std::int64_t places = c.packed[int(w)].places;
+    return places ? reinterpret_cast<const int*>(pointers(layer).weights.matrix[int(w)] + places) : nullptr;
+  }
   /// Copies a layer's pointers from device memory to shared memory. Of the threads that call, each of the first
   /// kLayerPointers copies one pointer.
   __device__ void bring_pointers(int layer, int of_token, int thread) const {

@@ -7,8 +7,10 @@
 
 namespace cf::cuda {
 
-template <class T, bool Tiles, bool Grouped>
+template <class T, int Columns, bool Grouped>
 class HelperWarps {
+  static constexpr bool Tiles = is_tiled(Columns);
+
  public:
   __device__ explicit HelperWarps(const PersistentArguments& arguments)
       : block(Block::helpers(arguments)), c(arguments) {}
@@ -79,8 +81,10 @@ class HelperWarps {
         // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice
         // 0 has been used: dense, which reads the context there, is done by then.
         if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
-        copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + slice * c.plan.act_columns * 2,
-                    c.dims.intermediate * 2, c.plan.act_columns * 2, block.at<char>(place.offset), c.layout.act_row);
+        const int begin = slice * c.plan.act_columns;  // the last slice of packed weights may be smaller
+        copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + begin * 2, c.dims.intermediate * 2,
+                    min(c.plan.act_columns, c.dims.intermediate - begin) * 2, block.at<char>(place.offset),
+                    c.layout.act_row);
         block.signal(place.here);
       }
       return true;
@@ -127,13 +131,16 @@ class HelperWarps {
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;
     const long first_head = split.batch_head<Grouped>(c);
     const unsigned tag = block.tag(layer, Dependency::context);
+    const int* const places = is_packed(Columns) ? block.input_places(Weight::dense, layer) : nullptr;
+    const long row = long(split.sequence) * c.dims.attention;
     const auto publish = [&](int of) {
-      return [this, tag, at = (first_head + of) * head_dim](int d, float sum, const SoftmaxState& whole) {
+      return [this, tag, places, row, at = (first_head + of) * head_dim](int d, float sum, const SoftmaxState& whole) {
         const T element = from_float<T>(sum / whole.sum);
+        const long to = places ? row + __ldg(places + (at - row) + d) : at + d;
         if constexpr (Tiles)
-          reinterpret_cast<T*>(c.context)[at + d] = element;
+          reinterpret_cast<T*>(c.context)[to] = element;
         else
-          store_tagged(c.context + at + d, element, tag);
+          store_tagged(c.context + to, element, tag);
         if (c.taps.context) static_cast<T*>(c.taps.context)[at + d] = element;
       };
     };

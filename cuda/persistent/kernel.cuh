@@ -57,9 +57,9 @@
 // With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
 // one word a head or a block, and the copy engine brings the elements.
 //
-// With packed weights (packed.cuh) there is one token. Blocks have whole tiles of sixteen rows, and a stage brings a
-// tile's codes and scales. A block converts the activations in its shared memory to digits. What blocks hand each other
-// is the same as above.
+// With packed weights (packed.cuh) blocks have whole tiles of sixteen rows, and a stage brings a tile's codes and scales.
+// A block converts the activations in its shared memory to digits. What blocks hand each other is the same as above.
+// Where a matrix has its columns in another order than its inputs, who makes an input stores it at its column's place.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
@@ -124,15 +124,14 @@ __device__ inline void end_block(const PersistentArguments& c) {
 }
 
 /// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
-/// products, kPackedColumns for packed weights. Grouped: whether a share has several heads.
+/// products, kPackedColumns or kPackedTiles for packed weights. Grouped: whether a share has several heads.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
 template <class T, int Columns, bool Grouped, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
-  constexpr bool Tiles = Columns == 0;
   const Ring ring(c);
   const Block block = Block::products(c);
-  begin_block<Tiles || Columns == kPackedColumns>(block, ring, c);
+  begin_block<is_tiled(Columns) || is_packed(Columns)>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
     ProductWarps<T, Columns, Grouped> product_warps(c);
     bool go = true;
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     while (go && product_warps.next_token());
     if (threadIdx.x % 32 == 0) atomicSub(&block.notice().product_warps, 1);
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    HelperWarps<T, Tiles, Grouped> helper_warps(c);
+    HelperWarps<T, Columns, Grouped> helper_warps(c);
     const int tokens = max(c.token.count, 1);
     bool go = true;
 #pragma unroll 1
@@ -155,10 +154,12 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
   end_block(c);
 }
 
-/// The instantiation for packed weights.
+/// The instantiation for a plan's narrow_columns where weights are packed.
 template <class T, int BlocksPerSm>
-const void* packed_persistent_kernel() {
-  return reinterpret_cast<const void*>(persistent_kernel<T, kPackedColumns, false, BlocksPerSm>);
+const void* packed_persistent_kernel(int narrow_columns) {
+  return narrow_columns == kPackedTiles
+             ? reinterpret_cast<const void*>(persistent_kernel<T, kPackedTiles, false, BlocksPerSm>)
+             : reinterpret_cast<const void*>(persistent_kernel<T, kPackedColumns, false, BlocksPerSm>);
 }
 
 /// The instantiation for a plan's narrow_columns, but for packed weights.

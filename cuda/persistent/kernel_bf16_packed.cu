@@ -2,6 +2,6 @@
 
 namespace cf::cuda {
 
-const void* packed_kernel_bf16() { return packed_persistent_kernel<bf16, 1>(); }
+const void* packed_kernels_bf16(int narrow_columns) { return packed_persistent_kernel<bf16, 1>(narrow_columns); }
 
 }  // namespace cf::cuda

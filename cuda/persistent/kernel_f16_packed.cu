@@ -2,6 +2,6 @@
 
 namespace cf::cuda {
 
-const void* packed_kernel_f16() { return packed_persistent_kernel<f16, 1>(); }
+const void* packed_kernels_f16(int narrow_columns) { return packed_persistent_kernel<f16, 1>(narrow_columns); }
 
 }  // namespace cf::cuda

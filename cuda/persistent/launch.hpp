@@ -16,8 +16,8 @@ const void* persistent_kernels_bf16(int narrow_columns);
 const void* grouped_kernels_f16(int narrow_columns);
 const void* grouped_kernels_bf16(int narrow_columns);
 // Those for packed weights.
-const void* packed_kernel_f16();
-const void* packed_kernel_bf16();
+const void* packed_kernels_f16(int narrow_columns);
+const void* packed_kernels_bf16(int narrow_columns);
 
 /// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch. Refuses a plan of more blocks
 /// than the device holds at once.

@@ -91,13 +91,16 @@ CF_HD constexpr int warp_lines(int slice_columns) {
 /// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages, and
 /// so whole pairs.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
-  const int unit = p.narrow_columns == kPackedColumns ? kGptqRows : kStageSlices;  // a power of two
+  const int unit = is_packed(p.narrow_columns) ? kGptqRows : kStageSlices;  // a power of two
   return rows * p.up_eighths / 8 & -unit;
 }
 
-/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice.
-CF_HD constexpr int packed_stage_bytes(int slice_columns) {
-  return slice_columns * kGptqRows / 2 + (slice_columns / kDigitColumns + 1) * kGptqGroupBytes;
+/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice, where a group has at
+/// least `group_columns` columns. Slices begin at multiples of kDigitColumns columns.
+constexpr int packed_stage_bytes(int slice_columns, int group_columns) {
+  const int ends = kDigitColumns % group_columns ? 2 : 1;  // groups that begin or end in other slices
+  return slice_columns * kGptqRows / 2 +
+         (slice_columns / (group_columns < kDigitColumns ? group_columns : kDigitColumns) + ends) * kGptqGroupBytes;
 }
 /// The columns of the LM head's slices beside packed weights: at most those of the layers' slices. 0 where no number of
 /// slices divides them.
@@ -168,16 +171,18 @@ inline constexpr int kSoftmaxStateBytes = 8;
 /// The factor of a group's digits, and their sum.
 inline constexpr int kDigitScaleBytes = 8;
 
-/// With packed weights, where the DigitScales of attn_x and of mlp_x lie: behind mlp_x. They are not members of the
-/// layout: with two members more nvcc 13.0 spills registers of kernels that do not read them.
+/// With packed weights, where the DigitScales of attn_x and of mlp_x lie: behind mlp_x, those of each token `row` bytes
+/// apart. They are not members of the layout: with two members more nvcc 13.0 spills registers of kernels that do not
+/// read them.
 struct DigitPlaces {
-  int attn, mlp, end;
+  int attn, mlp, row, end;
 };
-constexpr DigitPlaces digit_places(bool packed, const PersistentLayout& l) {
-  const auto bytes = [&](int row) { return (row / 2 / kDigitColumns * kDigitScaleBytes + 127) / 128 * 128; };
-  const int row = l.hidden_row > l.act_row ? l.hidden_row : l.act_row, attn = l.mlp_x + row,
-            mlp = attn + bytes(l.hidden_row);
-  return packed ? DigitPlaces{attn, mlp, mlp + bytes(row)} : DigitPlaces{attn, attn, attn};
+constexpr DigitPlaces digit_places(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l) {
+  if (!is_packed(p.narrow_columns)) return {};
+  const int x_row = l.hidden_row > l.act_row ? l.hidden_row : l.act_row;
+  const int row = (x_row / 2 / kDigitColumns * kDigitScaleBytes + 127) / 128 * 128, attn = l.mlp_x + d.batch * x_row,
+            mlp = attn + d.batch * row;
+  return {attn, mlp, row, mlp + d.batch * row};
 }
 
 constexpr PersistentLayout persistent_layout(const PersistentDims& d, const PersistentPlan& p) {
@@ -188,7 +193,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     end = begin + bytes;
     return begin;
   };
-  const bool tiles = p.narrow_columns == 0, packed = p.narrow_columns == kPackedColumns;
+  const bool tiles = is_tiled(p.narrow_columns), packed = is_packed(p.narrow_columns);
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
@@ -228,7 +233,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     place_of_attention();
     if (end < end_of_tokens) end = end_of_tokens;
   }
-  place(packed ? digit_places(true, l).end - end : 0);
+  place(packed ? digit_places(d, p, l).end - end : 0);
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.stages * p.stage_bytes);

@@ -123,20 +123,26 @@ __device__ void normalise_piece(const float (&x)[kVec], const RowMoments& m, con
   for (int e = 0; e < kVec; ++e) y[e] = (x[e] - m.mean) * m.rstd * gamma[e] + beta[e];
 }
 
-/// Stores the thread's pieces of the normalised row at `to`; block 0 stores them at `tap` too, if there is one.
+/// Stores the thread's pieces of the normalised row at `to`, with `places` each element at its own place; block 0 stores
+/// the row at `tap` too, if there is one.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
-                          const Weights& weights, char* to, T* tap) {
+                          const Weights& weights, char* to, const int* places, T* tap) {
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
     float y[kVec];
     normalise_piece<T>(row.x[p], m, weights.at(p, column), y);
-    store_vec(reinterpret_cast<T*>(to) + column, y);
+    T* const row_at = reinterpret_cast<T*>(to);
+    if (places)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) row_at[__ldg(places + column + e)] = from_float<T>(y[e]);
+    else
+      store_vec(row_at + column, y);
     if (tap && blockIdx.x == 0) store_vec(tap + column, y);
   });
 }
 
 /// Stores the digits of the thread's pieces of the normalised row at `to`; block 0 stores the row at `tap`, if there is
-/// one.
+/// one. Nothing here is conditional: the pieces' chains of shuffles run side by side.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
                           const Weights& weights, const Digits& to, T* tap) {

@@ -1,15 +1,19 @@
 #pragma once
-// Products of one token with packed GPTQ weights (cuda/ops/linear/pack.hpp), from the ring, by integer tensor cores.
+// Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack.hpp), from the ring, by integer tensor
+// cores.
 //
 // Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The error
 // is at most 1 / 65024 of the group's largest |x|, less than the rounding of that element to a 16-bit dtype. An
 // integer is two signed digits of eight bits: v = 256 high + low. One tensor core instruction multiplies sixteen rows of
-// codes by both digits of 32 columns; its integer sums are exact. With a row's scale s and zero z in a group of weights:
+// codes by both digits of 32 columns of four tokens; its integer sums are exact. With a row's scale s and zero z in a group of weights:
 //
 //   sum over k of s (q[k] - z) x[k] = s * factor * (sum of q[k] v[k] - z * sum of v[k])
 //
 // A word of codes is two operands: its low nibbles are codes, its high nibbles are sixteen times codes. The product
 // warps take a stage's groups of columns in turn. Each warp adds up its own groups of a row.
+//
+// Where groups of weights are no multiple of 128 columns, each 32 columns have sums of their own. A code of eight bits
+// is two codes of four bits in two columns, which have the same activation.
 //
 // gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 // digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
@@ -17,7 +21,7 @@
 
 namespace cf::cuda {
 
-/// What a group's integer sums are scaled by. Those sums are sixteen times too large.
+/// What a group's integer sums are scaled by. Sums over whole words of codes are sixteen times too large.
 struct DigitScale {
   float factor;  // a sixteenth of the group's factor; NaN where an element of the group is infinite or NaN
   float sum;     // sixteen times the sum of v
@@ -85,36 +89,80 @@ struct Digits {
   static constexpr float kLargest = 32512, kLeast = 1e-30f;
 };
 
-/// Streams the product's rows of a packed matrix, tile by tile, each in slices. False where nobody empties the ring any
-/// more.
-__device__ inline bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
+/// Streams the product's rows of a packed matrix in slices: of one token tile by tile, of several tokens slice by slice.
+/// False where nobody empties the ring any more.
+template <bool Tiles>
+__device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
   const bool copies = threadIdx.x % 32 == 0;  // one lane requests a stage's copies
-#pragma unroll 1
-  for (int i = 0; i < p.count; i += kGptqRows) {
-    const int tile = p.row(i) / kGptqRows;
-    const char* const from = matrix + long(tile) * shape.tile_bytes;
-    const char* const scales = matrix + shape.scales + long(tile) * shape.groups * kGptqGroupBytes;
-#pragma unroll 1
-    for (int begin = 0; begin < p.columns; begin += p.slice_columns) {
-      const int columns = min(p.slice_columns, p.columns - begin), first = shape.group(begin),
-                groups = shape.group(begin + columns - 1) - first + 1;
-      const int code_bytes = columns * kGptqRows / 2;
-      if (!ring.next()) return false;
-      ring.expect(code_bytes + groups * kGptqGroupBytes);
-      if (copies) {
-        ring.copy(0, from + long(begin) * kGptqRows / 2, code_bytes);
-        ring.copy(code_bytes, scales + first * kGptqGroupBytes, groups * kGptqGroupBytes);
-      }
+  const auto stream = [&](int i, int begin, int columns) {
+    const int tile = p.row(i) / kGptqRows, first = shape.group(begin),
+              groups = shape.group(begin + columns - 1) - first + 1, code_bytes = columns * kGptqRows / 2;
+    if (!ring.next()) return false;
+    ring.expect(code_bytes + groups * kGptqGroupBytes);
+    if (copies) {
+      ring.copy(0, matrix + (long(tile) * p.columns + begin) * (kGptqRows / 2), code_bytes);
+      ring.copy(code_bytes, matrix + shape.scales + (long(tile) * shape.groups + first) * kGptqGroupBytes,
+                groups * kGptqGroupBytes);
     }
+    return true;
+  };
+  if constexpr (Tiles) {
+#pragma unroll 1
+    for (int input = 0; input < shape.inputs; input += p.slice_columns)
+#pragma unroll 1
+      for (int begin = input; begin < p.columns; begin += shape.inputs)
+#pragma unroll 1
+        for (int i = 0; i < p.count; i += kGptqRows)
+          if (!stream(i, begin, min(p.slice_columns, shape.inputs - input))) return false;
+  } else {
+    const int inputs = shape.inputs;
+#pragma unroll 1
+    for (int i = 0; i < p.count; i += kGptqRows)
+#pragma unroll 1
+      for (int begin = 0, end = 0, input = 0; begin < p.columns;
+           begin = end, input = end < inputs ? end : end - inputs) {
+        end = begin + min(p.slice_columns, inputs - input);
+        if (!stream(i, begin, end - begin)) return false;
+      }
   }
   return true;
 }
 
-/// A warp's partial sums of a tile's rows g and g + 8, g = lane / 4. Only lane 4 g has them: its sums are those of the
-/// tensor core's columns 0 and 1, which are the two digits. The other lanes' sums are not used.
+/// Where a lane loads digits of four tokens: the tensor core's columns 2 n and 2 n + 1 are the digits of token n. Token
+/// numbers beyond the last one stand for that one.
+__device__ inline int digit_lane_token(int lane) { return lane / 8; }
+__device__ inline int digit_lane_offset(int lane) { return lane / 4 % 2 * 64 + lane % 4 * 16; }
+
+/// A warp's partial sums of a tile's rows g and g + 8, g = lane / 4, with token lane % 4 of the four.
 struct PackedSums {
   float row[2] = {};
 
+  /// Adds the warp's groups of columns of a stage, which holds `columns` columns from `begin` on. `digits` and
+  /// `of_digits` are those of the stage's first group, at the lane's place. `turn` is the warp's next group, counted
+  /// from the stage's first. `whole_groups`: every group of weights is a multiple of kDigitColumns columns.
+  __device__ void add_stage(const char* stage, int lane, int begin, int columns, const PackedShape& shape,
+                            bool whole_groups, const char* digits, const DigitScale* of_digits, int& turn) {
+    const int groups = columns / kDigitColumns;
+    const char* const codes = stage + lane * 16;
+    const char* const scales = stage + columns * kGptqRows / 2 + lane / 4 * 8;
+    const auto first_column = [&] { return begin + turn * kDigitColumns; };
+    if (whole_groups) [[likely]] {
+#pragma unroll 1
+      for (; turn < groups; turn += kProductWarps) {
+        const int group =
+            shape.group_columns == kDigitColumns ? turn : shape.group(first_column()) - shape.group(begin);
+        add(codes + turn * 2 * kGptqTileBytes, digits + turn * 256, scales + group * kGptqGroupBytes, of_digits[turn]);
+      }
+    } else {
+#pragma unroll 1
+      for (; turn < groups; turn += kProductWarps)
+        add_units(codes + turn * 2 * kGptqTileBytes, digits + turn * 256, scales, of_digits[turn].factor,
+                  first_column(), shape.group(begin), shape);
+    }
+    turn -= groups;
+  }
+
+ private:
   /// Adds a group of columns. `codes` and `digits` point to the lane's bytes of the group, `scales` to the scales and
   /// zeros of the lane's two rows.
   __device__ void add(const char* codes, const char* digits, const char* scales, const DigitScale& of_group) {
@@ -135,39 +183,105 @@ struct PackedSums {
       row[r] += row_scale.x * of_group.factor * (float(sum) - row_scale.y * of_group.sum);
     }
   }
+  /// The same for groups of weights that are no multiple of kDigitColumns. The 128 columns begin at `column`. `scales`
+  /// are those of group `first_group`.
+  __device__ void add_units(const char* codes, const char* digits, const char* scales, float factor, int column,
+                            int first_group, const PackedShape& shape) {
+#pragma unroll 1
+    for (int unit = 0; unit < 4; ++unit, column += 32) {
+      const uint2 w = *reinterpret_cast<const uint2*>(codes + unit / 2 * kGptqTileBytes + unit % 2 * 8);
+      const char* const at = digits + unit / 2 * 128 + unit % 2 * 4;
+      const unsigned x = *reinterpret_cast<const unsigned*>(at), y = *reinterpret_cast<const unsigned*>(at + 8);
+      constexpr unsigned lower = 0x0f0f0f0fu, one = 0x01010101u;
+      int sum[4] = {}, of_digits[4] = {};  // with the codes, and with ones in their place
+      mma_bytes(sum, w.x & lower, w.y & lower, w.x >> 4 & lower, w.y >> 4 & lower, x, y);
+      mma_bytes(of_digits, one, one, one, one, x, y);
+      const uint2 words =
+          *reinterpret_cast<const uint2*>(scales + (shape.group(column) - first_group) * kGptqGroupBytes);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 row_scale = unpack(r ? words.y : words.x, f16{});  // scale, zero
+        row[r] += row_scale.x * (16 * factor) *
+                  (float(sum[2 * r] + 256 * sum[2 * r + 1]) -
+                   row_scale.y * float(of_digits[2 * r] + 256 * of_digits[2 * r + 1]));
+      }
+    }
+  }
 };
 
-/// Multiplies all stages of a packed product.
+/// Multiplies all stages of a packed product with one token.
 template <class Reader>
 __device__ void consume_packed(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
                                const Digits& x) {
   const int lane = thread_index() % 32, warp = thread_index() / 32;
-  const char* const digits = x.bytes + lane / 4 % 2 * 64 + lane % 4 * 16;
-  int turn = warp;  // the warp's next group, counted from the stage's first
+  const char* const digits = x.bytes + digit_lane_offset(lane);
+  int turn = warp, inputs = shape.inputs, whole_groups = shape.group_columns % kDigitColumns == 0;
+  make_anew(inputs), make_anew(whole_groups);  // keeps both in registers: a stage is few instructions
 #pragma unroll 1
   for (int i = 0; i < p.count; i += kGptqRows) {
     PackedSums tile;
 #pragma unroll 1
-    for (int begin = 0; begin < p.columns; begin += p.slice_columns) {
-      const int columns = min(p.slice_columns, p.columns - begin), groups = columns / kDigitColumns;
-      const char* const stage = shared_pointer(ring.wait());
-      const char* const scales = stage + columns * kGptqRows / 2 + lane / 4 * 8;
-      const int first = begin / kDigitColumns;
-#pragma unroll 1
-      for (; turn < groups; turn += kProductWarps) {
-        const int of_weights = shape.group_columns == kDigitColumns
-                                   ? turn
-                                   : shape.group(begin + turn * kDigitColumns) - shape.group(begin);
-        tile.add(stage + turn * 2 * kGptqTileBytes + lane * 16, digits + (first + turn) * 256,
-                 scales + of_weights * kGptqGroupBytes, x.scales[first + turn]);
-      }
-      turn -= groups;
+    for (int begin = 0, end = 0, input = 0; begin < p.columns; begin = end, input = end < inputs ? end : end - inputs) {
+      end = begin + min(p.slice_columns, inputs - input);
+      const int first = input / kDigitColumns;
+      tile.add_stage(shared_pointer(ring.wait()), lane, begin, end - begin, shape, whole_groups, digits + first * 256,
+                     x.scales + first, turn);
       ring.release(lane == 0);
     }
     if (lane % 4 == 0)
 #pragma unroll
       for (int r = 0; r < 2; ++r) *sums.of_warp(warp, i + lane / 4 + 8 * r, 0) = tile.row[r];
   }
+}
+
+/// The digits of several tokens.
+struct DigitRows {
+  Digits first;
+  int row_bytes, row_scales;  // from one token to the next; of the scales in elements
+
+  __device__ Digits of(int token) const { return {first.bytes + token * row_bytes, first.scales + token * row_scales}; }
+};
+
+/// Multiplies all stages of a packed product with up to eight tokens, four at once. x_at(slice, columns) returns the
+/// digits of a slice of the inputs; null bytes end the product. x_used(slice) is called when the warp has used them.
+template <class Reader, class XAt, class XUsed>
+__device__ bool consume_packed_tiles(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
+                                     XAt x_at, XUsed x_used) {
+  constexpr int at_once = 4;
+  const int lane = thread_index() % 32, warp = thread_index() / 32, last = sums.batch - 1;
+#pragma unroll 1
+  for (int input = 0, slice = 0; input < shape.inputs; input += p.slice_columns, ++slice) {
+    const int columns = min(p.slice_columns, shape.inputs - input);
+    const DigitRows x = x_at(slice, columns);
+    if (!x.first.bytes) return false;
+#pragma unroll 1
+    for (int begin = input; begin < p.columns; begin += shape.inputs) {
+      int next = warp;
+#pragma unroll 1
+      for (int i = 0; i < p.count; i += kGptqRows) {
+        const char* const stage = shared_pointer(ring.wait());
+        int turn = next;
+#pragma unroll 1
+        for (int token = 0; token <= last; token += at_once) {
+          turn = next;
+          PackedSums tile;
+          tile.add_stage(stage, lane, begin, columns, shape, shape.group_columns % kDigitColumns == 0,
+                         x.of(min(token + digit_lane_token(lane), last)).bytes + digit_lane_offset(lane),
+                         x.of(min(token + lane % at_once, last)).scales, turn);
+          if (token + lane % at_once <= last)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              float* const to = sums.of_warp(warp, i + lane / 4 + 8 * r, token + lane % at_once);
+              *to = tile.row[r] + (begin > 0 ? *to : 0);
+            }
+        }
+        next = turn;
+        ring.release(lane == 0);
+      }
+    }
+    x_used(slice);
+  }
+  return true;
 }
 
 }  // namespace cf::cuda

@@ -148,8 +148,10 @@ struct PackedLayer {
   bool operator==(const PackedLayer&) const = default;
 };
 
-/// Reads how a layer's matrices are packed. Refuses, by the matrix's name, bits, groups and orders that the kernel does
-/// not take.
+/// How many columns of codes an input has.
+int planes_of(const PackedWeight& w) { return int(w.format.bits) / 4; }
+
+/// Reads how a layer's matrices are packed. Refuses, by the matrix's name, groups that the kernel does not take.
 Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& names, const LayerWeights& w) {
   PackedLayer layer;
   const auto read = [&](Weight which, const Site& site, const LinearParams& l, int out, int in) -> Status {
@@ -159,16 +161,17 @@ Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& name
     if (packed.out != out || packed.in != in)
       return bad("'" + weight + "' must be (" + std::to_string(out) + ", " + std::to_string(in) + "), got (" +
                  std::to_string(packed.out) + ", " + std::to_string(packed.in) + ")");
-    if (packed.format.bits != 4) return refuse("codes of 4 bits, got " + std::to_string(packed.format.bits));
-    if (layout.has_order) return refuse("columns in the order of their groups, got an act-order for '" + weight + "'");
-    const int columns = layout.groups == 1 ? in : layout.columns_per_group;
-    if (columns % kDigitColumns)
-      return refuse("groups of a multiple of " + std::to_string(kDigitColumns) + " columns, or one a row, got " +
-                    std::to_string(columns) + " for '" + weight + "'");
+    const int columns = in * planes_of(packed);
+    if (layout.groups * layout.columns_per_group != columns)
+      return refuse("groups of equally many columns, a multiple of 32, got " + std::to_string(layout.groups) +
+                    " groups of up to " + std::to_string(layout.columns_per_group) + " of the " +
+                    std::to_string(columns) + " columns of '" + weight + "'");
     layer.shapes[std::size_t(which)] = {.scales = layout.code_words() * 4,
-                                        .tile_bytes = layout.chunks * kGptqTileBytes,
+                                        .places = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
+                                        .inputs = in,
+                                        .columns = columns,
                                         .groups = layout.groups,
-                                        .group_columns = columns};
+                                        .group_columns = layout.columns_per_group};
     if (which == Weight::qkv) layer.pairs = layout.pairs;
     return {};
   };
@@ -178,6 +181,18 @@ Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& name
   CF_TRY(read(Weight::dense, names.dense, w.dense, d.hidden, d.attention));
   CF_TRY(read(Weight::down, names.dense_4h_to_h, w.dense_4h_to_h, d.hidden, rows.act));
   return layer;
+}
+
+/// Notes in the model what a plan depends on of the packed matrices of a layer.
+Status note_packing(const LayerWeights& w, PersistentModel& model) {
+  for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h}) {
+    const auto* packed = std::get_if<PackedWeight>(&l->weight);
+    if (!packed) continue;
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(kPersistentName, *packed));
+    model.packed = true;
+    model.packed_group = std::min(model.packed_group, int(layout.columns_per_group));
+  }
+  return {};
 }
 
 /// The head as a layer.
@@ -282,7 +297,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   if (tokens != batch)
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
   PersistentModel model = given;
-  model.packed = std::holds_alternative<PackedWeight>(layers[0].weights.query_key_value.weight);
+  CF_TRY(note_packing(layers[0].weights, model));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
   const PersistentChoices choices = for_capacity(options.choices, capacity);
@@ -312,36 +327,36 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  auto state =
-      std::make_unique<State>(context, model,
-                              PersistentArguments{
-                                  .plan = plan,
-                                  .layout = persistent_layout(dims, plan),
-                                  .dims = dims,
-                                  .capacity = int(capacity),
-                                  .table_rows = int(rope.cos.shape[0]),
-                                  .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
-                                  .shapes = product_shapes(dims, plan),
-                                  .attention_scale = float(model.attention_scale),
-                                  .eps = float(model.layer_norm_eps),
-                                  .parallel_residual = model.use_parallel_residual,
-                                  .rms_norm = model.norm == NormKind::rmsnorm,
-                                  .activation = model.hidden_act,
-                                  .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
-                                  .two_act_places = plan.narrow_columns == 0,
-                                  .product_warps_fetch_act = plan.narrow_columns != 0 && !model.use_parallel_residual,
-                                  .layers = int(pointers.size()),
-                                  .head_layer = ends ? int(layers.size()) : -1,
-                                  .positions = sequences.positions.data,
-                                  .kv_len = sequences.kv_len.data,
-                                  .cos = rope.cos.data,
-                                  .sin = rope.sin.data,
-                                  .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-                                  .packed = packed.shapes,
-                                  .pairs_head_dim = int(packed.pairs.head_dim),
-                                  .pairs_rotary = int(packed.pairs.rotary_dim),
-                                  .digit_places = digit_places(model.packed, persistent_layout(dims, plan)),
-                              });
+  auto state = std::make_unique<State>(
+      context, model,
+      PersistentArguments{
+          .plan = plan,
+          .layout = persistent_layout(dims, plan),
+          .dims = dims,
+          .capacity = int(capacity),
+          .table_rows = int(rope.cos.shape[0]),
+          .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
+          .shapes = product_shapes(dims, plan, packed.shapes),
+          .attention_scale = float(model.attention_scale),
+          .eps = float(model.layer_norm_eps),
+          .parallel_residual = model.use_parallel_residual,
+          .rms_norm = model.norm == NormKind::rmsnorm,
+          .activation = model.hidden_act,
+          .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+          .two_act_places = is_tiled(plan.narrow_columns),
+          .product_warps_fetch_act = !is_tiled(plan.narrow_columns) && !model.use_parallel_residual,
+          .layers = int(pointers.size()),
+          .head_layer = ends ? int(layers.size()) : -1,
+          .positions = sequences.positions.data,
+          .kv_len = sequences.kv_len.data,
+          .cos = rope.cos.data,
+          .sin = rope.sin.data,
+          .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+          .packed = packed.shapes,
+          .pairs_head_dim = int(packed.pairs.head_dim),
+          .pairs_rotary = int(packed.pairs.rotary_dim),
+          .digit_places = digit_places(dims, plan, persistent_layout(dims, plan)),
+      });
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));
@@ -511,7 +526,7 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
     a.phases = (a.parallel_residual ? kParallelSplit : kSequentialSplit)[second];
     a.continues = second;
     // Where dense comes after down, attn_x takes the context while down still reads mlp.act: mlp.act has one place.
-    a.two_act_places = a.plan.narrow_columns == 0 && !a.phases.contains(Phase::dense);
+    a.two_act_places = is_tiled(a.plan.narrow_columns) && !a.phases.contains(Phase::dense);
     CF_TRY(s.launch(a, false, stream));
   }
   return {};

@@ -36,8 +36,7 @@ Status refuse(std::string what) {
 Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
 std::string text(std::int64_t n) { return std::to_string(n); }
 
-Status check_packed(const PersistentModel& m, std::int64_t batch) {
-  if (batch != 1) return refuse("one sequence with packed weights, got " + text(batch));
+Status check_packed(const PersistentModel& m) {
   if (m.head_dim > kMaxPackedHeadDim && m.head_dim != kWidePackedHeadDim)
     return refuse("head_dim up to " + text(kMaxPackedHeadDim) + ", or " + text(kWidePackedHeadDim) +
                   ", with packed weights, got " + text(m.head_dim));
@@ -78,7 +77,7 @@ Status check(const PersistentModel& m, std::int64_t batch) {
     return refuse("head_dim up to " + text(kMaxPersistentHeadDim) + ", got " + text(m.head_dim));
   if (m.hidden_size > kMaxPersistentHidden)
     return refuse("hidden up to " + text(kMaxPersistentHidden) + ", got " + text(m.hidden_size));
-  return m.packed ? check_packed(m, batch) : Status();
+  return m.packed ? check_packed(m) : Status();
 }
 
 /// Replaces the plan's own value by the choice, if there is one.
@@ -111,7 +110,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
                  PersistentPlan& p) {
   p.grid = arch.sm_count;
   CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
-  p.up_eighths = packed ? kPackedUpEighths : kUpEighths;
+  p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
   // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
@@ -140,12 +139,14 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
 /// Finds the slices of rows, and a ring that fits beside what they need.
 class Slicing {
  public:
-  Slicing(const Arch& arch, const PersistentDims& d, bool packed, const PersistentPlan& grid, bool tile_products)
+  Slicing(const Arch& arch, const PersistentDims& d, const PersistentModel& m, const PersistentPlan& grid,
+          bool tile_products)
       : smem_bytes_(arch.smem_per_block_bytes),
+        packed_group_(m.packed_group),
         tile_products_(tile_products),
-        packed_(packed),
+        packed_(m.packed),
         d_(d),
-        deals_(d.rows(packed), grid.grid),
+        deals_(d.rows(m.packed), grid.grid),
         plan(grid) {
     plan.out_rows = deals_.most_rows(Weight::dense);
   }
@@ -214,25 +215,28 @@ class Slicing {
     cut_groups(d_.hidden, plan.hidden_slices, plan.hidden_columns);
     cut_groups(d_.attention, plan.context_slices, plan.context_columns);
     cut_groups(d_.intermediate, plan.act_slices, plan.act_columns);
-    plan.narrow_columns = kPackedColumns;
+    plan.narrow_columns = d_.batch == 1 && !tile_products_ ? kPackedColumns : kPackedTiles;
     plan.shared_norms = false;
     plan.warp_rows = 0;
-    const int rows = std::max({deals_.most_rows(Weight::qkv), deals_.most_rows(Weight::up), plan.out_rows});
-    plan.head_rows = whole_stages(rows);
-    plan.shared_sums = kProductWarps * rows;
+    plan.shared_sums = kProductWarps * most_rows();
     return packed_head_columns(d_.hidden, plan.hidden_columns) > 0 && ring_fits();
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.narrow_columns = 0;
     plan.shared_norms = shared_norms;
-    const int up = deals_.most_rows(Weight::up), up_first = rows_before_attention(plan, up);
     plan.warp_rows = 0;
-    const int rows = std::max({deals_.most_rows(Weight::qkv), up_first,
-                               up - rows_before_attention(plan, up - d_.rows_of_act), plan.out_rows});
-    plan.head_rows = whole_stages(rows);
-    plan.shared_sums = kProductWarps * rows;
+    plan.shared_sums = kProductWarps * most_rows();
     return ring_fits();
+  }
+  /// The most rows of a phase, of which all product warps have partial sums. The head's parts have no more.
+  int most_rows() {
+    const int up = deals_.most_rows(Weight::up), fewer = up - deals_.of[int(Weight::up)].together;
+    const int rows =
+        std::max({deals_.most_rows(Weight::qkv), rows_before_attention(plan, up), up - rows_before_attention(plan, up),
+                  fewer - rows_before_attention(plan, fewer), plan.out_rows});
+    plan.head_rows = whole_stages(rows);
+    return rows;
   }
   /// At most `rows` rows, in tiles of two stages where there are as many.
   static int whole_stages(int rows) {
@@ -242,7 +246,7 @@ class Slicing {
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
   bool ring_fits() {
     const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
-    const int stage_bytes = packed_ ? std::max(packed_stage_bytes(columns),
+    const int stage_bytes = packed_ ? std::max(packed_stage_bytes(columns, packed_group_),
                                                kStageSlices * packed_head_columns(d_.hidden, plan.hidden_columns) * 2)
                                     : kStageSlices * columns * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
@@ -254,7 +258,7 @@ class Slicing {
     return plan.stages >= kMinStages;
   }
 
-  int smem_bytes_;
+  int smem_bytes_, packed_group_;
   bool tile_products_, packed_;
   PersistentDims d_;
   LayerDeals deals_;
@@ -274,7 +278,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   // With a parallel residual up's tokens lie there.
   p.lent_mlp_x = p.share_heads > 1 && !model.use_parallel_residual;
 
-  Slicing slicing(arch, d, model.packed, p, choices.tile_products);
+  Slicing slicing(arch, d, model, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
   int& splits = slicing.plan.attention_splits;
   while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;
@@ -303,6 +307,7 @@ std::string to_string(const PersistentPlan& p) {
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
          text(p.stages_in_flight) + " in flight, " +
          (p.narrow_columns == kPackedColumns ? "packed products"
+          : p.narrow_columns == kPackedTiles ? "packed tile products"
           : p.narrow_columns                 ? "row products"
                                              : "tile products") +
          ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +

@@ -14,6 +14,9 @@
 
 namespace cf::cuda {
 
+/// Activations that packed weights are multiplied by become digits. Each group of so many has digits of a common factor.
+inline constexpr int kDigitColumns = 128;
+
 /// The name that errors begin with.
 inline constexpr std::string_view kPersistentName = "persistent";
 
@@ -35,7 +38,9 @@ struct PersistentModel {
   NormKind norm;
   ops::QkvLayout qkv_layout;
   DType dtype;
-  bool packed = false;  // the layers' matrices are packed by cuda::pack(), in groups of 128 columns or more
+  // Of layers whose matrices are packed by cuda::pack().
+  bool packed = false;
+  int packed_group = kDigitColumns;  // the fewest columns of a group of weights, a multiple of 32
 };
 
 inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
@@ -86,9 +91,12 @@ inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
-/// The kernel for packed weights takes one token. A stage of its ring holds sixteen rows of a slice of at most
-/// kMaxPackedColumns columns. Each group of kDigitColumns activations has digits of a common factor.
-inline constexpr int kPackedColumns = -2, kDigitColumns = 128, kMaxPackedColumns = kMaxSliceColumns;
+/// The kernels for packed weights take one token, or several: kPackedColumns and kPackedTiles. A stage of their ring
+/// holds sixteen rows of a slice of at most kMaxPackedColumns columns.
+inline constexpr int kPackedColumns = -2, kPackedTiles = -3, kMaxPackedColumns = kMaxSliceColumns;
+/// Of a plan's narrow_columns: whether the layers' weights are packed; whether there may be several tokens.
+CF_HD constexpr bool is_packed(int narrow_columns) { return narrow_columns <= kPackedColumns; }
+CF_HD constexpr bool is_tiled(int narrow_columns) { return narrow_columns == 0 || narrow_columns == kPackedTiles; }
 /// The head_dims that the kernel for packed weights takes: up to kMaxPackedHeadDim, and kWidePackedHeadDim, for which
 /// DiagonalTile needs few registers. The kernel has no registers left for the tiles of other heads.
 inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
@@ -98,8 +106,8 @@ CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChu
 struct PersistentPlan {
   int grid;             // blocks, one an SM, all resident at once
   int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
-                        // eight tokens; kPackedColumns: packed products of one token. The LM head, which is not packed,
-                        // is then a tile product
+                        // eight tokens; kPackedColumns or kPackedTiles: packed products of one token or of up to
+                        // eight. The LM head, which is not packed, is then a tile product
   int hidden_slices;    // slices of a row of hidden columns, a power of two
   int context_slices;   // slices of a row of heads * head_dim columns, a power of two
   int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
@@ -153,8 +161,8 @@ inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t ca
 /// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
 /// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. With
-/// packed weights also for more than one sequence, heads of more than 80 elements other than 128, and products whose
-/// columns are not a multiple of 128 or whose rows are not a multiple of 16.
+/// packed weights also for heads of more than 80 elements other than 128, and products whose columns are not a multiple
+/// of 128 or whose rows are not a multiple of 16.
 /// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});

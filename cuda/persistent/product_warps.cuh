@@ -19,7 +19,7 @@ struct Addends {
 
 template <class T, int Columns, bool Grouped>
 class ProductWarps {
-  static constexpr bool Tiles = Columns == 0, Packed = Columns == kPackedColumns;
+  static constexpr bool Tiles = is_tiled(Columns), Packed = is_packed(Columns);
   /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
   /// The Columns of the products that are not packed: beside packed weights the LM head's, which is a tile product.
@@ -93,13 +93,13 @@ class ProductWarps {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     switch (phase) {
-      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1);
+      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1) && digits_of_scattered(Weight::qkv);
       case Phase::head: return norms(0, 1);
-      case Phase::up_first: return c.parallel_residual || norms(1, 2);
-      case Phase::dense: return block.wait(Signal::context_here) && (!Packed || make_digits(false));
+      case Phase::up_first: return (c.parallel_residual || norms(1, 2)) && digits_of_scattered(Weight::up);
+      case Phase::dense: return block.wait(Signal::context_here) && (!Packed || make_digits(Weight::dense));
       case Phase::down:
-        return !Packed ||
-               ((c.product_warps_fetch_act ? fetch_act() : block.wait(Signal::act_here)) && make_digits(true));
+        return !Packed || Tiles ||
+               ((c.product_warps_fetch_act ? fetch_act() : block.wait(Signal::act_here)) && make_digits(Weight::down));
       default: return true;
     }
   }
@@ -164,12 +164,13 @@ class ProductWarps {
           T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
           char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
           const auto store = [&](const auto& norm_weights) {
-            if (Packed && layer != c.head_layer)
-              normalise(rows, hidden, row, m, norm_weights,
-                        Digits{to, block.at<DigitScale>(i == 0 ? c.digit_places.attn : c.digit_places.mlp)},
-                        tap ? tap + at : nullptr);
+            const Weight w = i == 0 ? Weight::qkv : Weight::up;
+            const bool packed = Packed && layer != c.head_layer;
+            const int* const places = packed ? input_places(w) : nullptr;
+            if (packed && !places)
+              normalise(rows, hidden, row, m, norm_weights, digits(w).of(Tiles ? token : 0), tap ? tap + at : nullptr);
             else
-              normalise(rows, hidden, row, m, norm_weights, to, tap ? tap + at : nullptr);
+              normalise(rows, hidden, row, m, norm_weights, to, places, tap ? tap + at : nullptr);
           };
           if constexpr (Tiles)
             store(are_shared ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
@@ -241,11 +242,31 @@ class ProductWarps {
     };
     const auto x_used = [&](int slice) {
       // Signals as often as the helper warps wait for the signal.
-      if (is_down && (slice == 0 ? product.slices > 1 : slice + 1 + c.two_act_places < product.slices))
-        block.signal(Signal::act_used);
+      const int slices = c.plan.act_slices;
+      if (is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_places < slices)) block.signal(Signal::act_used);
     };
     if (Packed && phase != Phase::head) {
-      if constexpr (Packed) consume_packed(reader, product, c.packed[int(weight_of(phase))], sums, digits(of_mlp));
+      const Weight weight = weight_of(phase);
+      const PackedShape& shape = c.packed[int(weight)];
+      if constexpr (Packed && Tiles) {
+        const auto digits_at = [&](int slice, int columns) -> DigitRows {
+          DigitRows x = digits(weight);
+          if (is_down) {
+            const ActPlace place(c, slice);
+            if (place.offset == c.layout.attn_x) x = digits(Weight::qkv);
+            x.row_bytes = c.layout.act_row;
+            if (!block.wait(place.here)) return {};
+            replace_all(x, columns);
+          } else {
+            x.first.bytes += slice * product.slice_columns * 2;
+            x.first.scales += slice * product.slice_columns / kDigitColumns;
+          }
+          return x;
+        };
+        if (!consume_packed_tiles(reader, product, shape, sums, digits_at, x_used)) return false;
+      } else if constexpr (Packed) {
+        consume_packed(reader, product, shape, sums, digits(weight).first);
+      }
     } else if (!consume_product<T, kConsumed>(c, reader, product, sums, ring_stages,
                                               is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used)) {
       return false;
@@ -300,16 +321,28 @@ class ProductWarps {
     fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, block.at<char>(c.layout.mlp_x));
     return block.sync_unless_stopped();
   }
-  /// Makes the digits of dense's or down's activations, for packed weights.
-  __device__ bool make_digits(bool of_mlp) {
-    digits(of_mlp).template replace<T>(of_mlp ? c.dims.intermediate : c.dims.attention);
-    block.sync();
+  /// The column of each input of a matrix; null where column k is input k.
+  __device__ const int* input_places(Weight w) const { return Packed ? block.input_places(w, layer) : nullptr; }
+  /// Makes the digits of a packed product's activations, which lie in shared memory.
+  __device__ bool make_digits(Weight w) {
+    replace_all(digits(w), c.packed[int(w)].inputs);
     return true;
   }
+  /// Converts `columns` elements of each token to digits.
+  __device__ void replace_all(const DigitRows& x, int columns) {
+#pragma unroll 1
+    for (int token = 0; token < (Tiles ? c.dims.batch : 1); ++token) x.of(token).template replace<T>(columns);
+    block.sync();
+  }
+  /// A norm makes the digits itself, unless it stores its elements at other places.
+  __device__ bool digits_of_scattered(Weight w) { return !input_places(w) || make_digits(w); }
   /// The digits of a product's activations, in shared memory.
-  __device__ Digits digits(bool of_mlp) const {
-    return {block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
-            block.at<DigitScale>(of_mlp ? c.digit_places.mlp : c.digit_places.attn)};
+  __device__ DigitRows digits(Weight w) const {
+    const bool of_mlp = w == Weight::up || w == Weight::down;
+    return {{block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
+             block.at<DigitScale>(of_mlp ? c.digit_places.mlp : c.digit_places.attn)},
+            c.layout.hidden_row,
+            c.digit_places.row / kDigitScaleBytes};
   }
 
   /// The checkpoint's row for row `row` of the phase. Packed rows of qkv may lie in the order of RopePairs.
@@ -339,13 +372,15 @@ class ProductWarps {
   __device__ void finish(Phase phase, int token, int row, int column, float v) const {
     const long at = long(token) * c.dims.hidden + column;
     float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + row;
-    const auto publish = [&](Dependency d, TaggedElement* to, bool with_tag, void* tap, int columns, float value) {
+    const auto publish = [&](Dependency d, TaggedElement* to, bool with_tag, void* tap, int columns, float value,
+                             const int* places = nullptr) {
       const T element = from_float<T>(value);
       const long index = long(token) * columns + column;
+      const long at_place = places ? long(token) * columns + __ldg(places + column) : index;
       if (with_tag)
-        store_tagged(to + index, element, block.tag(layer, d));
+        store_tagged(to + at_place, element, block.tag(layer, d));
       else
-        reinterpret_cast<T*>(to)[index] = element;
+        reinterpret_cast<T*>(to)[at_place] = element;
       if (tap) [[unlikely]]
         static_cast<T*>(tap)[index] = element;
     };
@@ -368,7 +403,9 @@ class ProductWarps {
         store_tagged(c.hidden[(layer + 1) % 2] + at, v, block.tag(layer, Dependency::hidden));
         if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
-      default: publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate, activated(v));
+      default:
+        publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate, activated(v),
+                input_places(Weight::down));
     }
   }
   /// mlp.act of a finished sum. SwiGLU's is finished already.

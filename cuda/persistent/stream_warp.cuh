@@ -60,10 +60,9 @@ __device__ inline bool await_token(const Block& block, int token) {
 template <int Columns>
 __device__ bool stream(RingWriter& ring, const PersistentArguments& c, Phase phase, const Product& p,
                        const char* matrix) {
-  if constexpr (Columns == kPackedColumns)
-    if (phase != Phase::head) return stream_packed(ring, p, c.packed[int(weight_of(phase))], matrix);
-  constexpr bool tiles = Columns == 0 || Columns == kPackedColumns;
-  return stream_product<tiles>(ring, p, matrix);
+  if constexpr (is_packed(Columns))
+    if (phase != Phase::head) return stream_packed<is_tiled(Columns)>(ring, p, c.packed[int(weight_of(phase))], matrix);
+  return stream_product < is_tiled(Columns) || is_packed(Columns) > (ring, p, matrix);
 }
 
 template <int Columns>

@@ -1,6 +1,9 @@
 #pragma once
 // Layers of a model on the device as the persistent kernel takes them: each tensor in an allocation of its own.
+#include <algorithm>
+#include <random>
 #include <span>
+#include <variant>
 #include <vector>
 
 #include "core/model/examples.hpp"
@@ -30,6 +33,18 @@ struct HostLayers {
       v_caches.push_back(activations(m.dtype, cache, seed + "v" + std::to_string(l)));
     }
     hidden = activations(m.dtype, {w.tokens(), m.hidden_size}, seed + "hidden");
+  }
+
+  /// Deals the inputs of every GPTQ matrix to the groups at random, as act-order does.
+  void shuffle_groups() {
+    std::mt19937 random(11);
+    for (OwnedLayerWeights& layer : weights)
+      for (LinearParams* l : {&layer.weights.query_key_value, &layer.weights.dense, &layer.weights.dense_h_to_4h,
+                              &layer.weights.dense_4h_to_h})
+        if (auto* gptq = std::get_if<GptqWeight>(&l->weight)) {
+          auto* const words = const_cast<std::int32_t*>(gptq->g_idx.data);
+          std::shuffle(words, words + gptq->g_idx.size(), random);
+        }
   }
 };
 

@@ -4,7 +4,7 @@
 namespace cf::test {
 
 const void* two_blocks_kernels_f16(const cuda::PersistentPlan& plan) {
-  if (plan.narrow_columns == cuda::kPackedColumns) return cuda::packed_persistent_kernel<f16, 2>();
+  if (cuda::is_packed(plan.narrow_columns)) return cuda::packed_persistent_kernel<f16, 2>(plan.narrow_columns);
   return plan.share_heads > 1 ? cuda::find_persistent_kernel<f16, true, 2>(plan.narrow_columns)
                               : cuda::find_persistent_kernel<f16, false, 2>(plan.narrow_columns);
 }

@@ -33,6 +33,7 @@ struct Columns {
   std::int64_t per_group, per_plane, chunks;
   std::vector<std::int32_t> inputs;  // of every column of every chunk; -1 where a column has none
   bool in_order = true;              // column k is input k
+  bool plane_in_order = true;        // column k of each plane is input k
 };
 
 Result<Columns> columns_of(const GptqWeight& w) {
@@ -62,6 +63,7 @@ Result<Columns> columns_of(const GptqWeight& w) {
   c.in_order = c.planes == 1;
   for (std::int64_t i = 0; i < std::int64_t(c.inputs.size()); ++i)
     c.in_order = c.in_order && c.inputs[std::size_t(i)] == (i < in ? i : -1);
+  for (std::int64_t i = 0; i < in; ++i) c.plane_in_order = c.plane_in_order && c.inputs[std::size_t(i)] == i;
   return c;
 }
 
@@ -128,7 +130,9 @@ Result<Packed> pack_gptq(const GptqWeight& w, const PackHint& hint) {
                           .chunks = std::int32_t(columns.chunks),
                           .groups = std::int32_t(std::max(columns.planes * groups, touched)),
                           .columns_per_group = std::int32_t(columns.per_group),
+                          .inputs = std::int32_t(in),
                           .has_order = !columns.in_order,
+                          .in_order = columns.plane_in_order,
                           .fits_f16 = fits_f16(w),
                           .pairs = hint.pairs};
 
@@ -139,7 +143,12 @@ Result<Packed> pack_gptq(const GptqWeight& w, const PackHint& hint) {
     CF_TRY(pack_scales(w, columns, layout, r, scales));
     pack_codes(w, columns, layout, r, codes);
   }
-  if (layout.has_order) std::copy(columns.inputs.begin(), columns.inputs.end(), scales + layout.scale_words());
+  std::int32_t* const order = scales + layout.scale_words();
+  if (layout.has_order) std::copy(columns.inputs.begin(), columns.inputs.end(), order);
+  if (layout.place_words())
+    for (std::int64_t column = columns.per_plane - 1; column >= 0; --column)
+      if (const std::int32_t input = columns.inputs[std::size_t(column)]; input >= 0)
+        order[layout.order_words() + input] = std::int32_t(column);
 
   PackedWeight packed{.packer = kCudaPacker,
                       .format = {w.bits, w.group_size},

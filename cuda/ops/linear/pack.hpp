@@ -82,7 +82,7 @@ Status pack_call(Args& args, Packed& packed) {
 }
 
 // How a GPTQ matrix is packed, for mma.m16n8k16 with the weights as the 16 x 16 operand. The block holds codes, scales
-// and, where the columns have an order, that order, one behind the other.
+// and, where the columns have an order, that order and its inverse, one behind the other.
 //
 //   Columns are the inputs sorted by group. Every group has columns_per_group columns, a multiple of 32: column c
 //   belongs to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its
@@ -98,6 +98,8 @@ Status pack_call(Args& args, Packed& packed) {
 //   scales  (row_tiles, groups, 16)  Word (i, group, r) is of row 16i + r / 2 + 8 (r % 2): the float16 scale in its low
 //           half, the zero as a float16 in its high half.
 //   order   (64 * chunks)  The input of each column, or -1.
+//   places  (inputs)  The column of each input, of 8-bit codes that of the high codes. Not there where column k of a
+//           plane of codes is input k.
 //   Rows that the matrix does not have are zero.
 
 inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512;  // of a tile of codes
@@ -108,15 +110,17 @@ constexpr int gptq_shift(int c) { return 4 * (c / 4 + 2 * (c / 2 % 2) + 4 * (c %
 
 /// The sizes of a packed GPTQ matrix's parts.
 struct GptqLayout {
-  std::int32_t row_tiles = 0, chunks = 0, groups = 0, columns_per_group = 0;
+  std::int32_t row_tiles = 0, chunks = 0, groups = 0, columns_per_group = 0, inputs = 0;
   bool has_order = false;
+  bool in_order = false;  // column k of a plane of codes is input k; 8-bit codes have an order even so
   bool fits_f16 = false;  // every weight lies within float16's range
   RopePairs pairs{};      // packed row r is the matrix's row pairs.row(r)
 
   constexpr std::int64_t code_words() const { return std::int64_t(row_tiles) * chunks * (kGptqTileBytes / 4); }
   constexpr std::int64_t scale_words() const { return std::int64_t(row_tiles) * groups * kGptqRows; }
   constexpr std::int64_t order_words() const { return has_order ? std::int64_t(chunks) * kGptqColumns : 0; }
-  constexpr std::int64_t words() const { return code_words() + scale_words() + order_words(); }
+  constexpr std::int64_t place_words() const { return in_order ? 0 : inputs; }
+  constexpr std::int64_t words() const { return code_words() + scale_words() + order_words() + place_words(); }
   /// The parts within the matrix's block.
   const std::int32_t* codes(const PackedWeight& w) const { return w.data.data; }
   const std::int32_t* scales(const PackedWeight& w) const { return codes(w) + code_words(); }
