@@ -160,8 +160,8 @@ def both_ways(figures, header, kind, models):
     for model in models:
         name = f"stack-{model}-{kind}"
         steps = figures.steps(name)
-        for kv_len in sorted({kv_len for _, _, kv_len in steps}):
-            both = (share(steps.get((impl, 1, kv_len))) for impl in ("graph", "persistent"))
+        for batch, kv_len in sorted({(batch, kv_len) for _, batch, kv_len in steps}):
+            both = (share(steps.get((impl, batch, kv_len))) for impl in ("graph", "persistent"))
             rows.append([model, figures[name]["gpu"], str(kv_len), *both])
         if steps:
             sources.append(figures.source(name))
@@ -201,7 +201,12 @@ def quantised(figures):
         "of eight sequences [us]",
     ]
     lines = [*table(headers, rows), "", *(f"- {s}" for s in sources)]
-    return lines + both_ways(figures, "int4, group 128 [ms]", "gptq-persistent", (*MODELS, *LLAMAS))
+    models = (*MODELS, *LLAMAS)
+    return [
+        *lines,
+        *both_ways(figures, "int4, group 128 [ms]", "gptq-persistent", models),
+        *both_ways(figures, "int4, group 128, four sequences [ms]", "gptq-persistent-batch-4", models),
+    ]
 
 
 def ablation(figures):

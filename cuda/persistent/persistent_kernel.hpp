@@ -72,8 +72,8 @@ class PersistentKernel {
   /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
   /// blocks is chosen, the grid is as many clusters as the device holds at once. The layers' Linears are all dense or
   /// all packed by cuda::pack(). Code::unimplemented for what plan_persistent() refuses, a grid of more blocks than
-  /// the device holds at once, views of another dtype than the model's, dense Linears beside packed ones, packed codes
-  /// of other than 4 bits, groups that are not a multiple of 128 columns, and columns in an order;
+  /// the device holds at once, views of another dtype than the model's, dense Linears beside packed ones, layers that
+  /// are packed in different ways, and groups that are not equally many columns, a multiple of 32;
   /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,
