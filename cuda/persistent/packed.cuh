@@ -2,10 +2,11 @@
 // Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack.hpp), from the ring, by integer tensor
 // cores.
 //
-// Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The error
-// is at most 1 / 65024 of the group's largest |x|, less than the rounding of that element to a 16-bit dtype. An
-// integer is two signed digits of eight bits: v = 256 high + low. One tensor core instruction multiplies sixteen rows of
-// codes by both digits of 32 columns of four tokens; its integer sums are exact. With a row's scale s and zero z in a group of weights:
+// Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The
+// error is at most 1 / 65024 of the group's largest |x|, less than the rounding of that element to a 16-bit dtype. An
+// integer is two signed digits of eight bits: v = 256 high + low. One tensor core instruction multiplies sixteen rows
+// of codes by both digits of 32 columns of four tokens. Its integer sums are exact. With a row's scale s and zero z in
+// a group of weights:
 //
 //   sum over k of s (q[k] - z) x[k] = s * factor * (sum of q[k] v[k] - z * sum of v[k])
 //
@@ -89,8 +90,8 @@ struct Digits {
   static constexpr float kLargest = 32512, kLeast = 1e-30f;
 };
 
-/// Streams the product's rows of a packed matrix in slices: of one token tile by tile, of several tokens slice by slice.
-/// False where nobody empties the ring any more.
+/// Streams the product's rows of a packed matrix in slices: of one token tile by tile, of several tokens slice by
+/// slice. False where nobody empties the ring any more.
 template <bool Tiles>
 __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
   const bool copies = threadIdx.x % 32 == 0;  // one lane requests a stage's copies
@@ -128,8 +129,8 @@ __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedSh
   return true;
 }
 
-/// Where a lane loads digits of four tokens: the tensor core's columns 2 n and 2 n + 1 are the digits of token n. Token
-/// numbers beyond the last one stand for that one.
+/// Which of four tokens a lane loads digits of, and at which offset in a group: the tensor core's columns 2 n and
+/// 2 n + 1 are the digits of token n.
 __device__ inline int digit_lane_token(int lane) { return lane / 8; }
 __device__ inline int digit_lane_offset(int lane) { return lane / 4 % 2 * 64 + lane % 4 * 16; }
 
