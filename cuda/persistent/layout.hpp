@@ -95,8 +95,8 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
   return rows * p.up_eighths / 8 & -unit;
 }
 
-/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice, where a group has at
-/// least `group_columns` columns. Slices begin at multiples of kDigitColumns columns.
+/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice. A group has at least
+/// `group_columns` columns. Slices begin at multiples of kDigitColumns columns.
 constexpr int packed_stage_bytes(int slice_columns, int group_columns) {
   const int ends = kDigitColumns % group_columns ? 2 : 1;  // groups that begin or end in other slices
   return slice_columns * kGptqRows / 2 +
@@ -171,9 +171,9 @@ inline constexpr int kSoftmaxStateBytes = 8;
 /// The factor of a group's digits, and their sum.
 inline constexpr int kDigitScaleBytes = 8;
 
-/// With packed weights, where the DigitScales of attn_x and of mlp_x lie: behind mlp_x, those of each token `row` bytes
-/// apart. They are not members of the layout: with two members more nvcc 13.0 spills registers of kernels that do not
-/// read them.
+/// With packed weights: where the DigitScales of the tokens in attn_x and in mlp_x lie, behind mlp_x. The next token's
+/// lie `row` bytes further. These are no members of the layout: with two members more nvcc 13.0 spills registers of
+/// kernels that do not read them.
 struct DigitPlaces {
   int attn, mlp, row, end;
 };

@@ -134,11 +134,11 @@ __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedSh
 __device__ inline int digit_lane_token(int lane) { return lane / 8; }
 __device__ inline int digit_lane_offset(int lane) { return lane / 4 % 2 * 64 + lane % 4 * 16; }
 
-/// A warp's partial sums of a tile's rows g and g + 8, g = lane / 4, with token lane % 4 of the four.
+/// A warp's partial sums of a tile with four tokens. Lane l has those of rows l / 4 and l / 4 + 8 with token l % 4.
 struct PackedSums {
   float row[2] = {};
 
-  /// Adds the warp's groups of columns of a stage, which holds `columns` columns from `begin` on. `digits` and
+  /// Adds the warp's groups of a stage. The stage holds `columns` columns from `begin` on. `digits` and
   /// `of_digits` are those of the stage's first group, at the lane's place. `turn` is the warp's next group, counted
   /// from the stage's first. `whole_groups`: every group of weights is a multiple of kDigitColumns columns.
   __device__ void add_stage(const char* stage, int lane, int begin, int columns, const PackedShape& shape,

@@ -229,7 +229,7 @@ class Slicing {
     plan.shared_sums = kProductWarps * most_rows();
     return ring_fits();
   }
-  /// The most rows of a phase, of which all product warps have partial sums. The head's parts have no more.
+  /// The most rows of a phase. Every product warp has partial sums of each row. The head's parts have no more rows.
   int most_rows() {
     const int up = deals_.most_rows(Weight::up), fewer = up - deals_.of[int(Weight::up)].together;
     const int rows =

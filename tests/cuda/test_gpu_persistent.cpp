@@ -285,7 +285,7 @@ TEST_CASE("persistent: so is every tap with small groups, with 8 bits and with i
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool shuffled = GENERATE(false, true);
-  // Groups of 96 begin and end within other groups' 128 columns, and within slices.
+  // Groups of 96 columns begin and end inside the 128 columns of digits, and inside slices.
   ModelConfig sequential = model_of(12, 64, 16, 2688);
   sequential.use_parallel_residual = false;
   for (ModelConfig m : {model_of(12, 64, 16, 1536), sequential, gated_model_of(ModelType::qwen2, 6, 2, 128, 384, 3072)})
