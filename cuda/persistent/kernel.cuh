@@ -57,9 +57,9 @@
 // With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
 // one word a head or a block, and the copy engine brings the elements.
 //
-// With packed weights (packed.cuh) blocks have whole tiles of sixteen rows, and a stage brings a tile's codes and scales.
-// A block converts the activations in its shared memory to digits. What blocks hand each other is the same as above.
-// Where a matrix has its columns in another order than its inputs, who makes an input stores it at its column's place.
+// Packed weights (packed.cuh) are dealt in tiles of sixteen rows, and a stage brings codes and scales of one tile. A
+// block converts the activations in its shared memory to digits. Blocks hand each other the same as above. A matrix may
+// have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
 //
 // Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
 // at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a

@@ -22,7 +22,7 @@
 
 namespace cf::cuda {
 
-/// What a group's integer sums are scaled by. Sums over whole words of codes are sixteen times too large.
+/// The factors of a group's integer sums. They are those of PackedSums::add(), whose sums are sixteen times too large.
 struct DigitScale {
   float factor;  // a sixteenth of the group's factor; NaN where an element of the group is infinite or NaN
   float sum;     // sixteen times the sum of v
@@ -90,8 +90,9 @@ struct Digits {
   static constexpr float kLargest = 32512, kLeast = 1e-30f;
 };
 
-/// Streams the product's rows of a packed matrix in slices: of one token tile by tile, of several tokens slice by
-/// slice. False where nobody empties the ring any more.
+/// Streams the product's rows of a packed matrix. A stage is one slice of one tile. With one token all slices of a tile
+/// come before the next tile. With Tiles a slice of all tiles comes before the next slice. False where nobody empties
+/// the ring any more.
 template <bool Tiles>
 __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
   const bool copies = threadIdx.x % 32 == 0;  // one lane requests a stage's copies
@@ -134,7 +135,8 @@ __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedSh
 __device__ inline int digit_lane_token(int lane) { return lane / 8; }
 __device__ inline int digit_lane_offset(int lane) { return lane / 4 % 2 * 64 + lane % 4 * 16; }
 
-/// A warp's partial sums of a tile with four tokens. Lane l has those of rows l / 4 and l / 4 + 8 with token l % 4.
+/// A warp's partial sums of a tile of sixteen rows with four tokens. Lane l has two of them: those of rows l / 4 and
+/// l / 4 + 8 with token l % 4.
 struct PackedSums {
   float row[2] = {};
 
@@ -184,8 +186,8 @@ struct PackedSums {
       row[r] += row_scale.x * of_group.factor * (float(sum) - row_scale.y * of_group.sum);
     }
   }
-  /// The same for groups of weights that are no multiple of kDigitColumns. The 128 columns begin at `column`. `scales`
-  /// are those of group `first_group`.
+  /// Adds the 128 columns from `column` on, each 32 of them with the scale and zero of their own group of weights.
+  /// `scales` points to those of group `first_group`. `factor` is a sixteenth of the digits' factor.
   __device__ void add_units(const char* codes, const char* digits, const char* scales, float factor, int column,
                             int first_group, const PackedShape& shape) {
 #pragma unroll 1

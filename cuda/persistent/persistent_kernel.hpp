@@ -73,7 +73,7 @@ class PersistentKernel {
   /// blocks is chosen, the grid is as many clusters as the device holds at once. The layers' Linears are all dense or
   /// all packed by cuda::pack(). Code::unimplemented for what plan_persistent() refuses, a grid of more blocks than
   /// the device holds at once, views of another dtype than the model's, dense Linears beside packed ones, layers that
-  /// are packed in different ways, and groups of unequal sizes or of no multiple of 32 columns;
+  /// are packed in different ways, and groups that differ in size or are no multiple of 32 columns;
   /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,

@@ -14,7 +14,7 @@
 
 namespace cf::cuda {
 
-/// Activations that packed weights are multiplied by become digits. Each group of so many has digits of a common factor.
+/// The activations in a group of digits, which have one factor. Packed weights are multiplied by digits.
 inline constexpr int kDigitColumns = 128;
 
 /// The name that errors begin with.
@@ -91,8 +91,8 @@ inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
 inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
                      kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
-/// The kernels for packed weights take one token, or several: kPackedColumns and kPackedTiles. A stage of their ring
-/// holds sixteen rows of a slice of at most kMaxPackedColumns columns.
+/// Two kernels take packed weights: kPackedColumns one token, kPackedTiles up to eight. A stage of their ring holds a
+/// slice of sixteen rows. The slice has at most kMaxPackedColumns columns.
 inline constexpr int kPackedColumns = -2, kPackedTiles = -3, kMaxPackedColumns = kMaxSliceColumns;
 /// Of a plan's narrow_columns: whether the layers' weights are packed; whether there may be several tokens.
 CF_HD constexpr bool is_packed(int narrow_columns) { return narrow_columns <= kPackedColumns; }

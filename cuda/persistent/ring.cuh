@@ -49,8 +49,8 @@ class Ring {
 /// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
  public:
-  /// `product_warps` counts the product warps that have not left: at 0 nobody empties the ring any more. A warp may
-  /// leave while others still have rows of their own to multiply.
+  /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
+  /// leave together: each may have rows of its own in the last product.
   __device__ RingWriter(const Ring& ring, const volatile int& product_warps)
       : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_(product_warps) {}
 

@@ -238,8 +238,8 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
 
 namespace {
 
-/// check_taps() for packed weights. The widest of several tokens leave no room for a ring on an RTX 5090: then it checks
-/// the refusal.
+/// check_taps() for packed weights. An RTX 5090 has no room for the ring of some wide layers with several tokens. There
+/// it checks the refusal.
 void check_packed_taps(const HostLayers& host, WeightFormat linears, int kv_len, Plans plans) {
   cuda::PersistentModel model = cuda::persistent_model(host.config, host.config.dtype);
   model.packed = true;
@@ -280,7 +280,7 @@ TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's wi
       }
 }
 
-TEST_CASE("persistent: so is every tap with small groups, with 8 bits and with inputs in another order",
+TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an act-order are within their budgets",
           "[gpu][persistent][packed]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const DType dtype = GENERATE(DType::f16, DType::bf16);

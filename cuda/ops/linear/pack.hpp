@@ -81,8 +81,8 @@ Status pack_call(Args& args, Packed& packed) {
   return {};
 }
 
-// How a GPTQ matrix is packed, for mma.m16n8k16 with the weights as the 16 x 16 operand. The block holds codes, scales
-// and, where the columns have an order, that order and its inverse, one behind the other.
+// How a GPTQ matrix is packed, for mma.m16n8k16 with the weights as the 16 x 16 operand. The block holds up to four
+// parts, one behind the other: codes, scales, order and places. The last two are there only where they are needed.
 //
 //   Columns are the inputs sorted by group. Every group has columns_per_group columns, a multiple of 32: column c
 //   belongs to group c / columns_per_group and to input order[c]. A column without an input (-1) has any code: its
@@ -97,9 +97,9 @@ Status pack_call(Args& args, Packed& packed) {
 //           a pair lie 16 bits apart, as a pair of 16-bit numbers does, and one mask makes a pair.
 //   scales  (row_tiles, groups, 16)  Word (i, group, r) is of row 16i + r / 2 + 8 (r % 2): the float16 scale in its low
 //           half, the zero as a float16 in its high half.
-//   order   (64 * chunks)  The input of each column, or -1.
-//   places  (inputs)  The column of each input, of 8-bit codes that of the high codes. Not there where column k of a
-//           plane of codes is input k.
+//   order   (64 * chunks)  The input of each column, or -1. Matrices of 4-bit codes whose column k is input k have none.
+//   places  (inputs)  The column of each input. With 8 bits it is the column of the input's high code. Matrices whose
+//           inputs come in order have none, with 8 bits either.
 //   Rows that the matrix does not have are zero.
 
 inline constexpr int kGptqRows = 16, kGptqColumns = 64, kGptqTileBytes = 512;  // of a tile of codes
