@@ -53,28 +53,32 @@ struct alignas(16) ProductShape {
   std::int16_t slices;
   std::int16_t together;   // rows of one element
   std::int16_t in_flight;  // stages of the ring that may be in flight
+
+  bool operator==(const ProductShape&) const = default;
 };
 
 /// Where a packed matrix's scales and its inputs' places lie, in bytes from its begin, and which columns share a scale.
-/// An input has one column, or two with 8 bits: first come all inputs' high codes, then the low ones.
+/// An input has one column, or two with 8 bits: first come all inputs' high codes, then the low ones. All is 0 where the
+/// matrix is dense.
 struct alignas(16) PackedShape {
   std::int64_t scales, places;  // (inputs) int32, each input's column; `places` is 0 where column k is input k
   int inputs, columns;
   int groups;         // scales of a row
   int group_columns;  // a multiple of 32
 
+  CF_HD constexpr bool is_packed() const { return columns > 0; }
   /// The group of weights that a column belongs to.
   CF_HD constexpr int group(int column) const { return column / group_columns; }
   bool operator==(const PackedShape&) const = default;
 };
 
-/// `packed_shapes` are those of packed weights.
+using PackedShapes = std::array<PackedShape, kWeights>;  // by Weight
+
 constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p,
-                                                             const std::array<PackedShape, kWeights>& packed_shapes) {
-  const bool packs = is_packed(p.narrow_columns);
+                                                             const PackedShapes& packed_shapes) {
   const auto shape = [&](int matrix, int columns, int slice_columns, int together) {
     int stage_bytes = kStageSlices * slice_columns * 2;
-    if (packs && matrix != kHeadMatrix) {
+    if (matrix != kHeadMatrix && packed_shapes[std::size_t(matrix)].is_packed()) {
       const PackedShape& packed = packed_shapes[std::size_t(matrix)];
       columns = packed.columns;
       stage_bytes = packed_stage_bytes(slice_columns, packed.group_columns);
@@ -84,12 +88,23 @@ constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDim
     const int in_flight = stages < 1 ? 1 : stages > p.stages - 2 ? p.stages - 2 : stages;
     return ProductShape{columns, slice_columns, std::int16_t(slices), std::int16_t(together), std::int16_t(in_flight)};
   };
-  const int head_columns = packs ? packed_head_columns(d.hidden, p.hidden_columns) : p.hidden_columns;
   return {shape(int(Weight::qkv), d.hidden, p.hidden_columns, 1),
           shape(int(Weight::up), d.hidden, p.hidden_columns, d.rows_of_act),
           shape(int(Weight::dense), d.attention, p.context_columns, 1),
-          shape(int(Weight::down), d.intermediate, p.act_columns, 1), shape(kHeadMatrix, d.hidden, head_columns, 1)};
+          shape(int(Weight::down), d.intermediate, p.act_columns, 1),
+          shape(kHeadMatrix, d.hidden, p.hidden_columns, 1)};
 }
+
+/// How a layer's weights are stored. A kernel for packed weights takes layers of up to kMaxLayerKinds kinds; the LM head
+/// counts as a layer whose weights are dense.
+struct LayerKind {
+  std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
+  PackedShapes packed;
+  int pairs_head_dim = 0, pairs_rotary = 0;  // RopePairs of the rows of qkv; 0 where rows keep their places
+
+  bool operator==(const LayerKind&) const = default;
+};
+inline constexpr int kMaxLayerKinds = 8;
 
 /// Layers are numbered from 0, as PersistentKernel::create() gets them.
 struct PersistentArguments {
@@ -99,7 +114,6 @@ struct PersistentArguments {
   int capacity;    // entries of a sequence's cache
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
-  std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
   float attention_scale, eps;
   bool parallel_residual, rms_norm;
   Activation activation;
@@ -152,10 +166,8 @@ struct PersistentArguments {
     return layer == head_layer ? PhaseOrder{Phase::head} : phases;
   }
 
-  // Of packed weights.
-  std::array<PackedShape, kWeights> packed = {};  // by Weight
-  int pairs_head_dim = 0, pairs_rotary = 0;       // RopePairs of the rows of qkv; 0 where rows keep their places
-  DigitPlaces digit_places = {};
+  DigitPlaces digit_places = {};                     // of packed weights
+  std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; dense weights have one
 };
 
 }  // namespace cf::cuda

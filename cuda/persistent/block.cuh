@@ -55,9 +55,11 @@ struct Block {
   __device__ LayerPointers& pointers_of(int layer, int of_token) const {
     return at<LayerPointers>(c.layout.layer_pointers)[(of_token * c.layers + layer) & 1];
   }
+  /// How the layer's weights are stored.
+  __device__ const LayerKind& kind(int layer) const { return c.kinds[pointers(layer).kind]; }
   /// The column of each input of a packed matrix; null where column k is input k.
-  __device__ const int* input_places(Weight w, int layer) const {
-    const std::int64_t places = c.packed[int(w)].places;
+  __device__ const int* input_places(const LayerKind& kind, Weight w, int layer) const {
+    const std::int64_t places = kind.packed[int(w)].places;
     return places ? reinterpret_cast<const int*>(pointers(layer).weights.matrix[int(w)] + places) : nullptr;
   }
   /// Copies a layer's pointers from device memory to shared memory. Of the threads that call, each of the first

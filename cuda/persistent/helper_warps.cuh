@@ -131,7 +131,8 @@ class HelperWarps {
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;
     const long first_head = split.batch_head<Grouped>(c);
     const unsigned tag = block.tag(layer, Dependency::context);
-    const int* const places = is_packed(Columns) ? block.input_places(Weight::dense, layer) : nullptr;
+    const int* const places =
+        is_packed(Columns) ? block.input_places(block.kind(layer), Weight::dense, layer) : nullptr;
     const long row = long(split.sequence) * c.dims.attention;
     const auto publish = [&](int of) {
       return [this, tag, places, row, at = (first_head + of) * head_dim](int d, float sum, const SoftmaxState& whole) {

@@ -60,12 +60,14 @@
 // Packed weights (packed.cuh) are dealt in tiles of sixteen rows, and a stage brings codes and scales of one tile. A
 // block converts the activations in its shared memory to digits. Blocks hand each other the same as above. A matrix may
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
+// Dense weights beside packed ones are dealt in the same tiles and multiplied as tile products.
 //
-// Three rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known
-// at the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
-// fence. And no warp leaves while others wait for it at a named barrier: Block::wait() receives every signal that was
-// given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on or none, and copies are awaited
-// in any case.
+// Four rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known at
+// the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
+// fence. Every block makes rows of each layer's output, so no block falls a layer behind: what it waits for would be
+// overwritten with a later tag, and its wait would not end. And no warp leaves while others wait for it at a named
+// barrier: Block::wait() receives every signal that was given before a stop, Block::sync_unless_stopped() lets all
+// threads of a barrier go on or none, and copies are awaited in any case.
 //
 // Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
 // all phases share the code of set-up, product and epilogue: separate code for each phase is fewer instructions to run

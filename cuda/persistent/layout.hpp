@@ -22,6 +22,7 @@ struct CachePointers {
 struct LayerPointers {
   WeightPointers weights;
   CachePointers cache;
+  std::int64_t kind;  // which of PersistentArguments::kinds the layer has
 };
 inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*));
 
@@ -101,13 +102,6 @@ constexpr int packed_stage_bytes(int slice_columns, int group_columns) {
   const int ends = kDigitColumns % group_columns ? 2 : 1;  // groups that begin or end in other slices
   return slice_columns * kGptqRows / 2 +
          (slice_columns / (group_columns < kDigitColumns ? group_columns : kDigitColumns) + ends) * kGptqGroupBytes;
-}
-/// The columns of the LM head's slices beside packed weights: at most those of the layers' slices. 0 where no number of
-/// slices divides them.
-constexpr int packed_head_columns(int hidden, int most_columns) {
-  int slices = 1;
-  while (slices <= 64 && (hidden % (8 * slices) || hidden / slices > most_columns)) ++slices;
-  return slices <= 64 ? hidden / slices : 0;
 }
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.

@@ -245,46 +245,39 @@ struct DigitRows {
   __device__ Digits of(int token) const { return {first.bytes + token * row_bytes, first.scales + token * row_scales}; }
 };
 
-/// Multiplies all stages of a packed product with up to eight tokens, four at once. x_at(slice, columns) returns the
-/// digits of a slice of the inputs; null bytes end the product. x_used(slice) is called when the warp has used them.
-template <class Reader, class XAt, class XUsed>
-__device__ bool consume_packed_tiles(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
-                                     XAt x_at, XUsed x_used) {
+/// Multiplies a slice of a packed product's inputs, `columns` from `input` on, with up to eight tokens, four at once,
+/// and adds to the partial sums of the slices before. `x` has the slice's digits. An input of 8 bits has a second column
+/// of codes, one row of inputs further.
+template <class Reader>
+__device__ void consume_packed_slice(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
+                                     const DigitRows& x, int input, int columns) {
   constexpr int at_once = 4;
   const int lane = thread_index() % 32, warp = thread_index() / 32, last = sums.batch - 1;
 #pragma unroll 1
-  for (int input = 0, slice = 0; input < shape.inputs; input += p.slice_columns, ++slice) {
-    const int columns = min(p.slice_columns, shape.inputs - input);
-    const DigitRows x = x_at(slice, columns);
-    if (!x.first.bytes) return false;
+  for (int begin = input; begin < p.columns; begin += shape.inputs) {
+    int next = warp;
 #pragma unroll 1
-    for (int begin = input; begin < p.columns; begin += shape.inputs) {
-      int next = warp;
+    for (int i = 0; i < p.count; i += kGptqRows) {
+      const char* const stage = shared_pointer(ring.wait());
+      int turn = next;
 #pragma unroll 1
-      for (int i = 0; i < p.count; i += kGptqRows) {
-        const char* const stage = shared_pointer(ring.wait());
-        int turn = next;
-#pragma unroll 1
-        for (int token = 0; token <= last; token += at_once) {
-          turn = next;
-          PackedSums tile;
-          tile.add_stage(stage, lane, begin, columns, shape, shape.group_columns % kDigitColumns == 0,
-                         x.of(min(token + digit_lane_token(lane), last)).bytes + digit_lane_offset(lane),
-                         x.of(min(token + lane % at_once, last)).scales, turn);
-          if (token + lane % at_once <= last)
+      for (int token = 0; token <= last; token += at_once) {
+        turn = next;
+        PackedSums tile;
+        tile.add_stage(stage, lane, begin, columns, shape, shape.group_columns % kDigitColumns == 0,
+                       x.of(min(token + digit_lane_token(lane), last)).bytes + digit_lane_offset(lane),
+                       x.of(min(token + lane % at_once, last)).scales, turn);
+        if (token + lane % at_once <= last)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              float* const to = sums.of_warp(warp, i + lane / 4 + 8 * r, token + lane % at_once);
-              *to = tile.row[r] + (begin > 0 ? *to : 0);
-            }
-        }
-        next = turn;
-        ring.release(lane == 0);
+          for (int r = 0; r < 2; ++r) {
+            float* const to = sums.of_warp(warp, i + lane / 4 + 8 * r, token + lane % at_once);
+            *to = tile.row[r] + (begin > 0 ? *to : 0);
+          }
       }
+      next = turn;
+      ring.release(lane == 0);
     }
-    x_used(slice);
   }
-  return true;
 }
 
 }  // namespace cf::cuda

@@ -45,10 +45,7 @@ class ViewCheck {
       check({Role::weight, bias, true}, l.bias, {out});
     };
     for (const LinearParams* l : {&w.query_key_value, &w.dense, &w.dense_h_to_4h, &w.dense_4h_to_h})
-      if (m_.packed ? !std::holds_alternative<PackedWeight>(l->weight)
-                    : !std::holds_alternative<DenseWeight>(l->weight))
-        return refuse(m_.packed ? "packed weights in every Linear or none, got one that is not packed"
-                                : "dense weights in every layer, got quantised ones");
+      if (std::holds_alternative<GptqWeight>(l->weight)) return refuse("dense or packed weights, got quantised ones");
     norm(check, names_.input_layernorm, w.input_layernorm);
     norm(check, names_.post_attention_layernorm, w.post_attention_layernorm);
     linear(names_.query_key_value, w.query_key_value, rows.qkv, h);
@@ -140,39 +137,35 @@ WeightPointers weight_pointers(const LayerWeights& w) {
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
-/// How a layer's matrices are packed. All layers of a kernel must be packed alike.
-struct PackedLayer {
-  std::array<PackedShape, kWeights> shapes{};  // by Weight
-  RopePairs pairs{};
-
-  bool operator==(const PackedLayer&) const = default;
-};
-
 /// How many columns of codes an input has.
 int planes_of(const PackedWeight& w) { return int(w.format.bits) / 4; }
 
-/// Reads how a layer's matrices are packed. Refuses, by the matrix's name, groups that the kernel does not take.
-Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& names, const LayerWeights& w) {
-  PackedLayer layer;
+/// Reads how a layer's matrices are stored. Refuses, by the matrix's name, groups that the kernel does not take.
+Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan, const ModelNames& names,
+                             const LayerWeights& w) {
+  LayerKind kind{};
   const auto read = [&](Weight which, const Site& site, const LinearParams& l, int out, int in) -> Status {
-    const auto& packed = std::get<PackedWeight>(l.weight);
+    const auto* packed = std::get_if<PackedWeight>(&l.weight);
+    if (!packed) return {};
     const std::string weight = std::string(site.name) + ".weight";
-    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(std::string(kPersistentName) + ": " + weight, packed));
-    if (packed.out != out || packed.in != in)
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(std::string(kPersistentName) + ": " + weight, *packed));
+    if (packed->out != out || packed->in != in)
       return bad("'" + weight + "' must be (" + std::to_string(out) + ", " + std::to_string(in) + "), got (" +
-                 std::to_string(packed.out) + ", " + std::to_string(packed.in) + ")");
-    const int columns = in * planes_of(packed);
+                 std::to_string(packed->out) + ", " + std::to_string(packed->in) + ")");
+    const int columns = in * planes_of(*packed);
     if (layout.groups * layout.columns_per_group != columns)
       return refuse("groups of equally many columns, a multiple of 32, got " + std::to_string(layout.groups) +
                     " groups of up to " + std::to_string(layout.columns_per_group) + " of the " +
                     std::to_string(columns) + " columns of '" + weight + "'");
-    layer.shapes[std::size_t(which)] = {.scales = layout.code_words() * 4,
-                                        .places = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
-                                        .inputs = in,
-                                        .columns = columns,
-                                        .groups = layout.groups,
-                                        .group_columns = layout.columns_per_group};
-    if (which == Weight::qkv) layer.pairs = layout.pairs;
+    kind.packed[std::size_t(which)] = {.scales = layout.code_words() * 4,
+                                       .places = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
+                                       .inputs = in,
+                                       .columns = columns,
+                                       .groups = layout.groups,
+                                       .group_columns = layout.columns_per_group};
+    if (which != Weight::qkv) return {};
+    kind.pairs_head_dim = int(layout.pairs.head_dim);
+    kind.pairs_rotary = int(layout.pairs.rotary_dim);
     return {};
   };
   const LayerRows rows = d.rows();
@@ -180,7 +173,19 @@ Result<PackedLayer> packed_layer(const PersistentDims& d, const ModelNames& name
   CF_TRY(read(Weight::up, names.dense_h_to_4h, w.dense_h_to_4h, rows.act * rows.rows_of_act, d.hidden));
   CF_TRY(read(Weight::dense, names.dense, w.dense, d.hidden, d.attention));
   CF_TRY(read(Weight::down, names.dense_4h_to_h, w.dense_4h_to_h, d.hidden, rows.act));
-  return layer;
+  kind.shapes = product_shapes(d, plan, kind.packed);
+  return kind;
+}
+
+/// Finds a layer's kind among the kinds of the layers before it, or adds it. Returns its number. Refuses more kinds than
+/// the kernel takes.
+Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
+  const auto found = std::find(kinds.begin(), kinds.end(), kind);
+  if (found != kinds.end()) return found - kinds.begin();
+  if (kinds.size() == kMaxLayerKinds)
+    return refuse("layers packed in up to " + std::to_string(kMaxLayerKinds - 1) + " ways, got more");
+  kinds.push_back(kind);
+  return std::int64_t(kinds.size()) - 1;
 }
 
 /// Notes in the model what a plan depends on of the packed matrices of a layer.
@@ -297,7 +302,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   if (tokens != batch)
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));
   PersistentModel model = given;
-  CF_TRY(note_packing(layers[0].weights, model));
+  for (const PersistentLayer& l : layers) CF_TRY(note_packing(l.weights, model));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
   const PersistentChoices choices = for_capacity(options.choices, capacity);
@@ -308,17 +313,15 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   CF_TRY(check.sequences(sequences));
   CF_TRY(check.rope(rope));
   std::vector<LayerPointers> pointers;
-  PackedLayer packed;
+  // The first kind has dense weights alone: the head's, and every layer's of a model that is not packed.
+  std::vector<LayerKind> kinds{{.shapes = product_shapes(dims, plan, {}), .packed = {}}};
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const std::int64_t number = options.first_model_layer + std::int64_t(l);
     CF_TRY(check.cache(number, layers[l].cache, capacity));
     CF_TRY(check.layer(number, layers[l].weights));
-    pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache)});
-    if (!model.packed) continue;
-    CF_TRY_ASSIGN(const PackedLayer of_layer, packed_layer(dims, names_of(model.family), layers[l].weights));
-    if (l == 0) packed = of_layer;
-    if (!(of_layer == packed))
-      return refuse("layers whose matrices are packed alike, got another layout in layer " + std::to_string(number));
+    CF_TRY_ASSIGN(const LayerKind kind, layer_kind(dims, plan, names_of(model.family), layers[l].weights));
+    CF_TRY_ASSIGN(const std::int64_t of_kinds, number_of_kind(kinds, kind));
+    pointers.push_back({weight_pointers(layers[l].weights), cache_pointers(layers[l].cache), of_kinds});
   }
   const std::optional<PersistentEnds>& ends = options.ends;
   const int vocab = ends ? int(ends->embed_in.shape[0]) : 0;
@@ -336,7 +339,6 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
           .capacity = int(capacity),
           .table_rows = int(rope.cos.shape[0]),
           .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
-          .shapes = product_shapes(dims, plan, packed.shapes),
           .attention_scale = float(model.attention_scale),
           .eps = float(model.layer_norm_eps),
           .parallel_residual = model.use_parallel_residual,
@@ -352,11 +354,9 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
           .cos = rope.cos.data,
           .sin = rope.sin.data,
           .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-          .packed = packed.shapes,
-          .pairs_head_dim = int(packed.pairs.head_dim),
-          .pairs_rotary = int(packed.pairs.rotary_dim),
           .digit_places = digit_places(dims, plan, persistent_layout(dims, plan)),
       });
+  std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);
   CF_TRY(prepare_persistent(state->kernel, plan, context.device()));

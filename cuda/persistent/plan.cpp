@@ -108,8 +108,11 @@ int share_heads(const PersistentDims& d) {
 /// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
                  PersistentPlan& p) {
-  p.grid = arch.sm_count;
-  CF_TRY(choose("blocks", choices.blocks, 1, arch.sm_count, p.grid));
+  // Every block makes rows of each layer's output, as kernel.cuh asks.
+  const LayerRows rows = d.rows(packed);
+  const int most_blocks = std::min(arch.sm_count, rows.out / rows.together);
+  p.grid = most_blocks;
+  CF_TRY(choose("blocks", choices.blocks, 1, most_blocks, p.grid));
   p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
@@ -219,7 +222,7 @@ class Slicing {
     plan.shared_norms = false;
     plan.warp_rows = 0;
     plan.shared_sums = kProductWarps * most_rows();
-    return packed_head_columns(d_.hidden, plan.hidden_columns) > 0 && ring_fits();
+    return ring_fits();
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
@@ -246,9 +249,7 @@ class Slicing {
   /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
   bool ring_fits() {
     const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
-    const int stage_bytes = packed_ ? std::max(packed_stage_bytes(columns, packed_group_),
-                                               kStageSlices * packed_head_columns(d_.hidden, plan.hidden_columns) * 2)
-                                    : kStageSlices * columns * 2;
+    const int stage_bytes = packed_ ? packed_stage_bytes(columns, packed_group_) : kStageSlices * columns * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;

@@ -104,10 +104,10 @@ CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChu
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
-  int grid;             // blocks, one an SM, all resident at once
+  int grid;             // blocks, one an SM, all resident at once; each has rows of hidden
   int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
                         // eight tokens; kPackedColumns or kPackedTiles: packed products of one token or of up to
-                        // eight. The LM head, which is not packed, is then a tile product
+                        // eight. What is not packed, such as the LM head, is then a tile product
   int hidden_slices;    // slices of a row of hidden columns, a power of two
   int context_slices;   // slices of a row of heads * head_dim columns, a power of two
   int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
@@ -138,7 +138,7 @@ struct PersistentPlan {
 
 /// Values that replace the plan's own choices. An empty one leaves the choice to the plan.
 struct PersistentChoices {
-  std::optional<int> blocks = {};            // 1 to the number of SMs
+  std::optional<int> blocks = {};            // 1 to the number of SMs, or to the rows or tiles of hidden that are dealt
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context

@@ -8,7 +8,7 @@
 // A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
 // slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
 // eight rows. Each of eight warps multiplies some of the slice's columns, and keeps these columns of all tokens in
-// registers.
+// registers. The last slice of a row may be smaller than the others.
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
 
@@ -22,9 +22,9 @@ struct Product {
   Deal deal;
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
-  __device__ Product(const PersistentArguments& c, Phase phase, int start, int part = 0)
+  __device__ Product(const PersistentArguments& c, const LayerKind& kind, Phase phase, int start, int part = 0)
       : first(0), deal(c.deals.deal(matrix_of(phase), start, int(blockIdx.x))) {
-    const ProductShape shape = c.shapes[matrix_of(phase)];
+    const ProductShape shape = kind.shapes[matrix_of(phase)];
     columns = shape.columns, slices = shape.slices, slice_columns = shape.slice_columns, gated = shape.together == 2;
     const int up_first = rows_before_attention(c.plan, deal.count);
     count = phase == Phase::up_first ? up_first : deal.count;
@@ -39,6 +39,8 @@ struct Product {
 
   /// The elements of a token that the rows make.
   __device__ int elements() const { return count >> int(gated); }
+  /// The columns of a slice of a tile product.
+  __device__ int columns_of(int slice) const { return min(slice_columns, columns - slice * slice_columns); }
   /// Rows of one element.
   __device__ int together() const { return 1 << int(gated); }
   /// The matrix's row that is row i of the phase.
@@ -53,10 +55,11 @@ struct Product {
 /// Streams the product's rows of `matrix`. False where nobody empties the ring any more.
 template <bool Tiles>
 __device__ bool stream_product(RingWriter& ring, const Product& p, const char* matrix) {
-  const int lane = int(threadIdx.x) % 32, slice_bytes = p.slice_columns * 2;
   if constexpr (Tiles) {
+    const int lane = int(threadIdx.x) % 32;
 #pragma unroll 1
-    for (int slice = 0; slice < p.slices; ++slice)
+    for (int slice = 0; slice < p.slices; ++slice) {
+      const int slice_bytes = p.columns_of(slice) * 2;
 #pragma unroll 1
       for (int i = 0; i < p.count; i += kStageSlices) {
         const int rows = min(kStageSlices, p.count - i);
@@ -69,9 +72,10 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
         ring.expect(rows * slice_bytes);
         if (lane < rows) ring.copy(lane * slice_bytes, from + long(lane) * p.columns * 2, slice_bytes);
       }
+    }
   } else {
     const char* from = matrix + long(p.row(0)) * p.columns * 2;
-    const int stage_bytes = kStageSlices * slice_bytes;
+    const int stage_bytes = kStageSlices * p.slice_columns * 2;
 #pragma unroll 1
     for (int left = p.count * p.columns * 2; left > 0; left -= stage_bytes, from += stage_bytes) {
       if (!ring.next()) return false;
@@ -289,14 +293,14 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   }
 }
 
-/// Multiplies one slice of all rows of a tile product and adds to the partial sums of the slices before. The slice of
-/// the tokens is in registers.
+/// Multiplies one slice of all rows of a tile product, of so many columns, and adds to the partial sums of the slices
+/// before. The slice of the tokens is in registers.
 template <class T, class Reader>
-__device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& sums, int slice,
+__device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& sums, int slice, int columns,
                               const TileTokens& tokens) {
   constexpr int tile_rows = 2 * kStageSlices;
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, slice_bytes = p.slice_columns * 2;
-  const int first_byte = warp * warp_lines(p.slice_columns) * kLineColumns * 2 + TileTokens::lane_offset(lane);
+  const int thread = thread_index(), lane = thread % 32, warp = thread / 32, slice_bytes = columns * 2;
+  const int first_byte = warp * warp_lines(columns) * kLineColumns * 2 + TileTokens::lane_offset(lane);
 #pragma unroll 1
   for (int begin = 0; begin < p.count; begin += tile_rows) {
     const int rows = min(tile_rows, p.count - begin), row = min(lane / 4, rows - 1);
@@ -320,42 +324,27 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
   }
 }
 
-/// Multiplies all stages of a product. x_at(slice) waits for a slice of the tokens and returns its address; null ends
-/// the product. x_used(slice) is called when the slice is in registers. A row product has one slice, the whole token.
-template <class T, int Columns, class Reader, class XAt, class XUsed>
-__device__ bool consume_product(const PersistentArguments& c, Reader& ring, const Product& p,
-                                const Sums<Columns == 0>& sums, int earlier_stages, int x_row, XAt x_at, XUsed x_used) {
-  if constexpr (Columns != 0) {
-    const char* const x = x_at(0);
-    if (!x) return false;
-    const auto consume = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-      consume_rows<T, Chunks, (Columns > 0)>(ring, p, sums, earlier_stages, x);
-    };
-    if constexpr (Columns > 0) {
-      static_assert(Columns % kChunkColumns == 0);
-      consume(std::integral_constant<int, Columns / kChunkColumns>());
-    } else {
-      static_assert(kMinAnyChunks == 5 && kMaxAnyChunks == 10);
-      switch (row_chunks(p.slice_columns)) {
-        case 5: consume(std::integral_constant<int, 5>()); break;
-        case 6: consume(std::integral_constant<int, 6>()); break;
-        case 7: consume(std::integral_constant<int, 7>()); break;
-        case 8: consume(std::integral_constant<int, 8>()); break;
-        case 9: consume(std::integral_constant<int, 9>()); break;
-        default: consume(std::integral_constant<int, 10>());
-      }
-    }
+/// consume_rows() for slices of Columns columns, or with kAnyColumns of any number that a plan may have.
+template <class T, int Columns, class Reader>
+__device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
+                                    const char* x) {
+  const auto consume = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
+    consume_rows<T, Chunks, (Columns > 0)>(ring, p, sums, earlier_stages, x);
+  };
+  if constexpr (Columns > 0) {
+    static_assert(Columns % kChunkColumns == 0);
+    consume(std::integral_constant<int, Columns / kChunkColumns>());
   } else {
-#pragma unroll 1
-    for (int slice = 0; slice < p.slices; ++slice) {
-      const char* const x = x_at(slice);
-      if (!x) return false;
-      const TileTokens tokens(c, x, x_row, sums.batch, p.slice_columns, thread_index() / 32);
-      x_used(slice);
-      consume_tiles<T>(ring, p, sums, slice, tokens);
+    static_assert(kMinAnyChunks == 5 && kMaxAnyChunks == 10);
+    switch (row_chunks(p.slice_columns)) {
+      case 5: consume(std::integral_constant<int, 5>()); break;
+      case 6: consume(std::integral_constant<int, 6>()); break;
+      case 7: consume(std::integral_constant<int, 7>()); break;
+      case 8: consume(std::integral_constant<int, 8>()); break;
+      case 9: consume(std::integral_constant<int, 9>()); break;
+      default: consume(std::integral_constant<int, 10>());
     }
   }
-  return true;
 }
 
 }  // namespace cf::cuda

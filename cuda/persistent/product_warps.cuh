@@ -22,8 +22,6 @@ class ProductWarps {
   static constexpr bool Tiles = is_tiled(Columns), Packed = is_packed(Columns);
   /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
-  /// The Columns of the products that are not packed: beside packed weights the LM head's, which is a tile product.
-  static constexpr int kConsumed = Packed ? 0 : Columns;
 
  public:
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
@@ -35,6 +33,7 @@ class ProductWarps {
   __device__ bool run(int number) {
     start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
+    if constexpr (Packed) kind_number = int(block.pointers(layer).kind);
     // The phases that are left, four bits each, the next one lowest. `end` follows the last one.
     const PhaseOrder phases = c.phases_of(layer);
     constexpr int end = 0xf;
@@ -93,10 +92,10 @@ class ProductWarps {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     switch (phase) {
-      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1) && digits_of_scattered(Weight::qkv);
+      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1) && digits_of_norm(Weight::qkv);
       case Phase::head: return norms(0, 1);
-      case Phase::up_first: return (c.parallel_residual || norms(1, 2)) && digits_of_scattered(Weight::up);
-      case Phase::dense: return block.wait(Signal::context_here) && (!Packed || make_digits(Weight::dense));
+      case Phase::up_first: return (c.parallel_residual || norms(1, 2)) && digits_of_norm(Weight::up);
+      case Phase::dense: return block.wait(Signal::context_here) && make_digits(Weight::dense);
       case Phase::down:
         return !Packed || Tiles ||
                ((c.product_warps_fetch_act ? fetch_act() : block.wait(Signal::act_here)) && make_digits(Weight::down));
@@ -165,10 +164,10 @@ class ProductWarps {
           char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
           const auto store = [&](const auto& norm_weights) {
             const Weight w = i == 0 ? Weight::qkv : Weight::up;
-            const bool packed = Packed && layer != c.head_layer;
+            const bool packed = Packed && kind().packed[int(w)].is_packed();
             const int* const places = packed ? input_places(w) : nullptr;
-            if (packed && !places)
-              normalise(rows, hidden, row, m, norm_weights, digits(w).of(Tiles ? token : 0), tap ? tap + at : nullptr);
+            if (!Tiles && packed && !places)
+              normalise(rows, hidden, row, m, norm_weights, digits(w).first, tap ? tap + at : nullptr);
             else
               normalise(rows, hidden, row, m, norm_weights, to, places, tap ? tap + at : nullptr);
           };
@@ -196,7 +195,7 @@ class ProductWarps {
     Addends addends;          // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
-        : product(of.c, phase, of.start, part),
+        : product(of.c, of.kind(), phase, of.start, part),
           sums(of.block, product, thread_index() / 32),
           own_rows(sums.warps_own_rows(product)),
           addends{} {
@@ -231,10 +230,11 @@ class ProductWarps {
     Addends addends = work.addends;
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
-    // With one token mlp.act arrives whole, with several tokens slice by slice.
-    const auto x_at = [&](int slice) -> const char* {
-      if (is_down && !Tiles && c.product_warps_fetch_act) return fetch_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
-      if (is_down) {
+    // With one token mlp.act arrives whole, beside packed weights before the product; with several tokens slice by slice.
+    const auto x_at = [&](int slice) -> char* {
+      if (is_down && !Together && c.product_warps_fetch_act)
+        return fetch_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
+      if (is_down && (Tiles || !Packed)) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
       }
@@ -243,35 +243,39 @@ class ProductWarps {
     const auto x_used = [&](int slice) {
       // Signals as often as the helper warps wait for the signal.
       const int slices = c.plan.act_slices;
-      if (is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_places < slices)) block.signal(Signal::act_used);
+      if (Tiles && is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_places < slices))
+        block.signal(Signal::act_used);
     };
-    if (Packed && phase != Phase::head) {
-      const Weight weight = weight_of(phase);
-      const PackedShape& shape = c.packed[int(weight)];
-      if constexpr (Packed && Tiles) {
-        const auto digits_at = [&](int slice, int columns) -> DigitRows {
-          DigitRows x = digits(weight);
-          if (is_down) {
-            const ActPlace place(c, slice);
-            if (place.offset == c.layout.attn_x) x = digits(Weight::qkv);
-            x.row_bytes = c.layout.act_row;
-            if (!block.wait(place.here)) return {};
-            replace_all(x, columns);
-          } else {
-            x.first.bytes += slice * product.slice_columns * 2;
-            x.first.scales += slice * product.slice_columns / kDigitColumns;
-          }
-          return x;
-        };
-        if (!consume_packed_tiles(reader, product, shape, sums, digits_at, x_used)) return false;
-      } else if constexpr (Packed) {
-        consume_packed(reader, product, shape, sums, digits(weight).first);
+    const Weight weight = weight_of(phase);
+    if constexpr (!Together) {
+      const char* const x = x_at(0);
+      if (!x) return false;
+      consume_row_product<T, Columns>(reader, product, sums, ring_stages, x);
+      ring_stages += product.template stages<false>();
+    } else if (Packed && !Tiles && has_digits(weight)) {
+      consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);
+    } else {
+      // One wait for a slice, whatever the weights: nvcc 13.0 does not end on two.
+      const bool packed = Packed && Tiles && kind().packed[int(weight)].is_packed();
+      const int inputs = Packed && packed ? kind().packed[int(weight)].inputs : product.columns;
+      const int x_row = is_down ? c.layout.act_row : c.layout.hidden_row;
+#pragma unroll 1
+      for (int slice = 0, begin = 0; begin < inputs; ++slice, begin += product.slice_columns) {
+        char* const x = x_at(slice);
+        if (!x) return false;
+        const int columns = min(product.slice_columns, inputs - begin);
+        if (Packed && packed) {
+          const DigitRows rows = digits_at(x, is_down ? 0 : begin, x_row);
+          if (is_down) replace_all(rows, columns);
+          consume_packed_slice(reader, product, kind().packed[int(weight)], sums, rows, begin, columns);
+          x_used(slice);
+        } else {
+          const TileTokens tokens(c, x, x_row, sums.batch, columns, thread_index() / 32);
+          x_used(slice);
+          consume_tiles<T>(reader, product, sums, slice, columns, tokens);
+        }
       }
-    } else if (!consume_product<T, kConsumed>(c, reader, product, sums, ring_stages,
-                                              is_down ? c.layout.act_row : c.layout.hidden_row, x_at, x_used)) {
-      return false;
     }
-    if constexpr (!Together) ring_stages += product.template stages<false>();
     // Signals as often as the helper warps wait for the signal.
     if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch_act))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
@@ -321,11 +325,15 @@ class ProductWarps {
     fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, block.at<char>(c.layout.mlp_x));
     return block.sync_unless_stopped();
   }
+  /// How the layer's weights are stored.
+  __device__ const LayerKind& kind() const { return c.kinds[Packed ? kind_number : 0]; }
+  /// Whether the layer's matrix is packed: it is multiplied by digits.
+  __device__ bool has_digits(Weight w) const { return Packed && kind().packed[int(w)].is_packed(); }
   /// The column of each input of a matrix; null where column k is input k.
-  __device__ const int* input_places(Weight w) const { return Packed ? block.input_places(w, layer) : nullptr; }
-  /// Makes the digits of a packed product's activations, which lie in shared memory.
+  __device__ const int* input_places(Weight w) const { return Packed ? block.input_places(kind(), w, layer) : nullptr; }
+  /// Makes the digits of a product's activations, which lie in shared memory, where it is packed.
   __device__ bool make_digits(Weight w) {
-    replace_all(digits(w), c.packed[int(w)].inputs);
+    if (has_digits(w)) replace_all(digits(w), kind().packed[int(w)].inputs);
     return true;
   }
   /// Converts `columns` elements of each token to digits.
@@ -334,8 +342,8 @@ class ProductWarps {
     for (int token = 0; token < (Tiles ? c.dims.batch : 1); ++token) x.of(token).template replace<T>(columns);
     block.sync();
   }
-  /// A norm makes the digits itself, unless it stores its elements at other places.
-  __device__ bool digits_of_scattered(Weight w) { return !input_places(w) || make_digits(w); }
+  /// The norm of one token makes the digits itself, unless it stores its elements at other places.
+  __device__ bool digits_of_norm(Weight w) { return (!Tiles && !input_places(w)) || make_digits(w); }
   /// The digits of a product's activations, in shared memory.
   __device__ DigitRows digits(Weight w) const {
     const bool of_mlp = w == Weight::up || w == Weight::down;
@@ -344,12 +352,19 @@ class ProductWarps {
             c.layout.hidden_row,
             c.digit_places.row / kDigitScaleBytes};
   }
+  /// The digits of a slice of several tokens, which lies at `x` from column `begin` on; tokens are `row` bytes apart.
+  __device__ DigitRows digits_at(char* x, int begin, int row) const {
+    DigitRows rows = digits(x >= block.at<char>(c.layout.mlp_x) ? Weight::up : Weight::qkv);
+    rows.first = {x, rows.first.scales + begin / kDigitColumns};
+    rows.row_bytes = row;
+    return rows;
+  }
 
   /// The checkpoint's row for row `row` of the phase. Packed rows of qkv may lie in the order of RopePairs.
   __device__ int matrix_row(Phase phase, const Product& product, int row) const {
     const int at = product.row(row);
     if (!Packed || phase != Phase::qkv) return at;
-    return RopePairs{c.pairs_head_dim, c.pairs_rotary}.row(at);
+    return RopePairs{kind().pairs_head_dim, kind().pairs_rotary}.row(at);
   }
   /// Loads what is added to the product of a row or of a pair of rows. Dense adds the layer's input. Down adds
   /// attn_residual where the residual is sequential; this block has stored that row of attn_residual itself. `row`
@@ -583,6 +598,7 @@ class ProductWarps {
   RingReader<Together ? 1 : 2> reader;
   int ring_stages = 0;       // stages that the ring has brought before this phase
   int layer = 0, start = 0;  // the layer, and the block with which its deals begin
+  int kind_number = 0;       // the layer's kind
 };
 
 }  // namespace cf::cuda

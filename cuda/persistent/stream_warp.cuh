@@ -23,10 +23,11 @@ class StreamPointers {
   __device__ const char* matrix(Weight w) const { return at(int(w)); }
   __device__ const char* k_cache() const { return at(kWeights); }
   __device__ const char* v_cache() const { return at(kWeights + 1); }
+  __device__ int kind() const { return int(__shfl_sync(~0u, current_, kWeights + 2)); }
 
  private:
   static constexpr int kFirst = int(offsetof(WeightPointers, matrix) / sizeof(void*));
-  static_assert(offsetof(LayerPointers, cache) / sizeof(void*) == kFirst + kWeights && kLayerPointers == kFirst + 6);
+  static_assert(offsetof(LayerPointers, cache) / sizeof(void*) == kFirst + kWeights && kLayerPointers == kFirst + 7);
 
   __device__ static int lane() { return int(threadIdx.x) % 32; }
   __device__ std::uint64_t first() const {
@@ -35,11 +36,11 @@ class StreamPointers {
 #pragma unroll
     for (int i = 0; i < kWeights; ++i)
       if (lane() == i) pointer = c.first_pointers.weights.matrix[i];
-    return reinterpret_cast<std::uint64_t>(pointer);
+    return lane() == kWeights + 2 ? std::uint64_t(c.first_pointers.kind) : reinterpret_cast<std::uint64_t>(pointer);
   }
   __device__ std::uint64_t load(int layer) const {
     const auto* const words = reinterpret_cast<const std::uint64_t*>(c.layer_pointers + layer);
-    return words[kFirst + min(lane(), kWeights + 1)];
+    return words[kFirst + min(lane(), kWeights + 2)];
   }
   __device__ const char* at(int i) const { return reinterpret_cast<const char*>(__shfl_sync(~0u, current_, i)); }
 
@@ -56,12 +57,11 @@ __device__ inline bool await_token(const Block& block, int token) {
   return true;
 }
 
-/// Streams a part of a phase's product. Beside packed weights the LM head is a tile product.
+/// Streams a part of a phase's product. A kernel for packed weights has tile products of dense ones.
 template <int Columns>
-__device__ bool stream(RingWriter& ring, const PersistentArguments& c, Phase phase, const Product& p,
-                       const char* matrix) {
+__device__ bool stream(RingWriter& ring, const PackedShape& packed, const Product& p, const char* matrix) {
   if constexpr (is_packed(Columns))
-    if (phase != Phase::head) return stream_packed<is_tiled(Columns)>(ring, p, c.packed[int(weight_of(phase))], matrix);
+    if (packed.is_packed()) return stream_packed<is_tiled(Columns)>(ring, p, packed, matrix);
   return stream_product < is_tiled(Columns) || is_packed(Columns) > (ring, p, matrix);
 }
 
@@ -78,6 +78,7 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
       pointers.begin(layer);
       const int start = c.deals.start(layer);
       const PhaseOrder phases = c.phases_of(layer);
+      const LayerKind& kind = c.kinds[is_packed(Columns) ? pointers.kind() : 0];
 #pragma unroll 1
       for (int step = 0; go && step < phases.count; ++step) {
         const Phase phase = phases.at(step);
@@ -87,11 +88,12 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
                stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
           continue;
         }
-        writer.allow(c.shapes[matrix_of(phase)].in_flight);
+        writer.allow(kind.shapes[matrix_of(phase)].in_flight);
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
-          go = stream<Columns>(writer, c, phase, Product(c, phase, start, part), pointers.matrix(weight_of(phase)));
+          go = stream<Columns>(writer, kind.packed[int(weight_of(phase))], Product(c, kind, phase, start, part),
+                               pointers.matrix(weight_of(phase)));
       }
     }
   writer.drain();

@@ -356,16 +356,16 @@ TEST_CASE("cf-layer on the GPU: what an implementation does not take is refused 
       "'attention.query_key_value.weight'";
   for (const std::string impl : {"split", "layer", "persistent"}) {
     const std::string kernel = "--impl " + impl + ": persistent: cuda takes ",
-                      tiny = "--preset pythia-14m --layer 0 --impl unfused," + impl + " ";
+                      impls = "--layer 0 --impl unfused," + impl + " ", tiny = "--preset pythia-14m " + impls;
     check_refusal(tiny + "--kv-len 9 --q-len 2", kernel + "one new token a sequence, got 2 for 1");
     check_refusal(tiny + "--kv-len 9 --batch 9", kernel + "1 to 8 sequences, got 9");
     check_refusal(tiny + "--kv-len 9 --dtype f32", kernel + "float16 or bfloat16, got float32");
     check_refusal(tiny + "--kv-len 9 --quant gptq --group 48", kernel + uneven);
-    // The plan of an RTX 5090 has a block for each of 170 SMs.
+    // The plan of an RTX 5090 has a block for each of 170 SMs; a model of fewer rows would have fewer.
     if (device->arch().sm_count < cuda::kRtx5090.sm_count)
-      check_refusal(tiny + "--kv-len 9 --arch-plan sm_120", kernel + "at most the " + sms +
-                                                                " blocks that the device holds at once, 1 on each of " +
-                                                                sms + " SMs, got 170");
+      check_refusal("--preset pythia-70m " + impls + "--kv-len 9 --arch-plan sm_120",
+                    kernel + "at most the " + sms + " blocks that the device holds at once, 1 on each of " + sms +
+                        " SMs, got 170");
   }
   check_refusal("--preset pythia-14m --whole-model --kv-len 9 --ablate --quant gptq --group 48",
                 "--impl persistent: persistent: cuda takes " + uneven);

@@ -1,6 +1,7 @@
 #pragma once
 // Layers of a model on the device as the persistent kernel takes them: each tensor in an allocation of its own.
 #include <algorithm>
+#include <array>
 #include <random>
 #include <span>
 #include <variant>
@@ -35,17 +36,35 @@ struct HostLayers {
     hidden = activations(m.dtype, {w.tokens(), m.hidden_size}, seed + "hidden");
   }
 
+  /// The Linears of a layer.
+  static constexpr std::array kLinears{&LayerWeights::query_key_value, &LayerWeights::dense,
+                                       &LayerWeights::dense_h_to_4h, &LayerWeights::dense_4h_to_h};
+
+  /// Gives one Linear of a layer another format; WeightFormat{} is dense.
+  void set_format(std::size_t layer, LinearParams LayerWeights::*linear, WeightFormat format) {
+    others_.push_back(procedural_layer(config, config.dtype, std::int64_t(layer), 7, format));
+    weights[layer].weights.*linear = others_.back().weights.*linear;
+  }
+  /// Gives the Linears of each layer four formats, of which one is dense. Linears that lie side by side have different
+  /// ones, and so has a Linear of four layers in a row.
+  void mix() {
+    constexpr WeightFormat formats[]{{}, {4, 128}, {8, 128}, {4, 32}};
+    for (std::size_t l = 0; l < weights.size(); ++l)
+      for (std::size_t i = 0; i < kLinears.size(); ++i) set_format(l, kLinears[i], formats[(l + i) % 4]);
+  }
   /// Deals the inputs of every GPTQ matrix to the groups at random, as act-order does.
   void shuffle_groups() {
     std::mt19937 random(11);
     for (OwnedLayerWeights& layer : weights)
-      for (LinearParams* l : {&layer.weights.query_key_value, &layer.weights.dense, &layer.weights.dense_h_to_4h,
-                              &layer.weights.dense_4h_to_h})
-        if (auto* gptq = std::get_if<GptqWeight>(&l->weight)) {
+      for (LinearParams LayerWeights::*linear : kLinears)
+        if (auto* gptq = std::get_if<GptqWeight>(&(layer.weights.*linear).weight)) {
           auto* const words = const_cast<std::int32_t*>(gptq->g_idx.data);
           std::shuffle(words, words + gptq->g_idx.size(), random);
         }
   }
+
+ private:
+  std::vector<OwnedLayerWeights> others_;  // what set_format() has made
 };
 
 class DeviceLayers {

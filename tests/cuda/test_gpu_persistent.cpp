@@ -105,8 +105,17 @@ ModelConfig model_of_kind(Kind kind, std::int64_t heads, std::int64_t head_dim, 
   return m;
 }
 
-/// GPTQ's 4 bits in groups of 128 columns.
+/// How a test's Linears are stored: dense, as GPTQ's 4 bits in groups of 128 columns, or as HostLayers::mix() has them.
+enum class Linears { dense, packed, mixed };
+constexpr Linears kLinears[] = {Linears::dense, Linears::packed, Linears::mixed};
+const char* to_string(Linears l) { return l == Linears::dense ? "dense" : l == Linears::packed ? "packed" : "mixed"; }
 constexpr WeightFormat kPacked{.bits = 4, .group_size = 128};
+
+HostLayers host_layers(const ModelConfig& m, const Workload& load, Linears linears) {
+  HostLayers host(m, load, "", linears == Linears::packed ? kPacked : WeightFormat{});
+  if (linears == Linears::mixed) host.mix();
+  return host;
+}
 
 ModelConfig small_model(DType dtype, std::int64_t layers = 3, Kind kind = Kind::parallel) {
   ModelConfig m = model_of_kind(kind, 4, 64, 16, 512);
@@ -123,7 +132,7 @@ TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 ha
   for (const ModelConfig& m : pythia_presets()) {
     const auto plan = cuda::plan_persistent(planned(Plans::rtx5090).arch(), cuda::persistent_model(m, m.dtype), 1);
     REQUIRE(plan);
-    CHECK(plan->grid > cuda::kH200.sm_count);
+    CHECK((plan->grid > cuda::kH200.sm_count || plan->grid == m.hidden_size));  // Pythia-14M has 128 rows
     CHECK(plan->smem_bytes <= cuda::kRtx5090.smem_per_block_bytes);
     narrow_columns.insert(plan->narrow_columns);
   }
@@ -238,12 +247,12 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
 
 namespace {
 
-/// check_taps() for packed weights. An RTX 5090 has no room for the ring of some wide layers with several tokens. There
-/// it checks the refusal.
-void check_packed_taps(const HostLayers& host, WeightFormat linears, int kv_len, Plans plans) {
+/// check_taps() for packed weights, whose smallest group has `group_size` columns; -1 stands for a whole row. An RTX
+/// 5090 has no room for the ring of some wide layers with several tokens. There it checks the refusal.
+void check_packed_taps(const HostLayers& host, std::int64_t group_size, int kv_len, Plans plans) {
   cuda::PersistentModel model = cuda::persistent_model(host.config, host.config.dtype);
   model.packed = true;
-  if (linears.group_size > 0) model.packed_group = int(std::min<std::int64_t>(linears.group_size, 128));
+  if (group_size > 0) model.packed_group = int(std::min<std::int64_t>(group_size, 128));
   const auto plan = cuda::plan_persistent(planned(plans).arch(), model, host.load.batch);
   if (plan || plans == Plans::own || host.load.batch == 1)
     check_taps(host, kv_len, plans);
@@ -276,7 +285,7 @@ TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's wi
         CAPTURE(to_string(plans), m.name, m.hidden_size, m.use_parallel_residual, group_size, batch, kv_len,
                 to_string(dtype));
         const WeightFormat linears{.bits = 4, .group_size = group_size};
-        check_packed_taps({m, {.batch = batch, .capacity = 131}, "", linears}, linears, kv_len, plans);
+        check_packed_taps({m, {.batch = batch, .capacity = 131}, "", linears}, group_size, kv_len, plans);
       }
 }
 
@@ -298,7 +307,29 @@ TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an ac
                 kv_len, to_string(dtype));
         HostLayers host(m, {.batch = batch, .capacity = 131}, "", linears);
         if (shuffled) host.shuffle_groups();
-        check_packed_taps(host, linears, kv_len, plans);
+        check_packed_taps(host, linears.group_size, kv_len, plans);
+      }
+}
+
+TEST_CASE("persistent: taps of packed weights beside dense ones are within their budgets",
+          "[gpu][persistent][packed][mixed]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  const bool shuffled = GENERATE(false, true);
+  // The last slice of mlp.act is smaller than the others: 21 times 128 columns in two slices.
+  ModelConfig sequential = model_of(12, 64, 16, 2688);
+  sequential.use_parallel_residual = false;
+  for (ModelConfig m : {model_of(12, 64, 16, 2688), sequential, gated_model_of(ModelType::qwen2, 6, 2, 128, 384, 3072)})
+    for (unsigned dense = 1; dense < 15; ++dense)  // a bit for each Linear; one at least is packed
+      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 130}, {4, 17}}) {
+        m.dtype = dtype;
+        CAPTURE(to_string(plans), m.hidden_size, m.intermediate_size, shuffled, batch, kv_len, to_string(dtype), dense);
+        constexpr WeightFormat formats[]{{4, 128}, {8, 32}, {4, 96}, {4, 64}};
+        HostLayers host(m, {.batch = batch, .capacity = 131});
+        for (std::size_t i = 0; i < 4; ++i)
+          if (!(dense >> i & 1)) host.set_format(0, HostLayers::kLinears[i], formats[i]);
+        if (shuffled) host.shuffle_groups();
+        check_packed_taps(host, 32, kv_len, plans);
       }
 }
 
@@ -313,17 +344,24 @@ TEST_CASE("persistent: packed weights that the kernel does not multiply by are r
     return refusal_fault(kernel.status(), Code::unimplemented, {what});
   };
   const ModelConfig m = small_model(DType::f16, 1);
-  const HostLayers mixed(m, {.batch = 1, .capacity = 20}, "", kPacked);
-  DeviceLayers on(c, mixed);
-  on.layers[0].weights.dense.weight = GptqWeight{};
-  CHECK(refusal_fault(
-            PersistentKernel::create(c, cuda::persistent_model(m, m.dtype), on.layers, on.sequences(), on.rope())
-                .status(),
-            Code::unimplemented, {"got one that is not packed"}) == "");
   CHECK(refused(m, 1, {.bits = 4, .group_size = 48},
                 "groups of equally many columns, a multiple of 32, got 6 groups of up to 64 of the 256 columns of "
                 "'attention.query_key_value.weight'") == "");
   CHECK(refused(model_of(4, 64, 16, 576), 1, {.bits = 4, .group_size = -1}, "intermediate a multiple of 128") == "");
+
+  constexpr WeightFormat ways[]{{4, 32}, {4, 64}, {4, 128}, {4, -1}, {8, 32}, {8, 64}, {8, 128}, {8, -1}};
+  for (std::int64_t layers : {7, 8}) {
+    HostLayers host(small_model(DType::f16, layers), {.batch = 1, .capacity = 20});
+    for (std::size_t l = 0; l < std::size_t(layers); ++l) host.set_format(l, &LayerWeights::dense, ways[l]);
+    DeviceLayers on(c, host);
+    const Status status =
+        PersistentKernel::create(c, cuda::persistent_model(host.config, m.dtype), on.layers, on.sequences(), on.rope())
+            .status();
+    if (layers == 7)
+      require_ok(status);
+    else
+      CHECK(refusal_fault(status, Code::unimplemented, {"layers packed in up to 7 ways, got more"}) == "");
+  }
 }
 
 TEST_CASE("persistent: heads that share their keys attend to each key, at the ends of tiles, stages and splits",
@@ -390,8 +428,8 @@ namespace {
 /// One layer's step by the persistent kernel and by the ops one by one, at each kv_len: each is within the budget of
 /// what both should be.
 void check_against_unfused(const ModelConfig& m, const Workload& load, std::initializer_list<int> kv_lens,
-                           WeightFormat linears = {}) {
-  const HostLayers host(m, load, "", linears);
+                           Linears linears = Linears::dense) {
+  const HostLayers host = host_layers(m, load, linears);
   const Layer::Dims dims = ops::example<Layer>(m, {.batch = load.batch, .kv_len = load.capacity}).first;
   const Budget one = Layer::budget(dims, {DType::f32, m.dtype}), budget{2 * one.rel_l2, 2 * one.rel_max};
   for (Plans plans : kPlans) {
@@ -436,7 +474,8 @@ TEST_CASE("persistent: packed layers agree with the ops one by one over presets"
     }
     m.num_hidden_layers = 1;
     m.max_position_embeddings = 2048;
-    check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 17, 129, 1024, 2048}, kPacked);
+    for (Linears linears : {Linears::packed, Linears::mixed})
+      check_against_unfused(m, {.batch = 1, .capacity = 2048}, {1, 17, 129, 1024, 2048}, linears);
   }
 }
 
@@ -470,9 +509,9 @@ TEST_CASE("persistent: agrees with the ops one by one whichever way it takes pro
 namespace {
 
 /// All layers in one launch, one launch a layer and two: the same output and caches.
-void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch, WeightFormat linears = {}) {
+void check_launches(Plans plans, const ModelConfig& m, std::int64_t batch, Linears linears = Linears::dense) {
   const Workload load{.batch = batch, .capacity = 40};
-  const HostLayers host(m, load, "", linears);
+  const HostLayers host = host_layers(m, load, linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   PersistentKernel kernel = kernel_of(plans, c, on);
@@ -500,7 +539,9 @@ TEST_CASE("persistent: one launch, one a layer and two a layer give the same bit
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   for (DType dtype : {DType::f16, DType::bf16})
     for (std::int64_t batch : {1, 2, 4, 8}) check_launches(plans, small_model(dtype, 3, kind), batch);
-  for (std::int64_t batch : {1, 2, 8}) check_launches(plans, small_model(DType::f16, 3, kind), batch, kPacked);
+  for (std::int64_t batch : {1, 2, 8})
+    for (Linears linears : {Linears::packed, Linears::mixed})
+      check_launches(plans, small_model(DType::f16, 5, kind), batch, linears);
 }
 
 TEST_CASE("persistent: so they do whichever rows are sliced", "[gpu][persistent][launches]") {
@@ -533,12 +574,12 @@ namespace {
 /// One launch's bits, asked again `runs` times while blocks are delayed at random. before(i) comes before the i-th.
 template <class Before>
 void check_delayed(Plans plans, Kind kind, std::int64_t layers, std::int64_t batch, unsigned runs, Launches launches,
-                   Before before, WeightFormat linears = {}) {
+                   Before before, Linears linears = Linears::dense) {
   ModelConfig m = model_of_kind(kind, 32, 80, 20, 2560);
   m.num_hidden_layers = layers;
-  CAPTURE(to_string(plans), to_string(kind), batch);
+  CAPTURE(to_string(plans), to_string(kind), to_string(linears), batch);
   const Workload load{.batch = batch, .capacity = 130};
-  const HostLayers host(m, load, "", linears);
+  const HostLayers host = host_layers(m, load, linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   on.set_kv_len(lengths(load, 129));
@@ -563,6 +604,31 @@ TEST_CASE("persistent: two launches a layer give the same bits with delayed bloc
   check_delayed(plans, kind, 3, 1, 100, Launches::split, [](unsigned) {});
 }
 
+TEST_CASE("persistent: layers narrower than the GPU end, with delayed blocks too", "[gpu][persistent][launches]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const Linears linears = GENERATE(Linears::dense, Linears::packed);
+  ModelConfig m = linears == Linears::dense ? model_of(3, 8, 2, 24) : small_model(DType::f16);
+  m.num_hidden_layers = 20;
+  CAPTURE(to_string(plans), to_string(linears));
+  const Workload load{.batch = 1, .capacity = 40};
+  const HostLayers host = host_layers(m, load, linears);
+  const cuda::Context c = planned(plans);
+  DeviceLayers on(c, host);
+  on.set_kv_len(lengths(load, 33));
+  PersistentKernel kernel = kernel_of(plans, c, on);
+  require_ok(run(kernel, c, on));
+  const auto expected = on.results();
+  for (unsigned seed = 1; seed <= 500; ++seed) {
+    CAPTURE(seed);
+    on.reset();
+    require_ok(kernel.set_probe({.delay_seed = seed}));
+    require_ok(run(kernel, c, on));
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.take_report());
+  }
+  CHECK(same_bits(on.results(), expected));
+}
+
 TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks and other work on the GPU",
           "[gpu][persistent]") {
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
@@ -574,7 +640,8 @@ TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks a
   };
   check_delayed(plans, kind, 4, 2, 1000, Launches::persistent, occupy);
   for (std::int64_t sequences : {1, 5})
-    check_delayed(plans, kind, 4, sequences, 1000, Launches::persistent, occupy, kPacked);
+    for (Linears linears : {Linears::packed, Linears::mixed})
+      check_delayed(plans, kind, 4, sequences, 1000, Launches::persistent, occupy, linears);
   // Of one sequence the pairs of SwiGLU share their sums.
   if (kind == Kind::gated) check_delayed(plans, kind, 4, 1, 1000, Launches::persistent, occupy);
   require_cuda(cudaStreamSynchronize(other));
@@ -812,12 +879,12 @@ TEST_CASE("persistent: many tokens of one launch are those of one launch each, w
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 3, 8), layers = GENERATE(2, 3);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
-  const WeightFormat linears = GENERATE(WeightFormat{}, kPacked);
+  const Linears linears = GENERATE(from_range(std::begin(kLinears), std::end(kLinears)));
   constexpr std::int64_t tokens = 12;
-  CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype), linears.bits);
+  CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype), to_string(linears));
   const ModelConfig m = small_model(dtype, layers, kind);
   const Workload load{.batch = batch, .capacity = 60};
-  const HostLayers host(m, load, "", linears);
+  const HostLayers host = host_layers(m, load, linears);
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   DeviceEnds ends(c, host, on);
@@ -1100,7 +1167,7 @@ TEST_CASE("persistent: what the kernel does not take is refused by name", "[gpu]
                 {"one new token a sequence, got 4 for 2"}) == "");
   CHECK(refused([](Call& a) { a.layers.clear(); }, invalid, {"expected at least 1"}) == "");
   CHECK(refused([](Call& a) { a.layers[1].weights.dense.weight = GptqWeight{}; }, unimplemented,
-                {"dense weights in every layer, got quantised ones"}) == "");
+                {"dense or packed weights, got quantised ones"}) == "");
   CHECK(refused([](Call& a) { a.layers[2].weights.input_layernorm.beta.data = nullptr; }, invalid,
                 {"persistent: layer 7: 'input_layernorm.bias' is null"}) == "");
   CHECK(refused([](Call& a) { std::get<DenseWeight>(a.layers[1].weights.dense_4h_to_h.weight).weight.shape[1] = 8; },

@@ -170,7 +170,7 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
         REQUIRE(plan);
         CAPTURE(to_string(*plan));
         CHECK(fault(arch, m, batch, *plan) == "");
-        CHECK(plan->grid == arch.sm_count);
+        CHECK(plan->grid == std::min<std::int64_t>(arch.sm_count, m.hidden_size));
         CHECK(batch * plan->shares * plan->attention_splits <=
               std::max<std::int64_t>(plan->grid, batch * plan->shares));
       }
@@ -196,6 +196,9 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
       CHECK(plan->smem_bytes <= arch.smem_per_block_bytes);
       CHECK(plan->stages >= 3);
       const LayerDeals deals(d.rows(true), plan->grid);
+      CHECK(plan->grid == std::min<std::int64_t>(arch.sm_count, m.hidden_size / 16));
+      for (int start = 0; start < plan->grid; ++start)
+        for (int block = 0; block < plan->grid; ++block) REQUIRE(deals.deal(Weight::down, start, block).count > 0);
       const PersistentLayout l = persistent_layout(d, *plan);
       const DigitPlaces digits = digit_places(d, *plan, l);
       // Of several tokens attn_x has the context or a slice of mlp.act, mlp_x a norm's output or a slice.
@@ -239,9 +242,12 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
         }
         CHECK(dealt == rows[int(w)]);
       }
-      const ProductShape& head = shapes[kHeadMatrix];
-      CHECK(head.slices * head.slice_columns == d.hidden);
-      CHECK(kStageSlices * head.slice_columns * 2 <= plan->stage_bytes);
+      // The head, and dense weights beside packed ones.
+      for (const ProductShape& dense : product_shapes(d, *plan, {})) {
+        CHECK((dense.slices - 1) * dense.slice_columns < dense.columns);
+        CHECK(dense.columns <= dense.slices * dense.slice_columns);
+        CHECK(kStageSlices * dense.slice_columns * 2 <= plan->stage_bytes);
+      }
     }
   CHECK(refused.contains("pythia-1b"));  // heads of 256 elements
   for (const char* name : {"pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "llama-3.1-8b"})
