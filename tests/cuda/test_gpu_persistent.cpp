@@ -260,6 +260,15 @@ void check_packed_taps(const HostLayers& host, std::int64_t group_size, int kv_l
     CHECK(refusal_fault(plan.status(), Code::unimplemented, {"B of shared memory"}) == "");
 }
 
+/// A parallel residual, a sequential one, and a gated layer. Of 2688 intermediate columns, 21 times 128 in two slices,
+/// the last slice is smaller.
+std::vector<ModelConfig> packed_models(std::int64_t parallel_intermediate) {
+  ModelConfig sequential = model_of(12, 64, 16, 2688);
+  sequential.use_parallel_residual = false;
+  return {model_of(12, 64, 16, parallel_intermediate), sequential,
+          gated_model_of(ModelType::qwen2, 6, 2, 128, 384, 3072)};
+}
+
 }  // namespace
 
 TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's within its budget",
@@ -295,9 +304,7 @@ TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an ac
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool shuffled = GENERATE(false, true);
   // Groups of 96 columns begin and end inside the 128 columns of digits, and inside slices.
-  ModelConfig sequential = model_of(12, 64, 16, 2688);
-  sequential.use_parallel_residual = false;
-  for (ModelConfig m : {model_of(12, 64, 16, 1536), sequential, gated_model_of(ModelType::qwen2, 6, 2, 128, 384, 3072)})
+  for (ModelConfig m : packed_models(1536))
     for (const WeightFormat& linears :
          {WeightFormat{4, 32}, WeightFormat{4, 64}, WeightFormat{4, 96}, WeightFormat{4, 128}, WeightFormat{8, 32},
           WeightFormat{8, 128}, WeightFormat{8, 96}, WeightFormat{8, -1}})
@@ -316,10 +323,7 @@ TEST_CASE("persistent: taps of packed weights beside dense ones are within their
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   const bool shuffled = GENERATE(false, true);
-  // The last slice of mlp.act is smaller than the others: 21 times 128 columns in two slices.
-  ModelConfig sequential = model_of(12, 64, 16, 2688);
-  sequential.use_parallel_residual = false;
-  for (ModelConfig m : {model_of(12, 64, 16, 2688), sequential, gated_model_of(ModelType::qwen2, 6, 2, 128, 384, 3072)})
+  for (ModelConfig m : packed_models(2688))
     for (unsigned dense = 1; dense < 15; ++dense)  // a bit for each Linear; one at least is packed
       for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 130}, {4, 17}}) {
         m.dtype = dtype;
