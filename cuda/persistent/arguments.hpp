@@ -167,7 +167,7 @@ struct PersistentArguments {
   }
 
   DigitPlaces digit_places = {};                     // of packed weights
-  std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; dense weights have one
+  std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; kind 0 is dense
 };
 
 }  // namespace cf::cuda

@@ -7,9 +7,10 @@
 
 namespace cf::cuda {
 
-/// The pointers of a layer that the stream warp needs, one a lane. Those of the launch's first layer are kernel
-/// arguments, each read at a constant place: an argument whose place depends on the lane would come by way of device
-/// memory, and the launch's first weights would wait for it. Those of the other layers are loaded one layer ahead.
+/// The pointers of a layer that the stream warp needs and the layer's kind, one a lane. Those of the launch's first
+/// layer are kernel arguments, each read at a constant place: an argument whose place depends on the lane would come by
+/// way of device memory, and the launch's first weights would wait for it. Those of the other layers are loaded one
+/// layer ahead.
 class StreamPointers {
  public:
   __device__ explicit StreamPointers(const PersistentArguments& arguments) : c(arguments), next_(first()) {}
