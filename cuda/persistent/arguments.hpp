@@ -58,7 +58,7 @@ struct alignas(16) ProductShape {
 };
 
 /// Where a packed matrix's scales and its inputs' places lie, in bytes from its begin, and which columns share a scale.
-/// An input has one column, or two with 8 bits: first come all inputs' high codes, then the low ones. All is 0 where the
+/// An input has one column, or two with 8 bits: first all inputs' high codes, then the low ones. All is 0 where the
 /// matrix is dense.
 struct alignas(16) PackedShape {
   std::int64_t scales, places;  // (inputs) int32, each input's column; `places` is 0 where column k is input k
@@ -95,7 +95,7 @@ constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDim
           shape(kHeadMatrix, d.hidden, p.hidden_columns, 1)};
 }
 
-/// How a layer's weights are stored. A kernel for packed weights takes layers of up to kMaxLayerKinds kinds; the LM head
+/// How a layer's weights are stored. A kernel of packed weights takes layers of up to kMaxLayerKinds kinds; the LM head
 /// counts as a layer whose weights are dense.
 struct LayerKind {
   std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of

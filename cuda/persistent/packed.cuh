@@ -246,7 +246,7 @@ struct DigitRows {
 };
 
 /// Multiplies a slice of a packed product's inputs, `columns` from `input` on, with up to eight tokens, four at once,
-/// and adds to the partial sums of the slices before. `x` has the slice's digits. An input of 8 bits has a second column
+/// and adds to the partial sums of the slices before. `x` has the slice's digits. An 8-bit input has a second column
 /// of codes, one row of inputs further.
 template <class Reader>
 __device__ void consume_packed_slice(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,

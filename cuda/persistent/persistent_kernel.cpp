@@ -177,7 +177,7 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
   return kind;
 }
 
-/// Finds a layer's kind among the kinds of the layers before it, or adds it. Returns its number. Refuses more kinds than
+/// Finds a layer's kind among those of the layers before it, or adds it. Returns its number. Refuses more kinds than
 /// the kernel takes.
 Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);

@@ -230,7 +230,7 @@ class ProductWarps {
     Addends addends = work.addends;
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
-    // With one token mlp.act arrives whole, beside packed weights before the product; with several tokens slice by slice.
+    // With one token mlp.act arrives whole, beside packed weights before the product; with several slice by slice.
     const auto x_at = [&](int slice) -> char* {
       if (is_down && !Together && c.product_warps_fetch_act)
         return fetch_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
