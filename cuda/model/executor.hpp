@@ -55,9 +55,8 @@ class Executor {
   /// Checks a step and prepares it: launches with their arguments, a captured graph, or the persistent kernel with its
   /// scratch memory. Waits for the device. Refuses layers that are not in both the weights and the cache or are not
   /// loaded, more tokens than the workspace has room for, and dtypes without kernels (Code::unimplemented).
-  /// split, layer and persistent take one new token a sequence and up to 8 sequences. All Linears are dense 16-bit
-  /// weights of the activations' dtype, or all are GPTQ weights in groups of a multiple of 32 inputs. Errors name the
-  /// model's layer.
+  /// split, layer and persistent take one new token a sequence and up to 8 sequences. Each Linear is dense, of the
+  /// activations' 16-bit dtype, or GPTQ in groups of a multiple of 32 inputs. Errors name the model's layer.
   Status prepare(const ResidentWeights& weights, const KvCache& cache, const Workspace& workspace, const Step& step);
   /// Puts the step onto its stream. A step that is not prepared is prepared first; a prepared one waits for nothing.
   /// The layers append q_len keys and values to each sequence and read kv_len from the cache.

@@ -81,7 +81,7 @@ class HelperWarps {
         // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice
         // 0 has been used: dense, which reads the context there, is done by then.
         if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
-        const int begin = slice * c.plan.act_columns;  // the last slice of packed weights may be smaller
+        const int begin = slice * c.plan.act_columns;  // the last slice may be smaller
         copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + begin * 2, c.dims.intermediate * 2,
                     min(c.plan.act_columns, c.dims.intermediate - begin) * 2, block.at<char>(place.offset),
                     c.layout.act_row);

@@ -60,7 +60,7 @@
 // Packed weights (packed.cuh) are dealt in tiles of sixteen rows, and a stage brings codes and scales of one tile. A
 // block converts the activations in its shared memory to digits. Blocks hand each other the same as above. A matrix may
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
-// Dense weights beside packed ones are dealt in the same tiles and multiplied as tile products.
+// A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
 // Four rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known at
 // the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a

@@ -96,8 +96,8 @@ CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
   return rows * p.up_eighths / 8 & -unit;
 }
 
-/// The most bytes of a stage of packed weights: the codes and scales of sixteen rows in one slice. A group has at least
-/// `group_columns` columns. Slices begin at multiples of kDigitColumns columns.
+/// The bytes of the largest stage of packed weights. A stage holds the codes and scales of sixteen rows in one slice.
+/// `group_columns` is the size of the smallest group. A slice begins at a multiple of kDigitColumns columns.
 constexpr int packed_stage_bytes(int slice_columns, int group_columns) {
   const int ends = kDigitColumns % group_columns ? 2 : 1;  // groups that begin or end in other slices
   return slice_columns * kGptqRows / 2 +

@@ -13,8 +13,8 @@
 // A word of codes is two operands: its low nibbles are codes, its high nibbles are sixteen times codes. The product
 // warps take a stage's groups of columns in turn. Each warp adds up its own groups of a row.
 //
-// Where groups of weights are no multiple of 128 columns, each 32 columns have sums of their own. A code of eight bits
-// is two codes of four bits in two columns, which have the same activation.
+// Where groups of weights are no multiple of 128 columns, each 32 columns have sums of their own. An 8-bit code
+// is stored as two 4-bit codes, in two columns. Both columns multiply the same activation.
 //
 // gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 // digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
@@ -90,9 +90,9 @@ struct Digits {
   static constexpr float kLargest = 32512, kLeast = 1e-30f;
 };
 
-/// Streams the product's rows of a packed matrix. A stage is one slice of one tile. With one token all slices of a tile
-/// come before the next tile. With Tiles a slice of all tiles comes before the next slice. False where nobody empties
-/// the ring any more.
+/// Streams the product's rows of a packed matrix. A stage is one slice of one tile. With one token the ring brings
+/// all slices of a tile, then the next tile. With Tiles it brings one slice of every tile, then the next slice. False
+/// where nobody empties the ring any more.
 template <bool Tiles>
 __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedShape& shape, const char* matrix) {
   const bool copies = threadIdx.x % 32 == 0;  // one lane requests a stage's copies
@@ -212,7 +212,7 @@ struct PackedSums {
   }
 };
 
-/// Multiplies all stages of a packed product with one token.
+/// Multiplies one token by the block's rows of a packed matrix, stage by stage. Each warp stores its partial sums.
 template <class Reader>
 __device__ void consume_packed(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
                                const Digits& x) {
@@ -245,9 +245,9 @@ struct DigitRows {
   __device__ Digits of(int token) const { return {first.bytes + token * row_bytes, first.scales + token * row_scales}; }
 };
 
-/// Multiplies a slice of a packed product's inputs, `columns` from `input` on, with up to eight tokens, four at once,
-/// and adds to the partial sums of the slices before. `x` has the slice's digits. An 8-bit input has a second column
-/// of codes, one row of inputs further.
+/// Multiplies inputs [input, input + columns) of up to eight tokens by the block's rows of a packed matrix, four tokens
+/// at once. Each warp adds to its partial sums of the slices before. `x` is the slice's digits. With 8 bits an input's
+/// low code lies shape.inputs columns behind its high code.
 template <class Reader>
 __device__ void consume_packed_slice(Reader& ring, const Product& p, const PackedShape& shape, const Sums<true>& sums,
                                      const DigitRows& x, int input, int columns) {

@@ -137,10 +137,11 @@ WeightPointers weight_pointers(const LayerWeights& w) {
                    bytes(w.dense_4h_to_h.bias)},
           .matrix = {matrix(w.query_key_value), matrix(w.dense_h_to_4h), matrix(w.dense), matrix(w.dense_4h_to_h)}};
 }
-/// How many columns of codes an input has.
+/// The number of columns of codes that each input has: 1 with 4 bits, 2 with 8 bits.
 int planes_of(const PackedWeight& w) { return int(w.format.bits) / 4; }
 
-/// Reads how a layer's matrices are stored. Refuses, by the matrix's name, groups that the kernel does not take.
+/// The kind of a layer, read from its weights. Code::unimplemented, with the matrix's name, for groups that the kernel
+/// does not take.
 Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan, const ModelNames& names,
                              const LayerWeights& w) {
   LayerKind kind{};
@@ -177,8 +178,7 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
   return kind;
 }
 
-/// Finds a layer's kind among those of the layers before it, or adds it. Returns its number. Refuses more kinds than
-/// the kernel takes.
+/// The number of a kind in `kinds`, to which a new kind is added. Code::unimplemented for more than kMaxLayerKinds.
 Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found != kinds.end()) return found - kinds.begin();

@@ -94,8 +94,9 @@ inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
 /// Two kernels take packed weights: kPackedColumns one token, kPackedTiles up to eight. A stage of their ring holds a
 /// slice of sixteen rows. The slice has at most kMaxPackedColumns columns.
 inline constexpr int kPackedColumns = -2, kPackedTiles = -3, kMaxPackedColumns = kMaxSliceColumns;
-/// Of a plan's narrow_columns: whether the layers' weights are packed; whether there may be several tokens.
+/// Whether a plan of these narrow_columns takes packed weights.
 CF_HD constexpr bool is_packed(int narrow_columns) { return narrow_columns <= kPackedColumns; }
+/// Whether a plan of these narrow_columns takes several tokens.
 CF_HD constexpr bool is_tiled(int narrow_columns) { return narrow_columns == 0 || narrow_columns == kPackedTiles; }
 /// The head_dims that the kernel for packed weights takes: up to kMaxPackedHeadDim, and kWidePackedHeadDim, for which
 /// DiagonalTile needs few registers. The kernel has no registers left for the tiles of other heads.
@@ -138,7 +139,7 @@ struct PersistentPlan {
 
 /// Values that replace the plan's own choices. An empty one leaves the choice to the plan.
 struct PersistentChoices {
-  std::optional<int> blocks = {};            // 1 to the number of SMs, or to the rows or tiles of hidden that are dealt
+  std::optional<int> blocks = {};            // 1 to the blocks that the plan has without it
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
@@ -160,9 +161,9 @@ inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t ca
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
 /// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
-/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages. With
-/// packed weights also for heads of more than 80 elements other than 128, and products whose columns are not a multiple
-/// of 128 or whose rows are not a multiple of 16.
+/// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
+/// Packed weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of
+/// 128, and with rows that are not a multiple of 16.
 /// Code::invalid_argument for sizes that no layer has and for choices out of their bounds.
 Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& model, std::int64_t batch,
                                        const PersistentChoices& choices = {});

@@ -58,7 +58,7 @@ __device__ inline bool await_token(const Block& block, int token) {
   return true;
 }
 
-/// Streams a part of a phase's product. A kernel for packed weights has tile products of dense ones.
+/// Streams a part of a phase's product. Where the kernel takes packed weights, dense ones have tile products.
 template <int Columns>
 __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Product& p, const char* matrix) {
   if constexpr (is_packed(Columns))

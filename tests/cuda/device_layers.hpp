@@ -45,8 +45,8 @@ struct HostLayers {
     others_.push_back(procedural_layer(config, config.dtype, std::int64_t(layer), 7, format));
     weights[layer].weights.*linear = others_.back().weights.*linear;
   }
-  /// Gives the Linears of each layer four formats, of which one is dense. Linears that lie side by side have different
-  /// ones, and so has a Linear of four layers in a row.
+  /// Gives each layer's four Linears four different formats, one of them dense. From one layer to the next a Linear's
+  /// format changes; after four layers the formats repeat.
   void mix() {
     constexpr WeightFormat formats[]{{}, {4, 128}, {8, 128}, {4, 32}};
     for (std::size_t l = 0; l < weights.size(); ++l)

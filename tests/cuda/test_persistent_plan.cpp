@@ -252,7 +252,7 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
   CHECK(refused.contains("pythia-1b"));  // heads of 256 elements
   for (const char* name : {"pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "llama-3.1-8b"})
     CHECK(!refused.contains(name));
-  // Eight tokens of 4096 elements, and what else they need, leave no room for a ring in some of these.
+  // Wider models may be refused: eight tokens of 4096 elements leave no shared memory for a ring.
   for (const char* name : {"pythia-410m", "pythia-1.4b"}) CHECK(!refused.contains(std::string(name) + ", tokens"));
 }
 
