@@ -7,9 +7,9 @@
 
 namespace cf::cuda {
 
-template <class T, int Columns, bool Grouped>
+template <class T, Products Kind, bool Grouped>
 class HelperWarps {
-  static constexpr bool Tiles = is_tiled(Columns);
+  static constexpr bool Tiles = is_tiled(Kind);
 
  public:
   __device__ explicit HelperWarps(const PersistentArguments& arguments)
@@ -131,8 +131,7 @@ class HelperWarps {
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;
     const long first_head = split.batch_head<Grouped>(c);
     const unsigned tag = block.tag(layer, Dependency::context);
-    const int* const places =
-        is_packed(Columns) ? block.input_places(block.kind(layer), Weight::dense, layer) : nullptr;
+    const int* const places = is_packed(Kind) ? block.input_places(block.kind(layer), Weight::dense, layer) : nullptr;
     const long row = long(split.sequence) * c.dims.attention;
     const auto publish = [&](int of) {
       return [this, tag, places, row, at = (first_head + of) * head_dim](int d, float sum, const SoftmaxState& whole) {

@@ -125,17 +125,16 @@ __device__ inline void end_block(const PersistentArguments& c) {
   grid->launches += unsigned(max(c.token.count, 1));
 }
 
-/// T: the dtype of weights and activations. Columns: one of kNarrowColumns or kAnyColumns for row products, 0 for tile
-/// products, kPackedColumns or kPackedTiles for packed weights. Grouped: whether a share has several heads.
+/// T: the dtype of weights and activations. Grouped: whether a share has several heads.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
-template <class T, int Columns, bool Grouped, int BlocksPerSm>
+template <class T, Products Kind, bool Grouped, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   const Ring ring(c);
   const Block block = Block::products(c);
-  begin_block<is_tiled(Columns) || is_packed(Columns)>(block, ring, c);
+  begin_block<is_tiled(Kind) || is_packed(Kind)>(block, ring, c);
   if (threadIdx.x < kProductThreads) {
-    ProductWarps<T, Columns, Grouped> product_warps(c);
+    ProductWarps<T, Kind, Grouped> product_warps(c);
     bool go = true;
     do
 #pragma unroll 1
@@ -143,7 +142,7 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     while (go && product_warps.next_token());
     if (threadIdx.x % 32 == 0) atomicSub(&block.notice().product_warps, 1);
   } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    HelperWarps<T, Columns, Grouped> helper_warps(c);
+    HelperWarps<T, Kind, Grouped> helper_warps(c);
     const int tokens = max(c.token.count, 1);
     bool go = true;
 #pragma unroll 1
@@ -151,32 +150,18 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
 #pragma unroll 1
       for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = helper_warps.run(layer);
   } else {
-    stream_layers<Columns>(block, ring, c);
+    stream_layers<Kind>(block, ring, c);
   }
   end_block(c);
 }
 
-/// The instantiation for a plan's narrow_columns where weights are packed.
-template <class T, int BlocksPerSm>
-const void* packed_persistent_kernel(int narrow_columns) {
-  return narrow_columns == kPackedTiles
-             ? reinterpret_cast<const void*>(persistent_kernel<T, kPackedTiles, false, BlocksPerSm>)
-             : reinterpret_cast<const void*>(persistent_kernel<T, kPackedColumns, false, BlocksPerSm>);
-}
-
-/// The instantiation for a plan's narrow_columns, but for packed weights.
-template <class T, bool Grouped, int BlocksPerSm>
-const void* find_persistent_kernel(int narrow_columns) {
-  const auto kernel = []<int Columns>(std::integral_constant<int, Columns>) {
-    return reinterpret_cast<const void*>(persistent_kernel<T, Columns, Grouped, BlocksPerSm>);
-  };
-  switch (narrow_columns) {
-    case kNarrowColumns[0]: return kernel(std::integral_constant<int, kNarrowColumns[0]>());
-    case kNarrowColumns[1]: return kernel(std::integral_constant<int, kNarrowColumns[1]>());
-    case kNarrowColumns[2]: return kernel(std::integral_constant<int, kNarrowColumns[2]>());
-    case kAnyColumns: return kernel(std::integral_constant<int, kAnyColumns>());
-    default: return kernel(std::integral_constant<int, 0>());
-  }
+/// The instantiation for a plan's products, which are packed or not.
+template <class T, bool Packed, bool Grouped, int BlocksPerSm>
+const void* find_persistent_kernel(Products products) {
+  constexpr Products one_token = Packed ? Products::packed : Products::rows,
+                     tiles = Packed ? Products::packed_tiles : Products::tiles;
+  return is_tiled(products) ? reinterpret_cast<const void*>(persistent_kernel<T, tiles, Grouped, BlocksPerSm>)
+                            : reinterpret_cast<const void*>(persistent_kernel<T, one_token, Grouped, BlocksPerSm>);
 }
 
 }  // namespace cf::cuda

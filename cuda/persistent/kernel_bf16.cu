@@ -2,8 +2,8 @@
 
 namespace cf::cuda {
 
-const void* persistent_kernels_bf16(int narrow_columns) {
-  return find_persistent_kernel<bf16, false, 1>(narrow_columns);
+const void* persistent_kernels_bf16(Products products) {
+  return find_persistent_kernel<bf16, false, false, 1>(products);
 }
 
 }  // namespace cf::cuda

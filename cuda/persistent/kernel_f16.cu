@@ -2,6 +2,6 @@
 
 namespace cf::cuda {
 
-const void* persistent_kernels_f16(int narrow_columns) { return find_persistent_kernel<f16, false, 1>(narrow_columns); }
+const void* persistent_kernels_f16(Products products) { return find_persistent_kernel<f16, false, false, 1>(products); }
 
 }  // namespace cf::cuda

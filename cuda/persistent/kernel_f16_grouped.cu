@@ -2,6 +2,6 @@
 
 namespace cf::cuda {
 
-const void* grouped_kernels_f16(int narrow_columns) { return find_persistent_kernel<f16, true, 1>(narrow_columns); }
+const void* grouped_kernels_f16(Products products) { return find_persistent_kernel<f16, false, true, 1>(products); }
 
 }  // namespace cf::cuda

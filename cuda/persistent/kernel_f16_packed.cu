@@ -2,6 +2,6 @@
 
 namespace cf::cuda {
 
-const void* packed_kernels_f16(int narrow_columns) { return packed_persistent_kernel<f16, 1>(narrow_columns); }
+const void* packed_kernels_f16(Products products) { return find_persistent_kernel<f16, true, false, 1>(products); }
 
 }  // namespace cf::cuda

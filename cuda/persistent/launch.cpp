@@ -29,8 +29,8 @@ Status with_launch(const PersistentPlan& plan, bool cooperative, CUstream_st* st
 }  // namespace
 
 const void* persistent_kernels(const PersistentPlan& plan, DType dtype) {
-  const auto of_dtype = [&](auto* f16, auto* bf16) { return (dtype == DType::f16 ? f16 : bf16)(plan.narrow_columns); };
-  if (is_packed(plan.narrow_columns)) return of_dtype(packed_kernels_f16, packed_kernels_bf16);
+  const auto of_dtype = [&](auto* f16, auto* bf16) { return (dtype == DType::f16 ? f16 : bf16)(plan.products); };
+  if (is_packed(plan.products)) return of_dtype(packed_kernels_f16, packed_kernels_bf16);
   return plan.share_heads > 1 ? of_dtype(grouped_kernels_f16, grouped_kernels_bf16)
                               : of_dtype(persistent_kernels_f16, persistent_kernels_bf16);
 }

@@ -9,15 +9,15 @@ namespace cf::cuda {
 
 /// The library's compiled kernel for a plan. The dtype is float16 or bfloat16.
 const void* persistent_kernels(const PersistentPlan& plan, DType dtype);
-// The kernels of one dtype, by narrow_columns: for shares of one head, and of several heads (grouped). Each of the four
+// The kernels of one dtype, by products: for shares of one head, and of several heads (grouped). Each of the four
 // functions has a file of its own, so that the files compile side by side.
-const void* persistent_kernels_f16(int narrow_columns);
-const void* persistent_kernels_bf16(int narrow_columns);
-const void* grouped_kernels_f16(int narrow_columns);
-const void* grouped_kernels_bf16(int narrow_columns);
+const void* persistent_kernels_f16(Products products);
+const void* persistent_kernels_bf16(Products products);
+const void* grouped_kernels_f16(Products products);
+const void* grouped_kernels_bf16(Products products);
 // Those for packed weights.
-const void* packed_kernels_f16(int narrow_columns);
-const void* packed_kernels_bf16(int narrow_columns);
+const void* packed_kernels_f16(Products products);
+const void* packed_kernels_bf16(Products products);
 
 /// Lets the kernel have the plan's shared memory. Comes before the kernel's first launch. Refuses a plan of more blocks
 /// than the device holds at once.

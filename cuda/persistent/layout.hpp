@@ -92,7 +92,7 @@ CF_HD constexpr int warp_lines(int slice_columns) {
 /// How many of a block's `rows` rows of mlp.dense_h_to_4h come before attention: as many as fill whole stages, and
 /// so whole pairs.
 CF_HD constexpr int rows_before_attention(const PersistentPlan& p, int rows) {
-  const int unit = is_packed(p.narrow_columns) ? kGptqRows : kStageSlices;  // a power of two
+  const int unit = is_packed(p.products) ? kGptqRows : kStageSlices;  // a power of two
   return rows * p.up_eighths / 8 & -unit;
 }
 
@@ -172,7 +172,7 @@ struct DigitPlaces {
   int attn, mlp, row, end;
 };
 constexpr DigitPlaces digit_places(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l) {
-  if (!is_packed(p.narrow_columns)) return {};
+  if (!is_packed(p.products)) return {};
   const int x_row = l.hidden_row > l.act_row ? l.hidden_row : l.act_row;
   const int row = (x_row / 2 / kDigitColumns * kDigitScaleBytes + 127) / 128 * 128, attn = l.mlp_x + d.batch * x_row,
             mlp = attn + d.batch * row;
@@ -187,7 +187,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     end = begin + bytes;
     return begin;
   };
-  const bool tiles = is_tiled(p.narrow_columns), packed = is_packed(p.narrow_columns);
+  const bool tiles = is_tiled(p.products), packed = is_packed(p.products);
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;

@@ -330,32 +330,32 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  auto state = std::make_unique<State>(
-      context, model,
-      PersistentArguments{
-          .plan = plan,
-          .layout = persistent_layout(dims, plan),
-          .dims = dims,
-          .capacity = int(capacity),
-          .table_rows = int(rope.cos.shape[0]),
-          .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
-          .attention_scale = float(model.attention_scale),
-          .eps = float(model.layer_norm_eps),
-          .parallel_residual = model.use_parallel_residual,
-          .rms_norm = model.norm == NormKind::rmsnorm,
-          .activation = model.hidden_act,
-          .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
-          .two_act_places = is_tiled(plan.narrow_columns),
-          .product_warps_fetch_act = !is_tiled(plan.narrow_columns) && !model.use_parallel_residual,
-          .layers = int(pointers.size()),
-          .head_layer = ends ? int(layers.size()) : -1,
-          .positions = sequences.positions.data,
-          .kv_len = sequences.kv_len.data,
-          .cos = rope.cos.data,
-          .sin = rope.sin.data,
-          .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-          .digit_places = digit_places(dims, plan, persistent_layout(dims, plan)),
-      });
+  auto state =
+      std::make_unique<State>(context, model,
+                              PersistentArguments{
+                                  .plan = plan,
+                                  .layout = persistent_layout(dims, plan),
+                                  .dims = dims,
+                                  .capacity = int(capacity),
+                                  .table_rows = int(rope.cos.shape[0]),
+                                  .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
+                                  .attention_scale = float(model.attention_scale),
+                                  .eps = float(model.layer_norm_eps),
+                                  .parallel_residual = model.use_parallel_residual,
+                                  .rms_norm = model.norm == NormKind::rmsnorm,
+                                  .activation = model.hidden_act,
+                                  .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
+                                  .two_act_places = is_tiled(plan.products),
+                                  .product_warps_fetch_act = !is_tiled(plan.products) && !model.use_parallel_residual,
+                                  .layers = int(pointers.size()),
+                                  .head_layer = ends ? int(layers.size()) : -1,
+                                  .positions = sequences.positions.data,
+                                  .kv_len = sequences.kv_len.data,
+                                  .cos = rope.cos.data,
+                                  .sin = rope.sin.data,
+                                  .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+                                  .digit_places = digit_places(dims, plan, persistent_layout(dims, plan)),
+                              });
   std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);
@@ -526,7 +526,7 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
     a.phases = (a.parallel_residual ? kParallelSplit : kSequentialSplit)[second];
     a.continues = second;
     // Where dense comes after down, attn_x takes the context while down still reads mlp.act: mlp.act has one place.
-    a.two_act_places = is_tiled(a.plan.narrow_columns) && !a.phases.contains(Phase::dense);
+    a.two_act_places = is_tiled(a.plan.products) && !a.phases.contains(Phase::dense);
     CF_TRY(s.launch(a, false, stream));
   }
   return {};

@@ -48,7 +48,7 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Finds the kernel of a dtype that a plan asks for: compiled for its narrow_columns, and for shares of one head or of
+/// Finds the kernel of a dtype that a plan asks for: compiled for its products, and for shares of one head or of
 /// several.
 using PersistentKernelLookup = const void* (*)(const PersistentPlan& plan, DType dtype);
 

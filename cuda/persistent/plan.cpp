@@ -164,7 +164,7 @@ class Slicing {
       return false;
     }
     if (d_.batch == 1 && !tile_products_)
-      for (int columns : {kNarrowColumns[0], kNarrowColumns[1], kNarrowColumns[2], kAnyColumns})
+      for (int columns : {kWholeSliceColumns[0], kWholeSliceColumns[1], kWholeSliceColumns[2], kAnyColumns})
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
       for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
@@ -173,6 +173,8 @@ class Slicing {
   }
 
  private:
+  static constexpr int kAnyColumns = 0;
+
   bool cut(int most_columns, int limit) {
     plan.hidden_slices = slices(d_.hidden, most_columns, 1, limit);
     plan.context_slices = slices(d_.attention, most_columns, 1, limit);
@@ -183,14 +185,12 @@ class Slicing {
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
-  /// `columns` is what a plan's narrow_columns may be.
+  /// `columns`: one of kWholeSliceColumns, which all slices then have, or kAnyColumns.
   bool row_product(int columns) {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
-    const auto fits = [&](int slice) {
-      return columns == kAnyColumns ? row_chunks(slice) >= kMinAnyChunks : slice == columns;
-    };
-    if (!fits(plan.hidden_columns) || !fits(plan.context_columns) || !fits(plan.act_columns)) return false;
-    plan.narrow_columns = columns;
+    for (int slice : {plan.hidden_columns, plan.context_columns, plan.act_columns})
+      if (columns == kAnyColumns ? row_chunks(slice) < kMinRowChunks : slice != columns) return false;
+    plan.products = Products::rows;
     plan.shared_norms = false;
     const int qkv = deals_.most_rows(Weight::qkv), up = deals_.most_rows(Weight::up), most = std::max(qkv, up);
     plan.head_rows = whole_stages(most);
@@ -218,7 +218,7 @@ class Slicing {
     cut_groups(d_.hidden, plan.hidden_slices, plan.hidden_columns);
     cut_groups(d_.attention, plan.context_slices, plan.context_columns);
     cut_groups(d_.intermediate, plan.act_slices, plan.act_columns);
-    plan.narrow_columns = d_.batch == 1 && !tile_products_ ? kPackedColumns : kPackedTiles;
+    plan.products = d_.batch == 1 && !tile_products_ ? Products::packed : Products::packed_tiles;
     plan.shared_norms = false;
     plan.warp_rows = 0;
     plan.shared_sums = kProductWarps * most_rows();
@@ -226,7 +226,7 @@ class Slicing {
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
-    plan.narrow_columns = 0;
+    plan.products = Products::tiles;
     plan.shared_norms = shared_norms;
     plan.warp_rows = 0;
     plan.shared_sums = kProductWarps * most_rows();
@@ -303,15 +303,20 @@ Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_s
                 " on each of " + text(sm_count) + " SMs, got " + text(plan.grid));
 }
 
+std::string to_string(Products p) {
+  switch (p) {
+    case Products::rows: return "row products";
+    case Products::tiles: return "tile products";
+    case Products::packed: return "packed products";
+    default: return "packed tile products";
+  }
+}
+
 std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
-         text(p.stages_in_flight) + " in flight, " +
-         (p.narrow_columns == kPackedColumns ? "packed products"
-          : p.narrow_columns == kPackedTiles ? "packed tile products"
-          : p.narrow_columns                 ? "row products"
-                                             : "tile products") +
-         ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
+         text(p.stages_in_flight) + " in flight, " + to_string(p.products) + ", " + text(p.attention_splits) +
+         " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
          " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +

@@ -79,25 +79,30 @@ inline constexpr int kTileKeys = 16;
 /// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
 /// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
-/// The columns of a slice for which there are kernels of one token. These keep the token's activations in registers.
-inline constexpr std::array kNarrowColumns{2560, 2048, 1024};
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a kv
 /// head share one load. Measured on an H200 with Llama's layers: at kv_len 128 and 512 shared loads are slower. At 2048
 /// they are 2 to 5 % faster than AttentionTile's loads by each head, and DiagonalTile's are 5 to 10 % faster than those.
 /// Larger caches are not measured with DiagonalTile. `cf-layer --ablate` measures them.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
-/// Beside these there is a kernel of one token for slices of any number of columns above 1024. Each product then has
-/// slices of its own length.
-/// A row product takes a slice in chunks of 256 columns, of which this kernel's last one may be smaller.
-inline constexpr int kAnyColumns = -1, kChunkColumns = 256, kMinAnyChunks = 5,
-                     kMaxAnyChunks = kMaxSliceColumns / kChunkColumns;
-/// Two kernels take packed weights: kPackedColumns one token, kPackedTiles up to eight. A stage of their ring holds a
-/// slice of sixteen rows. The slice has at most kMaxPackedColumns columns.
-inline constexpr int kPackedColumns = -2, kPackedTiles = -3, kMaxPackedColumns = kMaxSliceColumns;
-/// Whether a plan of these narrow_columns takes packed weights.
-CF_HD constexpr bool is_packed(int narrow_columns) { return narrow_columns <= kPackedColumns; }
-/// Whether a plan of these narrow_columns takes several tokens.
-CF_HD constexpr bool is_tiled(int narrow_columns) { return narrow_columns == 0 || narrow_columns == kPackedTiles; }
+/// How a block multiplies its rows by the tokens. Each way has kernels of its own.
+enum class Products : int {
+  rows,         // one token: a warp multiplies whole slices of rows
+  tiles,        // up to eight tokens: all product warps multiply tiles of rows
+  packed,       // one token, packed weights in tiles of sixteen rows
+  packed_tiles  // up to eight tokens with the same
+};
+/// Whether a plan of these products takes packed weights. Weights beside them that are not packed, such as the LM head,
+/// have tile products.
+CF_HD constexpr bool is_packed(Products p) { return p == Products::packed || p == Products::packed_tiles; }
+/// Whether a plan of these products takes several tokens.
+CF_HD constexpr bool is_tiled(Products p) { return p == Products::tiles || p == Products::packed_tiles; }
+/// A row product takes a slice in chunks of 256 columns, and keeps the slice's activations in registers. The last chunk
+/// may be smaller; that takes kMinRowChunks chunks at least.
+inline constexpr int kChunkColumns = 256, kMinRowChunks = 5, kMaxRowChunks = kMaxSliceColumns / kChunkColumns;
+/// Slices of whole chunks for which the row product has faster loops.
+inline constexpr std::array kWholeSliceColumns{2560, 2048, 1024};
+/// The most columns of a slice of packed weights.
+inline constexpr int kMaxPackedColumns = kMaxSliceColumns;
 /// The head_dims that the kernel for packed weights takes: up to kMaxPackedHeadDim, and kWidePackedHeadDim, for which
 /// DiagonalTile needs few registers. The kernel has no registers left for the tiles of other heads.
 inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
@@ -105,19 +110,17 @@ CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChu
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
-  int grid;             // blocks, one an SM, all resident at once; each has rows of hidden
-  int narrow_columns;   // one of kNarrowColumns, or kAnyColumns: a row product of one token; 0: a tile product of up to
-                        // eight tokens; kPackedColumns or kPackedTiles: packed products of one token or of up to
-                        // eight. What is not packed, such as the LM head, is then a tile product
-  int hidden_slices;    // slices of a row of hidden columns, a power of two
-  int context_slices;   // slices of a row of heads * head_dim columns, a power of two
-  int act_slices;       // slices of a row of intermediate columns, a multiple of hidden_slices
-  int hidden_columns;   // columns of a slice of a hidden row
-  int context_columns;  // columns of a slice of the context
-  int act_columns;      // columns of a slice of an intermediate row
-  bool shared_norms;    // of a tile product: gamma and beta are copied to shared memory
-  int stages;           // of the ring
-  int bytes_in_flight;  // bytes that are requested and have not arrived, at most
+  int grid;  // blocks, one an SM, all resident at once; each has rows of hidden
+  Products products;
+  int hidden_slices;     // slices of a row of hidden columns, a power of two
+  int context_slices;    // slices of a row of heads * head_dim columns, a power of two
+  int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
+  int hidden_columns;    // columns of a slice of a hidden row
+  int context_columns;   // columns of a slice of the context
+  int act_columns;       // columns of a slice of an intermediate row
+  bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
+  int stages;            // of the ring
+  int bytes_in_flight;   // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
   int up_eighths;   // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
@@ -172,6 +175,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
 /// `blocks_per_sm` blocks.
 Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_sm);
 
+std::string to_string(Products);
 std::string to_string(const PersistentPlan&);
 
 }  // namespace cf::cuda

@@ -1,14 +1,15 @@
 #pragma once
 // Products of the tokens with a block's rows of a weight matrix, from the ring, on tensor cores.
 //
-// A row product (Columns != 0) takes one token. A stage holds four consecutive slices of the block's rows as they lie
-// in memory, and each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that
-// slice of the activations in registers. With kAnyColumns there is a loop for every number of chunks a slice may have.
+// A row product takes one token. A stage holds four consecutive slices of the block's rows as they lie in memory, and
+// each of four warps multiplies one of them. A warp meets the same slice of every row, so it keeps that slice of the
+// activations in registers. There is a loop for each of kWholeSliceColumns, and one for every number of chunks that
+// another slice may have.
 //
-// A tile product (Columns == 0) takes up to eight tokens, or slices of any number of columns. A stage holds the same
-// slice of four rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of
-// eight rows. Each of eight warps multiplies some of the slice's columns, and keeps these columns of all tokens in
-// registers. The last slice of a row may be smaller than the others.
+// A tile product takes up to eight tokens, or slices of any number of columns. A stage holds the same slice of four
+// rows; the ring brings the first slice of all rows, then the second, and so on. Two stages are a tile of eight rows.
+// Each of eight warps multiplies some of the slice's columns, and keeps these columns of all tokens in registers. The
+// last slice of a row may be smaller than the others.
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
 
@@ -255,11 +256,13 @@ template <class T, int Chunks, bool Whole, class Reader>
 __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
                              const char* x) {
   using Row = RowProduct<T>;
-  const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+  int thread = thread_index(), slice_columns = Whole ? Chunks * kChunkColumns : p.slice_columns;
+  // The loops for slices of any length do not share what they compute of these: registers have no room for that.
+  if constexpr (!Whole) make_anew(thread), make_anew(slice_columns);
+  const int lane = thread % 32, warp = thread / 32;
   const int unit = warp % kStageSlices, first = (warp / kStageSlices + earlier_stages) % 2, stages = p.stages<false>();
-  const std::uint32_t w_lane = unit * p.slice_columns * 2 + Row::weight_lane(lane);
+  const std::uint32_t w_lane = unit * slice_columns * 2 + Row::weight_lane(lane);
   const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-  const int slice_columns = Whole ? Chunks * kChunkColumns : p.slice_columns;
   const std::uint32_t x_lane = shared_address(x) + slice * slice_columns * 2 + Row::token_lane(lane);
   uint4 token[Chunks];
 #pragma unroll
@@ -324,26 +327,31 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
   }
 }
 
-/// consume_rows() for slices of Columns columns, or with kAnyColumns of any number that a plan may have.
-template <class T, int Columns, class Reader>
+/// consume_rows() by the columns of the product's slices.
+template <class T, class Reader>
 __device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
                                     const char* x) {
-  const auto consume = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-    consume_rows<T, Chunks, (Columns > 0)>(ring, p, sums, earlier_stages, x);
+  const auto whole = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
+    consume_rows<T, Chunks, true>(ring, p, sums, earlier_stages, x);
   };
-  if constexpr (Columns > 0) {
-    static_assert(Columns % kChunkColumns == 0);
-    consume(std::integral_constant<int, Columns / kChunkColumns>());
-  } else {
-    static_assert(kMinAnyChunks == 5 && kMaxAnyChunks == 10);
-    switch (row_chunks(p.slice_columns)) {
-      case 5: consume(std::integral_constant<int, 5>()); break;
-      case 6: consume(std::integral_constant<int, 6>()); break;
-      case 7: consume(std::integral_constant<int, 7>()); break;
-      case 8: consume(std::integral_constant<int, 8>()); break;
-      case 9: consume(std::integral_constant<int, 9>()); break;
-      default: consume(std::integral_constant<int, 10>());
-    }
+  const auto part = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
+    consume_rows<T, Chunks, false>(ring, p, sums, earlier_stages, x);
+  };
+  static_assert(kWholeSliceColumns == std::array{2560, 2048, 1024} && kChunkColumns == 256);
+  if (p.slice_columns == 1024) [[likely]]
+    return whole(std::integral_constant<int, 4>());
+  if (p.slice_columns == 2048) [[likely]]
+    return whole(std::integral_constant<int, 8>());
+  if (p.slice_columns == 2560) [[likely]]
+    return whole(std::integral_constant<int, 10>());
+  static_assert(kMinRowChunks == 5 && kMaxRowChunks == 10);
+  switch (row_chunks(p.slice_columns)) {
+    case 5: return part(std::integral_constant<int, 5>());
+    case 6: return part(std::integral_constant<int, 6>());
+    case 7: return part(std::integral_constant<int, 7>());
+    case 8: return part(std::integral_constant<int, 8>());
+    case 9: return part(std::integral_constant<int, 9>());
+    default: return part(std::integral_constant<int, 10>());
   }
 }
 

@@ -17,9 +17,9 @@ struct Addends {
   __device__ float up_bias() const { return residual; }
 };
 
-template <class T, int Columns, bool Grouped>
+template <class T, Products Kind, bool Grouped>
 class ProductWarps {
-  static constexpr bool Tiles = is_tiled(Columns), Packed = is_packed(Columns);
+  static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind);
   /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
 
@@ -250,7 +250,7 @@ class ProductWarps {
     if constexpr (!Together) {
       const char* const x = x_at(0);
       if (!x) return false;
-      consume_row_product<T, Columns>(reader, product, sums, ring_stages, x);
+      consume_row_product<T>(reader, product, sums, ring_stages, x);
       ring_stages += product.template stages<false>();
     } else if (Packed && !Tiles && has_digits(weight)) {
       consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);

@@ -59,14 +59,14 @@ __device__ inline bool await_token(const Block& block, int token) {
 }
 
 /// Streams a part of a phase's product. Where the kernel takes packed weights, dense ones have tile products.
-template <int Columns>
+template <Products Kind>
 __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Product& p, const char* matrix) {
-  if constexpr (is_packed(Columns))
-    if (packed.is_packed()) return stream_packed<is_tiled(Columns)>(ring, p, packed, matrix);
-  return stream_product < is_tiled(Columns) || is_packed(Columns) > (ring, p, matrix);
+  if constexpr (is_packed(Kind))
+    if (packed.is_packed()) return stream_packed<is_tiled(Kind)>(ring, p, packed, matrix);
+  return stream_product < is_tiled(Kind) || is_packed(Kind) > (ring, p, matrix);
 }
 
-template <int Columns>
+template <Products Kind>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
   RingWriter writer(ring, block.product_warps());
   StreamPointers pointers(c);
@@ -79,7 +79,7 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
       pointers.begin(layer);
       const int start = c.deals.start(layer);
       const PhaseOrder phases = c.phases_of(layer);
-      const LayerKind& kind = c.kinds[is_packed(Columns) ? pointers.kind() : 0];
+      const LayerKind& kind = c.kinds[is_packed(Kind) ? pointers.kind() : 0];
 #pragma unroll 1
       for (int step = 0; go && step < phases.count; ++step) {
         const Phase phase = phases.at(step);
@@ -93,8 +93,8 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
-          go = stream<Columns>(writer, kind.packed[int(weight_of(phase))], Product(c, kind, phase, start, part),
-                               pointers.matrix(weight_of(phase)));
+          go = stream<Kind>(writer, kind.packed[int(weight_of(phase))], Product(c, kind, phase, start, part),
+                            pointers.matrix(weight_of(phase)));
       }
     }
   writer.drain();

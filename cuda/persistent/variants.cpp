@@ -8,8 +8,8 @@ namespace cf::cuda {
 
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b) {
   const auto order = [](const PersistentPlan& p) {
-    return std::tuple(p.narrow_columns, p.hidden_slices, p.context_slices, p.act_slices, p.share_heads,
-                      p.attention_splits, p.split_keys);
+    return std::tuple(p.products, p.hidden_slices, p.context_slices, p.act_slices, p.share_heads, p.attention_splits,
+                      p.split_keys);
   };
   return order(a) == order(b);
 }
@@ -35,11 +35,11 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
           : eighths == 8 ? "nothing hides those on the context"
                          : text(eighths) + " eighths of the MLP's first product before attention",
           {.up_eighths = eighths});
-  if (!is_tiled(plan.narrow_columns)) add("products", "tiles, as with several tokens", {.tile_products = true});
+  if (!is_tiled(plan.products)) add("products", "tiles, as with several tokens", {.tile_products = true});
   for (int splits : {1, 2, 4})
     if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits});
   if (plan.share_heads > 1) add("keys", "each query head loads its own", {.shares_keys = false});
-  if (plan.share_heads == 1 && plan.group_shares > 1 && !is_packed(plan.narrow_columns))
+  if (plan.share_heads == 1 && plan.group_shares > 1 && !is_packed(plan.products))
     add("keys", "a group's heads share them", {.shares_keys = true});
   for (int keys : {1, 32, 64, 256, 512})
     if (plan.attention_splits > 1) add("keys a split", text(keys) + " or more", {.split_keys = keys});

@@ -25,7 +25,7 @@ namespace {
 /// The product whose partial sums have no room beside the rows of the blocks that begin a layer's deals and of those
 /// behind them, or nothing.
 std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
-  const bool tiles = p.narrow_columns == 0;
+  const bool tiles = p.products == Products::tiles;
   const auto fits = [&](int rows, int slices, bool pairs) {
     if (tiles) return kProductWarps * rows <= p.shared_sums;
     if (slices > 1 || pairs) return rows * slices <= p.shared_sums;
@@ -89,7 +89,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
   const PersistentLayout l = persistent_layout(d, p);
   if (const std::string product = sums_fault(d, p); !product.empty()) return "partial sums: " + product;
-  const int sums_bytes = (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (p.narrow_columns ? 8 : 1) * 4;
+  const int sums_bytes =
+      (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (p.products == Products::rows ? 8 : 1) * 4;
   if (l.ring - l.sums < sums_bytes) return "sums";
   if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
   if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
@@ -114,12 +115,12 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
       return "lines";
   if (std::max(all_columns) > kMaxSliceColumns) return "slice columns";
   for (const std::int64_t columns : all_columns)
-    if (p.narrow_columns == kAnyColumns
-            ? row_chunks(int(columns)) < kMinAnyChunks || row_chunks(int(columns)) > kMaxAnyChunks
-            : p.narrow_columns && columns != p.narrow_columns)
-      return "narrow";
-  if (p.narrow_columns && (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
-    return "narrow slices";
+    if (p.products == Products::rows && std::ranges::find(kWholeSliceColumns, columns) == kWholeSliceColumns.end() &&
+        (row_chunks(int(columns)) < kMinRowChunks || row_chunks(int(columns)) > kMaxRowChunks))
+      return "chunks of a row product";
+  if (p.products == Products::rows &&
+      (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
+    return "slices of a row product";
   if (l.hidden_row < 2 * std::max(hidden, context)) return "a token's row";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
     return "keys of a stage";
@@ -192,7 +193,7 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
       }
       const PersistentDims d = persistent_dims(model, batch);
       CAPTURE(to_string(*plan));
-      CHECK(plan->narrow_columns == (batch == 1 ? kPackedColumns : kPackedTiles));
+      CHECK(plan->products == (batch == 1 ? Products::packed : Products::packed_tiles));
       CHECK(plan->smem_bytes <= arch.smem_per_block_bytes);
       CHECK(plan->stages >= 3);
       const LayerDeals deals(d.rows(true), plan->grid);
@@ -276,7 +277,7 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
         // A choice that leaves less or more shared memory to the slices may change them where there is little.
         const bool leaves_slices = v.choice == "none" || v.choices.stages || v.choices.stages_in_flight;
         if (leaves_slices || (sums_alike && arch.sm_count == kH200.sm_count)) CHECK(same_bits(*plan, *own));
-        if (v.choices.tile_products) CHECK(plan->narrow_columns == 0);
+        if (v.choices.tile_products) CHECK(plan->products == Products::tiles);
       }
       CHECK(plans.contains(to_string(*own)));
     }
@@ -326,13 +327,14 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
 TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one token, on an RTX 5090 where a ring fits") {
   struct Expected {
     const char* name;
-    int h200, rtx5090, most_sequences_on_5090;
+    Products rtx5090;
+    int most_sequences_on_5090;
   };
-  for (const Expected& e : {Expected{"llama-3.2-1b", 2048, 2048, 8},
-                            {"llama-3.2-3b", kAnyColumns, kAnyColumns, 4},
-                            {"llama-3.1-8b", kAnyColumns, kAnyColumns, 3},
-                            {"llama-2-7b", kAnyColumns, kAnyColumns, 3},
-                            {"qwen2.5-7b", kAnyColumns, 0, 3}}) {
+  for (const Expected& e : {Expected{"llama-3.2-1b", Products::rows, 8},
+                            {"llama-3.2-3b", Products::rows, 4},
+                            {"llama-3.1-8b", Products::rows, 3},
+                            {"llama-2-7b", Products::rows, 3},
+                            {"qwen2.5-7b", Products::tiles, 3}}) {
     const auto m = find_preset(e.name);
     REQUIRE(m);
     for (const Arch& arch : {kH200, kRtx5090}) {
@@ -341,8 +343,8 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
         CAPTURE(e.name, arch.sm_count, batch);
         const auto plan = plan_persistent(arch, persistent_model(*m, m->dtype), batch);
         CHECK(bool(plan) == (batch <= most));
-        const int of_one = arch.sm_count == kH200.sm_count ? e.h200 : e.rtx5090;
-        if (plan) CHECK(plan->narrow_columns == (batch == 1 ? of_one : 0));
+        const Products of_one = arch.sm_count == kH200.sm_count ? Products::rows : e.rtx5090;
+        if (plan) CHECK(plan->products == (batch == 1 ? of_one : Products::tiles));
       }
     }
   }
