@@ -1,7 +1,8 @@
 // The mutation gate on the GPU: every site of the walk, faulty or not, runs there. In float32 its kernels take no GPTQ
-// weights, whose faults are put into a walk of float16; the persistent kernel, of 16 bits too, gets the faults of what
-// a layer starts from.
+// weights, whose faults are put into a walk of float16. The persistent kernel, of 16 bits too, gets the faults of what
+// a layer starts from, and those of GPTQ weights in layers of sizes that it takes packed.
 #include "apps/verify/device_ops.hpp"
+#include "tests/cuda/persistent_taps.hpp"
 #include "tests/golden/mutations.hpp"
 
 using namespace cf;
@@ -100,4 +101,52 @@ TEST_CASE("Every fault in what the persistent kernel starts from is caught at on
     INFO("fault: " << fault);
     CHECK(2 * caught > files_concerned[fault]);  // one entry of a hundred may weigh less than a rounding
   }
+}
+
+// The oracle's weights are sound.
+TEST_CASE("Every fault of GPTQ weights leaves the persistent kernel's budget at one tap at least",
+          "[gpu][mutation][fused][packed]") {
+  const cuda::Context c = context();
+  const WeightFormat linears = GENERATE(WeightFormat{4, 128}, WeightFormat{4, 32}, WeightFormat{8, 128});
+  const bool shuffled = GENERATE(false, true);
+  const DType dtype = GENERATE(DType::f16, DType::bf16);
+  for (ModelConfig m : {model_of(4, 64, 16, 512), gated_model_of(ModelType::llama, 8, 2, 64, 512, 1024)})
+    for (const std::int64_t batch : {1, 3}) {
+      m.dtype = dtype;
+      const auto layers = [&] {
+        HostLayers host(m, {.batch = batch, .capacity = 40}, "", linears);
+        if (shuffled) host.shuffle_groups();
+        return host;
+      };
+      const HostLayers sound = layers();
+      const auto taps_outside = [&](const Fault& fault) {
+        HostLayers faulty = layers();
+        Fault::Scratch scratch;
+        int changed = 0;
+        for (LinearParams LayerWeights::*linear : HostLayers::kLinears)
+          if (auto* gptq = std::get_if<GptqWeight>(&(faulty.weights[0].weights.*linear).weight)) {
+            if (fault.gptq) fault.gptq(*gptq, scratch);
+            ++changed;
+          }
+        REQUIRE(changed == 4);
+        DeviceLayers on(c, faulty);
+        auto kernel =
+            cuda::PersistentKernel::create(c, cuda::persistent_model(m, m.dtype), on.layers, on.sequences(), on.rope());
+        require_ok(kernel.status());
+        REQUIRE(cuda::is_packed(kernel->plan().products));
+        int outside = 0;
+        compare_taps(*kernel, c, on, sound, 33, [&](std::string_view, const Comparison& error, const Budget& budget) {
+          outside += error.non_finite || !error.within(budget);
+        });
+        return outside;
+      };
+      CAPTURE(m.name, batch, linears.bits, linears.group_size, shuffled, to_string(dtype));
+      CHECK(taps_outside({.name = "no fault"}) == 0);
+      for (const Fault& fault : faults()) {
+        if (!fault.gptq || (!shuffled && fault.name == "GPTQ g_idx is ignored")) continue;
+        if (fault.fine && (dtype == DType::bf16 || linears.bits == 8)) continue;
+        INFO("fault: " << fault.name);
+        CHECK(taps_outside(fault) > 0);
+      }
+    }
 }

@@ -20,6 +20,7 @@
 #include "cuda/persistent/variants.hpp"
 #include "tests/cuda/device_layers.hpp"
 #include "tests/cuda/occupy.hpp"
+#include "tests/cuda/persistent_taps.hpp"
 #include "tests/cuda/two_blocks_kernel.hpp"
 #include "tests/support/grouped.hpp"
 #include "tests/support/refusal.hpp"
@@ -82,12 +83,6 @@ bool same_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
                     [](const Tensor& x, const Tensor& y) { return test::same_bits(x, y); });
 }
 
-std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len) {
-  std::vector<std::int32_t> n;
-  for (std::int64_t b = 0; b < w.batch; ++b) n.push_back(std::max(1, kv_len - 3 * std::int32_t(b)));
-  return n;
-}
-
 /// The arithmetic of a test's layers.
 enum class Kind { parallel, sequential, gated };
 constexpr Kind kKinds[] = {Kind::parallel, Kind::sequential, Kind::gated};
@@ -128,15 +123,15 @@ ModelConfig small_model(DType dtype, std::int64_t layers = 3, Kind kind = Kind::
 
 TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 has SMs, and row and tile products",
           "[gpu][persistent]") {
-  std::set<int> narrow_columns;
+  std::set<cuda::Products> products;
   for (const ModelConfig& m : pythia_presets()) {
     const auto plan = cuda::plan_persistent(planned(Plans::rtx5090).arch(), cuda::persistent_model(m, m.dtype), 1);
     REQUIRE(plan);
     CHECK((plan->grid > cuda::kH200.sm_count || plan->grid == m.hidden_size));  // Pythia-14M has 128 rows
     CHECK(plan->smem_bytes <= cuda::kRtx5090.smem_per_block_bytes);
-    narrow_columns.insert(plan->narrow_columns);
+    products.insert(plan->products);
   }
-  CHECK(narrow_columns == std::set<int>{0, 1024, 2048, 2560});
+  CHECK(products == std::set{cuda::Products::rows, cuda::Products::tiles});
 }
 
 namespace {
@@ -144,39 +139,14 @@ namespace {
 /// Every tap of a layer, and what it appends to the cache, against the double oracle. Few keys have several splits too.
 void check_taps(const HostLayers& host, int kv_len, Plans plans, cuda::PersistentChoices choices = {}) {
   if (!choices.split_keys) choices.split_keys = 16;
-  const ModelConfig& m = host.config;
-  const std::int64_t batch = host.load.batch, capacity = host.load.capacity;
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
-  on.set_kv_len(lengths(host.load, kv_len));
   PersistentKernel kernel = kernel_of(plans, c, on, choices);
   CAPTURE(to_string(kernel.plan()));
-  const LayerTensors got = on.tensors(0);
-  require_ok(kernel.set_probe({.taps = got}));
-  require_ok(run(kernel, c, on));
-
-  LayerState oracle(m, {.batch = batch, .kv_len = capacity, .capacity = capacity}, DType::f64);
-  oracle.hidden = host.hidden.converted(DType::f64);
-  oracle.k_cache = host.k_caches[0].converted(DType::f64);
-  oracle.v_cache = host.v_caches[0].converted(DType::f64);
-  oracle.fill_rope_table(m.rope_theta, m.rope_scaling);
-  oracle.set_kv_len(lengths(host.load, kv_len));
-  const Layer::Args args{.model = m, .weights = host.weights[0].weights, .t = oracle.tensors()};
-  require_ok(cpu_ref::run(args));
-  const auto condition = cpu_ref::condition(args);
-  REQUIRE(condition);
-  const Budget budget = Layer::budget(Layer::dims(args), {DType::f32, m.dtype}, *condition);
-  // Of the caches this compares all entries: the append has changed its own alone.
-  for_each_activation(
-      args.model.shape, Layer::dims(args).step,
-      [&]<class V>(const TensorSpec& t, const V& tap, const Tensor& expected, auto) {
-        if (!is_written(t.role)) return;
-        const auto error = compare(fetch<V::rank>(tap), expected);
-        REQUIRE(error);
-        CAPTURE(t.name, error->rel_l2, budget.rel_l2, error->rel_max, budget.rel_max, error->worst_coordinate);
-        CHECK(error->within(budget));
-      },
-      got, oracle);
+  compare_taps(kernel, c, on, host, kv_len, [](std::string_view tap, const Comparison& error, const Budget& budget) {
+    CAPTURE(tap, error.rel_l2, budget.rel_l2, error.rel_max, budget.rel_max, error.worst_coordinate);
+    CHECK(error.within(budget));
+  });
 }
 
 }  // namespace
@@ -388,7 +358,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), 1);
     REQUIRE(plan);
     CHECK(plan->share_heads == h.share_heads);
-    CHECK(bool(plan->narrow_columns) == (hidden >= 1024));
+    CHECK((plan->products == cuda::Products::rows) == (hidden >= 1024));
     const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530});
     const auto check = [&](const HostLayers& host, int kv_len, const cuda::PersistentChoices& choices) {
       CAPTURE(to_string(plans), h.heads, h.kv_heads, h.head_dim, host.load.batch, kv_len, to_string(dtype));

@@ -311,7 +311,7 @@ TEST_CASE("session: biases that a model lacks are refused", "[gpu][session][bad]
   }
 }
 
-TEST_CASE("session: quantised and mixed layers, as a graph and launch by launch, are the oracle's",
+TEST_CASE("session: quantised and mixed layers, as a graph, launch by launch and persistent, are the oracle's",
           "[gpu][session][gptq]") {
   const DType activation = GENERATE(DType::f16, DType::bf16);
   const bool mixed = GENERATE(false, true);
@@ -331,7 +331,7 @@ TEST_CASE("session: quantised and mixed layers, as a graph and launch by launch,
   poison(session);
   require_ok(session.step(Impl::graph));
   CHECK(bytes(session) == expected);
-  check_layers(session, in, load, activation, kv_len, Impl::graph);
+  for (Impl impl : {Impl::graph, Impl::persistent}) check_layers(session, in, load, activation, kv_len, impl);
 
   const auto refused = [&](auto change, std::initializer_list<std::string_view> parts) {
     LayerWeights changed = in.weights[1].weights;

@@ -244,14 +244,17 @@ inline std::vector<Fault> faults() {
     s.fill_rope_table(std::pow(m.rope_theta, double(m.rotary_dim) / double(m.head_dim())));
   };
   // Each is caught in the files that use the format in question.
-  const auto add_gptq = [&](std::string name, std::function<void(GptqWeight&, Fault::Scratch&)> change) {
+  const auto add_gptq = [&](std::string name, std::function<void(GptqWeight&, Fault::Scratch&)> change) -> Fault& {
     Fault& fault = add(std::move(name));
     fault.everywhere = false;
     fault.quantised = true;
     fault.gptq = std::move(change);
+    return fault;
   };
-  add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; });
-  add_gptq("GPTQ zeros are one too low", [](GptqWeight& w, Fault::Scratch&) { --w.zero_offset; });
+  // Change a row by the sum of scale * x over its inputs, a small part of the row's rounding errors in bfloat16, and
+  // with the smaller scales of 8 bits.
+  add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; }).fine = true;
+  add_gptq("GPTQ zeros are one too low", [](GptqWeight& w, Fault::Scratch&) { --w.zero_offset; }).fine = true;
   add_gptq("GPTQ codes are read high bits first", [](GptqWeight& w, Fault::Scratch& s) {
     const View<const std::int32_t, 2> words = w.qweight;
     const int bits = w.bits;
@@ -259,6 +262,13 @@ inline std::vector<Fault> faults() {
       std::uint32_t from = std::uint32_t(words.data[i]), to = 0;
       for (int shift = 0; shift < 32; shift += bits) to = to << bits | (from >> shift & ((1u << bits) - 1));
       return std::int32_t(to);
+    });
+  });
+  add_gptq("the halves of a byte of GPTQ codes are exchanged", [](GptqWeight& w, Fault::Scratch& s) {
+    const View<const std::int32_t, 2> words = w.qweight;
+    w.qweight = changed(words, s, [=](std::int64_t i) {
+      const std::uint32_t word = std::uint32_t(words.data[i]);
+      return std::int32_t((word & 0x0f0f0f0fu) << 4 | (word >> 4 & 0x0f0f0f0fu));
     });
   });
   add_gptq("GPTQ g_idx is ignored", [](GptqWeight& w, Fault::Scratch& s) {
