@@ -1,8 +1,6 @@
 #pragma once
 // What the helper warps of a block do beside the product warps: they merge partial attention results and fetch what all
 // blocks have made.
-#include <cooperative_groups.h>
-
 #include "cuda/persistent/attention.cuh"
 
 namespace cf::cuda {
@@ -119,7 +117,7 @@ class HelperWarps {
     Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * c.layout.merged_floats +
                           first_gathered(of, split.splits, floats);
     const int at = merger(of, split.splits);
-    return split.split == at ? inbox : cooperative_groups::this_cluster().map_shared_rank(inbox, at);
+    return split.split == at ? inbox : shared_pointer_in(unsigned(at), inbox);
   }
   /// Merges the partial results of the block's warps. Where a share's keys have several splits, each split's block
   /// first sends its partial result of a head to the block that merges this head. It then merges its own heads, from
