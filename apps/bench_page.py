@@ -88,14 +88,26 @@ def peer_factor(figures, model, system, batch, kv_len):
     return "-"
 
 
+def other_gpu(figures, name, model):
+    """The GPU of a file, in brackets, where that of the model's stack is another one."""
+    report, stack = figures[name], figures[f"stack-{model}"]
+    return f" ({report.get('gpu')})" if report and stack and report.get("gpu") != stack.get("gpu") else ""
+
+
 def token_factor(figures, model, system, prompt_len):
-    """The same of a whole token of one sequence behind a prompt; with the GPU where the stack's is another one."""
-    report, stack = figures[f"model-peers-{model}"], figures[f"stack-{model}"]
-    for r in report["results"]["model"] if report else ():
+    """A peer's time for a whole token of one sequence behind a prompt over our fastest, both of one run."""
+    name = f"model-peers-{model}"
+    for r in figures[name]["results"]["model"] if figures[name] else ():
         if (r["system"], r["slots"], r["prompt_len"]) == (system, 1, prompt_len) and "tpot_ratio" in r:
-            gpu = report.get("gpu")
-            return f"{r['tpot_ratio']:.2f}x" + (f" ({gpu})" if stack and gpu != stack.get("gpu") else "")
+            return f"{r['tpot_ratio']:.2f}x" + other_gpu(figures, name, model)
     return "-"
+
+
+def token_share(figures, model, prompt_len):
+    """The time of a whole token of one sequence behind a prompt, and its share of the memory's speed."""
+    name = f"model-{model}"
+    figure = figures.token(name, prompt_len)
+    return share(figure) + (other_gpu(figures, name, model) if figure else "")
 
 
 def headline(figures):
@@ -112,7 +124,7 @@ def headline(figures):
             share(graph),
             share(persistent),
             share(gptq.get(("graph", 1, 128))),
-            share(figures.token(f"model-{model}", 512)),
+            token_share(figures, model, 512),
             *factors,
         ])  # fmt: skip
     peers = "torch in a graph", "HF, compiled"

@@ -1,6 +1,6 @@
 #pragma once
-// Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack_format.hpp), from the ring, by integer tensor
-// cores.
+// Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack_format.hpp), from the ring, by integer
+// tensor cores.
 //
 // Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The
 // error is at most 1 / 65024 of the group's largest |x|, less than the rounding of that element to a 16-bit dtype. An
@@ -31,7 +31,7 @@ static_assert(sizeof(DigitScale) == kDigitScaleBytes);
 
 /// A token's digits in shared memory, 256 bytes a group. Byte 128 h + 64 d + 16 t + b is digit d (0 low, 1 high) of
 /// column 64 h + 8 t + c. For b = 0 to 3 column c is 0, 2, 1, 3. For b = 4 to 7 it is 32 further. For b = 8 to 11 it is
-/// 4, 6, 5, 7, and for b = 12 to 15 it is 32 further. This is the order of the codes in their words (pack_format.hpp).
+/// 4, 6, 5, 7, and for b = 12 to 15 it is 32 further. This is the order of the codes in their words.
 struct Digits {
   char* bytes;
   DigitScale* scales;  // of each group

@@ -24,7 +24,7 @@ struct Quantised : Problem<ops::Linear> {
   GptqWeight& weight() { return std::get<GptqWeight>(args().linear.weight); }
 };
 
-/// The matrix (out, in) that a packed weight holds, read by the words of pack.hpp.
+/// The matrix (out, in) that a packed weight holds, read by the words of pack_format.hpp.
 Tensor unpack(const PackedWeight& w, const GptqLayout& l) {
   Tensor matrix(DType::f64, {w.out, w.in});
   const auto* const codes = reinterpret_cast<const std::uint32_t*>(w.data.data);

@@ -7,7 +7,7 @@
 namespace cf::cuda {
 
 /// The decoder for activations of T. split() makes four pairs of operands of a word's eight codes, which lie in the
-/// order of pack.hpp:
+/// order of pack_format.hpp:
 ///   low[0], low[1]    columns (0, 1) and (2, 3)
 ///   high[0], high[1]  columns (4, 5) and (6, 7)
 template <class T>

@@ -69,8 +69,8 @@ struct GroupScales {
 /// The sums of a group meet their scales where the group ends.
 ///
 /// A lane (g = lane / 4, t = lane % 4) wants of each 16 columns 2t, 2t + 1, 8 + 2t and 9 + 2t in rows g and g + 8. A
-/// chunk's bytes 16 (4g + i) .. hold columns 8i .. 8i + 7 of these rows, and 32 + 8i .. (pack.hpp). So the four lanes of
-/// a row load the same 64 bytes, and each takes its own pair of every word.
+/// chunk's bytes 16 (4g + i) .. hold columns 8i .. 8i + 7 of these rows, and 32 + 8i .. (pack_format.hpp). So the four
+/// lanes of a row load the same 64 bytes, and each takes its own pair of every word.
 template <class T, class Ring, int Tokens>
 __device__ void multiply_codes(const GptqWgmmaCall& c, const Ring& ring, const Steps& steps, int first_row,
                                float (&sum)[Tokens / 2]) {
