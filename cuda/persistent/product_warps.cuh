@@ -91,10 +91,15 @@ class ProductWarps {
   __device__ bool prepare(Phase phase) {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
+    const bool of_input = phase == Phase::qkv || phase == Phase::head;
+    if (of_input || (phase == Phase::up_first && !c.parallel_residual)) {
+      int first = of_input ? 0 : 1, end = phase == Phase::qkv && c.parallel_residual ? 2 : first + 1;
+      make_anew(first), make_anew(end);  // or nvcc makes a copy of norms() for each pair of values
+      if (!norms(first, end)) return false;
+    }
     switch (phase) {
-      case Phase::qkv: return norms(0, c.parallel_residual ? 2 : 1) && digits_of_norm(Weight::qkv);
-      case Phase::head: return norms(0, 1);
-      case Phase::up_first: return (c.parallel_residual || norms(1, 2)) && digits_of_norm(Weight::up);
+      case Phase::qkv: return digits_of_norm(Weight::qkv);
+      case Phase::up_first: return digits_of_norm(Weight::up);
       case Phase::dense: return block.wait(Signal::context_here) && make_digits(Weight::dense);
       case Phase::down:
         return !Packed || Tiles ||
