@@ -89,17 +89,17 @@ enum class Products : int {
   rows,         // one token: a warp multiplies whole slices of rows
   tiles,        // up to eight tokens: all product warps multiply tiles of rows
   packed,       // one token, packed weights in tiles of sixteen rows
-  packed_tiles  // up to eight tokens with the same
+  packed_tiles  // up to eight tokens, packed weights in tiles of sixteen rows
 };
 /// Whether a plan of these products takes packed weights. Weights beside them that are not packed, such as the LM head,
 /// have tile products.
 CF_HD constexpr bool is_packed(Products p) { return p == Products::packed || p == Products::packed_tiles; }
 /// Whether a plan of these products takes several tokens.
 CF_HD constexpr bool is_tiled(Products p) { return p == Products::tiles || p == Products::packed_tiles; }
-/// A row product takes a slice in chunks of 256 columns, and keeps the slice's activations in registers. The last chunk
-/// may be smaller; that takes kMinRowChunks chunks at least.
+/// A row product takes a slice in chunks of 256 columns, and keeps the slice's activations in registers. A slice whose
+/// last chunk may be smaller has kMinRowChunks chunks at least.
 inline constexpr int kChunkColumns = 256, kMinRowChunks = 5, kMaxRowChunks = kMaxSliceColumns / kChunkColumns;
-/// Slices of whole chunks for which the row product has faster loops.
+/// The columns of slices of whole chunks for which the row product has faster loops.
 inline constexpr std::array kWholeSliceColumns{2560, 2048, 1024};
 /// The most columns of a slice of packed weights.
 inline constexpr int kMaxPackedColumns = kMaxSliceColumns;

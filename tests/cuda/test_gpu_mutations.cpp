@@ -103,7 +103,7 @@ TEST_CASE("Every fault in what the persistent kernel starts from is caught at on
   }
 }
 
-// The oracle's weights are sound.
+// The kernel has the faulty weights, the oracle the sound ones.
 TEST_CASE("Every fault of GPTQ weights leaves the persistent kernel's budget at one tap at least",
           "[gpu][mutation][fused][packed]") {
   const cuda::Context c = context();

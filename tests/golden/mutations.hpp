@@ -251,8 +251,8 @@ inline std::vector<Fault> faults() {
     fault.gptq = std::move(change);
     return fault;
   };
-  // Change a row by the sum of scale * x over its inputs, a small part of the row's rounding errors in bfloat16, and
-  // with the smaller scales of 8 bits.
+  // A zero that is off by one changes a row by the sum of scale * x over its inputs. In bfloat16 this is less than the
+  // row's rounding errors, and in float16 too with the smaller scales of 8 bits.
   add_gptq("GPTQ zeros are one too high", [](GptqWeight& w, Fault::Scratch&) { ++w.zero_offset; }).fine = true;
   add_gptq("GPTQ zeros are one too low", [](GptqWeight& w, Fault::Scratch&) { --w.zero_offset; }).fine = true;
   add_gptq("GPTQ codes are read high bits first", [](GptqWeight& w, Fault::Scratch& s) {
