@@ -28,7 +28,8 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/// Waits until all threads of the cluster's blocks have come here. All of them see what any has stored before.
+/// Waits until all threads of the cluster's blocks have come here. Each thread then sees what any of them has stored
+/// before. The threads of a warp call together.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

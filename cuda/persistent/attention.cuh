@@ -214,10 +214,10 @@ struct AttentionTile {
 };
 
 /// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. Below g = lane / 4 and
-/// t = lane % 4. In shared memory the keys of such heads begin a multiple of 128 bytes apart. The same eight elements of
-/// eight keys then lie in the same banks, and one load of them takes eight times as long. So this tile loads eight keys
-/// along a diagonal: load n brings chunk n + i of the i-th key. A chunk is eight elements. Chunk numbers wrap around: a
-/// key's after its last chunk, a value's within each half of 64 elements.
+/// t = lane % 4. In shared memory the keys of such heads begin a multiple of 128 bytes apart. The same eight elements
+/// of eight keys then lie in the same banks, and one load of them takes eight times as long. So this tile loads eight
+/// keys along a diagonal: load n brings chunk n + i of the i-th key. A chunk is eight elements. Chunk numbers wrap
+/// around: a key's after its last chunk, a value's within each half of 64 elements.
 ///
 /// First product, Q K^T: row i of Q holds the query's chunks from chunk i on. So element [i][i] is the score of key i.
 /// The other elements are not used.
@@ -361,7 +361,8 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
 }
 
 /// prepare_head() for a share of several query heads, which have one k and one v. Each half of a warp takes one row: a
-/// query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the cache.
+/// query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the
+/// cache.
 template <class T>
 __device__ bool prepare_share(const Block& block, const KeySplit& split, int layer) {
   constexpr int lanes = 16, at_once = kMaxShareHeadDim / (4 * lanes);

@@ -123,8 +123,8 @@ __device__ void normalise_piece(const float (&x)[kVec], const RowMoments& m, con
   for (int e = 0; e < kVec; ++e) y[e] = (x[e] - m.mean) * m.rstd * gamma[e] + beta[e];
 }
 
-/// Stores the thread's pieces of the normalised row at `to`, with `places` each element at its own place; block 0 stores
-/// the row at `tap` too, if there is one.
+/// Stores the thread's pieces of the normalised row at `to`, with `places` each element at its own place; block 0
+/// stores the row at `tap` too, if there is one.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
                           const Weights& weights, char* to, const int* places, T* tap) {
@@ -163,8 +163,8 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
                           Dependency d, RowPieces<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // A long row is sampled first: one lane of each warp polls the warp's first elements. While most elements are missing,
-  // loads of whole pieces would be in the way.
+  // A long row is sampled first: one lane of each warp polls the warp's first elements. While most elements are
+  // missing, loads of whole pieces would be in the way.
   if (!complete && block.c.dims.hidden > kUnsampledColumns && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
       Tagged two[2];

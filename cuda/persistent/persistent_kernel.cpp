@@ -179,7 +179,8 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
   return kind;
 }
 
-/// The number of a kind in `kinds`, to which a new kind is added. Code::unimplemented for more than kMaxLayerKinds.
+/// The place of `kind` in `kinds`. A kind that is not there is appended. Code::unimplemented for more than
+/// kMaxLayerKinds.
 Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found != kinds.end()) return found - kinds.begin();

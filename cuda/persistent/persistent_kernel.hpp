@@ -48,8 +48,8 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Finds the kernel of a dtype that a plan asks for: compiled for its products, and for shares of one head or of
-/// several.
+/// Returns the compiled kernel for a plan and a dtype. It is compiled for the plan's products, and for shares of one
+/// head or of several.
 using PersistentKernelLookup = const void* (*)(const PersistentPlan& plan, DType dtype);
 
 struct PersistentOptions {

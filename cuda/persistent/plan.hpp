@@ -79,10 +79,10 @@ inline constexpr int kTileKeys = 16;
 /// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
 /// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
-/// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a kv
-/// head share one load. Measured on an H200 with Llama's layers: at kv_len 128 and 512 shared loads are slower. At 2048
-/// they are 2 to 5 % faster than AttentionTile's loads by each head, and DiagonalTile's are 5 to 10 % faster than those.
-/// Larger caches are not measured with DiagonalTile. `cf-layer --ablate` measures them.
+/// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
+/// kv head share one load. Measured on an H200 with Llama's layers: at kv_len 128 and 512 shared loads are slower. At
+/// 2048 they are 2 to 5 % faster than AttentionTile's loads by each head, and DiagonalTile's are 5 to 10 % faster than
+/// those. Larger caches are not measured with DiagonalTile. `cf-layer --ablate` measures them.
 inline constexpr std::int64_t kUnsharedEntries = 2048;
 /// How a block multiplies its rows by the tokens. Each way has kernels of its own.
 enum class Products : int {

@@ -94,7 +94,7 @@ class ProductWarps {
     const bool of_input = phase == Phase::qkv || phase == Phase::head;
     if (of_input || (phase == Phase::up_first && !c.parallel_residual)) {
       int first = of_input ? 0 : 1, end = phase == Phase::qkv && c.parallel_residual ? 2 : first + 1;
-      make_anew(first), make_anew(end);  // or nvcc makes a copy of norms() for each pair of values
+      make_anew(first), make_anew(end);  // nvcc would inline a copy of norms() for each pair of values
       if (!norms(first, end)) return false;
     }
     switch (phase) {
@@ -290,7 +290,8 @@ class ProductWarps {
       block.sync();
     std::uint64_t best = 0;  // of one token's elements
     const bool is_head = phase == Phase::head;
-    // A lane beyond the last element finishes that one too, and stores the same bits: the lanes of a warp do not diverge.
+    // A lane beyond the last element finishes that one too, and stores the same bits: the lanes of a warp do not
+    // diverge.
     const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
     for (int begin = first; begin < work.elements; begin += step) {

@@ -1,6 +1,6 @@
-// The mutation gate on the GPU: every site of the walk, faulty or not, runs there. In float32 its kernels take no GPTQ
-// weights, whose faults are put into a walk of float16. The persistent kernel, of 16 bits too, gets the faults of what
-// a layer starts from, and those of GPTQ weights in layers of sizes that it takes packed.
+// The mutation gate on the GPU: every site of the walk, faulty or not, runs there. The kernels of float32 take no GPTQ
+// weights, so a walk of float16 gets the faults of GPTQ weights. The persistent kernel gets the faults of what a layer
+// starts from. It also gets those of GPTQ weights, in layers of the sizes that it takes packed.
 #include "apps/verify/device_ops.hpp"
 #include "tests/cuda/persistent_taps.hpp"
 #include "tests/golden/mutations.hpp"
