@@ -27,6 +27,7 @@ class DataflowCapture {
   Status run(const Args& args, const LaunchMode& mode) {
     LaunchList launches(context_, scratch_);
     if (mode.after_waiting) launches.start_after_waiting();
+    if (mode.shares_sms) launches.share_sms();
     CF_TRY(prepare(args, launches));
     return add(args, launches, mode);
   }

@@ -17,6 +17,7 @@ struct LayerOps {
   bool few = false;           // ln_qkv takes the place of the four sites from input_layernorm to kv_append
   bool sums = false;          // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
   bool splits_keys = false;   // attention's blocks form clusters
+  bool shares_sms = false;    // of LaunchMode, for ln_qkv and the MLP's first product
   bool side_by_side = false;  // of LaunchMode, for every op
 };
 

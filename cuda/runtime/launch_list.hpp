@@ -21,6 +21,7 @@ struct LaunchShape;  // cuda/runtime/launch.hpp
 struct LaunchMode {
   bool early = false;          // a kernel may start before its predecessor is done (programmatic dependent launch)
   bool after_waiting = false;  // its predecessors let it start only once they have waited for theirs
+  bool shares_sms = false;     // its blocks are laid out to run on an SM together with another kernel's
   bool first_waits = false;    // the first one does not: it is ordered behind work that may still write weights
   bool urgent = false;         // its blocks go before those of other kernels that wait for an SM
   bool side_by_side = false;   // it divides an SM's memory into L1 and shared memory as its neighbours do
@@ -60,6 +61,9 @@ class LaunchList {
   /// for it: LaunchMode::after_waiting.
   void start_after_waiting() { after_waiting_ = true; }
   bool after_waiting() const { return after_waiting_; }
+  /// Says that launches of this list share SMs with others where their op can: LaunchMode::shares_sms.
+  void share_sms() { shares_sms_ = true; }
+  bool shares_sms() const { return shares_sms_; }
   /// Whether the list holds a library's call.
   bool has_calls() const { return has_calls_; }
 
@@ -114,7 +118,8 @@ class LaunchList {
   Arch arch_;
   int device_;
   Scratch scratch_;
-  bool uses_scratch_ = false, trusts_addresses_ = false, after_waiting_ = false, has_calls_ = false;
+  bool uses_scratch_ = false, trusts_addresses_ = false, after_waiting_ = false, shares_sms_ = false,
+       has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

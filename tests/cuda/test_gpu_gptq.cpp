@@ -312,7 +312,7 @@ TEST_CASE("linear on the GPU: what it cannot do with GPTQ weights it says", "[gp
       half, [&](Args& a) { packed(a).data.data = nullptr; }, Code::invalid_argument, "'packed' is null");
   refused(
       half, [&](Args& a) { --packed(a).data.shape[0]; }, Code::invalid_argument,
-      "linear: 'packed' has 383 words, expected 384");
+      "linear: 'packed' has 447 words, expected 448");
   refused(
       half, [&](Args& a) { packed(a).out = 16; }, Code::invalid_argument,
       "linear: the packed weight is (16, 64), expected (32, 64)");

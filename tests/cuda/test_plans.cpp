@@ -159,9 +159,11 @@ Launch linear_tiles_launch(const LinearTilesPlan& plan) {
 
 /// The items are chunks of 64 columns of tiles of 16 rows, a tile's one after the other.
 Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w,
-                          int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm) {
+                          int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm,
+                          bool shares_sms = false) {
   const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4};
-  const GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
+  GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
+  if (plan.grid > 0 && shares_sms) fill_places(arch, sizes.tiles, blocks_per_sm, plan);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
   return {.grid = {plan.grid, 1, 1},
           .threads = gptq_threads(turns),
@@ -174,9 +176,11 @@ Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, c
                       turn = int(warp) % (kGptqParts * turns) / kGptqParts;
             const GptqSlice slice = gptq_slice(plan, block % plan.split * kGptqParts + part);
             std::vector<Range> ranges;
-            for (int t = turn; t < plan.tiles; t += turns)
-              if (const std::int64_t tile = block / plan.split * plan.tiles + t; tile < sizes.tiles)
-                ranges.push_back({tile * sizes.chunks + slice.first, tile * sizes.chunks + slice.first + slice.count});
+            const GptqTiles tiles = gptq_tiles(plan, sizes.tiles, block / plan.split);
+            for (int t = turn; t < tiles.count; t += turns) {
+              const std::int64_t first = std::int64_t(tiles.first + t) * sizes.chunks + slice.first;
+              ranges.push_back({first, first + slice.count});
+            }
             return ranges;
           }};
 }
@@ -262,6 +266,11 @@ const Plan plans[] = {
      }},
     {"query_key_value of 4 bits",
      [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.hidden_size, 3 * m.hidden_size, w); }},
+    {"dense_h_to_4h of 4 bits, on SMs that it shares",
+     [](const Arch& a, Model m, Load w) {
+       return linear_gptq_launch(a, m.hidden_size, m.intermediate_size, w, kLinearGptqTurns, kLinearGptqBlocksPerSm,
+                                 true);
+     }},
     {"dense_4h_to_h of 4 bits",
      [](const Arch& a, Model m, Load w) { return linear_gptq_launch(a, m.intermediate_size, m.hidden_size, w); }},
     {"embed_out", [](const Arch& a, Model m, Load w) { return linear_launch(a, m.hidden_size, m.vocab_size, w); }},
@@ -531,6 +540,11 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     CHECK(kLinearGptqBlocksPerSm * smem_bytes <= kH200.smem_per_sm_bytes);
     CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
   }
+  // 640 tiles of 2.8B's: all places have two or three on shared SMs, and without sharing 214 blocks have three.
+  GptqPlan up = gptq_plan(kH200, {640, 40, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+  CHECK((up.grid == 214 && up.tiles == 3 && gptq_tiles(up, 640, 213).count == 1));
+  fill_places(kH200, 640, kLinearGptqBlocksPerSm, up);
+  CHECK((up.grid == 264 && up.tiles == 3 && up.full == 112 && gptq_tiles(up, 640, 112).count == 2));
   // One block of a cluster finishes up to four elements a thread, and all of them share out more.
   const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
     const GptqPlan p =

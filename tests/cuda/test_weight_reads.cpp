@@ -331,20 +331,24 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
     const char* preset;
     int bits;
     std::int64_t slots, kv_len;
-    bool early;
+    bool early, shares_sms;
   };
-  // ln_qkv of packed weights stands before attention for up to four slots; one slot's keys are split from 129 on.
-  for (const auto& [preset, bits, slots, kv_len, early] :
-       {Case{"pythia-2.8b", 0, 1, 64, true}, Case{"pythia-2.8b", 0, 8, 2048, true},
-        Case{"pythia-2.8b", 4, 1, 128, false}, Case{"pythia-2.8b", 4, 1, 129, true},
-        Case{"pythia-2.8b", 4, 4, 2048, false}, Case{"pythia-2.8b", 4, 8, 128, true},
-        Case{"llama-3.1-8b", 0, 1, 64, true}, Case{"llama-3.1-8b", 4, 1, 64, true}}) {
+  // ln_qkv of packed weights stands before attention for up to four slots. It shares SMs with the MLP's first product
+  // where no product needs a cluster and one slot's keys fit attention's ring. Otherwise attention starts late, unless its
+  // keys are split.
+  for (const auto& [preset, bits, slots, kv_len, early, shares_sms] :
+       {Case{"pythia-2.8b", 0, 1, 64, true, false}, Case{"pythia-2.8b", 0, 8, 2048, true, false},
+        Case{"pythia-2.8b", 4, 1, 128, true, true}, Case{"pythia-2.8b", 4, 1, 512, true, true},
+        Case{"pythia-2.8b", 4, 1, 2048, true, false}, Case{"pythia-2.8b", 4, 4, 2048, false, false},
+        Case{"pythia-2.8b", 4, 8, 128, true, false}, Case{"pythia-410m", 4, 1, 1024, true, true},
+        Case{"pythia-6.9b", 4, 1, 64, false, false}, Case{"pythia-6.9b", 4, 1, 129, true, false},
+        Case{"llama-3.1-8b", 0, 1, 64, true, false}, Case{"llama-3.1-8b", 4, 1, 64, true, false}}) {
     ModelConfig m = *find_preset(preset);
     m.num_hidden_layers = 1;
     Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128});
     step.tensors.layer.max_kv_len = kv_len;
     CAPTURE(preset, bits, slots, kv_len);
-    int attentions = 0;
+    int attentions = 0, sharing = 0;
     REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
                               [&]<class Args>(const Args&, const LaunchMode& mode) {
                                 if constexpr (std::is_same_v<Args, ops::Attention::Args>) {
@@ -354,8 +358,10 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
                                 } else {
                                   CHECK_FALSE(mode.after_waiting);
                                 }
+                                sharing += mode.shares_sms;
                                 return Status();
                               }));
     CHECK(attentions == 1);
+    CHECK(sharing == (shares_sms ? 2 : 0));  // ln_qkv and the MLP's first product
   }
 }

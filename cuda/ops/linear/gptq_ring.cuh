@@ -18,6 +18,10 @@ struct GptqWarp {
   GptqSlice slice;
 
   __device__ GptqWarp(const GptqMatrix& m, const GptqPlan& plan, int turns)
+      : GptqWarp(plan, turns, gptq_tiles(plan, m.tiles, cluster_index())) {}
+
+ private:
+  __device__ GptqWarp(const GptqPlan& plan, int turns, const GptqTiles& of_cluster)
       : lane(threadIdx.x % 32),
         g(lane / 4),
         t(lane % 4),
@@ -25,8 +29,8 @@ struct GptqWarp {
         part(int(index % kGptqParts)),
         turn(turns == 1 ? 0 : int(index / kGptqParts)),
         rank(cluster_rank()),
-        first_tile(cluster_index() * plan.tiles),
-        tiles(min(plan.tiles, m.tiles - first_tile)),
+        first_tile(of_cluster.first),
+        tiles(of_cluster.count),
         slice(gptq_slice(plan, (rank - plan.first_rank) * kGptqParts + part)) {}
 };
 
@@ -62,10 +66,10 @@ class GptqRing {
         at_(at),
         code_bytes_(warp.slice.count * kGptqTileBytes),
         scale_bytes_(warp.slice.groups * kGptqGroupBytes),
-        code_tile_bytes_(long(m.chunks) * kGptqTileBytes),
-        scale_tile_bytes_(long(m.groups) * kGptqGroupBytes),
-        codes_(m.codes + warp.first_tile * code_tile_bytes_ + warp.slice.first * kGptqTileBytes),
-        scales_(m.scales + warp.first_tile * scale_tile_bytes_ + warp.slice.first_group * kGptqGroupBytes) {}
+        code_tile_bytes_(m.chunks * kGptqTileBytes),
+        scale_tile_bytes_(m.groups * kGptqGroupBytes),
+        codes_(m.codes + long(warp.first_tile) * code_tile_bytes_ + warp.slice.first * kGptqTileBytes),
+        scales_(m.scales + long(warp.first_tile) * scale_tile_bytes_ + warp.slice.first_group * kGptqGroupBytes) {}
 
   /// Requests the early stages, before the activations are there.
   __device__ void start() const {
@@ -103,8 +107,8 @@ class GptqRing {
   __device__ void request(int tile, int stage) const {
     char* const to = at_.ring + stage * plan_.stage_bytes;
     arrive_expecting(at_.full + stage, code_bytes_ + scale_bytes_);
-    copy_bulk(to, codes_ + tile * code_tile_bytes_, code_bytes_, at_.full + stage);
-    copy_bulk(to + code_bytes_, scales_ + tile * scale_tile_bytes_, scale_bytes_, at_.full + stage);
+    copy_bulk(to, codes_ + long(tile) * code_tile_bytes_, code_bytes_, at_.full + stage);
+    copy_bulk(to + code_bytes_, scales_ + long(tile) * scale_tile_bytes_, scale_bytes_, at_.full + stage);
   }
   __device__ void request_stages(int first, int end) const {
 #pragma unroll 1
@@ -115,8 +119,7 @@ class GptqRing {
   const GptqPlan& plan_;
   const GptqWarp& warp_;
   const GptqSmem& at_;
-  const int code_bytes_, scale_bytes_;
-  const long code_tile_bytes_, scale_tile_bytes_;
+  const int code_bytes_, scale_bytes_, code_tile_bytes_, scale_tile_bytes_;
   const char *const codes_, *const scales_;
   int stage_ = 0, parity_ = 0;
 };

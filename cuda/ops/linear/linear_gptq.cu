@@ -145,6 +145,7 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
     const bool is_plain = in_order && d.rows() % 4 == 0 && (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);
     return for_each_gptq_launch(launches.arch(), sizes, d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
       c.plan = plan;
+      if (launches.shares_sms()) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
       c.tokens = plan.tokens;
       // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
       // there an element has four rows.

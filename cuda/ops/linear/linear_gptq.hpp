@@ -69,12 +69,13 @@ inline constexpr int kGptqManyTiles = 4;
 /// Pythia-2.8B.
 inline constexpr GptqAhead kGptqSumAhead{.stages = 4, .early = 2};
 
-/// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes `tiles`
-/// tiles of 16 rows. The chunks of 64 columns are divided among the parts of the cluster's blocks. A warp's ring in
+/// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
+/// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's blocks. A warp's ring in
 /// shared memory has `stages` stages for the codes and scales of its part of its next tiles. The cluster's first block
 /// sums up and finishes all elements. Where the elements are many, block r finishes `share` of them, from r * share on.
 struct GptqPlan {
   int split, tiles, share, stages;
+  int full;   // clusters of `tiles` tiles; those behind them have one less
   int early;  // stages that are asked for before the activations are there
   int stage_bytes;
   int chunks, longer;          // a part has `chunks` chunks, the first `longer` parts one more
@@ -86,6 +87,17 @@ struct GptqPlan {
   int grid = 0, smem_bytes = 0;
   int first_rank = 0;  // the cluster's first block that takes this matrix: LinearSum has two matrices
 };
+
+/// The tiles [first, first + count) of a cluster.
+struct GptqTiles {
+  int first, count;
+};
+
+constexpr GptqTiles gptq_tiles(const GptqPlan& p, int tiles_of_matrix, int cluster) {
+  const int behind = cluster > p.full ? cluster - p.full : 0, first = cluster * p.tiles - behind;
+  const int most = p.tiles - (cluster >= p.full), left = tiles_of_matrix - first;
+  return {first, most < left ? most : left};
+}
 
 /// A part's columns: chunks [first, first + count) and the groups that they touch.
 struct GptqSlice {
@@ -156,7 +168,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
   const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
   p.tiles = (tiles + slots - 1) / slots;
-  p.grid = (tiles + p.tiles - 1) / p.tiles * p.split;
+  p.full = (tiles + p.tiles - 1) / p.tiles;
+  p.grid = p.full * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
     // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
@@ -183,6 +196,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .tiles = 0,
              .share = 0,
              .stages = 0,
+             .full = 0,
              .early = 0,
              .stage_bytes = 0,
              .chunks = 0,
@@ -205,6 +219,14 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
   deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, kGptqFarAhead, p);
   return p;
+}
+
+/// Deals the tiles of a plan without clusters to a block in every place of the device. The blocks' tiles differ by one at
+/// most: LaunchMode::shares_sms.
+constexpr void fill_places(const Arch& arch, int tiles, int blocks_per_sm, GptqPlan& p) {
+  if (p.split > 1) return;
+  p.grid = std::min(tiles, blocks_per_sm * arch.sm_count);
+  p.full = tiles - (p.tiles - 1) * p.grid;
 }
 
 /// The plans of LinearSum's two products, which one launch makes. A cluster's first block takes the columns of the first

@@ -202,9 +202,10 @@ struct LnQkvEpilogue {
   }
 };
 
-/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order.
-template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks>
-__global__ void __launch_bounds__(gptq_threads(kLnQkvGptqTurns), 1)
+/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order. With SharesSms a thread has so few
+/// registers that an SM has enough left for a block of linear: LaunchMode::shares_sms.
+template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks, bool SharesSms>
+__global__ void __launch_bounds__(ln_qkv_register_threads(kCompiledFor, SharesSms), 1)
     ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c,
                        const __grid_constant__ GptqMatrix m, const __grid_constant__ GptqPlan plan) {
   constexpr GptqConfig config{
@@ -249,7 +250,8 @@ __global__ void __launch_bounds__(32 * kLnQkvWarps<float>, 4)
 template <template <class, int> class Op, class T>
 struct LnQkvKernels {
   template <GptqTokens Tokens, bool HalfChunks>
-  static constexpr auto kernel = ln_qkv_gptq_kernel<Op, T, Tokens, HalfChunks>;
+  static constexpr auto kernel = ln_qkv_gptq_kernel<Op, T, Tokens, HalfChunks, false>;
+  static auto shares_sms() { return ln_qkv_gptq_kernel<Op, T, GptqTokens::one, false, true>; }
 
   static auto dense(const LnQkvPlan& p) {
     if constexpr (std::is_same_v<T, float>) {
@@ -302,7 +304,12 @@ Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
             ln_qkv_gptq_plan(launches.arch(), sizes, d.hidden, d.tokens() - c.norm.first, weight_bytes);
         if (plan.product.grid == 0) return too_wide(name, d.hidden);
         c.norm.count = plan.product.tokens;
-        const auto kernel = gptq_kernel_for<LnQkvKernels<Op, decltype(zero)>>(plan.product, sizes, d.tokens());
+        using Kernels = LnQkvKernels<Op, decltype(zero)>;
+        auto kernel = gptq_kernel_for<Kernels>(plan.product, sizes, d.tokens());
+        // The layers of a graph have no other op that begins like this one.
+        if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
+          if (launches.shares_sms() && ln_qkv_can_share_sms(launches.arch(), sizes, d.tokens()))
+            kernel = Kernels::shares_sms();
         CF_TRY(launch(name, launches, launch_shape(plan), kernel, c, matrix, plan.product));
       }
       return {};

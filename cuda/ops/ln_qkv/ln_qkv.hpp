@@ -56,10 +56,24 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
                                          std::int64_t tokens, std::int64_t weight_bytes) {
   const int a_token = ln_qkv_token_bytes(hidden, 2);
   const int norm_bytes = int(2 * hidden * weight_bytes);
-  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, {norm_bytes, a_token}), .smem_bytes = 0};
+  LnQkvGptqPlan p{.product = gptq_plan(arch, sizes, tokens, kLnQkvGptqTurns, 1, {norm_bytes, a_token}),
+                  .smem_bytes = 0};
   if (hidden > kMaxLnQkvHidden) p.product.grid = 0;
   p.smem_bytes = p.product.smem_bytes + norm_bytes + p.product.tokens * a_token;
   return p;
+}
+
+/// Whether a kernel with a packed weight leaves registers to a block of linear: that of one token, LaunchMode::shares_sms.
+/// An RTX 5090's needs more registers.
+constexpr bool ln_qkv_can_share_sms(int compute_capability) { return compute_capability < 120; }
+constexpr bool ln_qkv_can_share_sms(const Arch& arch, const GptqSizes& sizes, std::int64_t tokens) {
+  return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && sizes.halves_a_group % 2 == 0;
+}
+/// The threads that the kernel with a packed weight divides an SM's registers among: its own, and where it shares SMs
+/// those of a block of linear.
+constexpr int ln_qkv_register_threads(int compute_capability, bool shares_sms) {
+  const bool shares = shares_sms && ln_qkv_can_share_sms(compute_capability);
+  return gptq_threads(kLnQkvGptqTurns) + (shares ? gptq_threads(kLinearGptqTurns) : 0);
 }
 
 }  // namespace cf::cuda
