@@ -33,15 +33,14 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
              .tokens == tokens;
 }
 
-AttentionPlan attention_plan(const Arch& arch, const LayerTensors& t) {
-  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len);
-}
+constexpr std::int64_t kSharedSmsEntries = 1024;
 
-/// Whether ln_qkv and the MLP's first product, both with packed weights, run on SMs together. On an H100 the layers of
-/// Pythia-410M, 1.4B and 2.8B are 2 to 6 % faster so: data/bench/old-and-new-gptq.json. They are not where attention's keys
-/// outgrow its ring, nor where blocks share a tile's columns, as those of Pythia-6.9B do.
+/// Whether ln_qkv and the MLP's first product, both with packed weights, run on SMs together. On an H200 the layers of
+/// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries: data/bench/old-and-new-gptq.json.
+/// They are slower in caches above kSharedSmsEntries, whose attention takes longer and finds fewer SMs free. On an H100
+/// Pythia-6.9B is slower too, where two blocks share a tile's columns.
 bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
-  if (attention_plan(arch, t).stages > 1) return false;
+  if (t.max_kv_len > kSharedSmsEntries) return false;
   const auto* const qkv = std::get_if<PackedWeight>(&w.query_key_value.weight);
   const auto* const up = std::get_if<PackedWeight>(&w.dense_h_to_4h.weight);
   if (!qkv || !up) return false;
@@ -62,6 +61,11 @@ bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, cons
 /// take the SMs that a cluster waits for.
 bool divides_alike(const LayerOps& ops, const LayerWeights& w) {
   return ops.few && ops.splits_keys && !std::holds_alternative<PackedWeight>(w.query_key_value.weight);
+}
+
+/// Whether attention's blocks form clusters, one block for each split of a query's keys.
+bool splits_keys(const Arch& arch, const LayerTensors& t) {
+  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
 }
 
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
@@ -104,9 +108,8 @@ bool begins_as_ln_qkv(const ModelSpec& m) {
 }
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
-  LayerOps ops{.few = takes_ln_qkv(arch, m, w, t),
-               .sums = takes_sums(arch, m, w, t),
-               .splits_keys = attention_plan(arch, t).splits > 1};
+  LayerOps ops{
+      .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .splits_keys = splits_keys(arch, t)};
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
   ops.side_by_side = divides_alike(ops, w);
   return ops;

@@ -334,12 +334,12 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
     bool early, shares_sms;
   };
   // ln_qkv of packed weights stands before attention for up to four slots. It shares SMs with the MLP's first product
-  // where no product needs a cluster and one slot's keys fit attention's ring. Otherwise attention starts late, unless its
+  // where no product needs a cluster, for one slot of up to 1,024 entries. Otherwise attention starts late, unless its
   // keys are split.
   for (const auto& [preset, bits, slots, kv_len, early, shares_sms] :
        {Case{"pythia-2.8b", 0, 1, 64, true, false}, Case{"pythia-2.8b", 0, 8, 2048, true, false},
-        Case{"pythia-2.8b", 4, 1, 128, true, true}, Case{"pythia-2.8b", 4, 1, 512, true, true},
-        Case{"pythia-2.8b", 4, 1, 2048, true, false}, Case{"pythia-2.8b", 4, 4, 2048, false, false},
+        Case{"pythia-2.8b", 4, 1, 128, true, true}, Case{"pythia-2.8b", 4, 1, 1024, true, true},
+        Case{"pythia-2.8b", 4, 1, 1025, true, false}, Case{"pythia-2.8b", 4, 4, 2048, false, false},
         Case{"pythia-2.8b", 4, 8, 128, true, false}, Case{"pythia-410m", 4, 1, 1024, true, true},
         Case{"pythia-6.9b", 4, 1, 64, false, false}, Case{"pythia-6.9b", 4, 1, 129, true, false},
         Case{"llama-3.1-8b", 0, 1, 64, true, false}, Case{"llama-3.1-8b", 4, 1, 64, true, false}}) {
