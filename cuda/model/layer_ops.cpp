@@ -33,12 +33,14 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
              .tokens == tokens;
 }
 
+/// The largest cache beside which a layer's kernels share SMs. Attention to more entries takes longer, and where others
+/// hold the registers it starts later.
 constexpr std::int64_t kSharedSmsEntries = 1024;
 
-/// Whether ln_qkv and the MLP's first product, both with packed weights, run on SMs together. On an H200 the layers of
-/// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries: data/bench/old-and-new-gptq.json.
-/// They are slower in caches above kSharedSmsEntries, whose attention takes longer and finds fewer SMs free. On an H100
-/// Pythia-6.9B is slower too, where two blocks share a tile's columns.
+/// Whether ln_qkv and the MLP's first product, both with packed weights, share SMs. On an H200 the layers of
+/// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries:
+/// data/bench/old-and-new-gptq.json. Where two blocks share a tile's columns, as Pythia-6.9B's do, the layers are
+/// slower.
 bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   if (t.max_kv_len > kSharedSmsEntries) return false;
   const auto* const qkv = std::get_if<PackedWeight>(&w.query_key_value.weight);
@@ -72,9 +74,9 @@ bool splits_keys(const Arch& arch, const LayerTensors& t) {
 /// it waits. These start late, as other kernels need the SMs more:
 ///   attention.dense           It runs beside the MLP's first product. Where that product has quantised weights its
 ///                             blocks are resident before attention begins, and attention.dense starts early.
-///   attention                 behind ln_qkv with quantised weights, unless attention's blocks form clusters or the
-///                             kernels share SMs
-///   post_attention_layernorm  beside ln_qkv with quantised weights, unless the kernels share SMs
+///   attention                 behind ln_qkv with quantised weights, unless attention's blocks form clusters or
+///                             ln_qkv shares SMs
+///   post_attention_layernorm  beside ln_qkv with quantised weights, unless ln_qkv shares SMs
 /// An early attention starts once its predecessor has waited, and loads older keys meanwhile: LaunchMode::after_waiting.
 bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);

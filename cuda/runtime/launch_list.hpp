@@ -61,7 +61,7 @@ class LaunchList {
   /// for it: LaunchMode::after_waiting.
   void start_after_waiting() { after_waiting_ = true; }
   bool after_waiting() const { return after_waiting_; }
-  /// Says that launches of this list share SMs with others where their op can: LaunchMode::shares_sms.
+  /// Says that launches of this list share SMs with other kernels where their op can: LaunchMode::shares_sms.
   void share_sms() { shares_sms_ = true; }
   bool shares_sms() const { return shares_sms_; }
   /// Whether the list holds a library's call.

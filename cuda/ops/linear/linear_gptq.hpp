@@ -70,12 +70,13 @@ inline constexpr int kGptqManyTiles = 4;
 inline constexpr GptqAhead kGptqSumAhead{.stages = 4, .early = 2};
 
 /// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
-/// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's blocks. A warp's ring in
-/// shared memory has `stages` stages for the codes and scales of its part of its next tiles. The cluster's first block
-/// sums up and finishes all elements. Where the elements are many, block r finishes `share` of them, from r * share on.
+/// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's
+/// blocks. A warp's ring in shared memory has `stages` stages for the codes and scales of its part of its next tiles.
+/// The cluster's first block sums up and finishes all elements. Where the elements are many, block r finishes `share`
+/// of them, from r * share on.
 struct GptqPlan {
   int split, tiles, share, stages;
-  int full;   // clusters of `tiles` tiles; those behind them have one less
+  int full;   // the first `full` clusters take `tiles` tiles, the others one less
   int early;  // stages that are asked for before the activations are there
   int stage_bytes;
   int chunks, longer;          // a part has `chunks` chunks, the first `longer` parts one more
@@ -88,7 +89,7 @@ struct GptqPlan {
   int first_rank = 0;  // the cluster's first block that takes this matrix: LinearSum has two matrices
 };
 
-/// The tiles [first, first + count) of a cluster.
+/// A cluster's tiles: [first, first + count).
 struct GptqTiles {
   int first, count;
 };
@@ -221,8 +222,8 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   return p;
 }
 
-/// Deals the tiles of a plan without clusters to a block in every place of the device. The blocks' tiles differ by one at
-/// most: LaunchMode::shares_sms.
+/// Gives a plan without clusters as many blocks as the device holds at once. Their numbers of tiles differ by one at
+/// most. For LaunchMode::shares_sms.
 constexpr void fill_places(const Arch& arch, int tiles, int blocks_per_sm, GptqPlan& p) {
   if (p.split > 1) return;
   p.grid = std::min(tiles, blocks_per_sm * arch.sm_count);

@@ -202,8 +202,8 @@ struct LnQkvEpilogue {
   }
 };
 
-/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order. With SharesSms a thread has so few
-/// registers that an SM has enough left for a block of linear: LaunchMode::shares_sms.
+/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order. With SharesSms a thread has
+/// fewer registers, and an SM has enough left for a block of linear: LaunchMode::shares_sms.
 template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks, bool SharesSms>
 __global__ void __launch_bounds__(ln_qkv_register_threads(kCompiledFor, SharesSms), 1)
     ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c,

@@ -63,14 +63,14 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
   return p;
 }
 
-/// Whether a kernel with a packed weight leaves registers to a block of linear: that of one token, LaunchMode::shares_sms.
-/// An RTX 5090's needs more registers.
+/// Whether LaunchMode::shares_sms has a kernel of its own: for one token with a packed weight. An RTX 5090's would spill
+/// registers.
 constexpr bool ln_qkv_can_share_sms(int compute_capability) { return compute_capability < 120; }
 constexpr bool ln_qkv_can_share_sms(const Arch& arch, const GptqSizes& sizes, std::int64_t tokens) {
   return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && sizes.halves_a_group % 2 == 0;
 }
-/// The threads that the kernel with a packed weight divides an SM's registers among: its own, and where it shares SMs
-/// those of a block of linear.
+/// The compiler divides an SM's registers among this many threads for the kernel with a packed weight: the block's own,
+/// and with shares_sms those of a block of linear.
 constexpr int ln_qkv_register_threads(int compute_capability, bool shares_sms) {
   const bool shares = shares_sms && ln_qkv_can_share_sms(compute_capability);
   return gptq_threads(kLnQkvGptqTurns) + (shares ? gptq_threads(kLinearGptqTurns) : 0);
