@@ -63,8 +63,8 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
   return p;
 }
 
-/// Whether LaunchMode::shares_sms has a kernel of its own: for one token with a packed weight. An RTX 5090's would spill
-/// registers.
+/// Whether LaunchMode::shares_sms has a kernel of its own: for one token with a packed weight. An RTX 5090's would
+/// spill registers.
 constexpr bool ln_qkv_can_share_sms(int compute_capability) { return compute_capability < 120; }
 constexpr bool ln_qkv_can_share_sms(const Arch& arch, const GptqSizes& sizes, std::int64_t tokens) {
   return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && sizes.halves_a_group % 2 == 0;
