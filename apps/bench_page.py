@@ -242,9 +242,9 @@ def ablation(figures):
 
 
 def timeline(figures):
-    """When a layer's events come, of one kernel or of an earlier and a later one."""
+    """When a layer's events come, of one build or of an earlier and a later one."""
     lines = []
-    for model in ("pythia-2.8b", "llama-3.1-8b"):
+    for model in ("pythia-2.8b", "pythia-2.8b-gptq", "llama-3.1-8b"):
         report = figures[f"timeline-{model}"]
         if not report:
             continue
@@ -501,12 +501,16 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 
 {ablation}
 
-## Where a layer's time goes in the persistent kernel
+## Where a layer's time goes
 
-No weights are multiplied while a block waits. Meanwhile the ring takes the weights that the memory delivers in 5.2 us
-(Pythia-2.8B) or 4.7 us (Llama-3.1-8B). A longer wait leaves the memory idle. Such waits are those for hidden with the
-norms behind it, and Llama's from the rows of q, k and v to the context. Llama's kernel is the last one that loaded keys
-with bank conflicts.
+In the persistent kernel no weights are multiplied while a block waits. Meanwhile the ring takes the weights that the
+memory delivers in 5.2 us (Pythia-2.8B) or 4.7 us (Llama-3.1-8B). A longer wait leaves the memory idle. Such waits are
+those for hidden with the norms behind it, and Llama's from the rows of q, k and v to the context. Llama's kernel is the
+last one that loaded keys with bank conflicts.
+
+The 4-bit layers of Pythia-2.8B are the graph's. In the earlier build no block of the MLP's first product fitted an SM
+beside one of ln_qkv, and attention was launched when ln_qkv was complete. In the later build both start earlier. The
+longest waits left are those of ln_qkv for its activations and of linear_sum for the context.
 
 {timeline}
 
