@@ -59,7 +59,8 @@ struct GptqAhead {
 };
 
 /// One early stage keeps device memory busy until the activations come. The activations' loads queue up behind early
-/// stages, so more early stages are slower.
+/// stages, so more early stages are slower. A layer is slower, too, where a kernel brings the next product's weights
+/// into the L2.
 inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
 /// One token's product of kGptqManyTiles tiles a block or more is faster with a longer ring: its blocks wait longer for
 /// the kernel beside it.
@@ -161,8 +162,8 @@ struct GptqReserved {
   int bytes = 0, bytes_a_token = 0;
 };
 
-/// Deals `tiles` tiles to the clusters of p.split blocks, for p.tokens tokens or fewer where shared memory is short. The
-/// grid is 0 where it has no room for one token. `far_ahead` is for one token and many tiles.
+/// Deals `tiles` tiles to the clusters of p.split blocks, for p.tokens tokens or fewer where shared memory is short.
+/// The grid is 0 where it has no room for one token. `far_ahead` is for one token and many tiles.
 constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, const GptqReserved& reserved,
                                const GptqAhead& far_ahead, GptqPlan& p) {
   // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
@@ -230,8 +231,8 @@ constexpr void fill_places(const Arch& arch, int tiles, int blocks_per_sm, GptqP
   p.full = tiles - (p.tiles - 1) * p.grid;
 }
 
-/// The plans of LinearSum's two products, which one launch makes. A cluster's first block takes the columns of the first
-/// matrix, the others those of the second. The first block finishes all elements.
+/// The plans of LinearSum's two products, which one launch makes. A cluster's first block takes the columns of the
+/// first matrix, the others those of the second. The first block finishes all elements.
 struct GptqSumPlan {
   GptqPlan first, second;
 };
@@ -278,8 +279,8 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
 }
 
 /// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
-/// there are. The kernel of one adds in another order, and multiplies bfloat16 activations as float16. Calls of one token
-/// take it, because it is faster.
+/// there are. The kernel of one adds in another order, and multiplies bfloat16 activations as float16. Calls of one
+/// token take it, because it is faster.
 enum class GptqTokens { one, eight, sixteen };
 
 /// Chooses a Kernels::kernel<GptqTokens, HalfChunks> for a plan. The plan may be for a part of a call of call_tokens
