@@ -29,7 +29,7 @@ __device__ inline void wait_for_cluster() {
 }
 
 /// Waits until all threads of the cluster's blocks have come here. Each thread then sees what any of them has stored
-/// before. The threads of a warp call together.
+/// before. All threads of a warp call this at once.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

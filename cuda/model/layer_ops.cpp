@@ -33,14 +33,14 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
              .tokens == tokens;
 }
 
-/// The largest cache beside which a layer's kernels share SMs. Attention to more entries takes longer, and where others
-/// hold the registers it starts later.
+/// The largest cache, in entries, of a layer whose kernels share SMs. Attention to more entries takes longer, and it
+/// starts later where other kernels hold the registers.
 constexpr std::int64_t kSharedSmsEntries = 1024;
 
 /// Whether ln_qkv and the MLP's first product, both with packed weights, share SMs. On an H200 the layers of
 /// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries:
-/// data/bench/old-and-new-gptq.json. Where two blocks share a tile's columns, as Pythia-6.9B's do, the layers are
-/// slower.
+/// data/bench/old-and-new-gptq.json. Pythia-6.9B's layers are slower so: there the blocks of a cluster divide a tile's
+/// columns.
 bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   if (t.max_kv_len > kSharedSmsEntries) return false;
   const auto* const qkv = std::get_if<PackedWeight>(&w.query_key_value.weight);
@@ -49,11 +49,12 @@ bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, cons
   const Result<GptqLayout> layout = gptq_layout(names_of(m).dense_h_to_4h.name, *up);
   if (!layout) return false;
   const std::int64_t tokens = t.hidden.shape[0];
-  const GptqSizes sizes = gptq_sizes(*layout, t.hidden.dtype);
-  const GptqPlan linear = gptq_plan(arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+  const GptqPlan linear =
+      gptq_plan(arch, gptq_sizes(*layout, t.hidden.dtype), tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
   const LnQkvGptqPlan ln_qkv = packed_ln_qkv_plan(arch, m, w, t, *qkv);
   const int system_bytes = arch.smem_per_sm_bytes - arch.smem_per_block_bytes;  // of each block
-  return ln_qkv_can_share_sms(arch, sizes, tokens) && ln_qkv.product.split == 1 && linear.split == 1 &&
+  return ln_qkv_can_share_sms(arch, ln_qkv.product.halves_a_group, tokens) && ln_qkv.product.split == 1 &&
+         linear.split == 1 &&
          ln_qkv.smem_bytes + linear_gptq_smem_bytes(arch, linear) + 2 * system_bytes <= arch.smem_per_sm_bytes;
 }
 

@@ -216,8 +216,8 @@ struct AttentionTile {
 /// AttentionTile for one query head of 64 or 128 elements; the results are the same to rounding. Below g = lane / 4 and
 /// t = lane % 4. In shared memory the keys of such heads begin a multiple of 128 bytes apart. The same eight elements
 /// of eight keys then lie in the same banks, and one load of them takes eight times as long. So this tile loads eight
-/// keys along a diagonal: load n brings chunk n + i of the i-th key. A chunk is eight elements. Chunk numbers wrap
-/// around: a key's after its last chunk, a value's within each half of 64 elements.
+/// keys along a diagonal: load n brings chunk n + i of the i-th key. A chunk is eight elements. Behind a key's last
+/// chunk comes its first again. For a value the same holds within each half of 64 elements.
 ///
 /// First product, Q K^T: row i of Q holds the query's chunks from chunk i on. So element [i][i] is the score of key i.
 /// The other elements are not used.

@@ -70,8 +70,8 @@
 // threads of a barrier go on or none, and copies are awaited in any case.
 //
 // Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
-// all phases share the code of norms, set-up, product and epilogue: separate code for each phase is fewer instructions
-// to run but more to fetch, and was slower on an H100. The lanes of a warp do not diverge in an epilogue: code behind
+// all phases share the code of norms, set-up, product and epilogue. With code of its own a phase runs fewer
+// instructions, but a layer fetches more, and was slower on an H100. The lanes of a warp do not diverge in an epilogue: code behind
 // it would run twice.
 #include <cuda_runtime.h>
 

@@ -179,8 +179,8 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
   return kind;
 }
 
-/// The place of `kind` in `kinds`. A kind that is not there is appended. Code::unimplemented for more than
-/// kMaxLayerKinds.
+/// Returns the place of `kind` in `kinds`, and appends a kind that is not there. Refuses more than kMaxLayerKinds kinds
+/// with Code::unimplemented.
 Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found != kinds.end()) return found - kinds.begin();

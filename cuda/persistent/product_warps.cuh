@@ -290,8 +290,8 @@ class ProductWarps {
       block.sync();
     std::uint64_t best = 0;  // of one token's elements
     const bool is_head = phase == Phase::head;
-    // A lane beyond the last element finishes that one too, and stores the same bits: the lanes of a warp do not
-    // diverge.
+    // A lane beyond the last element finishes the last element again and stores the same bits. So the lanes of a
+    // warp do not diverge.
     const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
     for (int begin = first; begin < work.elements; begin += step) {

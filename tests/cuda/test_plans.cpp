@@ -540,8 +540,8 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     CHECK(kLinearGptqBlocksPerSm * smem_bytes <= kH200.smem_per_sm_bytes);
     CHECK((kLinearGptqBlocksPerSm + 1) * smem_bytes > kH200.smem_per_sm_bytes);
   }
-  // The MLP's first product of Pythia-2.8B has 640 tiles: 213 blocks take three and the last one takes one. With
-  // fill_places() each of 264 blocks takes two or three.
+  // The MLP's first product of Pythia-2.8B has 640 tiles. By its plan 213 blocks take three tiles and the last block
+  // takes one. fill_places() makes 264 blocks, each with two or three tiles.
   GptqPlan up = gptq_plan(kH200, {640, 40, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
   CHECK((up.grid == 214 && up.tiles == 3 && gptq_tiles(up, 640, 213).count == 1));
   fill_places(kH200, 640, kLinearGptqBlocksPerSm, up);

@@ -95,6 +95,7 @@ struct GptqTiles {
   int first, count;
 };
 
+/// The tiles of cluster `cluster`. The matrix ends within the last cluster's tiles.
 constexpr GptqTiles gptq_tiles(const GptqPlan& p, int tiles_of_matrix, int cluster) {
   const int behind = cluster > p.full ? cluster - p.full : 0, first = cluster * p.tiles - behind;
   const int most = p.tiles - (cluster >= p.full), left = tiles_of_matrix - first;

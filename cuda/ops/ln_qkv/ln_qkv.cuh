@@ -308,7 +308,7 @@ Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
         auto kernel = gptq_kernel_for<Kernels>(plan.product, sizes, d.tokens());
         // The layers of a graph have no other op that begins like this one.
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
-          if (launches.shares_sms() && ln_qkv_can_share_sms(launches.arch(), sizes, d.tokens()))
+          if (launches.shares_sms() && ln_qkv_can_share_sms(launches.arch(), sizes.halves_a_group, d.tokens()))
             kernel = Kernels::shares_sms();
         CF_TRY(launch(name, launches, launch_shape(plan), kernel, c, matrix, plan.product));
       }

@@ -63,14 +63,14 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
   return p;
 }
 
-/// Whether LaunchMode::shares_sms has a kernel of its own: for one token with a packed weight. An RTX 5090's would
-/// spill registers.
+/// Whether ln_qkv has a kernel for LaunchMode::shares_sms: for one token, with a packed weight whose groups are whole
+/// chunks. Compiled for an RTX 5090 that kernel would spill registers.
 constexpr bool ln_qkv_can_share_sms(int compute_capability) { return compute_capability < 120; }
-constexpr bool ln_qkv_can_share_sms(const Arch& arch, const GptqSizes& sizes, std::int64_t tokens) {
-  return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && sizes.halves_a_group % 2 == 0;
+constexpr bool ln_qkv_can_share_sms(const Arch& arch, int halves_a_group, std::int64_t tokens) {
+  return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && halves_a_group % 2 == 0;
 }
-/// The compiler divides an SM's registers among this many threads for the kernel with a packed weight: the block's own,
-/// and with shares_sms those of a block of linear.
+/// The number of threads that the compiler divides an SM's registers among, for the kernel with a packed weight. It
+/// counts the threads of ln_qkv's block, and with shares_sms those of a block of linear too.
 constexpr int ln_qkv_register_threads(int compute_capability, bool shares_sms) {
   const bool shares = shares_sms && ln_qkv_can_share_sms(compute_capability);
   return gptq_threads(kLnQkvGptqTurns) + (shares ? gptq_threads(kLinearGptqTurns) : 0);
