@@ -46,7 +46,7 @@ Status DataflowCapture::add(std::span<const void* const> reads, std::span<const 
     }
   CF_TRY(from_cuda(set_dependencies(context_.stream(), after, edges), "cudaStreamUpdateCaptureDependencies"));
   // The edges say which launches are early; the launches themselves must not.
-  CF_TRY(launches.submit(context_.stream(), {.urgent = mode.urgent, .side_by_side = mode.side_by_side}));
+  CF_TRY(launches.submit(context_.stream(), {.urgent = mode.urgent, .shared_percent = mode.shared_percent}));
 
   const cudaGraphNode_t* nodes = nullptr;
   std::size_t count = 0;

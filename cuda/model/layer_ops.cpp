@@ -13,7 +13,7 @@ LnQkvGptqPlan packed_ln_qkv_plan(const Arch& arch, const ModelSpec& m, const Lay
                                  const PackedWeight& weight) {
   const Result<GptqLayout> layout = gptq_layout(names_of(m).query_key_value.name, weight);
   if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return {};
-  return ln_qkv_gptq_plan(arch, gptq_sizes(*layout, t.hidden.dtype), m.shape.hidden_size, t.hidden.shape[0],
+  return ln_qkv_gptq_plan(arch, gptq_sizes(*layout, t.hidden.shape[0]), m.shape.hidden_size, t.hidden.shape[0],
                           std::int64_t(size_bytes(w.input_layernorm.gamma.dtype)));
 }
 
@@ -39,8 +39,7 @@ constexpr std::int64_t kSharedSmsEntries = 1024;
 
 /// Whether ln_qkv and the MLP's first product, both with packed weights, share SMs. On an H200 the layers of
 /// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries:
-/// data/bench/old-and-new-gptq.json. Pythia-6.9B's layers are slower so: there the blocks of a cluster divide a tile's
-/// columns.
+/// data/bench/old-and-new-gptq.json. Pythia-6.9B's ln_qkv leaves no room for the product's blocks.
 bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   if (t.max_kv_len > kSharedSmsEntries) return false;
   const auto* const qkv = std::get_if<PackedWeight>(&w.query_key_value.weight);
@@ -50,20 +49,23 @@ bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, cons
   if (!layout) return false;
   const std::int64_t tokens = t.hidden.shape[0];
   const GptqPlan linear =
-      gptq_plan(arch, gptq_sizes(*layout, t.hidden.dtype), tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+      gptq_plan(arch, gptq_sizes(*layout, tokens), tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
   const LnQkvGptqPlan ln_qkv = packed_ln_qkv_plan(arch, m, w, t, *qkv);
   const int system_bytes = arch.smem_per_sm_bytes - arch.smem_per_block_bytes;  // of each block
-  return ln_qkv_can_share_sms(arch, ln_qkv.product.halves_a_group, tokens) && ln_qkv.product.split == 1 &&
-         linear.split == 1 &&
+  return ln_qkv.product.digit_bytes && ln_qkv_can_share_sms(gptq_slice_chunks(ln_qkv.product)) &&
+         ln_qkv.product.split == 1 && linear.digit_bytes && linear.split == 1 &&
          ln_qkv.smem_bytes + linear_gptq_smem_bytes(arch, linear) + 2 * system_bytes <= arch.smem_per_sm_bytes;
 }
 
-/// Whether all kernels of a layer divide an SM's memory into L1 and shared memory alike. On an H200 that division is
-/// faster where attention's blocks form clusters, whose SMs then become free sooner. It is slower for attention without
-/// clusters, as for four tokens of 32 heads. It is 5 to 12 % slower for packed weights: blocks of the next kernel then
-/// take the SMs that a cluster waits for.
-bool divides_alike(const LayerOps& ops, const LayerWeights& w) {
-  return ops.few && ops.splits_keys && !std::holds_alternative<PackedWeight>(w.query_key_value.weight);
+/// How all kernels of a layer divide an SM's memory: LaunchMode::shared_percent. Each kernel else has the division that
+/// the driver chooses for its blocks, and waits for SMs that other kernels have with another division. On an H200:
+/// - Dense weights are faster with kSideBySideSharedPercent where attention's blocks form clusters, whose SMs then
+///   become free sooner. They are slower so for attention without clusters, as for four tokens of 32 heads.
+/// - One token of packed weights is faster with all memory shared, as its products need much of it.
+int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
+  if (!ops.few) return 0;
+  if (std::holds_alternative<PackedWeight>(w.query_key_value.weight)) return tokens == 1 ? 100 : 0;
+  return ops.splits_keys ? kSideBySideSharedPercent : 0;
 }
 
 /// Whether attention's blocks form clusters, one block for each split of a query's keys.
@@ -114,7 +116,7 @@ LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, 
   LayerOps ops{
       .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .splits_keys = splits_keys(arch, t)};
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
-  ops.side_by_side = divides_alike(ops, w);
+  ops.shared_percent = shared_percent(ops, w, t.hidden.shape[0]);
   return ops;
 }
 
@@ -122,9 +124,9 @@ LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool early = starts_early(ops, s, w);
   return {.early = early,
           .after_waiting = early && s.id == SiteId::context,
-          .shares_sms = ops.shares_sms && (s.id == SiteId::query_key_value || s.id == SiteId::dense_h_to_4h),
+          .shares_sms = ops.shares_sms && s.id == SiteId::dense_h_to_4h,
           .urgent = ops.few && is_urgent(s),
-          .side_by_side = ops.side_by_side};
+          .shared_percent = ops.shared_percent};
 }
 
 bool is_part_of_ln_qkv(const Site& s) {

@@ -14,11 +14,11 @@ namespace cf::cuda {
 
 /// How a layer's ops are chosen and launched.
 struct LayerOps {
-  bool few = false;           // ln_qkv takes the place of the four sites from input_layernorm to kv_append
-  bool sums = false;          // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
-  bool splits_keys = false;   // attention's blocks form clusters
-  bool shares_sms = false;    // of LaunchMode, for ln_qkv and the MLP's first product
-  bool side_by_side = false;  // of LaunchMode, for every op
+  bool few = false;          // ln_qkv takes the place of the four sites from input_layernorm to kv_append
+  bool sums = false;         // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
+  bool splits_keys = false;  // attention's blocks form clusters
+  bool shares_sms = false;   // ln_qkv and the MLP's first product run on the same SMs: LaunchMode, for the latter
+  int shared_percent = 0;    // of LaunchMode, for every op
 };
 
 /// Whether a layer's first four sites, of however many tokens, are those of ln_qkv: LayerNorm, and q, k and v that are

@@ -18,6 +18,7 @@
 //
 // gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 // digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
+#include "cuda/device/digits.cuh"
 #include "cuda/persistent/product.cuh"
 
 namespace cf::cuda {
@@ -60,7 +61,7 @@ struct Digits {
 #pragma unroll
     for (int bit = 1; bit < 16; bit *= 2) top = max(top, __shfl_xor_sync(~0u, top, bit));
     const bool finite = top < 0x7f800000u;
-    const float most = fmaxf(__uint_as_float(top), kLeast), inverse = finite ? __fdividef(kLargest, most) : 0;
+    const float most = fmaxf(__uint_as_float(top), kLeast), inverse = finite ? __fdividef(kLargestDigits, most) : 0;
     unsigned v[kVec];
     int sum = 0;
 #pragma unroll
@@ -75,19 +76,17 @@ struct Digits {
     const int group = column / kDigitColumns, piece = column / kVec % 16;
     std::uint32_t* const to =
         reinterpret_cast<std::uint32_t*>(bytes + group * 256 + piece / 8 * 128 + piece % 4 * 16 + piece / 4 % 2 * 4);
+    const DigitWords words = digit_words(v);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const unsigned even = __byte_perm(v[4 * half], v[4 * half + 2], 0x5140),
-                     odd = __byte_perm(v[4 * half + 1], v[4 * half + 3], 0x5140);
-      to[2 * half] = __byte_perm(even, odd, 0x5410) ^ 0x80808080u;
-      to[2 * half + 16] = __byte_perm(even, odd, 0x7632);
+    for (int u = 0; u < 2; ++u) {
+      to[2 * u] = words.low[u];
+      to[2 * u + 16] = words.high[u];
     }
-    if (lane % 16 == 0) scales[group] = {finite ? most * (1 / (16 * kLargest)) : NAN, 16 * float(sum)};
+    if (lane % 16 == 0) scales[group] = {finite ? most * (1 / (16 * kLargestDigits)) : NAN, 16 * float(sum)};
   }
 
  private:
-  // |v| <= kLargest leaves room for the carry of the low digit.
-  static constexpr float kLargest = 32512, kLeast = 1e-30f;
+  static constexpr float kLeast = 1e-30f;
 };
 
 /// Streams the product's rows of a packed matrix. A stage is one slice of one tile. With one token the ring brings
@@ -169,15 +168,12 @@ struct PackedSums {
   /// Adds a group of columns. `codes` and `digits` point to the lane's bytes of the group, `scales` to the scales and
   /// zeros of the lane's two rows.
   __device__ void add(const char* codes, const char* digits, const char* scales, const DigitScale& of_group) {
-    int low[4] = {}, high[4] = {};  // sums of codes and of sixteen times the codes, with the lower and the upper digit
+    DigitSums sums{};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint4 w = *reinterpret_cast<const uint4*>(codes + h * kGptqTileBytes),
-                  x = *reinterpret_cast<const uint4*>(digits + h * 128);
-      constexpr unsigned lower = 0x0f0f0f0fu, upper = 0xf0f0f0f0u;
-      mma_bytes(low, w.x & lower, w.y & lower, w.z & lower, w.w & lower, x.x, x.y);
-      mma_bytes(high, w.x & upper, w.y & upper, w.z & upper, w.w & upper, x.z, x.w);
-    }
+    for (int h = 0; h < 2; ++h)
+      sums.add(*reinterpret_cast<const uint4*>(codes + h * kGptqTileBytes),
+               *reinterpret_cast<const uint4*>(digits + h * 128));
+    const auto& [low, high] = sums;
     const uint2 words = *reinterpret_cast<const uint2*>(scales);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -18,12 +18,6 @@ struct LaunchShape {
   int cluster_blocks = 1;      // blocks of a cluster, along x
 };
 
-/// The percentage of an SM's L1 that is shared memory where kernels run side by side. On an H200 this is 132 KB:
-/// attention's block fits beside three blocks of a product, and what is left of the L1 has room for the products'
-/// loads. Of 44, 58, 65, 72 and 100, Pythia-2.8B with a cache of 2048 is fastest with 58 and 65. With 100 it is slower
-/// than with the driver's own divisions.
-inline constexpr int kSideBySideSharedPercent = 58;
-
 /// Adds a kernel's launch with its arguments to the list. `op` outlives the list. A kernel that is submitted early must
 /// call wait_for_predecessors() before it reads what its predecessors write, or writes what they read or write.
 template <class... Params, class... Args>

@@ -108,9 +108,9 @@ Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
       attributes[config.numAttrs].id = cudaLaunchAttributePriority;
       attributes[config.numAttrs++].val.priority = greatest_priority;
     }
-    if (mode.side_by_side) {
+    if (mode.shared_percent > 0) {
       attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-      attributes[config.numAttrs++].val.sharedMemCarveout = kSideBySideSharedPercent;
+      attributes[config.numAttrs++].val.sharedMemCarveout = mode.shared_percent;
     }
     if (l.cluster_blocks > 1) {
       attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;

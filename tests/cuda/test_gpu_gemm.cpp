@@ -365,7 +365,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
         if (packed) {
           const Result<cuda::GptqLayout> layout = cuda::gptq_layout("linear", *packed);
           REQUIRE(layout);
-          REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout, p.args().x.dtype), tokens, count));
+          REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout, tokens), tokens, count));
         } else {
           REQUIRE(cuda::for_each_linear_launch(tokens, count));
         }

@@ -54,6 +54,18 @@ TEST_CASE("linear on the GPU: GPTQ weights with every epilogue, number of tokens
       }
 }
 
+TEST_CASE("linear on the GPU: one token with GPTQ weights, slices of every length and the groups that they touch",
+          "[gpu][gptq]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (std::int64_t group : {64, 128, 192, 256, 1 << 14})
+      for (bool desc_act : {false, true})
+        for (std::int64_t in : {1088, 2112, 2624, 3072, 3520, 3840, 4096, 4160}) {
+          INFO("in " << in << ", group " << group);
+          CHECK(check_on_device<ops::Linear>(setup(activation, {4, group, 1, desc_act}, std::uint64_t(in)),
+                                             linear_example(1, in, 40, ops::Epilogue::none)));
+        }
+}
+
 TEST_CASE("linear on the GPU: GPTQ weights with a bias of another type than the activations", "[gpu][gptq]") {
   for (DType activation : {DType::f16, DType::bf16})
     for (DType bias : {DType::f16, DType::bf16, DType::f32})
@@ -94,15 +106,22 @@ TEST_CASE("linear on the GPU: GPTQ weights with heavy-tailed activations", "[gpu
           Setup s = setup(activation, format);
           s.fill = fill;
           INFO("tokens " << tokens << ", group " << format.group_size);
-          CHECK(check_on_device<ops::Linear>(s, linear_example(tokens, 2560, 160, ops::Epilogue::none)));
+          for (std::int64_t in : {2560, 4096})
+            CHECK(check_on_device<ops::Linear>(s, linear_example(tokens, in, 160, ops::Epilogue::none)));
         }
 }
 
-TEST_CASE("linear on the GPU: GPTQ weights and one bfloat16 token of any magnitude", "[gpu][gptq]") {
+TEST_CASE("linear on the GPU: GPTQ weights and one token of any magnitude", "[gpu][gptq]") {
   cuda::Context c = context();
   constexpr std::int64_t in = 640, out = 72;
-  for (bool desc_act : {false, true}) {
-    DeviceProblem<ops::Linear> p(setup(DType::bf16, {4, 128, 1, desc_act}), {{1, in, out, false}, {}});
+  // The powers of two by which no number of the type becomes infinite or loses bits.
+  const std::vector<int> of_float16{1, 3, 6}, of_bfloat16{-80, -40, -1, 1, 15, 40, 100};
+  for (auto [dtype, desc_act] : {std::pair{DType::bf16, false}, {DType::bf16, true}, {DType::f16, false}}) {
+    const bool is_half = dtype == DType::f16;
+    const int exponent = is_half ? 1 << 10 : 1 << 7;  // the exponent's lowest bit
+    const auto infinity = std::uint16_t(is_half ? 0x7c00 : 0x7f80), nan = std::uint16_t(is_half ? 0x7e00 : 0x7fc0);
+    INFO(to_string(dtype));
+    DeviceProblem<ops::Linear> p(setup(dtype, {4, 128, 1, desc_act}), {{1, in, out, false}, {}});
     p.args().linear.bias = {};
     std::vector<std::uint16_t> x(in), changed(in);
     require_cuda(cudaMemcpy(x.data(), p.args().x.data, 2 * in, cudaMemcpyDefault));
@@ -113,9 +132,12 @@ TEST_CASE("linear on the GPU: GPTQ weights and one bfloat16 token of any magnitu
       return host.tensor(host.blocks().back());
     };
     // A power of two times the token gives the same power of two times the product, bit by bit.
+    for (std::uint16_t& value : x)  // float16's subnormal numbers have no exponent to add to
+      if ((value & infinity) == 0) value = 0;
     const Tensor y = y_of(x);
-    for (int power : {-80, -40, -1, 1, 15, 40, 100}) {
-      for (std::size_t i = 0; i < x.size(); ++i) changed[i] = x[i] & 0x7fff ? std::uint16_t(x[i] + power * 128) : x[i];
+    for (int power : is_half ? of_float16 : of_bfloat16) {
+      for (std::size_t i = 0; i < x.size(); ++i)
+        changed[i] = x[i] & 0x7fff ? std::uint16_t(x[i] + power * exponent) : x[i];
       const Tensor got = y_of(changed);
       std::int64_t wrong = 0;
       for (std::int64_t i = 0; i < out; ++i) wrong += got.at(i) != std::ldexp(y.at(i), power);
@@ -123,7 +145,7 @@ TEST_CASE("linear on the GPU: GPTQ weights and one bfloat16 token of any magnitu
       CHECK(wrong == 0);
     }
     // Zeros, an infinity, a NaN.
-    for (std::uint16_t special : {std::uint16_t(0), std::uint16_t(0x7f80), std::uint16_t(0x7fc0)}) {
+    for (std::uint16_t special : {std::uint16_t(0), infinity, nan}) {
       changed = x;
       if (special == 0)
         changed.assign(x.size(), 0);

@@ -66,31 +66,6 @@ TEST_CASE("ln_qkv on the GPU gives the bits of its parts with GPTQ weights too",
   check_bits(DType::bf16, {4, 32, 0, true});
 }
 
-TEST_CASE("ln_qkv on the GPU gives one token the same bits from the kernel that shares SMs", "[gpu][ln_qkv][gptq]") {
-  cuda::Context c = context();
-  for (DType activation : {DType::f16, DType::bf16})
-    for (bool desc_act : {false, true})
-      for (auto [hidden, heads, head_dim] : {std::tuple{512, 8, 64}, {1024, 2, 64}, {2560, 3, 80}}) {
-        Setup s{.model = model_of(heads, head_dim, head_dim / 4, 8),
-                .load = {1, 1, 30, 31},
-                .activation = activation,
-                .gptq = {4, 128, 1, desc_act}};
-        s.weight = s.values = activation;
-        INFO(describe(s) << ", hidden " << hidden);
-        auto sizes = ops::example<ops::LnQkv>(s.model, s.load);
-        sizes.first.hidden = hidden;
-        DeviceProblem<ops::LnQkv> usual(s, sizes), sharing(s, sizes);
-        cuda::LaunchList usual_launches(c), launches(c);
-        launches.share_sms();
-        REQUIRE(cuda::prepare(usual.args(), usual_launches));
-        REQUIRE(cuda::prepare(sharing.args(), launches));
-        CHECK_FALSE(launches.is_like(usual_launches));
-        REQUIRE(launches.submit(c.stream()));
-        const bool same = sharing.fetch().bytes() == usual.run(c).bytes();
-        CHECK(same);
-      }
-}
-
 TEST_CASE("ln_qkv on the GPU refuses a hidden that no block holds", "[gpu][ln_qkv][bad]") {
   const Setup s{.model = model_of(1, 64, 16, 8), .load = {1, 1, 2, 2}, .activation = DType::f16};
   auto sizes = ops::example<ops::LnQkv>(s.model, s.load);

@@ -161,7 +161,7 @@ Launch linear_tiles_launch(const LinearTilesPlan& plan) {
 Launch linear_gptq_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w,
                           int turns = kLinearGptqTurns, int blocks_per_sm = kLinearGptqBlocksPerSm,
                           bool shares_sms = false) {
-  const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4};
+  const GptqSizes sizes{int((out + 15) / 16), int((in + 63) / 64), 4, w.tokens() == 1};
   GptqPlan plan = gptq_plan(arch, sizes, w.tokens(), turns, blocks_per_sm);
   if (plan.grid > 0 && shares_sms) fill_places(arch, sizes.tiles, blocks_per_sm, plan);
   if (plan.grid == 0) return {.threads = 32, .share = {}};  // too many columns: the call is refused
@@ -511,29 +511,41 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   for (const Arch& arch : {kH200, kRtx5090})
     for (int halves : {1, 2, 3, 4, 8, 640})
       for (int chunks : {1, 2, 7, 40, 64, 65, 160, 256, 319, 320})
-        for (std::int64_t tokens : {1, 8, 16}) {
-          const GptqPlan p = gptq_plan(arch, {160, chunks, halves}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-          INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability);
+        for (auto [tokens, one_token] : {std::pair<std::int64_t, bool>{1, false}, {1, true}, {8, false}, {16, false}}) {
+          if (one_token && halves % 2) continue;
+          const GptqSizes sizes{160, chunks, halves, one_token};
+          const GptqPlan p = gptq_plan(arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+          INFO(chunks << " chunks, " << halves << " half chunks a group, sm_" << arch.compute_capability
+                      << (one_token ? ", one token" : ""));
           REQUIRE(p.grid > 0);
           CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
           CHECK((p.early >= 1 && p.early <= p.stages));
           const int elements = p.tiles * kGptqRows << p.token_bits;
           CHECK((p.share % kGptqRows == 0 && p.share <= elements && p.share * p.split >= elements));
-          CHECK((kGptqMaxChunks - 1) * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
+          CHECK(kGptqOneTokenGroups * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
+          CHECK(bool(p.digit_bytes) == one_token);
           for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
           for (int i = 0; i < p.split * kGptqParts; ++i) {
             const GptqSlice s = gptq_slice(p, i);
-            CHECK(s.count <= kGptqMaxChunks);
+            CHECK(s.count <= gptq_most_chunks(arch, sizes));
+            if (one_token) {
+              CHECK(s.count * kGptqDigitBytes <= p.digit_bytes);
+              // A fifth group is the slice's last chunk, and its fifth.
+              const bool has_fifth = s.groups > kGptqOneTokenGroups;
+              CHECK((!has_fifth || (s.groups == kGptqOneTokenGroups + 1 && s.count == s.groups)));
+            }
             CHECK(s.count * kGptqTileBytes + s.groups * kGptqRows * 4 <= p.stage_bytes);
           }
         }
   // A weight of 2.8B's or 6.9B's keeps every SM of an H200 busy with one token; the larger have the longer rings.
   for (auto [in, out] :
        {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}, {4096, 12288}, {4096, 16384}, {16384, 4096}}) {
-    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-    const bool small = in == 2560 || out == 2560;
-    CHECK(p.stages == (small ? kGptqAhead : kGptqFarAhead).stages);
-    CHECK(p.early == (small ? kGptqAhead : kGptqFarAhead).early);
+    const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    const bool is_far = p.tiles >= kGptqFarAhead.many_tiles;
+    CHECK(is_far == (in == 16384));
+    // Shared memory has room for two of the four stages of so many columns.
+    CHECK(p.stages == 2);
+    CHECK(p.early == (is_far ? 2 : kGptqAhead.early));
     CHECK(p.grid >= 200);
     CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
     const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;
@@ -542,14 +554,14 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   }
   // The MLP's first product of Pythia-2.8B has 640 tiles. By its plan 213 blocks take three tiles and the last block
   // takes one. fill_places() makes 264 blocks, each with two or three tiles.
-  GptqPlan up = gptq_plan(kH200, {640, 40, 4}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+  GptqPlan up = gptq_plan(kH200, {640, 40, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
   CHECK((up.grid == 214 && up.tiles == 3 && gptq_tiles(up, 640, 213).count == 1));
   fill_places(kH200, 640, kLinearGptqBlocksPerSm, up);
   CHECK((up.grid == 264 && up.tiles == 3 && up.full == 112 && gptq_tiles(up, 640, 112).count == 2));
   // One block of a cluster finishes up to four elements a thread, and all of them share out more.
   const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
-    const GptqPlan p =
-        gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4}, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
+    const GptqPlan p = gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4, tokens == 1}, tokens, kLinearGptqTurns,
+                                 kLinearGptqBlocksPerSm);
     return ((p.tiles * kGptqRows << p.token_bits) + p.share - 1) / p.share;
   };
   CHECK(finishers(10240, 2560, 8) == 1);

@@ -2,6 +2,7 @@
 // Activations: a warp's slice of x, as operands in registers or in shared memory.
 #include <type_traits>
 
+#include "cuda/device/digits.cuh"
 #include "cuda/ops/linear/gptq_config.cuh"
 #include "cuda/ops/linear/gptq_fragment.cuh"
 #include "cuda/ops/linear/gptq_ring.cuh"
@@ -48,127 +49,140 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
 /// put the variables into local memory.
 __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a : b; }
 
-/// One token's slice of x in registers, as float16. A product has eight columns, and lanes 4n to 4n + 3 hold the
-/// activations of column n, two vectors of each chunk. Every column takes one group of the slice, and zeros for the
-/// other groups' chunks. So a group's sum meets its scale once, after the last chunk.
+/// One token's slice of x in registers, as digits: x[k] = factor * v[k]. The error is at most 1 / 65024 of the slice's
+/// largest |x|, less than the rounding of that element to a 16-bit dtype. A product has eight columns, a pair for each
+/// group of weights of the slice: one column has the low digits of the group's activations, the other one the high
+/// digits, and both have zeros for the other groups' chunks. So a group's sums meet their scale once, after the last
+/// chunk. Four groups have pairs. A fifth group, of one chunk, has the first pair once more. Lanes 4n to 4n + 3 hold
+/// column n.
 ///
-/// A float16 operand of codes takes fewer instructions than a bfloat16 one. So bfloat16 activations become float16. They
-/// are multiplied by the power of two that brings the slice's largest to [2^14, 2^15), and the sums by its inverse. The
-/// conversion is exact for activations above 2^-31 of the slice's largest. Smaller ones lose at most 2^-39 of the
-/// largest, which is less than float32 sums lose.
+/// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
+/// digits take 0.25.
 template <class T, GptqConfig C>
 class GptqOneTokenX {
  public:
   __device__ GptqOneTokenX(const GptqMatrix& m, const GptqPlan& plan, const GptqWarp& warp, const GptqChunkOrder<C>&,
                            const GptqSmem& at, int /*tokens*/)
       : m_(m), warp_(warp), at_(at) {
-    const int from = (warp.slice.first_group + warp.g) * plan.halves_a_group / 2 - warp.slice.first;
-    const int to = min(from + plan.halves_a_group / 2, warp.slice.count);
-    chunks_ = to > max(from, 0) ? (1u << to) - (1u << max(from, 0)) : 0;
+    const int half = plan.halves_a_group / 2, group = warp.slice.first_group + warp.g / 2;  // the first of the lane's
+    const auto chunks_of = [&](int group) {
+      const int from = group * half - warp.slice.first, to = min(from + half, warp.slice.count);
+      return to > max(from, 0) ? (1u << to) - (1u << max(from, 0)) : 0;
+    };
+    chunks_ = chunks_of(group) | chunks_of(group + kGptqOneTokenGroups);
   }
 
-  /// Loads the slice. x(0) points to the token's activations.
+  /// Loads the slice, up to two vectors a lane. x(0) points to the token's activations.
   template <class X>
   __device__ void load(X x) {
     const T* const token = x(0);
-    if (by_way_of_smem()) {
 #pragma unroll
-      for (int i = 0; i < kLaneVectors; ++i) {
-        const int v = warp_.lane + 32 * i, at = column(0, 0) + v * kVec;
-        loaded_[i] = {};
-        if (v >= warp_.slice.count * kChunkVectors) continue;
-        if (m_.order)
-          loaded_[i] = load_columns<true>(m_, token, at);
-        else if (at < m_.in)
-          loaded_[i] = load_columns<false>(m_, token, at);
-      }
-    } else {
-      for_each_vector([&](int c, int i, bool has_group) {
-        const int at = column(c, warp_.t + 4 * i);
-        x_[c][i] = has_group && at < m_.in ? load_columns<false>(m_, token, at) : uint4{};
-      });
+    for (int i = 0; i < kLaneVectors; ++i) {
+      const int v = vector(i), column = warp_.slice.first * kGptqColumns + v * kVec;
+      loaded_[i] = {};
+      if (v >= warp_.slice.count * kChunkVectors) continue;
+      if (m_.order)
+        loaded_[i] = load_columns<true>(m_, token, column);
+      else if (column < m_.in)
+        loaded_[i] = load_columns<false>(m_, token, column);
     }
   }
 
-  /// Puts every vector at its product column, and adds up the activations.
+  /// Makes the digits. The warp's lanes exchange them in shared memory: 128 bytes a chunk, in the order of
+  /// digit_words(). Byte 64 d + 16 t + 8 u + 4 h + b is digit d of column 32 h + 8 t + c, where c is that of byte b of
+  /// word u.
   __device__ void prepare() {
-    if (by_way_of_smem()) {
-      if constexpr (!std::is_same_v<T, f16>) make_float16();
+    const float inverse = make_factor();
+    char* const bytes = reinterpret_cast<char*>(at_.x);
 #pragma unroll
-      for (int i = 0; i < kLaneVectors; ++i)
-        if (const int v = warp_.lane + 32 * i; v < kGptqMaxChunks * kChunkVectors) at_.x[v] = loaded_[i];
-      __syncwarp();
-      for_each_vector([&](int c, int i, bool has_group) {
-        x_[c][i] = has_group ? at_.x[c * kChunkVectors + i * 4 + warp_.t] : uint4{};
-      });
+    for (int i = 0; i < kLaneVectors; ++i) {
+      const int v = vector(i);
+      if (v >= warp_.slice.count * kChunkVectors) continue;
+      float x[kVec];
+      unpack(loaded_[i], x, T{});
+      unsigned whole[kVec];
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) whole[e] = __float_as_uint(fmaf(x[e], inverse, 0x1.8p23f + 128));
+      const DigitWords words = digit_words(whole);
+      char* const to = bytes + v / kChunkVectors * kGptqDigitBytes + v % 4 * 16 + v / 4 % 2 * 4;
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        *reinterpret_cast<std::uint32_t*>(to + 8 * u) = words.low[u];
+        *reinterpret_cast<std::uint32_t*>(to + 8 * u + kGptqDigitBytes / 2) = words.high[u];
+      }
     }
-    for_each_vector([&](int c, int i, bool) { add_up<f16>(x_[c][i], ones_[i]); });
-    if constexpr (!C.sums_x_late()) sum_all();
+    __syncwarp();
+    const char* const from = bytes + warp_.g % 2 * (kGptqDigitBytes / 2) + warp_.t * 16;
+    for_each_chunk([&](int c) {
+      x_[c] = chunks_ >> c & 1 ? *reinterpret_cast<const uint4*>(from + c * kGptqDigitBytes) : uint4{};
+    });
   }
-  /// Adds up the activations of all chunks. add_up() made two chains of products for it, whose results come late. Where
-  /// C.sums_x_late(), the chains run beside the first tile's products.
+  /// Adds up the integers of each group, which takes two chains of products. They run beside the first tile's.
   __device__ void sum_all() {
-    const float all[] = {ones_[0][0] + ones_[1][0], 0, ones_[0][2] + ones_[1][2], 0};
-    sums_ = sums_of_x(all, warp_.t);
+    constexpr unsigned ones = 0x01010101u;
+    constexpr int fifth = kGptqOneTokenGroups;
+    int first[4] = {}, second[4] = {}, of_fifth[4] = {};
+    for_each_chunk([&](int c) {
+      mma_bytes(c == fifth ? of_fifth : first, ones, ones, ones, ones, x_[c].x, x_[c].y);
+      mma_bytes(c == fifth ? of_fifth : second, ones, ones, ones, ones, x_[c].z, x_[c].w);
+    });
+    of_fifth_ = 16 * float(of_fifth[0] + 256 * of_fifth[1]);
+    sums_ = 16 * float(first[0] + second[0] + 256 * (first[1] + second[1])) + (has_fifth_group() ? 0 : of_fifth_);
   }
 
-  /// The activations of a half of a chunk.
-  __device__ const uint4& operator()(int chunk, int half) const { return x_[chunk][half]; }
-  /// Sums of the activations of all chunks.
-  __device__ const float2& sums() const { return sums_; }
-  /// The factor that the sums of products still need.
-  __device__ float unit() const { return unit_; }
+  /// Calls f(c) for the chunks that are multiplied. For the first four a shorter slice has zeros in the place of what it
+  /// lacks: branches would not pay.
+  template <class F>
+  __device__ void for_each_chunk(F f) const {
+#pragma unroll
+    for (int c = 0; c < C.chunks; ++c) {
+      if (c >= kGptqOneTokenGroups && c >= warp_.slice.count) break;
+      f(c);
+    }
+  }
+  /// The digits of a chunk.
+  __device__ const uint4& operator()(int chunk) const { return x_[chunk]; }
+  /// Whether the slice has a fifth group, which is its fifth and last chunk.
+  __device__ bool has_fifth_group() const { return warp_.slice.groups > kGptqOneTokenGroups; }
+  /// Sixteen times the sum of the integers of the lane's group, or of the fifth.
+  __device__ float sums() const { return sums_; }
+  __device__ float sums_of_fifth() const { return of_fifth_; }
+  /// A sixteenth of the factor. NaN where an element of the slice is infinite or NaN.
+  __device__ float factor() const { return factor_; }
 
  private:
   static constexpr int kChunkVectors = kGptqColumns / kVec;
-  static constexpr int kLaneVectors = (kGptqMaxChunks * kChunkVectors + 31) / 32;
+  static constexpr int kLaneVectors = (C.chunks * kChunkVectors + 31) / 32;
 
-  /// Whether a lane loads up to two vectors, which the warp then exchanges in shared memory. So each bfloat16 vector is
-  /// converted once, and each ordered one is gathered once. Otherwise a lane loads the vectors that it multiplies.
-  __device__ bool by_way_of_smem() const { return !std::is_same_v<T, f16> || m_.order; }
-  /// The first column of vector v of the slice's chunk c.
-  __device__ int column(int c, int v) const { return (warp_.slice.first + c) * kGptqColumns + v * kVec; }
-  /// Calls f(c, i, has_group) for vectors i = 0, 1 of all chunks. has_group says that chunk c is of the group of the
-  /// lane's column.
-  template <class F>
-  __device__ void for_each_vector(F f) {
-#pragma unroll
-    for (int c = 0; c < kGptqMaxChunks; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) f(c, i, bool(chunks_ >> c & 1));
-  }
+  /// The vector of the slice that the lane loads i-th.
+  __device__ int vector(int i) const { return warp_.lane + 32 * i; }
 
-  __device__ void make_float16() {
+  /// Sets the factor, and returns its inverse without the sixteenth. A power of two times the slice has that power of
+  /// two times the factor, bit by bit, and the same digits.
+  __device__ float make_factor() {
     std::uint32_t most = 0;  // as unsigned numbers, the bits of absolute values have the order of the values
-    for_each_pair([&](std::uint32_t& pair) { most = __vmaxu2(most, pair & 0x7fff7fff); });
-    most = __reduce_max_sync(~0u, max(most >> 16, most & 0xffff));
-    // The exponent, within what keeps both factors normal numbers.
-    const std::uint32_t exponent = min(max(most >> 7, 15u), 254u);
-    const float factor = __uint_as_float(268 - exponent << 23);
-    unit_ = __uint_as_float(exponent - 14 << 23);
-    for_each_pair([&](std::uint32_t& pair) {
-      const float2 x = unpack(pair, T{});
-      pair = pack_pair<f16>(x.x * factor, x.y * factor);
-    });
-  }
-  template <class F>
-  __device__ void for_each_pair(F f) {
 #pragma unroll
-    for (uint4& v : loaded_) {
-      f(v.x);
-      f(v.y);
-      f(v.z);
-      f(v.w);
+    for (const uint4& v : loaded_) {
+      const std::uint32_t pairs[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = __vmaxu2(most, pairs[i] & 0x7fff7fff);
     }
+    most = __reduce_max_sync(~0u, max(most >> 16, most & 0xffff));
+    const std::uint32_t bits = __float_as_uint(unpack(most, T{}).x);
+    // The exponent, within what keeps both factors normal numbers, and the significand.
+    const std::uint32_t exponent = min(max(bits >> 23, 19u), 254u);
+    const float significand = __uint_as_float((bits & 0x7fffff) | 0x3f800000);
+    constexpr float largest = kLargestDigits / 0x1p14f;
+    factor_ = bits < 0x7f800000 ? significand * (1 / largest) * __uint_as_float(exponent - 18 << 23) : NAN;
+    return reciprocal_approximate(significand) * largest * __uint_as_float(268 - exponent << 23);
   }
 
   const GptqMatrix& m_;
   const GptqWarp& warp_;
   const GptqSmem& at_;
-  uint4 loaded_[kLaneVectors], x_[kGptqMaxChunks][2];
-  float ones_[2][4] = {}, unit_ = 1;
-  float2 sums_;
-  std::uint32_t chunks_;  // bit c says that chunk c is of the group of the lane's column
+  uint4 loaded_[kLaneVectors], x_[C.chunks];
+  float factor_, sums_, of_fifth_;
+  std::uint32_t chunks_;  // bit c says that chunk c is of a group of the lane's column
 };
 
 /// Two to eight tokens in registers. A product has eight columns, each of which takes one token. Lanes 4n to 4n + 3 hold

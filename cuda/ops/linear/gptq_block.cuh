@@ -42,13 +42,13 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   using Several = std::conditional_t<C.x_in_registers(), GptqRegisterX<T, C>, GptqSharedX<T, C>>;
   using X = std::conditional_t<C.one_token(), GptqOneTokenX<T, C>, Several>;
   X x(m, plan, warp, order, at, tokens);
+  const GptqStage<C> stage(plan, warp, order, ring.code_bytes());
+  GptqPartial<C> partial(plan, warp, at);
 
   epilogue.ready();
   x.load([&](int token) { return epilogue.x(token); });
   elements.begin();
   ring.fill();
-  const GptqStage<C> stage(plan, warp, order, ring.code_bytes());
-  GptqPartial<C> partial(plan, warp, at);
   x.prepare();
 #pragma unroll 1
   for (int tile = warp.turn; tile < warp.tiles; tile += C.turns) {

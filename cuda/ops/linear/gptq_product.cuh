@@ -13,7 +13,7 @@ class GptqStage {
     const GptqSlice& slice = warp.slice;
 #pragma unroll
     for (int i = 0; i < (C.one_token() ? 2 : 3); ++i) {
-      const int group = C.one_token() ? min(2 * warp.t + i, slice.groups - 1)
+      const int group = C.one_token() ? min(warp.t + kGptqOneTokenGroups * i, slice.groups - 1)
                                       : gptq_group(plan, 2 * (slice.first + order(2 * i))) - slice.first_group;
       known_[i] = code_bytes + warp.g * 8 + group * kGptqGroupBytes;
     }
@@ -23,8 +23,8 @@ class GptqStage {
   __device__ uint4 codes(const char* stage, int c) const {
     return *reinterpret_cast<const uint4*>(stage + warp_.lane * 16 + c * kGptqTileBytes);
   }
-  /// The scales that are known before the first tile: of one token those of the groups of columns 2t and 2t + 1 (i = 0,
-  /// 1), of several tokens those of pair i of chunks.
+  /// The scales that are known before the first tile: of one token those of group t + 4i of the slice, of several
+  /// tokens those of pair i of chunks.
   __device__ uint2 known_scales(const char* stage, int i) const {
     return *reinterpret_cast<const uint2*>(stage + known_[i]);
   }
@@ -45,30 +45,37 @@ class GptqStage {
 // multiply_tile() makes the product of one tile. `from` is the tile's stage, and `sum` gets the sums. Each place where
 // the activations may lie has a function of this name.
 
-/// One token in registers. Product column n has the sum of group n of the slice. Every sum meets its scale after the
-/// last chunk, then the four lanes of a row add up the groups.
+/// Adds a group's sums, with their scales and zeros, to those of rows g and g + 8. `words` holds the scales and zeros,
+/// `x` sixteen times the sum of the group's integers.
+__device__ inline void add_scaled(const uint2& words, const DigitSums& of, float x, float (&sum)[4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float2 row = unpack(r ? words.y : words.x, f16{});  // scale, zero
+    const float low = float(of.low[2 * r] + 256 * of.low[2 * r + 1]),
+                high = float(of.high[2 * r] + 256 * of.high[2 * r + 1]);
+    sum[2 * r] += row.x * (fmaf(16, low, high) - row.y * x);
+  }
+}
+
+/// One token in registers. Columns 2t and 2t + 1 have the sums of group t of the slice. The four lanes of a row add up
+/// the groups.
 template <class T, GptqConfig C>
-__device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp& warp,
-                              const GptqChunkOrder<C>&, bool is_first_tile, GptqOneTokenX<T, C>& x,
-                              float (&sum)[1][4]) {
-  GptqSums sums{};
-  // Chunks that a shorter slice lacks are multiplied by zeros. Only for the last one a branch pays.
-#pragma unroll
-  for (int c = 0; c < kGptqMaxChunks; ++c) {
-    if (c + 1 == kGptqMaxChunks && warp.slice.count < kGptqMaxChunks) break;
-    const uint4 words = stage.codes(from, c);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) multiply<f16>(words, half, x(c, half), sums);
-  }
-  if (C.sums_x_late() && is_first_tile) x.sum_all();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint2 words = stage.known_scales(from, i);
-#pragma unroll
-    for (int d = i; d < 4; d += 2) sum[0][d / 2 * 2] += scaled<f16>(words, d, sums, x.sums());
-  }
-  sum[0][0] = warp_sum<4>(sum[0][0]) * x.unit();
-  sum[0][2] = warp_sum<4>(sum[0][2]) * x.unit();
+__device__ void multiply_tile(const char* from, const GptqStage<C>& stage, const GptqWarp&, const GptqChunkOrder<C>&,
+                              bool is_first_tile, GptqOneTokenX<T, C>& x, float (&sum)[1][4]) {
+  DigitSums sums{};
+  if (is_first_tile) x.sum_all();
+  const bool apart = x.has_fifth_group();
+  x.for_each_chunk([&](int c) {
+    if (c == kGptqOneTokenGroups && apart) [[unlikely]] {
+      add_scaled(stage.known_scales(from, 0), sums, x.sums(), sum[0]);
+      sums = {};
+    }
+    sums.add(stage.codes(from, c), x(c));
+  });
+  const uint2 scales = apart ? stage.known_scales(from, 1) : stage.known_scales(from, 0);
+  add_scaled(scales, sums, apart ? x.sums_of_fifth() : x.sums(), sum[0]);
+  sum[0][0] = warp_sum<4>(sum[0][0]) * x.factor();
+  sum[0][2] = warp_sum<4>(sum[0][2]) * x.factor();
 }
 
 /// multiply_tile() for several tokens in registers. Sums are scaled after every chunk, or where InPairs is true after

@@ -153,8 +153,9 @@ class GptqElements {
     add_few(at_.received + k * plan_.share + e * C.rows, sum);
   }
   __device__ static void scale(float (&sum)[C.rows]) {
+    if constexpr (!C.one_token())  // one token's sums are scaled already
 #pragma unroll
-    for (float& s : sum) s *= GptqDecode<GptqOperand<T, C>>::unit;
+      for (float& s : sum) s *= GptqDecode<T>::unit;
   }
 
   /// The sums of the cluster's blocks, added up in the ranks' order whichever block finishes.

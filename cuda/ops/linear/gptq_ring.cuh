@@ -47,7 +47,7 @@ struct GptqSmem {
     const int elements = p.tiles * kGptqRows << p.token_bits, part = warp % kGptqParts;
     ring = smem + warp * p.stages * p.stage_bytes;
     smem += kGptqParts * p.turns * p.stages * p.stage_bytes;
-    x = reinterpret_cast<uint4*>(smem + (gptq_x_a_warp(p) ? warp : part) * p.tokens * kGptqTokenBytes);
+    x = reinterpret_cast<uint4*>(smem + (p.digit_bytes ? warp * p.digit_bytes : part * p.tokens * kGptqTokenBytes));
     smem += gptq_x_bytes(p);
     partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;

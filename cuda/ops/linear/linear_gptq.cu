@@ -97,11 +97,15 @@ requires(Rows > 1) struct LinearEpilogue<T, Rows, Gated> : LinearInput<T> {
 
 extern __shared__ __align__(128) char gptq_smem[];
 
-template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated>
+template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated, int Chunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_gptq_kernel(const __grid_constant__ GptqCall c) {
-  constexpr GptqConfig config{
-      .tokens = Tokens, .turns = kLinearGptqTurns, .half_chunks = HalfChunks, .near_x = false, .rows = Rows};
+  constexpr GptqConfig config{.tokens = Tokens,
+                              .turns = kLinearGptqTurns,
+                              .half_chunks = HalfChunks,
+                              .near_x = false,
+                              .rows = Rows,
+                              .chunks = Chunks};
   let_successor_start();
   gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
 }
@@ -112,16 +116,16 @@ struct LinearGptqKernels {
     if (tokens == GptqTokens::sixteen || half_chunks) return 1;
     return tokens == GptqTokens::one ? std::min(Rows, 2) : Rows;
   }
-  template <GptqTokens Tokens, bool HalfChunks>
-  static constexpr auto kernel = linear_gptq_kernel<T, Tokens, HalfChunks, rows(Tokens, HalfChunks), Gated>;
+  template <GptqTokens Tokens, bool HalfChunks, int Chunks = kGptqMaxChunks>
+  static constexpr auto kernel = linear_gptq_kernel<T, Tokens, HalfChunks, rows(Tokens, HalfChunks), Gated, Chunks>;
 };
 
 /// The kernel for a plan whose elements may have up to `rows` rows.
 template <class T, bool Gated>
-auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes, std::int64_t call_tokens) {
-  return rows == 1   ? gptq_kernel_for<LinearGptqKernels<T, 1, Gated>>(plan, sizes, call_tokens)
-         : rows == 2 ? gptq_kernel_for<LinearGptqKernels<T, 2, Gated>>(plan, sizes, call_tokens)
-                     : gptq_kernel_for<LinearGptqKernels<T, 4, Gated>>(plan, sizes, call_tokens);
+auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
+  return rows == 1   ? gptq_kernel_for<LinearGptqKernels<T, 1, Gated>>(plan, sizes)
+         : rows == 2 ? gptq_kernel_for<LinearGptqKernels<T, 2, Gated>>(plan, sizes)
+                     : gptq_kernel_for<LinearGptqKernels<T, 4, Gated>>(plan, sizes);
 }
 
 }  // namespace
@@ -129,7 +133,7 @@ auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes, std::int
 Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
-  const GptqSizes sizes = gptq_sizes(layout, a.x.dtype);
+  const GptqSizes sizes = gptq_sizes(layout, d.tokens);
   const bool gated = a.epilogue == ops::Epilogue::swiglu, in_order = layout.pairs == RopePairs{};
   if (gated && !in_order)
     return Status::error(Code::unimplemented,
@@ -160,9 +164,7 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
                      .block = gptq_threads(kLinearGptqTurns),
                      .smem_bytes = std::size_t(linear_gptq_smem_bytes(launches.arch(), c.plan)),
                      .cluster_blocks = c.plan.split},
-                    gated ? kernel_for<T, true>(rows, c.plan, sizes, d.tokens)
-                          : kernel_for<T, false>(rows, c.plan, sizes, d.tokens),
-                    c);
+                    gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c);
     });
   });
 }

@@ -9,8 +9,9 @@
 
 namespace cf::cuda {
 
-/// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns.
-inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5;
+/// A block divides its columns into this many parts, of up to kGptqMaxChunks chunks of 64 columns. One token's slice of
+/// x takes fewer registers, so that its parts may have kGptqOneTokenChunks.
+inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8;
 /// A part has `turns` warps, which take the block's tiles in turn.
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
 /// linear has one warp a part and two blocks an SM. With two warps a part each would have half the registers, and the
@@ -39,36 +40,56 @@ inline GptqMatrix gptq_matrix(const PackedWeight& w, const GptqLayout& layout) {
           .groups = layout.groups};
 }
 
-/// The sizes of a matrix that a plan depends on. A group has halves_a_group half chunks of 32 columns.
+/// What a plan depends on: the sizes of a matrix, whose groups have halves_a_group half chunks of 32 columns, and
+/// whether the kernel of one token multiplies it. That kernel takes calls of one token, and groups of whole chunks.
 struct GptqSizes {
   int tiles, chunks, halves_a_group;
-  bool exchanges_x = false;  // the lanes of a warp exchange one token's activations in shared memory
+  bool one_token = false;
 };
 
-inline GptqSizes gptq_sizes(const GptqLayout& layout, DType activation) {
+inline GptqSizes gptq_sizes(const GptqLayout& layout, std::int64_t call_tokens) {
+  const int halves = layout.columns_per_group / 32;
   return {.tiles = layout.row_tiles,
           .chunks = layout.chunks,
-          .halves_a_group = layout.columns_per_group / 32,
-          .exchanges_x = layout.has_order || activation != DType::f16};
+          .halves_a_group = halves,
+          .one_token = call_tokens == 1 && halves % 2 == 0};
 }
+
+/// One token's product has columns for four groups of a slice, and a slice's fifth group must be its last chunk.
+inline constexpr int kGptqOneTokenGroups = 4;
+/// The blocks that share a tile's columns where a part has up to `most_chunks` chunks: a power of two.
+constexpr int gptq_split(int chunks, int most_chunks) {
+  int split = 1;
+  while (chunks > split * kGptqParts * most_chunks) split *= 2;
+  return split;
+}
+/// The most chunks of a part. With long parts a cluster has fewer blocks, and fewer sums are scaled and added up. Long
+/// parts touch up to four groups of two or more chunks each: a part that begins in the middle of a pair is shorter.
+/// Parts are short where the device holds all blocks of the matrix's clusters at once even so, one tile each. They are
+/// short on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
+constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
+  const bool has_room = arch.smem_per_block_bytes > 128 << 10;
+  const bool is_small = m.tiles * gptq_split(m.chunks, kGptqMaxChunks) <= kLinearGptqBlocksPerSm * arch.sm_count;
+  return m.one_token && m.halves_a_group > 2 && has_room && !is_small ? kGptqOneTokenChunks : kGptqMaxChunks;
+}
+static_assert(kGptqMaxChunks == kGptqOneTokenGroups + 1);
 
 /// How far a warp's copies of weights run ahead of its products.
 struct GptqAhead {
-  int stages;  // of the ring, at most
-  int early;   // stages that are asked for before the activations are there
+  int stages;          // of the ring, at most
+  int early;           // stages that are asked for before the activations are there
+  int many_tiles = 0;  // for so many tiles a block or more
 };
 
 /// One early stage keeps device memory busy until the activations come. The activations' loads queue up behind early
 /// stages, so more early stages are slower. A layer is slower, too, where a kernel brings the next product's weights
 /// into the L2.
 inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
-/// One token's product of kGptqManyTiles tiles a block or more is faster with a longer ring: its blocks wait longer for
-/// the kernel beside it.
-inline constexpr GptqAhead kGptqFarAhead{.stages = 4, .early = 3};
-inline constexpr int kGptqManyTiles = 4;
+/// One token's product of many tiles is faster with a longer ring: its blocks wait longer for the kernel beside it.
+inline constexpr GptqAhead kGptqFarAhead{.stages = 4, .early = 3, .many_tiles = 5};
 /// LinearSum waits for two kernels. On an H200, of 1 to 4 early stages of 2 to 4, these are the fastest for a layer of
 /// Pythia-2.8B.
-inline constexpr GptqAhead kGptqSumAhead{.stages = 4, .early = 2};
+inline constexpr GptqAhead kGptqSumAhead{.stages = 4, .early = 2, .many_tiles = 4};
 
 /// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
 /// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's
@@ -83,7 +104,7 @@ struct GptqPlan {
   int chunks, longer;          // a part has `chunks` chunks, the first `longer` parts one more
   int halves_a_group;          // half chunks of a group
   std::uint32_t halves_magic;  // 2^31 / halves_a_group, rounded up
-  bool exchanges_x;            // of GptqSizes
+  int digit_bytes;             // of a warp's slice of one token's x; 0 where another kernel multiplies
   int turns;                   // warps of a part
   int tokens, token_bits;      // of a launch; 1 << token_bits is the smallest power of two not below tokens
   int grid = 0, smem_bytes = 0;
@@ -107,6 +128,9 @@ struct GptqSlice {
   int first, count, first_group, groups;
 };
 
+/// The most chunks of a part's slice.
+constexpr int gptq_slice_chunks(const GptqPlan& p) { return p.chunks + (p.longer > 0); }
+
 /// The group of a half chunk: half_chunk / halves_a_group.
 constexpr int gptq_group(const GptqPlan& p, int half_chunk) {
   return int(std::uint64_t(2 * std::uint32_t(half_chunk)) * p.halves_magic >> 32);
@@ -128,17 +152,19 @@ constexpr int gptq_token_of_column(int n) { return n / 2 + n % 2 * 4; }
 /// half a line, so that eight lanes, those of two columns, load 16 bytes each from different banks.
 inline constexpr int kGptqTokenBytes = kGptqMaxChunks * kGptqColumns * 2 + 16;
 
+/// Bytes of a chunk's digits, two for each column.
+inline constexpr int kGptqDigitBytes = 2 * kGptqColumns;
+
 /// A warp holds its part of x in registers for up to this many tokens, the columns of a product. For more tokens, and
 /// where a group can end in the middle of a chunk, x lies in shared memory, once for each part.
 inline constexpr int kGptqRegisterTokens = 8;
 constexpr bool gptq_x_in_registers(const GptqPlan& p) {
   return p.tokens <= kGptqRegisterTokens && p.halves_a_group % 2 == 0;
 }
-/// Whether each warp has a place of its own, where its lanes exchange one token's activations.
-constexpr bool gptq_x_a_warp(const GptqPlan& p) { return p.exchanges_x && p.tokens == 1 && gptq_x_in_registers(p); }
+/// Bytes of x in a block's shared memory. The lanes of a warp exchange one token's digits there.
 constexpr int gptq_x_bytes(const GptqPlan& p) {
-  const int copies = gptq_x_a_warp(p) ? kGptqParts * p.turns : gptq_x_in_registers(p) ? 0 : kGptqParts;
-  return copies * p.tokens * kGptqTokenBytes;
+  if (p.digit_bytes) return kGptqParts * p.turns * p.digit_bytes;
+  return gptq_x_in_registers(p) ? 0 : kGptqParts * p.tokens * kGptqTokenBytes;
 }
 
 /// The bytes of a block's dynamic shared memory.
@@ -178,7 +204,7 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
     // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
-    const bool far = p.tokens == 1 && p.turns == 1 && p.tiles >= kGptqManyTiles;
+    const bool far = p.tokens == 1 && p.turns == 1 && p.tiles >= far_ahead.many_tiles;
     const GptqAhead ahead = far ? far_ahead : kGptqAhead;
     for (p.stages = std::min((p.tiles + p.turns - 1) / p.turns, ahead.stages); p.stages > 0; --p.stages) {
       p.early = std::min(p.stages, ahead.early);
@@ -206,19 +232,20 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
              .longer = 0,
              .halves_a_group = m.halves_a_group,
              .halves_magic = (0x80000000u + std::uint32_t(m.halves_a_group) - 1) / std::uint32_t(m.halves_a_group),
-             .exchanges_x = m.exchanges_x,
+             .digit_bytes = 0,
              .turns = turns,
              .tokens = int(std::min<std::int64_t>(tokens, 16)),
              .token_bits = 0};
-  while (p.split < kGptqMaxSplit && m.chunks > p.split * kGptqParts * kGptqMaxChunks) p.split *= 2;
+  if (m.chunks * kGptqColumns > kGptqMaxColumns) return p;
+  p.split = gptq_split(m.chunks, gptq_most_chunks(arch, m));
   const int parts = p.split * kGptqParts;
-  if (m.chunks > parts * kGptqMaxChunks) return p;
   p.chunks = m.chunks / parts;
   p.longer = m.chunks % parts;
   int groups = 0;
   for (int i = 0; i < parts; ++i) groups = std::max(groups, gptq_slice(p, i).groups);
   // One token's product reads four chunks of every slice. Those that a shorter slice lacks are multiplied by zeros.
-  const int stage_chunks = std::max(kGptqMaxChunks - 1, p.chunks + (p.longer > 0));
+  const int stage_chunks = std::max(kGptqOneTokenGroups, gptq_slice_chunks(p));
+  if (m.one_token) p.digit_bytes = stage_chunks * kGptqDigitBytes;
   p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
   deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, kGptqFarAhead, p);
   return p;
@@ -249,13 +276,13 @@ constexpr GptqSumPlan gptq_sum_plan(const Arch& arch, const GptqSizes& first, co
   GptqSumPlan p{plan(first), plan(second)};
   const bool fits = p.first.grid > 0 && p.second.grid > 0 && first.tiles == second.tiles && p.first.split == 1 &&
                     p.second.split < kGptqMaxSplit && tokens <= kGptqRegisterTokens && first.halves_a_group % 2 == 0 &&
-                    second.halves_a_group % 2 == 0;
+                    second.halves_a_group % 2 == 0 && first.one_token == second.one_token;
   GptqPlan both = p.second;
   if (fits) {
     both.split += p.first.split;
     both.tokens = int(tokens);
-    both.exchanges_x = first.exchanges_x || second.exchanges_x;
     both.stage_bytes = std::max(p.first.stage_bytes, p.second.stage_bytes);
+    both.digit_bytes = std::max(p.first.digit_bytes, p.second.digit_bytes);
     deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, kGptqSumAhead, both);
   }
   if (!fits || both.tokens < tokens || both.share < both.tiles * kGptqRows << both.token_bits) both.grid = 0;
@@ -280,19 +307,20 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
 }
 
 /// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
-/// there are. The kernel of one adds in another order, and multiplies bfloat16 activations as float16. Calls of one
-/// token take it, because it is faster.
+/// there are. The kernel of one multiplies activations as digits. Calls of one token take it, because it is faster.
 enum class GptqTokens { one, eight, sixteen };
 
-/// Chooses a Kernels::kernel<GptqTokens, HalfChunks> for a plan. The plan may be for a part of a call of call_tokens
-/// tokens.
+/// Chooses a Kernels::kernel<GptqTokens, HalfChunks, Chunks> for a plan. Chunks is the most that a slice may have. The
+/// kernels for slices of up to kGptqMaxChunks need fewer registers.
 template <class Kernels>
-auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m, std::int64_t call_tokens) {
+auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
   const bool sixteen = p.tokens > kGptqRegisterTokens;
   if (m.halves_a_group % 2)
     return sixteen ? Kernels::template kernel<GptqTokens::sixteen, true>
                    : Kernels::template kernel<GptqTokens::eight, true>;
-  if (call_tokens == 1) return Kernels::template kernel<GptqTokens::one, false>;
+  if (m.one_token)
+    return gptq_slice_chunks(p) > kGptqMaxChunks ? Kernels::template kernel<GptqTokens::one, false, kGptqOneTokenChunks>
+                                                 : Kernels::template kernel<GptqTokens::one, false>;
   return sixteen ? Kernels::template kernel<GptqTokens::sixteen, false>
                  : Kernels::template kernel<GptqTokens::eight, false>;
 }

@@ -24,8 +24,8 @@ GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
   const Result<GptqLayout> first = gptq_layout(LinearSum::name, *weights[0]),
                            second = gptq_layout(LinearSum::name, *weights[1]);
   if (!first || !second || !is_plain(a.first, *first) || !is_plain(a.second, *second)) return none;
-  const DType activation = a.first.x.dtype;
-  return gptq_sum_plan(arch, gptq_sizes(*first, activation), gptq_sizes(*second, activation), a.first.x.shape[0]);
+  const std::int64_t tokens = a.first.x.shape[0];
+  return gptq_sum_plan(arch, gptq_sizes(*first, tokens), gptq_sizes(*second, tokens), tokens);
 }
 
 }  // namespace cf::cuda

@@ -63,14 +63,26 @@ struct SumEpilogue {
 
 extern __shared__ __align__(128) char gptq_smem[];
 
-template <class T, GptqTokens Tokens>
+template <class T, GptqTokens Tokens, int Chunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_sum_kernel(const __grid_constant__ SumCall c) {
-  constexpr GptqConfig config{
-      .tokens = Tokens, .turns = kLinearGptqTurns, .half_chunks = false, .near_x = false, .rows = kRows};
+  constexpr GptqConfig config{.tokens = Tokens,
+                              .turns = kLinearGptqTurns,
+                              .half_chunks = false,
+                              .near_x = false,
+                              .rows = kRows,
+                              .chunks = Chunks};
   let_successor_start();
   const int product = cluster_rank() >= c.plan[1].first_rank;
   gptq_block<T, config>(c.matrix[product], c.plan[product], c.tokens, SumEpilogue<T>{c, product}, gptq_smem);
+}
+
+template <class T>
+auto kernel_for(const GptqSumPlan& plan) {
+  if (plan.second.digit_bytes == 0) return linear_sum_kernel<T, GptqTokens::eight, kGptqMaxChunks>;
+  const int chunks = std::max(gptq_slice_chunks(plan.first), gptq_slice_chunks(plan.second));
+  return chunks > kGptqMaxChunks ? linear_sum_kernel<T, GptqTokens::one, kGptqOneTokenChunks>
+                                 : linear_sum_kernel<T, GptqTokens::one, kGptqMaxChunks>;
 }
 
 }  // namespace
@@ -97,7 +109,7 @@ Status prepare(const LinearSum::Args& a, LaunchList& launches) {
                    .block = gptq_threads(kLinearGptqTurns),
                    .smem_bytes = std::size_t(linear_gptq_smem_bytes(launches.arch(), plan.second)),
                    .cluster_blocks = plan.second.split},
-                  c.tokens == 1 ? linear_sum_kernel<T, GptqTokens::one> : linear_sum_kernel<T, GptqTokens::eight>, c);
+                  kernel_for<T>(plan), c);
   });
 }
 

@@ -192,7 +192,7 @@ Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, const PackedWeight
       GptqWgmmaCall c{.product = wgmma_call(a, plan),
                       .matrix = gptq_matrix(weight, layout),
                       .pairs = layout.pairs,
-                      .halves_a_group = gptq_sizes(layout, a.x.dtype).halves_a_group};
+                      .halves_a_group = layout.columns_per_group / 32};
       c.product.tokens = int(tokens);
       c.product.output.y = static_cast<T*>(a.y.data) + first * d.out;
       if (a.residual) c.product.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;

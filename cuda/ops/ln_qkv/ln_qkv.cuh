@@ -202,14 +202,18 @@ struct LnQkvEpilogue {
   }
 };
 
-/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order. With SharesSms a thread has
-/// fewer registers, and an SM has enough left for a block of linear: LaunchMode::shares_sms.
-template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks, bool SharesSms>
-__global__ void __launch_bounds__(ln_qkv_register_threads(kCompiledFor, SharesSms), 1)
+/// ln_qkv_kernel with a packed four-bit weight, whose rows are packed in the op's order, for slices of up to `Chunks`
+/// chunks.
+template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks, int Chunks>
+__global__ void __launch_bounds__(ln_qkv_register_threads(Tokens == GptqTokens::one, Chunks), 1)
     ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c,
                        const __grid_constant__ GptqMatrix m, const __grid_constant__ GptqPlan plan) {
-  constexpr GptqConfig config{
-      .tokens = Tokens, .turns = kLnQkvGptqTurns, .half_chunks = HalfChunks, .near_x = true, .rows = 1};
+  constexpr GptqConfig config{.tokens = Tokens,
+                              .turns = kLnQkvGptqTurns,
+                              .half_chunks = HalfChunks,
+                              .near_x = true,
+                              .rows = 1,
+                              .chunks = Chunks};
   using BlockOp = Op<T, kGptqParts * kLnQkvGptqTurns>;
   const BlockOp op(c, ln_qkv_smem + plan.smem_bytes);
   gptq_block<T, config>(m, plan, c.norm.count, LnQkvEpilogue<BlockOp>{op}, ln_qkv_smem);
@@ -249,9 +253,8 @@ __global__ void __launch_bounds__(32 * kLnQkvWarps<float>, 4)
 
 template <template <class, int> class Op, class T>
 struct LnQkvKernels {
-  template <GptqTokens Tokens, bool HalfChunks>
-  static constexpr auto kernel = ln_qkv_gptq_kernel<Op, T, Tokens, HalfChunks, false>;
-  static auto shares_sms() { return ln_qkv_gptq_kernel<Op, T, GptqTokens::one, false, true>; }
+  template <GptqTokens Tokens, bool HalfChunks, int Chunks = kGptqMaxChunks>
+  static constexpr auto kernel = ln_qkv_gptq_kernel<Op, T, Tokens, HalfChunks, Chunks>;
 
   static auto dense(const LnQkvPlan& p) {
     if constexpr (std::is_same_v<T, float>) {
@@ -297,7 +300,7 @@ Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
                            std::string(name) + ": cuda takes packed GPTQ weights with rows in " +
                                (pairs == RopePairs{} ? "their own order" : "the order of its heads' pairs"));
     return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
-      const GptqSizes sizes = gptq_sizes(layout, a.x.dtype);
+      const GptqSizes sizes = gptq_sizes(layout, d.tokens());
       const GptqMatrix matrix = gptq_matrix(*packed, layout);
       for (; c.norm.first < d.tokens(); c.norm.first += c.norm.count) {
         const LnQkvGptqPlan plan =
@@ -305,12 +308,8 @@ Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
         if (plan.product.grid == 0) return too_wide(name, d.hidden);
         c.norm.count = plan.product.tokens;
         using Kernels = LnQkvKernels<Op, decltype(zero)>;
-        auto kernel = gptq_kernel_for<Kernels>(plan.product, sizes, d.tokens());
-        // The layers of a graph have no other op that begins like this one.
-        if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
-          if (launches.shares_sms() && ln_qkv_can_share_sms(launches.arch(), sizes.halves_a_group, d.tokens()))
-            kernel = Kernels::shares_sms();
-        CF_TRY(launch(name, launches, launch_shape(plan), kernel, c, matrix, plan.product));
+        CF_TRY(launch(name, launches, launch_shape(plan), gptq_kernel_for<Kernels>(plan.product, sizes), c, matrix,
+                      plan.product));
       }
       return {};
     });

@@ -63,16 +63,13 @@ constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& size
   return p;
 }
 
-/// Whether ln_qkv has a kernel for LaunchMode::shares_sms: for one token, with a packed weight whose groups are whole
-/// chunks. Compiled for an RTX 5090 that kernel would spill registers.
-constexpr bool ln_qkv_can_share_sms(int compute_capability) { return compute_capability < 120; }
-constexpr bool ln_qkv_can_share_sms(const Arch& arch, int halves_a_group, std::int64_t tokens) {
-  return ln_qkv_can_share_sms(arch.compute_capability) && tokens == 1 && halves_a_group % 2 == 0;
-}
-/// The number of threads that the compiler divides an SM's registers among, for the kernel with a packed weight. It
-/// counts the threads of ln_qkv's block, and with shares_sms those of a block of linear too.
-constexpr int ln_qkv_register_threads(int compute_capability, bool shares_sms) {
-  const bool shares = shares_sms && ln_qkv_can_share_sms(compute_capability);
+/// Whether the kernel for one token and slices of up to `chunks` chunks leaves registers for a block of linear on its
+/// SM: LaunchMode::shares_sms.
+constexpr bool ln_qkv_can_share_sms(int chunks) { return chunks <= kGptqMaxChunks; }
+/// The number of threads that the compiler divides an SM's registers among, for the kernel with a packed weight: those
+/// of ln_qkv's block, and of a block of linear where the two share SMs.
+constexpr int ln_qkv_register_threads(bool one_token, int chunks) {
+  const bool shares = one_token && ln_qkv_can_share_sms(chunks);
   return gptq_threads(kLnQkvGptqTurns) + (shares ? gptq_threads(kLinearGptqTurns) : 0);
 }
 
