@@ -64,12 +64,12 @@ class GptqOneTokenX {
   __device__ GptqOneTokenX(const GptqMatrix& m, const GptqPlan& plan, const GptqWarp& warp, const GptqChunkOrder<C>&,
                            const GptqSmem& at, int /*tokens*/)
       : m_(m), warp_(warp), at_(at) {
-    const int half = plan.halves_a_group / 2, group = warp.slice.first_group + warp.g / 2;  // the first of the lane's
+    const int group_chunks = plan.halves_a_group / 2, own = warp.slice.first_group + warp.g / 2;
     const auto chunks_of = [&](int group) {
-      const int from = group * half - warp.slice.first, to = min(from + half, warp.slice.count);
+      const int from = group * group_chunks - warp.slice.first, to = min(from + group_chunks, warp.slice.count);
       return to > max(from, 0) ? (1u << to) - (1u << max(from, 0)) : 0;
     };
-    chunks_ = chunks_of(group) | chunks_of(group + kGptqOneTokenGroups);
+    chunks_ = chunks_of(own) | chunks_of(own + kGptqOneTokenGroups);
   }
 
   /// Loads the slice, up to two vectors a lane. x(0) points to the token's activations.
@@ -100,7 +100,7 @@ class GptqOneTokenX {
       if (v >= warp_.slice.count * kChunkVectors) continue;
       float x[kVec];
       unpack(loaded_[i], x, T{});
-      unsigned whole[kVec];
+      unsigned whole[kVec];  // floats of this size have the bits of an integer in their lowest bits
 #pragma unroll
       for (int e = 0; e < kVec; ++e) whole[e] = __float_as_uint(fmaf(x[e], inverse, 0x1.8p23f + 128));
       const DigitWords words = digit_words(whole);
@@ -117,7 +117,7 @@ class GptqOneTokenX {
       x_[c] = chunks_ >> c & 1 ? *reinterpret_cast<const uint4*>(from + c * kGptqDigitBytes) : uint4{};
     });
   }
-  /// Adds up the integers of each group, which takes two chains of products. They run beside the first tile's.
+  /// Adds up the integers of each group by products with ones. They run beside the first tile's products.
   __device__ void sum_all() {
     constexpr unsigned ones = 0x01010101u;
     constexpr int fifth = kGptqOneTokenGroups;
@@ -130,8 +130,8 @@ class GptqOneTokenX {
     sums_ = 16 * float(first[0] + second[0] + 256 * (first[1] + second[1])) + (has_fifth_group() ? 0 : of_fifth_);
   }
 
-  /// Calls f(c) for the chunks that are multiplied. For the first four a shorter slice has zeros in the place of what it
-  /// lacks: branches would not pay.
+  /// Calls f(c) for the chunks that are multiplied: those of the slice, and the first four in any case. A branch costs
+  /// more than a product with the zeros of a chunk that a short slice lacks.
   template <class F>
   __device__ void for_each_chunk(F f) const {
 #pragma unroll

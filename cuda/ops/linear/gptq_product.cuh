@@ -45,6 +45,10 @@ class GptqStage {
 // multiply_tile() makes the product of one tile. `from` is the tile's stage, and `sum` gets the sums. Each place where
 // the activations may lie has a function of this name.
 
+// A group's sums fit an int where the group has all columns of the longest slice, every code is 15 and every activation
+// the largest.
+static_assert(256ll * (15 * 16) * 128 * (kGptqOneTokenChunks * kGptqColumns / 2) < 1ll << 31);
+
 /// Adds a group's sums, with their scales and zeros, to those of rows g and g + 8. `words` holds the scales and zeros,
 /// `x` sixteen times the sum of the group's integers.
 __device__ inline void add_scaled(const uint2& words, const DigitSums& of, float x, float (&sum)[4]) {
