@@ -16,7 +16,8 @@ struct DigitWords {
   std::uint32_t low[2], high[2];
 };
 
-/// The digits of v[e] - 128. The lower byte of v is the low digit + 128, the next one the high digit.
+/// The digits of eight integers. v[e] is the integer plus 128: its lowest byte is the low digit plus 128, the next byte
+/// the high digit.
 __device__ inline DigitWords digit_words(const unsigned (&v)[kVec]) {
   DigitWords words;
 #pragma unroll

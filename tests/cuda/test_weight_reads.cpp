@@ -334,9 +334,9 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
     std::int64_t slots, kv_len;
     bool early, shares_sms;
   };
-  // ln_qkv of packed weights stands before attention for up to four slots. It shares SMs with the MLP's first product
-  // where no product needs a cluster, for one slot of up to 1,024 entries. Otherwise attention starts late, unless its
-  // keys are split.
+  // ln_qkv of packed weights stands before attention for up to four slots. For one slot of up to 1,024 entries it
+  // shares SMs with the MLP's first product, but not in Pythia-6.9B, whose slices are long. Otherwise attention starts
+  // late, unless its keys are split.
   for (const auto& [preset, bits, slots, kv_len, early, shares_sms] :
        {Case{"pythia-2.8b", 0, 1, 64, true, false}, Case{"pythia-2.8b", 0, 8, 2048, true, false},
         Case{"pythia-2.8b", 4, 1, 128, true, true}, Case{"pythia-2.8b", 4, 1, 1024, true, true},

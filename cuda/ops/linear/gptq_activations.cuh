@@ -53,8 +53,8 @@ __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a 
 /// largest |x|, less than the rounding of that element to a 16-bit dtype. A product has eight columns, a pair for each
 /// group of weights of the slice: one column has the low digits of the group's activations, the other one the high
 /// digits, and both have zeros for the other groups' chunks. So a group's sums meet their scale once, after the last
-/// chunk. Four groups have pairs. A fifth group, of one chunk, has the first pair once more. Lanes 4n to 4n + 3 hold
-/// column n.
+/// chunk. There are pairs for four groups. A fifth group is one chunk. It takes the first pair when the sums of the
+/// first four have met their scales. Lanes 4n to 4n + 3 hold column n.
 ///
 /// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 /// digits take 0.25.
@@ -144,10 +144,12 @@ class GptqOneTokenX {
   __device__ const uint4& operator()(int chunk) const { return x_[chunk]; }
   /// Whether the slice has a fifth group, which is its fifth and last chunk.
   __device__ bool has_fifth_group() const { return warp_.slice.groups > kGptqOneTokenGroups; }
-  /// Sixteen times the sum of the integers of the lane's group, or of the fifth.
+  /// Sixteen times the sum of v over group t of the slice.
   __device__ float sums() const { return sums_; }
+  /// The same of the fifth group; 0 in lanes with t > 0.
   __device__ float sums_of_fifth() const { return of_fifth_; }
-  /// A sixteenth of the factor. NaN where an element of the slice is infinite or NaN.
+  /// A sixteenth of the factor, as the sums are sixteen times too large. NaN where an element of the slice is infinite
+  /// or NaN.
   __device__ float factor() const { return factor_; }
 
  private:
@@ -157,8 +159,8 @@ class GptqOneTokenX {
   /// The vector of the slice that the lane loads i-th.
   __device__ int vector(int i) const { return warp_.lane + 32 * i; }
 
-  /// Sets the factor, and returns its inverse without the sixteenth. A power of two times the slice has that power of
-  /// two times the factor, bit by bit, and the same digits.
+  /// Makes the factor, and returns 1 / factor, which makes integers of activations. Where the slice is multiplied by a
+  /// power of two, the factor is too, bit by bit, and the digits stay the same.
   __device__ float make_factor() {
     std::uint32_t most = 0;  // as unsigned numbers, the bits of absolute values have the order of the values
 #pragma unroll
