@@ -27,12 +27,6 @@ struct LaunchMode {
   int shared_percent = 0;      // of an SM's L1 that is shared memory while it runs; 0 leaves that to the driver
 };
 
-/// LaunchMode::shared_percent of a layer of dense weights. On an H200 this is 132 KB: attention's block fits beside
-/// three blocks of a product, and what is left of the L1 has room for the products' loads. Of 44, 58, 65, 72 and 100,
-/// Pythia-2.8B with a cache of 2048 is fastest with 58 and 65. With 100 it is slower than with the driver's own
-/// divisions.
-inline constexpr int kSideBySideSharedPercent = 58;
-
 /// Device memory that launches may use while they run, from a multiple of 256 bytes on. What it holds before and after
 /// means nothing. Launches that may run at the same time need one each.
 struct Scratch {
@@ -67,7 +61,7 @@ class LaunchList {
   /// for it: LaunchMode::after_waiting.
   void start_after_waiting() { after_waiting_ = true; }
   bool after_waiting() const { return after_waiting_; }
-  /// Says that launches of this list share SMs with other kernels where their op can: LaunchMode::shares_sms.
+  /// Asks the ops of this list for grids that share SMs with another kernel's blocks: LaunchMode::shares_sms.
   void share_sms() { shares_sms_ = true; }
   bool shares_sms() const { return shares_sms_; }
   /// Whether the list holds a library's call.

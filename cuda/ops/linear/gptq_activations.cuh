@@ -171,7 +171,7 @@ class GptqOneTokenX {
     }
     most = __reduce_max_sync(~0u, max(most >> 16, most & 0xffff));
     const std::uint32_t bits = __float_as_uint(unpack(most, T{}).x);
-    // The exponent, within what keeps both factors normal numbers, and the significand.
+    // The exponent is limited so that the factor and its inverse are normal numbers.
     const std::uint32_t exponent = min(max(bits >> 23, 19u), 254u);
     const float significand = __uint_as_float((bits & 0x7fffff) | 0x3f800000);
     constexpr float largest = kLargestDigits / 0x1p14f;

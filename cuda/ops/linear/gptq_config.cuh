@@ -1,7 +1,5 @@
 #pragma once
 // What gptq_block() is compiled for.
-#include <type_traits>
-
 #include "cuda/ops/linear/linear_gptq.hpp"
 
 namespace cf::cuda {
@@ -23,5 +21,15 @@ struct GptqConfig {
   /// How many elements a thread prepares before x is there: as many as registers have room for.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };
+
+/// The config of linear's kernels and of LinearSum's.
+constexpr GptqConfig linear_gptq_config(GptqTokens tokens, bool half_chunks, int rows, int chunks) {
+  return {.tokens = tokens,
+          .turns = kLinearGptqTurns,
+          .half_chunks = half_chunks,
+          .near_x = false,
+          .rows = rows,
+          .chunks = chunks};
+}
 
 }  // namespace cf::cuda

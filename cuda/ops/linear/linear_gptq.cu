@@ -100,12 +100,7 @@ extern __shared__ __align__(128) char gptq_smem[];
 template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated, int Chunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_gptq_kernel(const __grid_constant__ GptqCall c) {
-  constexpr GptqConfig config{.tokens = Tokens,
-                              .turns = kLinearGptqTurns,
-                              .half_chunks = HalfChunks,
-                              .near_x = false,
-                              .rows = Rows,
-                              .chunks = Chunks};
+  constexpr GptqConfig config = linear_gptq_config(Tokens, HalfChunks, Rows, Chunks);
   let_successor_start();
   gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
 }

@@ -63,10 +63,11 @@ constexpr int gptq_split(int chunks, int most_chunks) {
   while (chunks > split * kGptqParts * most_chunks) split *= 2;
   return split;
 }
-/// The most chunks of a part. With long parts a cluster has fewer blocks, and fewer sums are scaled and added up. Long
-/// parts touch up to four groups of two or more chunks each: a part that begins in the middle of a pair is shorter.
-/// Parts are short where the device holds all blocks of the matrix's clusters at once even so, one tile each. They are
-/// short on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
+/// The most chunks of a part: kGptqOneTokenChunks of a long part, else kGptqMaxChunks. With long parts a cluster has
+/// fewer blocks, and fewer sums are scaled and added up. Parts stay short
+/// - where a group is one chunk: a long part would touch more groups than there are product columns for;
+/// - where short parts already give every tile a cluster of its own, all resident at once;
+/// - on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.
 constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
   const bool has_room = arch.smem_per_block_bytes > 128 << 10;
   const bool is_small = m.tiles * gptq_split(m.chunks, kGptqMaxChunks) <= kLinearGptqBlocksPerSm * arch.sm_count;

@@ -66,12 +66,7 @@ extern __shared__ __align__(128) char gptq_smem[];
 template <class T, GptqTokens Tokens, int Chunks>
 __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
     linear_sum_kernel(const __grid_constant__ SumCall c) {
-  constexpr GptqConfig config{.tokens = Tokens,
-                              .turns = kLinearGptqTurns,
-                              .half_chunks = false,
-                              .near_x = false,
-                              .rows = kRows,
-                              .chunks = Chunks};
+  constexpr GptqConfig config = linear_gptq_config(Tokens, false, kRows, Chunks);
   let_successor_start();
   const int product = cluster_rank() >= c.plan[1].first_rank;
   gptq_block<T, config>(c.matrix[product], c.plan[product], c.tokens, SumEpilogue<T>{c, product}, gptq_smem);
