@@ -51,6 +51,12 @@ __device__ std::uint32_t pack_pair(float first, float second) {
   }
 }
 
+/// Eight floats as 16 bytes of T, rounded to nearest even.
+template <class T>
+__device__ uint4 pack_vec(const float (&x)[kVec]) {
+  return {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(x[4], x[5]), pack_pair<T>(x[6], x[7])};
+}
+
 /// The value of a stored element.
 __device__ inline float to_float(f16 x) { return __half2float(reinterpret_cast<const __half&>(x)); }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(reinterpret_cast<const __nv_bfloat16&>(x)); }
@@ -86,8 +92,7 @@ __device__ inline void load_vec(const float* p, float (&x)[kVec]) {
 /// p[0..8) = x[0..8), rounded to nearest even; p 16-byte aligned.
 template <class T>
 __device__ void store_vec(T* p, const float (&x)[kVec]) {
-  *reinterpret_cast<uint4*>(p) = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(x[4], x[5]),
-                                  pack_pair<T>(x[6], x[7])};
+  *reinterpret_cast<uint4*>(p) = pack_vec<T>(x);
 }
 template <>
 __device__ inline void store_vec(float* p, const float (&x)[kVec]) {

@@ -6,8 +6,8 @@
 namespace cf::cuda {
 
 /// Adds one layer to a graph. What the layer's sites write gets the same bits as launched one by one, but for tensors
-/// that are not written: attn_in and qkv where ln_qkv takes the place of four sites, k and v where rope_append takes the
-/// place of two.
+/// that are not written: attn_in and qkv where ln_qkv or RmsQkv takes the place of their sites, mlp_in where RmsLinear
+/// does, k and v where rope_append or RmsQkv takes the place of two.
 Status capture_layer(const ModelSpec& model, const LayerWeights& weights, const LayerTensors& tensors,
                      DataflowCapture& graph);
 

@@ -12,7 +12,7 @@ namespace {
 LnQkvGptqPlan packed_ln_qkv_plan(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t,
                                  const PackedWeight& weight) {
   const Result<GptqLayout> layout = gptq_layout(names_of(m).query_key_value.name, weight);
-  if (!layout || layout->pairs != RopePairs{m.shape.head_dim, m.shape.rotary_dim}) return {};
+  if (!layout || layout->pairs != qkv_pairs(m)) return {};
   return ln_qkv_gptq_plan(arch, gptq_sizes(*layout, t.hidden.shape[0]), m.shape.hidden_size, t.hidden.shape[0],
                           std::int64_t(size_bytes(w.input_layernorm.gamma.dtype)));
 }
@@ -107,6 +107,18 @@ bool takes_sums(const Arch& arch, const ModelSpec& m, const LayerWeights& w, con
   return walked && takes;
 }
 
+/// Whether RmsQkv and RmsLinear take the place of both norms and of what lies behind them.
+bool takes_norms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  if (m.traits.norm != NormKind::rmsnorm) return false;
+  bool takes = true;
+  const Status walked = for_each_site_with_norms(m, w, t, [&]<class Args>(const Site&, const Args& args) {
+    if constexpr (std::is_same_v<Args, RmsLinear::Args>) takes = takes && rms_linear_plan(arch, args).grid > 0;
+    if constexpr (std::is_same_v<Args, RmsQkv::Args>) takes = takes && rms_qkv_plan(arch, args).grid > 0;
+    return Status();
+  });
+  return walked && takes;
+}
+
 /// Whether a site is on the longer branch, the one through attention. The MLP's first product is the other branch: it
 /// fills the SMs that the longer branch leaves free.
 bool is_urgent(const Site& s) { return s.id != SiteId::dense_h_to_4h; }
@@ -117,9 +129,16 @@ bool begins_as_ln_qkv(const ModelSpec& m) {
   return m.traits.norm == NormKind::layernorm && m.shape.qkv_layout == ops::QkvLayout::interleaved_by_head;
 }
 
+RopePairs qkv_pairs(const ModelSpec& m) {
+  if (!begins_as_ln_qkv(m) && (m.traits.norm != NormKind::rmsnorm || m.shape.qkv_layout != ops::QkvLayout::separate))
+    return {};
+  return rope_pairs(m.shape.qkv_heads(), m.shape.head_dim, m.shape.rotary_dim);
+}
+
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   LayerOps ops{
       .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .splits_keys = splits_keys(arch, t)};
+  ops.norms = !ops.sums && takes_norms(arch, m, w, t);
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
   ops.shared_percent = shared_percent(ops, w, t.hidden.shape[0]);
   return ops;

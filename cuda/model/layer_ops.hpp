@@ -7,6 +7,7 @@
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/rope_append.hpp"
 #include "cuda/ops/linear/linear_sum.hpp"
+#include "cuda/ops/rms_linear/rms_linear.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/launch_list.hpp"
 
@@ -16,6 +17,7 @@ namespace cf::cuda {
 struct LayerOps {
   bool few = false;          // ln_qkv takes the place of the four sites from input_layernorm to kv_append
   bool sums = false;         // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
+  bool norms = false;        // kernels of products normalise their token: RmsQkv, RmsLinear
   bool splits_keys = false;  // attention's blocks form clusters
   bool shares_sms = false;   // ln_qkv and the MLP's first product run on the same SMs: LaunchMode, for the latter
   int shared_percent = 0;    // of LaunchMode, for every op
@@ -24,6 +26,9 @@ struct LayerOps {
 /// Whether a layer's first four sites, of however many tokens, are those of ln_qkv: LayerNorm, and q, k and v that are
 /// interleaved by head.
 bool begins_as_ln_qkv(const ModelSpec& m);
+
+/// The order of the rows of a packed query_key_value that a layer's ops want.
+RopePairs qkv_pairs(const ModelSpec& m);
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);
@@ -63,16 +68,58 @@ auto with_linear_sum(F f) {
   };
 }
 
+/// A visitor for a walk over sites: it calls f(site, args) with RmsLinear, at the product, in the place of an RMSNorm and
+/// of the product behind it.
+template <class F>
+auto with_rms_linear(F f) {
+  return [f, norm = ops::RmsNorm::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {
+    if constexpr (std::is_same_v<Args, ops::RmsNorm::Args>) {
+      norm = args;
+      return {};
+    } else {
+      if constexpr (std::is_same_v<Args, ops::Linear::Args>)
+        if (norm.y && args.x.data == norm.y.data) return f(site, RmsLinear::Args{norm, args});
+      return f(site, args);
+    }
+  };
+}
+
+/// A visitor for what with_rms_linear() and with_rope_append() call: it calls f(site, args) with RmsQkv, at kv_append, in
+/// the place of query_key_value's RmsLinear and of rope_append.
+template <class F>
+auto with_rms_qkv(F f) {
+  return [f, qkv = RmsLinear::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {
+    if constexpr (std::is_same_v<Args, RmsLinear::Args>) {
+      if (site.id == SiteId::query_key_value) {
+        qkv = args;
+        return {};
+      }
+    }
+    if constexpr (std::is_same_v<Args, ops::RopeAppend::Args>)
+      return f(site, RmsQkv::Args{qkv.norm, qkv.linear, args});
+    else
+      return f(site, args);
+  };
+}
+
+/// for_each_site() with RmsQkv and RmsLinear in the place of their parts.
+template <class F>
+Status for_each_site_with_norms(const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F f) {
+  return for_each_site(m, w, t, with_rms_linear(with_rope_append(with_rms_qkv(f))));
+}
+
 /// Calls f(args, mode) for every op of a layer, in order, and stops at the first Status that is not ok: for_each_site()
 /// with ln_qkv in the place of its parts where it takes the tokens, and else with rope_append in the place of its own;
-/// with LinearSum where that takes the layer's weights.
+/// with LinearSum, or with RmsQkv and RmsLinear, where these take the layer's weights.
 template <class F>
 Status for_each_layer_op(const LayerOps& ops, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
   if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
-  auto visit = with_rope_append([&](const Site& site, const auto& args) {
+  const auto visit = [&](const Site& site, const auto& args) {
     return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
-  });
-  return ops.sums ? for_each_site(m, w, t, with_linear_sum(visit)) : for_each_site(m, w, t, visit);
+  };
+  if (ops.norms) return for_each_site_with_norms(m, w, t, visit);
+  if (ops.sums) return for_each_site(m, w, t, with_linear_sum(with_rope_append(visit)));
+  return for_each_site(m, w, t, with_rope_append(visit));
 }
 template <class F>
 Status for_each_layer_op(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {

@@ -64,8 +64,8 @@ Status check_in_place(const Context& context, const ModelSpec& m, const std::str
 }  // namespace
 
 PackHint pack_hint(const Site& site, const ModelSpec& model) {
-  if (site.id != SiteId::query_key_value || !begins_as_ln_qkv(model)) return {};
-  return {.pairs = {model.shape.head_dim, model.shape.rotary_dim}};
+  if (site.id != SiteId::query_key_value) return {};
+  return {.pairs = qkv_pairs(model)};
 }
 
 struct ResidentWeights::State {

@@ -100,7 +100,8 @@ constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDim
 struct LayerKind {
   std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
   PackedShapes packed;
-  int pairs_head_dim = 0, pairs_rotary = 0;  // RopePairs of the rows of qkv; 0 where rows keep their places
+  // RopePairs of the rows of qkv; 0 where rows keep their places.
+  int pairs_head_dim = 0, pairs_rotary = 0, pairs_turned_heads = 0;
 
   bool operator==(const LayerKind&) const = default;
 };

@@ -168,6 +168,7 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
     if (which != Weight::qkv) return {};
     kind.pairs_head_dim = int(layout.pairs.head_dim);
     kind.pairs_rotary = int(layout.pairs.rotary_dim);
+    kind.pairs_turned_heads = int(layout.pairs.turned_heads);
     return {};
   };
   const LayerRows rows = d.rows();

@@ -370,7 +370,7 @@ class ProductWarps {
   __device__ int matrix_row(Phase phase, const Product& product, int row) const {
     const int at = product.row(row);
     if (!Packed || phase != Phase::qkv) return at;
-    return RopePairs{kind().pairs_head_dim, kind().pairs_rotary}.row(at);
+    return RopePairs{kind().pairs_head_dim, kind().pairs_rotary, kind().pairs_turned_heads}.row(at);
   }
   /// Loads what is added to the product of a row or of a pair of rows. Dense adds the layer's input. Down adds
   /// attn_residual where the residual is sequential; this block has stored that row of attn_residual itself. `row`

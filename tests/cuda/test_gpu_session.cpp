@@ -73,11 +73,14 @@ Session make_session(const cuda::Context& c, const ModelConfig& m, const Workloa
   return std::move(*session);
 }
 
-/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv does not write, and k and
-/// v, which rope_append does not write.
+/// f(role, view) for all that every step writes: attn_in and qkv are left out, which ln_qkv and RmsQkv do not write, k
+/// and v, which rope_append does not write, and mlp_in, which RmsLinear does not write.
 template <class F>
 void for_each_written(const Session& session, F&& f) {
-  const std::set<std::string_view> unwritten{"attn_in", "qkv", "k", "v"};
+  std::set<std::string_view> unwritten{"attn_in", "qkv", "k", "v"};
+  if (session.model().traits.norm == NormKind::rmsnorm &&
+      std::holds_alternative<PackedWeight>(session.weights.layer(0).dense_h_to_4h.weight))
+    unwritten.insert("mlp_in");
   for (std::int64_t l = 0; l < session.layers().last; ++l) {
     const bool last = l == session.layers().last - 1;
     const LayerTensors tensors = session.tensors(l);

@@ -75,7 +75,7 @@ TEST_CASE("pack: a GPTQ weight keeps the matrix, every row and every input, in e
       CAPTURE(format.bits, format.group_size, format.zero_offset, format.desc_act, in, out);
       Quantised q(format, in, out);
       const Tensor dense = cpu_ref::dequantise(q.weight(), DType::f64);
-      for (const RopePairs& pairs : {RopePairs{}, RopePairs{8, 4}}) {
+      for (const RopePairs& pairs : {RopePairs{}, RopePairs{8, 4}, RopePairs{8, 4, 1}}) {
         const Result<Packed> packed = pack(q.weight(), {.pairs = pairs});
         const PackedWeight w = packed_of(packed);
         const GptqLayout l = layout_of(w);
@@ -127,6 +127,15 @@ TEST_CASE("pack: RoPE's order has every row once, a pair's two rows next to each
   CHECK(std::find(seen.begin(), seen.end(), false) == seen.end());
   for (std::int64_t r : {0, 4, 18, 80, 98, 240, 338}) CHECK(pairs.row(r + 1) == pairs.row(r) + 10);
   for (std::int64_t r : {20, 79, 100, 160, 161, 179, 239, 400}) CHECK(pairs.row(r) == r);
+  // Separate q, k and v: four heads of q and k, two of v.
+  const RopePairs separate{80, 20, 4};
+  seen.assign(480, false);
+  for (std::int64_t r = 0; r < 480; ++r) seen[std::size_t(separate.row(r))] = true;
+  CHECK(std::find(seen.begin(), seen.end(), false) == seen.end());
+  for (std::int64_t r : {0, 4, 18, 80, 98, 160, 240, 258}) CHECK(separate.row(r + 1) == separate.row(r) + 10);
+  for (std::int64_t r : {20, 79, 100, 179, 260, 320, 321, 339, 400, 401}) CHECK(separate.row(r) == r);
+  CHECK(rope_pairs({3, 1, ops::QkvLayout::separate}, 80, 20) == separate);
+  CHECK(rope_pairs({2, 2, ops::QkvLayout::interleaved_by_head}, 80, 20) == pairs);
 }
 
 TEST_CASE("pack: the hint is that of the op's rows", "[pack]") {

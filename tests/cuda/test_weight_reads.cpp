@@ -34,9 +34,7 @@ class Step {
     for (LayerWeights& w : weights.layers)
       for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
         if (linears.bits == 0) return;
-        // As pack() orders the rows for ln_qkv.
-        const bool turned = site.id == SiteId::query_key_value && begins_as_ln_qkv(spec);
-        l.weight = packed(size, linears, turned ? RopePairs{spec.shape.head_dim, spec.shape.rotary_dim} : RopePairs{});
+        l.weight = packed(size, linears, site.id == SiteId::query_key_value ? qkv_pairs(spec) : RopePairs{});
       });
     tie_embeddings(spec, weights);
     const std::int64_t capacity = 64;
@@ -131,6 +129,15 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
 
 Result<std::int64_t> launches_of(const Arch& arch, const cuda::LinearSum::Args& a, bool) {
   REQUIRE(linear_sum_plan(arch, a).second.tokens == a.first.x.shape[0]);
+  return std::int64_t(1);
+}
+
+Result<std::int64_t> launches_of(const Arch& arch, const cuda::RmsLinear::Args& a, bool) {
+  REQUIRE(rms_linear_plan(arch, a).tokens == a.norm.x.shape[0]);
+  return std::int64_t(1);
+}
+Result<std::int64_t> launches_of(const Arch& arch, const cuda::RmsQkv::Args& a, bool) {
+  REQUIRE(rms_qkv_plan(arch, a).tokens == a.norm.x.shape[0]);
   return std::int64_t(1);
 }
 
@@ -304,26 +311,45 @@ TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h of quantis
   }
 }
 
-TEST_CASE("a graph's step of RMSNorm and separate q, k and v has rope_append in the place of two sites, for any slots",
+TEST_CASE("a graph's step of RMSNorm and separate q, k and v: kernels of quantised products normalise one token",
           "[plans][model]") {
-  ModelConfig m = *find_preset("llama-3.1-8b");
-  m.num_hidden_layers = 1;
-  for (const std::int64_t slots : {1, 3, 64})
-    for (const WeightFormat format : {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}}) {
-      const Step step(m, slots, DType::f16, format);
-      int rms_norm = 0, rope_append = 0, ops = 0;
-      REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
-                                [&]<class Args>(const Args&, const LaunchMode&) {
-                                  rms_norm += std::is_same_v<Args, ops::RmsNorm::Args>;
-                                  rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
-                                  ++ops;
-                                  return Status();
-                                }));
-      CAPTURE(slots, format.bits);
-      CHECK(rms_norm == 2);
-      CHECK(rope_append == 1);
-      CHECK(ops == int(sites.size()) - 1);
-    }
+  for (const char* preset : {"llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b"}) {
+    ModelConfig m = *find_preset(preset);
+    m.num_hidden_layers = 1;
+    for (const Arch& arch : {kH200, kRtx5090})
+      for (const std::int64_t slots : {1, 3, 64})
+        for (const WeightFormat format :
+             {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}, WeightFormat{.bits = 4, .group_size = 32}}) {
+          const Step step(m, slots, DType::f16, format);
+          int rms_norm = 0, rope_append = 0, rms_qkv = 0, rms_linear = 0, ops = 0;
+          REQUIRE(for_each_layer_op(arch, step.spec, step.weights.layers[0], step.tensors.layer,
+                                    [&]<class Args>(const Args& args, const LaunchMode&) {
+                                      rms_norm += std::is_same_v<Args, ops::RmsNorm::Args>;
+                                      rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
+                                      ++ops;
+                                      GptqPlan plan{};
+                                      if constexpr (std::is_same_v<Args, RmsQkv::Args>) {
+                                        ++rms_qkv;
+                                        plan = rms_qkv_plan(arch, args);
+                                        CHECK(args.rope.q.data == step.tensors.layer.q.data);
+                                      }
+                                      if constexpr (std::is_same_v<Args, RmsLinear::Args>) {
+                                        ++rms_linear;
+                                        plan = rms_linear_plan(arch, args);
+                                        CHECK(args.linear.y.data == step.tensors.layer.mlp_act.data);
+                                      }
+                                      CHECK(plan.smem_bytes <= arch.smem_per_block_bytes);
+                                      return Status();
+                                    }));
+          CAPTURE(preset, arch.compute_capability, slots, format.bits, format.group_size);
+          const bool normalises = slots == 1 && format.bits && format.group_size == 128;
+          CHECK(rms_norm == (normalises ? 0 : 2));
+          CHECK(rope_append == int(!normalises));
+          CHECK(rms_qkv == int(normalises));
+          CHECK(rms_linear == int(normalises));
+          CHECK(ops == int(sites.size()) - (normalises ? 4 : 1));
+        }
+  }
 }
 
 TEST_CASE("a graph's attention starts early once its predecessor has waited, and late where that would be slower",

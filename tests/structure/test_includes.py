@@ -37,6 +37,7 @@ ROOMS = {
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
     "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
+    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],

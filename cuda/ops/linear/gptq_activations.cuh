@@ -75,16 +75,22 @@ class GptqOneTokenX {
   /// Loads the slice, up to two vectors a lane. x(0) points to the token's activations.
   template <class X>
   __device__ void load(X x) {
-    const T* const token = x(0);
+    load_slice(x(0), loaded_);
+  }
+  /// Loads the gain of each activation of the slice.
+  __device__ void load_gain(const T* gain) { load_slice(gain, gain_); }
+
+  /// Normalises what load() has loaded, and rounds to T. norm(x, gain) is an element of the norm.
+  template <class Norm>
+  __device__ void normalise(const Norm& norm) {
 #pragma unroll
     for (int i = 0; i < kLaneVectors; ++i) {
-      const int v = vector(i), column = warp_.slice.first * kGptqColumns + v * kVec;
-      loaded_[i] = {};
-      if (v >= warp_.slice.count * kChunkVectors) continue;
-      if (m_.order)
-        loaded_[i] = load_columns<true>(m_, token, column);
-      else if (column < m_.in)
-        loaded_[i] = load_columns<false>(m_, token, column);
+      float x[kVec], gain[kVec];
+      unpack(loaded_[i], x, T{});
+      unpack(gain_[i], gain, T{});
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) x[e] = norm(x[e], gain[e]);
+      loaded_[i] = pack_vec<T>(x);
     }
   }
 
@@ -159,6 +165,20 @@ class GptqOneTokenX {
   /// The vector of the slice that the lane loads i-th.
   __device__ int vector(int i) const { return warp_.lane + 32 * i; }
 
+  /// Loads the elements of a row that belong to the slice's columns.
+  __device__ void load_slice(const T* row, uint4 (&to)[kLaneVectors]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneVectors; ++i) {
+      const int v = vector(i), column = warp_.slice.first * kGptqColumns + v * kVec;
+      to[i] = {};
+      if (v >= warp_.slice.count * kChunkVectors) continue;
+      if (m_.order)
+        to[i] = load_columns<true>(m_, row, column);
+      else if (column < m_.in)
+        to[i] = load_columns<false>(m_, row, column);
+    }
+  }
+
   /// Makes the factor, and returns 1 / factor, which makes integers of activations. Where the slice is multiplied by a
   /// power of two, the factor is too, bit by bit, and the digits stay the same.
   __device__ float make_factor() {
@@ -182,7 +202,7 @@ class GptqOneTokenX {
   const GptqMatrix& m_;
   const GptqWarp& warp_;
   const GptqSmem& at_;
-  uint4 loaded_[kLaneVectors], x_[C.chunks];
+  uint4 loaded_[kLaneVectors], gain_[kLaneVectors], x_[C.chunks];
   float factor_, sums_, of_fifth_;
   std::uint32_t chunks_;  // bit c says that chunk c is of a group of the lane's column
 };

@@ -22,6 +22,8 @@ namespace cf::cuda {
 ///   begin(element)          called early, after ready(): loads the rest of what the element needs
 ///   finish(element, sums)   takes each element once, with its rows' sums; where C.rows is 1, sums[1] is that of the
 ///                           neighbouring row, row ^ 1
+///   gain(), scale()         only where the block normalises one token's x (RmsLinear, RmsQkv): the norm's gamma, and
+///                           the scale of the row, for which all threads call, before begin()
 ///   apart()                 only where the sums are of two products (LinearSum): finish(element, sums, others) then
 ///                           takes those of the cluster's first block and those of its others
 /// A block runs for a few thousand cycles, and most of its code once. So what can be computed before ready() is
@@ -45,10 +47,16 @@ __device__ void gptq_block(const GptqMatrix& m, const GptqPlan& plan, int tokens
   const GptqStage<C> stage(plan, warp, order, ring.code_bytes());
   GptqPartial<C> partial(plan, warp, at);
 
+  constexpr bool normalises = requires { epilogue.gain(); };
+  if constexpr (normalises) x.load_gain(epilogue.gain());
   epilogue.ready();
   x.load([&](int token) { return epilogue.x(token); });
-  elements.begin();
+  if constexpr (!normalises) elements.begin();
   ring.fill();
+  if constexpr (normalises) {
+    x.normalise(epilogue.scale());
+    elements.begin();
+  }
   x.prepare();
 #pragma unroll 1
   for (int tile = warp.turn; tile < warp.tiles; tile += C.turns) {

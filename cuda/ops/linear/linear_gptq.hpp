@@ -191,9 +191,9 @@ struct GptqReserved {
 };
 
 /// Deals `tiles` tiles to the clusters of p.split blocks, for p.tokens tokens or fewer where shared memory is short.
-/// The grid is 0 where it has no room for one token. `far_ahead` is for one token and many tiles.
+/// The grid is 0 where it has no room for one token. `ahead_of_many` is for one token and many tiles.
 constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, const GptqReserved& reserved,
-                               const GptqAhead& far_ahead, GptqPlan& p) {
+                               const GptqAhead& ahead_of_many, GptqPlan& p) {
   // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
   const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
@@ -205,8 +205,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
     // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
-    const bool far = p.tokens == 1 && p.turns == 1 && p.tiles >= far_ahead.many_tiles;
-    const GptqAhead ahead = far ? far_ahead : kGptqAhead;
+    const bool many = p.tokens == 1 && p.turns == 1 && p.tiles >= ahead_of_many.many_tiles;
+    const GptqAhead ahead = many ? ahead_of_many : kGptqAhead;
     for (p.stages = std::min((p.tiles + p.turns - 1) / p.turns, ahead.stages); p.stages > 0; --p.stages) {
       p.early = std::min(p.stages, ahead.early);
       p.smem_bytes = gptq_smem_bytes(p);
@@ -221,7 +221,7 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
 /// The plan for up to 16 tokens, or fewer where shared memory is short. `grid` is 0 where the matrix has more than
 /// kGptqMaxColumns columns or shared memory has no room for one token.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
-                             const GptqReserved& reserved = {}) {
+                             const GptqReserved& reserved = {}, const GptqAhead& ahead_of_many = kGptqFarAhead) {
   GptqPlan p{.split = 1,
              .tiles = 0,
              .share = 0,
@@ -248,7 +248,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   const int stage_chunks = std::max(kGptqOneTokenGroups, gptq_slice_chunks(p));
   if (m.one_token) p.digit_bytes = stage_chunks * kGptqDigitBytes;
   p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
-  deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, kGptqFarAhead, p);
+  deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, ahead_of_many, p);
   return p;
 }
 
@@ -324,6 +324,13 @@ auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
                                                  : Kernels::template kernel<GptqTokens::one, false>;
   return sixteen ? Kernels::template kernel<GptqTokens::sixteen, false>
                  : Kernels::template kernel<GptqTokens::eight, false>;
+}
+
+/// Whether a call is plain: `rows` consecutive rows can be finished at once. The rows are packed in the order of `pairs`,
+/// their number is a multiple of `rows`, and a bias has y's dtype.
+inline bool gptq_is_plain(const ops::Linear::Args& a, const GptqLayout& layout, const RopePairs& pairs, int rows) {
+  return layout.pairs == pairs && ops::Linear::dims(a).rows() % rows == 0 &&
+         (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);
 }
 
 /// linear with a packed GPTQ weight. Its arguments have been checked.

@@ -5,12 +5,6 @@ namespace {
 
 const PackedWeight* packed_weight(const ops::Linear::Args& a) { return std::get_if<PackedWeight>(&a.linear.weight); }
 
-/// Whether a call's rows are packed in order and its elements are all of one dtype.
-bool is_plain(const ops::Linear::Args& a, const GptqLayout& layout) {
-  return layout.pairs == RopePairs{} && a.y.shape[1] % kLinearSumRows == 0 &&
-         (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);
-}
-
 }  // namespace
 
 GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
@@ -23,7 +17,9 @@ GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
     return none;
   const Result<GptqLayout> first = gptq_layout(LinearSum::name, *weights[0]),
                            second = gptq_layout(LinearSum::name, *weights[1]);
-  if (!first || !second || !is_plain(a.first, *first) || !is_plain(a.second, *second)) return none;
+  if (!first || !second || !gptq_is_plain(a.first, *first, {}, kLinearSumRows) ||
+      !gptq_is_plain(a.second, *second, {}, kLinearSumRows))
+    return none;
   const std::int64_t tokens = a.first.x.shape[0];
   return gptq_sum_plan(arch, gptq_sizes(*first, tokens), gptq_sizes(*second, tokens), tokens);
 }

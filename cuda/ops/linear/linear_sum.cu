@@ -1,9 +1,6 @@
 #include "cuda/ops/linear/linear_sum.hpp"
 
-#include "cuda/device/sync.cuh"
-#include "cuda/ops/linear/gptq_block.cuh"
-#include "cuda/ops/linear/linear.cuh"
-#include "cuda/runtime/launch.hpp"
+#include "cuda/ops/linear/gptq_call.cuh"
 
 namespace cf::cuda {
 namespace {
@@ -100,10 +97,7 @@ Status prepare(const LinearSum::Args& a, LaunchList& launches) {
   return with_gptq_activation(LinearSum::name, a.first.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     return launch(LinearSum::name, launches,
-                  {.grid = unsigned(plan.second.grid),
-                   .block = gptq_threads(kLinearGptqTurns),
-                   .smem_bytes = std::size_t(linear_gptq_smem_bytes(launches.arch(), plan.second)),
-                   .cluster_blocks = plan.second.split},
+                  linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
                   kernel_for<T>(plan), c);
   });
 }

@@ -15,6 +15,11 @@ namespace cf::cuda {
 
 class Context;
 
+/// The RopePairs of the heads of a product of q, k and v.
+constexpr RopePairs rope_pairs(const ops::QkvHeads& qkv, std::int64_t head_dim, std::int64_t rotary_dim) {
+  return {head_dim, rotary_dim, qkv.layout == ops::QkvLayout::separate ? qkv.heads + qkv.kv_heads : 0};
+}
+
 /// What the op that will multiply by a weight asks of the packed layout.
 struct PackHint {
   RopePairs pairs{};  // the order of the rows: ln_qkv wants that of its heads, every other op none

@@ -5,23 +5,27 @@
 
 namespace cf::cuda {
 
-/// An order of a QKV product's rows in which the two elements that RoPE rotates together are neighbours. A head has
-/// three parts of head_dim rows: q, k and v. Of q and k the first rotary_dim rows are reordered: rows i and rotary_dim
-/// / 2 + i become rows 2i and 2i + 1. Every other row keeps its place. Where head_dim is 0, every row does.
+/// An order of a QKV product's rows in which the two elements that RoPE rotates together are neighbours. A head of q, k
+/// or v has head_dim rows. Of q's and k's heads the first rotary_dim rows are reordered: rows i and rotary_dim / 2 + i
+/// become rows 2i and 2i + 1. Every other row keeps its place. Where head_dim is 0, every row does.
 struct RopePairs {
   std::int64_t head_dim = 0, rotary_dim = 0;
+  /// Where q, k and v are separate, the number of q's and k's heads, behind which come v's. 0 where the three are
+  /// interleaved by head.
+  std::int64_t turned_heads = 0;
 
-  /// The element of part `part` of a head (0, 1, 2 for q, k, v) that comes at place c. `half` is rotary_dim / 2.
+  /// The element of a head that comes at place c. `half` is rotary_dim / 2. Of v nothing is turned.
   template <class Int>
-  static constexpr Int element(Int part, Int c, Int half) {
-    return part < 2 && c < 2 * half ? c / 2 + c % 2 * half : c;
+  static constexpr Int element(bool turned, Int c, Int half) {
+    return turned && c < 2 * half ? c / 2 + c % 2 * half : c;
   }
   /// The matrix's row that comes at place r.
   template <class Int>
   constexpr Int row(Int r) const {
     if (head_dim == 0) return r;
-    const Int c = r % Int(head_dim);
-    return r - c + element(r / Int(head_dim) % 3, c, Int(rotary_dim / 2));
+    const Int head = r / Int(head_dim), c = r % Int(head_dim);
+    const bool turned = turned_heads > 0 ? head < Int(turned_heads) : head % 3 < 2;
+    return r - c + element(turned, c, Int(rotary_dim / 2));
   }
   bool operator==(const RopePairs&) const = default;
 };

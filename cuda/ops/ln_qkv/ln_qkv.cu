@@ -48,7 +48,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
   __device__ bool is_second(const Place& p) const { return p.column >= half; }
   __device__ Place place_of(int r) const {
     const int part_of_head = r / head_dim, c = r % head_dim;
-    return {part_of_head, RopePairs::element(part_of_head % 3, c, half)};
+    return {part_of_head, RopePairs::element(part_of_head % 3 < 2, c, half)};
   }
   __device__ int row(const Place& p) const { return p.part_of_head * head_dim + p.column; }
   __device__ long row(int r) const { return row(place_of(r)); }
