@@ -68,8 +68,8 @@ auto with_linear_sum(F f) {
   };
 }
 
-/// A visitor for a walk over sites: it calls f(site, args) with RmsLinear, at the product, in the place of an RMSNorm and
-/// of the product behind it.
+/// A visitor for a walk over sites: it calls f(site, args) with RmsLinear, at the product, in the place of an RMSNorm
+/// and of the product behind it.
 template <class F>
 auto with_rms_linear(F f) {
   return [f, norm = ops::RmsNorm::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {
@@ -84,8 +84,8 @@ auto with_rms_linear(F f) {
   };
 }
 
-/// A visitor for what with_rms_linear() and with_rope_append() call: it calls f(site, args) with RmsQkv, at kv_append, in
-/// the place of query_key_value's RmsLinear and of rope_append.
+/// A visitor for what with_rms_linear() and with_rope_append() call: it calls f(site, args) with RmsQkv, at kv_append,
+/// in the place of query_key_value's RmsLinear and of rope_append.
 template <class F>
 auto with_rms_qkv(F f) {
   return [f, qkv = RmsLinear::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {

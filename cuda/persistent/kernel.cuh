@@ -71,8 +71,8 @@
 //
 // Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
 // all phases share the code of norms, set-up, product and epilogue. With code of its own a phase runs fewer
-// instructions, but a layer fetches more, and was slower on an H100. The lanes of a warp do not diverge in an epilogue: code behind
-// it would run twice.
+// instructions, but a layer fetches more, and was slower on an H100. The lanes of a warp do not diverge in an epilogue:
+// code behind it would run twice.
 #include <cuda_runtime.h>
 
 #include "cuda/device/cluster.cuh"

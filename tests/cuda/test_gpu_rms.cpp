@@ -1,4 +1,5 @@
-// Products with quantised weights whose kernels normalise their token: the bits are those of the ops one after the other.
+// Products with quantised weights whose kernels normalise their token: the bits are those of the ops one after the
+// other.
 #include <cstring>
 
 #include "cuda/ops/rms_linear/rms_linear.hpp"

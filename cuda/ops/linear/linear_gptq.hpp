@@ -326,8 +326,8 @@ auto gptq_kernel_for(const GptqPlan& p, const GptqSizes& m) {
                  : Kernels::template kernel<GptqTokens::eight, false>;
 }
 
-/// Whether a call is plain: `rows` consecutive rows can be finished at once. The rows are packed in the order of `pairs`,
-/// their number is a multiple of `rows`, and a bias has y's dtype.
+/// Whether a call is plain: `rows` consecutive rows can be finished at once. The rows are packed in the order of
+/// `pairs`, their number is a multiple of `rows`, and a bias has y's dtype.
 inline bool gptq_is_plain(const ops::Linear::Args& a, const GptqLayout& layout, const RopePairs& pairs, int rows) {
   return layout.pairs == pairs && ops::Linear::dims(a).rows() % rows == 0 &&
          (!a.linear.bias || a.linear.bias.dtype == a.y.dtype);

@@ -19,9 +19,9 @@ struct QkvCall {
   ops::RopeAppend::Args rope;
 };
 
-/// The scale of a token's RMSNorm. A row is divided into the parts that rmsnorm's warps have at eight elements a thread,
-/// so that both give the same bits. This block's warps share these parts. `states` has room for all of them. Calls
-/// last() before its barrier.
+/// The scale of a token's RMSNorm. A row is divided into the parts that rmsnorm's warps have at eight elements a
+/// thread, so that both give the same bits. This block's warps share these parts. `states` has room for one float of
+/// each. Calls last() before its barrier.
 template <class T, class Last>
 __device__ RmsNormOfRow::Scaled scale_of(const RmsCall& c, float* states, Last last) {
   constexpr int warps = gptq_threads(kLinearGptqTurns) / 32, part = 32 * kVec;

@@ -97,8 +97,8 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
   for_each_head([&](int i) { *reinterpret_cast<uint4*>(to.first + i * to.stride + column) = vectors[i]; });
 }
 
-/// Checks a call and prepares its launch. prepare_kernel(zero, layout, plan, shape) adds the kernel for activations of zero's
-/// type and the layout that `layout` has as its value.
+/// Checks a call and prepares its launch. prepare_kernel(zero, layout, plan, shape) adds the kernel for activations of
+/// zero's type and the layout that `layout` has as its value.
 template <class Args, class PrepareKernel>
 Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_kernel) {
   constexpr std::string_view name = Args::Op::name;
