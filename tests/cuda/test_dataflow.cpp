@@ -225,3 +225,40 @@ TEST_CASE("dataflow: rows are stored beside attention where ln_qkv appends, and 
   // The sites: the rows, 3, are the append.
   CHECK(edges(false, 2) == std::vector<Tasks>{{}, {0}, {1}, {2}, {3}, {4}, {}, {6}, {5, 7}});
 }
+
+TEST_CASE("dataflow: products that normalise their token make a chain of five ops a layer") {
+  ModelConfig m;
+  m.model_type = ModelType::llama;
+  m.hidden_size = 16;
+  m.num_attention_heads = 2;
+  m.num_key_value_heads = 1;
+  m.intermediate_size = 8;
+  m.rotary_dim = 8;
+  m.use_parallel_residual = false;
+  m.attention_bias = m.mlp_bias = false;
+  m.hidden_act = Activation::swiglu;
+  LayerState state(m.spec(), {.batch = 1, .q_len = 1, .kv_len = 2}, DType::f16),
+      other(m.spec(), {.batch = 1, .q_len = 1, .kv_len = 2}, DType::f16);
+  LayerTensors first = state.tensors(), second = state.tensors();
+  second.hidden = first.output;
+  second.output = other.tensors().output;
+  second.k_cache = other.tensors().k_cache;
+  second.v_cache = other.tensors().v_cache;
+  LayerWeights weights;
+  for (LinearParams* l : {&weights.query_key_value, &weights.dense, &weights.dense_h_to_4h, &weights.dense_4h_to_h})
+    l->weight = PackedWeight{};
+  Dataflow flow;
+  std::vector<Tasks> all;
+  for (const LayerTensors* t : {&first, &second})
+    REQUIRE(cuda::for_each_layer_op({.norms = true}, m.spec(), weights, *t,
+                                    [&](const auto& args, const cuda::LaunchMode& mode) {
+                                      CHECK(mode.early);
+                                      all.push_back(add_op(flow, args));
+                                      return Status();
+                                    }));
+  // RmsQkv 0, context 1, dense 2, RmsLinear 3, dense_4h_to_h 4; the second layer's from 5.
+  CHECK(all == std::vector<Tasks>{{}, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}});
+  // What is not written is not read either.
+  for (const void* tensor : {first.attn_in.data, first.qkv.data, first.k.data, first.v.data, first.mlp_in.data})
+    CHECK(add(flow, {}, {tensor}) == Tasks{});
+}
