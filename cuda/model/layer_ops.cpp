@@ -66,7 +66,7 @@ constexpr int kDenseSharedPercent = 58;
 /// a kernel waits until SMs with another division are empty. On an H200:
 /// - Dense weights are faster with kDenseSharedPercent where attention's blocks form clusters, whose SMs then become
 ///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
-/// - Packed weights of one token are faster with all of the memory shared.
+/// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
   if (!ops.few) return 0;
   if (std::holds_alternative<PackedWeight>(w.query_key_value.weight)) return tokens == 1 ? 100 : 0;

@@ -1,6 +1,5 @@
 #pragma once
-// A call of linear with a packed weight as its kernels take it, and what they do with its sums. Private to linear's
-// launches.
+// A call of linear with a packed weight as kernels take it, and what they do with the product's sums.
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/linear/gptq_block.cuh"
 #include "cuda/ops/linear/linear.cuh"
@@ -18,6 +17,7 @@ struct GptqCall {
   int tokens;
 };
 
+/// The call without a plan and its tokens.
 inline GptqCall gptq_call(const ops::Linear::Args& a, const PackedWeight& weight, const GptqLayout& layout) {
   return {.matrix = gptq_matrix(weight, layout),
           .plan = {},
@@ -27,6 +27,7 @@ inline GptqCall gptq_call(const ops::Linear::Args& a, const PackedWeight& weight
           .tokens = 0};
 }
 
+/// The launch's shape with `smem_bytes` of dynamic shared memory a block, at least the plan's.
 inline LaunchShape linear_gptq_shape(const GptqPlan& plan, int smem_bytes) {
   return {.grid = unsigned(plan.grid),
           .block = gptq_threads(kLinearGptqTurns),

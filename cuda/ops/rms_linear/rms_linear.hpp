@@ -19,7 +19,7 @@ void tensors_without(std::string_view name, Args& args, F& f) {
   });
 }
 
-/// RMSNorm and linear: linear.x is norm.y.
+/// linear.y = Linear(RmsNorm(norm.x)): linear.x is norm.y.
 struct RmsLinear {
   static constexpr std::string_view name = "rms_linear";
   struct Dims {};
@@ -37,8 +37,8 @@ struct RmsLinear {
   }
 };
 
-/// RMSNorm, the product of q, k and v, RoPE and the append to the cache: linear.x is norm.y, and rope.qkv is linear.y.
-/// The weight's rows are in the order of RopePairs.
+/// rope.q and the caches' new entries = RopeAppend(Linear(RmsNorm(norm.x))): linear.x is norm.y, and rope.qkv is
+/// linear.y. The weight's rows are in the order of RopePairs.
 struct RmsQkv {
   static constexpr std::string_view name = "rms_qkv";
   struct Dims {};
@@ -66,7 +66,7 @@ inline constexpr int kRmsRows = 2;
 /// The most parts of a row: rmsnorm's warps at eight elements a thread.
 inline constexpr int kRmsParts = max_layernorm_threads(8) / 32;
 
-/// Static shared memory of a block at most: the parts' states, and where the token goes.
+/// The static shared memory of a block, in bytes: a float for each part, and of RmsQkv the token's place in the cache.
 inline constexpr int kRmsStaticBytes = (kRmsParts + 2) * int(sizeof(float));
 
 /// The plan of the launch. Its grid is 0 where one launch does not take the calls: then each is launched by itself.
