@@ -17,7 +17,7 @@ namespace cf::cuda {
 struct LayerOps {
   bool few = false;          // ln_qkv takes the place of the four sites from input_layernorm to kv_append
   bool sums = false;         // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
-  bool norms = false;        // kernels of products normalise their token: RmsQkv, RmsLinear
+  bool norms = false;        // the kernels of RmsQkv and RmsLinear normalise the token
   bool splits_keys = false;  // attention's blocks form clusters
   bool shares_sms = false;   // ln_qkv and the MLP's first product run on the same SMs: LaunchMode, for the latter
   int shared_percent = 0;    // of LaunchMode, for every op
@@ -27,7 +27,7 @@ struct LayerOps {
 /// interleaved by head.
 bool begins_as_ln_qkv(const ModelSpec& m);
 
-/// The order of the rows of a packed query_key_value that a layer's ops want.
+/// The order in which a packed query_key_value must have its rows for the layer's ops.
 RopePairs qkv_pairs(const ModelSpec& m);
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
@@ -84,8 +84,8 @@ auto with_rms_linear(F f) {
   };
 }
 
-/// A visitor for what with_rms_linear() and with_rope_append() call: it calls f(site, args) with RmsQkv, at kv_append,
-/// in the place of query_key_value's RmsLinear and of rope_append.
+/// A visitor for the ops that with_rms_linear() and with_rope_append() make: at kv_append it calls f(site, args) with
+/// RmsQkv, in the place of query_key_value's RmsLinear and of rope_append.
 template <class F>
 auto with_rms_qkv(F f) {
   return [f, qkv = RmsLinear::Args{}]<class Args>(const Site& site, const Args& args) mutable -> Status {

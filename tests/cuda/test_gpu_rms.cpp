@@ -119,6 +119,7 @@ TEST_CASE("rms_linear on the GPU: the plan takes what its kernel does", "[gpu][g
   CHECK_FALSE(takes(good, 640, 1, [](auto& a) { a.norm.gamma.dtype = DType::f32; }));
   CHECK_FALSE(takes(good, 640, 1, [](auto& a) { a.linear.linear.bias.dtype = DType::f32; }));
   CHECK_FALSE(takes(good, 640, 1, [](auto& a) { a.linear.x.data = a.norm.x.data; }));
+  CHECK_FALSE(takes(good, 640, 1, [](auto& a) { a.norm.x.shape[1] = 648; }));
 }
 
 TEST_CASE("rms_qkv on the GPU gives the bits of rmsnorm, linear and rope_append", "[gpu][gptq][rms]") {
@@ -186,6 +187,7 @@ TEST_CASE("rms_qkv on the GPU: the plan takes what its kernel does", "[gpu][gptq
   CHECK_FALSE(takes({64, 64, 4}, nothing));
   CHECK_FALSE(takes({64, 64, 5}, [](auto& a) { a.rope.qkv.data = a.norm.x.data; }));
   CHECK_FALSE(takes({64, 64, 5}, [](auto& a) { a.rope.layout = ops::QkvLayout::interleaved_by_head; }));
+  CHECK_FALSE(takes({64, 64, 5}, [](auto& a) { a.linear.y.shape[1] = 7 * 64; }));
 }
 
 TEST_CASE("rms_linear and rms_qkv on the GPU: small calls for compute-sanitizer", "[gpu][gptq][rms][small]") {

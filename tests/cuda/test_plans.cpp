@@ -543,7 +543,7 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
     const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
     const bool is_far = p.tiles >= kGptqFarAhead.many_tiles;
     CHECK(is_far == (in == 16384));
-    // Two by kGptqAhead. With 16,384 columns two instead of four, because a stage is so large.
+    // kGptqAhead has two stages. kGptqFarAhead has four, but shared memory has room for two of 16,384 columns.
     CHECK(p.stages == 2);
     CHECK(p.early == (is_far ? 2 : kGptqAhead.early));
     CHECK(p.grid >= 200);

@@ -352,6 +352,51 @@ TEST_CASE("a graph's step of RMSNorm and separate q, k and v: kernels of quantis
   }
 }
 
+TEST_CASE("products that normalise their token take no calls that do not fit each other", "[plans][model]") {
+  ModelConfig m = *find_preset("llama-3.2-1b");
+  m.num_hidden_layers = 1;
+  const Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
+  RmsQkv::Args qkv;
+  RmsLinear::Args up;
+  REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
+                            [&]<class Args>(const Args& args, const LaunchMode&) {
+                              if constexpr (std::is_same_v<Args, RmsQkv::Args>) qkv = args;
+                              if constexpr (std::is_same_v<Args, RmsLinear::Args>) up = args;
+                              return Status();
+                            }));
+  const auto takes_qkv = [&](auto change) {
+    RmsQkv::Args a = qkv;
+    change(a);
+    return rms_qkv_plan(kH200, a).grid > 0;
+  };
+  const auto takes_up = [&](auto change) {
+    RmsLinear::Args a = up;
+    change(a);
+    return rms_linear_plan(kH200, a).grid > 0;
+  };
+  CHECK(takes_qkv([](auto&) {}));
+  CHECK(takes_up([](auto&) {}));
+  // A norm of another tensor, of other sizes, or of another dtype.
+  for (const auto change :
+       {+[](ops::RmsNorm::Args& n) { n.y.data = nullptr; }, +[](ops::RmsNorm::Args& n) { n.x.shape[1] += 8; },
+        +[](ops::RmsNorm::Args& n) { n.x.shape[0] = 2; }, +[](ops::RmsNorm::Args& n) { n.gamma.dtype = DType::f32; }}) {
+    CHECK_FALSE(takes_qkv([&](auto& a) { change(a.norm); }));
+    CHECK_FALSE(takes_up([&](auto& a) { change(a.norm); }));
+  }
+  // Sizes that no kernel of 16 bytes an access takes.
+  CHECK_FALSE(takes_up([](auto& a) { a.norm.x.shape[1] = a.linear.x.shape[1] = 2044; }));
+  CHECK_FALSE(takes_qkv([](auto& a) {
+    a.rope.qkv.shape[3] = a.rope.q.shape[2] = 4;
+    a.linear.y.shape[1] = a.rope.qkv.shape[1] * 4;
+  }));
+  // Heads that are not those of the product, or of several tokens.
+  CHECK_FALSE(takes_qkv([](auto& a) { a.linear.y.shape[1] += 64; }));
+  CHECK_FALSE(takes_qkv([](auto& a) { ++a.rope.q.shape[1]; }));
+  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.shape[0] = 2; }));
+  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.data = nullptr; }));
+  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.layout = ops::QkvLayout::interleaved_by_head; }));
+}
+
 TEST_CASE("a graph's attention starts early once its predecessor has waited, and late where that would be slower",
           "[plans][model]") {
   struct Case {

@@ -52,9 +52,9 @@ __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a 
 /// One token's slice of x in registers, as digits: x[k] = factor * v[k]. The error is at most 1 / 65024 of the slice's
 /// largest |x|, less than the rounding of that element to a 16-bit dtype. A product has eight columns, a pair for each
 /// group of weights of the slice: one column has the low digits of the group's activations, the other one the high
-/// digits, and both have zeros for the other groups' chunks. So a group's sums meet their scale once, after the last
-/// chunk. There are pairs for four groups. A fifth group is one chunk. It takes the first pair when the sums of the
-/// first four have met their scales. Lanes 4n to 4n + 3 hold column n.
+/// digits, and both have zeros for the other groups' chunks. So a group's sums are multiplied by its scale once, after
+/// the last chunk. The eight columns serve four groups. A slice's fifth group is one chunk: it takes the first pair, once
+/// the sums of the first four groups have been multiplied by their scales. Lanes 4n to 4n + 3 hold column n.
 ///
 /// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 /// digits take 0.25.
@@ -77,7 +77,7 @@ class GptqOneTokenX {
   __device__ void load(X x) {
     load_slice(x(0), loaded_);
   }
-  /// Loads the gain of each activation of the slice.
+  /// Loads the norm's gamma for the slice's columns.
   __device__ void load_gain(const T* gain) { load_slice(gain, gain_); }
 
   /// Normalises what load() has loaded, and rounds to T. norm(x, gain) is an element of the norm.

@@ -22,7 +22,7 @@ struct GptqConfig {
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };
 
-/// The config of linear's kernels and of LinearSum's.
+/// What the kernels of linear, LinearSum, RmsLinear and RmsQkv are compiled for.
 constexpr GptqConfig linear_gptq_config(GptqTokens tokens, bool half_chunks, int rows, int chunks) {
   return {.tokens = tokens,
           .turns = kLinearGptqTurns,

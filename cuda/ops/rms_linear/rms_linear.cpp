@@ -9,8 +9,9 @@ GptqPlan plan_of(const Arch& arch, const ops::RmsNorm::Args& norm, const ops::Li
   const auto& [tokens, hidden] = norm.x.shape;
   const auto* const weight = std::get_if<PackedWeight>(&linear.linear.weight);
   const DType dtype = norm.x.dtype;
-  if (!weight || linear.x.data != norm.y.data || tokens != 1 || size_bytes(dtype) != 2 || norm.gamma.dtype != dtype ||
-      linear.x.dtype != dtype || linear.y.dtype != dtype || layernorm_plan(arch, tokens, hidden, 1).elements != 8)
+  if (!weight || linear.x.data != norm.y.data || linear.x.shape != norm.x.shape || tokens != 1 || hidden % 8 ||
+      size_bytes(dtype) != 2 || norm.gamma.dtype != dtype || linear.x.dtype != dtype || linear.y.dtype != dtype ||
+      layernorm_plan(arch, tokens, hidden, 1).elements != 8)
     return {};
   const Result<GptqLayout> layout = gptq_layout(RmsLinear::name, *weight);
   if (!layout || !gptq_is_plain(linear, *layout, pairs, kRmsRows)) return {};
@@ -31,6 +32,8 @@ GptqPlan rms_qkv_plan(const Arch& arch, const RmsQkv::Args& a) {
       a.linear.epilogue != ops::Epilogue::none || a.rope.q.dtype != a.linear.y.dtype)
     return {};
   const auto d = ops::RopeAppend::dims(a.rope);
+  const bool fits = d.tokens() == 1 && a.linear.y.shape[1] == (d.heads + 2 * d.kv_heads) * d.head_dim;
+  if (!fits || d.head_dim % 8) return {};
   return plan_of(arch, a.norm, a.linear, rope_pairs(d.qkv(), d.head_dim, d.rotary_dim));
 }
 

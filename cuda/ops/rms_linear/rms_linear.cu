@@ -14,6 +14,7 @@ struct RmsCall {
   float eps, inverse_hidden;
 };
 
+/// A launch of RmsQkv.
 struct QkvCall {
   RmsCall norm;
   ops::RopeAppend::Args rope;
@@ -52,6 +53,7 @@ __device__ RmsNormOfRow::Scaled scale_of(const RmsCall& c, float* states, Last l
   return RmsNormOfRow::of_row<kRmsParts>(0, states, parts, lane, c.inverse_hidden, c.eps);
 }
 
+/// linear's epilogue, for a token that the block normalises.
 template <class T, bool Gated>
 struct RmsLinearEpilogue : LinearEpilogue<T, kRmsRows, Gated> {
   const RmsCall& call;
@@ -75,7 +77,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
   float* states;
   QkvToken* token;
 
-  /// The elements `first` and `second` of a head of q, then of k, then of v.
+  /// Elements `first` and `second` of a head. q's heads come first, then k's, then v's.
   struct Element {
     int head, first, second;
     bool turned;
@@ -83,7 +85,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
     float cos, sin;
   };
 
-  /// attention() behind this kernel finds the older keys: LaunchMode::after_waiting.
+  /// The successor, attention, starts no earlier, so that it finds the older keys: LaunchMode::after_waiting.
   __device__ void ready() const {
     wait_for_predecessors();
     let_successor_start();

@@ -7,8 +7,8 @@
 namespace cf::cuda {
 
 // Products with packed GPTQ weights whose kernels normalise the one token themselves, in every block. The bits are
-// those of the ops one after the other. What one of the ops makes for the next is not written. On an H200 the layers of
-// Llama models are 1 to 5 % faster with fewer launches: data/bench/old-and-new-llama-gptq.json.
+// those of the ops one after the other. The tensors between the ops are not written. On an H200 the layers of Llama
+// models are 1 to 5 % faster with fewer launches: data/bench/old-and-new-llama-gptq.json.
 
 /// Calls f for an op's tensors but for the one of this name.
 template <class Args, class F>
@@ -66,14 +66,15 @@ inline constexpr int kRmsRows = 2;
 /// The most parts of a row: rmsnorm's warps at eight elements a thread.
 inline constexpr int kRmsParts = max_layernorm_threads(8) / 32;
 
-/// The static shared memory of a block, in bytes: a float for each part, and of RmsQkv the token's place in the cache.
+/// The static shared memory of a block, in bytes: a float for each part of the row, and two integers of RmsQkv.
 inline constexpr int kRmsStaticBytes = (kRmsParts + 2) * int(sizeof(float));
 
-/// The plan of the launch. Its grid is 0 where one launch does not take the calls: then each is launched by itself.
+/// The plan of the launch. Its grid is 0 where one launch does not take the calls, as where they do not fit each other:
+/// then each is launched by itself.
 GptqPlan rms_linear_plan(const Arch& arch, const RmsLinear::Args& a);
 GptqPlan rms_qkv_plan(const Arch& arch, const RmsQkv::Args& a);
 
-/// Adds the launch. Its plan's grid must not be 0.
+/// Adds the launch. Refuses what the ops refuse. The plan's grid must not be 0.
 Status prepare(const RmsLinear::Args& a, LaunchList& launches);
 Status prepare(const RmsQkv::Args& a, LaunchList& launches);
 
