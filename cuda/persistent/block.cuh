@@ -73,9 +73,10 @@ struct Block {
   /// The tag of everything that a layer reads. What the layer makes has the same tag, but for the hidden state, which
   /// has the next layer's. A token has a tag for each layer and one more; no other token uses any of them.
   __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(token * (c.layers + 1) + layer); }
-  /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for.
+  /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for, in its lowest
+  /// eight bits too.
   __device__ unsigned tag(int layer, Dependency d) const {
-    return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8000u : 0u);
+    return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
   __device__ std::uint64_t* signal_barrier(Signal s) const {

@@ -159,7 +159,7 @@ __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces
 /// Loads a row of the residual stream that other blocks make, and waits for each element's tag unless the row is
 /// complete. `d` is the dependency that a wait which takes too long reports.
 template <int Pieces>
-__device__ void await_row(const Block& block, const RowWarps& of, const Tagged* from, bool complete, int layer,
+__device__ void await_row(const Block& block, const RowWarps& of, const TaggedNormInput* from, bool complete, int layer,
                           Dependency d, RowPieces<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
@@ -167,34 +167,33 @@ __device__ void await_row(const Block& block, const RowWarps& of, const Tagged* 
   // missing, loads of whole pieces would be in the way.
   if (!complete && block.c.dims.hidden > kUnsampledColumns && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
-      Tagged two[2];
-      load_tagged(from + min(of.thread() * kVec, block.c.dims.hidden - kVec), two);
-      return two[0].tag == tag && two[1].tag == tag;
+      return have_norm_tag(load_relaxed_quad(from + min(of.thread() * kVec, block.c.dims.hidden - kVec)), tag);
     });
   __syncwarp();
   constexpr int at_once = Pieces > kMaxNormPieces ? Pieces : 2;  // pieces whose loads are in flight together
 #pragma unroll
   for (int begin = 0; begin < Pieces; begin += at_once) {
-    Tagged x[at_once][kVec] = {};
+    uint4 words[at_once][2] = {};
     const auto column = [&](int p) { return ((begin + p) * of.threads() + of.thread()) * kVec; };
     const auto in_row = [&](int p) { return begin + p < Pieces && column(p) < block.c.dims.hidden; };
     const auto load = [&](int p) {
       if (!in_row(p)) return;
-#pragma unroll
-      for (int e = 0; e < kVec; e += 2) load_tagged(from + column(p) + e, *reinterpret_cast<Tagged(*)[2]>(x[p] + e));
+      words[p][0] = load_relaxed_quad(from + column(p));
+      words[p][1] = load_relaxed_quad(from + column(p) + 4);
     };
     const auto here = [&](int p) {
-      bool all = true;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) all = all && x[p][e].tag == tag;
-      return complete || !in_row(p) || all;
+      return complete || !in_row(p) || (have_norm_tag(words[p][0], tag) && have_norm_tag(words[p][1], tag));
     };
     await_pieces<at_once>(block, made_in, d, load, here);
 #pragma unroll
     for (int p = 0; p < at_once; ++p)
       if (begin + p < Pieces)
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) row.x[begin + p][e] = x[p][e].value;
+        for (int half = 0; half < 2; ++half) {
+          const uint4& w = words[p][half];
+          float* const x = row.x[begin + p] + 4 * half;
+          x[0] = norm_input(w.x), x[1] = norm_input(w.y), x[2] = norm_input(w.z), x[3] = norm_input(w.w);
+        }
   }
 }
 /// Loads a row of a launch's input.

@@ -227,6 +227,8 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   const std::int64_t batch = a.dims.batch, hidden = a.dims.hidden, batch_heads = batch * a.dims.heads;
   for (Tagged*& of_layer : a.hidden) place(of_layer, batch * hidden);
   place(a.attn_residual, batch * hidden);
+  place(a.norm_hidden, batch * hidden);
+  place(a.norm_attn_residual, batch * hidden);
   place(a.qkv, batch * a.dims.qkv_rows);
   place(a.context, batch * a.dims.attention);
   place(a.mlp_act, batch * a.dims.intermediate);
@@ -301,6 +303,9 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                                   const PersistentSequences& sequences, const RopeTable& rope,
                                                   const PersistentOptions& options) {
   if (layers.empty()) return bad("layers are none, expected at least 1");
+  if (const std::size_t all = layers.size() + (options.ends ? 1 : 0); all > std::size_t(kMaxPersistentLayers))
+    return refuse("up to " + std::to_string(kMaxPersistentLayers) + " layers, the LM head among them, got " +
+                  std::to_string(all));
   const std::int64_t batch = sequences.kv_len.shape[0], tokens = sequences.positions.shape[0];
   if (tokens != batch)
     return refuse("one new token a sequence, got " + std::to_string(tokens) + " for " + std::to_string(batch));

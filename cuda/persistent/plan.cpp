@@ -108,9 +108,9 @@ int share_heads(const PersistentDims& d) {
 /// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
                  PersistentPlan& p) {
-  // Every block makes rows of each layer's output, as kernel.cuh asks.
+  // Every block makes rows of q, k and v and of each layer's output, as kernel.cuh asks.
   const LayerRows rows = d.rows(packed);
-  const int most_blocks = std::min(arch.sm_count, rows.out / rows.together);
+  const int most_blocks = std::min({arch.sm_count, rows.qkv / rows.together, rows.out / rows.together});
   p.grid = most_blocks;
   CF_TRY(choose("blocks", choices.blocks, 1, most_blocks, p.grid));
   p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;

@@ -108,28 +108,20 @@ struct Sums {
   __device__ float* of_slice(int i, int slice) const { return data + (i * slices + slice) * 8; }
   /// Of a tile product: a warp's partial sum of row i and a token.
   __device__ float* of_warp(int warp, int i, int token) const { return data + (warp * rows + i) * batch + token; }
+  /// The sum of row i. Of a row product, as many neighbouring lanes as the row has slices call for one row, and each
+  /// adds one slice: the other blocks wait for a layer's last rows.
   __device__ float total(int i, int token) const {
-    float sum = 0;
     if constexpr (Tiles) {
       const auto of = [&](int warp) { return *of_warp(warp, i, token); };
-      sum = ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
+      return ((of(0) + of(1)) + (of(2) + of(3))) + ((of(4) + of(5)) + (of(6) + of(7)));
     } else {
-      // One slice or an even number of them. Vector loads of two are in flight together: the other blocks wait for a
-      // layer's last rows.
-      const float4* const quads = reinterpret_cast<const float4*>(of_slice(i, 0));
-      const auto slice = [&](int s) {
-        const float4 a = quads[2 * s], b = quads[2 * s + 1];
-        return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
-      };
-      sum = slice(0);
-      if (slices > 1) sum += slice(1);
+      const auto* const quads = reinterpret_cast<const float4*>(of_slice(i, thread_index() & (slices - 1)));
+      const float4 a = quads[0], b = quads[1];
+      float sum = ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
 #pragma unroll 1
-      for (int s = 2; s < slices; s += 2) {
-        const float a = slice(s), b = slice(s + 1);
-        sum += a, sum += b;
-      }
+      for (int offset = 1; offset < slices; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      return sum;
     }
-    return sum;
   }
 };
 

@@ -155,7 +155,7 @@ class ProductWarps {
       } else if (first == 0 && reads_input()) {
         load_row(rows, hidden, input_row(token), row);
       } else {
-        await_row(block, rows, (first == 0 ? c.hidden[layer % 2] : c.attn_residual) + at,
+        await_row(block, rows, (first == 0 ? c.norm_hidden : c.norm_attn_residual) + at,
                   first == 0 && layer == c.first_layer, layer,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       }
@@ -197,6 +197,7 @@ class ProductWarps {
     bool own_rows;
     int first_row, row_step;  // the workers' rows, counted within the phase
     int elements;             // that the workers share
+    int lane_bits;            // 2^lane_bits neighbouring lanes finish an element together: one for each slice of its row
     Addends addends;          // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
@@ -210,8 +211,9 @@ class ProductWarps {
       elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
                            : product.elements()) *
                  of.c.dims.batch;
+      lane_bits = Together ? 0 : 31 - __clz(product.slices);
       // A thread beyond the last element loads that one's addends too: the lanes of a warp do not diverge.
-      const int element = min(own_rows ? thread % 32 : thread, elements - 1);
+      const int element = min((own_rows ? thread % 32 : thread) >> lane_bits, elements - 1);
       if (elements > 0) addends = of.load_addends(phase, product, token(of.c, element), row(of.c, element));
     }
     /// The place of an element's row among the workers' rows.
@@ -294,8 +296,8 @@ class ProductWarps {
     // warp do not diverge.
     const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
-    for (int begin = first; begin < work.elements; begin += step) {
-      const int i = min(begin + thread_index() % 32, work.elements - 1);
+    for (int begin = first; begin < work.elements << work.lane_bits; begin += step) {
+      const int i = min((begin + thread_index() % 32) >> work.lane_bits, work.elements - 1);
       const int token = work.token(c, i), row = work.row(c, i);
       if (begin > first) [[unlikely]]
         addends = load_addends(phase, product, token, row);
@@ -384,9 +386,19 @@ class ProductWarps {
     if (bias && product.gated)
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
     if (phase == Phase::dense)
-      a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : __ldcg(&c.hidden[layer % 2][at].value);
-    if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(&c.attn_residual[at].value);
+      a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
+    if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(c.attn_residual + at);
     return a;
+  }
+  /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both stored
+  /// this one first, but the two may become visible in either order.
+  __device__ float hidden_of(long at) const {
+    const bool complete = layer == c.first_layer, is_second = at % 2;
+    Tagged two[2];
+    do
+      load_tagged(c.hidden[layer % 2] + (at - is_second), two);
+    while (!complete && (is_second ? two[1].tag : two[0].tag) != block.tag(layer));
+    return is_second ? two[1].value : two[0].value;
   }
   /// Publishes v, a token's element, which becomes element `column` of what the phase makes. `row` counts the phase's
   /// rows.
@@ -410,7 +422,9 @@ class ProductWarps {
       case Phase::dense:
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         if (!c.parallel_residual) {
-          store_tagged(c.attn_residual + at, v, block.tag(layer, Dependency::attn_residual));
+          __stcg(c.attn_residual + at, v);
+          store_relaxed(c.norm_attn_residual + at,
+                        tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
           break;
         }
         [[fallthrough]];
@@ -421,7 +435,11 @@ class ProductWarps {
           break;
         }
         if (c.parallel_residual) v += *residual;
-        store_tagged(c.hidden[(layer + 1) % 2] + at, v, block.tag(layer, Dependency::hidden));
+        {
+          const unsigned tag = block.tag(layer, Dependency::hidden);
+          store_tagged(c.hidden[(layer + 1) % 2] + at, v, tag);
+          store_relaxed(c.norm_hidden + at, tagged_norm_input(v, tag));
+        }
         if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
       default:

@@ -38,4 +38,16 @@ __device__ inline bool have_tag(const uint4& e, unsigned tag) {
   return (((e.x ^ t) | (e.y ^ t)) | ((e.z ^ t) | (e.w ^ t))) < 0x10000;
 }
 
+
+/// Rounds half away from zero. An infinity stays one, and a NaN a NaN.
+__device__ inline TaggedNormInput tagged_norm_input(float value, unsigned tag) {
+  const unsigned bits = __float_as_uint(value), rounded = isnan(value) ? 0x7fc00000u : bits + 0x80u;
+  return (rounded & ~0xffu) | (tag & 0xffu);
+}
+__device__ inline float norm_input(TaggedNormInput word) { return __uint_as_float(word & ~0xffu); }
+/// True where all four words have the tag.
+__device__ inline bool have_norm_tag(const uint4& words, unsigned tag) {
+  return ((((words.x ^ tag) | (words.y ^ tag)) | ((words.z ^ tag) | (words.w ^ tag))) & 0xffu) == 0;
+}
+
 }  // namespace cf::cuda
