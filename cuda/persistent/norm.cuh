@@ -163,9 +163,8 @@ __device__ void await_row(const Block& block, const RowWarps& of, const TaggedNo
                           Dependency d, RowPieces<Pieces>& row) {
   const unsigned tag = block.tag(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
-  // A long row is sampled first: one lane of each warp polls the warp's first elements. While most elements are
-  // missing, loads of whole pieces would be in the way.
-  if (!complete && block.c.dims.hidden > kUnsampledColumns && of.thread() % 32 == 0)
+  // Of a long row one lane of each warp polls the warp's first elements.
+  if (!complete && block.c.dims.hidden > kUnsampledHidden && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
       return have_norm_tag(load_relaxed_quad(from + min(of.thread() * kVec, block.c.dims.hidden - kVec)), tag);
     });
