@@ -64,8 +64,10 @@ class HelperWarps {
       if (!await_done(block, layer, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
       copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.attention * 2, c.dims.attention * 2, to,
                   c.layout.hidden_row);
-    } else if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.attention, to)) {
-      return false;
+    } else {
+      // The place may be that of the partial results, which another helper warp may still be reading.
+      if (!block.sync_unless_stopped()) return false;
+      if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.attention, to)) return false;
     }
     block.signal(Signal::context_here);
     return true;

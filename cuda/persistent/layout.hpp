@@ -139,14 +139,14 @@ struct PersistentLayout {
   int warp_states;     // (product warps, share_heads) each warp's maximum and sum of weights
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
+  // At the PartialsPlace:
   int warp_values;     // (product warps, share_heads, values_stride) each warp's weighted values
   int gathered;        // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
   int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
   int moments;         // (2, product warps) each warp's Welford state
   int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
-  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; with
-                       // lent_mlp_x before these warp_values and gathered
+  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
   int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;            // partial sums of the products
   int ring;            // (stages, stage_bytes)
@@ -211,27 +211,31 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.warp_states = place(kProductWarps * p.share_heads * kSoftmaxStateBytes, 16);
   l.angles = place(d.batch * 2 * d.half_rotary * 4);
   l.new_token = place((p.share_heads * query_stride(d.head_dim, p.share_heads) + 2 * d.head_dim) * 2);
-  const auto place_of_attention = [&] {
+  const auto place_partials = [&] {
     l.warp_values = place(values_bytes);
     l.gathered = place(gathered_bytes);
   };
-  if (!p.lent_mlp_x) place_of_attention();
+  /// Places tokens, and the partial results of attention at the same place where the plan puts them there.
+  const auto place_tokens = [&](int bytes, PartialsPlace at) {
+    const int begin = place(bytes), end_of_tokens = end;
+    if (p.partials_place != at) return begin;
+    end = begin;
+    place_partials();
+    if (end < end_of_tokens) end = end_of_tokens;
+    return begin;
+  };
+  if (p.partials_place == PartialsPlace::own) place_partials();
   l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * kMomentsBytes);
   l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
-  l.attn_x = place(tiles ? token_bytes : d.batch * l.hidden_row);
-  l.mlp_x = place(token_bytes);
-  if (p.lent_mlp_x) {
-    const int end_of_tokens = end;
-    end = l.mlp_x;
-    place_of_attention();
-    if (end < end_of_tokens) end = end_of_tokens;
-  }
+  l.attn_x = place_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsPlace::attn_x);
+  l.mlp_x = place_tokens(token_bytes, PartialsPlace::mlp_x);
   place(packed ? digit_places(d, p, l).end - end : 0);
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.stages * p.stage_bytes);
-  l.bytes = (end + 127) / 128 * 128 + 512;  // a tile product may load up to 512 bytes beyond a slice's last columns
+  l.bytes = (end + 127) / 128 * 128;
+  if (p.products != Products::rows) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns
   return l;
 }
 

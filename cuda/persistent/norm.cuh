@@ -54,8 +54,8 @@ struct NormWeights {
 
   __device__ void load(const RowWarps& of, int hidden, const char* gamma, const char* beta) {
     for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
-      piece[p] = {load_streaming(reinterpret_cast<const T*>(gamma) + column),
-                  load_streaming(reinterpret_cast<const T*>(beta) + column)};
+      piece[p].gamma = load_streaming(reinterpret_cast<const T*>(gamma) + column);
+      if (beta) piece[p].beta = load_streaming(reinterpret_cast<const T*>(beta) + column);
     });
   }
   __device__ NormWeightPiece at(int p, int) const { return piece[p]; }

@@ -192,7 +192,7 @@ class Slicing {
       if (columns == kAnyColumns ? row_chunks(slice) < kMinRowChunks : slice != columns) return false;
     plan.products = Products::rows;
     plan.shared_norms = false;
-    const int qkv = deals_.most_rows(Weight::qkv), up = deals_.most_rows(Weight::up), most = std::max(qkv, up);
+    const int qkv = deals_.most_rows(Weight::qkv), up = most_up_rows(), most = std::max(qkv, up);
     plan.head_rows = whole_stages(most);
     // Warps own the rows of a product that are not sliced, unless two rows make an element.
     int own_rows = 0;
@@ -234,12 +234,15 @@ class Slicing {
   }
   /// The most rows of a phase. Every product warp has partial sums of each row. The head's parts have no more rows.
   int most_rows() {
-    const int up = deals_.most_rows(Weight::up), fewer = up - deals_.of[int(Weight::up)].together;
-    const int rows =
-        std::max({deals_.most_rows(Weight::qkv), rows_before_attention(plan, up), up - rows_before_attention(plan, up),
-                  fewer - rows_before_attention(plan, fewer), plan.out_rows});
+    const int rows = std::max({deals_.most_rows(Weight::qkv), most_up_rows(), plan.out_rows});
     plan.head_rows = whole_stages(rows);
     return rows;
+  }
+  /// The most rows of up_first and of up_rest. A block with fewer rows of both may have more in up_rest.
+  int most_up_rows() const {
+    const int up = deals_.most_rows(Weight::up), fewer = up - deals_.of[int(Weight::up)].together;
+    return std::max({rows_before_attention(plan, up), up - rows_before_attention(plan, up),
+                     fewer - rows_before_attention(plan, fewer)});
   }
   /// At most `rows` rows, in tiles of two stages where there are as many.
   static int whole_stages(int rows) {
@@ -276,8 +279,10 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   const PersistentDims d = persistent_dims(model, batch);
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, model.packed, choices, p));
-  // With a parallel residual up's tokens lie there.
-  p.lent_mlp_x = p.share_heads > 1 && !model.use_parallel_residual;
+  // With a parallel residual up's tokens lie in mlp_x. Beside packed weights attn_x is digits.
+  p.partials_place = model.packed                  ? PartialsPlace::own
+                     : model.use_parallel_residual ? PartialsPlace::attn_x
+                                                   : PartialsPlace::mlp_x;
 
   Slicing slicing(arch, d, model, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.

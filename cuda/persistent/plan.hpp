@@ -108,6 +108,14 @@ inline constexpr int kMaxPackedColumns = kMaxSliceColumns;
 inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
+/// Where a block's partial results of attention lie in shared memory. The place of other tokens is free from the end of
+/// q, k and v until the block fetches the context.
+enum class PartialsPlace {
+  own,
+  attn_x,  // of input_layernorm's output, and then of the context
+  mlp_x    // of the MLP's tokens: with a sequential residual these come after the context
+};
+
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
   int grid;  // blocks, one an SM, all resident at once; each has rows of hidden
@@ -132,7 +140,7 @@ struct PersistentPlan {
   int attention_splits;  // parts that the keys of a share are split into, at most
   int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
-  bool lent_mlp_x;       // attention has the place of the MLP's tokens, which is free until the context is complete
+  PartialsPlace partials_place;
   int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;          // rows of hidden that a block owns, at most
   int warp_rows;         // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such

@@ -128,7 +128,7 @@ class ProductWarps {
     NormWeights<T, Tiles ? 1 : Pieces> weights[2];
     T* const shared = block.at<T>(c.layout.norm_weights);
     const auto load = [&](int i) {
-      if constexpr (!Tiles) weights[i].load(rows, hidden, gamma(i), beta(i));
+      if constexpr (!Tiles) weights[i].load(rows, hidden, gamma(i), c.rms_norm ? nullptr : beta(i));
     };
     const bool are_shared = Tiles && c.plan.shared_norms;
     if constexpr (Tiles) {

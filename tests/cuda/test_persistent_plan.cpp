@@ -56,13 +56,15 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
     return "shares";
   if (heads > 1 && d.head_dim > kMaxShareHeadDim) return "shares of wide heads";
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
-  if (p.lent_mlp_x && parallel_residual) return "up's tokens lie where attention's results come";
+  const bool own_place = p.partials_place == PartialsPlace::own;
+  if (p.partials_place == PartialsPlace::mlp_x && parallel_residual)
+    return "up's tokens lie where attention's results come";
   if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
   // The newest key lies behind the queries. ldmatrix reads it at multiples of 16 bytes, which are eight elements.
   if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
   if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
   const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
-  if ((p.lent_mlp_x ? l.inbox : l.warp_values) - l.new_token < new_token_bytes) return "new token";
+  if ((own_place ? l.warp_values : l.inbox) - l.new_token < new_token_bytes) return "new token";
   if (l.gathered - l.warp_values < kProductWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
   // Every head of a share is merged by one split's block, which has a place for each that it merges.
   int most = 0;
@@ -77,10 +79,12 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   }
   if (most != merged_partials(p) || l.merged_floats != most * floats) return "merged partial results";
   const int partials = p.attention_splits > 1 ? most * floats : 0;
-  if ((p.lent_mlp_x ? l.residual : l.inbox) - l.gathered < partials * 4) return "gathered partial results";
+  const int behind = own_place ? l.inbox : p.partials_place == PartialsPlace::attn_x ? l.mlp_x : l.residual;
+  if (behind - l.gathered < partials * 4) return "gathered partial results";
   const int items = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
   if (l.moments - l.inbox < (p.cluster_merge ? items * partials * int(sizeof(Tagged)) : 0)) return "inbox";
-  if (p.lent_mlp_x && l.warp_values != l.mlp_x) return "place of the MLP's tokens";
+  if (!own_place && l.warp_values != (p.partials_place == PartialsPlace::attn_x ? l.attn_x : l.mlp_x))
+    return "place of other tokens";
   return "";
 }
 
@@ -128,14 +132,15 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
     return "attention: " + what;
   if (l.barriers != 0) return "the zero that TileTokens relies on";
   // Every part begins behind the one before.
+  const bool own_place = p.partials_place == PartialsPlace::own;
   const std::pair<const char*, int> parts[] = {{"notice", l.notice},
                                                {"layer_pointers", l.layer_pointers},
                                                {"lengths", l.lengths},
                                                {"warp_states", l.warp_states},
                                                {"angles", l.angles},
                                                {"new_token", l.new_token},
-                                               {"warp_values", p.lent_mlp_x ? l.inbox : l.warp_values},
-                                               {"gathered", p.lent_mlp_x ? l.inbox : l.gathered},
+                                               {"warp_values", own_place ? l.warp_values : l.inbox},
+                                               {"gathered", own_place ? l.gathered : l.inbox},
                                                {"inbox", l.inbox},
                                                {"moments", l.moments},
                                                {"norm_weights", l.norm_weights},
@@ -376,7 +381,7 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
       CHECK(plan->share_heads == e.share_heads);
       CHECK(plan->shares == e.heads / e.share_heads);
       CHECK(plan->attention_splits == splits);
-      CHECK(plan->lent_mlp_x == (e.share_heads > 1));
+      CHECK(plan->partials_place == PartialsPlace::mlp_x);
       CHECK(fault(kH200, m, batch, *plan) == "");
       CHECK((to_string(*plan).find("the keys of " + std::to_string(e.share_heads) + " heads") != std::string::npos) ==
             (e.share_heads > 1));
@@ -391,11 +396,11 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
           CHECK(fault(kH200, m, batch, *other) == "");
         }
     }
-    // With a parallel residual up's tokens keep their place.
+    // With a parallel residual up's tokens lie in mlp_x.
     m.use_parallel_residual = true;
     const auto parallel = plan_persistent(kH200, persistent_model(m, m.dtype), 1);
     REQUIRE(parallel);
-    CHECK_FALSE(parallel->lent_mlp_x);
+    CHECK(parallel->partials_place == PartialsPlace::attn_x);
     CHECK(fault(kH200, m, 1, *parallel) == "");
   }
 }
