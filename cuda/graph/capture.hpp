@@ -28,6 +28,7 @@ class DataflowCapture {
     LaunchList launches(context_, scratch_);
     if (mode.after_waiting) launches.start_after_waiting();
     if (mode.shares_sms) launches.share_sms();
+    if (mode.leaves_room) launches.leave_room();
     CF_TRY(prepare(args, launches));
     return add(args, launches, mode);
   }

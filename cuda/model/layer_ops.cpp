@@ -67,15 +67,18 @@ constexpr int kDenseSharedPercent = 58;
 /// - Dense weights are faster with kDenseSharedPercent where attention's blocks form clusters, whose SMs then become
 ///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
+/// - So are those that RmsQkv and RmsLinear take, with LaunchMode::leaves_room too, unless attention's clusters have
+///   eight blocks: data/bench/old-and-new-llama-gptq.json. Llama-3.2-3B has such clusters and is 3 % slower with both.
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
+  if (ops.norms) return ops.key_splits < kMaxSplits ? 100 : 0;
   if (!ops.few) return 0;
   if (std::holds_alternative<PackedWeight>(w.query_key_value.weight)) return tokens == 1 ? 100 : 0;
-  return ops.splits_keys ? kDenseSharedPercent : 0;
+  return ops.key_splits > 1 ? kDenseSharedPercent : 0;
 }
 
-/// Whether attention's blocks form clusters, one block for each split of a query's keys.
-bool splits_keys(const Arch& arch, const LayerTensors& t) {
-  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits > 1;
+/// The blocks of one of attention's clusters, one for each split of a query's keys.
+int key_splits(const Arch& arch, const LayerTensors& t) {
+  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits;
 }
 
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
@@ -90,7 +93,7 @@ bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);
   if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);
   const bool waits_for_sms = ops.few && packed && !ops.shares_sms;
-  if (s.id == SiteId::context) return !waits_for_sms || ops.splits_keys;
+  if (s.id == SiteId::context) return !waits_for_sms || ops.key_splits > 1;
   return s.id != SiteId::post_attention_layernorm || !waits_for_sms;
 }
 
@@ -137,10 +140,11 @@ RopePairs qkv_pairs(const ModelSpec& m) {
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   LayerOps ops{
-      .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .splits_keys = splits_keys(arch, t)};
+      .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .key_splits = key_splits(arch, t)};
   ops.norms = !ops.sums && takes_norms(arch, m, w, t);
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
   ops.shared_percent = shared_percent(ops, w, t.hidden.shape[0]);
+  ops.leaves_room = ops.norms && ops.shared_percent > 0;
   return ops;
 }
 
@@ -149,6 +153,7 @@ LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   return {.early = early,
           .after_waiting = early && s.id == SiteId::context,
           .shares_sms = ops.shares_sms && s.id == SiteId::dense_h_to_4h,
+          .leaves_room = ops.leaves_room,
           .urgent = ops.few && is_urgent(s),
           .shared_percent = ops.shared_percent};
 }

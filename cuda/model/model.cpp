@@ -111,6 +111,7 @@ Impl Model::auto_impl(const Context& context, const ModelSpec& model, const Mode
   const bool parallel = model.traits.residual == Residual::parallel;
   const bool suits = slots <= (parallel ? most_slots : 1) && !is_quantised(model, weights) &&
                      model.shape.hidden_size >= (parallel && slots == 1 ? least_hidden_of_one : least_hidden) &&
+                     model.shape.num_layers < kMaxPersistentLayers &&
                      plan_persistent(context.arch(), persistent_model(model, dtype), slots);
   return suits && context.arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
 }

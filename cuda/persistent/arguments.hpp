@@ -139,8 +139,8 @@ struct PersistentArguments {
 
   // Scratch memory, through which blocks hand each other results. With several tokens the elements of context and
   // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
-  Tagged* hidden[2] = {};            // (batch, hidden): layer l reads hidden[l % 2]
-  float* attn_residual = nullptr;    // (batch, hidden), of a sequential residual; who reads an element has made it
+  Tagged* hidden[2] = {};          // (batch, hidden): layer l reads hidden[l % 2]
+  float* attn_residual = nullptr;  // (batch, hidden), of a sequential residual; who reads an element has made it
   // (batch, hidden) The same two, for the norms. No block ends a layer before all blocks have normalised its input, so
   // one norm_hidden is enough.
   TaggedNormInput *norm_hidden = nullptr, *norm_attn_residual = nullptr;

@@ -195,7 +195,7 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
 /// a longer row a sample is polled first. While most elements are missing, loads of the whole row would be in the way
 /// of the weights.
 inline constexpr int kUnsampledHidden = 4096, kUnsampledColumns = 2048;
-/// Lanes of a warp that poll a sample, one element each. With all 32 a layer of Llama-3.2-1B takes 2 % longer.
+/// Lanes of a warp that poll a sample, one element each. With all 32 lanes the polls are in the way of the weights.
 inline constexpr int kSampleLanes = 4;
 
 /// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.

@@ -6,27 +6,27 @@
 // Who does what in a layer with a parallel residual, one token, float16. h: hidden, i: intermediate, b: batch, n:
 // kv_len, d: head_dim. A formula counts the bytes of the whole grid; in the column of who waits, those of each block.
 // The figures are Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for
-// counts tags: 8 bytes a float32, 4 bytes an element.
+// counts tags: 8 bytes a float32, 4 bytes an element, and 4 bytes an element of the residual stream that a norm reads.
 //
 // phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
 // ---------  --------------------------  --------------------------  --------------------------  ---------------------
 // qkv        W_qkv: 3 h h 2              both norms, then the        product warps, for all of   q, k, v: 3 h b 4
-//            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 8 h b               30.7 KB
-//                                                                    20.5 KB a block
-// up_first   W_up, about 3/8 of h i 2    28 of the block's 77 or 78  nobody                      mlp.act of these rows
-//            18.9 MB, 143 KB a block     rows of mlp.act                                         14.8 KB
+//            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 4 h b               30.7 KB
+//                                                                    10.2 KB a block
+// up_first   W_up, about half of h i 2   36 of the block's 77 or 78  nobody                      mlp.act of these rows
+//            24.3 MB, 184 KB a block     rows of mlp.act                                         19.0 KB
 // attention  cached keys and values:     RoPE and the append of the  product warps, for q, k, v  partial results:
 //            4 h (n - 1) b               newest key, attention over  of one head: 12 d, 960 B    8 (d + 2) a key split
 //            1.3 MB at n 128,            the block's key splits;     helper warps of split 0,    656 B
 //            41 KB a split of 128 keys   helper warps: the merge     for the head's others       context: 4 h b
 //                                                                                                10.2 KB
 // up_rest    W_up, the other rows        the block's other rows of   nobody                      mlp.act of these rows
-//            33.5 MB, 254 KB a block     mlp.act                                                 26.2 KB
+//            28.1 MB, 213 KB a block     mlp.act                                                 22.0 KB
 // dense      W_dense: h h 2              the block's rows of the     helper warps, for all of    nothing
 //            13.1 MB, 99 KB a block      layer's input + attention,  the context: 4 h b
 //                                        kept in shared memory       10.2 KB a block
-// down       W_down: h i 2               the same rows of the MLP,   helper warps, for all of    hidden: 8 h b
-//            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              20.5 KB
+// down       W_down: h i 2               the same rows of the MLP,   helper warps, for all of    hidden: 4 h b
+//            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              10.2 KB
 //                                                                    41.0 KB a block
 //
 // With SwiGLU W_up has 2 i rows: the gate's and the up row of an element of mlp.act lie side by side in one block. With
@@ -41,14 +41,14 @@
 // share are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
-// (8 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
+// (4 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
 // attn_residual. With one token the product warps fetch mlp.act themselves.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
 //
 // head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
-//            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 8 h b               of a sequence: 16 b
+//            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 4 h b               of a sequence: 16 b
 //
 // Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought
 // the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended
@@ -62,12 +62,16 @@
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
 // A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
+// Every block reads all that the others make, while weights stream in. The fewer bytes these are, the shorter is the
+// wait: for this reason the norms read rounded elements. Loads that poll in vain are in the way, too.
+//
 // Four rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known at
 // the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
-// fence. Every block makes rows of each layer's output, so no block falls a layer behind: what it waits for would be
-// overwritten with a later tag, and its wait would not end. And no warp leaves while others wait for it at a named
-// barrier: Block::wait() receives every signal that was given before a stop, Block::sync_unless_stopped() lets all
-// threads of a barrier go on or none, and copies are awaited in any case.
+// fence. Every block makes rows of q, k and v and of each layer's output. So no block ends a layer before all blocks
+// have normalised its input, and no block falls a layer behind: what it waits for would be overwritten with a later
+// tag, and its wait would not end. And no warp leaves while others wait for it at a named barrier: Block::wait()
+// receives every signal that was given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on
+// or none, and copies are awaited in any case.
 //
 // Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
 // all phases share the code of norms, set-up, product and epilogue. With code of its own a phase runs fewer

@@ -140,16 +140,16 @@ struct PersistentLayout {
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
   // At the PartialsPlace:
-  int warp_values;     // (product warps, share_heads, values_stride) each warp's weighted values
-  int gathered;        // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
-  int inbox;           // of a cluster merge: the partial results that the cluster's other blocks send
-  int moments;         // (2, product warps) each warp's Welford state
-  int norm_weights;    // (2, 2, hidden) gamma and beta of both norms, with shared_norms
-  int attn_x;          // (batch, hidden_row) input_layernorm's output, then the context
-  int mlp_x;           // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
-  int residual;        // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
-  int sums;            // partial sums of the products
-  int ring;            // (stages, stage_bytes)
+  int warp_values;   // (product warps, share_heads, values_stride) each warp's weighted values
+  int gathered;      // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
+  int inbox;         // of a cluster merge: the partial results that the cluster's other blocks send
+  int moments;       // (2, product warps) each warp's Welford state
+  int norm_weights;  // (2, 2, hidden) gamma and beta of both norms, with shared_norms
+  int attn_x;        // (batch, hidden_row) input_layernorm's output, then the context
+  int mlp_x;         // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
+  int residual;      // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
+  int sums;          // partial sums of the products
+  int ring;          // (stages, stage_bytes)
 
   int merged_floats;  // of the partial results that a block merges of a share, at most
   int inbox_bytes;

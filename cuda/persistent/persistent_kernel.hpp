@@ -72,8 +72,8 @@ class PersistentKernel {
   /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
   /// blocks is chosen, the grid is as many clusters as the device holds at once. Each Linear is dense or packed by
   /// cuda::pack(). Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a
-  /// grid of more blocks than the device holds at once, views of another dtype than the model's, layers packed in more
-  /// ways, and groups that differ in size or are no multiple of 32 columns;
+  /// grid of more blocks than the device holds at once, views of another dtype than the model's, more layers than
+  /// kMaxPersistentLayers, layers packed in more ways, and groups that differ in size or are no multiple of 32 columns;
   /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,
                                          std::span<const PersistentLayer> layers, const PersistentSequences& sequences,

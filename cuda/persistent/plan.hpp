@@ -69,6 +69,8 @@ inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 *
 inline constexpr int kBlockThreads = kProductThreads + kHelperThreads + 32 * kStreamWarps;
 
 inline constexpr int kMaxPersistentBatch = 8, kMaxPersistentHeadDim = 256;
+/// Layers of a kernel, the LM head among them: TaggedNormInput says why.
+inline constexpr int kMaxPersistentLayers = 84;
 /// A thread normalises up to three vectors of eight elements of a row.
 inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 
@@ -141,11 +143,11 @@ struct PersistentPlan {
   int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
   PartialsPlace partials_place;
-  int stage_keys;        // keys that a stage holds together with their values, a multiple of sixteen
-  int out_rows;          // rows of hidden that a block owns, at most
-  int warp_rows;         // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such
-  int shared_sums;       // partial sums of a token that a block's product warps share
-  int smem_bytes;        // dynamic shared memory of a block
+  int stage_keys;   // keys that a stage holds together with their values, a multiple of sixteen
+  int out_rows;     // rows of hidden that a block owns, at most
+  int warp_rows;    // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such
+  int shared_sums;  // partial sums of a token that a block's product warps share
+  int smem_bytes;   // dynamic shared memory of a block
 };
 
 /// Values that replace the plan's own choices. An empty one leaves the choice to the plan.

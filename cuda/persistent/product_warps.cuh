@@ -197,8 +197,8 @@ class ProductWarps {
     bool own_rows;
     int first_row, row_step;  // the workers' rows, counted within the phase
     int elements;             // that the workers share
-    int lane_bits;            // 2^lane_bits neighbouring lanes finish an element together: one for each slice of its row
-    Addends addends;          // of the thread's first element: their loads run beside the product
+    int lane_bits;    // 2^lane_bits neighbouring lanes finish an element together: one for each slice of its row
+    Addends addends;  // of the thread's first element: their loads run beside the product
 
     __device__ Work(const ProductWarps& of, Phase phase, int part)
         : product(of.c, of.kind(), phase, of.start, part),
@@ -385,18 +385,16 @@ class ProductWarps {
     if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
     if (bias && product.gated)
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
-    if (phase == Phase::dense)
-      a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
+    if (phase == Phase::dense) a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
     if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(c.attn_residual + at);
     return a;
   }
-  /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both stored
-  /// this one first, but the two may become visible in either order.
+  /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both
+  /// stored this one first, but the two may become visible in either order.
   __device__ float hidden_of(long at) const {
     const bool complete = layer == c.first_layer, is_second = at % 2;
     Tagged two[2];
-    do
-      load_tagged(c.hidden[layer % 2] + (at - is_second), two);
+    do load_tagged(c.hidden[layer % 2] + (at - is_second), two);
     while (!complete && (is_second ? two[1].tag : two[0].tag) != block.tag(layer));
     return is_second ? two[1].value : two[0].value;
   }
@@ -423,8 +421,7 @@ class ProductWarps {
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
         if (!c.parallel_residual) {
           __stcg(c.attn_residual + at, v);
-          store_relaxed(c.norm_attn_residual + at,
-                        tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
+          store_relaxed(c.norm_attn_residual + at, tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
           break;
         }
         [[fallthrough]];

@@ -20,13 +20,12 @@ struct alignas(8) Tagged {
 /// its elements, so the tag that a reader finds is at most a launch old, and half of a tag is enough.
 using TaggedElement = std::uint32_t;
 /// An element of the residual stream as the norms read it, in half of a Tagged's bytes: a float rounded to 24 bits
-/// above, the lowest eight bits of the tag below. Its relative error is 2^-16 at most, that of bfloat16 2^-8 and that of
+/// above, the lowest eight bits of the tag below. Its relative error is at most 2^-16; that of bfloat16 is 2^-8, of
 /// float16 2^-11. Who adds to the residual stream reads the whole float.
 using TaggedNormInput = std::uint32_t;
 /// Every launch of a layer's end writes all of these words. Two launches of half a layer have tags of their own, so a
-/// word's tag is at most two launches old, and a launch has as many tags as layers and one more. With this many layers,
-/// the LM head among them, eight bits tell these tags apart.
-inline constexpr int kMaxPersistentLayers = 84;
+/// word's tag is at most two launches old, and a launch has as many tags as layers and one more. With at most
+/// kMaxPersistentLayers layers eight bits tell these tags apart.
 static_assert(3 * kMaxPersistentLayers + 1 < 256);
 
 /// What a block waits for: everything of one kind that the other blocks make in one layer. `choice` is of the head: the

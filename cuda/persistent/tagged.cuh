@@ -38,7 +38,6 @@ __device__ inline bool have_tag(const uint4& e, unsigned tag) {
   return (((e.x ^ t) | (e.y ^ t)) | ((e.z ^ t) | (e.w ^ t))) < 0x10000;
 }
 
-
 /// Rounds half away from zero. An infinity stays one, and a NaN a NaN.
 __device__ inline TaggedNormInput tagged_norm_input(float value, unsigned tag) {
   const unsigned bits = __float_as_uint(value), rounded = isnan(value) ? 0x7fc00000u : bits + 0x80u;

@@ -22,6 +22,7 @@ struct LaunchMode {
   bool early = false;          // a kernel may start before its predecessor is done (programmatic dependent launch)
   bool after_waiting = false;  // its predecessors let it start only once they have waited for theirs
   bool shares_sms = false;     // its blocks are laid out to run on an SM together with another kernel's
+  bool leaves_room = false;    // its blocks take no more shared memory than they use: a successor's fit beside them
   bool first_waits = false;    // the first one does not: it is ordered behind work that may still write weights
   bool urgent = false;         // its blocks go before those of other kernels that wait for an SM
   int shared_percent = 0;      // of an SM's L1 that is shared memory while it runs; 0 leaves that to the driver
@@ -64,6 +65,9 @@ class LaunchList {
   /// Asks the ops of this list for grids that share SMs with another kernel's blocks: LaunchMode::shares_sms.
   void share_sms() { shares_sms_ = true; }
   bool shares_sms() const { return shares_sms_; }
+  /// Asks the ops of this list for no more shared memory than they use: LaunchMode::leaves_room.
+  void leave_room() { leaves_room_ = true; }
+  bool leaves_room() const { return leaves_room_; }
   /// Whether the list holds a library's call.
   bool has_calls() const { return has_calls_; }
 
@@ -119,7 +123,7 @@ class LaunchList {
   int device_;
   Scratch scratch_;
   bool uses_scratch_ = false, trusts_addresses_ = false, after_waiting_ = false, shares_sms_ = false,
-       has_calls_ = false;
+       leaves_room_ = false, has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

@@ -1140,6 +1140,9 @@ TEST_CASE("persistent: what the kernel does not take is refused by name", "[gpu]
   CHECK(refused([](Call& a) { a.sequences.positions.shape[0] = 4; }, unimplemented,
                 {"one new token a sequence, got 4 for 2"}) == "");
   CHECK(refused([](Call& a) { a.layers.clear(); }, invalid, {"expected at least 1"}) == "");
+  CHECK(refused([](Call& a) { a.layers.resize(85, a.layers[0]); }, unimplemented,
+                {"up to 84 layers, the LM head among them, got 85"}) == "");
+  CHECK(refused([](Call& a) { a.layers.resize(84, a.layers[0]); }, unimplemented, {}) == "was accepted");
   CHECK(refused([](Call& a) { a.layers[1].weights.dense.weight = GptqWeight{}; }, unimplemented,
                 {"dense or packed weights, got quantised ones"}) == "");
   CHECK(refused([](Call& a) { a.layers[2].weights.input_layernorm.beta.data = nullptr; }, invalid,

@@ -336,7 +336,7 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
     int most_sequences_on_5090;
   };
   for (const Expected& e : {Expected{"llama-3.2-1b", Products::rows, 8},
-                            {"llama-3.2-3b", Products::rows, 4},
+                            {"llama-3.2-3b", Products::rows, 5},
                             {"llama-3.1-8b", Products::rows, 3},
                             {"llama-2-7b", Products::rows, 3},
                             {"qwen2.5-7b", Products::tiles, 3}}) {
@@ -403,6 +403,14 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
     CHECK(parallel->partials_place == PartialsPlace::attn_x);
     CHECK(fault(kH200, m, 1, *parallel) == "");
   }
+}
+
+TEST_CASE("persistent: every block has rows of q, k and v") {
+  const ModelConfig m = gated_model_of(ModelType::llama, 1, 1, 24, 1024, 4096);
+  const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), 1);
+  REQUIRE(plan);
+  CHECK(plan->grid == 3 * 24);
+  CHECK(fault(kH200, m, 1, *plan) == "");
 }
 
 TEST_CASE("persistent: odd models have plans") {

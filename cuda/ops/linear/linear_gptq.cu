@@ -59,7 +59,8 @@ Status prepare_gptq(const ops::Linear::Args& a, const PackedWeight& weight, Laun
       c.output.y = static_cast<T*>(a.y.data) + first * d.out;
       if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
       return launch(ops::Linear::name, launches,
-                    linear_gptq_shape(c.plan, linear_gptq_smem_bytes(launches.arch(), c.plan)),
+                    linear_gptq_shape(c.plan, launches.leaves_room() ? c.plan.smem_bytes
+                                                                     : linear_gptq_smem_bytes(launches.arch(), c.plan)),
                     gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c);
     });
   });

@@ -180,7 +180,7 @@ inline constexpr int kGptqMaxSplit = 8, kGptqMaxColumns = kGptqMaxSplit * kGptqP
 
 /// The dynamic shared memory of linear's blocks: so much that an SM has room for kLinearGptqBlocksPerSm of them and no
 /// further block. Where blocks of the next kernel found room beside them, SMs would get unequal shares of the work, and
-/// the four linears of a layer would take longer.
+/// the four linears of a layer would take longer. With LaunchMode::leaves_room linear takes the plan's own bytes alone.
 constexpr int linear_gptq_smem_bytes(const Arch& arch, const GptqPlan& p) {
   return std::max(p.smem_bytes, arch.smem_per_sm_bytes / (kLinearGptqBlocksPerSm + 1) / 16 * 16);
 }
