@@ -67,8 +67,8 @@ constexpr int kDenseSharedPercent = 58;
 /// - Dense weights are faster with kDenseSharedPercent where attention's blocks form clusters, whose SMs then become
 ///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
-/// - So are those that RmsQkv and RmsLinear take, with LaunchMode::leaves_room too, unless attention's clusters have
-///   eight blocks: data/bench/old-and-new-llama-gptq.json. Llama-3.2-3B has such clusters and is 3 % slower with both.
+/// - So are those that RmsQkv and RmsLinear take, together with LaunchMode::leaves_room, unless attention's clusters
+///   have eight blocks. Llama-3.2-3B has such clusters: data/bench/old-and-new-llama-gptq.json.
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
   if (ops.norms) return ops.key_splits < kMaxSplits ? 100 : 0;
   if (!ops.few) return 0;
@@ -88,7 +88,8 @@ int key_splits(const Arch& arch, const LayerTensors& t) {
 ///   attention                 behind ln_qkv with quantised weights, unless attention's blocks form clusters or
 ///                             ln_qkv shares SMs
 ///   post_attention_layernorm  beside ln_qkv with quantised weights, unless ln_qkv shares SMs
-/// An early attention starts once its predecessor has waited, and loads older keys meanwhile: LaunchMode::after_waiting.
+/// An early attention starts once its predecessor has waited, and loads older keys meanwhile:
+/// LaunchMode::after_waiting.
 bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);
   if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);

@@ -23,8 +23,8 @@ constexpr int kBytesInFlight = 60 << 10;
 constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
 /// Fewer keys than these are not split: to merge splits takes longer than to attend to the keys.
 constexpr int kSplitKeys = 128, kMaxSplitKeys = 4096;
-/// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 3, 4, 6 and 8 none is faster on an H200 at
-/// kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
+/// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 4, 6 and 8 none is faster for Pythia-2.8B on an
+/// H200 at kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 4;
 /// The same with packed weights. The whole product then runs while the context travels from block to block. On an H100
 /// 0 was faster than 2, 3, 4, 6 and 8 for Pythia-2.8B at kv_len 128.
