@@ -141,8 +141,8 @@ struct PersistentArguments {
   // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
   Tagged* hidden[2] = {};          // (batch, hidden): layer l reads hidden[l % 2]
   float* attn_residual = nullptr;  // (batch, hidden), of a sequential residual; who reads an element has made it
-  // (batch, hidden) The same two, for the norms. No block ends a layer before all blocks have normalised its input, so
-  // one norm_hidden is enough.
+  // (batch, hidden) The elements of `hidden` and of attn_residual, as the norms read them. One norm_hidden is enough
+  // for all layers: no block ends a layer before all blocks have normalised the layer's input.
   TaggedNormInput *norm_hidden = nullptr, *norm_attn_residual = nullptr;
   TaggedElement* qkv = nullptr;      // (batch, qkv_rows)
   TaggedElement* context = nullptr;  // (batch, heads, head_dim)

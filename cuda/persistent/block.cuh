@@ -191,11 +191,10 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
   return missing == 0;
 }
 
-/// A row of up to so many elements is polled whole: of the residual stream, and of what else blocks hand each other. Of
-/// a longer row a sample is polled first. While most elements are missing, loads of the whole row would be in the way
-/// of the weights.
+/// A row of more elements than these is sampled before it is loaded whole. The first bound is for rows of the residual
+/// stream, the second for all other rows. While most elements are missing, loads of a long row would delay the weights.
 inline constexpr int kUnsampledHidden = 4096, kUnsampledColumns = 2048;
-/// Lanes of a warp that poll a sample, one element each. With all 32 lanes the polls are in the way of the weights.
+/// Lanes of a warp that poll a sample, one element each. Polls by all 32 lanes would delay the weights.
 inline constexpr int kSampleLanes = 4;
 
 /// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.

@@ -62,8 +62,8 @@
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
 // A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
-// Every block reads all that the others make, while weights stream in. The fewer bytes these are, the shorter is the
-// wait: for this reason the norms read rounded elements. Loads that poll in vain are in the way, too.
+// Every block reads all that the others make, while weights stream in. Fewer bytes to read make a shorter wait: for
+// this reason the norms read rounded elements. Loads that poll in vain make waits longer, too.
 //
 // Four rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known at
 // the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a

@@ -215,7 +215,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     l.warp_values = place(values_bytes);
     l.gathered = place(gathered_bytes);
   };
-  /// Places tokens, and the partial results of attention at the same place where the plan puts them there.
+  // Places tokens. Where the plan says so, the partial results of attention have the same place.
   const auto place_tokens = [&](int bytes, PartialsPlace at) {
     const int begin = place(bytes), end_of_tokens = end;
     if (p.partials_place != at) return begin;

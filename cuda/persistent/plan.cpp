@@ -108,7 +108,7 @@ int share_heads(const PersistentDims& d) {
 /// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
                  PersistentPlan& p) {
-  // Every block makes rows of q, k and v and of each layer's output, as kernel.cuh asks.
+  // Every block has rows of q, k and v and of each layer's output: kernel.cuh relies on it.
   const LayerRows rows = d.rows(packed);
   const int most_blocks = std::min({arch.sm_count, rows.qkv / rows.together, rows.out / rows.together});
   p.grid = most_blocks;
@@ -238,7 +238,8 @@ class Slicing {
     plan.head_rows = whole_stages(rows);
     return rows;
   }
-  /// The most rows of up_first and of up_rest. A block with fewer rows of both may have more in up_rest.
+  /// The most rows of a block in up_first or in up_rest. A block with fewer rows of mlp.dense_h_to_4h may have more of
+  /// them in up_rest.
   int most_up_rows() const {
     const int up = deals_.most_rows(Weight::up), fewer = up - deals_.of[int(Weight::up)].together;
     return std::max({rows_before_attention(plan, up), up - rows_before_attention(plan, up),
