@@ -13,6 +13,7 @@
 #include "core/model/model.hpp"
 #include "core/procedural.hpp"
 #include "cuda/model/layer_ops.hpp"
+#include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/gemm_plan.hpp"
 #include "cuda/ops/linear/launches.hpp"
 #include "cuda/ops/linear/linear_tiles_plan.hpp"
@@ -395,6 +396,27 @@ TEST_CASE("products that normalise their token take no calls that do not fit eac
   CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.shape[0] = 2; }));
   CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.data = nullptr; }));
   CHECK_FALSE(takes_qkv([](auto& a) { a.rope.layout = ops::QkvLayout::interleaved_by_head; }));
+}
+
+TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless attention's clusters are the largest",
+          "[plans][model]") {
+  for (const char* name : {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"}) {
+    CAPTURE(name);
+    ModelConfig m = *find_preset(name);
+    m.num_hidden_layers = 1;
+    const Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
+    const LayerTensors& t = step.tensors.layer;
+    const bool shares = attention_plan(kH200, m.head_dim(), t.q.shape[1], t.max_kv_len).splits < kMaxSplits;
+    int ops = 0;
+    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], t,
+                              [&]<class Args>(const Args&, const LaunchMode& mode) {
+                                ++ops;
+                                CHECK(mode.shared_percent == (shares ? 100 : 0));
+                                CHECK(mode.leaves_room == shares);
+                                return Status();
+                              }));
+    CHECK(ops == 5);
+  }
 }
 
 TEST_CASE("a graph's attention starts early once its predecessor has waited, and late where that would be slower",
