@@ -29,6 +29,22 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uin
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 
+/// Bulk prefetch: the copy engine brings `bytes` bytes into the L2. The size and the address are multiples of 16.
+__device__ inline void prefetch_bulk(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+/// One lane of the warp requests a bulk prefetch. All lanes call.
+__device__ inline void request_prefetch(const void* from, int bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "@elected cp.async.bulk.prefetch.L2.global [%0], %1;\n"
+      "}" ::"l"(from),
+      "r"(bytes)
+      : "memory");
+}
+
 /// One lane of the warp arrives at the barrier, whose phase then waits for `bytes` bytes too, and requests the bulk
 /// copy that brings them. All lanes call. One elected lane is what the copy engine takes without a loop over the lanes.
 __device__ inline void request_bulk(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {

@@ -64,8 +64,14 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
 #pragma unroll 1
       for (int i = 0; i < p.count; i += kStageSlices) {
         const int rows = min(kStageSlices, p.count - i);
-        if (!ring.next()) return false;
         const char* const from = matrix + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
+        const auto prefetch = [&](int k) {
+          const int first = k * kStageSlices + lane;
+          if (i + first < p.count && lane < kStageSlices) prefetch_bulk(from + long(first) * p.columns * 2, slice_bytes);
+          __syncwarp();
+          return i + k * kStageSlices < p.count;
+        };
+        if (!ring.next(prefetch)) return false;
         if (p.slices == 1) {
           ring.bring(from, rows * slice_bytes);
           continue;
@@ -79,7 +85,13 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
     const int stage_bytes = kStageSlices * p.slice_columns * 2;
 #pragma unroll 1
     for (int left = p.count * p.columns * 2; left > 0; left -= stage_bytes, from += stage_bytes) {
-      if (!ring.next()) return false;
+      const auto prefetch = [&](int k) {
+        const int at = k * stage_bytes;
+        if (at >= left) return false;
+        request_prefetch(from + at, min(left - at, stage_bytes));
+        return true;
+      };
+      if (!ring.next(prefetch)) return false;
       ring.bring(from, min(left, stage_bytes));
     }
   }

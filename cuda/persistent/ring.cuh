@@ -45,6 +45,11 @@ class Ring {
   std::uint32_t end_of_full_, full_bytes_, stage_bytes_, bytes_, first_stage_;
 };
 
+/// While all stages are full, the stream warp brings up to kAheadStages stages that follow into the L2, one every
+/// kAheadClocks clocks. The memory of an H200 takes about as long for a stage of every SM.
+inline constexpr int kAheadStages = 8;
+inline constexpr unsigned kAheadClocks = 1000;
+
 /// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
 /// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
@@ -62,17 +67,28 @@ class RingWriter {
   /// Waits until the next stage is free and fewer stages are in flight than allowed. That stage is then filled by
   /// bring(), or by expect() and copy(). False where nobody empties the ring any more.
   __device__ bool next() {
-    for (; more_ < 0; ++more_) await_oldest();
-    const bool awaits = more_ == 0;
+    const bool awaits = awaits_oldest();
     while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) &
              (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))))
       if (product_warps_ == 0) return false;
-    if (awaits)
-      ring_.advance(oldest_, 1);
-    else
-      --more_;
-    at_ = head_;
-    ring_.advance(head_, 1);
+    take_next(awaits);
+    return true;
+  }
+  /// The same for a stage of a product. prefetch(k) brings the k-th stage after the next one into the L2, or returns
+  /// false where the product has no such stage.
+  template <class Prefetch>
+  __device__ bool next(Prefetch prefetch) {
+    const bool awaits = awaits_oldest();
+    for (unsigned last = unsigned(clock());;) {
+      const bool is_free = test_barrier(ring_.empty(head_), head_.parity ^ 1);
+      if (is_free && (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))) break;
+      if (product_warps_ == 0) return false;
+      if (is_free || ahead_ == kAheadStages || unsigned(clock()) - last < kAheadClocks) continue;
+      if (prefetch(ahead_)) ++ahead_;
+      last = unsigned(clock());
+    }
+    ahead_ = max(ahead_ - 1, 0);
+    take_next(awaits);
     return true;
   }
   /// Requests the whole stage.
@@ -92,6 +108,19 @@ class RingWriter {
   }
 
  private:
+  /// Whether a stage in flight must arrive before the next one is requested.
+  __device__ bool awaits_oldest() {
+    for (; more_ < 0; ++more_) await_oldest();
+    return more_ == 0;
+  }
+  __device__ void take_next(bool has_awaited) {
+    if (has_awaited)
+      ring_.advance(oldest_, 1);
+    else
+      --more_;
+    at_ = head_;
+    ring_.advance(head_, 1);
+  }
   __device__ void await_oldest() {
     while (!try_wait_barrier(oldest_.full, oldest_.parity)) {
     }
@@ -101,6 +130,7 @@ class RingWriter {
   Ring ring_;
   RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
   int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
+  int ahead_ = 0;                   // stages of the product that are in the L2: the next one and those behind it
   const volatile int& product_warps_;
 };
 
