@@ -62,6 +62,10 @@
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
 // A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
+// While product warps wait for other blocks, the ring fills up. The stream warp then brings the dense weights that
+// follow into the L2. Afterwards the ring gets them faster than the memory could deliver them. Packed weights are not
+// brought: product warps, not the memory, bound their kernels, so that their ring is full most of the time.
+//
 // Every block reads all that the others make, while weights stream in. Fewer bytes to read make a shorter wait: for
 // this reason the norms read rounded elements. Loads that poll in vain make waits longer, too.
 //

@@ -98,18 +98,10 @@ __device__ bool stream_packed(RingWriter& ring, const Product& p, const PackedSh
   const auto stream = [&](int i, int begin, int columns) {
     const int tile = p.row(i) / kGptqRows, first = shape.group(begin),
               groups = shape.group(begin + columns - 1) - first + 1, code_bytes = columns * kGptqRows / 2;
-    const char* const codes = matrix + (long(tile) * p.columns + begin) * (kGptqRows / 2);
-    // Without Tiles the codes of all tiles are consecutive, in the order in which the ring brings them. Scales are few.
-    const auto prefetch = [&](int k) {
-      const int at = k * code_bytes, left = ((p.count - i) * p.columns - begin * kGptqRows) / 2;
-      if (Tiles || at >= left) return false;
-      request_prefetch(codes + at, min(left - at, code_bytes));
-      return true;
-    };
-    if (!ring.next(prefetch)) return false;
+    if (!ring.next()) return false;
     ring.expect(code_bytes + groups * kGptqGroupBytes);
     if (copies) {
-      ring.copy(0, codes, code_bytes);
+      ring.copy(0, matrix + (long(tile) * p.columns + begin) * (kGptqRows / 2), code_bytes);
       ring.copy(code_bytes, matrix + shape.scales + (long(tile) * shape.groups + first) * kGptqGroupBytes,
                 groups * kGptqGroupBytes);
     }

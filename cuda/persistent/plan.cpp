@@ -18,6 +18,10 @@ constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
+/// While the ring is full, the memory would idle: the stream warp then brings what follows into the L2. The memory of an
+/// H200 delivers 18 bytes a clock of each SM. Prefetches at 20 bytes a clock make models slower that seldom wait, such
+/// as Pythia-12B; at 10 they bring less of what the others gain. More than eight stages make no model faster.
+constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
 constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
@@ -297,6 +301,9 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
+  p.ahead_stages = kAheadStages;
+  CF_TRY(choose("ahead_stages", choices.ahead_stages, 0, 32, p.ahead_stages));
+  p.ahead_clocks = p.stage_bytes / kAheadBytesPerClock;
   p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : kBytesInFlight;
   p.smem_bytes = persistent_layout(d, p).bytes;
   return p;
@@ -321,8 +328,8 @@ std::string to_string(Products p) {
 std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
-         text(p.stages_in_flight) + " in flight, " + to_string(p.products) + ", " + text(p.attention_splits) +
-         " splits of " + text(p.split_keys) + " or more of " +
+         text(p.stages_in_flight) + " in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
+         to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
          " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +

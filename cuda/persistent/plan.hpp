@@ -133,9 +133,11 @@ struct PersistentPlan {
   int bytes_in_flight;   // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
-  int up_eighths;   // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor
+  int ahead_stages;  // while the ring is full: stages behind it that are brought into the L2, at most
+  int ahead_clocks;  // the SM's clocks from one of these stages to the next
+  int up_eighths;    // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: the largest divisor
       // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim and where keys are not shared
   int group_shares;      // shares of a group: these have the same keys
   int shares;            // of a token's query heads
@@ -155,6 +157,7 @@ struct PersistentChoices {
   std::optional<int> blocks = {};            // 1 to the blocks that the plan has without it
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
+  std::optional<int> ahead_stages = {};      // 0 to 32
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
   std::optional<int> split_keys = {};        // 1 to 4096

@@ -67,7 +67,8 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
         const char* const from = matrix + (long(p.row(i)) * p.columns + slice * p.slice_columns) * 2;
         const auto prefetch = [&](int k) {
           const int first = k * kStageSlices + lane;
-          if (i + first < p.count && lane < kStageSlices) prefetch_bulk(from + long(first) * p.columns * 2, slice_bytes);
+          if (i + first < p.count && lane < kStageSlices)
+            prefetch_bulk(from + long(first) * p.columns * 2, slice_bytes);
           __syncwarp();
           return i + k * kStageSlices < p.count;
         };

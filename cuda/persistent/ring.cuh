@@ -45,19 +45,14 @@ class Ring {
   std::uint32_t end_of_full_, full_bytes_, stage_bytes_, bytes_, first_stage_;
 };
 
-/// While all stages are full, the stream warp brings up to kAheadStages stages that follow into the L2, one every
-/// kAheadClocks clocks. The memory of an H200 takes about as long for a stage of every SM.
-inline constexpr int kAheadStages = 8;
-inline constexpr unsigned kAheadClocks = 1000;
-
 /// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
 /// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
 class RingWriter {
  public:
   /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
   /// leave together: each may have rows of its own in the last product.
-  __device__ RingWriter(const Ring& ring, const volatile int& product_warps)
-      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_(product_warps) {}
+  __device__ RingWriter(const Ring& ring, const volatile int& product_warps, const PersistentPlan& plan)
+      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_(product_warps), plan_(plan) {}
 
   /// From now on so many stages may be in flight: requested, but not arrived.
   __device__ void allow(int stages_in_flight) {
@@ -74,17 +69,22 @@ class RingWriter {
     take_next(awaits);
     return true;
   }
-  /// The same for a stage of a product. prefetch(k) brings the k-th stage after the next one into the L2, or returns
-  /// false where the product has no such stage.
+  /// The same for a stage of a product. While the ring is full, the stages that follow are brought into the L2:
+  /// prefetch(0) requests the next stage, prefetch(k) the k-th one after it. It returns false where the product has no
+  /// such stage.
   template <class Prefetch>
   __device__ bool next(Prefetch prefetch) {
     const bool awaits = awaits_oldest();
+    bool prefetches = ahead_ < plan_.ahead_stages;  // false: nothing is left to do but to wait
     for (unsigned last = unsigned(clock());;) {
-      const bool is_free = test_barrier(ring_.empty(head_), head_.parity ^ 1);
+      const bool is_free = prefetches ? test_barrier(ring_.empty(head_), head_.parity ^ 1)
+                                      : try_wait_barrier(ring_.empty(head_), head_.parity ^ 1);
       if (is_free && (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))) break;
       if (product_warps_ == 0) return false;
-      if (is_free || ahead_ == kAheadStages || unsigned(clock()) - last < kAheadClocks) continue;
-      if (prefetch(ahead_)) ++ahead_;
+      if (is_free || !prefetches || unsigned(clock()) - last < unsigned(plan_.ahead_clocks)) continue;
+      const bool has = prefetch(ahead_);
+      ahead_ += has;
+      prefetches = has && ahead_ < plan_.ahead_stages;
       last = unsigned(clock());
     }
     ahead_ = max(ahead_ - 1, 0);
@@ -130,8 +130,9 @@ class RingWriter {
   Ring ring_;
   RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
   int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
-  int ahead_ = 0;                   // stages of the product that are in the L2: the next one and those behind it
+  int ahead_ = 0;                   // stages of the product that were brought into the L2, from the next one on
   const volatile int& product_warps_;
+  const PersistentPlan& plan_;
 };
 
 /// Empties every stage, or every second one; each warp has a reader. A stage is filled in one round after another, and

@@ -68,7 +68,7 @@ __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Produc
 
 template <Products Kind>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, block.product_warps());
+  RingWriter writer(ring, block.product_warps(), c.plan);
   StreamPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;

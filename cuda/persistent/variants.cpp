@@ -28,6 +28,7 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
     add("ring",
         kilobytes(stages) + ", of them " + kilobytes(std::min(stages - 2, plan.stages_in_flight)) + " in flight",
         {.stages = stages});
+  if (!is_packed(plan.products)) add("prefetch", "none while the ring is full", {.ahead_stages = 0});
   for (int eighths : {0, 2, 4, 6, 8})
     if (eighths != plan.up_eighths)
       add("dependencies",

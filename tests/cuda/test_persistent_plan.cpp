@@ -100,6 +100,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
+  if (p.ahead_stages < 0 || p.ahead_clocks < 1) return "prefetches";
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
   for (const ProductShape& s : product_shapes(d, p, {})) {
     const int bytes = kStageSlices * 2 * s.slice_columns, most = p.stages - 2;
@@ -280,7 +281,8 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
                                 !v.choices.shares_keys && !v.choices.tile_products;
         if (!sums_alike) CHECK(!same_bits(*plan, *own));
         // A choice that leaves less or more shared memory to the slices may change them where there is little.
-        const bool leaves_slices = v.choice == "none" || v.choices.stages || v.choices.stages_in_flight;
+        const bool leaves_slices =
+            v.choice == "none" || v.choices.stages || v.choices.stages_in_flight || v.choices.ahead_stages;
         if (leaves_slices || (sums_alike && arch.sm_count == kH200.sm_count)) CHECK(same_bits(*plan, *own));
         if (v.choices.tile_products) CHECK(plan->products == Products::tiles);
       }
@@ -316,6 +318,7 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(refused({.stages = 2}, {"stages must be 3 to " + most + ", got 2"}) == "");
   CHECK(refused({.stages = own->stages + 1}, {"stages must be 3 to " + most}) == "");
   CHECK(refused({.stages = 5, .stages_in_flight = 4}, {"stages_in_flight must be 1 to 3, got 4"}) == "");
+  CHECK(refused({.ahead_stages = 33}, {"ahead_stages must be 0 to 32, got 33"}) == "");
   CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
   CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
   CHECK(refused({.blocks = 3, .attention_splits = 4}, {"attention_splits must be 1 to 3, got 4"}) == "");
