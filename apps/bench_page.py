@@ -504,9 +504,10 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 ## Where a layer's time goes
 
 In the persistent kernel no weights are multiplied while a block waits. Meanwhile the ring takes the weights that the
-memory delivers in 5.2 us (Pythia-2.8B) or 4.7 us (Llama-3.1-8B). A longer wait leaves the memory idle. Such waits are
-those for hidden with the norms behind it, and Llama's from the rows of q, k and v to the context. Llama's kernel is the
-last one that loaded keys with bank conflicts.
+memory delivers in 5.2 us (Pythia-2.8B) or 4.7 us (Llama-3.1-8B). Longer waits are those for hidden with the norms
+behind it, and Llama's from the rows of q, k and v to the context. They left the memory of these kernels idle; later
+ones then bring the weights that follow into the L2 ("prefetch" above). Llama's kernel is the last one that loaded keys
+with bank conflicts.
 
 The 4-bit layers of Pythia-2.8B are the graph's. The later build multiplies activations as digits, which takes fewer
 instructions: from activations in registers to the product it needs 0.2 to 0.5 us less in each kernel. All its kernels

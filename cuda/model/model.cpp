@@ -100,17 +100,17 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
   // takes 0.61 and 0.79 ms, eight slots of Pythia-2.8B 1.89 and 1.79 (data/bench). With a sequential residual nothing
-  // hides the waits between blocks: the persistent kernel is faster for one slot alone. Llama-3.1-8B takes 3.34 and
-  // 4.03 ms, two slots of it 4.14 and 4.04 at an earlier commit (llama-3.1-8b-batches.json there).
+  // hides the waits between blocks: the persistent kernel is faster for up to two slots. Two slots of Llama-3.1-8B take
+  // 3.82 and 4.03 ms, four 4.13 and 4.06 (llama-3.1-8b-batches.json there).
   // On an H100 Pythia-410M takes 0.413 and 0.418 ms at kv_len 128, 0.471 and 0.532 at 2048
   // (stack-pythia-410m-h100.json).
   // Packed weights go to the graph. On an H100 the persistent kernel and the graph take 0.91 and 0.66 ms for
   // Pythia-2.8B, 1.97 and 1.67 for Llama-3.1-8B, 1.51 and 1.54 for Pythia-6.9B, 2.03 and 0.84 for four slots of
   // Pythia-2.8B (stack-*-gptq-persistent*.json).
-  constexpr std::int64_t least_hidden = 2048, least_hidden_of_one = 1024, most_slots = 4;
+  constexpr std::int64_t least_hidden = 2048, least_hidden_of_one = 1024, most_slots = 4, most_sequential_slots = 2;
   const DType dtype = dtype_of_weights(weights);
   const bool parallel = model.traits.residual == Residual::parallel;
-  const bool suits = slots <= (parallel ? most_slots : 1) && !is_quantised(model, weights) &&
+  const bool suits = slots <= (parallel ? most_slots : most_sequential_slots) && !is_quantised(model, weights) &&
                      model.shape.hidden_size >= (parallel && slots == 1 ? least_hidden_of_one : least_hidden) &&
                      model.shape.num_layers < kMaxPersistentLayers &&
                      plan_persistent(context.arch(), persistent_model(model, dtype), slots);

@@ -189,11 +189,21 @@ class Slicing {
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
+  /// Whether the row product has a loop for such a slice.
+  static bool has_loop(int columns) {
+    return row_chunks(columns) >= kMinRowChunks || std::ranges::count(kWholeSliceColumns, columns) > 0;
+  }
   /// `columns`: one of kWholeSliceColumns, which all slices then have, or kAnyColumns.
   bool row_product(int columns) {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
+    // A stage of shorter slices does not fill its place in the ring. Most waits for other blocks come before products
+    // of hidden columns: their slices fill it where those of mlp.act can be as short.
+    if (plan.act_columns > plan.hidden_columns)
+      if (const int n = slices(d_.intermediate, plan.hidden_columns, plan.hidden_slices, kProductWarps);
+          n > 0 && has_loop(d_.intermediate / n))
+        plan.act_slices = n, plan.act_columns = d_.intermediate / n;
     for (int slice : {plan.hidden_columns, plan.context_columns, plan.act_columns})
-      if (columns == kAnyColumns ? row_chunks(slice) < kMinRowChunks : slice != columns) return false;
+      if (columns == kAnyColumns ? !has_loop(slice) : slice != columns) return false;
     plan.products = Products::rows;
     plan.shared_norms = false;
     const int qkv = deals_.most_rows(Weight::qkv), up = most_up_rows(), most = std::max(qkv, up);

@@ -443,14 +443,27 @@ TEST_CASE("persistent: odd models have plans") {
     }
 }
 
+TEST_CASE("persistent: slices of mlp.act are no longer than those of hidden where they can be as short") {
+  const auto slices = [](const char* name) {
+    const auto m = find_preset(name);
+    REQUIRE(m);
+    const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
+    REQUIRE(plan);
+    return std::array{plan->hidden_columns, plan->act_columns, plan->stage_bytes};
+  };
+  CHECK(slices("llama-3.2-3b") == std::array{1536, 1024, 4 * 1536 * 2});  // 2048 of 8192 would be longer than 1536
+  CHECK(slices("qwen2.5-7b") == std::array{1792, 2368, 4 * 2368 * 2});    // 16 slices would be too many
+  CHECK(slices("llama-3.1-8b") == std::array{2048, 1792, 4 * 2048 * 2});
+}
+
 TEST_CASE("persistent: the plan of Pythia-2.8B prints what it is") {
   const auto m = find_preset("pythia-2.8b");
   REQUIRE(m);
   const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
   REQUIRE(plan);
   const std::string text = to_string(*plan);
-  for (const char* part :
-       {"132 blocks", "ring of 9 stages", "3 in flight", "row products", "4 splits", "B of shared memory"}) {
+  for (const char* part : {"132 blocks", "ring of 9 stages", "3 in flight", "8 ahead in the L2", "row products",
+                           "4 splits", "B of shared memory"}) {
     CAPTURE(text, part);
     CHECK(text.find(part) != std::string::npos);
   }
