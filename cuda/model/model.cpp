@@ -99,20 +99,24 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 
 Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
-  // takes 0.61 and 0.79 ms, eight slots of Pythia-2.8B 1.89 and 1.79 (data/bench). With a sequential residual nothing
-  // hides the waits between blocks: the persistent kernel is faster for up to two slots. Two slots of Llama-3.1-8B take
-  // 3.82 and 4.03 ms, four 4.13 and 4.06 (llama-3.1-8b-batches.json there).
+  // takes 0.60 and 0.79 ms, eight slots of Pythia-2.8B 1.84 and 1.80 (data/bench). With a sequential residual nothing
+  // hides the waits between blocks: the persistent kernel is faster for one slot, and for two of large models. Two slots
+  // of Llama-3.1-8B take 3.85 and 4.04 ms, of Qwen2.5-7B 3.62 and 3.70, of Llama-3.2-3B 2.04 and 1.78, four of
+  // Llama-3.1-8B 4.15 and 4.08 (llama-batches.json there).
   // On an H100 Pythia-410M takes 0.413 and 0.418 ms at kv_len 128, 0.471 and 0.532 at 2048
   // (stack-pythia-410m-h100.json).
   // Packed weights go to the graph. On an H100 the persistent kernel and the graph take 0.91 and 0.66 ms for
   // Pythia-2.8B, 1.97 and 1.67 for Llama-3.1-8B, 1.51 and 1.54 for Pythia-6.9B, 2.03 and 0.84 for four slots of
   // Pythia-2.8B (stack-*-gptq-persistent*.json).
-  constexpr std::int64_t least_hidden = 2048, least_hidden_of_one = 1024, most_slots = 4, most_sequential_slots = 2;
+  struct Bound {
+    std::int64_t most_slots, least_hidden;
+  };
+  constexpr Bound parallel[] = {{1, 1024}, {4, 2048}}, sequential[] = {{1, 2048}, {2, 3584}};
   const DType dtype = dtype_of_weights(weights);
-  const bool parallel = model.traits.residual == Residual::parallel;
-  const bool suits = slots <= (parallel ? most_slots : most_sequential_slots) && !is_quantised(model, weights) &&
-                     model.shape.hidden_size >= (parallel && slots == 1 ? least_hidden_of_one : least_hidden) &&
-                     model.shape.num_layers < kMaxPersistentLayers &&
+  const bool is_faster = std::ranges::any_of(
+      model.traits.residual == Residual::parallel ? parallel : sequential,
+      [&](const Bound& b) { return slots <= b.most_slots && model.shape.hidden_size >= b.least_hidden; });
+  const bool suits = is_faster && !is_quantised(model, weights) && model.shape.num_layers < kMaxPersistentLayers &&
                      plan_persistent(context.arch(), persistent_model(model, dtype), slots);
   return suits && context.arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
 }

@@ -261,6 +261,8 @@ TEST_CASE("model on the GPU: how a step is launched is chosen by size, residual 
   CHECK(chosen("llama-3.1-8b", 1) == of_hopper);
   CHECK(chosen("llama-3.1-8b", 2) == of_hopper);
   CHECK(chosen("llama-3.1-8b", 3) == Impl::graph);
+  CHECK(chosen("llama-3.2-3b", 1) == of_hopper);
+  CHECK(chosen("llama-3.2-3b", 2) == Impl::graph);
 }
 
 TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, GPTQ weights", "[gpu][model]") {
