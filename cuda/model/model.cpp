@@ -100,9 +100,9 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
 Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
   // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
   // takes 0.60 and 0.79 ms, eight slots of Pythia-2.8B 1.84 and 1.80 (data/bench). With a sequential residual nothing
-  // hides the waits between blocks: the persistent kernel is faster for one slot, and for two of large models. Two slots
-  // of Llama-3.1-8B take 3.85 and 4.04 ms, of Qwen2.5-7B 3.62 and 3.70, of Llama-3.2-3B 2.04 and 1.78, four of
-  // Llama-3.1-8B 4.15 and 4.08 (llama-batches.json there).
+  // hides the waits between blocks: the persistent kernel is faster for one slot, and for two slots of large models.
+  // Two slots of Llama-3.1-8B take 3.85 and 4.04 ms, of Qwen2.5-7B 3.62 and 3.70, of Llama-3.2-3B 2.04 and 1.78, four
+  // slots of Llama-3.1-8B 4.15 and 4.08 (llama-batches.json there).
   // On an H100 Pythia-410M takes 0.413 and 0.418 ms at kv_len 128, 0.471 and 0.532 at 2048
   // (stack-pythia-410m-h100.json).
   // Packed weights go to the graph. On an H100 the persistent kernel and the graph take 0.91 and 0.66 ms for

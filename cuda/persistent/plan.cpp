@@ -18,9 +18,9 @@ constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// While the ring is full, the memory would idle: the stream warp then brings what follows into the L2. The memory of an
-/// H200 delivers 18 bytes a clock of each SM. Prefetches at 20 bytes a clock make models slower that seldom wait, such
-/// as Pythia-12B; at 10 they bring less of what the others gain. More than eight stages make no model faster.
+/// While the ring is full, the memory would idle: the stream warp then brings what follows into the L2. The memory of
+/// an H200 delivers about 20 bytes a clock of each SM. Prefetches at that rate make models slower that seldom wait, such
+/// as Pythia-12B. At half of it they bring less of what the others gain. More than eight stages make no model faster.
 constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
