@@ -19,8 +19,9 @@ constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
 /// While the ring is full, the memory would idle: the stream warp then brings what follows into the L2. The memory of
-/// an H200 delivers about 20 bytes a clock of each SM. Prefetches at that rate make models slower that seldom wait, such
-/// as Pythia-12B. At half of it they bring less of what the others gain. More than eight stages make no model faster.
+/// an H200 delivers about 20 bytes a clock of each SM. Prefetches at that rate make models slower that seldom wait,
+/// such as Pythia-12B. At half of it they bring less of what the others gain. More than eight stages make no model
+/// faster.
 constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
