@@ -30,7 +30,7 @@ Result<DeviceModelPlan> plan_device_model(DeviceTimer& device, const ModelSpec& 
   CF_TRY_ASSIGN(const cuda::Model::Options options, model_options(o));
   const cuda::ModelBytes bytes = cuda::Model::bytes(model, weights, options);
   const cuda::Impl impl =
-      options.impl ? *options.impl : cuda::Model::auto_impl(device.context(), model, weights, o.slots);
+      options.impl ? *options.impl : cuda::Model::auto_impl(device.context().arch(), model, weights, o.slots);
   return DeviceModelPlan{bytes.weights, bytes.cache, bytes.workspace, std::string(to_string(impl))};
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/resources.hpp"
+#include "cuda/model/fastest_impl.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/model_state.hpp"
 #include "cuda/model/place.hpp"
@@ -97,28 +98,8 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
   return t;
 }
 
-Impl Model::auto_impl(const Context& context, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
-  // On an H200 the persistent kernel is faster than the graph from hidden_size 2048 on, for up to 4 slots: Pythia-1.4B
-  // takes 0.60 and 0.79 ms, eight slots of Pythia-2.8B 1.84 and 1.80 (data/bench). With a sequential residual nothing
-  // hides the waits between blocks: the persistent kernel is faster for one slot, and for two slots of large models.
-  // Two slots of Llama-3.1-8B take 3.85 and 4.04 ms, of Qwen2.5-7B 3.62 and 3.70, of Llama-3.2-3B 2.04 and 1.78, four
-  // slots of Llama-3.1-8B 4.15 and 4.08 (llama-batches.json there).
-  // On an H100 Pythia-410M takes 0.413 and 0.418 ms at kv_len 128, 0.471 and 0.532 at 2048
-  // (stack-pythia-410m-h100.json).
-  // Packed weights go to the graph. On an H100 the persistent kernel and the graph take 0.91 and 0.66 ms for
-  // Pythia-2.8B, 1.97 and 1.67 for Llama-3.1-8B, 1.51 and 1.54 for Pythia-6.9B, 2.03 and 0.84 for four slots of
-  // Pythia-2.8B (stack-*-gptq-persistent*.json).
-  struct Bound {
-    std::int64_t most_slots, least_hidden;
-  };
-  constexpr Bound parallel[] = {{1, 1024}, {4, 2048}}, sequential[] = {{1, 2048}, {2, 3584}};
-  const DType dtype = dtype_of_weights(weights);
-  const bool is_faster = std::ranges::any_of(
-      model.traits.residual == Residual::parallel ? parallel : sequential,
-      [&](const Bound& b) { return slots <= b.most_slots && model.shape.hidden_size >= b.least_hidden; });
-  const bool suits = is_faster && !is_quantised(model, weights) && model.shape.num_layers < kMaxPersistentLayers &&
-                     plan_persistent(context.arch(), persistent_model(model, dtype), slots);
-  return suits && context.arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
+Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
+  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), slots);
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& o) {
@@ -174,7 +155,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
   CF_TRY_ASSIGN(Workspace workspace,
                 Workspace::create(context, spec, dtype, most_tokens(o), table_rows(spec, o), is_quantised(spec, host)));
-  const Impl impl = o.impl.value_or(auto_impl(context, spec, host, o.slots));
+  const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
   State& s = *state;

@@ -242,27 +242,11 @@ TEST_CASE(
   CHECK((rows(Impl::graph, true) == expected));
 }
 
-TEST_CASE("model on the GPU: how a step is launched is chosen by size, residual and slots", "[gpu][model][small]") {
+TEST_CASE("model on the GPU: a small model's steps are a graph, unless told otherwise", "[gpu][model][small]") {
   const Small gated(DType::f16, {}, gated_config());
   CHECK(gated.model()->impl() == Impl::graph);
   for (Impl impl : {Impl::split, Impl::layer, Impl::persistent})
     CHECK(gated.model({.capacity = 96, .impl = impl})->impl() == impl);
-  const auto chosen = [](const char* preset, std::int64_t slots) {
-    const ModelConfig m = taken(find_preset(preset));
-    return Model::auto_impl(context(), m, outline_model(m, DType::f16), slots);
-  };
-  const Impl of_hopper = context().arch().compute_capability >= 90 ? Impl::persistent : Impl::graph;
-  CHECK(chosen("pythia-2.8b", 1) == of_hopper);
-  CHECK(chosen("pythia-2.8b", 4) == of_hopper);
-  CHECK(chosen("pythia-2.8b", 5) == Impl::graph);
-  CHECK(chosen("pythia-410m", 1) == of_hopper);
-  CHECK(chosen("pythia-410m", 2) == Impl::graph);
-  CHECK(chosen("pythia-160m", 1) == Impl::graph);
-  CHECK(chosen("llama-3.1-8b", 1) == of_hopper);
-  CHECK(chosen("llama-3.1-8b", 2) == of_hopper);
-  CHECK(chosen("llama-3.1-8b", 3) == Impl::graph);
-  CHECK(chosen("llama-3.2-3b", 1) == of_hopper);
-  CHECK(chosen("llama-3.2-3b", 2) == Impl::graph);
 }
 
 TEST_CASE("model on the GPU: sequential residuals, tied embeddings, one layer, GPTQ weights", "[gpu][model]") {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/model/config.hpp"
+#include "cuda/model/fastest_impl.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/variants.hpp"
@@ -456,12 +457,49 @@ TEST_CASE("persistent: slices of mlp.act are no longer than those of hidden wher
   CHECK(slices("llama-3.1-8b") == std::array{2048, 1792, 4 * 2048 * 2});
 }
 
+TEST_CASE("persistent: steps are launched so by size, residual, slots, weights and GPU") {
+  const auto impl = [](const char* preset, std::int64_t slots, const Arch& arch = kH200, bool is_quantised = false) {
+    const auto m = find_preset(preset);
+    REQUIRE(m);
+    return fastest_impl(arch, *m, DType::f16, is_quantised, slots);
+  };
+  Arch older = kH200;
+  older.compute_capability = 80;
+  for (const auto& [preset, slots] : {std::pair{"pythia-2.8b", 1},
+                                      {"pythia-2.8b", 4},
+                                      {"pythia-410m", 1},
+                                      {"llama-3.2-3b", 1},
+                                      {"llama-3.1-8b", 1},
+                                      {"llama-3.1-8b", 2},
+                                      {"qwen2.5-7b", 2}}) {
+    CAPTURE(preset, slots);
+    CHECK(impl(preset, slots) == Impl::persistent);
+    CHECK(impl(preset, slots, older) == Impl::graph);
+    CHECK(impl(preset, slots, kH200, true) == Impl::graph);
+  }
+  for (const auto& [preset, slots] : {std::pair{"pythia-2.8b", 5},
+                                      {"pythia-410m", 2},
+                                      {"pythia-160m", 1},
+                                      {"llama-3.2-1b", 2},
+                                      {"llama-3.2-3b", 2},
+                                      {"llama-3.1-8b", 3}}) {
+    CAPTURE(preset, slots);
+    CHECK(impl(preset, slots) == Impl::graph);
+  }
+  ModelConfig deep = *find_preset("pythia-1.4b");
+  deep.num_hidden_layers = kMaxPersistentLayers - 1;
+  CHECK(fastest_impl(kH200, deep, DType::f16, false, 1) == Impl::persistent);
+  deep.num_hidden_layers = kMaxPersistentLayers;
+  CHECK(fastest_impl(kH200, deep, DType::f16, false, 1) == Impl::graph);
+}
+
 TEST_CASE("persistent: the plan of Pythia-2.8B prints what it is") {
   const auto m = find_preset("pythia-2.8b");
   REQUIRE(m);
   const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
   REQUIRE(plan);
   const std::string text = to_string(*plan);
+  CHECK(plan->ahead_clocks == 20480 / 13);  // 13 bytes a clock
   for (const char* part : {"132 blocks", "ring of 9 stages", "3 in flight", "8 ahead in the L2", "row products",
                            "4 splits", "B of shared memory"}) {
     CAPTURE(text, part);
