@@ -146,7 +146,7 @@ def whole_token(figures, model="pythia-2.8b", prompt_len=128):
         f"{peers[name][key]:.1f}" for name in ("hf_generate", "torch_graph") for key in ("tpot_ratio", "ttft_ratio")
     ]
     text = (
-        f"A whole token of {model}, embedding and head with it, takes {best['tpot_ms']:.2f} ms behind {prompt_len} ids, "
+        f"In the run with these peers a whole token of {model}, embedding and head with it, takes {best['tpot_ms']:.2f} ms behind {prompt_len} ids, "
         f"and the first one {best['ttft_ms']:.1f} ms. Hugging Face's `generate()` takes {factors[0]} and {factors[1]} "
         f"times as long, torch in CUDA graphs {factors[2]} and {factors[3]} times."
     )
@@ -505,9 +505,9 @@ Pythia-2.8B: a layer's time with one choice of the plan another way, over its ti
 
 In the persistent kernel no weights are multiplied while a block waits. Meanwhile the ring takes the weights that the
 memory delivers in 5.2 us (Pythia-2.8B) or 4.7 us (Llama-3.1-8B). Longer waits are those for hidden with the norms
-behind it, and Llama's from the rows of q, k and v to the context. They left the memory of these kernels idle; later
-ones then bring the weights that follow into the L2 ("prefetch" above). Llama's kernel is the last one that loaded keys
-with bank conflicts.
+behind it, and Llama's from the rows of q, k and v to the context. The kernels below left the memory idle then. Today's
+kernel prefetches the weights that follow into the L2 ([`prefetches.json`](prefetches.json)). Llama's kernel below is
+the last one that loaded keys with bank conflicts.
 
 The 4-bit layers of Pythia-2.8B are the graph's. The later build multiplies activations as digits, which takes fewer
 instructions: from activations in registers to the product it needs 0.2 to 0.5 us less in each kernel. All its kernels
