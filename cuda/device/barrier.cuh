@@ -66,7 +66,7 @@ __device__ inline void wait_cluster_barrier(std::uint64_t* barrier, int parity) 
       : "memory");
 }
 
-/// True where the phase of this parity is complete. Waits for nothing.
+/// Whether the phase of this parity is complete. Does not wait.
 __device__ inline bool test_barrier(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -75,7 +75,8 @@ __device__ inline bool test_barrier(std::uint32_t barrier, std::uint32_t parity)
                : "memory");
   return done != 0;
 }
-/// Waits a short while for the phase of this parity. True where it is complete.
+
+/// Waits a short while for the phase of this parity, about 4 us on an H200. True where it is complete.
 __device__ inline bool try_wait_barrier(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"

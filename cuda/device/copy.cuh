@@ -29,11 +29,12 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, std::uin
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 
-/// Bulk prefetch: the copy engine brings `bytes` bytes into the L2. The size and the address are multiples of 16.
+/// Bulk prefetch: asks the copy engine to bring `bytes` bytes from device memory into the L2. Nothing tells when they
+/// are there. The size and the address are multiples of 16.
 __device__ inline void prefetch_bulk(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-/// One lane of the warp requests a bulk prefetch. All lanes call.
+/// prefetch_bulk() by one elected lane of the warp. All lanes call.
 __device__ inline void request_prefetch(const void* from, int bytes) {
   asm volatile(
       "{\n"

@@ -67,8 +67,9 @@ constexpr int kDenseSharedPercent = 58;
 /// - Dense weights are faster with kDenseSharedPercent where attention's blocks form clusters, whose SMs then become
 ///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
-/// - So are those that RmsQkv and RmsLinear take, together with LaunchMode::leaves_room, unless attention's clusters
-///   have eight blocks. Llama-3.2-3B has such clusters: data/bench/old-and-new-llama-gptq.json.
+/// - Packed weights of one token that RmsQkv and RmsLinear take are faster with all of the memory shared, together with
+///   LaunchMode::leaves_room. They are slower so where attention's clusters have kMaxSplits blocks, as those of
+///   Llama-3.2-3B (data/bench/old-and-new-llama-gptq.json).
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
   if (ops.norms) return ops.key_splits < kMaxSplits ? 100 : 0;
   if (!ops.few) return 0;
@@ -76,7 +77,7 @@ int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t toke
   return ops.key_splits > 1 ? kDenseSharedPercent : 0;
 }
 
-/// The blocks of one of attention's clusters, one for each split of a query's keys.
+/// How many blocks a cluster of attention has: one for each split of a query's keys. 1 where attention has no clusters.
 int key_splits(const Arch& arch, const LayerTensors& t) {
   return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits;
 }
@@ -85,11 +86,11 @@ int key_splits(const Arch& arch, const LayerTensors& t) {
 /// it waits. These start late, as other kernels need the SMs more:
 ///   attention.dense           It runs beside the MLP's first product. Where that product has quantised weights its
 ///                             blocks are resident before attention begins, and attention.dense starts early.
-///   attention                 behind ln_qkv with quantised weights, unless attention's blocks form clusters or
-///                             ln_qkv shares SMs
-///   post_attention_layernorm  beside ln_qkv with quantised weights, unless ln_qkv shares SMs
-/// An early attention starts once its predecessor has waited, and loads older keys meanwhile:
-/// LaunchMode::after_waiting.
+///   attention                 It starts late behind an ln_qkv of quantised weights, unless attention has clusters or
+///                             ln_qkv shares SMs.
+///   post_attention_layernorm  It starts late beside an ln_qkv of quantised weights, unless ln_qkv shares SMs.
+/// An attention kernel that starts early does so once its predecessor has waited (LaunchMode::after_waiting), and loads
+/// older keys while it waits.
 bool starts_early(const LayerOps& ops, const Site& s, const LayerWeights& w) {
   const bool packed = std::holds_alternative<PackedWeight>(w.query_key_value.weight);
   if (s.id == SiteId::dense) return std::holds_alternative<PackedWeight>(w.dense_h_to_4h.weight);

@@ -191,8 +191,9 @@ __device__ bool await_pieces(const Block& block, int layer, Dependency d, Load l
   return missing == 0;
 }
 
-/// A row of more elements than these is sampled before it is loaded whole. The first bound is for rows of the residual
-/// stream, the second for all other rows. While most elements are missing, loads of a long row would delay the weights.
+/// A row with more elements than its bound is sampled before it is loaded whole: while most elements are missing, loads
+/// of a long row would delay the weights. kUnsampledHidden is the bound for rows of the residual stream,
+/// kUnsampledColumns for all other rows.
 inline constexpr int kUnsampledHidden = 4096, kUnsampledColumns = 2048;
 /// Lanes of a warp that poll a sample, one element each. Polls by all 32 lanes would delay the weights.
 inline constexpr int kSampleLanes = 4;

@@ -62,20 +62,22 @@
 // have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
 // A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
-// While product warps wait for other blocks, the ring fills up. The stream warp then brings the dense weights that
-// follow into the L2. Afterwards the ring gets them faster than the memory could deliver them. Packed weights are not
-// brought: product warps, not the memory, bound their kernels, so that their ring is full most of the time.
+// While product warps wait for other blocks, the ring fills up. The stream warp then prefetches the dense weights that
+// follow into the L2, from where the ring gets them faster than from the memory. Packed weights are not prefetched:
+// product warps, not the memory, bound their kernels.
 //
 // Every block reads all that the others make, while weights stream in. Fewer bytes to read make a shorter wait: for
 // this reason the norms read rounded elements. Loads that poll in vain make waits longer, too.
 //
-// Four rules hold the kernel together. The stream warp never waits for activations: the order of its stages is known at
-// the launch. What a block makes for another carries its tag in the same access, or is announced by a word behind a
-// fence. Every block makes rows of q, k and v and of each layer's output. So no block ends a layer before all blocks
-// have normalised its input, and no block falls a layer behind: what it waits for would be overwritten with a later
-// tag, and its wait would not end. And no warp leaves while others wait for it at a named barrier: Block::wait()
-// receives every signal that was given before a stop, Block::sync_unless_stopped() lets all threads of a barrier go on
-// or none, and copies are awaited in any case.
+// Four rules hold the kernel together.
+// - The stream warp never waits for activations: the order of its stages is known at the launch.
+// - What a block makes for another carries its tag in the same access, or is announced by a word behind a fence.
+// - Every block makes rows of q, k and v, and rows of each layer's output. So no block ends a layer before all blocks
+//   have normalised the layer's input. And no block falls a layer behind: what it waits for would be overwritten with a
+//   later tag, and its wait would not end.
+// - No warp leaves while others wait for it at a named barrier. Block::wait() receives every signal that was given
+//   before a stop. Block::sync_unless_stopped() lets all threads of a barrier go on, or none. Copies are awaited even
+//   after a stop.
 //
 // Small models are bound by instructions. A product warp runs through about 60 KB of code a layer, most of it once. So
 // all phases share the code of norms, set-up, product and epilogue. With code of its own a phase runs fewer

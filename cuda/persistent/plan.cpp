@@ -18,10 +18,10 @@ constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// While the ring is full, the memory would idle: the stream warp then brings what follows into the L2. The memory of
-/// an H200 delivers about 20 bytes a clock of each SM. Prefetches at that rate make models slower that seldom wait,
-/// such as Pythia-12B. At half of it they bring less of what the others gain. More than eight stages make no model
-/// faster.
+/// The most stages that the stream warp prefetches while the ring is full, and the rate of these prefetches. The memory
+/// of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without prefetches:
+/// its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain less
+/// (data/bench/prefetches.json). Other GPUs are not measured.
 constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
@@ -113,7 +113,7 @@ int share_heads(const PersistentDims& d) {
 /// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
                  PersistentPlan& p) {
-  // Every block has rows of q, k and v and of each layer's output: kernel.cuh relies on it.
+  // Every block must have rows of q, k and v, and rows of each layer's output: kernel.cuh says why.
   const LayerRows rows = d.rows(packed);
   const int most_blocks = std::min({arch.sm_count, rows.qkv / rows.together, rows.out / rows.together});
   p.grid = most_blocks;
@@ -190,19 +190,20 @@ class Slicing {
     plan.act_columns = d_.intermediate / plan.act_slices;
     return true;
   }
-  /// Whether the row product has a loop for such a slice.
+  /// Whether consume_row_product() has a loop for slices of `columns` columns.
   static bool has_loop(int columns) {
     return row_chunks(columns) >= kMinRowChunks || std::ranges::count(kWholeSliceColumns, columns) > 0;
   }
   /// `columns`: one of kWholeSliceColumns, which all slices then have, or kAnyColumns.
   bool row_product(int columns) {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
-    // A stage of shorter slices does not fill its place in the ring. Most waits for other blocks come before products
-    // of hidden columns: their slices fill it where those of mlp.act can be as short.
-    if (plan.act_columns > plan.hidden_columns)
-      if (const int n = slices(d_.intermediate, plan.hidden_columns, plan.hidden_slices, kProductWarps);
-          n > 0 && has_loop(d_.intermediate / n))
-        plan.act_slices = n, plan.act_columns = d_.intermediate / n;
+    // The longest slices set the bytes of a stage, and shorter slices do not fill one. Most waits for other blocks come
+    // before products of hidden columns. So slices of mlp.act are no longer than hidden's where that is possible.
+    const int act_slices = slices(d_.intermediate, plan.hidden_columns, plan.hidden_slices, kProductWarps);
+    if (act_slices > 0 && has_loop(d_.intermediate / act_slices)) {
+      plan.act_slices = act_slices;
+      plan.act_columns = d_.intermediate / act_slices;
+    }
     for (int slice : {plan.hidden_columns, plan.context_columns, plan.act_columns})
       if (columns == kAnyColumns ? !has_loop(slice) : slice != columns) return false;
     plan.products = Products::rows;

@@ -69,7 +69,7 @@ inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 *
 inline constexpr int kBlockThreads = kProductThreads + kHelperThreads + 32 * kStreamWarps;
 
 inline constexpr int kMaxPersistentBatch = 8, kMaxPersistentHeadDim = 256;
-/// Layers of a kernel, the LM head among them: TaggedNormInput says why.
+/// The most layers of a kernel. The LM head counts as a layer. The tags of TaggedNormInput set this bound.
 inline constexpr int kMaxPersistentLayers = 84;
 /// A thread normalises up to three vectors of eight elements of a row.
 inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
@@ -110,12 +110,12 @@ inline constexpr int kMaxPackedColumns = kMaxSliceColumns;
 inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
-/// Where a block's partial results of attention lie in shared memory. The place of other tokens is free from the end of
-/// q, k and v until the block fetches the context.
+/// Where a block's partial results of attention lie in shared memory. Tokens may lie there at other times: their
+/// place is free from the end of q, k and v until the block fetches the context.
 enum class PartialsPlace {
-  own,
-  attn_x,  // of input_layernorm's output, and then of the context
-  mlp_x    // of the MLP's tokens: with a sequential residual these come after the context
+  own,     // a place that nothing else has
+  attn_x,  // that of input_layernorm's output and, later, of the context
+  mlp_x    // that of the MLP's tokens, which a sequential residual has after the context alone
 };
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
@@ -133,8 +133,8 @@ struct PersistentPlan {
   int bytes_in_flight;   // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
   int stage_bytes;
-  int ahead_stages;  // while the ring is full: stages behind it that are brought into the L2, at most
-  int ahead_clocks;  // the SM's clocks from one of these stages to the next
+  int ahead_stages;  // stages of dense weights that are prefetched into the L2 while the ring is full, at most
+  int ahead_clocks;  // the SM's clocks from one prefetch to the next
   int up_eighths;    // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
   int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
   int share_heads;   // query heads of a share, which attend together to keys that are loaded once: the largest divisor
@@ -157,7 +157,7 @@ struct PersistentChoices {
   std::optional<int> blocks = {};            // 1 to the blocks that the plan has without it
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
-  std::optional<int> ahead_stages = {};      // 0 to 32
+  std::optional<int> ahead_stages = {};      // 0 to 32. 0 prefetches nothing
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
   std::optional<int> split_keys = {};        // 1 to 4096

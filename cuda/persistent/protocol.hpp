@@ -19,13 +19,13 @@ struct alignas(8) Tagged {
 /// A 16-bit element with a tag: the element's bits below, the lower half of the tag above. Every layer writes all of
 /// its elements, so the tag that a reader finds is at most a launch old, and half of a tag is enough.
 using TaggedElement = std::uint32_t;
-/// An element of the residual stream as the norms read it, in half of a Tagged's bytes: a float rounded to 24 bits
-/// above, the lowest eight bits of the tag below. Its relative error is at most 2^-16; that of bfloat16 is 2^-8, of
-/// float16 2^-11. Who adds to the residual stream reads the whole float.
+/// An element of the residual stream for the norms, in half of a Tagged's bytes. The upper 24 bits are the float,
+/// rounded. The lower 8 bits are the lowest 8 bits of the tag. The relative rounding error is at most 2^-16. That of
+/// bfloat16 is at most 2^-8, and that of float16 2^-11. Products that add to the residual stream read the whole float.
 using TaggedNormInput = std::uint32_t;
-/// Every launch of a layer's end writes all of these words. Two launches of half a layer have tags of their own, so a
-/// word's tag is at most two launches old, and a launch has as many tags as layers and one more. With at most
-/// kMaxPersistentLayers layers eight bits tell these tags apart.
+/// Every launch that ends a layer writes all of these words. A layer may take two launches, so a word's tag is at most
+/// two launches old. A launch has one tag more than the kernel has layers. Eight bits tell the tags of three launches
+/// apart where a kernel has at most kMaxPersistentLayers layers.
 static_assert(3 * kMaxPersistentLayers + 1 < 256);
 
 /// What a block waits for: everything of one kind that the other blocks make in one layer. `choice` is of the head: the

@@ -60,7 +60,8 @@ class RingWriter {
     allowed_ = stages_in_flight;
   }
   /// Waits until the next stage is free and fewer stages are in flight than allowed. That stage is then filled by
-  /// bring(), or by expect() and copy(). False where nobody empties the ring any more.
+  /// bring(), or by expect() and copy(). False where nobody empties the ring any more. This is the wait for stages of
+  /// keys and of packed weights. It does not prefetch: with one more copy of that loop nvcc 13.0 spills registers.
   __device__ bool next() {
     const bool awaits = awaits_oldest();
     while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) &
@@ -69,22 +70,23 @@ class RingWriter {
     take_next(awaits);
     return true;
   }
-  /// The same for a stage of a product. While the ring is full, the stages that follow are brought into the L2:
-  /// prefetch(0) requests the next stage, prefetch(k) the k-th one after it. It returns false where the product has no
-  /// such stage.
+  /// The same wait for a stage of dense weights. While the ring is full, it prefetches the stages that follow:
+  /// prefetch(0) requests the next stage, prefetch(k) the k-th stage after it. prefetch(k) returns false where the
+  /// product has no such stage.
   template <class Prefetch>
   __device__ bool next(Prefetch prefetch) {
     const bool awaits = awaits_oldest();
-    bool prefetches = ahead_ < plan_.ahead_stages;  // false: nothing is left to do but to wait
+    bool can_prefetch = ahead_ < plan_.ahead_stages;
+    // try_wait_barrier() may sleep longer than a prefetch is due in.
     for (unsigned last = unsigned(clock());;) {
-      const bool is_free = prefetches ? test_barrier(ring_.empty(head_), head_.parity ^ 1)
-                                      : try_wait_barrier(ring_.empty(head_), head_.parity ^ 1);
+      const bool is_free = can_prefetch ? test_barrier(ring_.empty(head_), head_.parity ^ 1)
+                                        : try_wait_barrier(ring_.empty(head_), head_.parity ^ 1);
       if (is_free && (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))) break;
       if (product_warps_ == 0) return false;
-      if (is_free || !prefetches || unsigned(clock()) - last < unsigned(plan_.ahead_clocks)) continue;
+      if (is_free || !can_prefetch || unsigned(clock()) - last < unsigned(plan_.ahead_clocks)) continue;
       const bool has = prefetch(ahead_);
       ahead_ += has;
-      prefetches = has && ahead_ < plan_.ahead_stages;
+      can_prefetch = has && ahead_ < plan_.ahead_stages;
       last = unsigned(clock());
     }
     ahead_ = max(ahead_ - 1, 0);
@@ -113,6 +115,7 @@ class RingWriter {
     for (; more_ < 0; ++more_) await_oldest();
     return more_ == 0;
   }
+  /// Makes the next stage the one to fill. `has_awaited`: the oldest stage in flight has arrived.
   __device__ void take_next(bool has_awaited) {
     if (has_awaited)
       ring_.advance(oldest_, 1);
@@ -130,7 +133,7 @@ class RingWriter {
   Ring ring_;
   RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
   int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
-  int ahead_ = 0;                   // stages of the product that were brought into the L2, from the next one on
+  int ahead_ = 0;                   // stages that were prefetched: the next stage and those behind it
   const volatile int& product_warps_;
   const PersistentPlan& plan_;
 };

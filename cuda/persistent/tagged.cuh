@@ -44,7 +44,7 @@ __device__ inline TaggedNormInput tagged_norm_input(float value, unsigned tag) {
   return (rounded & ~0xffu) | (tag & 0xffu);
 }
 __device__ inline float norm_input(TaggedNormInput word) { return __uint_as_float(word & ~0xffu); }
-/// True where all four words have the lowest eight bits of the tag.
+/// True where the lowest eight bits of each of the four words are those of the tag.
 __device__ inline bool have_norm_tag(const uint4& words, unsigned tag) {
   return ((((words.x ^ tag) | (words.y ^ tag)) | ((words.z ^ tag) | (words.w ^ tag))) & 0xffu) == 0;
 }
