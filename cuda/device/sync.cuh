@@ -83,6 +83,13 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* from) {
   return bits;
 }
 
+/// Loads two words of four bytes. Each word is whole; the words have no order with each other.
+__device__ inline uint2 load_relaxed_pair(const std::uint32_t* from) {
+  uint2 bits;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(from) : "memory");
+  return bits;
+}
+
 /// Loads four words of four bytes. Each word is whole; the words have no order with each other.
 __device__ inline uint4 load_relaxed_quad(const std::uint32_t* from) {
   uint4 bits;

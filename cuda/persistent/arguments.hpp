@@ -49,10 +49,11 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
 
 /// How a product's rows are cut into slices. The struct has 16 bytes: a kernel reads it in one access.
 struct alignas(16) ProductShape {
-  int columns, slice_columns;
-  std::int16_t slices;
-  std::int16_t together;   // rows of one element
-  std::int16_t in_flight;  // stages of the ring that may be in flight
+  int columns;
+  std::int16_t slice_columns;
+  std::int8_t slices;
+  std::int8_t together;  // rows of one element
+  RingStage stage;
 
   bool operator==(const ProductShape&) const = default;
 };
@@ -84,9 +85,9 @@ constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDim
       stage_bytes = packed_stage_bytes(slice_columns, packed.group_columns);
     }
     // A product of smaller slices has smaller stages: more of them make the same bytes.
-    const int slices = (columns + slice_columns - 1) / slice_columns, stages = p.bytes_in_flight / stage_bytes;
-    const int in_flight = stages < 1 ? 1 : stages > p.stages - 2 ? p.stages - 2 : stages;
-    return ProductShape{columns, slice_columns, std::int16_t(slices), std::int16_t(together), std::int16_t(in_flight)};
+    const int slices = (columns + slice_columns - 1) / slice_columns;
+    return ProductShape{columns, std::int16_t(slice_columns), std::int8_t(slices), std::int8_t(together),
+                        ring_stage(p, stage_bytes)};
   };
   return {shape(int(Weight::qkv), d.hidden, p.hidden_columns, 1),
           shape(int(Weight::up), d.hidden, p.hidden_columns, d.rows_of_act),

@@ -29,17 +29,15 @@ struct KeySplit {
 
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
-    // Unsigned divisions take fewer instructions than signed ones.
-    const unsigned most = unsigned(c.plan.attention_splits), shares = unsigned(c.plan.shares);
-    const unsigned of_all = unsigned(item) / most;  // the share's number among those of all sequences
-    split = int(unsigned(item) % most);
-    share = int(of_all % shares);
-    sequence = int(of_all / shares);
-    kv_head = c.plan.group_shares == 1 ? share : int(unsigned(share) / unsigned(c.plan.group_shares));
+    const Divisors& by = c.plan.divisors;
+    const int of_all = by.attention_splits.quotient(item);  // the share's number among those of all sequences
+    split = item - of_all * c.plan.attention_splits;
+    sequence = by.shares.quotient(of_all);
+    share = of_all - sequence * c.plan.shares;
+    kv_head = by.group_shares.quotient(share);
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
-    const unsigned split_keys = unsigned(c.plan.split_keys);
-    splits = int(min(max((unsigned(kv_len) + split_keys - 1) / split_keys, 1u), most));
+    splits = min(max(by.split_keys.quotient(kv_len + c.plan.split_keys - 1), 1), c.plan.attention_splits);
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
     const int each = int((unsigned(kv_len) + unsigned(splits) - 1) / unsigned(splits)),
               keys = (each + kTileKeys - 1) / kTileKeys * kTileKeys;

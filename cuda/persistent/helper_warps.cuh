@@ -22,11 +22,11 @@ class HelperWarps {
     // The second launch of a layer with a parallel residual finds mlp.act complete. With one token it is fetched while
     // the product warps attend.
     const bool early = !Tiles && c.continues && c.parallel_residual;
-    if (early && !fetch_act()) return false;
 #pragma unroll 1
-    for (int step = 0; step < phases.count; ++step) {
+    for (int step = early ? -1 : 0; step < phases.count; ++step) {
       bool go = true;
-      switch (phases.at(step)) {
+      const Phase phase = step < 0 ? Phase::down : phases.at(step);
+      switch (phase) {
         case Phase::qkv:
           go = block.wait(Signal::qkv_done);
           // The next layer's pointers take the place of the previous layer's, which the product warps have left. The
@@ -35,11 +35,12 @@ class HelperWarps {
           break;
         case Phase::attention: go = merge(); break;
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
-        case Phase::dense: go = fetch_context(); break;
         case Phase::head: hear_host(); break;
         case Phase::down:
-          go = early || c.product_warps_fetch_act || ((!after_up || block.wait(Signal::up_done)) && fetch_act());
-          break;
+          if (c.product_warps_fetch_act || (early && step >= 0)) break;
+          if (after_up && !block.wait(Signal::up_done)) return false;
+          [[fallthrough]];
+        case Phase::dense: go = fetch(phase); break;
         default: break;
       }
       if (!go) return false;
@@ -58,43 +59,47 @@ class HelperWarps {
       block.asked_to_end() =
           int(c.token.first_serial + unsigned(block.token) + 1 - load_from_host(c.token.end_serial)) >= 0;
   }
-  __device__ bool fetch_context() {
-    char* const to = block.at<char>(c.layout.attn_x);
+  /// Fetches the tokens of dense, which are the context, or of down, which are mlp.act. With one token both have the
+  /// same code: a layer runs through more code than the instruction cache holds.
+  __device__ bool fetch(Phase phase) {
+    const bool is_act = phase == Phase::down;
     if constexpr (Tiles) {
-      if (!await_done(block, layer, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
-      copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.attention * 2, c.dims.attention * 2, to,
-                  c.layout.hidden_row);
+      return is_act ? fetch_act() : fetch_context();
     } else {
-      // The place may be that of the partial results, which another helper warp may still be reading.
-      if (!block.sync_unless_stopped()) return false;
-      if (!fetch_token(block, layer, Dependency::context, c.context, c.dims.attention, to)) return false;
+      // The context's place may be that of the partial results, which another helper warp may still be reading.
+      if (!is_act && !block.sync_unless_stopped()) return false;
+      if (!fetch_token(block, layer, is_act ? Dependency::mlp_act : Dependency::context, is_act ? c.mlp_act : c.context,
+                       is_act ? c.dims.intermediate : c.dims.attention,
+                       block.at<char>(is_act ? c.layout.mlp_x : c.layout.attn_x)))
+        return false;
+      block.signal(is_act ? Signal::act_here : Signal::context_here);
+      return true;
     }
+  }
+  /// Fetches the context of several tokens.
+  __device__ bool fetch_context() {
+    if (!await_done(block, layer, Dependency::context, c.context_done, c.dims.batch * c.dims.heads)) return false;
+    copy_tokens(block, reinterpret_cast<const char*>(c.context), c.dims.attention * 2, c.dims.attention * 2,
+                block.at<char>(c.layout.attn_x), c.layout.hidden_row);
     block.signal(Signal::context_here);
     return true;
   }
+  /// Fetches mlp.act of several tokens, slice by slice.
   __device__ bool fetch_act() {
-    if constexpr (Tiles) {
-      if (!await_done(block, layer, Dependency::mlp_act, c.act_done, c.plan.grid)) return false;
+    if (!await_done(block, layer, Dependency::mlp_act, c.act_done, c.plan.grid)) return false;
 #pragma unroll 1
-      for (int slice = 0; slice < c.plan.act_slices; ++slice) {
-        const ActPlace place(c, slice);
-        // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice
-        // 0 has been used: dense, which reads the context there, is done by then.
-        if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
-        const int begin = slice * c.plan.act_columns;  // the last slice may be smaller
-        copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + begin * 2, c.dims.intermediate * 2,
-                    min(c.plan.act_columns, c.dims.intermediate - begin) * 2, block.at<char>(place.offset),
-                    c.layout.act_row);
-        block.signal(place.here);
-      }
-      return true;
-    } else {
-      if (!fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate,
-                       block.at<char>(c.layout.mlp_x)))
-        return false;
-      block.signal(Signal::act_here);
-      return true;
+    for (int slice = 0; slice < c.plan.act_slices; ++slice) {
+      const ActPlace place(c, slice);
+      // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice 0
+      // has been used: dense, which reads the context there, is done by then.
+      if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
+      const int begin = slice * c.plan.act_columns;  // the last slice may be smaller
+      copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + begin * 2, c.dims.intermediate * 2,
+                  min(c.plan.act_columns, c.dims.intermediate - begin) * 2, block.at<char>(place.offset),
+                  c.layout.act_row);
+      block.signal(place.here);
     }
+    return true;
   }
 
   __device__ bool merge() {

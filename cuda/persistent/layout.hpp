@@ -128,15 +128,16 @@ constexpr int merged_partials(const PersistentPlan& p) {
 /// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
 /// of 128 from `angles` on.
 struct PersistentLayout {
-  int barriers;        // of the ring's stages, then one for each signal; at offset 0, which TileTokens relies on
+  int barriers;        // two of each slot of the ring, then one of each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
   int layer_pointers;  // (2) LayerPointers: layer l's are at place l % 2
   int lengths;         // (batch) kv_len
   int positions;       // (batch) of the launch's first token
   int ids;             // (batch) the token that is run, where the launch makes whole tokens
   int best;            // (batch) the highest order key among the block's rows of the LM head
-  int best_of_warps;   // (batch, product warps) the highest order key among the blocks' that a warp has read
   int warp_states;     // (product warps, share_heads) each warp's maximum and sum of weights
+  int best_of_warps;   // (batch, product warps) the highest order key among the blocks' that a warp has read; at the
+                       // place of warp_states: attention and the choice of a token do not meet
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
   // At the PartialsPlace:
@@ -146,10 +147,11 @@ struct PersistentLayout {
   int moments;       // (2, product warps) each warp's Welford state
   int norm_weights;  // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;        // (batch, hidden_row) input_layernorm's output, then the context
-  int mlp_x;         // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act
+  int mlp_x;         // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; attn_x where
+                     // mlp.act is in registers: the context has been used then
   int residual;      // (batch, out_rows) a block's rows of dense or down, whichever comes first; the output adds them
   int sums;          // partial sums of the products
-  int ring;          // (stages, stage_bytes)
+  int ring;          // (ring_bytes)
 
   int merged_floats;  // of the partial results that a block merges of a share, at most
   int inbox_bytes;
@@ -162,6 +164,7 @@ struct PersistentLayout {
 inline constexpr int kMomentsBytes = 12;
 /// A warp's state of a softmax: maximum, sum.
 inline constexpr int kSoftmaxStateBytes = 8;
+static_assert(kSoftmaxStateBytes == sizeof(std::uint64_t));  // those of an order key
 /// The factor of a group's digits, and their sum.
 inline constexpr int kDigitScaleBytes = 8;
 
@@ -190,7 +193,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   const bool tiles = is_tiled(p.products), packed = is_packed(p.products);
   const int skew = tiles ? 64 : 0;  // the same columns of two tokens lie in different banks
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
-  l.act_row = ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
+  l.act_row = p.act_in_registers ? 0 : ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
   l.merged_floats = merged_partials(p) * partial_floats(d.head_dim);
   // A block has a slot of the inbox for each key split that it merges in a layer.
@@ -200,15 +203,15 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
             gathered_bytes = p.attention_splits > 1 ? l.merged_floats * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
-  l.barriers = place((2 * p.stages + kSignals) * 8);
+  l.barriers = place((2 * kRingSlots + kSignals) * 8);
   l.notice = place(int(sizeof(BlockNotice)), 16);
   l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
   l.lengths = place(d.batch * 4, 16);
   l.positions = place(d.batch * 4, 16);
   l.ids = place(d.batch * 4, 16);
   l.best = place(d.batch * 8, 16);
-  l.best_of_warps = place(d.batch * kProductWarps * 8, 16);
-  l.warp_states = place(kProductWarps * p.share_heads * kSoftmaxStateBytes, 16);
+  l.warp_states = place(kProductWarps * (p.share_heads > d.batch ? p.share_heads : d.batch) * 8, 16);
+  l.best_of_warps = l.warp_states;
   l.angles = place(d.batch * 2 * d.half_rotary * 4);
   l.new_token = place((p.share_heads * query_stride(d.head_dim, p.share_heads) + 2 * d.head_dim) * 2);
   const auto place_partials = [&] {
@@ -229,11 +232,11 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.moments = place(2 * kProductWarps * kMomentsBytes);
   l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
   l.attn_x = place_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsPlace::attn_x);
-  l.mlp_x = place_tokens(token_bytes, PartialsPlace::mlp_x);
+  l.mlp_x = p.act_in_registers ? l.attn_x : place_tokens(token_bytes, PartialsPlace::mlp_x);
   place(packed ? digit_places(d, p, l).end - end : 0);
   l.residual = place(p.out_rows * d.batch * 4);
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
-  l.ring = place(p.stages * p.stage_bytes);
+  l.ring = place(p.ring_bytes);
   l.bytes = (end + 127) / 128 * 128;
   if (p.products != Products::rows) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns
   return l;

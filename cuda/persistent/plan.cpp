@@ -11,10 +11,10 @@
 namespace cf::cuda {
 namespace {
 
-/// The fewest and the most stages of the ring.
-constexpr int kMinStages = 3, kMaxStages = 16;
-/// Room for the barriers of the most stages. The layout has room for them only once their number is known.
-constexpr int kMaxBarrierBytes = 2 * kMaxStages * 8;
+/// The fewest stages of the largest size that the ring has room for.
+constexpr int kMinStages = 3;
+/// The fewest stages of a tile product, which empties two at once, where its slices can be so short.
+constexpr int kTileStages = 4;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
@@ -153,6 +153,8 @@ class Slicing {
         packed_group_(m.packed_group),
         tile_products_(tile_products),
         packed_(m.packed),
+        sequential_(!m.use_parallel_residual),
+        tokens_place_(grid.partials_place),
         d_(d),
         deals_(d.rows(m.packed), grid.grid),
         plan(grid) {
@@ -160,8 +162,9 @@ class Slicing {
   }
 
   /// Of packed weights tries the longest slices first. Of dense weights tries one token's row product first: with
-  /// slices of one length, the longest first, then with slices of any length. Tries the tile product then: with shared
-  /// norms, then without. False where no ring of kMinStages fits.
+  /// slices of one length, the longest first, then with slices of any length. Tries the tile product then, with
+  /// kTileStages stages at least: with shared norms where the ring has room for the bytes in flight beside them, then
+  /// without. False where no ring of kMinStages fits.
   bool find() {
     if (packed_) {
       for (int most_columns = kMaxPackedColumns; most_columns >= kDigitColumns; most_columns /= 2)
@@ -173,7 +176,11 @@ class Slicing {
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
       for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
-        if (tile_product(most_columns, shared_norms)) return true;
+        if (tile_product(most_columns, shared_norms) && plan.stages >= kTileStages &&
+            (!shared_norms || plan.ring_bytes >= kBytesInFlight))
+          return true;
+    for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
+      if (tile_product(most_columns, false)) return true;
     return false;
   }
 
@@ -199,13 +206,15 @@ class Slicing {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
     // The longest slices set the bytes of a stage, and shorter slices do not fill one. Most waits for other blocks come
     // before products of hidden columns. So slices of mlp.act are no longer than hidden's where that is possible.
-    const int act_slices = slices(d_.intermediate, plan.hidden_columns, plan.hidden_slices, kProductWarps);
-    if (act_slices > 0 && has_loop(d_.intermediate / act_slices)) {
-      plan.act_slices = act_slices;
-      plan.act_columns = d_.intermediate / act_slices;
-    }
-    for (int slice : {plan.hidden_columns, plan.context_columns, plan.act_columns})
-      if (columns == kAnyColumns ? !has_loop(slice) : slice != columns) return false;
+    // A warp loads its slice of mlp.act to registers where each warp has its own slice. With a parallel residual other
+    // warps fetch mlp.act meanwhile. Shorter slices than these are slower so: they make many short stages.
+    const int own_slice = d_.intermediate % (8 * kProductWarps) ? 0 : d_.intermediate / kProductWarps;
+    plan.act_in_registers = sequential_ && row_chunks(own_slice) >= kMinRowChunks && own_slice <= kMaxSliceColumns;
+    if (plan.act_in_registers) plan.act_slices = kProductWarps, plan.act_columns = own_slice;
+    plan.partials_place = plan.act_in_registers ? PartialsPlace::attn_x : tokens_place_;
+    const auto fits = [&](int slice) { return columns == kAnyColumns ? has_loop(slice) : slice == columns; };
+    if (!fits(plan.hidden_columns) || !fits(plan.context_columns)) return false;
+    if (!plan.act_in_registers && !fits(plan.act_columns)) return false;
     plan.products = Products::rows;
     plan.shared_norms = false;
     const int qkv = deals_.most_rows(Weight::qkv), up = most_up_rows(), most = std::max(qkv, up);
@@ -243,6 +252,8 @@ class Slicing {
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.products = Products::tiles;
+    plan.act_in_registers = false;
+    plan.partials_place = tokens_place_;
     plan.shared_norms = shared_norms;
     plan.warp_rows = 0;
     plan.shared_sums = kProductWarps * most_rows();
@@ -266,21 +277,22 @@ class Slicing {
     constexpr int tile_rows = 2 * kStageSlices;
     return rows < tile_rows ? rows : rows / tile_rows * tile_rows;
   }
-  /// Gives the ring as many stages as fit. A stage holds a tile of keys and values in any case.
+  /// Gives the ring the bytes that are left. A stage holds a tile of keys and values in any case.
   bool ring_fits() {
     const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
     const int stage_bytes = packed_ ? packed_stage_bytes(columns, packed_group_) : kStageSlices * columns * 2;
     const int tile_bytes = kTileKeys * d_.head_dim * 4;
     plan.stage_bytes = std::max((stage_bytes + 127) / 128 * 128, tile_bytes);
     plan.stage_keys = plan.stage_bytes / tile_bytes * kTileKeys;
-    plan.stages = 0;
-    const int room = smem_bytes_ - persistent_layout(d_, plan).bytes - kMaxBarrierBytes;
-    plan.stages = std::min(room / plan.stage_bytes, kMaxStages);
+    plan.ring_bytes = 0;
+    plan.ring_bytes = (smem_bytes_ - persistent_layout(d_, plan).bytes) & -128;
+    plan.stages = plan.ring_bytes / plan.stage_bytes;
     return plan.stages >= kMinStages;
   }
 
   int smem_bytes_, packed_group_;
-  bool tile_products_, packed_;
+  bool tile_products_, packed_, sequential_;
+  PartialsPlace tokens_place_;  // where the partial results lie unless mlp.act is in registers
   PersistentDims d_;
   LayerDeals deals_;
 
@@ -311,13 +323,20 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
                   text(arch.smem_per_block_bytes) + " B of shared memory, got " + text(d.hidden) + " with " +
                   text(batch) + " sequences");
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
+  if (choices.stages) p.ring_bytes = p.stages * p.stage_bytes;
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
   p.ahead_stages = kAheadStages;
   CF_TRY(choose("ahead_stages", choices.ahead_stages, 0, 32, p.ahead_stages));
-  p.ahead_clocks = p.stage_bytes / kAheadBytesPerClock;
+  p.ahead_clocks = 1024 / kAheadBytesPerClock;
   p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : kBytesInFlight;
+  p.key_stage = ring_stage(p, p.stage_keys * d.head_dim * 4);
   p.smem_bytes = persistent_layout(d, p).bytes;
+  p.divisors = {.attention_splits = Divisor(p.attention_splits),
+                .shares = Divisor(p.shares),
+                .group_shares = Divisor(p.group_shares),
+                .split_keys = Divisor(p.split_keys),
+                .head_rows = Divisor(p.head_rows)};
   return p;
 }
 
@@ -339,8 +358,8 @@ std::string to_string(Products p) {
 
 std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
-         " slices, ring of " + text(p.stages) + " stages of " + text(p.stage_bytes) + " B, " +
-         text(p.stages_in_flight) + " in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
+         " slices, ring of " + text(p.ring_bytes) + " B, stages of up to " + text(p.stage_bytes) + " B, " +
+         text(p.bytes_in_flight) + " B in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
          to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +

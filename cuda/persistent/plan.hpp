@@ -76,6 +76,8 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 
 /// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
+/// Stages of any size that the ring has room for, at most. Each has a lane of the stream warp.
+inline constexpr int kRingSlots = 32;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
 /// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
@@ -118,32 +120,70 @@ enum class PartialsPlace {
   mlp_x    // that of the MLP's tokens, which a sequential residual has after the context alone
 };
 
+/// A kind of stages of the ring. Each lies in a place of `lines` lines. The places begin at the ring's begin.
+struct RingStage {
+  static constexpr int kLineBytes = 128;
+  static constexpr int kInverseBits = 20;
+
+  std::int16_t lines;
+  std::int8_t places;     // that the ring has
+  std::int8_t in_flight;  // stages that may be in flight
+  int inverse;            // 2^kInverseBits / lines, rounded up
+
+  CF_HD constexpr int bytes() const { return lines * kLineBytes; }
+  /// The place of the next stage where a stage of any kind before it ends at byte `at` of the ring, a multiple of
+  /// kLineBytes: the first place behind it, or the ring's first.
+  CF_HD constexpr int first_place(int at) const {
+    const int place = (at / kLineBytes + lines - 1) * inverse >> kInverseBits;
+    return place < places ? place : 0;
+  }
+  bool operator==(const RingStage&) const = default;
+};
+
+/// A number from 1 to 4096 by which kernels divide in few instructions.
+struct Divisor {
+  std::uint64_t inverse = 0;  // 2^40 / number, rounded up
+
+  constexpr Divisor() = default;
+  constexpr explicit Divisor(int number) : inverse(((std::uint64_t(1) << 40) + number - 1) / number) {}
+  /// dividend / number, of a dividend from 0 to 2^23.
+  CF_HD constexpr int quotient(int dividend) const { return int(std::uint64_t(dividend) * inverse >> 40); }
+};
+/// Members of the plan that kernels divide by.
+struct Divisors {
+  Divisor attention_splits, shares, group_shares, split_keys, head_rows;
+};
+
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
 struct PersistentPlan {
   int grid;  // blocks, one an SM, all resident at once; each has rows of hidden
   Products products;
-  int hidden_slices;     // slices of a row of hidden columns, a power of two
-  int context_slices;    // slices of a row of heads * head_dim columns, a power of two
-  int act_slices;        // slices of a row of intermediate columns, a multiple of hidden_slices
-  int hidden_columns;    // columns of a slice of a hidden row
-  int context_columns;   // columns of a slice of the context
-  int act_columns;       // columns of a slice of an intermediate row
-  bool shared_norms;     // of a tile product: gamma and beta are copied to shared memory
-  int stages;            // of the ring
+  int hidden_slices;      // slices of a row of hidden columns, a power of two
+  int context_slices;     // slices of a row of heads * head_dim columns, a power of two
+  int act_slices;         // slices of a row of intermediate columns, a multiple of hidden_slices
+  int hidden_columns;     // columns of a slice of a hidden row
+  int context_columns;    // columns of a slice of the context
+  int act_columns;        // columns of a slice of an intermediate row
+  bool act_in_registers;  // each product warp loads its slice of mlp.act to registers; else mlp.act is in mlp_x
+  bool shared_norms;      // of a tile product: gamma and beta are copied to shared memory
+  int ring_bytes;
+  int stage_bytes;       // of the largest stage
+  int stages;            // stages of stage_bytes that the ring has room for
   int bytes_in_flight;   // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
-  int stage_bytes;
-  int ahead_stages;  // stages of dense weights that are prefetched into the L2 while the ring is full, at most
-  int ahead_clocks;  // the SM's clocks from one prefetch to the next
-  int up_eighths;    // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: the largest divisor
+  RingStage key_stage;   // of keys and values
+  int ahead_stages;      // stages of dense weights that are prefetched into the L2 while the ring is full, at most
+  int ahead_clocks;      // the SM's clocks from one prefetched KiB to the next
+  int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor
       // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim and where keys are not shared
   int group_shares;      // shares of a group: these have the same keys
   int shares;            // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into, at most
   int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
-  bool cluster_merge;    // the splits of a share are merged in a cluster's shared memory, not in device memory
+  Divisors divisors;
+  bool cluster_merge;  // the splits of a share are merged in a cluster's shared memory, not in device memory
   PartialsPlace partials_place;
   int stage_keys;   // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;     // rows of hidden that a block owns, at most
@@ -151,6 +191,20 @@ struct PersistentPlan {
   int shared_sums;  // partial sums of a token that a block's product warps share
   int smem_bytes;   // dynamic shared memory of a block
 };
+
+/// Stages of `bytes` bytes: of a product, or of keys and values.
+constexpr RingStage ring_stage(const PersistentPlan& p, int bytes) {
+  // So many small stages as fit in the ring would have more slots than there are.
+  constexpr int line = RingStage::kLineBytes;
+  const int least = (p.ring_bytes + kRingSlots - 1) / kRingSlots,
+            lines = ((bytes > least ? bytes : least) + line - 1) / line;
+  const int places = p.ring_bytes / line / lines, stages = p.bytes_in_flight / bytes;
+  return {std::int16_t(lines), std::int8_t(places),
+          std::int8_t(stages < 1            ? 1
+                      : stages > places - 2 ? places - 2
+                                            : stages),
+          ((1 << RingStage::kInverseBits) + lines - 1) / lines};
+}
 
 /// Values that replace the plan's own choices. An empty one leaves the choice to the plan.
 struct PersistentChoices {

@@ -15,18 +15,27 @@
 
 namespace cf::cuda {
 
+/// Loads all of the shape in one access: the compiler would load each member by itself.
+__device__ inline ProductShape load_whole(const ProductShape& shape) {
+  uint4 words = *reinterpret_cast<const uint4*>(&shape);
+  asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+  return __builtin_bit_cast(ProductShape, words);
+}
+
 /// The block's part of one phase's product.
 struct Product {
   int columns, slices, slice_columns;
   int first, count;  // the phase's rows, counted within the deal
   bool gated;        // the rows are pairs, of which SwiGLU makes one element each
+  RingStage stage;
   Deal deal;
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
   __device__ Product(const PersistentArguments& c, const LayerKind& kind, Phase phase, int start, int part = 0)
       : first(0), deal(c.deals.deal(matrix_of(phase), start, int(blockIdx.x))) {
-    const ProductShape shape = kind.shapes[matrix_of(phase)];
+    const ProductShape shape = load_whole(kind.shapes[matrix_of(phase)]);
     columns = shape.columns, slices = shape.slices, slice_columns = shape.slice_columns, gated = shape.together == 2;
+    stage = shape.stage;
     const int up_first = rows_before_attention(c.plan, deal.count);
     count = phase == Phase::up_first ? up_first : deal.count;
     if (phase == Phase::up_rest) first = up_first, count -= up_first;
@@ -35,7 +44,8 @@ struct Product {
   /// How many parts a phase's product has.
   static __device__ int parts(const PersistentArguments& c, Phase phase, int start) {
     if (phase != Phase::head) return 1;
-    return (c.deals.deal(kHeadMatrix, start, int(blockIdx.x)).count + c.plan.head_rows - 1) / c.plan.head_rows;
+    const int rows = c.deals.deal(kHeadMatrix, start, int(blockIdx.x)).count;
+    return c.plan.divisors.head_rows.quotient(rows + c.plan.head_rows - 1);
   }
 
   /// The elements of a token that the rows make.
@@ -254,24 +264,79 @@ struct TileProduct {
   }
 };
 
-/// Multiplies the stages of a row product; its partial sums go to `sums`. `earlier_stages` counts the ring's stages
-/// before the product's. `x` is where the tokens lie in shared memory. A slice has `Chunks` chunks. Unless `Whole` the
-/// last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the weights.
+/// Where a row product finds its token: in shared memory at `x`. Where `x` is null, the token is the layer's mlp.act,
+/// which other blocks make and each warp loads from device memory.
+struct RowTokens {
+  const Block& block;
+  int layer;
+  const char* x;
+};
+
+/// Waits for a slice of mlp.act. Loads it to registers, as load_matrices() would from shared memory: word m of
+/// token[k] is the pair of columns 256 k + 64 m + 2 lane. Pairs beyond `columns` are zero. Where that takes too long,
+/// the block is stopped and the slice is not complete.
+template <int Chunks, bool Whole>
+__device__ void await_slice(const Block& block, int layer, const TaggedElement* from, int columns,
+                            uint4 (&token)[Chunks]) {
+  constexpr int at_once = Chunks > 8 ? 5 : Chunks;  // chunks whose loads are in flight together
+  const int lane = thread_index() % 32;
+  const unsigned tag = block.tag(layer);
+  if (lane < kSampleLanes)
+    block.poll(layer, Dependency::mlp_act,
+               [&] { return has_tag(load_relaxed(from + columns / kSampleLanes * lane), tag); });
+  __syncwarp();
+#pragma unroll
+  for (int begin = 0; begin < Chunks; begin += at_once) {
+    uint2 words[at_once][4] = {};
+    const auto there = [&](int u, int m) {
+      return begin + u < Chunks && (Whole || (begin + u) * kChunkColumns + m * 64 + 2 * lane < columns);
+    };
+    const auto load = [&](int u) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+        if (there(u, m)) words[u][m] = load_relaxed_pair(from + (begin + u) * kChunkColumns + m * 64 + 2 * lane);
+    };
+    const auto here = [&](int u) {
+      unsigned missing = 0;
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+        if (there(u, m)) missing |= (words[u][m].x ^ tag << 16) | (words[u][m].y ^ tag << 16);
+      return missing < 0x10000;
+    };
+    await_pieces<at_once>(block, layer, Dependency::mlp_act, load, here);
+#pragma unroll
+    for (int u = 0; u < at_once; ++u)
+      if (begin + u < Chunks) {
+        const auto pair = [&](int m) { return __byte_perm(words[u][m].x, words[u][m].y, 0x5410); };
+        token[begin + u] = {pair(0), pair(1), pair(2), pair(3)};
+      }
+  }
+  __syncwarp();
+}
+
+/// Multiplies the stages of a row product; its partial sums go to `sums`. A slice has `Chunks` chunks. Unless `Whole`
+/// the last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the
+/// weights.
 template <class T, int Chunks, bool Whole, class Reader>
-__device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
-                             const char* x) {
+__device__ __forceinline__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums,
+                                             const RowTokens& from) {
   using Row = RowProduct<T>;
   int thread = thread_index(), slice_columns = Whole ? Chunks * kChunkColumns : p.slice_columns;
   // The loops for slices of any length do not share what they compute of these: registers have no room for that.
   if constexpr (!Whole) make_anew(thread), make_anew(slice_columns);
   const int lane = thread % 32, warp = thread / 32;
-  const int unit = warp % kStageSlices, first = (warp / kStageSlices + earlier_stages) % 2, stages = p.stages<false>();
+  const int unit = warp % kStageSlices, first = ring.first(), stages = p.stages<false>();
   const std::uint32_t w_lane = unit * slice_columns * 2 + Row::weight_lane(lane);
   const int slice = (first * kStageSlices + unit) & (p.slices - 1);
-  const std::uint32_t x_lane = shared_address(x) + slice * slice_columns * 2 + Row::token_lane(lane);
   uint4 token[Chunks];
+  if (from.x) {
+    const std::uint32_t x_lane = shared_address(from.x) + slice * slice_columns * 2 + Row::token_lane(lane);
 #pragma unroll
-  for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+    for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
+  } else {
+    await_slice<Chunks, Whole>(from.block, from.layer, from.block.c.mlp_act + slice * slice_columns, slice_columns,
+                               token);
+  }
   std::uint32_t w_last = (Chunks - 1) * Row::kChunkBytes;  // from the lane's place in a slice to that in its last chunk
   if constexpr (!Whole) {
     const int pieces = (slice_columns - (Chunks - 1) * kChunkColumns) / kVec;
@@ -285,8 +350,9 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
   const bool own_rows = sums.warps_own_rows(p);
   float* to = (own_rows ? sums.of_slice(0, 0) : sums.of_slice(0, first * kStageSlices + unit)) + lane / 4;
   const int step = (own_rows ? 1 : 2 * kStageSlices) * 8;
+  int s = first;
 #pragma unroll 1
-  for (int s = first; s < stages; s += 2) {
+  for (; s < stages; s += 2) {
     const std::uint32_t w_at = ring.wait() + w_lane;
     if (s * kStageSlices + unit < p.count * p.slices) {
       Row product;
@@ -299,6 +365,7 @@ __device__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& 
     to += step;
     ring.release(lane == 0);
   }
+  ring.end((s - stages) & 1);
 }
 
 /// Multiplies one slice of all rows of a tile product, of so many columns, and adds to the partial sums of the slices
@@ -315,7 +382,7 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
     const char* w = shared_pointer(ring.wait());
     const bool two_stages = rows > kStageSlices;
     if (two_stages) {
-      const char* const second = shared_pointer(ring.wait(1));
+      const char* const second = shared_pointer(ring.wait_second());
       if (row >= kStageSlices) w = second;
     }
     TileProduct<T> product;
@@ -334,13 +401,12 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 
 /// consume_rows() by the columns of the product's slices.
 template <class T, class Reader>
-__device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, int earlier_stages,
-                                    const char* x) {
+__device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, const RowTokens& from) {
   const auto whole = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-    consume_rows<T, Chunks, true>(ring, p, sums, earlier_stages, x);
+    consume_rows<T, Chunks, true>(ring, p, sums, from);
   };
   const auto part = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-    consume_rows<T, Chunks, false>(ring, p, sums, earlier_stages, x);
+    consume_rows<T, Chunks, false>(ring, p, sums, from);
   };
   static_assert(kWholeSliceColumns == std::array{2560, 2048, 1024} && kChunkColumns == 256);
   if (p.slice_columns == 1024) [[likely]]

@@ -27,10 +27,10 @@ class ProductWarps {
   __device__ explicit ProductWarps(const PersistentArguments& arguments)
       : block(Block::products(arguments)),
         c(arguments),
-        reader(Ring(arguments), Together ? 0 : thread_index() / (kProductThreads / 2)) {}
+        reader(arguments, Together ? 0 : thread_index() / (kProductThreads / 2)) {}
 
   /// Runs a layer. False where a wait took too long.
-  __device__ bool run(int number) {
+  __device__ __forceinline__ bool run(int number) {
     start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
     if constexpr (Packed) kind_number = int(block.pointers(layer).kind);
@@ -51,10 +51,11 @@ class ProductWarps {
       // Work needs no activations. It is made here, before prepare() waits for them.
       const int parts = Product::parts(c, phase, start);
       Work work(*this, phase, 0);
+      reader.begin(work.product.stage);
       if (!prepare(phase)) return false;
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        if (part > 0) work = Work(*this, phase, part);
+        if (part > 0) work = Work(*this, phase, part), reader.begin(work.product.stage);
         if (!multiply(phase, work)) return false;
       }
     }
@@ -65,7 +66,8 @@ class ProductWarps {
   /// sequence is the best one. Then makes the block ready for it. False where the launch ends here.
   __device__ bool next_token() {
     if (!c.token.chooses) return false;
-    block.sync();  // all warps' keys are in `best`
+    block.sync();                        // all warps' keys are in `best`
+    block.token = block.tokens_begun();  // no register holds it from one token to the next
     publish_best();
     const bool is_last = block.token + 1 == c.token.count;
     if (is_last && blockIdx.x != 0) return false;
@@ -206,7 +208,7 @@ class ProductWarps {
           own_rows(sums.warps_own_rows(product)),
           addends{} {
       const int thread = thread_index(), warp = thread / 32;
-      first_row = own_rows ? (warp / kStageSlices + of.ring_stages) % 2 * kStageSlices + warp % kStageSlices : 0;
+      first_row = own_rows ? of.reader.first() * kStageSlices + warp % kStageSlices : 0;
       row_step = own_rows ? 2 * kStageSlices : product.together();
       elements = (own_rows ? max(product.count - first_row + 2 * kStageSlices - 1, 0) / (2 * kStageSlices)
                            : product.elements()) *
@@ -254,11 +256,11 @@ class ProductWarps {
         block.signal(Signal::act_used);
     };
     const Weight weight = weight_of(phase);
+    const bool awaits_slices = !Together && is_down && c.plan.act_in_registers;
     if constexpr (!Together) {
-      const char* const x = x_at(0);
-      if (!x) return false;
-      consume_row_product<T>(reader, product, sums, ring_stages, x);
-      ring_stages += product.template stages<false>();
+      const char* const x = awaits_slices ? nullptr : x_at(0);
+      if (!x && !awaits_slices) return false;
+      consume_row_product<T>(reader, product, sums, RowTokens{block, layer, x});
     } else if (Packed && !Tiles && has_digits(weight)) {
       consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);
     } else {
@@ -283,13 +285,16 @@ class ProductWarps {
         }
       }
     }
+    if constexpr (Together) reader.end(0);
     // Signals as often as the helper warps wait for the signal.
     if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch_act))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
-    else
+    else if (!awaits_slices)
       block.sync();
+    else if (!block.sync_unless_stopped())
+      return false;
     std::uint64_t best = 0;  // of one token's elements
     const bool is_head = phase == Phase::head;
     // A lane beyond the last element finishes the last element again and stores the same bits. So the lanes of a
@@ -580,6 +585,7 @@ class ProductWarps {
     const T *const queries = block.at<T>(c.layout.new_token), *const newest_key = queries + heads * stride;
     const T* const query = queries + (Grouped ? min(lane / 4, heads - 1) * stride : 0);
     constexpr int tile_keys = Tile::kKeys;
+    reader.begin(c.plan.key_stage);
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
       const KeySplit split(c, item, block.token);
@@ -588,10 +594,10 @@ class ProductWarps {
       Tile tile;
       // The newest key is a stage of its own, which is not in the ring. Warps 0 to 3 have every second stage and warps
       // 4 to 7 the others.
-      const int half = warp / kStageSlices, first_stage = Together ? half : (half + ring_stages) % 2,
-                stages = split.stages(c);
+      const int half = warp / kStageSlices, first_stage = Together ? half : reader.first(), stages = split.stages(c);
+      int s = Together ? 0 : first_stage;
 #pragma unroll 1
-      for (int s = Together ? 0 : first_stage; s < stages + split.has_newest(); s += Together ? 1 : 2) {
+      for (; s < stages + split.has_newest(); s += Together ? 1 : 2) {
         const bool cached = s < stages;
         const int keys = cached ? min(c.plan.stage_keys, split.end_of_cached - split.begin - s * c.plan.stage_keys) : 1;
         const T* const k = cached ? reinterpret_cast<const T*>(shared_pointer(reader.wait())) : newest_key;
@@ -603,7 +609,7 @@ class ProductWarps {
                      min(tile_keys, keys - first), head_dim, c.attention_scale);
         if (cached) reader.release(lane == 0);
       }
-      ring_stages += stages;
+      reader.end(Together ? 0 : (s - stages) & 1);
       if (!block.wait(Signal::partials_taken)) return false;
       // A warp's place depends on its keys, not on what the ring has brought before, so that the merge has one order.
       const int place = first_stage * kStageSlices + unit;
@@ -617,7 +623,6 @@ class ProductWarps {
   Block block;
   const PersistentArguments& c;
   RingReader<Together ? 1 : 2> reader;
-  int ring_stages = 0;       // stages that the ring has brought before this phase
   int layer = 0, start = 0;  // the layer, and the block with which its deals begin
   int kind_number = 0;       // the layer's kind
 };

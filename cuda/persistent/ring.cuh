@@ -1,72 +1,77 @@
 #pragma once
-// The ring: stages in shared memory that the stream warp fills with weights, keys and values, in the order in which the
-// product warps empty them.
+// The ring: shared memory that the stream warp fills with stages of weights, keys and values, in the order in which the
+// product warps empty them. The stages of each product have their own size, so that every product fills the ring.
 #include "cuda/persistent/block.cuh"
 
 namespace cf::cuda {
 
-/// A stage of the ring in one round of its filling: where the barrier that says it is full lies in the block's shared
-/// memory, where the stage lies, and the round's parity.
-struct RingPlace {
-  std::uint32_t full, stage, parity;
-};
-
-/// The ring's addresses in shared memory. With one token, product warps 0 to 3 empty every second stage and warps 4 to
-/// 7 the others. With several tokens or packed weights, all product warps empty every stage.
+/// The barriers of the stages in shared memory. Stage n of a launch has slot n % kRingSlots. A slot has a barrier that
+/// says that its stage is full, and one that says that it is empty. With one token, product warps 0 to 3 empty every
+/// second stage and warps 4 to 7 the others. With several tokens or packed weights, all product warps empty every
+/// stage.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)
-      : end_of_full_(shared_address(block_smem + c.layout.barriers) + c.plan.stages * kBarrier),
-        full_bytes_(c.plan.stages * kBarrier),
-        stage_bytes_(c.plan.stage_bytes),
-        bytes_(c.plan.stages * c.plan.stage_bytes),
-        first_stage_(shared_address(block_smem + c.layout.ring)) {}
+      : first_full_(shared_address(block_smem + c.layout.barriers)) {}
 
-  __device__ RingPlace place(std::uint32_t stage, std::uint32_t parity = 0) const {
-    return {end_of_full_ - full_bytes_ + stage * kBarrier, first_stage_ + stage * stage_bytes_, parity};
+  /// Each of kRingSlots threads makes the barriers of one slot. A stage is empty after `readers` arrivals.
+  __device__ void init(unsigned slot, int readers) const {
+    init_barrier(full(slot), 1);
+    init_barrier(empty(slot), readers);
   }
-  /// The barrier that says the stage is empty.
-  __device__ std::uint32_t empty(const RingPlace& p) const { return p.full + full_bytes_; }
-  /// Moves the place on by `by` stages, at most one round.
-  __device__ void advance(RingPlace& p, std::uint32_t by) const {
-    p.full += by * kBarrier, p.stage += by * stage_bytes_;
-    if (p.full < end_of_full_) return;
-    p.full -= full_bytes_, p.stage -= bytes_, p.parity ^= 1;
-  }
-  __device__ void init(int readers) const {
-    for (RingPlace p = place(0); p.parity == 0; advance(p, 1)) {
-      init_barrier(p.full, 1);
-      init_barrier(empty(p), readers);
+  __device__ std::uint32_t full(unsigned stage) const { return first_full_ + stage % kRingSlots * kBarrier; }
+  __device__ std::uint32_t empty(unsigned stage) const { return full(stage) + kRingSlots * kBarrier; }
+  __device__ bool is_full(unsigned stage) const { return test_barrier(full(stage), parity(stage)); }
+  __device__ bool is_empty(unsigned stage) const { return test_barrier(empty(stage), parity(stage)); }
+  /// Wait a short while. True where the stage is full, or empty.
+  __device__ bool try_wait_full(unsigned stage) const { return try_wait_barrier(full(stage), parity(stage)); }
+  __device__ bool try_wait_empty(unsigned stage) const { return try_wait_barrier(empty(stage), parity(stage)); }
+  __device__ void wait_full(unsigned stage) const {
+    while (!try_wait_full(stage)) {
     }
   }
 
  private:
-  static constexpr std::uint32_t kBarrier = sizeof(std::uint64_t);
-  std::uint32_t end_of_full_, full_bytes_, stage_bytes_, bytes_, first_stage_;
+  static constexpr unsigned kBarrier = sizeof(std::uint64_t);
+  static __device__ unsigned parity(unsigned stage) { return stage / kRingSlots % 2; }
+
+  std::uint32_t first_full_;
 };
 
 /// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
-/// catch up after a wait, so it is few instructions: the places are kept as addresses, and both waits are one loop.
+/// catch up after a wait, so it is few instructions.
+///
+/// Consecutive stages of one kind are a run. A run begins at the first place of its kind behind the stage before.
 class RingWriter {
  public:
   /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
   /// leave together: each may have rows of its own in the last product.
-  __device__ RingWriter(const Ring& ring, const volatile int& product_warps, const PersistentPlan& plan)
-      : ring_(ring), head_(ring.place(0)), oldest_(head_), product_warps_(product_warps), plan_(plan) {}
+  __device__ RingWriter(const Ring& ring, const volatile int& product_warps, const PersistentArguments& c)
+      : ring_(ring), product_warps_(product_warps), plan_(c.plan), begin_(shared_address(block_smem + c.layout.ring)) {}
 
-  /// From now on so many stages may be in flight: requested, but not arrived.
-  __device__ void allow(int stages_in_flight) {
-    more_ += stages_in_flight - allowed_;
-    allowed_ = stages_in_flight;
+  /// From now on stages are of this kind.
+  __device__ void begin(const RingStage& kind) {
+    more_ += kind.in_flight - allowed_;
+    allowed_ = kind.in_flight;
+    if (kind.bytes() == stage_bytes_) return;
+    if (is_round()) blocker_ = next_ - unsigned(places_);
+    stage_bytes_ = kind.bytes(), places_ = kind.places, in_run_ = 0;
+    const int at = kind.first_place(at_) * stage_bytes_;
+    if (at < at_) passed_ += unsigned(plan_.ring_bytes);
+    at_ = at;
   }
-  /// Waits until the next stage is free and fewer stages are in flight than allowed. That stage is then filled by
-  /// bring(), or by expect() and copy(). False where nobody empties the ring any more. This is the wait for stages of
-  /// keys and of packed weights. It does not prefetch: with one more copy of that loop nvcc 13.0 spills registers.
+  /// Waits until there is room for the next stage and fewer stages are in flight than allowed. That stage is then
+  /// filled by bring(), or by expect() and copy(). False where nobody empties the ring any more. This is the wait for
+  /// stages of keys and of packed weights. It does not prefetch: with one more copy of that loop nvcc 13.0 spills
+  /// registers.
   __device__ bool next() {
     const bool awaits = awaits_oldest();
-    while (!(try_wait_barrier(ring_.empty(head_), head_.parity ^ 1) &
-             (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))))
-      if (product_warps_ == 0) return false;
+    if (!is_ready(awaits))
+      for (bool blocked = find_blocker();;) {
+        if ((!blocked || ring_.try_wait_empty(blocker_)) & (!awaits || ring_.try_wait_full(oldest_)))
+          if (!(blocked = is_blocked_still(blocked))) break;
+        if (product_warps_ == 0) return false;
+      }
     take_next(awaits);
     return true;
   }
@@ -76,37 +81,40 @@ class RingWriter {
   template <class Prefetch>
   __device__ bool next(Prefetch prefetch) {
     const bool awaits = awaits_oldest();
-    bool can_prefetch = ahead_ < plan_.ahead_stages;
-    // try_wait_barrier() may sleep longer than a prefetch is due in.
-    for (unsigned last = unsigned(clock());;) {
-      const bool is_free = can_prefetch ? test_barrier(ring_.empty(head_), head_.parity ^ 1)
-                                        : try_wait_barrier(ring_.empty(head_), head_.parity ^ 1);
-      if (is_free && (!awaits || try_wait_barrier(oldest_.full, oldest_.parity))) break;
-      if (product_warps_ == 0) return false;
-      if (is_free || !can_prefetch || unsigned(clock()) - last < unsigned(plan_.ahead_clocks)) continue;
-      const bool has = prefetch(ahead_);
-      ahead_ += has;
-      can_prefetch = has && ahead_ < plan_.ahead_stages;
-      last = unsigned(clock());
+    if (!is_ready(awaits)) {
+      const unsigned wait = unsigned(stage_bytes_ * plan_.ahead_clocks) / 1024;
+      bool can_prefetch = ahead_ < plan_.ahead_stages, blocked = find_blocker();
+      // try_wait_barrier() may sleep longer than a prefetch is due in.
+      for (unsigned last = unsigned(clock());;) {
+        const bool is_free = !blocked || (can_prefetch ? ring_.is_empty(blocker_) : ring_.try_wait_empty(blocker_));
+        if (is_free && (!awaits || ring_.try_wait_full(oldest_)))
+          if (!(blocked = is_blocked_still(blocked))) break;
+        if (product_warps_ == 0) return false;
+        if (is_free || !can_prefetch || unsigned(clock()) - last < wait) continue;
+        const bool has = prefetch(ahead_);
+        ahead_ += has;
+        can_prefetch = has && ahead_ < plan_.ahead_stages;
+        last = unsigned(clock());
+      }
     }
     ahead_ = max(ahead_ - 1, 0);
     take_next(awaits);
     return true;
   }
   /// Requests the whole stage.
-  __device__ void bring(const void* from, int bytes) const { request_bulk(at_.stage, from, bytes, at_.full); }
+  __device__ void bring(const void* from, int bytes) const { request_bulk(stage_, from, bytes, full_); }
   /// The stage is to have `bytes` bytes.
   __device__ void expect(int bytes) const {
-    if (threadIdx.x % 32 == 0) arrive_expecting(at_.full, bytes);
+    if (threadIdx.x % 32 == 0) arrive_expecting(full_, bytes);
     __syncwarp();
   }
   /// Requests a copy to a part of the stage; one lane calls.
   __device__ void copy(int offset, const void* from, int bytes) const {
-    copy_bulk(at_.stage + offset, from, bytes, at_.full);
+    copy_bulk(stage_ + offset, from, bytes, full_);
   }
   /// Waits for all stages in flight: a block must not leave while copies to its shared memory are in flight.
   __device__ void drain() {
-    while (oldest_.full != head_.full || oldest_.parity != head_.parity) await_oldest();
+    while (oldest_ != next_) await_oldest();
   }
 
  private:
@@ -115,57 +123,122 @@ class RingWriter {
     for (; more_ < 0; ++more_) await_oldest();
     return more_ == 0;
   }
+  __device__ void await_oldest() {
+    ring_.wait_full(oldest_);
+    ++oldest_;
+  }
+  /// Whether the run has had all its places. The next stage then waits for one stage alone: for that of the same run
+  /// that had the next stage's place.
+  __device__ bool is_round() const { return in_run_ >= places_; }
+  /// A quick look whether the next stage can be requested. False where stages of earlier runs may lie in its place.
+  __device__ bool is_ready(bool awaits) const {
+    return is_round() && ring_.is_empty(next_ - unsigned(places_)) & (!awaits || ring_.is_full(oldest_));
+  }
+  /// Makes the stage that must be empty before the next one is requested the blocker. False where there is none.
+  __device__ bool find_blocker() {
+    if (!is_round()) return is_blocked();
+    blocker_ = next_ - unsigned(places_);
+    return true;
+  }
+  /// Whether the blocker lies in the next stage's place, or, in the round before, behind it.
+  __device__ bool is_blocked() const {
+    const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kRingSlots)),
+                   end_before = passed_ + unsigned(at_ + stage_bytes_ - plan_.ring_bytes);
+    return blocker_ != next_ && int(from - end_before) < 0;
+  }
+  /// After the blocker has become empty: whether the stage behind it must become empty, too.
+  __device__ bool is_blocked_still(bool blocked) {
+    if (!blocked) return false;
+    ++blocker_;
+    return !is_round() && is_blocked();
+  }
   /// Makes the next stage the one to fill. `has_awaited`: the oldest stage in flight has arrived.
   __device__ void take_next(bool has_awaited) {
     if (has_awaited)
-      ring_.advance(oldest_, 1);
+      ++oldest_;
     else
       --more_;
-    at_ = head_;
-    ring_.advance(head_, 1);
-  }
-  __device__ void await_oldest() {
-    while (!try_wait_barrier(oldest_.full, oldest_.parity)) {
-    }
-    ring_.advance(oldest_, 1);
+    if (next_ % kRingSlots == threadIdx.x % 32) from_ = passed_ + unsigned(at_);
+    stage_ = begin_ + unsigned(at_), full_ = ring_.full(next_);
+    at_ += stage_bytes_;
+    if (at_ == places_ * stage_bytes_) at_ = 0, passed_ += unsigned(plan_.ring_bytes);
+    ++next_, ++in_run_;
   }
 
   Ring ring_;
-  RingPlace head_, oldest_, at_{};  // the next stage, the oldest one in flight, the one that is being filled
-  int allowed_ = 0, more_ = 0;      // stages that may be in flight, and how many of these are not
-  int ahead_ = 0;                   // stages that were prefetched: the next stage and those behind it
   const volatile int& product_warps_;
   const PersistentPlan& plan_;
+  const std::uint32_t begin_;                      // of the ring
+  std::uint32_t stage_ = 0, full_ = 0;             // where the stage that is being filled lies, and its barrier
+  unsigned next_ = 0, oldest_ = 0;                 // the next stage, and the oldest one in flight
+  unsigned blocker_ = 0;                           // unless is_round(), all stages before it are empty
+  int stage_bytes_ = 0, places_ = 0, in_run_ = 0;  // of the run: the bytes of a place, the places, the stages so far
+  int at_ = 0;                                     // where in the ring the next stage lies
+  unsigned passed_ = 0;                            // the ring's bytes times the rounds before
+  unsigned from_ = 0;                              // the sum of these two, of the stage in the lane's slot
+  int allowed_ = 0, more_ = 0;                     // stages that may be in flight, and how many of these are not
+  int ahead_ = 0;                                  // stages that were prefetched: the next stage and those behind it
 };
 
-/// Empties every stage, or every second one; each warp has a reader. A stage is filled in one round after another, and
+/// Empties every stage, or every second one; each warp has a reader. A slot is filled in one round after another, and
 /// the parity of its barrier tells a round from the one before, not from older ones. So a warp must not wait for a
-/// round of a stage while the round before, which may be for other warps, is in flight. It never does: the stage two
-/// positions earlier has arrived, and at most count - 2 stages are in flight.
+/// round of a slot while the round before, which may be for other warps, is in flight. It never does: the stage two
+/// positions earlier has arrived, and at most kRingSlots - 2 stages are in flight.
+///
+/// The writer does not say where a stage lies. A reader finds the places as the writer does: both get the same kinds of
+/// stages in the same order.
 template <int Every>
 class RingReader {
  public:
   static_assert(Every == 1 || Every == 2);
-  __device__ RingReader(const Ring& ring, int first) : ring_(ring), place_(ring.place(first)) {}
+  __device__ RingReader(const PersistentArguments& arguments, int first)
+      : c(arguments), stage_(unsigned(first)), next_(first) {}
 
-  /// Waits for the warp's next stage, or for the one that is `ahead` stages of the warp later. Returns its address.
-  __device__ std::uint32_t wait(int ahead = 0) const {
-    RingPlace place = place_;
-    if (ahead > 0) ring_.advance(place, ahead * Every);
-    while (!try_wait_barrier(place.full, place.parity)) {
-    }
-    return place.stage;
+  /// The number of the warp's next stage, counted from the first of those behind the last end(): 0 or 1.
+  __device__ int first() const { return next_ % kLine; }
+  /// The next stages are of this kind. Called as often as RingWriter::begin().
+  __device__ void begin(const RingStage& kind) {
+    stage_bytes_ = kind.bytes(), bytes_ = kind.places * stage_bytes_;
+    at_ = kind.first_place(next_) * stage_bytes_;
+    next_ = at_ + first();
+    if (first() > 0) at_ = at_behind(1);
+  }
+  /// The warp has emptied its stages of a product or of attention. `first` becomes first().
+  __device__ void end(int first) {
+    next_ = (first == 0 ? at_ : at_ > 0 ? at_ - stage_bytes_ : bytes_ - stage_bytes_) + first;
+  }
+  /// Waits for the warp's next stage. Returns its address.
+  __device__ std::uint32_t wait() const {
+    Ring(c).wait_full(stage_);
+    return shared_address(block_smem) + c.layout.ring + at_;
+  }
+  /// Waits for the stage behind the one that wait() has returned.
+  __device__ std::uint32_t wait_second() const {
+    RingReader second = *this;
+    second.advance();
+    return second.wait();
   }
   /// Gives the warp's next stage back to the writer.
   __device__ void release(bool leader) {
     __syncwarp();
-    if (leader) arrive(ring_.empty(place_));
-    ring_.advance(place_, Every);
+    if (leader) arrive(Ring(c).empty(stage_));
+    advance();
   }
 
  private:
-  Ring ring_;
-  RingPlace place_;
+  static constexpr int kLine = RingStage::kLineBytes;
+  __device__ int at_behind(int stages) const {
+    const int at = at_ + stages * stage_bytes_;
+    return at < bytes_ ? at : at - bytes_;
+  }
+  __device__ void advance() { at_ = at_behind(Every), stage_ += Every; }
+
+  const PersistentArguments& c;
+  unsigned stage_;                            // the warp's next one
+  int at_ = 0, stage_bytes_ = 0, bytes_ = 0;  // where that stage lies; the bytes of a place and of all places
+  // Between products: where in the ring the next stage of all warps may begin, a multiple of kLine, plus first(). One
+  // register holds both.
+  int next_;
 };
 
 }  // namespace cf::cuda

@@ -68,7 +68,7 @@ __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Produc
 
 template <Products Kind>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, block.product_warps(), c.plan);
+  RingWriter writer(ring, block.product_warps(), c);
   StreamPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;
@@ -84,12 +84,12 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
       for (int step = 0; go && step < phases.count; ++step) {
         const Phase phase = phases.at(step);
         if (phase == Phase::attention) {
-          writer.allow(c.plan.stages_in_flight);
+          writer.begin(c.plan.key_stage);
           go = (token == 0 || layer > c.first_layer || await_token(block, token)) &&
                stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
           continue;
         }
-        writer.allow(kind.shapes[matrix_of(phase)].in_flight);
+        writer.begin(kind.shapes[matrix_of(phase)].stage);
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)

@@ -193,6 +193,8 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
   // are.
   models.push_back(gated_model_of(llama, 9, 3, 128, 1160, 2264));
   models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
+  // A row product that loads mlp.act to registers, in slices whose last chunk is not whole.
+  models.push_back(gated_model_of(llama, 8, 2, 128, 1024, 11008));
   ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);
   biased.attention_bias = biased.mlp_bias = true;
   biased.rope_scaling = {.kind = ops::RopeScaling::Kind::llama3,
@@ -548,8 +550,8 @@ namespace {
 /// One launch's bits, asked again `runs` times while blocks are delayed at random. before(i) comes before the i-th.
 template <class Before>
 void check_delayed(Plans plans, Kind kind, std::int64_t layers, std::int64_t batch, unsigned runs, Launches launches,
-                   Before before, Linears linears = Linears::dense) {
-  ModelConfig m = model_of_kind(kind, 32, 80, 20, 2560);
+                   Before before, Linears linears = Linears::dense, std::int64_t intermediate = 2560) {
+  ModelConfig m = model_of_kind(kind, 32, 80, 20, intermediate);
   m.num_hidden_layers = layers;
   CAPTURE(to_string(plans), to_string(kind), to_string(linears), batch);
   const Workload load{.batch = batch, .capacity = 130};
@@ -618,6 +620,9 @@ TEST_CASE("persistent: a thousand runs give the same bits, with delayed blocks a
       check_delayed(plans, kind, 4, sequences, 1000, Launches::persistent, occupy, linears);
   // Of one sequence the pairs of SwiGLU share their sums.
   if (kind == Kind::gated) check_delayed(plans, kind, 4, 1, 1000, Launches::persistent, occupy);
+  // Each warp loads its own slice of mlp.act to registers.
+  if (kind != Kind::parallel)
+    check_delayed(plans, kind, 3, 1, 1000, Launches::persistent, occupy, Linears::dense, 10304);
   require_cuda(cudaStreamSynchronize(other));
   require_cuda(cudaStreamDestroy(other));
 }
@@ -668,6 +673,7 @@ TEST_CASE("persistent: plans that choose otherwise compute the same", "[gpu][per
   }
   check_variants(plans, small_model(DType::f16, 1), 3);
   check_variants(plans, small_model(DType::f16, 1, Kind::gated), 3);
+  check_variants(plans, gated_model_of(ModelType::llama, 8, 2, 128, 1024, 11008), 1);
 }
 
 TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, many layers and runs long",
@@ -740,7 +746,10 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
   const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
   const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
   const std::int64_t batch = GENERATE(1, 4);
-  const ModelConfig m = small_model(DType::f16, 3, kind);
+  const bool act_in_registers = GENERATE(false, true);
+  if (act_in_registers && (batch > 1 || kind == Kind::parallel)) return;
+  ModelConfig m = act_in_registers ? model_of_kind(kind, 16, 64, 16, 10304) : small_model(DType::f16, 3, kind);
+  m.num_hidden_layers = 3;
   const ModelNames names = names_of(m.spec());
   const Workload load{.batch = batch, .capacity = 20};
   const HostLayers host(m, load);
@@ -748,6 +757,7 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
   DeviceLayers on(c, host);
   on.set_kv_len(lengths(load, 17));
   PersistentKernel kernel = kernel_of(plans, c, on, {}, /*first_model_layer=*/7);
+  REQUIRE(kernel.plan().act_in_registers == act_in_registers);
   require_ok(run(kernel, c, on));
   const auto expected = on.results();
   const std::string blocks = "all " + std::to_string(kernel.plan().grid) + " blocks";

@@ -58,9 +58,13 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   if (heads > 1 && d.head_dim > kMaxShareHeadDim) return "shares of wide heads";
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
   const bool own_place = p.partials_place == PartialsPlace::own;
-  if (p.partials_place == PartialsPlace::mlp_x && parallel_residual)
+  if (p.partials_place == PartialsPlace::mlp_x && (parallel_residual || p.act_in_registers))
     return "up's tokens lie where attention's results come";
+  if (p.act_in_registers && (parallel_residual || p.products != Products::rows || p.act_slices != kProductWarps))
+    return "mlp.act in registers";
+  if ((l.mlp_x == l.attn_x) != p.act_in_registers) return "two kinds of tokens in one place";
   if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
+  if (l.angles - l.best_of_warps < kProductWarps * d.batch * 8 || l.best_of_warps < l.warp_states) return "best keys";
   // The newest key lies behind the queries. ldmatrix reads it at multiples of 16 bytes, which are eight elements.
   if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
   if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
@@ -80,12 +84,29 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   }
   if (most != merged_partials(p) || l.merged_floats != most * floats) return "merged partial results";
   const int partials = p.attention_splits > 1 ? most * floats : 0;
-  const int behind = own_place ? l.inbox : p.partials_place == PartialsPlace::attn_x ? l.mlp_x : l.residual;
+  const bool before_mlp_x = p.partials_place == PartialsPlace::attn_x && !p.act_in_registers;
+  const int behind = own_place ? l.inbox : before_mlp_x ? l.mlp_x : l.residual;
   if (behind - l.gathered < partials * 4) return "gathered partial results";
   const int items = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
   if (l.moments - l.inbox < (p.cluster_merge ? items * partials * int(sizeof(Tagged)) : 0)) return "inbox";
   if (!own_place && l.warp_values != (p.partials_place == PartialsPlace::attn_x ? l.attn_x : l.mlp_x))
     return "place of other tokens";
+  return "";
+}
+
+/// What must hold of stages of `bytes` bytes; the first fault, or nothing.
+std::string stage_fault(const PersistentPlan& p, const RingStage& stage, int bytes) {
+  const int most = stage.places - 2;
+  if (stage.bytes() < bytes || stage.places * stage.bytes() > p.ring_bytes) return "places";
+  if (stage.places < 3 || stage.places > kRingSlots) return "slots";
+  if (stage.in_flight < 1 || stage.in_flight > most) return "stages in flight";
+  if (stage.in_flight > 1 && stage.in_flight * bytes > p.bytes_in_flight) return "too many bytes in flight";
+  if (stage.in_flight < most && (stage.in_flight + 1) * bytes <= p.bytes_in_flight) return "too few bytes in flight";
+  // Wherever a stage ends, the next one lies in the first place behind it, or in the ring's first.
+  for (int end = 0; end <= p.ring_bytes; end += 128) {
+    const int place = (end + stage.bytes() - 1) / stage.bytes();
+    if (stage.first_place(end) != (place < stage.places ? place : 0)) return "first place";
+  }
   return "";
 }
 
@@ -101,15 +122,16 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
+  if (p.ring_bytes % 128 || p.ring_bytes < p.stages * p.stage_bytes) return "the ring's bytes";
   if (p.ahead_stages < 0 || p.ahead_clocks < 1) return "prefetches";
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
   for (const ProductShape& s : product_shapes(d, p, {})) {
-    const int bytes = kStageSlices * 2 * s.slice_columns, most = p.stages - 2;
-    if (s.in_flight < 1 || s.in_flight > most) return "a product's stages in flight";
-    if (s.in_flight > 1 && s.in_flight * bytes > p.bytes_in_flight) return "too many bytes in flight";
-    if (s.in_flight < most && (s.in_flight + 1) * bytes <= p.bytes_in_flight) return "too few bytes in flight";
+    const int bytes = kStageSlices * 2 * s.slice_columns;
+    if (const std::string what = stage_fault(p, s.stage, bytes); !what.empty()) return "a product's stages: " + what;
     if (s.columns != s.slices * s.slice_columns) return "a product's slices";
   }
+  if (const std::string what = stage_fault(p, p.key_stage, p.stage_keys * d.head_dim * 4); !what.empty())
+    return "stages of keys: " + what;
   const std::int64_t hidden = m.hidden_size, act = m.intermediate_size;
   if (hidden % (8 * p.hidden_slices) || act % (8 * p.act_slices)) return "slices of whole pieces";
   const std::int64_t context = m.num_attention_heads * m.head_dim();
@@ -151,14 +173,14 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
                                                {"residual", l.residual},
                                                {"sums", l.sums},
                                                {"ring", l.ring}};
-  int end = (2 * p.stages + kSignals) * 8;
+  int end = (2 * kRingSlots + kSignals) * 8;
   for (const auto& [name, begin] : parts) {
     if (begin < end) return std::string(name) + " overlaps what lies before it";
     if (begin % (begin < l.angles ? 16 : 128)) return std::string(name) + " is misaligned";
     end = begin;
   }
   if (l.lengths - l.layer_pointers < 2 * int(sizeof(LayerPointers))) return "pointers of two layers";
-  if (l.ring + p.stages * p.stage_bytes > l.bytes) return "ring";
+  if (l.ring + p.ring_bytes > l.bytes) return "ring";
   return "";
 }
 
@@ -444,17 +466,67 @@ TEST_CASE("persistent: odd models have plans") {
     }
 }
 
-TEST_CASE("persistent: slices of mlp.act are no longer than those of hidden where they can be as short") {
-  const auto slices = [](const char* name) {
+TEST_CASE("persistent: mlp.act goes to registers where each warp has a long slice of its own") {
+  const auto plan = [](const char* name, PersistentChoices choices = {}) {
     const auto m = find_preset(name);
     REQUIRE(m);
-    const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
-    REQUIRE(plan);
-    return std::array{plan->hidden_columns, plan->act_columns, plan->stage_bytes};
+    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), 1, for_capacity(choices, 512));
+    REQUIRE(p);
+    return *p;
   };
-  CHECK(slices("llama-3.2-3b") == std::array{1536, 1024, 4 * 1536 * 2});  // 2048 of 8192 would be longer than 1536
-  CHECK(slices("qwen2.5-7b") == std::array{1792, 2368, 4 * 2368 * 2});    // 16 slices would be too many
-  CHECK(slices("llama-3.1-8b") == std::array{2048, 1792, 4 * 2048 * 2});
+  for (const auto& [name, act_columns] :
+       {std::pair{"llama-3.1-8b", 1792}, {"llama-2-7b", 1376}, {"qwen2.5-7b", 2368}}) {
+    CAPTURE(name);
+    CHECK(plan(name).act_in_registers);
+    CHECK(plan(name).act_columns == act_columns);
+    // The ring has the bytes that mlp.act would take.
+    CHECK(plan(name).ring_bytes > 200 << 10);
+    CHECK_FALSE(plan(name, {.tile_products = true}).act_in_registers);
+  }
+  // Eighths of a row are too short, and with a parallel residual other warps fetch mlp.act.
+  for (const char* name : {"llama-3.2-1b", "llama-3.2-3b", "llama-2.8b-shape", "pythia-6.9b"}) {
+    CAPTURE(name);
+    CHECK_FALSE(plan(name).act_in_registers);
+  }
+}
+
+TEST_CASE("persistent: every product has as many stages as the ring has room for") {
+  const auto m = find_preset("llama-3.2-3b");
+  REQUIRE(m);
+  const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
+  REQUIRE(plan);
+  const auto shapes = product_shapes(persistent_dims(persistent_model(*m, m->dtype), 1), *plan, {});
+  const RingStage &up = shapes[std::size_t(Weight::up)].stage, &down = shapes[std::size_t(Weight::down)].stage;
+  CHECK(up.bytes() == 4 * 1536 * 2);
+  CHECK(down.bytes() == 4 * 2048 * 2);
+  CHECK(up.places == plan->ring_bytes / up.bytes());
+  CHECK(down.places == plan->ring_bytes / down.bytes());
+}
+
+TEST_CASE("persistent: many sequences share norms where the ring keeps room for the bytes in flight") {
+  const auto plan = [](const char* name, std::int64_t batch) {
+    const auto m = find_preset(name);
+    REQUIRE(m);
+    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), batch);
+    REQUIRE(p);
+    return *p;
+  };
+  CHECK(plan("pythia-2.8b", 8).shared_norms);
+  CHECK(plan("llama-3.1-8b", 4).shared_norms);
+  CHECK_FALSE(plan("llama-3.1-8b", 8).shared_norms);
+  CHECK(plan("llama-3.1-8b", 8).ring_bytes >= 60 << 10);
+}
+
+TEST_CASE("persistent: divisors divide exactly") {
+  for (int number : {1, 2, 3, 5, 7, 8, 12, 28, 32, 107, 128, 1000, 4095, 4096}) {
+    CAPTURE(number);
+    const Divisor by(number);
+    int wrong = 0;
+    for (int dividend = 0; dividend <= 1 << 23; dividend += dividend < 1 << 18 ? 1 : 61)
+      wrong += by.quotient(dividend) != dividend / number;
+    CHECK(wrong == 0);
+    CHECK(by.quotient((1 << 23) / number * number - 1) == (1 << 23) / number - 1);
+  }
 }
 
 TEST_CASE("persistent: steps are launched so by size, residual, slots, weights and GPU") {
@@ -499,9 +571,9 @@ TEST_CASE("persistent: the plan of Pythia-2.8B prints what it is") {
   const auto plan = plan_persistent(kH200, persistent_model(*m, m->dtype), 1);
   REQUIRE(plan);
   const std::string text = to_string(*plan);
-  CHECK(plan->ahead_clocks == 20480 / 13);  // 13 bytes a clock
-  for (const char* part : {"132 blocks", "ring of 9 stages", "3 in flight", "8 ahead in the L2", "row products",
-                           "4 splits", "B of shared memory"}) {
+  CHECK(plan->ahead_clocks == 1024 / 13);  // 13 bytes a clock
+  for (const char* part : {"132 blocks", "ring of 19", "stages of up to 20480 B", "61440 B in flight",
+                           "8 ahead in the L2", "row products", "4 splits", "B of shared memory"}) {
     CAPTURE(text, part);
     CHECK(text.find(part) != std::string::npos);
   }
