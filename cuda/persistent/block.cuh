@@ -80,7 +80,7 @@ struct Block {
   }
 
   __device__ std::uint64_t* signal_barrier(Signal s) const {
-    return at<std::uint64_t>(c.layout.barriers) + 2 * kRingSlots + int(s);
+    return at<std::uint64_t>(c.layout.barriers) + 2 * kMaxRingStages + int(s);
   }
   /// Every warp of the kind that signals calls this; every warp of the kind that is told calls wait().
   __device__ void signal(Signal s) const {

@@ -101,7 +101,7 @@ namespace cf::cuda {
 template <bool Together>
 __device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
   const int thread = int(threadIdx.x);
-  if (thread < kRingSlots) {
+  if (thread < kMaxRingStages) {
     ring.init(unsigned(thread), Together ? kProductWarps : kProductWarps / 2);
     publish_barriers();
   }

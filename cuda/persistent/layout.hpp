@@ -128,7 +128,7 @@ constexpr int merged_partials(const PersistentPlan& p) {
 /// The offsets of the parts of a block's shared memory, and some sizes, in bytes. All offsets are multiples of 16, and
 /// of 128 from `angles` on.
 struct PersistentLayout {
-  int barriers;        // two of each slot of the ring, then one of each signal; at offset 0, which TileTokens relies on
+  int barriers;        // two of each stage, then one of each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
   int layer_pointers;  // (2) LayerPointers: layer l's are at place l % 2
   int lengths;         // (batch) kv_len
@@ -203,7 +203,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
             gathered_bytes = p.attention_splits > 1 ? l.merged_floats * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
-  l.barriers = place((2 * kRingSlots + kSignals) * 8);
+  l.barriers = place((2 * kMaxRingStages + kSignals) * 8);
   l.notice = place(int(sizeof(BlockNotice)), 16);
   l.layer_pointers = place(2 * int(sizeof(LayerPointers)), 16);
   l.lengths = place(d.batch * 4, 16);

@@ -76,8 +76,8 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 
 /// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// Stages of any size that the ring has room for, at most. Each has a lane of the stream warp.
-inline constexpr int kRingSlots = 32;
+/// The most stages that the ring has room for. Each has a lane of the stream warp.
+inline constexpr int kMaxRingStages = 32;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
 /// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
@@ -194,9 +194,9 @@ struct PersistentPlan {
 
 /// Stages of `bytes` bytes: of a product, or of keys and values.
 constexpr RingStage ring_stage(const PersistentPlan& p, int bytes) {
-  // So many small stages as fit in the ring would have more slots than there are.
+  // Small stages have larger places than they need: the ring holds kMaxRingStages stages at most.
   constexpr int line = RingStage::kLineBytes;
-  const int least = (p.ring_bytes + kRingSlots - 1) / kRingSlots,
+  const int least = (p.ring_bytes + kMaxRingStages - 1) / kMaxRingStages,
             lines = ((bytes > least ? bytes : least) + line - 1) / line;
   const int places = p.ring_bytes / line / lines, stages = p.bytes_in_flight / bytes;
   return {std::int16_t(lines), std::int8_t(places),

@@ -5,22 +5,21 @@
 
 namespace cf::cuda {
 
-/// The barriers of the stages in shared memory. Stage n of a launch has slot n % kRingSlots. A slot has a barrier that
-/// says that its stage is full, and one that says that it is empty. With one token, product warps 0 to 3 empty every
-/// second stage and warps 4 to 7 the others. With several tokens or packed weights, all product warps empty every
-/// stage.
+/// The barriers of the stages in shared memory: one says that a stage is full, and one that it is empty. Stages of a
+/// launch n and n + kMaxRingStages have the same two. With one token, product warps 0 to 3 empty every second stage and
+/// warps 4 to 7 the others. With several tokens or packed weights, all product warps empty every stage.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)
       : first_full_(shared_address(block_smem + c.layout.barriers)) {}
 
-  /// Each of kRingSlots threads makes the barriers of one slot. A stage is empty after `readers` arrivals.
-  __device__ void init(unsigned slot, int readers) const {
-    init_barrier(full(slot), 1);
-    init_barrier(empty(slot), readers);
+  /// Makes the barriers of a stage, for the first kMaxRingStages stages. A stage is empty after `readers` arrivals.
+  __device__ void init(unsigned stage, int readers) const {
+    init_barrier(full(stage), 1);
+    init_barrier(empty(stage), readers);
   }
-  __device__ std::uint32_t full(unsigned stage) const { return first_full_ + stage % kRingSlots * kBarrier; }
-  __device__ std::uint32_t empty(unsigned stage) const { return full(stage) + kRingSlots * kBarrier; }
+  __device__ std::uint32_t full(unsigned stage) const { return first_full_ + stage % kMaxRingStages * kBarrier; }
+  __device__ std::uint32_t empty(unsigned stage) const { return full(stage) + kMaxRingStages * kBarrier; }
   __device__ bool is_full(unsigned stage) const { return test_barrier(full(stage), parity(stage)); }
   __device__ bool is_empty(unsigned stage) const { return test_barrier(empty(stage), parity(stage)); }
   /// Wait a short while. True where the stage is full, or empty.
@@ -33,7 +32,7 @@ class Ring {
 
  private:
   static constexpr unsigned kBarrier = sizeof(std::uint64_t);
-  static __device__ unsigned parity(unsigned stage) { return stage / kRingSlots % 2; }
+  static __device__ unsigned parity(unsigned stage) { return stage / kMaxRingStages % 2; }
 
   std::uint32_t first_full_;
 };
@@ -142,7 +141,7 @@ class RingWriter {
   }
   /// Whether the blocker lies in the next stage's place, or, in the round before, behind it.
   __device__ bool is_blocked() const {
-    const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kRingSlots)),
+    const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kMaxRingStages)),
                    end_before = passed_ + unsigned(at_ + stage_bytes_ - plan_.ring_bytes);
     return blocker_ != next_ && int(from - end_before) < 0;
   }
@@ -158,7 +157,7 @@ class RingWriter {
       ++oldest_;
     else
       --more_;
-    if (next_ % kRingSlots == threadIdx.x % 32) from_ = passed_ + unsigned(at_);
+    if (next_ % kMaxRingStages == threadIdx.x % 32) from_ = passed_ + unsigned(at_);
     stage_ = begin_ + unsigned(at_), full_ = ring_.full(next_);
     at_ += stage_bytes_;
     if (at_ == places_ * stage_bytes_) at_ = 0, passed_ += unsigned(plan_.ring_bytes);
@@ -175,15 +174,15 @@ class RingWriter {
   int stage_bytes_ = 0, places_ = 0, in_run_ = 0;  // of the run: the bytes of a place, the places, the stages so far
   int at_ = 0;                                     // where in the ring the next stage lies
   unsigned passed_ = 0;                            // the ring's bytes times the rounds before
-  unsigned from_ = 0;                              // the sum of these two, of the stage in the lane's slot
+  unsigned from_ = 0;                              // the sum of these two, of the lane's last stage
   int allowed_ = 0, more_ = 0;                     // stages that may be in flight, and how many of these are not
   int ahead_ = 0;                                  // stages that were prefetched: the next stage and those behind it
 };
 
-/// Empties every stage, or every second one; each warp has a reader. A slot is filled in one round after another, and
-/// the parity of its barrier tells a round from the one before, not from older ones. So a warp must not wait for a
-/// round of a slot while the round before, which may be for other warps, is in flight. It never does: the stage two
-/// positions earlier has arrived, and at most kRingSlots - 2 stages are in flight.
+/// Empties every stage, or every second one; each warp has a reader. The parity of a barrier tells a stage from the
+/// stage before that had the same barrier, not from older ones. So a warp must not wait for a stage while that stage
+/// before, which may be for other warps, is in flight. It never does: the stage two positions earlier has arrived, and
+/// at most kMaxRingStages - 2 stages are in flight.
 ///
 /// The writer does not say where a stage lies. A reader finds the places as the writer does: both get the same kinds of
 /// stages in the same order.

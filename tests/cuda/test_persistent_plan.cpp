@@ -98,7 +98,7 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
 std::string stage_fault(const PersistentPlan& p, const RingStage& stage, int bytes) {
   const int most = stage.places - 2;
   if (stage.bytes() < bytes || stage.places * stage.bytes() > p.ring_bytes) return "places";
-  if (stage.places < 3 || stage.places > kRingSlots) return "slots";
+  if (stage.places < 3 || stage.places > kMaxRingStages) return "number of places";
   if (stage.in_flight < 1 || stage.in_flight > most) return "stages in flight";
   if (stage.in_flight > 1 && stage.in_flight * bytes > p.bytes_in_flight) return "too many bytes in flight";
   if (stage.in_flight < most && (stage.in_flight + 1) * bytes <= p.bytes_in_flight) return "too few bytes in flight";
@@ -173,7 +173,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
                                                {"residual", l.residual},
                                                {"sums", l.sums},
                                                {"ring", l.ring}};
-  int end = (2 * kRingSlots + kSignals) * 8;
+  int end = (2 * kMaxRingStages + kSignals) * 8;
   for (const auto& [name, begin] : parts) {
     if (begin < end) return std::string(name) + " overlaps what lies before it";
     if (begin % (begin < l.angles ? 16 : 128)) return std::string(name) + " is misaligned";
