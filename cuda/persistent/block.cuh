@@ -162,15 +162,19 @@ __device__ void store_angles(const Block& block, int thread, int threads, Positi
   }
 }
 
-/// Where a slice of mlp.act lies in shared memory, and the signal that it is there. Where there are two places, the
-/// next slice may be there before this one is used.
+/// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there are
+/// two places, the next slice may be there before this one is used.
 struct ActPlace {
   int offset;
-  Signal here;
+  Signal here, used;
 
   __device__ ActPlace(const PersistentArguments& c, int slice)
-      : offset(c.two_act_places && slice % 2 ? c.layout.attn_x : c.layout.mlp_x),
-        here(c.two_act_places && slice % 2 ? Signal::act_here_too : Signal::act_here) {}
+      : offset(is_second(c, slice) ? c.layout.attn_x : c.layout.mlp_x),
+        here(is_second(c, slice) ? Signal::act_here_too : Signal::act_here),
+        used(is_second(c, slice) ? Signal::act_used_too : Signal::act_used) {}
+
+ private:
+  static __device__ bool is_second(const PersistentArguments& c, int slice) { return c.two_act_places && slice % 2; }
 };
 
 /// Loads a thread's pieces 0 to AtOnce - 1. load(u) issues the loads of piece u; here(u) is true where the piece is
@@ -198,10 +202,14 @@ inline constexpr int kUnsampledHidden = 4096, kUnsampledColumns = 2048;
 /// Lanes of a warp that poll a sample, one element each. Polls by all 32 lanes would delay the weights.
 inline constexpr int kSampleLanes = 4;
 
-/// Waits for a token's `columns` elements, a multiple of eight, and stores them in shared memory without their tags.
+/// Waits for all elements of mlp.act, or of the context, of one token. Stores them in shared memory without their tags.
 /// False where that took too long, in all lanes of a warp alike.
-__device__ inline bool fetch_token(const Block& block, int layer, Dependency d, const TaggedElement* from, int columns,
-                                   char* to) {
+__device__ inline bool fetch_token(const Block& block, int layer, bool is_act) {
+  const PersistentArguments& c = block.c;
+  const Dependency d = is_act ? Dependency::mlp_act : Dependency::context;
+  const TaggedElement* const from = is_act ? c.mlp_act : c.context;
+  const int columns = is_act ? c.dims.intermediate : c.dims.attention;  // a multiple of eight
+  char* const to = block.at<char>(is_act ? c.layout.mlp_x : c.layout.attn_x);
   constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
   const unsigned tag = block.tag(layer);
   const int thread = block.thread(), step = block.threads * kVec, lane = thread % 32;

@@ -37,7 +37,7 @@ class HelperWarps {
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
         case Phase::head: hear_host(); break;
         case Phase::down:
-          if (c.product_warps_fetch_act || (early && step >= 0)) break;
+          if (c.product_warps_fetch || (early && step >= 0)) break;
           if (after_up && !block.wait(Signal::up_done)) return false;
           [[fallthrough]];
         case Phase::dense: go = fetch(phase); break;
@@ -68,10 +68,7 @@ class HelperWarps {
     } else {
       // The context's place may be that of the partial results, which another helper warp may still be reading.
       if (!is_act && !block.sync_unless_stopped()) return false;
-      if (!fetch_token(block, layer, is_act ? Dependency::mlp_act : Dependency::context, is_act ? c.mlp_act : c.context,
-                       is_act ? c.dims.intermediate : c.dims.attention,
-                       block.at<char>(is_act ? c.layout.mlp_x : c.layout.attn_x)))
-        return false;
+      if (!c.product_warps_fetch && !fetch_token(block, layer, is_act)) return false;
       block.signal(is_act ? Signal::act_here : Signal::context_here);
       return true;
     }
@@ -92,7 +89,8 @@ class HelperWarps {
       const ActPlace place(c, slice);
       // A place is free when the previous slice there has been used. attn_x, the place of slice 1, is free when slice 0
       // has been used: dense, which reads the context there, is done by then.
-      if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(Signal::act_used)) return false;
+      const Signal free = slice == 1 ? ActPlace(c, 0).used : place.used;
+      if (slice > 0 && !(c.two_act_places && slice == 2) && !block.wait(free)) return false;
       const int begin = slice * c.plan.act_columns;  // the last slice may be smaller
       copy_tokens(block, reinterpret_cast<const char*>(c.mlp_act) + begin * 2, c.dims.intermediate * 2,
                   min(c.plan.act_columns, c.dims.intermediate - begin) * 2, block.at<char>(place.offset),

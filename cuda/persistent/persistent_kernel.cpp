@@ -354,7 +354,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
                                   .activation = model.hidden_act,
                                   .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
                                   .two_act_places = is_tiled(plan.products),
-                                  .product_warps_fetch_act = !is_tiled(plan.products) && !model.use_parallel_residual,
+                                  .product_warps_fetch = !is_tiled(plan.products) && !model.use_parallel_residual,
                                   .layers = int(pointers.size()),
                                   .head_layer = ends ? int(layers.size()) : -1,
                                   .positions = sequences.positions.data,

@@ -13,8 +13,6 @@ namespace {
 
 /// The fewest stages of the largest size that the ring has room for.
 constexpr int kMinStages = 3;
-/// The fewest stages of a tile product, which empties two at once, where its slices can be so short.
-constexpr int kTileStages = 4;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
@@ -162,9 +160,8 @@ class Slicing {
   }
 
   /// Of packed weights tries the longest slices first. Of dense weights tries one token's row product first: with
-  /// slices of one length, the longest first, then with slices of any length. Tries the tile product then, with
-  /// kTileStages stages at least: with shared norms where the ring has room for the bytes in flight beside them, then
-  /// without. False where no ring of kMinStages fits.
+  /// slices of one length, the longest first, then with slices of any length. Tries the tile product then: with
+  /// shared norms, then without. False where no ring of kMinStages fits.
   bool find() {
     if (packed_) {
       for (int most_columns = kMaxPackedColumns; most_columns >= kDigitColumns; most_columns /= 2)
@@ -176,11 +173,7 @@ class Slicing {
         if (row_product(columns)) return true;
     for (bool shared_norms : {true, false})
       for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
-        if (tile_product(most_columns, shared_norms) && plan.stages >= kTileStages &&
-            (!shared_norms || plan.ring_bytes >= kBytesInFlight))
-          return true;
-    for (int most_columns = kMaxSliceColumns; most_columns >= 256; most_columns /= 2)
-      if (tile_product(most_columns, false)) return true;
+        if (tile_product(most_columns, shared_norms)) return true;
     return false;
   }
 

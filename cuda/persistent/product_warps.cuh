@@ -102,12 +102,22 @@ class ProductWarps {
     switch (phase) {
       case Phase::qkv: return digits_of_norm(Weight::qkv);
       case Phase::up_first: return digits_of_norm(Weight::up);
-      case Phase::dense: return block.wait(Signal::context_here) && make_digits(Weight::dense);
+      case Phase::dense:
       case Phase::down:
-        return !Packed || Tiles ||
-               ((c.product_warps_fetch_act ? fetch_act() : block.wait(Signal::act_here)) && make_digits(Weight::down));
+        return (phase == Phase::down && (Tiles || c.plan.act_in_registers)) ||
+               (await_token(phase == Phase::down) && make_digits(weight_of(phase)));
       default: return true;
     }
+  }
+  /// Waits for mlp.act or for the context, or fetches it.
+  __device__ bool await_token(bool is_act) {
+    // What the product warps fetch has no signal. Their signal of the context says that its place is free.
+    if (!is_act || !c.product_warps_fetch)
+      if (!block.wait(is_act ? Signal::act_here : Signal::context_here)) return false;
+    if (Tiles || !c.product_warps_fetch) return true;
+    if (is_act) block.sync();  // the place is free: no warp needs up's tokens there any more
+    fetch_token(block, layer, is_act);
+    return block.sync_unless_stopped();
   }
 
   /// Norms [first, end) of each token: norm 0 is input_layernorm, norm 1 post_attention_layernorm. With a parallel
@@ -239,11 +249,9 @@ class ProductWarps {
     Addends addends = work.addends;
     const bool is_down = phase == Phase::down;
     const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
-    // With one token mlp.act arrives whole, beside packed weights before the product; with several slice by slice.
+    // With several tokens mlp.act arrives slice by slice.
     const auto x_at = [&](int slice) -> char* {
-      if (is_down && !Together && c.product_warps_fetch_act)
-        return fetch_act() ? block.at<char>(c.layout.mlp_x) : nullptr;
-      if (is_down && (Tiles || !Packed)) {
+      if (is_down && Tiles) {
         const ActPlace place(c, slice);
         return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
       }
@@ -253,13 +261,12 @@ class ProductWarps {
       // Signals as often as the helper warps wait for the signal.
       const int slices = c.plan.act_slices;
       if (Tiles && is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_places < slices))
-        block.signal(Signal::act_used);
+        block.signal(ActPlace(c, slice).used);
     };
     const Weight weight = weight_of(phase);
     const bool awaits_slices = !Together && is_down && c.plan.act_in_registers;
     if constexpr (!Together) {
       const char* const x = awaits_slices ? nullptr : x_at(0);
-      if (!x && !awaits_slices) return false;
       consume_row_product<T>(reader, product, sums, RowTokens{block, layer, x});
     } else if (Packed && !Tiles && has_digits(weight)) {
       consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);
@@ -287,7 +294,7 @@ class ProductWarps {
     }
     if constexpr (Together) reader.end(0);
     // Signals as often as the helper warps wait for the signal.
-    if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch_act))
+    if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
@@ -332,12 +339,6 @@ class ProductWarps {
     return true;
   }
 
-  /// Fetches mlp.act. False where the block must leave.
-  __device__ bool fetch_act() {
-    block.sync();  // the place is free: no warp needs up's tokens there any more
-    fetch_token(block, layer, Dependency::mlp_act, c.mlp_act, c.dims.intermediate, block.at<char>(c.layout.mlp_x));
-    return block.sync_unless_stopped();
-  }
   /// How the layer's weights are stored.
   __device__ const LayerKind& kind() const { return c.kinds[Packed ? kind_number : 0]; }
   /// Whether the layer's matrix is packed: it is multiplied by digits.

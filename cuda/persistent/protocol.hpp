@@ -44,6 +44,7 @@ enum class Signal : int {
   qkv_done,        // all rows of q, k and v are multiplied: attn_x is free
   up_done,         // all rows of mlp.dense_h_to_4h are multiplied: mlp_x is free
   act_used,        // a slice of mlp.act is in registers: its place is free
+  act_used_too,    // the same of a slice in attn_x: a warp may be a slice ahead of others
   partials_ready,  // the warps' partial results of a key split are in shared memory
   // From the helper warps to the product warps.
   partials_taken,  // the partial results are merged: their place is free
@@ -53,7 +54,7 @@ enum class Signal : int {
   copied,          // from the copy engine to the helper warps: the requested tokens are in shared memory
   norms_here       // from the copy engine to the product warps: gamma and beta are in shared memory
 };
-inline constexpr int kSignals = 10;
+inline constexpr int kSignals = 11;
 /// How many arrivals complete a phase of a signal's barrier: one of each warp that signals, or of each thread that
 /// expects copies.
 CF_HD constexpr int arrivals(Signal s) {

@@ -53,8 +53,8 @@ class RingWriter {
     more_ += kind.in_flight - allowed_;
     allowed_ = kind.in_flight;
     if (kind.bytes() == stage_bytes_) return;
-    if (is_round()) blocker_ = next_ - unsigned(places_);
-    stage_bytes_ = kind.bytes(), places_ = kind.places, in_run_ = 0;
+    if (is_round_) blocker_ = next_ - unsigned(places_);
+    stage_bytes_ = kind.bytes(), places_ = kind.places, in_run_ = 0, is_round_ = false;
     const int at = kind.first_place(at_) * stage_bytes_;
     if (at < at_) passed_ += unsigned(plan_.ring_bytes);
     at_ = at;
@@ -126,16 +126,13 @@ class RingWriter {
     ring_.wait_full(oldest_);
     ++oldest_;
   }
-  /// Whether the run has had all its places. The next stage then waits for one stage alone: for that of the same run
-  /// that had the next stage's place.
-  __device__ bool is_round() const { return in_run_ >= places_; }
   /// A quick look whether the next stage can be requested. False where stages of earlier runs may lie in its place.
   __device__ bool is_ready(bool awaits) const {
-    return is_round() && ring_.is_empty(next_ - unsigned(places_)) & (!awaits || ring_.is_full(oldest_));
+    return is_round_ && ring_.is_empty(next_ - unsigned(places_)) & (!awaits || ring_.is_full(oldest_));
   }
   /// Makes the stage that must be empty before the next one is requested the blocker. False where there is none.
   __device__ bool find_blocker() {
-    if (!is_round()) return is_blocked();
+    if (!is_round_) return is_blocked();
     blocker_ = next_ - unsigned(places_);
     return true;
   }
@@ -149,7 +146,7 @@ class RingWriter {
   __device__ bool is_blocked_still(bool blocked) {
     if (!blocked) return false;
     ++blocker_;
-    return !is_round() && is_blocked();
+    return !is_round_ && is_blocked();
   }
   /// Makes the next stage the one to fill. `has_awaited`: the oldest stage in flight has arrived.
   __device__ void take_next(bool has_awaited) {
@@ -162,6 +159,7 @@ class RingWriter {
     at_ += stage_bytes_;
     if (at_ == places_ * stage_bytes_) at_ = 0, passed_ += unsigned(plan_.ring_bytes);
     ++next_, ++in_run_;
+    if (!is_round_) is_round_ = in_run_ >= places_ && int(blocker_ + unsigned(in_run_) - next_) >= 0;
   }
 
   Ring ring_;
@@ -170,13 +168,16 @@ class RingWriter {
   const std::uint32_t begin_;                      // of the ring
   std::uint32_t stage_ = 0, full_ = 0;             // where the stage that is being filled lies, and its barrier
   unsigned next_ = 0, oldest_ = 0;                 // the next stage, and the oldest one in flight
-  unsigned blocker_ = 0;                           // unless is_round(), all stages before it are empty
+  unsigned blocker_ = 0;                           // unless is_round_, all stages before it are empty
   int stage_bytes_ = 0, places_ = 0, in_run_ = 0;  // of the run: the bytes of a place, the places, the stages so far
-  int at_ = 0;                                     // where in the ring the next stage lies
-  unsigned passed_ = 0;                            // the ring's bytes times the rounds before
-  unsigned from_ = 0;                              // the sum of these two, of the lane's last stage
-  int allowed_ = 0, more_ = 0;                     // stages that may be in flight, and how many of these are not
-  int ahead_ = 0;                                  // stages that were prefetched: the next stage and those behind it
+  // Whether the run has had all its places, and all stages of earlier runs are empty. The next stage then waits for one
+  // stage alone: for that of the same run that had its place.
+  bool is_round_ = false;
+  int at_ = 0;                  // where in the ring the next stage lies
+  unsigned passed_ = 0;         // the ring's bytes times the rounds before
+  unsigned from_ = 0;           // the sum of these two, of the lane's last stage
+  int allowed_ = 0, more_ = 0;  // stages that may be in flight, and how many of these are not
+  int ahead_ = 0;               // stages that were prefetched: the next stage and those behind it
 };
 
 /// Empties every stage, or every second one; each warp has a reader. The parity of a barrier tells a stage from the

@@ -503,20 +503,6 @@ TEST_CASE("persistent: every product has as many stages as the ring has room for
   CHECK(down.places == plan->ring_bytes / down.bytes());
 }
 
-TEST_CASE("persistent: many sequences share norms where the ring keeps room for the bytes in flight") {
-  const auto plan = [](const char* name, std::int64_t batch) {
-    const auto m = find_preset(name);
-    REQUIRE(m);
-    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), batch);
-    REQUIRE(p);
-    return *p;
-  };
-  CHECK(plan("pythia-2.8b", 8).shared_norms);
-  CHECK(plan("llama-3.1-8b", 4).shared_norms);
-  CHECK_FALSE(plan("llama-3.1-8b", 8).shared_norms);
-  CHECK(plan("llama-3.1-8b", 8).ring_bytes >= 60 << 10);
-}
-
 TEST_CASE("persistent: divisors divide exactly") {
   for (int number : {1, 2, 3, 5, 7, 8, 12, 28, 32, 107, 128, 1000, 4095, 4096}) {
     CAPTURE(number);
