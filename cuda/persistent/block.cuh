@@ -162,8 +162,8 @@ __device__ void store_angles(const Block& block, int thread, int threads, Positi
   }
 }
 
-/// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there are
-/// two places, the next slice may be there before this one is used.
+/// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there
+/// are two places, the next slice may be there before this one is used.
 struct ActPlace {
   int offset;
   Signal here, used;

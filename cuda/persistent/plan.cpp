@@ -200,7 +200,8 @@ class Slicing {
     // The longest slices set the bytes of a stage, and shorter slices do not fill one. Most waits for other blocks come
     // before products of hidden columns. So slices of mlp.act are no longer than hidden's where that is possible.
     // A warp loads its slice of mlp.act to registers where each warp has its own slice. With a parallel residual other
-    // warps fetch mlp.act meanwhile. Shorter slices than these are slower so: they make many short stages.
+    // warps fetch mlp.act meanwhile. Eighths of 1024 columns are slower so: they make many short stages
+    // (data/bench/act-in-registers.json).
     const int own_slice = d_.intermediate % (8 * kProductWarps) ? 0 : d_.intermediate / kProductWarps;
     plan.act_in_registers = sequential_ && row_chunks(own_slice) >= kMinRowChunks && own_slice <= kMaxSliceColumns;
     if (plan.act_in_registers) plan.act_slices = kProductWarps, plan.act_columns = own_slice;
