@@ -237,6 +237,7 @@ class Slicing {
     cut_groups(d_.hidden, plan.hidden_slices, plan.hidden_columns);
     cut_groups(d_.attention, plan.context_slices, plan.context_columns);
     cut_groups(d_.intermediate, plan.act_slices, plan.act_columns);
+    if (std::max({plan.hidden_slices, plan.context_slices, plan.act_slices}) > kMaxSlices) return false;
     plan.products = d_.batch == 1 && !tile_products_ ? Products::packed : Products::packed_tiles;
     plan.shared_norms = false;
     plan.warp_rows = 0;

@@ -78,6 +78,8 @@ inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
 /// The most stages that the ring has room for. Each has a lane of the stream warp.
 inline constexpr int kMaxRingStages = 32;
+/// The most slices of a row: ProductShape has a byte for their number.
+inline constexpr int kMaxSlices = 127;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
 /// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do

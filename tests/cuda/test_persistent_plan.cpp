@@ -503,6 +503,25 @@ TEST_CASE("persistent: every product has as many stages as the ring has room for
   CHECK(down.places == plan->ring_bytes / down.bytes());
 }
 
+TEST_CASE("persistent: a row of packed weights has as many slices as their number has room for") {
+  const ModelConfig m = gated_model_of(ModelType::llama, 8, 8, 128, 1024, 800 * 128);
+  int planned = 0;  // without the bound a small ring takes 160 slices
+  for (int kilobytes = 227; kilobytes > 8; --kilobytes)
+    for (std::int64_t batch : {1, 2}) {
+      Arch arch = kH200;
+      arch.smem_per_block_bytes = kilobytes << 10;
+      PersistentModel model = persistent_model(m, DType::f16);
+      model.packed = true;
+      const auto plan = plan_persistent(arch, model, batch);
+      if (!plan) continue;
+      ++planned;
+      CAPTURE(kilobytes, batch, to_string(*plan));
+      CHECK(plan->act_slices <= kMaxSlices);
+      CHECK(product_shapes(persistent_dims(model, batch), *plan, {})[int(Weight::down)].slices == plan->act_slices);
+    }
+  CHECK(planned > 0);
+}
+
 TEST_CASE("persistent: divisors divide exactly") {
   for (int number : {1, 2, 3, 5, 7, 8, 12, 28, 32, 107, 128, 1000, 4095, 4096}) {
     CAPTURE(number);
