@@ -67,7 +67,7 @@ class ProductWarps {
   __device__ bool next_token() {
     if (!c.token.chooses) return false;
     block.sync();                        // all warps' keys are in `best`
-    block.token = block.tokens_begun();  // no register holds it from one token to the next
+    block.token = block.tokens_begun();  // so no register holds the token's number through all layers
     publish_best();
     const bool is_last = block.token + 1 == c.token.count;
     if (is_last && blockIdx.x != 0) return false;
@@ -111,7 +111,8 @@ class ProductWarps {
   }
   /// Waits for mlp.act or for the context, or fetches it.
   __device__ bool await_token(bool is_act) {
-    // What the product warps fetch has no signal. Their signal of the context says that its place is free.
+    // Where the product warps fetch, no signal says that mlp.act is there, and context_here says that the context's
+    // place is free.
     if (!is_act || !c.product_warps_fetch)
       if (!block.wait(is_act ? Signal::act_here : Signal::context_here)) return false;
     if (Tiles || !c.product_warps_fetch) return true;

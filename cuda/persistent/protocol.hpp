@@ -48,7 +48,8 @@ enum class Signal : int {
   partials_ready,  // the warps' partial results of a key split are in shared memory
   // From the helper warps to the product warps.
   partials_taken,  // the partial results are merged: their place is free
-  context_here,    // the context is in attn_x; the next layer's pointers are in shared memory
+  context_here,    // the context is in attn_x, or attn_x is free where the product warps fetch the context; the next
+                   // layer's pointers are in shared memory
   act_here,        // mlp.act, or a slice of it, is in mlp_x
   act_here_too,    // a slice of mlp.act is in attn_x
   copied,          // from the copy engine to the helper warps: the requested tokens are in shared memory
