@@ -130,13 +130,14 @@ class RingWriter {
   __device__ bool is_ready(bool awaits) const {
     return is_round_ && ring_.is_empty(next_ - unsigned(places_)) & (!awaits || ring_.is_full(oldest_));
   }
-  /// Makes the stage that must be empty before the next one is requested the blocker. False where there is none.
+  /// Sets blocker_ to the stage that must be empty before the next stage is requested. False where there is none.
   __device__ bool find_blocker() {
     if (!is_round_) return is_blocked();
     blocker_ = next_ - unsigned(places_);
     return true;
   }
-  /// Whether the blocker lies in the next stage's place, or, in the round before, behind it.
+  /// Whether the blocker must be empty: it begins, a round of the ring earlier, before the end of the next stage's
+  /// place.
   __device__ bool is_blocked() const {
     const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kMaxRingStages)),
                    end_before = passed_ + unsigned(at_ + stage_bytes_ - plan_.ring_bytes);
