@@ -123,8 +123,8 @@ struct PersistentArguments {
   PhaseOrder phases = {};
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
   bool two_act_places = false;
-  // The product warps fetch the context and mlp.act: nothing else is left for them to do meanwhile, and they are more
-  // threads than the helper warps, so that all loads are in flight at once.
+  // Whether the product warps fetch the context and mlp.act, with one token and a sequential residual. They have no
+  // other work meanwhile. They are more threads than the helper warps, so more loads are in flight at once.
   bool product_warps_fetch = false;
   bool continues = false;       // the second launch of a layer, which reads the first one's tags
   int layers = 0;               // all that launches may run; a token has one tag more than these

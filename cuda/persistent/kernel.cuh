@@ -81,8 +81,8 @@
 //   before a stop. Block::sync_unless_stopped() lets all threads of a barrier go on, or none. Copies are awaited even
 //   after a stop.
 //
-// Small models are bound by instructions. A block runs through about 65 KB of code a layer, most of it once. The
-// instruction cache does not hold so much: an SM misses it about 700 times a layer. A build with 1010 misses was 1.3 %
+// Instructions bound small models. A block runs through about 65 KB of code a layer, most of it once. The instruction
+// cache does not hold so much: an SM misses it about 700 times a layer. A build with 1010 misses was 1.3 %
 // slower with Pythia-1.4B on an H200, and 5 % slower with Pythia-410M (data/bench/instruction-cache.json). So all
 // phases share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With
 // code of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an

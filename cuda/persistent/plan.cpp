@@ -194,14 +194,13 @@ class Slicing {
   static bool has_loop(int columns) {
     return row_chunks(columns) >= kMinRowChunks || std::ranges::count(kWholeSliceColumns, columns) > 0;
   }
-  /// `columns`: one of kWholeSliceColumns, which all slices then have, or kAnyColumns.
+  /// `columns`: one of kWholeSliceColumns, which all slices then have except those of mlp.act in registers; or
+  /// kAnyColumns.
   bool row_product(int columns) {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
-    // The longest slices set the bytes of a stage, and shorter slices do not fill one. Most waits for other blocks come
-    // before products of hidden columns. So slices of mlp.act are no longer than hidden's where that is possible.
-    // A warp loads its slice of mlp.act to registers where each warp has its own slice. With a parallel residual other
-    // warps fetch mlp.act meanwhile. Eighths of 1024 columns are slower so: they make many short stages
-    // (data/bench/act-in-registers.json).
+    // Where each product warp has a slice of mlp.act of its own, the warp loads that slice to registers. With a
+    // parallel residual the helper warps fetch mlp.act while the product warps multiply. Slices of 1024 columns are
+    // slower in registers: their stages are many and short (data/bench/act-in-registers.json).
     const int own_slice = d_.intermediate % (8 * kProductWarps) ? 0 : d_.intermediate / kProductWarps;
     plan.act_in_registers = sequential_ && row_chunks(own_slice) >= kMinRowChunks && own_slice <= kMaxSliceColumns;
     if (plan.act_in_registers) plan.act_slices = kProductWarps, plan.act_columns = own_slice;

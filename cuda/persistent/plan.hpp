@@ -133,8 +133,8 @@ struct RingStage {
   int inverse;            // 2^kInverseBits / lines, rounded up
 
   CF_HD constexpr int bytes() const { return lines * kLineBytes; }
-  /// The place of the next stage where a stage of any kind before it ends at byte `at` of the ring, a multiple of
-  /// kLineBytes: the first place behind it, or the ring's first.
+  /// The place of a stage whose predecessor, of any kind, ends at byte `at` of the ring: the first place that does not
+  /// begin before `at`, or the ring's first place where there is none. `at` is rounded down to whole lines.
   CF_HD constexpr int first_place(int at) const {
     const int place = (at / kLineBytes + lines - 1) * inverse >> kInverseBits;
     return place < places ? place : 0;

@@ -15,7 +15,8 @@
 
 namespace cf::cuda {
 
-/// Loads all of the shape in one access: the compiler would load each member by itself.
+/// Loads the whole shape in one access. From plain C++ the compiler loads each member by itself, and a phase waits for
+/// every load.
 __device__ inline ProductShape load_whole(const ProductShape& shape) {
   uint4 words = *reinterpret_cast<const uint4*>(&shape);
   asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
@@ -273,8 +274,8 @@ struct RowTokens {
 };
 
 /// Waits for a slice of mlp.act. Loads it to registers, as load_matrices() would from shared memory: word m of
-/// token[k] is the pair of columns 256 k + 64 m + 2 lane. Pairs beyond `columns` are zero. Where that takes too long,
-/// the block is stopped and the slice is not complete.
+/// token[k] is the pair of columns that begins with 256 k + 64 m + 2 lane. Pairs beyond `columns` are zero. A wait that
+/// takes too long stops the block; the slice is then incomplete.
 template <int Chunks, bool Whole>
 __device__ void await_slice(const Block& block, int layer, const TaggedElement* from, int columns,
                             uint4 (&token)[Chunks]) {

@@ -5,9 +5,10 @@
 
 namespace cf::cuda {
 
-/// The barriers of the stages in shared memory: one says that a stage is full, and one that it is empty. Stages of a
-/// launch n and n + kMaxRingStages have the same two. With one token, product warps 0 to 3 empty every second stage and
-/// warps 4 to 7 the others. With several tokens or packed weights, all product warps empty every stage.
+/// The barriers of the stages in shared memory: one says that a stage is full, and one that it is empty. A launch
+/// numbers its stages. Stages n and n + kMaxRingStages have the same two barriers. With one token, product warps 0 to 3
+/// empty every second stage and warps 4 to 7 the others. With several tokens or packed weights, all product warps empty
+/// every stage.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)
@@ -40,7 +41,8 @@ class Ring {
 /// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
 /// catch up after a wait, so it is few instructions.
 ///
-/// Consecutive stages of one kind are a run. A run begins at the first place of its kind behind the stage before.
+/// A run is consecutive stages of one kind. Its first stage lies in the first place of that kind behind the stage
+/// before (RingStage::first_place()).
 class RingWriter {
  public:
   /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
@@ -213,7 +215,7 @@ class RingReader {
     Ring(c).wait_full(stage_);
     return shared_address(block_smem) + c.layout.ring + at_;
   }
-  /// Waits for the stage behind the one that wait() has returned.
+  /// Waits for the warp's next stage but one. Returns its address.
   __device__ std::uint32_t wait_second() const {
     RingReader second = *this;
     second.advance();
