@@ -175,10 +175,17 @@ __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
 /// The instantiation for a plan's products, which are packed or not.
 template <class T, bool Packed, bool Grouped, int BlocksPerSm>
 const void* find_persistent_kernel(Products products) {
-  constexpr Products one_token = Packed ? Products::packed : Products::rows,
-                     tiles = Packed ? Products::packed_tiles : Products::tiles;
-  return is_tiled(products) ? reinterpret_cast<const void*>(persistent_kernel<T, tiles, Grouped, BlocksPerSm>)
-                            : reinterpret_cast<const void*>(persistent_kernel<T, one_token, Grouped, BlocksPerSm>);
+  const auto of = []<Products Kind>(std::integral_constant<Products, Kind>) {
+    return reinterpret_cast<const void*>(persistent_kernel<T, Kind, Grouped, BlocksPerSm>);
+  };
+  if constexpr (Packed) {
+    if (products == Products::packed) return of(std::integral_constant<Products, Products::packed>());
+    return of(std::integral_constant<Products, Products::packed_tiles>());
+  } else {
+    if (products == Products::rows) return of(std::integral_constant<Products, Products::rows>());
+    if (products == Products::sequential_rows) return of(std::integral_constant<Products, Products::sequential_rows>());
+    return of(std::integral_constant<Products, Products::tiles>());
+  }
 }
 
 }  // namespace cf::cuda

@@ -238,7 +238,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.ring_bytes);
   l.bytes = (end + 127) / 128 * 128;
-  if (p.products != Products::rows) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns
+  if (!is_rows(p.products)) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns
   return l;
 }
 

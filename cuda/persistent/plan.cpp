@@ -208,7 +208,7 @@ class Slicing {
     const auto fits = [&](int slice) { return columns == kAnyColumns ? has_loop(slice) : slice == columns; };
     if (!fits(plan.hidden_columns) || !fits(plan.context_columns)) return false;
     if (!plan.act_in_registers && !fits(plan.act_columns)) return false;
-    plan.products = Products::rows;
+    plan.products = sequential_ ? Products::sequential_rows : Products::rows;
     plan.shared_norms = false;
     const int qkv = deals_.most_rows(Weight::qkv), up = most_up_rows(), most = std::max(qkv, up);
     plan.head_rows = whole_stages(most);
@@ -343,7 +343,8 @@ Status check_resident(const PersistentPlan& plan, int sm_count, int blocks_per_s
 
 std::string to_string(Products p) {
   switch (p) {
-    case Products::rows: return "row products";
+    case Products::rows:
+    case Products::sequential_rows: return "row products";
     case Products::tiles: return "tile products";
     case Products::packed: return "packed products";
     default: return "packed tile products";

@@ -86,17 +86,21 @@ inline constexpr int kTileKeys = 16;
 /// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
-/// kv head share one load. Measured on an H200 with Llama's layers: at kv_len 128 and 512 shared loads are slower. At
-/// 2048 they are 2 to 5 % faster than AttentionTile's loads by each head, and DiagonalTile's are 5 to 10 % faster than
-/// those. Larger caches are not measured with DiagonalTile. `cf-layer --ablate` measures them.
-inline constexpr std::int64_t kUnsharedEntries = 2048;
+/// kv head share one load. Measured on an H200 with all layers of Llama-3.1-8B and 3.2-1B (data/bench/shared-keys.json):
+/// shared loads take 6 and 7 % longer at kv_len 512, and 4 and 1 % longer at 2048. At 4096 they take 1 % longer with 8B
+/// and are 2 % faster with 1B. At 8192 they are 2 and 10 % faster.
+inline constexpr std::int64_t kUnsharedEntries = 4096;
 /// How a block multiplies its rows by the tokens. Each way has kernels of its own.
 enum class Products : int {
-  rows,         // one token: a warp multiplies whole slices of rows
-  tiles,        // up to eight tokens: all product warps multiply tiles of rows
-  packed,       // one token, packed weights in tiles of sixteen rows
-  packed_tiles  // up to eight tokens, packed weights in tiles of sixteen rows
+  rows,             // one token, a parallel residual: a warp multiplies whole slices of rows
+  sequential_rows,  // the same of a sequential residual
+  tiles,            // up to eight tokens: all product warps multiply tiles of rows
+  packed,           // one token, packed weights in tiles of sixteen rows
+  packed_tiles      // up to eight tokens, packed weights in tiles of sixteen rows
 };
+/// Whether a plan has row products. Each kind of residual has kernels of its own, without the other kind's code: a layer
+/// runs through more code than the instruction cache holds (data/bench/instruction-cache.json).
+CF_HD constexpr bool is_rows(Products p) { return p == Products::rows || p == Products::sequential_rows; }
 /// Whether a plan of these products takes packed weights. Weights beside them that are not packed, such as the LM head,
 /// have tile products.
 CF_HD constexpr bool is_packed(Products p) { return p == Products::packed || p == Products::packed_tiles; }

@@ -317,8 +317,8 @@ __device__ void await_slice(const Block& block, int layer, const TaggedElement* 
 
 /// Multiplies the stages of a row product; its partial sums go to `sums`. A slice has `Chunks` chunks. Unless `Whole`
 /// the last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the
-/// weights.
-template <class T, int Chunks, bool Whole, class Reader>
+/// weights. `MayAwait`: whether `from` may have no `x`.
+template <class T, int Chunks, bool Whole, bool MayAwait, class Reader>
 __device__ __forceinline__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums,
                                              const RowTokens& from) {
   using Row = RowProduct<T>;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void consume_rows(Reader& ring, const Product& p, con
   const std::uint32_t w_lane = unit * slice_columns * 2 + Row::weight_lane(lane);
   const int slice = (first * kStageSlices + unit) & (p.slices - 1);
   uint4 token[Chunks];
-  if (from.x) {
+  if (!MayAwait || from.x) {
     const std::uint32_t x_lane = shared_address(from.x) + slice * slice_columns * 2 + Row::token_lane(lane);
 #pragma unroll
     for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
@@ -401,13 +401,13 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
 }
 
 /// consume_rows() by the columns of the product's slices.
-template <class T, class Reader>
+template <class T, bool MayAwait, class Reader>
 __device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, const RowTokens& from) {
   const auto whole = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-    consume_rows<T, Chunks, true>(ring, p, sums, from);
+    consume_rows<T, Chunks, true, MayAwait>(ring, p, sums, from);
   };
   const auto part = [&]<int Chunks>(std::integral_constant<int, Chunks>) {
-    consume_rows<T, Chunks, false>(ring, p, sums, from);
+    consume_rows<T, Chunks, false, MayAwait>(ring, p, sums, from);
   };
   static_assert(kWholeSliceColumns == std::array{2560, 2048, 1024} && kChunkColumns == 256);
   if (p.slice_columns == 1024) [[likely]]

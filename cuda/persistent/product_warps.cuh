@@ -94,8 +94,8 @@ class ProductWarps {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     const bool of_input = phase == Phase::qkv || phase == Phase::head;
-    if (of_input || (phase == Phase::up_first && !c.parallel_residual)) {
-      int first = of_input ? 0 : 1, end = phase == Phase::qkv && c.parallel_residual ? 2 : first + 1;
+    if (of_input || (phase == Phase::up_first && !has_parallel_residual())) {
+      int first = of_input ? 0 : 1, end = phase == Phase::qkv && has_parallel_residual() ? 2 : first + 1;
       make_anew(first), make_anew(end);  // nvcc would inline a copy of norms() for each pair of values
       if (!norms(first, end)) return false;
     }
@@ -104,7 +104,7 @@ class ProductWarps {
       case Phase::up_first: return digits_of_norm(Weight::up);
       case Phase::dense:
       case Phase::down:
-        return (phase == Phase::down && (Tiles || c.plan.act_in_registers)) ||
+        return (phase == Phase::down && (Tiles || has_act_in_registers())) ||
                (await_token(phase == Phase::down) && make_digits(weight_of(phase)));
       default: return true;
     }
@@ -113,9 +113,9 @@ class ProductWarps {
   __device__ bool await_token(bool is_act) {
     // Where the product warps fetch, no signal says that mlp.act is there, and context_here says that the context's
     // place is free.
-    if (!is_act || !c.product_warps_fetch)
+    if (!is_act || !product_warps_fetch())
       if (!block.wait(is_act ? Signal::act_here : Signal::context_here)) return false;
-    if (Tiles || !c.product_warps_fetch) return true;
+    if (Tiles || !product_warps_fetch()) return true;
     if (is_act) block.sync();  // the place is free: no warp needs up's tokens there any more
     fetch_token(block, layer, is_act);
     return block.sync_unless_stopped();
@@ -133,15 +133,18 @@ class ProductWarps {
   __device__ bool norms(int first, int end) {
     const int hidden = c.dims.hidden, batch = Tiles ? c.dims.batch : 1;
     const RowWarps rows = Tiles ? RowWarps::for_batch(hidden, batch) : RowWarps{1};
-    const auto gamma = [&](int i) { return block.pointers(layer).weights.gamma[i]; };
-    const auto beta = [&](int i) { return block.pointers(layer).weights.beta[i]; };
+    // How many norms a call may make. Both norms of a sequential residual have the same code.
+    constexpr int kNorms = Sequential ? 1 : 2;
+    const auto norm_of = [&](int i) { return Sequential ? first : i; };
+    const auto gamma = [&](int norm) { return block.pointers(layer).weights.gamma[norm]; };
+    const auto beta = [&](int norm) { return block.pointers(layer).weights.beta[norm]; };
     // With several tokens no registers are left for the norms' weights. With three pieces of one token there is room
     // for one norm's weights while the row is awaited; the other norm's are loaded after that.
-    constexpr bool late = Pieces > 2;
-    NormWeights<T, Tiles ? 1 : Pieces> weights[2];
+    constexpr bool late = !Sequential && Pieces > 2;
+    NormWeights<T, Tiles ? 1 : Pieces> weights[kNorms];
     T* const shared = block.at<T>(c.layout.norm_weights);
     const auto load = [&](int i) {
-      if constexpr (!Tiles) weights[i].load(rows, hidden, gamma(i), c.rms_norm ? nullptr : beta(i));
+      if constexpr (!Tiles) weights[i].load(rows, hidden, gamma(norm_of(i)), c.rms_norm ? nullptr : beta(norm_of(i)));
     };
     const bool are_shared = Tiles && c.plan.shared_norms;
     if constexpr (Tiles) {
@@ -154,8 +157,8 @@ class ProductWarps {
         }
       }
     } else {
-      if (first == 0) load(0);
-      if (end == 2 && !late) load(1);
+      if (Sequential || first == 0) load(0);
+      if (!Sequential && end == 2 && !late) load(1);
       if (end == 2 && late) prefetch_norm<T, Pieces>(rows, hidden, gamma(1), beta(1));
     }
 #pragma unroll 1
@@ -176,12 +179,12 @@ class ProductWarps {
       const RowMoments m = moments(block, rows, row, (begin & rows.tokens) != 0);
       if (are_shared && begin == 0) block.wait_for_copy(Signal::norms_here);
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (has_token && first <= i && i < end) {
-          T* const tap = static_cast<T*>(i == 0 ? c.taps.attn_in : c.taps.mlp_in);
-          char* const to = block.at<char>(i == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
+      for (int i = 0; i < kNorms; ++i)
+        if (const int norm = norm_of(i); has_token && first <= norm && norm < end) {
+          T* const tap = static_cast<T*>(norm == 0 ? c.taps.attn_in : c.taps.mlp_in);
+          char* const to = block.at<char>(norm == 0 ? c.layout.attn_x : c.layout.mlp_x) + token * c.layout.hidden_row;
           const auto store = [&](const auto& norm_weights) {
-            const Weight w = i == 0 ? Weight::qkv : Weight::up;
+            const Weight w = norm == 0 ? Weight::qkv : Weight::up;
             const bool packed = Packed && kind().packed[int(w)].is_packed();
             const int* const places = packed ? input_places(w) : nullptr;
             if (!Tiles && packed && !places)
@@ -190,9 +193,9 @@ class ProductWarps {
               normalise(rows, hidden, row, m, norm_weights, to, places, tap ? tap + at : nullptr);
           };
           if constexpr (Tiles)
-            store(are_shared ? StoredNormWeights<T>{shared + 2 * i * hidden, shared + (2 * i + 1) * hidden}
-                             : StoredNormWeights<T>{reinterpret_cast<const T*>(gamma(i)),
-                                                    reinterpret_cast<const T*>(beta(i))});
+            store(are_shared ? StoredNormWeights<T>{shared + 2 * norm * hidden, shared + (2 * norm + 1) * hidden}
+                             : StoredNormWeights<T>{reinterpret_cast<const T*>(gamma(norm)),
+                                                    reinterpret_cast<const T*>(beta(norm))});
           else
             store(weights[i]);
         }
@@ -265,10 +268,10 @@ class ProductWarps {
         block.signal(ActPlace(c, slice).used);
     };
     const Weight weight = weight_of(phase);
-    const bool awaits_slices = !Together && is_down && c.plan.act_in_registers;
+    const bool awaits_slices = is_down && has_act_in_registers();
     if constexpr (!Together) {
       const char* const x = awaits_slices ? nullptr : x_at(0);
-      consume_row_product<T>(reader, product, sums, RowTokens{block, layer, x});
+      consume_row_product<T, Sequential>(reader, product, sums, RowTokens{block, layer, x});
     } else if (Packed && !Tiles && has_digits(weight)) {
       consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);
     } else {
@@ -295,7 +298,7 @@ class ProductWarps {
     }
     if constexpr (Together) reader.end(0);
     // Signals as often as the helper warps wait for the signal.
-    if (phase == Phase::qkv || (phase == Phase::up_rest && !c.product_warps_fetch))
+    if (phase == Phase::qkv || (phase == Phase::up_rest && !product_warps_fetch()))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
@@ -339,6 +342,12 @@ class ProductWarps {
       block.sync();  // where down ends the layer, the barrier in the next norms is enough
     return true;
   }
+
+  /// The kernels of row products are compiled for one kind of residual. All others get it as an argument.
+  static constexpr bool Sequential = Kind == Products::sequential_rows;
+  __device__ bool has_parallel_residual() const { return is_rows(Kind) ? !Sequential : c.parallel_residual; }
+  __device__ bool product_warps_fetch() const { return is_rows(Kind) ? Sequential : c.product_warps_fetch; }
+  __device__ bool has_act_in_registers() const { return Sequential && c.plan.act_in_registers; }
 
   /// How the layer's weights are stored.
   __device__ const LayerKind& kind() const { return c.kinds[Packed ? kind_number : 0]; }
@@ -393,7 +402,7 @@ class ProductWarps {
     if (bias && product.gated)
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
     if (phase == Phase::dense) a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
-    if (phase == Phase::down && !c.parallel_residual) a.residual = __ldcg(c.attn_residual + at);
+    if (phase == Phase::down && !has_parallel_residual()) a.residual = __ldcg(c.attn_residual + at);
     return a;
   }
   /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both
@@ -426,7 +435,7 @@ class ProductWarps {
       case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
       case Phase::dense:
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
-        if (!c.parallel_residual) {
+        if (!has_parallel_residual()) {
           __stcg(c.attn_residual + at, v);
           store_relaxed(c.norm_attn_residual + at, tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
           break;
@@ -438,7 +447,7 @@ class ProductWarps {
           *residual = v;
           break;
         }
-        if (c.parallel_residual) v += *residual;
+        if (has_parallel_residual()) v += *residual;
         {
           const unsigned tag = block.tag(layer, Dependency::hidden);
           store_tagged(c.hidden[(layer + 1) % 2] + at, v, tag);

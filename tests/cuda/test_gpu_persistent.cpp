@@ -360,7 +360,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), 1);
     REQUIRE(plan);
     CHECK(plan->share_heads == h.share_heads);
-    CHECK((plan->products == cuda::Products::rows) == (hidden >= 1024));
+    CHECK(cuda::is_rows(plan->products) == (hidden >= 1024));
     const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530});
     const auto check = [&](const HostLayers& host, int kv_len, const cuda::PersistentChoices& choices) {
       CAPTURE(to_string(plans), h.heads, h.kv_heads, h.head_dim, host.load.batch, kv_len, to_string(dtype));

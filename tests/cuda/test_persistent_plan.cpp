@@ -60,7 +60,8 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   const bool own_place = p.partials_place == PartialsPlace::own;
   if (p.partials_place == PartialsPlace::mlp_x && (parallel_residual || p.act_in_registers))
     return "up's tokens lie where attention's results come";
-  if (p.act_in_registers && (parallel_residual || p.products != Products::rows || p.act_slices != kProductWarps))
+  if (p.act_in_registers &&
+      (parallel_residual || p.products != Products::sequential_rows || p.act_slices != kProductWarps))
     return "mlp.act in registers";
   if ((l.mlp_x == l.attn_x) != p.act_in_registers) return "two kinds of tokens in one place";
   if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
@@ -115,8 +116,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
   const PersistentLayout l = persistent_layout(d, p);
   if (const std::string product = sums_fault(d, p); !product.empty()) return "partial sums: " + product;
-  const int sums_bytes =
-      (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (p.products == Products::rows ? 8 : 1) * 4;
+  const int sums_bytes = (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (is_rows(p.products) ? 8 : 1) * 4;
   if (l.ring - l.sums < sums_bytes) return "sums";
   if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
   if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
@@ -143,11 +143,11 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
       return "lines";
   if (std::max(all_columns) > kMaxSliceColumns) return "slice columns";
   for (const std::int64_t columns : all_columns)
-    if (p.products == Products::rows && std::ranges::find(kWholeSliceColumns, columns) == kWholeSliceColumns.end() &&
+    if (is_rows(p.products) && std::ranges::find(kWholeSliceColumns, columns) == kWholeSliceColumns.end() &&
         (row_chunks(int(columns)) < kMinRowChunks || row_chunks(int(columns)) > kMaxRowChunks))
       return "chunks of a row product";
-  if (p.products == Products::rows &&
-      (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
+  if (is_rows(p.products) && (p.products == Products::rows) != m.use_parallel_residual) return "kind of residual";
+  if (is_rows(p.products) && (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
     return "slices of a row product";
   if (l.hidden_row < 2 * std::max(hidden, context)) return "a token's row";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
@@ -320,9 +320,9 @@ TEST_CASE("persistent: heads share keys in long caches alone, unless they are to
     REQUIRE(plan);
     return plan->share_heads;
   };
-  CHECK(heads(2048) == 1);
-  CHECK(heads(2049) == 4);
-  CHECK(heads(2048, {.shares_keys = true}) == 4);
+  CHECK(heads(4096) == 1);
+  CHECK(heads(4097) == 4);
+  CHECK(heads(4096, {.shares_keys = true}) == 4);
   CHECK(heads(131072, {.shares_keys = false}) == 1);
 }
 
@@ -361,10 +361,10 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
     Products rtx5090;
     int most_sequences_on_5090;
   };
-  for (const Expected& e : {Expected{"llama-3.2-1b", Products::rows, 8},
-                            {"llama-3.2-3b", Products::rows, 5},
-                            {"llama-3.1-8b", Products::rows, 3},
-                            {"llama-2-7b", Products::rows, 3},
+  for (const Expected& e : {Expected{"llama-3.2-1b", Products::sequential_rows, 8},
+                            {"llama-3.2-3b", Products::sequential_rows, 5},
+                            {"llama-3.1-8b", Products::sequential_rows, 3},
+                            {"llama-2-7b", Products::sequential_rows, 3},
                             {"qwen2.5-7b", Products::tiles, 3}}) {
     const auto m = find_preset(e.name);
     REQUIRE(m);
@@ -374,7 +374,7 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
         CAPTURE(e.name, arch.sm_count, batch);
         const auto plan = plan_persistent(arch, persistent_model(*m, m->dtype), batch);
         CHECK(bool(plan) == (batch <= most));
-        const Products of_one = arch.sm_count == kH200.sm_count ? Products::rows : e.rtx5090;
+        const Products of_one = arch.sm_count == kH200.sm_count ? Products::sequential_rows : e.rtx5090;
         if (plan) CHECK(plan->products == (batch == 1 ? of_one : Products::tiles));
       }
     }
