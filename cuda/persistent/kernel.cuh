@@ -44,7 +44,7 @@
 // (4 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
 // attn_residual. With one token the product warps fetch the context and mlp.act themselves. Where each of them has a
 // slice of mlp.act of its own, it loads that slice to registers. The ring then has the shared memory that mlp.act would
-// take.
+// take. Row products are compiled for each kind of residual.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):

@@ -688,6 +688,29 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
+    def test_waits_have_each_part_and_each_event_model_by_model(self):
+        report = {
+            "gpu": "a GPU", "commit": "abc", "command": "cf-layer",
+            "parts": {"rows": [{"model": model, "variant": variant, "us": us} for model, variant, us in (
+                ("a", "whole", 10.4), ("a", "no waits", 9.6), ("b", "whole", 20), ("b", "no waits", 8))]},
+            "chains": {"rows": [{"model": model, "events": [{"event": "begins", "mean_us": mean, "last_us": 2.25}]}
+                                for model, mean in (("a", -1.64), ("b", 0.5))]}}  # fmt: skip
+        directory = os.path.dirname(self.write("layer-waits.json", json.dumps(report)))
+        self.assertEqual(bench_page.waits(bench_page.Figures(directory)), [
+            "| all layers [us] | a | b |",
+            "|---|---:|---:|",
+            "| whole | 10 | 20 |",
+            "| no waits | 10 | 8 |",
+            "",
+            "| from the last q, k and v on: mean (last block) [us] | a | b |",
+            "|---|---:|---:|",
+            "| begins | -1.6 (2.2) | 0.5 (2.2) |",
+            "",
+            "[`layer-waits.json`](layer-waits.json), commit abc: `cf-layer`, a GPU",
+        ])  # fmt: skip
+        os.remove(os.path.join(directory, "layer-waits.json"))
+        self.assertEqual(bench_page.waits(bench_page.Figures(directory)), ["Not recorded."])
+
     def test_a_timeline_has_each_event_of_its_kernels_model_by_model(self):
         events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
                   {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
