@@ -175,4 +175,14 @@ struct PersistentArguments {
   std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; kind 0 is dense
 };
 
+/// Two of the arguments. A kernel of row products is compiled for one kind of residual and knows them.
+template <Products Kind>
+CF_HD constexpr bool has_parallel_residual(const PersistentArguments& c) {
+  return is_rows(Kind) ? Kind == Products::rows : c.parallel_residual;
+}
+template <Products Kind>
+CF_HD constexpr bool product_warps_fetch(const PersistentArguments& c) {
+  return is_rows(Kind) ? Kind == Products::sequential_rows : c.product_warps_fetch;
+}
+
 }  // namespace cf::cuda

@@ -21,7 +21,7 @@ class HelperWarps {
     bool after_up = false;  // up comes before down here: mlp.act must wait for the place of up's tokens
     // The second launch of a layer with a parallel residual finds mlp.act complete. With one token it is fetched while
     // the product warps attend.
-    const bool early = !Tiles && c.continues && has_parallel_residual();
+    const bool early = !Tiles && c.continues && has_parallel_residual<Kind>(c);
 #pragma unroll 1
     for (int step = early ? -1 : 0; step < phases.count; ++step) {
       bool go = true;
@@ -37,7 +37,7 @@ class HelperWarps {
         case Phase::up_rest: after_up = true; break;  // up_done is awaited before down: the context comes first
         case Phase::head: hear_host(); break;
         case Phase::down:
-          if (product_warps_fetch() || (early && step >= 0)) break;
+          if (product_warps_fetch<Kind>(c) || (early && step >= 0)) break;
           if (after_up && !block.wait(Signal::up_done)) return false;
           [[fallthrough]];
         case Phase::dense: go = fetch(phase); break;
@@ -52,11 +52,6 @@ class HelperWarps {
   __device__ void next_token() { ++block.token; }
 
  private:
-  /// As in ProductWarps.
-  static constexpr bool Sequential = Kind == Products::sequential_rows;
-  __device__ bool has_parallel_residual() const { return is_rows(Kind) ? !Sequential : c.parallel_residual; }
-  __device__ bool product_warps_fetch() const { return is_rows(Kind) ? Sequential : c.product_warps_fetch; }
-
   /// Block 0 looks whether the host wants the next token, while the product warps are in the head: an access to the
   /// host's memory takes long.
   __device__ void hear_host() const {
@@ -73,7 +68,7 @@ class HelperWarps {
     } else {
       // The context's place may be that of the partial results, which another helper warp may still be reading.
       if (!is_act && !block.sync_unless_stopped()) return false;
-      if (!product_warps_fetch() && !fetch_token(block, layer, is_act)) return false;
+      if (!product_warps_fetch<Kind>(c) && !fetch_token(block, layer, is_act)) return false;
       block.signal(is_act ? Signal::act_here : Signal::context_here);
       return true;
     }

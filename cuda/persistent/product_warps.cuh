@@ -19,7 +19,8 @@ struct Addends {
 
 template <class T, Products Kind, bool Grouped>
 class ProductWarps {
-  static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind);
+  static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind),
+                        Sequential = Kind == Products::sequential_rows;
   /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
 
@@ -94,8 +95,8 @@ class ProductWarps {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
     if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
     const bool of_input = phase == Phase::qkv || phase == Phase::head;
-    if (of_input || (phase == Phase::up_first && !has_parallel_residual())) {
-      int first = of_input ? 0 : 1, end = phase == Phase::qkv && has_parallel_residual() ? 2 : first + 1;
+    if (of_input || (phase == Phase::up_first && !has_parallel_residual<Kind>(c))) {
+      int first = of_input ? 0 : 1, end = phase == Phase::qkv && has_parallel_residual<Kind>(c) ? 2 : first + 1;
       make_anew(first), make_anew(end);  // nvcc would inline a copy of norms() for each pair of values
       if (!norms(first, end)) return false;
     }
@@ -113,9 +114,9 @@ class ProductWarps {
   __device__ bool await_token(bool is_act) {
     // Where the product warps fetch, no signal says that mlp.act is there, and context_here says that the context's
     // place is free.
-    if (!is_act || !product_warps_fetch())
+    if (!is_act || !product_warps_fetch<Kind>(c))
       if (!block.wait(is_act ? Signal::act_here : Signal::context_here)) return false;
-    if (Tiles || !product_warps_fetch()) return true;
+    if (Tiles || !product_warps_fetch<Kind>(c)) return true;
     if (is_act) block.sync();  // the place is free: no warp needs up's tokens there any more
     fetch_token(block, layer, is_act);
     return block.sync_unless_stopped();
@@ -298,7 +299,7 @@ class ProductWarps {
     }
     if constexpr (Together) reader.end(0);
     // Signals as often as the helper warps wait for the signal.
-    if (phase == Phase::qkv || (phase == Phase::up_rest && !product_warps_fetch()))
+    if (phase == Phase::qkv || (phase == Phase::up_rest && !product_warps_fetch<Kind>(c)))
       block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
     if (own_rows)
       __syncwarp();
@@ -343,10 +344,6 @@ class ProductWarps {
     return true;
   }
 
-  /// The kernels of row products are compiled for one kind of residual. All others get it as an argument.
-  static constexpr bool Sequential = Kind == Products::sequential_rows;
-  __device__ bool has_parallel_residual() const { return is_rows(Kind) ? !Sequential : c.parallel_residual; }
-  __device__ bool product_warps_fetch() const { return is_rows(Kind) ? Sequential : c.product_warps_fetch; }
   __device__ bool has_act_in_registers() const { return Sequential && c.plan.act_in_registers; }
 
   /// How the layer's weights are stored.
@@ -402,7 +399,7 @@ class ProductWarps {
     if (bias && product.gated)
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
     if (phase == Phase::dense) a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
-    if (phase == Phase::down && !has_parallel_residual()) a.residual = __ldcg(c.attn_residual + at);
+    if (phase == Phase::down && !has_parallel_residual<Kind>(c)) a.residual = __ldcg(c.attn_residual + at);
     return a;
   }
   /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both
@@ -435,7 +432,7 @@ class ProductWarps {
       case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
       case Phase::dense:
         if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
-        if (!has_parallel_residual()) {
+        if (!has_parallel_residual<Kind>(c)) {
           __stcg(c.attn_residual + at, v);
           store_relaxed(c.norm_attn_residual + at, tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
           break;
@@ -447,7 +444,7 @@ class ProductWarps {
           *residual = v;
           break;
         }
-        if (has_parallel_residual()) v += *residual;
+        if (has_parallel_residual<Kind>(c)) v += *residual;
         {
           const unsigned tag = block.tag(layer, Dependency::hidden);
           store_tagged(c.hidden[(layer + 1) % 2] + at, v, tag);
