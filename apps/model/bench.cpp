@@ -51,7 +51,8 @@ Json fields(const Row& r) {
 
 Bench::Bench(CommandLine& line) {
   declare_model(line, model_);
-  line.text("--prompt-len", prompt_lens_, "Ids of a prompt: numbers and ranges, such as 16,128,512");
+  line.text("--prompt-len", prompt_lens_,
+            "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest");
   line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges");
   line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges");
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
@@ -98,6 +99,7 @@ int Bench::run(const std::string& command) {
       }
       report["runs"] = runs;
       report["warmup"] = warmup;
+      report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
       report["complete"] = complete;
       report["results"] = std::move(results);
       return report.dump(2) + "\n";

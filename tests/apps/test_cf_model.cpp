@@ -257,6 +257,7 @@ TEST_CASE("cf-model on trained models: float64's ids, and codes of 4 bits cost l
 
 TEST_CASE("cf-model bench reports every configuration as table, JSON and CSV", "[cf_model]") {
   const Json report = run_bench("--preset pythia-14m --prompt-len 4,9 --new-tokens 1,3 --slots 1-2 --runs 2").report;
+  CHECK(report["capacity"] == 9 + 3 - 1);
   REQUIRE(report["results"].size() == 8);
   // Steps of two slots and of one read the weights once. They differ in the cache's bytes alone.
   const double one = report["results"][1]["decode_bytes"], two = report["results"][5]["decode_bytes"];

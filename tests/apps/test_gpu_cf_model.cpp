@@ -262,6 +262,7 @@ TEST_CASE("cf-model bench on the GPU: table, JSON and CSV", "[gpu][cf-model]") {
   CHECK(report["activation_dtype"] == "float16");
   CHECK(report["runs"] == 5);
   CHECK(report["warmup"] == 2);
+  CHECK(report["capacity"] == 130 + 3 - 1);
   // Those of prompts of 130 ids; on Hopper the steps of 9 slots need no library.
   CHECK(report["product_library"].get<std::string>().find("cublasLt") != std::string::npos);
   CHECK(std::any_of(report["product_algorithms"].begin(), report["product_algorithms"].end(),

@@ -231,6 +231,7 @@ def test_bench_times_every_configuration(model: str, tmp_path: pathlib.Path) -> 
     output = ok("bench", "--model", model, *words)
     most_ms = 1e3 * (time.perf_counter() - start)
     assert len([line for line in output.splitlines() if line.startswith("| ")]) == 2 + 8
+    assert json.loads(report.read_text())["capacity"] == 37
     results = json.loads(report.read_text())["results"]
     assert [(r["slots"], r["prompt_len"], r["new_tokens"]) for r in results] == [
         (slots, prompt, new) for slots in (1, 3) for prompt in (16, 32) for new in (1, 6)

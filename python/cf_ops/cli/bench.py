@@ -21,7 +21,13 @@ from cf_ops.cli import _program as program
 def declare(parser: argparse.ArgumentParser) -> None:
     program.add_model(parser)
     sizes = program.integers(1, 1 << 19)
-    parser.add_argument("--prompt-len", type=sizes, default=[128], metavar="N,...", help="ids of a prompt")
+    parser.add_argument(
+        "--prompt-len",
+        type=sizes,
+        default=[128],
+        metavar="N,...",
+        help="ids of a prompt; caches have room for the longest",
+    )
     parser.add_argument("--new-tokens", type=sizes, default=[32], metavar="N,...", help="new tokens of a prompt")
     parser.add_argument("--slots", type=program.integers(1, 64), default=[1], metavar="N,...", help="prompts at once")
     parser.add_argument("--runs", type=program.integer(1, 10**6), default=3, help="timed runs of each configuration")
@@ -47,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     digits = [0, 0, 0, 2, 3, 3, 3, 3, 1, 1]
     rows = [[f"{value:.{n}f}" for value, n in zip(result.values(), digits)] for result in results]
     program.print_table(headers, rows)
-    report = about | {"runs": args.runs, "warmup": args.warmup, "results": results}
+    report = about | {"runs": args.runs, "warmup": args.warmup, "capacity": capacity, "results": results}
     program.write_json(args.json, report)
     return program.OK
 
