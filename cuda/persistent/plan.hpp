@@ -86,10 +86,12 @@ inline constexpr int kTileKeys = 16;
 /// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
-/// kv head share one load. Measured on an H200 with all layers of Llama-3.1-8B and 3.2-1B (data/bench/shared-keys.json):
-/// shared loads take 6 and 7 % longer at kv_len 512, and 4 and 1 % longer at 2048. At 4096 they take 1 % longer with 8B
-/// and are 2 % faster with 1B. At 8192 they are 2 and 10 % faster.
+/// kv head share one load. Measured on an H200 with one sequence through all layers of Llama-3.1-8B and 3.2-1B
+/// (data/bench/shared-keys.json): shared loads take 6 and 7 % longer at kv_len 512, and 4 and 1 % longer at 2048. At
+/// 4096 they take 1 % longer with 8B and are 2 % faster with 1B. At 8192 they are 2 and 10 % faster.
 inline constexpr std::int64_t kUnsharedEntries = 4096;
+/// The same of several sequences. Their keys are more bytes beside the same weights. Longer caches are not measured.
+inline constexpr std::int64_t kUnsharedEntriesOfMany = 2048;
 /// How a block multiplies its rows by the tokens. Each way has kernels of its own.
 enum class Products : int {
   rows,             // one token, a parallel residual: a warp multiplies whole slices of rows
@@ -226,11 +228,11 @@ struct PersistentChoices {
   bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
-/// The choices for caches of `capacity` entries: heads share keys in those of more than kUnsharedEntries, unless
+/// The choices for `batch` sequences with caches of `capacity` entries: heads share keys in large caches, unless
 /// shares_keys is chosen already. By the capacity and not by kv_len, so that bits do not depend on how launches are
 /// cut.
-inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t capacity) {
-  if (!choices.shares_keys) choices.shares_keys = capacity > kUnsharedEntries;
+inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t batch, std::int64_t capacity) {
+  if (!choices.shares_keys) choices.shares_keys = capacity > (batch == 1 ? kUnsharedEntries : kUnsharedEntriesOfMany);
   return choices;
 }
 

@@ -315,15 +315,18 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
 
 TEST_CASE("persistent: heads share keys in long caches alone, unless they are told to") {
   const ModelConfig m = gated_model_of(ModelType::llama, 8, 2, 64, 512, 1024);
-  const auto heads = [&](std::int64_t capacity, const PersistentChoices& choices = {}) {
-    const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), 1, for_capacity(choices, capacity));
+  const auto heads = [&](std::int64_t batch, std::int64_t capacity, const PersistentChoices& choices = {}) {
+    const auto plan =
+        plan_persistent(kH200, persistent_model(m, m.dtype), batch, for_capacity(choices, batch, capacity));
     REQUIRE(plan);
     return plan->share_heads;
   };
-  CHECK(heads(4096) == 1);
-  CHECK(heads(4097) == 4);
-  CHECK(heads(4096, {.shares_keys = true}) == 4);
-  CHECK(heads(131072, {.shares_keys = false}) == 1);
+  CHECK(heads(1, 4096) == 1);
+  CHECK(heads(1, 4097) == 4);
+  CHECK(heads(2, 2048) == 1);
+  CHECK(heads(2, 2049) == 4);
+  CHECK(heads(1, 4096, {.shares_keys = true}) == 4);
+  CHECK(heads(1, 131072, {.shares_keys = false}) == 1);
 }
 
 TEST_CASE("persistent: choices that cannot be are refused by name") {
@@ -470,7 +473,7 @@ TEST_CASE("persistent: mlp.act goes to registers where each warp has a long slic
   const auto plan = [](const char* name, PersistentChoices choices = {}) {
     const auto m = find_preset(name);
     REQUIRE(m);
-    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), 1, for_capacity(choices, 512));
+    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), 1, for_capacity(choices, 1, 512));
     REQUIRE(p);
     return *p;
   };
