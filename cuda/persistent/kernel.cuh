@@ -35,9 +35,10 @@
 // Few keys have one split. Its block makes the context itself, without partial results in device memory.
 //
 // In large caches (kUnsharedEntries), query heads with the same keys and values form shares of up to eight heads. A key
-// split then belongs to a share. The ring brings its keys and values once, and the product warps attend to them with all
-// heads of the share. The product warps wait for 4 (s + 2) d bytes of q, k and v; a share has s heads. With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the share. Kernels for one head a
-// share are compiled separately: all rows of the tensor cores' operand hold its query.
+// split then belongs to a share. The ring brings its keys and values once, and the product warps attend to them with
+// all heads of the share. The product warps wait for 4 (s + 2) d bytes of q, k and v; a share has s heads. With n
+// splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the share. Kernels for one head a share
+// are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (4 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds

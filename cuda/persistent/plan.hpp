@@ -100,8 +100,8 @@ enum class Products : int {
   packed,           // one token, packed weights in tiles of sixteen rows
   packed_tiles      // up to eight tokens, packed weights in tiles of sixteen rows
 };
-/// Whether a plan has row products. Each kind of residual has kernels of its own, without the other kind's code: a layer
-/// runs through more code than the instruction cache holds (data/bench/instruction-cache.json).
+/// Whether a plan has row products. Each kind of residual has kernels of its own, without the other kind's code: a
+/// layer runs through more code than the instruction cache holds (data/bench/instruction-cache.json).
 CF_HD constexpr bool is_rows(Products p) { return p == Products::rows || p == Products::sequential_rows; }
 /// Whether a plan of these products takes packed weights. Weights beside them that are not packed, such as the LM head,
 /// have tile products.
