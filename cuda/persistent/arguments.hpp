@@ -175,11 +175,12 @@ struct PersistentArguments {
   std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; kind 0 is dense
 };
 
-/// Two of the arguments. A kernel of row products is compiled for one kind of residual and knows them.
+/// Whether the residual is parallel. A kernel of row products is compiled for one kind of residual.
 template <Products Kind>
 CF_HD constexpr bool has_parallel_residual(const PersistentArguments& c) {
   return is_rows(Kind) ? Kind == Products::rows : c.parallel_residual;
 }
+/// Whether the product warps fetch the context and mlp.act. Those of row products do with a sequential residual.
 template <Products Kind>
 CF_HD constexpr bool product_warps_fetch(const PersistentArguments& c) {
   return is_rows(Kind) ? Kind == Products::sequential_rows : c.product_warps_fetch;

@@ -42,9 +42,9 @@
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (4 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
-// attn_residual. With one token the product warps fetch the context and mlp.act themselves. Where each of them has a
-// slice of mlp.act of its own, it loads that slice to registers. The ring then has the shared memory that mlp.act would
-// take. Row products are compiled for each kind of residual.
+// attn_residual. With one token the product warps fetch the context and mlp.act themselves. Slices of mlp.act that are
+// long enough go to registers, one slice to each product warp. The ring then gets the shared memory of mlp.act. Row
+// products have a kernel for each kind of residual.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
@@ -81,11 +81,11 @@
 //   before a stop. Block::sync_unless_stopped() lets all threads of a barrier go on, or none. Copies are awaited even
 //   after a stop.
 //
-// Instructions bound small models. A block runs through about 65 KB of code a layer, most of it once. The instruction
-// cache does not hold so much: an SM misses it about 700 times a layer. A build with 1010 misses was 1.3 %
-// slower with Pythia-1.4B on an H200, and 5 % slower with Pythia-410M (data/bench/instruction-cache.json). So all
-// phases share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With
-// code of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
+// Instructions bound small models. A layer runs through more code than the 32 KB that an SM of an H200 holds, most of
+// it once. One build missed the instruction cache 727 times a layer. Another build missed it 1010 times. The second one
+// was 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/instruction-cache.json). So all phases
+// share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With code
+// of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
 // epilogue: code behind it would run twice.
 #include <cuda_runtime.h>
 

@@ -271,7 +271,8 @@ class Slicing {
     constexpr int tile_rows = 2 * kStageSlices;
     return rows < tile_rows ? rows : rows / tile_rows * tile_rows;
   }
-  /// Gives the ring the bytes that are left. A stage holds a tile of keys and values in any case.
+  /// The ring gets the bytes that the other parts of a block's shared memory leave. Its largest stage has room for a
+  /// tile of keys and values, too. False where the ring has room for fewer than kMinStages of these.
   bool ring_fits() {
     const int columns = std::max({plan.hidden_columns, plan.context_columns, plan.act_columns});
     const int stage_bytes = packed_ ? packed_stage_bytes(columns, packed_group_) : kStageSlices * columns * 2;

@@ -86,16 +86,17 @@ inline constexpr int kTileKeys = 16;
 /// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
 inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
-/// kv head share one load. Measured on an H200 with one sequence through all layers of Llama-3.1-8B and 3.2-1B
-/// (data/bench/shared-keys.json): shared loads take 6 and 7 % longer at kv_len 512, and 4 and 1 % longer at 2048. At
-/// 4096 they take 1 % longer with 8B and are 2 % faster with 1B. At 8192 they are 2 and 10 % faster.
+/// kv head share one load. The bound is for one sequence, by measurements on an H200 (data/bench/shared-keys.json).
+/// With Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up
+/// to 2048 and faster from 4096 on.
 inline constexpr std::int64_t kUnsharedEntries = 4096;
-/// The same of several sequences. Their keys are more bytes beside the same weights. Longer caches are not measured.
+/// The bound for several sequences. Nobody has measured a larger one: their keys are more bytes beside the same
+/// weights.
 inline constexpr std::int64_t kUnsharedEntriesOfMany = 2048;
 /// How a block multiplies its rows by the tokens. Each way has kernels of its own.
 enum class Products : int {
   rows,             // one token, a parallel residual: a warp multiplies whole slices of rows
-  sequential_rows,  // the same of a sequential residual
+  sequential_rows,  // the same for a sequential residual
   tiles,            // up to eight tokens: all product warps multiply tiles of rows
   packed,           // one token, packed weights in tiles of sixteen rows
   packed_tiles      // up to eight tokens, packed weights in tiles of sixteen rows
@@ -148,7 +149,7 @@ struct RingStage {
   bool operator==(const RingStage&) const = default;
 };
 
-/// A number from 1 to 4096 by which kernels divide in few instructions.
+/// A divisor from 1 to 4096. quotient() multiplies and shifts: a kernel's division of integers takes many instructions.
 struct Divisor {
   std::uint64_t inverse = 0;  // 2^40 / number, rounded up
 
@@ -157,7 +158,7 @@ struct Divisor {
   /// dividend / number, of a dividend from 0 to 2^23.
   CF_HD constexpr int quotient(int dividend) const { return int(std::uint64_t(dividend) * inverse >> 40); }
 };
-/// Members of the plan that kernels divide by.
+/// The divisors of kernels. Each has the name of the plan's member that it divides by.
 struct Divisors {
   Divisor attention_splits, shares, group_shares, split_keys, head_rows;
 };

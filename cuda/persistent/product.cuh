@@ -315,9 +315,11 @@ __device__ void await_slice(const Block& block, int layer, const TaggedElement* 
   __syncwarp();
 }
 
-/// Multiplies the stages of a row product; its partial sums go to `sums`. A slice has `Chunks` chunks. Unless `Whole`
-/// the last one may be smaller: a piece that it lacks is zero among the activations, and its first piece among the
-/// weights. `MayAwait`: whether `from` may have no `x`.
+/// The warp multiplies its slice of each row by the same slice of the token. The partial sums go to `sums`.
+/// Chunks: the chunks of a slice.
+/// Whole: whether the last chunk is as large as the others. If it is smaller, the activations that it lacks are zero,
+/// and the lanes of the weights that it lacks load its first piece.
+/// MayAwait: whether `from` may have no `x`.
 template <class T, int Chunks, bool Whole, bool MayAwait, class Reader>
 __device__ __forceinline__ void consume_rows(Reader& ring, const Product& p, const Sums<false>& sums,
                                              const RowTokens& from) {

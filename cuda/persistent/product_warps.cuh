@@ -344,6 +344,7 @@ class ProductWarps {
     return true;
   }
 
+  /// Whether each warp loads its slice of mlp.act from device memory to registers.
   __device__ bool has_act_in_registers() const { return Sequential && c.plan.act_in_registers; }
 
   /// How the layer's weights are stored.

@@ -5,10 +5,11 @@
 
 namespace cf::cuda {
 
-/// The barriers of the stages in shared memory: one says that a stage is full, and one that it is empty. A launch
-/// numbers its stages. Stages n and n + kMaxRingStages have the same two barriers. With one token, product warps 0 to 3
-/// empty every second stage and warps 4 to 7 the others. With several tokens or packed weights, all product warps empty
-/// every stage.
+/// The stages' barriers in shared memory. Each stage has two: one completes when the stage is full, the other when the
+/// stage is empty. A launch numbers its stages. Stages n and n + kMaxRingStages have the same barriers.
+///
+/// Two groups of warps empty the stages of row products: product warps 0 to 3 and product warps 4 to 7. The groups take
+/// stages in turn. All product warps empty every stage of other products.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)
@@ -138,14 +139,15 @@ class RingWriter {
     blocker_ = next_ - unsigned(places_);
     return true;
   }
-  /// Whether the blocker must be empty: it begins, a round of the ring earlier, before the end of the next stage's
-  /// place.
+  /// Whether the blocker lies in the next stage's place. Then it begins before the end of that place, one round of the
+  /// ring earlier.
   __device__ bool is_blocked() const {
     const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kMaxRingStages)),
                    end_before = passed_ + unsigned(at_ + stage_bytes_ - plan_.ring_bytes);
     return blocker_ != next_ && int(from - end_before) < 0;
   }
-  /// After the blocker has become empty: whether the stage behind it must become empty, too.
+  /// Takes the stage behind the blocker as the blocker, which has become empty. Whether that stage lies in the next
+  /// stage's place, too.
   __device__ bool is_blocked_still(bool blocked) {
     if (!blocked) return false;
     ++blocker_;
@@ -197,7 +199,7 @@ class RingReader {
   __device__ RingReader(const PersistentArguments& arguments, int first)
       : c(arguments), stage_(unsigned(first)), next_(first) {}
 
-  /// The number of the warp's next stage, counted from the first of those behind the last end(): 0 or 1.
+  /// The number of the warp's next stage, 0 or 1. Stage 0 is the first one behind the last end().
   __device__ int first() const { return next_ % kLine; }
   /// The next stages are of this kind. Called as often as RingWriter::begin().
   __device__ void begin(const RingStage& kind) {
@@ -215,7 +217,7 @@ class RingReader {
     Ring(c).wait_full(stage_);
     return shared_address(block_smem) + c.layout.ring + at_;
   }
-  /// Waits for the warp's next stage but one. Returns its address.
+  /// Waits for the stage that the warp empties after its next one. Returns that stage's address.
   __device__ std::uint32_t wait_second() const {
     RingReader second = *this;
     second.advance();

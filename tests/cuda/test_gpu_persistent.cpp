@@ -193,7 +193,7 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
   // are.
   models.push_back(gated_model_of(llama, 9, 3, 128, 1160, 2264));
   models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
-  // A row product that loads mlp.act to registers, in slices whose last chunk is not whole.
+  // The product warps load mlp.act to registers. The last chunk of each slice is smaller than the others.
   models.push_back(gated_model_of(llama, 8, 2, 128, 1024, 11008));
   ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);
   biased.attention_bias = biased.mlp_bias = true;

@@ -95,7 +95,7 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   return "";
 }
 
-/// What must hold of stages of `bytes` bytes; the first fault, or nothing.
+/// Checks a kind of stages of `bytes` bytes. Returns the first fault, or nothing.
 std::string stage_fault(const PersistentPlan& p, const RingStage& stage, int bytes) {
   const int most = stage.places - 2;
   if (stage.bytes() < bytes || stage.places * stage.bytes() > p.ring_bytes) return "places";
@@ -111,7 +111,7 @@ std::string stage_fault(const PersistentPlan& p, const RingStage& stage, int byt
   return "";
 }
 
-/// What must hold of a plan that is no refusal; the first fault, or nothing.
+/// Checks a plan. Returns the first fault, or nothing.
 std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, const PersistentPlan& p) {
   const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
   const PersistentLayout l = persistent_layout(d, p);
