@@ -129,7 +129,8 @@ enum class PartialsPlace {
   mlp_x    // that of the MLP's tokens, which a sequential residual has after the context alone
 };
 
-/// A kind of stages of the ring. Each lies in a place of `lines` lines. The places begin at the ring's begin.
+/// A kind of stages. The ring is cut into places for them, side by side from its first byte on. A stage lies in a place
+/// of `lines` lines.
 struct RingStage {
   static constexpr int kLineBytes = 128;
   static constexpr int kInverseBits = 20;

@@ -44,7 +44,7 @@ enum class Signal : int {
   qkv_done,        // all rows of q, k and v are multiplied: attn_x is free
   up_done,         // all rows of mlp.dense_h_to_4h are multiplied: mlp_x is free
   act_used,        // a slice of mlp.act is in registers: its place is free
-  act_used_too,    // the same of a slice in attn_x: a warp may be a slice ahead of others
+  act_used_too,    // a slice of mlp.act in attn_x is in registers; a warp may be one slice ahead of the others
   partials_ready,  // the warps' partial results of a key split are in shared memory
   // From the helper warps to the product warps.
   partials_taken,  // the partial results are merged: their place is free

@@ -146,8 +146,8 @@ class RingWriter {
                    end_before = passed_ + unsigned(at_ + stage_bytes_ - plan_.ring_bytes);
     return blocker_ != next_ && int(from - end_before) < 0;
   }
-  /// Takes the stage behind the blocker as the blocker, which has become empty. Whether that stage lies in the next
-  /// stage's place, too.
+  /// The blocker has become empty: the stage behind it is the next blocker. True where that stage, too, lies in the
+  /// next stage's place.
   __device__ bool is_blocked_still(bool blocked) {
     if (!blocked) return false;
     ++blocker_;
@@ -180,15 +180,16 @@ class RingWriter {
   bool is_round_ = false;
   int at_ = 0;                  // where in the ring the next stage lies
   unsigned passed_ = 0;         // the ring's bytes times the rounds before
-  unsigned from_ = 0;           // the sum of these two, of the lane's last stage
+  unsigned from_ = 0;           // passed_ + at_ of the last stage that the lane has noted
   int allowed_ = 0, more_ = 0;  // stages that may be in flight, and how many of these are not
   int ahead_ = 0;               // stages that were prefetched: the next stage and those behind it
 };
 
-/// Empties every stage, or every second one; each warp has a reader. The parity of a barrier tells a stage from the
-/// stage before that had the same barrier, not from older ones. So a warp must not wait for a stage while that stage
-/// before, which may be for other warps, is in flight. It never does: the stage two positions earlier has arrived, and
-/// at most kMaxRingStages - 2 stages are in flight.
+/// Empties every stage, or every second one. Each warp has a reader.
+///
+/// A barrier's parity tells stage n from stage n - kMaxRingStages, but not from older stages. So no warp may wait for
+/// stage n while stage n - kMaxRingStages is in flight. No warp does: stage n - 2 has been requested before, and at
+/// most kMaxRingStages - 2 stages are in flight at once.
 ///
 /// The writer does not say where a stage lies. A reader finds the places as the writer does: both get the same kinds of
 /// stages in the same order.
