@@ -16,11 +16,6 @@ constexpr int kMinStages = 3;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// A plan eases where so many bytes stay in flight. The product warps' loads of other blocks' results wait behind the
-/// stages in flight. So with one stage fewer a block catches up sooner, as long as the memory stays busy: on an H200
-/// Pythia-2.8B, with 40 KB left, is 0.6 % faster, and Pythia-1.4B, with 32 KB, 4.8 % slower. Llama with a sequential
-/// residual is up to 2.1 % slower (`eased` in data/bench/layer-waits.json).
-constexpr int kEasedBytes = 40 << 10;
 /// The most stages that the stream warp prefetches while the ring is full, and the rate of these prefetches. The memory
 /// of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without prefetches:
 /// its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain less
@@ -326,13 +321,6 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   if (choices.stages) p.ring_bytes = p.stages * p.stage_bytes;
   p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
-  // Pythia-12B, whose rows are sliced, is 0.2 % slower when it eases.
-  p.eases =
-      p.products == Products::rows && (p.stages_in_flight - 1) * p.stage_bytes >= kEasedBytes && p.hidden_slices == 1;
-  if (choices.eases.value_or(false) && p.products != Products::rows)
-    return bad("eases takes row products and a parallel residual, got " + to_string(p.products) +
-               (p.products == Products::sequential_rows ? " and a sequential one" : ""));
-  p.eases = choices.eases.value_or(p.eases);
   p.ahead_stages = kAheadStages;
   CF_TRY(choose("ahead_stages", choices.ahead_stages, 0, 32, p.ahead_stages));
   p.ahead_clocks = 1024 / kAheadBytesPerClock;
@@ -367,10 +355,8 @@ std::string to_string(Products p) {
 std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.ring_bytes) + " B, stages of up to " + text(p.stage_bytes) + " B, " +
-         text(p.bytes_in_flight) + " B in flight, " +
-         (p.eases ? "one stage fewer while the product warps are behind, " : "") + text(p.ahead_stages) +
-         " ahead in the L2, " + to_string(p.products) + ", " + text(p.attention_splits) + " splits of " +
-         text(p.split_keys) + " or more of " +
+         text(p.bytes_in_flight) + " B in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
+         to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
          (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
          (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
          " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +

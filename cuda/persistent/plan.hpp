@@ -181,7 +181,6 @@ struct PersistentPlan {
   int stages;            // stages of stage_bytes that the ring has room for
   int bytes_in_flight;   // bytes that are requested and have not arrived, at most
   int stages_in_flight;  // the same in stages of stage_bytes
-  bool eases;            // one stage fewer is in flight while the product warps are behind
   RingStage key_stage;   // of keys and values
   int ahead_stages;      // stages of dense weights that are prefetched into the L2 while the ring is full, at most
   int ahead_clocks;      // the SM's clocks from one prefetched KiB to the next
@@ -222,7 +221,6 @@ struct PersistentChoices {
   std::optional<int> blocks = {};            // 1 to the blocks that the plan has without it
   std::optional<int> stages = {};            // 3 to what fits
   std::optional<int> stages_in_flight = {};  // 1 to two fewer than the ring has
-  std::optional<bool> eases = {};            // true takes row products and a parallel residual
   std::optional<int> ahead_stages = {};      // 0 to 32. 0 prefetches nothing
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather

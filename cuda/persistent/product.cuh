@@ -65,7 +65,7 @@ struct Product {
 };
 
 /// Streams the product's rows of `matrix`. False where nobody empties the ring any more.
-template <bool Tiles, bool Eases>
+template <bool Tiles>
 __device__ bool stream_product(RingWriter& ring, const Product& p, const char* matrix) {
   if constexpr (Tiles) {
     const int lane = int(threadIdx.x) % 32;
@@ -83,7 +83,7 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
           __syncwarp();
           return i + k * kStageSlices < p.count;
         };
-        if (!ring.next<Eases>(prefetch)) return false;
+        if (!ring.next(prefetch)) return false;
         if (p.slices == 1) {
           ring.bring(from, rows * slice_bytes);
           continue;
@@ -103,7 +103,7 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
         request_prefetch(from + at, min(left - at, stage_bytes));
         return true;
       };
-      if (!ring.next<Eases>(prefetch)) return false;
+      if (!ring.next(prefetch)) return false;
       ring.bring(from, min(left, stage_bytes));
     }
   }

@@ -44,8 +44,6 @@ class Ring {
 ///
 /// A run is consecutive stages of one kind. Its first stage lies in the first place of that kind behind the stage
 /// before (RingStage::first_place()).
-///
-/// A writer that eases has one stage fewer in flight while the product warps are behind (PersistentPlan::eases).
 class RingWriter {
  public:
   /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
@@ -56,7 +54,7 @@ class RingWriter {
   /// From now on stages are of this kind.
   __device__ void begin(const RingStage& kind) {
     more_ += kind.in_flight - allowed_;
-    allowed_ = kind.in_flight, fewer_ = 0;
+    allowed_ = kind.in_flight;
     if (kind.bytes() == stage_bytes_) return;
     if (is_round_) blocker_ = next_ - unsigned(places_);
     stage_bytes_ = kind.bytes(), places_ = kind.places, in_run_ = 0, is_round_ = false;
@@ -81,8 +79,8 @@ class RingWriter {
   }
   /// The same wait for a stage of dense weights. While the ring is full, it prefetches the stages that follow:
   /// prefetch(0) requests the next stage, prefetch(k) the k-th stage after it. prefetch(k) returns false where the
-  /// product has no such stage. Without Eases the writer never eases.
-  template <bool Eases, class Prefetch>
+  /// product has no such stage.
+  template <class Prefetch>
   __device__ bool next(Prefetch prefetch) {
     const bool awaits = awaits_oldest();
     if (!is_ready(awaits)) {
@@ -100,8 +98,6 @@ class RingWriter {
         can_prefetch = has && ahead_ < plan_.ahead_stages;
         last = unsigned(clock());
       }
-      if constexpr (Eases)
-        if (awaits) ease();
     }
     ahead_ = max(ahead_ - 1, 0);
     take_next(awaits);
@@ -124,22 +120,10 @@ class RingWriter {
   }
 
  private:
-  /// Called when the oldest stage in flight has arrived. Of the n stages that may be in flight n - 1 stay while the
-  /// product warps are behind: while none of the n - 1 stages before those in flight is empty. The first such call also
-  /// waits for the stage after the oldest.
-  __device__ void ease() {
-    const unsigned first = next_ - unsigned(min(2 * allowed_ - 1, kMaxRingStages - 1));
-    const bool is_behind = plan_.eases && allowed_ > 1 && !ring_.is_empty(first);
-    if (int(is_behind) > fewer_) {
-      ++oldest_, ++more_;
-      ring_.wait_full(oldest_);
-    }
-    fewer_ = is_behind;
-  }
   /// Whether a stage in flight must arrive before the next one is requested.
   __device__ bool awaits_oldest() {
     for (; more_ < 0; ++more_) await_oldest();
-    return more_ == fewer_;
+    return more_ == 0;
   }
   __device__ void await_oldest() {
     ring_.wait_full(oldest_);
@@ -198,7 +182,6 @@ class RingWriter {
   unsigned passed_ = 0;         // the ring's bytes times the rounds before
   unsigned from_ = 0;           // passed_ + at_ of the last stage that the lane has noted
   int allowed_ = 0, more_ = 0;  // stages that may be in flight, and how many of these are not
-  int fewer_ = 0;               // 1 while one stage fewer than allowed_ is in flight, else 0
   int ahead_ = 0;               // stages that were prefetched: the next stage and those behind it
 };
 

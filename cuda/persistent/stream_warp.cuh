@@ -59,13 +59,11 @@ __device__ inline bool await_token(const Block& block, int token) {
 }
 
 /// Streams a part of a phase's product. Where the kernel takes packed weights, dense ones have tile products.
-/// Only the kernel for row products and a parallel residual has the writer's code to ease: no other plan eases.
 template <Products Kind>
 __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Product& p, const char* matrix) {
   if constexpr (is_packed(Kind))
     if (packed.is_packed()) return stream_packed<is_tiled(Kind)>(ring, p, packed, matrix);
-  constexpr bool tiles = is_tiled(Kind) || is_packed(Kind), eases = Kind == Products::rows;
-  return stream_product<tiles, eases>(ring, p, matrix);
+  return stream_product < is_tiled(Kind) || is_packed(Kind) > (ring, p, matrix);
 }
 
 template <Products Kind>

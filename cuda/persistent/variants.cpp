@@ -24,9 +24,6 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
   add("none", "the plan's own choice", {});
   for (int stages = 1; stages <= plan.stages - 2; ++stages)
     if (stages != plan.stages_in_flight) add("bytes in flight", kilobytes(stages), {.stages_in_flight = stages});
-  if (plan.eases) add("bytes in flight", "as many while the product warps are behind", {.eases = false});
-  if (!plan.eases && plan.products == Products::rows && plan.stages_in_flight > 1)
-    add("bytes in flight", "one stage fewer while the product warps are behind", {.eases = true});
   for (int stages = 3; stages < plan.stages; ++stages)
     add("ring",
         kilobytes(stages) + ", of them " + kilobytes(std::min(stages - 2, plan.stages_in_flight)) + " in flight",

@@ -123,7 +123,6 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
   if (p.ring_bytes % 128 || p.ring_bytes < p.stages * p.stage_bytes) return "the ring's bytes";
-  if (p.eases && (p.products != Products::rows || p.stages_in_flight < 2)) return "easing";
   if (p.ahead_stages < 0 || p.ahead_clocks < 1) return "prefetches";
   if (p.hidden_slices < 1 || p.act_slices % p.hidden_slices) return "slices";
   for (const ProductShape& s : product_shapes(d, p, {})) {
@@ -305,39 +304,13 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
                                 !v.choices.shares_keys && !v.choices.tile_products;
         if (!sums_alike) CHECK(!same_bits(*plan, *own));
         // A choice that leaves less or more shared memory to the slices may change them where there is little.
-        const bool leaves_slices = v.choice == "none" || v.choices.stages || v.choices.stages_in_flight ||
-                                   v.choices.eases || v.choices.ahead_stages;
+        const bool leaves_slices =
+            v.choice == "none" || v.choices.stages || v.choices.stages_in_flight || v.choices.ahead_stages;
         if (leaves_slices || (sums_alike && arch.sm_count == kH200.sm_count)) CHECK(same_bits(*plan, *own));
         if (v.choices.tile_products) CHECK(plan->products == Products::tiles);
       }
       CHECK(plans.contains(to_string(*own)));
     }
-}
-
-TEST_CASE("persistent: a plan eases where enough stays in flight, unless it is told otherwise") {
-  const auto plan = [](const char* preset, const PersistentChoices& choices = {}) {
-    const auto m = find_preset(preset);
-    REQUIRE(m);
-    return plan_persistent(kH200, persistent_model(*m, m->dtype), 1, choices);
-  };
-  const auto eases = [&](const char* preset, const PersistentChoices& choices = {}) {
-    CAPTURE(preset);
-    const auto p = plan(preset, choices);
-    REQUIRE(p);
-    return p->eases;
-  };
-  CHECK(eases("pythia-2.8b"));
-  CHECK_FALSE(eases("pythia-2.8b", {.eases = false}));
-  CHECK_FALSE(eases("pythia-2.8b", {.stages_in_flight = 2}));
-  CHECK_FALSE(eases("pythia-2.8b", {.tile_products = true}));
-  CHECK_FALSE(eases("pythia-1.4b"));
-  CHECK(eases("pythia-1.4b", {.eases = true}));
-  CHECK_FALSE(eases("pythia-6.9b"));
-  CHECK_FALSE(eases("pythia-12b"));
-  CHECK_FALSE(eases("llama-3.1-8b"));
-  CHECK(refusal_fault(plan("llama-3.1-8b", {.eases = true}).status(), Code::invalid_argument,
-                      {"eases takes row products and a parallel residual", "got row products and a sequential one"}) ==
-        "");
 }
 
 TEST_CASE("persistent: heads share keys in long caches alone, unless they are told to") {
@@ -371,7 +344,6 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(refused({.stages = 2}, {"stages must be 3 to " + most + ", got 2"}) == "");
   CHECK(refused({.stages = own->stages + 1}, {"stages must be 3 to " + most}) == "");
   CHECK(refused({.stages = 5, .stages_in_flight = 4}, {"stages_in_flight must be 1 to 3, got 4"}) == "");
-  CHECK(refused({.eases = true, .tile_products = true}, {"eases takes row products", "got tile products"}) == "");
   CHECK(refused({.ahead_stages = 33}, {"ahead_stages must be 0 to 32, got 33"}) == "");
   CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
   CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
