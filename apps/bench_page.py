@@ -512,7 +512,7 @@ Pythia-2.8B, kv_len 128. All sequences share one pass over the weights.
 ## Quantised weights
 
 GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not
-wait for each other. A whole step takes 7 to 20 % longer where kernels wait for counters of each other's blocks instead
+wait for each other. A whole step takes 4 to 20 % longer where kernels wait for counters of each other's blocks instead
 of for whole kernels. It takes 1.4 % less where ln_qkv's instructions are in the cache before its activations are there
 ([`gptq-graph-tried.json`](gptq-graph-tried.json)); that is not built in.
 
