@@ -463,8 +463,8 @@ PEERS_OF_KERNELS = (
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
-records all of them again in about twenty-five minutes and needs a GPU with 80 GB, torch, transformers and matplotlib.
-Each file holds the GPU, the command and the commit of its figures.
+records them again, but for those of trial builds, in about half an hour and needs a GPU with 80 GB, torch, transformers
+and matplotlib. Each file holds the GPU, the command and the commit of its figures.
 
 How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
 streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at

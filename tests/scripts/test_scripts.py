@@ -423,9 +423,8 @@ class BenchGpu(Scripts):
             (run,) = [call for call in calls if f"out/model-{preset}.json" in call]
             rest = f"--preset {preset} --dtype {dtype} --prompt-len 512 --new-tokens 32"
             self.assertTrue(run.startswith("cf-model bench ") and run.endswith(rest), run)
-        peers = [call for call in calls if "out/model-peers-llama" in call]
-        self.assertEqual(len(peers), 2)
-        for preset, call in zip(("llama-3.2-1b", "llama-3.1-8b"), peers):
+        for preset in (*dtypes, "llama-2-7b"):
+            (call,) = [call for call in calls if f"out/model-peers-{preset}.json" in call]
             self.assertTrue(call.startswith(f"bench_peers.py --what model --preset {preset} "), call)
             self.assertIn(" --peers hf_generate,torch_graph,hf_static_compile --prompt-len 512 ", call)
 
@@ -449,7 +448,8 @@ class BenchGpu(Scripts):
         self.assertEqual({call[0] for call in words if "--json" in call},
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
-        names = "pythia-2.8b", "compile-pythia-2.8b", "llama-3.2-1b", "llama-3.1-8b"
+        llamas = "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b"
+        names = "pythia-2.8b", "compile-pythia-2.8b", *llamas
         self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
