@@ -14,8 +14,8 @@ Impl fastest_impl(const Arch& arch, const ModelSpec& model, DType dtype, bool is
   // - With a sequential residual nothing hides the waits between blocks. Two slots: 3.85 and 4.04 for Llama-3.1-8B,
   //   3.62 and 3.70 for Qwen2.5-7B, 2.04 and 1.78 for Llama-3.2-3B. Four slots: 4.15 and 4.08 for Llama-3.1-8B
   //   (llama-batches.json).
-  // - Packed weights, which the graph takes. On an H100: 0.91 and 0.66 for Pythia-2.8B, 1.97 and 1.67 for Llama-3.1-8B,
-  //   1.51 and 1.54 for Pythia-6.9B, 2.03 and 0.84 for four slots of Pythia-2.8B (stack-*-gptq-persistent*.json).
+  // - Packed weights, which the graph takes: 0.92 and 0.51 for Pythia-2.8B, 1.77 and 1.24 for Llama-3.1-8B, 1.40 and
+  //   1.02 for Pythia-6.9B, 1.93 and 0.74 for four slots of Pythia-2.8B (stack-*-gptq-persistent*.json).
   struct Bound {
     std::int64_t most_slots, least_hidden;
   };
