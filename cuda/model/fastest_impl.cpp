@@ -7,15 +7,25 @@
 namespace cf::cuda {
 
 Impl fastest_impl(const Arch& arch, const ModelSpec& model, DType dtype, bool is_quantised, std::int64_t slots) {
-  // The persistent kernel takes steps of at most most_slots slots for models of at least least_hidden. Times of all
-  // layers in ms, those of the persistent kernel before those of the graph, at kv_len 128 on an H200 (data/bench):
-  // - With a parallel residual: 0.60 and 0.79 for Pythia-1.4B, 1.84 and 1.80 for eight slots of Pythia-2.8B. On an H100
-  //   0.413 and 0.418 for Pythia-410M (stack-pythia-410m-h100.json).
-  // - With a sequential residual nothing hides the waits between blocks. Two slots: 3.85 and 4.04 for Llama-3.1-8B,
-  //   3.62 and 3.70 for Qwen2.5-7B, 2.04 and 1.78 for Llama-3.2-3B. Four slots: 4.15 and 4.08 for Llama-3.1-8B
-  //   (llama-batches.json).
-  // - Packed weights, which the graph takes: 0.92 and 0.51 for Pythia-2.8B, 1.77 and 1.24 for Llama-3.1-8B, 1.40 and
-  //   1.02 for Pythia-6.9B, 1.93 and 0.74 for four slots of Pythia-2.8B (stack-*-gptq-persistent*.json).
+  // The bounds follow from the times of all layers on an H200, in ms, at kv_len 128 (data/bench/stack-*.json and
+  // llama-batches.json):
+  //                                    persistent  graph
+  //   parallel residual
+  //     Pythia-410M                          0.38   0.39   (on an H100 0.413 and 0.418)
+  //     Pythia-1.4B                          0.60   0.79
+  //     Pythia-2.8B, four slots              1.52   1.68
+  //     Pythia-2.8B, eight slots             1.85   1.80
+  //   sequential residual: no work hides the waits between blocks
+  //     Llama-3.2-3B, two slots              2.04   1.78
+  //     Qwen2.5-7B, two slots                3.62   3.70
+  //     Llama-3.1-8B, two slots              3.85   4.04
+  //     Llama-3.1-8B, four slots             4.15   4.08
+  //   packed weights: the graph takes them
+  //     Pythia-2.8B                          0.92   0.51
+  //     Pythia-2.8B, four slots              1.93   0.74
+  //     Pythia-6.9B                          1.40   1.02
+  //     Llama-3.1-8B, kv_len 512             1.77   1.24
+  // The persistent kernel takes steps of at most most_slots slots of models of at least least_hidden.
   struct Bound {
     std::int64_t most_slots, least_hidden;
   };
