@@ -688,6 +688,40 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
+    def test_changes_to_the_int4_graph_stand_over_the_graph_of_their_run(self):
+        row = {"model": "a", "kv_len": 128, "us": 500, "variant_us": [510, None]}
+        change = {"change": "counters", "variants": ["one", "two"], "rows": [row, row | {"us": None}]}
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-layer", "changes": [change]}
+        directory = os.path.dirname(self.write("gptq-graph-tried.json", json.dumps(report)))
+        self.assertEqual(bench_page.gptq_tried(bench_page.Figures(directory)), [
+            "| not in the graph | all layers of | over the graph |",
+            "|---|---:|---:|",
+            "| counters: one | a, kv_len 128 | 1.02x |",
+            "",
+            "[`gptq-graph-tried.json`](gptq-graph-tried.json), commit abc: `cf-layer`, a GPU",
+        ])  # fmt: skip
+        os.remove(os.path.join(directory, "gptq-graph-tried.json"))
+        self.assertEqual(bench_page.gptq_tried(bench_page.Figures(directory)), ["Not recorded."])
+
+    def test_the_first_tokens_stand_beside_those_that_follow(self):
+        def rows(*pairs):
+            return [{"new_tokens": n, "behind_first_ms": ms} for n, ms in pairs]
+
+        runs = [{"model": "a", "prompt_len": 128, "rows": rows((2, 1.4), (3, 2.75), (5, 5.0), (9, 9.0))},
+                {"model": "a", "prompt_len": 512, "rows": rows((2, 1.5), (5, 6.0), (9, 12.0))}]  # fmt: skip
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench", "runs": runs}
+        directory = os.path.dirname(self.write("first-tokens.json", json.dumps(report)))
+        self.assertEqual(bench_page.first_tokens(bench_page.Figures(directory)), [
+            "| ms a token behind a prompt | second | third | mean behind the fifth |",
+            "|---|---:|---:|---:|",
+            "| a, 128 ids | 1.40 | 1.35 | 1.00 |",
+            "| a, 512 ids | 1.50 | - | 1.50 |",
+            "",
+            "[`first-tokens.json`](first-tokens.json), commit abc: `cf-model bench`, a GPU",
+        ])  # fmt: skip
+        os.remove(os.path.join(directory, "first-tokens.json"))
+        self.assertEqual(bench_page.first_tokens(bench_page.Figures(directory)), ["Not recorded."])
+
     def test_waits_have_each_part_and_each_event_model_by_model(self):
         report = {
             "gpu": "a GPU", "commit": "abc", "command": "cf-layer",
