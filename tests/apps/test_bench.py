@@ -688,20 +688,25 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
+    def check_part(self, part, name, report, lines):
+        """Checks what a part of the page makes of one file: the lines and the file's source, or nothing without it."""
+        report = report | {"gpu": "a GPU", "commit": "abc", "command": "cf-layer"}
+        path = self.write(name + ".json", json.dumps(report))
+        figures = bench_page.Figures(os.path.dirname(path))
+        source = f"[`{name}.json`]({name}.json), commit abc: `cf-layer`, a GPU"
+        self.assertEqual(part(figures), [*lines, "", source])
+        os.remove(path)
+        self.assertEqual(part(figures), ["Not recorded."])
+
     def test_changes_to_the_int4_graph_stand_over_the_graph_of_their_run(self):
         row = {"model": "a", "kv_len": 128, "us": 500, "variant_us": [510, None]}
         change = {"change": "counters", "variants": ["one", "two"], "rows": [row, row | {"us": None}]}
-        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-layer", "changes": [change]}
-        directory = os.path.dirname(self.write("gptq-graph-tried.json", json.dumps(report)))
-        self.assertEqual(bench_page.gptq_tried(bench_page.Figures(directory)), [
+        report = {"changes": [change]}
+        self.check_part(bench_page.gptq_tried, "gptq-graph-tried", report, [
             "| not in the graph | all layers of | over the graph |",
             "|---|---:|---:|",
             "| counters: one | a, kv_len 128 | 1.02x |",
-            "",
-            "[`gptq-graph-tried.json`](gptq-graph-tried.json), commit abc: `cf-layer`, a GPU",
         ])  # fmt: skip
-        os.remove(os.path.join(directory, "gptq-graph-tried.json"))
-        self.assertEqual(bench_page.gptq_tried(bench_page.Figures(directory)), ["Not recorded."])
 
     def test_the_first_tokens_stand_beside_those_that_follow(self):
         def rows(*pairs):
@@ -709,28 +714,21 @@ class Tables(Files):
 
         runs = [{"model": "a", "prompt_len": 128, "rows": rows((2, 1.4), (3, 2.75), (5, 5.0), (9, 9.0))},
                 {"model": "a", "prompt_len": 512, "rows": rows((2, 1.5), (5, 6.0), (9, 12.0))}]  # fmt: skip
-        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench", "runs": runs}
-        directory = os.path.dirname(self.write("first-tokens.json", json.dumps(report)))
-        self.assertEqual(bench_page.first_tokens(bench_page.Figures(directory)), [
+        report = {"runs": runs}
+        self.check_part(bench_page.first_tokens, "first-tokens", report, [
             "| ms a token behind a prompt | second | third | mean behind the fifth |",
             "|---|---:|---:|---:|",
             "| a, 128 ids | 1.40 | 1.35 | 1.00 |",
             "| a, 512 ids | 1.50 | - | 1.50 |",
-            "",
-            "[`first-tokens.json`](first-tokens.json), commit abc: `cf-model bench`, a GPU",
         ])  # fmt: skip
-        os.remove(os.path.join(directory, "first-tokens.json"))
-        self.assertEqual(bench_page.first_tokens(bench_page.Figures(directory)), ["Not recorded."])
 
     def test_waits_have_each_part_and_each_event_model_by_model(self):
         report = {
-            "gpu": "a GPU", "commit": "abc", "command": "cf-layer",
             "parts": {"rows": [{"model": model, "variant": variant, "us": us} for model, variant, us in (
                 ("a", "whole", 10.4), ("a", "no waits", 9.6), ("b", "whole", 20), ("b", "no waits", 8))]},
             "chains": {"rows": [{"model": model, "events": [{"event": "begins", "mean_us": mean, "last_us": 2.25}]}
                                 for model, mean in (("a", -1.64), ("b", 0.5))]}}  # fmt: skip
-        directory = os.path.dirname(self.write("layer-waits.json", json.dumps(report)))
-        self.assertEqual(bench_page.waits(bench_page.Figures(directory)), [
+        self.check_part(bench_page.waits, "layer-waits", report, [
             "| all layers [us] | a | b |",
             "|---|---:|---:|",
             "| whole | 10 | 20 |",
@@ -739,11 +737,7 @@ class Tables(Files):
             "| from the last q, k and v on: mean (last block) [us] | a | b |",
             "|---|---:|---:|",
             "| begins | -1.6 (2.2) | 0.5 (2.2) |",
-            "",
-            "[`layer-waits.json`](layer-waits.json), commit abc: `cf-layer`, a GPU",
         ])  # fmt: skip
-        os.remove(os.path.join(directory, "layer-waits.json"))
-        self.assertEqual(bench_page.waits(bench_page.Figures(directory)), ["Not recorded."])
 
     def test_a_timeline_has_each_event_of_its_kernels_model_by_model(self):
         events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
