@@ -72,7 +72,8 @@ struct Decoder::State {
                        .sequence = e.options.id,
                        .position = std::int64_t(e.tokens.size()),
                        .history = e.tokens,
-                       .left = e.options.max_new_tokens - e.emitted() - 1});
+                       .left = e.options.max_new_tokens - e.emitted() - 1,
+                       .stop = e.options.stop});
     }
     const std::vector<Result<std::int32_t>> ids = runner->choose(draws);
     for (std::size_t i = 0; i < chosen.size(); ++i) {

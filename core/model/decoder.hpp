@@ -34,6 +34,8 @@ class ModelRunner {
     std::span<const std::int32_t> history;  // prompt and chosen ids, for the repetition penalty
     /// How many tokens the sequence may get after the chosen one; with 0 it ends with that, whichever it is.
     std::int64_t left = std::numeric_limits<std::int64_t>::max();
+    /// Ids that end the sequence: it gets no token behind one of these.
+    std::span<const std::int32_t> stop = {};
   };
 
   /// A tensor of a site's call: what the op reads, what it has written, or a weight.

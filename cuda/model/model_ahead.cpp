@@ -5,7 +5,8 @@
 namespace cf::cuda {
 namespace {
 
-/// Tokens of a launch. Where a sequence ends the host asks the launch to end, too; the tokens made meanwhile are lost.
+/// Tokens of a launch, at most. Sequences end within it. Where a sequence is dropped or joined, the host asks the launch
+/// to end, and the tokens made meanwhile are lost.
 constexpr std::int64_t kLaunchTokens = 32;
 
 /// Whether a draw takes the highest logit itself.
@@ -44,39 +45,78 @@ Status Model::State::run_next(std::span<const Draw> draws, Start start) {
   std::vector<Token> next = tokens_after(draws);
   CF_TRY(keep_logits(next, to));
   CF_TRY(run_step(to, start));
+  can_follow = false;
   ahead = std::move(next);
   return {};
+}
+
+Model::State::End Model::State::end_of(const Draw& d) const {
+  const auto stop_ids = d.stop.first(std::min(d.stop.size(), PersistentKernel::most_stop_ids()));
+  return {.position = d.position + std::min(d.left, options.capacity - d.position),
+          .stop_ids = {stop_ids.begin(), stop_ids.end()}};
 }
 
 Status Model::State::run_ahead(std::span<const Draw> draws) {
   ahead.clear();
-  if (!knows_next(draws)) {
+  if (kernel_chooses(draws)) return run_many_ahead(draws);
+  if (can_follow && knows_next(draws)) return run_next(draws, Start::follows);
+  end_launch();
+  return {};
+}
+
+Status Model::State::run_many_ahead(std::span<const Draw> draws) {
+  ahead.clear();
+  // The other sequences end with the token that is being chosen.
+  std::vector<Draw> running;
+  std::copy_if(draws.begin(), draws.end(), std::back_inserter(running),
+               [&](const Draw& d) { return end_of(d).position > d.position; });
+  const auto in_flight = std::int64_t(end_token - next_token);
+  // What a launch was told holds to its end.
+  const bool was_told = !last_token || std::all_of(running.begin(), running.end(), [&](const Draw& d) {
+    return told_ends[std::size_t(d.slot)] == end_of(d);
+  });
+  if (running.empty() || !knows_next(running) || !was_told || (in_flight == 0 && !can_follow)) {
     end_launch();
     return {};
   }
-  if (!kernel_chooses(draws)) return run_next(draws, Start::follows);
-  // How many more steps the sequences' limits and the cache leave room for: each appends one entry.
-  const auto in_flight = std::int64_t(end_token - next_token);
-  std::int64_t left = kLaunchTokens;
-  for (const Draw& d : draws) left = std::min({left, d.left - in_flight, options.capacity - d.position - in_flight});
-  std::vector<Token> next = tokens_after(draws);
+  std::vector<Token> next = tokens_after(running);
+  // The tokens of the next launch, until the last sequence reaches its end.
+  std::vector<End> ends;  // `sequence_ends` shows their stop ids
+  std::vector<PersistentEnd> sequence_ends(std::size_t(options.slots), {.tokens = 0, .stop_ids = {}});
+  std::int64_t most = 0;
+  for (const Draw& d : running) {
+    const End& end = ends.emplace_back(end_of(d));
+    const std::int64_t tokens = std::max<std::int64_t>(end.position - d.position - in_flight, 0);
+    sequence_ends[std::size_t(d.slot)] = {.tokens = tokens, .stop_ids = end.stop_ids};
+    most = std::max(most, tokens);
+  }
   // The next launch is enqueued while the last one still has a token to make, so that the device does not wait.
-  if (in_flight <= 1 && left > 0) {
+  if (in_flight <= 1 && most > 0) {
+    const std::int64_t count = std::min(most, kLaunchTokens);
     const Where to = next_place();
     CF_TRY(keep_logits(next, to));
     CF_TRY(begin_step(to, Start::follows, {}));
-    CF_TRY_ASSIGN(const unsigned first, whole->enqueue_tokens(stream.get(), left, logits_at(to)));
+    CF_TRY_ASSIGN(const unsigned first, whole->enqueue_tokens(stream.get(), count, logits_at(to), sequence_ends));
     if (in_flight == 0) next_token = first;
-    end_token = first + unsigned(left);
+    end_token = first + unsigned(count);
     last_step = to;
+    can_follow = false;
+    for (std::size_t i = 0; i < running.size(); ++i) told_ends[std::size_t(running[i].slot)] = std::move(ends[i]);
   }
   ahead = std::move(next);
   return {};
 }
 
+bool Model::State::has_stopped(const Draw& d) const {
+  const std::vector<std::int32_t> stop_ids = end_of(d).stop_ids;
+  return std::find(stop_ids.begin(), stop_ids.end(), last_chosen[std::size_t(d.slot)]) != stop_ids.end();
+}
+
 Status Model::State::take_choices(std::span<const Draw> draws) {
   CF_TRY(await_choices(draws, [&](const Draw& d) { return whole->made(*last_token, d.slot); }));
-  return run_ahead(draws);
+  std::vector<Draw> running;
+  std::copy_if(draws.begin(), draws.end(), std::back_inserter(running), [&](const Draw& d) { return !has_stopped(d); });
+  return run_many_ahead(running);
 }
 
 void Model::State::end_launch() {
@@ -84,11 +124,7 @@ void Model::State::end_launch() {
   if (next_token == end_token) return;
   whole->end_before(next_token);
   next_token = end_token;
-}
-
-bool Model::State::has_logits(std::int64_t slot) const {
-  return !last_token || std::none_of(last_tokens.begin(), last_tokens.end(),
-                                     [&](const Token& t) { return t.slot == slot && lengths[slot] == t.position + 1; });
+  can_follow = false;
 }
 
 Status Model::State::restore_logits(std::int64_t slot) {
@@ -96,12 +132,18 @@ Status Model::State::restore_logits(std::int64_t slot) {
   end_launch();
   last_token.reset();
   std::vector<Token> again;
-  for (const Token& t : last_tokens)
-    if (lengths[t.slot] == t.position + 1) again.push_back(t);
-  CF_TRY(enqueue_tokens(again));
+  for (std::int64_t other = 0; other < options.slots; ++other)
+    if (!has_logits(other))
+      again.push_back({.slot = other, .id = last_ids[std::size_t(other)], .position = lengths[other] - 1});
   const Where to = next_place();
+  CF_TRY(keep_logits(again, to));
+  CF_TRY(enqueue_tokens(again));
   CF_TRY(run_step(to, Start::placed));
-  for (const Token& t : again) where[std::size_t(t.slot)] = to;
+  can_follow = true;
+  for (const Token& t : again) {
+    where[std::size_t(t.slot)] = to;
+    made_by[std::size_t(t.slot)].reset();
+  }
   return {};
 }
 

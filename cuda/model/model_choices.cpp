@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "core/model/taps.hpp"
@@ -49,8 +50,9 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
                                               std::to_string(d.position)));
   }
   const auto enqueue = [&]() -> Status {
-    const bool were_chosen =
-        std::none_of(draws.begin(), draws.end(), [&](const Draw& d) { return s.has_logits(d.slot); });
+    const bool were_chosen = s.last_token && std::all_of(draws.begin(), draws.end(), [&](const Draw& d) {
+                               return s.made_by[std::size_t(d.slot)] == s.last_token;
+                             });
     if (were_chosen && s.kernel_chooses(draws)) return s.take_choices(draws);
     s.end_launch();
     for (const Draw& d : draws) CF_TRY(s.restore_logits(d.slot));
@@ -61,7 +63,8 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
     volatile std::int32_t* const told = s.told.get();
     for (const Draw& d : draws) told[d.slot] = kNotChosen;
     // The next step needs nothing from the host: it runs while the host reads the ids.
-    if (by_place[std::size_t(s.last_step)].size() == draws.size() && s.knows_next(draws) && !s.kernel_chooses(draws)) {
+    if (by_place[std::size_t(s.last_step)].size() == draws.size() && s.can_follow && s.knows_next(draws) &&
+        !s.kernel_chooses(draws)) {
       CF_TRY(s.run_next(draws, Start::chooses));
     } else {
       for (std::size_t place = 0; place < kPlaces; ++place)
@@ -75,6 +78,11 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
   };
   if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
   for (Token& t : s.ahead) t.id = s.last_chosen[std::size_t(t.slot)];
+  if (s.next_token != s.end_token) {
+    for (const Draw& d : draws)
+      if (s.has_stopped(d)) std::erase_if(s.ahead, [&](const ModelRunner::Token& t) { return t.slot == d.slot; });
+    if (s.ahead.empty()) s.end_launch();
+  }
   std::vector<Result<std::int32_t>> ids;
   for (const Draw& d : draws) ids.push_back(s.chosen_id(d));
   return ids;

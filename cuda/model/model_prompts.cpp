@@ -93,7 +93,9 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
                         "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
   end_launch();
   logits_asked = false;
-  std::erase_if(last_tokens, [&](const Token& t) { return t.slot == slot; });  // the slot's entries are others now
+  last_token.reset();
+  made_by[std::size_t(slot)].reset();
+  can_follow = false;
   seen_size[std::size_t(slot)] = 0;
   std::int64_t rows_made = 0;
   while (!ids.empty()) {
@@ -121,6 +123,7 @@ Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std
   CF_TRY(copy_async(rows_of(s.logits_at(Where::prompts), slot).data, s.prompt_logits.data,
                     std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
   s.where[std::size_t(slot)] = Where::prompts;
+  s.can_follow = s.options.slots == 1;
   return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
 }
 

@@ -78,7 +78,9 @@ struct Model::State {
         executor(context, i),
         lengths(o.slots, o.capacity),
         last_ids(std::size_t(o.slots)),
-        where(std::size_t(o.slots), Where::prompts) {}
+        where(std::size_t(o.slots), Where::prompts),
+        made_by(std::size_t(o.slots)),
+        told_ends(std::size_t(o.slots)) {}
   ~State() {
     end_launch();
     (void)cudaDeviceSynchronize();
@@ -145,6 +147,10 @@ struct Model::State {
   /// Puts steps onto the stream that continue the ids of these draws, which are being chosen: as many as may follow
   /// where the persistent kernel chooses by itself, one where the next step is known, or none.
   Status run_ahead(std::span<const Draw> draws);
+  /// The part of run_ahead() for draws that the persistent kernel chooses for.
+  Status run_many_ahead(std::span<const Draw> draws);
+  /// Whether the persistent kernel ends a draw's sequence for its choice, which is a stop id.
+  bool has_stopped(const Draw& draw) const;
   /// Whether the next step has a token of each of these draws, and of no other slot.
   bool knows_next(std::span<const Draw> draws) const;
   /// Puts the next step of these draws onto the stream.
@@ -155,10 +161,9 @@ struct Model::State {
   Status take_choices(std::span<const Draw> draws);
   /// Asks the launch of many tokens to end; what it makes from now on is not wanted.
   void end_launch();
-  /// Whether the logits of a slot's last entry are there. After a step of a launch of many tokens they are not: the
-  /// launch has gone on.
-  bool has_logits(std::int64_t slot) const;
-  /// Where they are not, runs the last step again, which gives the same bits.
+  /// Whether the logits of a slot's last entry are there.
+  bool has_logits(std::int64_t slot) const { return !made_by[std::size_t(slot)] || lengths[slot] == 0; }
+  /// Where they are not, runs the last token of every such slot again, which gives the same bits.
   Status restore_logits(std::int64_t slot);
   Status take_report();
 
@@ -232,16 +237,28 @@ struct Model::State {
   // graph, whose branches run side by side.
   std::map<PassKey, GraphExec> passes;
   std::vector<Token> ahead;  // the step that is on the stream already; its ids are those chosen last
+  // Whether `step` on the device has the tokens of the step that was asked for last: then a step may follow it.
+  bool can_follow = false;
 
   // Of the persistent impl.
   std::optional<PersistentKernel> whole;
   // The kernel numbers the tokens of its launches. `next_token` is the number of the step in `ahead`, and `end_token` is
   // one past the last number that was launched. `last_token` is the number of the step that was asked for last, where a
-  // launch of many tokens has made it; that step's tokens are `last_tokens`.
+  // launch of many tokens has made it.
   unsigned next_token = 0, end_token = 0;
   std::optional<unsigned> last_token;
-  std::vector<Token> last_tokens;
-  bool logits_asked = false;  // since the last prompt: then launches have one token
+  // By slot: the number of the token that made the slot's last entry, where a launch of many tokens has made it. The
+  // launch has gone on, and the entry's logits are overwritten.
+  std::vector<std::optional<unsigned>> made_by;
+  /// Where a launch ends a slot's sequence: with a stop id, or with the token at `position`.
+  struct End {
+    std::int64_t position;
+    std::vector<std::int32_t> stop_ids;
+    bool operator==(const End&) const = default;
+  };
+  End end_of(const Draw& draw) const;
+  std::vector<std::optional<End>> told_ends;  // by slot: what the launches were told
+  bool logits_asked = false;                  // since the last prompt: then launches have one token
 };
 
 }  // namespace cf::cuda

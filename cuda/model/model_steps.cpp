@@ -175,6 +175,7 @@ Status Model::step(std::span<const Token> tokens) {
   if (s.ran_ahead(tokens)) {
     s.last_token.reset();
     if (s.next_token != s.end_token) s.last_token = s.next_token++;
+    s.can_follow = s.next_token == s.end_token;
   } else {
     s.end_launch();
     for (std::int64_t slot = 0; slot < s.options.slots; ++slot)
@@ -185,13 +186,14 @@ Status Model::step(std::span<const Token> tokens) {
     CF_TRY(s.keep_logits(tokens, to));
     CF_TRY(s.enqueue_tokens(tokens));
     CF_TRY(s.run_step(to, Start::placed));
+    s.can_follow = true;
   }
   s.ahead.clear();
-  s.last_tokens.assign(tokens.begin(), tokens.end());
   for (const Token& t : tokens) {
     s.lengths.set(t.slot, t.position + 1);
     s.last_ids[std::size_t(t.slot)] = t.id;
     s.where[std::size_t(t.slot)] = s.last_step;
+    s.made_by[std::size_t(t.slot)] = s.last_token;
   }
   return {};
 }

@@ -28,7 +28,7 @@ struct TokenArguments {
                                    // block 0: whether the launch ends
 
   // A launch of one token reads the sequences' state and leaves it as it is. A launch that chooses leaves the state of
-  // the last token that it made.
+  // the last token that it made. A sequence that has ended is left at the position `capacity`.
   bool chooses = false;
   std::int32_t* ids = nullptr;        // (batch)
   std::int32_t* positions = nullptr;  // (batch)
@@ -46,6 +46,22 @@ inline constexpr unsigned kMadeTokens = 256;
 CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
   return std::uint64_t(serial) << 32 | std::uint32_t(id);
 }
+
+/// Stop ids of a sequence that a launch looks for, at most.
+inline constexpr int kMaxStopIds = 8;
+/// What no choice is: the place of a stop id that a sequence does not have.
+inline constexpr std::int32_t kNoStopId = -2;
+/// Where a launch that chooses ends a sequence by itself.
+struct SequenceEnd {
+  int tokens = 0;  // of the launch: the sequence ends behind so many
+  std::array<std::int32_t, kMaxStopIds> stop_ids{};
+
+  CF_HD constexpr bool stops_at(std::int32_t id) const {
+    bool found = false;
+    for (std::int32_t stop : stop_ids) found = found || stop == id;
+    return found;
+  }
+};
 
 /// How a product's rows are cut into slices. The struct has 16 bytes: a kernel reads it in one access.
 struct alignas(16) ProductShape {
@@ -171,8 +187,9 @@ struct PersistentArguments {
     return layer == head_layer ? PhaseOrder{Phase::head} : phases;
   }
 
-  DigitPlaces digit_places = {};                     // of packed weights
-  std::array<LayerKind, kMaxLayerKinds> kinds = {};  // by LayerPointers::kind; kind 0 is dense
+  DigitPlaces digit_places = {};                                    // of packed weights
+  std::array<LayerKind, kMaxLayerKinds> kinds = {};                 // by LayerPointers::kind; kind 0 is dense
+  std::array<SequenceEnd, kMaxPersistentBatch> sequence_ends = {};  // of a launch that chooses
 };
 
 /// Whether the residual is parallel. A kernel of row products is compiled for one kind of residual.

@@ -79,6 +79,18 @@ struct Block {
     return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
+  /// A sequence that has ended is beyond the cache: nothing is appended for it, and it attends to no key. Its rows of
+  /// the batch are NaN from then on.
+  __device__ void end_sequence(int s) const {
+    at<int>(c.layout.positions)[s] = c.capacity;
+    at<int>(c.layout.lengths)[s] = c.capacity + 1;
+  }
+  __device__ bool all_sequences_ended() const {
+    bool all = true;
+    for (int s = 0; s < c.dims.batch; ++s) all = all && at<int>(c.layout.lengths)[s] > c.capacity;
+    return all;
+  }
+
   __device__ std::uint64_t* signal_barrier(Signal s) const {
     return at<std::uint64_t>(c.layout.barriers) + 2 * kMaxRingStages + int(s);
   }

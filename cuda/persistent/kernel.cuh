@@ -52,7 +52,9 @@
 // head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
 //            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 4 h b               of a sequence: 16 b
 //
-// Every block then reads the best tokens of all blocks, and goes on with the best of these. The stream warp has brought
+// Every block then reads the best tokens of all blocks, and goes on with the best of these. A sequence ends behind a stop
+// id or at its limit (SequenceEnd), as every block sees for itself; the launch ends with its last sequence. The stream
+// warp has brought
 // the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended
 // are brought once the product warps have begun the next one.
 //
@@ -122,6 +124,11 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
     block.at<int>(c.layout.lengths)[thread] = c.kv_len[thread];
     block.at<int>(c.layout.positions)[thread] = c.positions[thread];
     if (c.token.count > 0) block.at<int>(c.layout.ids)[thread] = min(max(c.token.ids[thread], 0), c.token.vocab - 1);
+    if (c.token.chooses) {
+      // The choice that leads to the launch's first token may end the sequence.
+      const SequenceEnd& end = c.sequence_ends[thread];
+      if (end.tokens < 1 || end.stops_at(c.token.ids[thread])) block.end_sequence(thread);
+    }
     block.at<std::uint64_t>(c.layout.best)[thread] = 0;
   }
   for (int i = thread; i < c.layout.inbox_bytes / 4; i += kBlockThreads)

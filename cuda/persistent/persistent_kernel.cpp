@@ -272,6 +272,9 @@ struct PersistentKernel::State {
                     const AnyView<2>& output) const;
   std::int64_t layers() const { return std::int64_t(pointers.size()) - (arguments.head_layer >= 0); }
   Status check_tokens(const AnyView<2>& logits) const;
+  /// `given`, one for each sequence, as the kernel has it; with none no sequence ends within `count` tokens.
+  using SequenceEnds = decltype(PersistentArguments::sequence_ends);
+  Result<SequenceEnds> ends_for_tokens(std::int64_t count, std::span<const PersistentEnd> given) const;
   /// The arguments of a launch of layers [first, last).
   PersistentArguments arguments_for_tokens(std::int64_t count, const AnyView<2>& logits) const;
   PersistentArguments arguments_for(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
@@ -487,6 +490,27 @@ PersistentArguments PersistentKernel::State::arguments_for_tokens(std::int64_t c
   return a;
 }
 
+Result<PersistentKernel::State::SequenceEnds> PersistentKernel::State::ends_for_tokens(
+    std::int64_t count, std::span<const PersistentEnd> given) const {
+  if (!given.empty() && std::int64_t(given.size()) != arguments.dims.batch)
+    return bad("the sequences' ends must be none or " + std::to_string(arguments.dims.batch) + ", got " +
+               std::to_string(given.size()));
+  SequenceEnds ends{};
+  for (SequenceEnd& e : ends) {
+    e.tokens = int(count) + 1;
+    e.stop_ids.fill(kNoStopId);
+  }
+  for (std::size_t s = 0; s < given.size(); ++s) {
+    const auto& [tokens, stop_ids] = given[s];
+    if (stop_ids.size() > most_stop_ids())
+      return bad("a sequence's stop ids must be at most " + std::to_string(most_stop_ids()) + ", got " +
+                 std::to_string(stop_ids.size()));
+    ends[s].tokens = int(std::clamp<std::int64_t>(tokens, 0, count + 1));
+    std::copy(stop_ids.begin(), stop_ids.end(), ends[s].stop_ids.begin());
+  }
+  return ends;
+}
+
 Status PersistentKernel::enqueue_token(CUstream_st* stream, const AnyView<2>& logits) {
   State& s = *state_;
   CF_TRY(s.check_tokens(logits));
@@ -494,13 +518,16 @@ Status PersistentKernel::enqueue_token(CUstream_st* stream, const AnyView<2>& lo
   return s.launch(s.arguments_for_tokens(1, logits), true, stream);
 }
 
-Result<unsigned> PersistentKernel::enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits) {
+Result<unsigned> PersistentKernel::enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits,
+                                                  std::span<const PersistentEnd> sequence_ends) {
   State& s = *state_;
   CF_TRY(s.check_tokens(logits));
   if (count < 1 || count > most_tokens())
     return bad("tokens of a launch must be 1 to " + std::to_string(most_tokens()) + ", got " + std::to_string(count));
+  CF_TRY_ASSIGN(const auto ends, s.ends_for_tokens(count, sequence_ends));
   CF_TRY(take_report());
   PersistentArguments a = s.arguments_for_tokens(count, logits);
+  a.sequence_ends = ends;
   a.token.chooses = true;
   a.token.first_serial = s.next_serial;
   s.next_serial += unsigned(count);
@@ -512,6 +539,7 @@ Result<unsigned> PersistentKernel::enqueue_tokens(CUstream_st* stream, std::int6
 }
 
 std::int64_t PersistentKernel::most_tokens() { return kMadeTokens / 4; }
+std::size_t PersistentKernel::most_stop_ids() { return kMaxStopIds; }
 
 std::optional<std::int32_t> PersistentKernel::made(unsigned number, std::int64_t sequence) const {
   const volatile std::uint64_t* const words = state_->shared->made;

@@ -1,6 +1,7 @@
 #pragma once
 // Private to cuda, apps and tests.
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -51,6 +52,14 @@ struct PersistentEnds {
 /// Returns the compiled kernel for a plan and a dtype. It is compiled for the plan's products, and for shares of one
 /// head or of several.
 using PersistentKernelLookup = const void* (*)(const PersistentPlan& plan, DType dtype);
+
+/// Where a launch of many tokens ends a sequence by itself: behind its `tokens`-th token, or where it chooses one of
+/// `stop_ids`, of which there are at most most_stop_ids(). A sequence whose first token is a stop id, or that has 0
+/// tokens, has ended before.
+struct PersistentEnd {
+  std::int64_t tokens = std::numeric_limits<std::int64_t>::max();
+  std::span<const std::int32_t> stop_ids = {};
+};
 
 struct PersistentOptions {
   PersistentChoices choices{};
@@ -109,9 +118,15 @@ class PersistentKernel {
   /// cpu_ref::sample() refuses them. The launch leaves ids, positions and kv_len as those of the last token that it
   /// ran, its choices in PersistentEnds::chosen, and its logits in `logits`. Tokens are numbered over all launches;
   /// returns the number of the launch's first token. At most four launches may be in flight at once.
-  Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits);
-  /// The most tokens of one launch.
+  ///
+  /// `sequence_ends` (batch), or none, says where sequences end. A sequence that has ended gets no more entries, and
+  /// what made() has of its later tokens means nothing. The launch ends with its last sequence. It leaves a sequence
+  /// that has ended at the position that is the caches' capacity.
+  Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits,
+                                  std::span<const PersistentEnd> sequence_ends = {});
+  /// The most tokens of one launch, and the most stop ids of a sequence.
   static std::int64_t most_tokens();
+  static std::size_t most_stop_ids();
   /// The choice of a sequence that token `number` has led to, or empty where it has not been made yet. Waits for
   /// nothing.
   std::optional<std::int32_t> made(unsigned number, std::int64_t sequence) const;

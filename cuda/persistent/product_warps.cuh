@@ -77,9 +77,7 @@ class ProductWarps {
     const int* const positions = block.at<int>(c.layout.positions);
     store_angles(block, block.thread(), kProductThreads, [&](int s) { return positions[s] + block.token + 1; });
     if (!await_choices()) return false;
-    const bool ends = is_last || block.asked_all_to_end();
-    take_choices(ends);
-    if (ends) {
+    if (take_choices(is_last || block.asked_all_to_end())) {
       if (thread_index() == 0) block.stopped() = 1;  // the helper warps may wait for a layer that does not come
       return false;
     }
@@ -536,31 +534,38 @@ class ProductWarps {
     __threadfence();
     return block.sync_unless_stopped();
   }
-  /// Each sequence's choice becomes the token to run next. Block 0 tells it to the host, and leaves the sequences'
-  /// state where the launch ends. A sequence whose logits are refused has the choice -1; it goes on with token 0, so
-  /// that the others can go on.
-  __device__ void take_choices(bool ends) const {
-    if (const int s = block.thread(); s < c.dims.batch) {
+  /// Each sequence's choice becomes the token to run next, or ends the sequence. True where the launch ends: where it
+  /// has no more tokens (`is_last`), or no sequence goes on. Block 0 tells the choices to the host, and leaves the
+  /// sequences' state where the launch ends. A sequence whose logits are refused has the choice -1; it goes on with
+  /// token 0, so that the others can go on.
+  __device__ bool take_choices(bool is_last) const {
+    const int s = block.thread();
+    const bool has_sequence = s < c.dims.batch, tells = has_sequence && blockIdx.x == 0;
+    int id = -1, ran = 0;
+    if (has_sequence) {
       const std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps) + s * kProductWarps;
       std::uint64_t key = 0;
 #pragma unroll
       for (int w = 0; w < kProductWarps; ++w) key = max(key, of_warps[w]);
-      const int id = key == 0 || key == sampling::kRefusedKey ? -1 : sampling::id_of(key);
+      if (key != 0 && key != sampling::kRefusedKey) id = sampling::id_of(key);
+      const unsigned serial = c.token.first_serial + unsigned(block.token);
+      if (tells) store_for_host(c.token.made + serial % kMadeTokens * kMaxPersistentBatch + s, made_token(serial, id));
       int& runs = block.at<int>(c.layout.ids)[s];
-      if (blockIdx.x == 0) {
-        const unsigned serial = c.token.first_serial + unsigned(block.token);
-        store_for_host(c.token.made + serial % kMadeTokens * kMaxPersistentBatch + s, made_token(serial, id));
-        if (ends) {
-          const int position = min(block.at<int>(c.layout.positions)[s] + block.token, c.capacity);
-          c.token.ids[s] = runs;
-          c.token.positions[s] = position;
-          c.token.kv_len[s] = position + 1;
-          c.token.chosen[s] = id;
-        }
-      }
+      ran = runs;
       runs = max(id, 0);
+      const SequenceEnd& end = c.sequence_ends[s];
+      if (block.token + 1 >= end.tokens || end.stops_at(id)) block.end_sequence(s);
     }
     block.sync();
+    const bool ends = is_last || block.all_sequences_ended();
+    if (ends && tells) {
+      const int position = min(block.at<int>(c.layout.positions)[s] + block.token, c.capacity);
+      c.token.ids[s] = ran;
+      c.token.positions[s] = position;
+      c.token.kv_len[s] = position + 1;
+      c.token.chosen[s] = id;
+    }
+    return ends;
   }
 
   /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.

@@ -609,6 +609,88 @@ TEST_CASE("decoder on the GPU: a launch of many tokens ends for stops, joiners, 
   CHECK(taken(d.ids(again)) == ids);
 }
 
+TEST_CASE("decoder on the GPU: sequences of one launch end at their own stop ids, limits and the cache's end",
+          "[gpu][model][tokens]") {
+  const bool gated = GENERATE(false, true);
+  const Small small(DType::f16, {}, gated ? gated_config() : small_config());
+  const Model::Options options{.slots = 4, .capacity = 80, .chunk = 16, .impl = Impl::persistent};
+  std::vector<Ids> prompts;
+  for (std::uint64_t i = 0; i < 4; ++i) prompts.push_back(ids_of(9 + std::int64_t(i), i));
+  const Greedy free_run = greedy(small, options, prompts, 60, 60, 0);
+  const auto until = [&](std::size_t i, std::int32_t stop) {
+    const Ids& ids = free_run.ids[i];
+    return Ids(ids.begin(), std::find(ids.begin(), ids.end(), stop) + 1);
+  };
+  // A launch has up to 32 tokens: the second sequence's stop id comes around the first launch's end.
+  const std::int32_t early = free_run.ids[0][4], late = free_run.ids[1][std::size_t(GENERATE(31, 32, 33, 34, 35))];
+  // The last sequence has more stop ids than a launch looks for, and ends at the last of them.
+  Ids many{free_run.ids[3][20]};
+  for (std::int32_t id = 0; many.size() < 12; ++id)
+    if (std::find(free_run.ids[3].begin(), free_run.ids[3].end(), id) == free_run.ids[3].end())
+      many.insert(many.begin(), id);
+  for (std::int64_t at_once : {1, 7, 60}) {
+    CAPTURE(at_once);
+    Decoder d = small.decoder(options);
+    const auto first = taken(d.add(prompts[0], {.stop = {early}})), second = taken(d.add(prompts[1], {.stop = {late}})),
+               third = taken(d.add(prompts[2], {.max_new_tokens = 41})),
+               fourth = taken(d.add(prompts[3], {.stop = many}));
+    for (std::int64_t made = 0; made < 50; made += at_once) taken(d.decode(at_once));
+    CHECK(!d.active());
+    CHECK(taken(d.ids(first)) == until(0, early));
+    CHECK(taken(d.ids(second)) == until(1, late));
+    CHECK(taken(d.ids(third)) == Ids(free_run.ids[2].begin(), free_run.ids[2].begin() + 41));
+    CHECK(taken(d.ids(fourth)) == until(3, many.back()));
+    CHECK(taken(d.finish(first)) == Finish::stop);
+    CHECK(taken(d.finish(third)) == Finish::length);
+    // Their slots serve other sequences.
+    const auto again = taken(d.add(prompts[1], {.max_new_tokens = 60}));
+    while (d.active()) taken(d.decode(at_once));
+    CHECK(taken(d.ids(again)) == free_run.ids[1]);
+  }
+}
+
+TEST_CASE("model on the GPU: a choice can be made twice, and a sequence goes on behind a stop id or a limit",
+          "[gpu][model][tokens]") {
+  const Impl impl = GENERATE(Impl::graph, Impl::persistent);
+  const std::int64_t slots = GENERATE(1, 3);
+  CAPTURE(to_string(impl), slots);
+  const Small small;
+  const Model::Options options{.slots = slots, .capacity = 80, .chunk = 16, .impl = impl};
+  std::vector<Ids> prompts;
+  for (std::int64_t i = 0; i < slots; ++i) prompts.push_back(ids_of(9 + i, std::uint64_t(i)));
+  const Greedy expected = greedy(small, options, prompts, 51, 1, 1);
+  const auto model = small.model(options);
+  for (std::int64_t i = 0; i < slots; ++i) require_ok(model->prefill(i, 0, prompts[std::size_t(i)]));
+  // Every draw has other stop ids and limits: the caller goes on all the same.
+  for (std::int64_t n = 0; n < 50; ++n) {
+    CAPTURE(n);
+    std::vector<ModelRunner::Token> next;
+    for (int twice = 0; twice < 2; ++twice) {
+      std::vector<ModelRunner::Draw> draws;
+      for (std::int64_t i = 0; i < slots; ++i) {
+        const Ids& ids = expected.ids[std::size_t(i)];
+        const std::int64_t position = std::int64_t(prompts[std::size_t(i)].size()) + n;
+        ModelRunner::Draw draw{.slot = i, .sampling = {}, .sequence = 0, .position = position, .history = {}};
+        if (n % 11 == 7) draw.left = (n + i) % 2;
+        // The first of two draws has a stop id that the second one lacks.
+        if (i > 0 && n >= 20 && n <= 40 && twice == 0) draw.stop = std::span(ids).subspan(30, 1);
+        if (n == 44) draw.stop = std::span(ids).subspan(44, 1);
+        draws.push_back(draw);
+      }
+      const auto chosen = model->choose(draws);
+      next.clear();
+      for (std::int64_t i = 0; i < slots; ++i) {
+        const std::int32_t id = taken(chosen[std::size_t(i)]);
+        CHECK(id == expected.ids[std::size_t(i)][std::size_t(n)]);
+        next.push_back({.slot = i, .id = id, .position = draws[std::size_t(i)].position});
+      }
+    }
+    require_ok(model->step(next));
+  }
+  for (std::int64_t i = 0; i < slots; ++i)
+    CHECK(bits(taken(model->logits(i))) == expected.logits[std::size_t(i)].back());
+}
+
 TEST_CASE("decoder on the GPU: a hundred runs of many tokens a launch have the same ids", "[gpu][model][tokens]") {
   const bool gated = GENERATE(false, true);
   const Small small(DType::f16, {}, gated ? gated_config(ModelType::qwen2) : small_config());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -855,6 +856,64 @@ PersistentKernel kernel_of_tokens(Plans plans, const cuda::Context& c, const Dev
   return std::move(*kernel);
 }
 
+/// Launches of whole tokens, whose sequences begin with different ids and lengths.
+struct TokenLaunches {
+  TokenLaunches(Plans plans, const ModelConfig& m, std::int64_t batch, Linears linears)
+      : load{.batch = batch, .capacity = 60},
+        host(host_layers(m, load, linears)),
+        c(planned(plans)),
+        on(c, host),
+        ends(c, host, on),
+        kernel(kernel_of_tokens(plans, c, on, ends)),
+        first_lengths(lengths(load, 40)) {
+    for (std::int64_t b = 0; b < batch; ++b) first_ids.push_back(std::int32_t(17 * b + 5));
+  }
+
+  void begin() {
+    on.reset();
+    on.set_kv_len(first_lengths);
+    ends.set_ids(first_ids);
+  }
+  /// Runs a launch, and returns the number of its first token.
+  unsigned run(std::int64_t tokens, std::span<const cuda::PersistentEnd> sequence_ends = {}) {
+    const auto number = kernel.enqueue_tokens(c.stream(), tokens, ends.logits, sequence_ends);
+    require_ok(number.status());
+    require_cuda(cudaDeviceSynchronize());
+    require_ok(kernel.take_report());
+    return *number;
+  }
+  /// The sequences' lengths, `tokens` tokens further.
+  std::vector<std::int32_t> lengths_after(std::int64_t tokens) const {
+    std::vector<std::int32_t> after = first_lengths;
+    for (std::int32_t& n : after) n += std::int32_t(tokens);
+    return after;
+  }
+
+  Workload load;
+  HostLayers host;
+  cuda::Context c;
+  DeviceLayers on;
+  DeviceEnds ends;
+  PersistentKernel kernel;
+  std::vector<std::int32_t> first_ids{}, first_lengths;
+};
+
+/// Whether sequence b of a cache has the entries of `after` from `first` on, `count` of them, and those of `before` else.
+bool has_appended(const Tensor& cache, std::int64_t b, std::int64_t first, std::int64_t count, const Tensor& before,
+                  const Tensor& after) {
+  const Shape& shape = cache.shape();  // (batch, kv_heads, capacity, head_dim)
+  const std::size_t bytes = std::size_t(shape[3]) * 2;
+  bool has = true;
+  for (std::int64_t head = 0; head < shape[1]; ++head)
+    for (std::int64_t entry = 0; entry < shape[2]; ++entry) {
+      const std::size_t at = std::size_t((b * shape[1] + head) * shape[2] + entry) * bytes;
+      const Tensor& expected = entry < first || entry >= first + count ? before : after;
+      has = has && std::memcmp(static_cast<const char*>(cache.data()) + at,
+                               static_cast<const char*>(expected.data()) + at, bytes) == 0;
+    }
+  return has;
+}
+
 }  // namespace
 
 TEST_CASE("persistent: many tokens of one launch are those of one launch each, with delayed blocks too",
@@ -866,57 +925,114 @@ TEST_CASE("persistent: many tokens of one launch are those of one launch each, w
   const Linears linears = GENERATE(from_range(std::begin(kLinears), std::end(kLinears)));
   constexpr std::int64_t tokens = 12;
   CAPTURE(to_string(plans), to_string(kind), batch, layers, to_string(dtype), to_string(linears));
-  const ModelConfig m = small_model(dtype, layers, kind);
-  const Workload load{.batch = batch, .capacity = 60};
-  const HostLayers host = host_layers(m, load, linears);
-  const cuda::Context c = planned(plans);
-  DeviceLayers on(c, host);
-  DeviceEnds ends(c, host, on);
-  PersistentKernel kernel = kernel_of_tokens(plans, c, on, ends);
-  std::vector<std::int32_t> first_ids, first_lengths = lengths(load, 40);
-  for (std::int64_t b = 0; b < batch; ++b) first_ids.push_back(std::int32_t(17 * b + 5));
-  const auto begin = [&] {
-    on.reset();
-    on.set_kv_len(first_lengths);
-    ends.set_ids(first_ids);
-  };
+  TokenLaunches of(plans, small_model(dtype, layers, kind), batch, linears);
 
-  begin();
+  of.begin();
   std::vector<std::vector<std::int32_t>> expected;
   for (std::int64_t t = 0; t < tokens; ++t) {
-    require_ok(kernel.enqueue_token(c.stream(), ends.logits));
+    require_ok(of.kernel.enqueue_token(of.c.stream(), of.ends.logits));
     require_cuda(cudaDeviceSynchronize());
-    require_ok(kernel.take_report());
-    expected.push_back(ends.best());
+    require_ok(of.kernel.take_report());
+    expected.push_back(of.ends.best());
     if (t + 1 == tokens) break;
-    std::vector<std::int32_t> next = first_lengths;
-    for (std::int32_t& n : next) n += std::int32_t(t) + 1;
-    on.set_kv_len(next);
-    ends.set_ids(expected.back());
+    of.on.set_kv_len(of.lengths_after(t + 1));
+    of.ends.set_ids(expected.back());
   }
-  const Tensor logits = fetch<2>(ends.logits);
-  const std::vector<Tensor> caches = on.results();
-  std::vector<std::int32_t> last_lengths = first_lengths;
-  for (std::int32_t& n : last_lengths) n += tokens - 1;
+  const Tensor logits = fetch<2>(of.ends.logits);
+  const std::vector<Tensor> caches = of.on.results();
 
   for (unsigned seed = 0; seed < 20; ++seed) {
     CAPTURE(seed);
-    begin();
-    require_ok(kernel.set_probe({.delay_seed = seed}));
-    const auto number = kernel.enqueue_tokens(c.stream(), tokens, ends.logits);
-    require_ok(number.status());
-    require_cuda(cudaDeviceSynchronize());
-    require_ok(kernel.take_report());
+    of.begin();
+    require_ok(of.kernel.set_probe({.delay_seed = seed}));
+    const unsigned number = of.run(tokens);
     for (std::int64_t t = 0; t < tokens; ++t)
       for (std::int64_t b = 0; b < batch; ++b)
-        CHECK(kernel.made(*number + unsigned(t), b) == expected[std::size_t(t)][std::size_t(b)]);
-    CHECK(test::same_bits(fetch<2>(ends.logits), logits));
-    CHECK(ends.words_of(ends.ends.chosen) == expected.back());
-    CHECK(ends.words_of(ends.ends.ids) == expected[tokens - 2]);
-    CHECK(ends.words_of(ends.ends.kv_len) == last_lengths);
-    CHECK(same_bits(on.results(), caches));
+        CHECK(of.kernel.made(number + unsigned(t), b) == expected[std::size_t(t)][std::size_t(b)]);
+    CHECK(test::same_bits(fetch<2>(of.ends.logits), logits));
+    CHECK(of.ends.words_of(of.ends.ends.chosen) == expected.back());
+    CHECK(of.ends.words_of(of.ends.ends.ids) == expected[tokens - 2]);
+    CHECK(of.ends.words_of(of.ends.ends.kv_len) == of.lengths_after(tokens - 1));
+    CHECK(same_bits(of.on.results(), caches));
   }
-  CHECK(!kernel.made(1 << 20, 0));
+  CHECK(!of.kernel.made(1 << 20, 0));
+}
+
+TEST_CASE("persistent: a launch ends its sequences at stop ids and limits, with delayed blocks too",
+          "[gpu][persistent][tokens]") {
+  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
+  const Kind kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
+  const std::int64_t batch = GENERATE(1, 3, 8);
+  const Linears linears = GENERATE(Linears::dense, Linears::packed);
+  constexpr std::int64_t tokens = 12;
+  CAPTURE(to_string(plans), to_string(kind), batch, to_string(linears));
+  TokenLaunches of(plans, small_model(DType::f16, 2, kind), batch, linears);
+  of.begin();
+  const std::vector<Tensor> untouched = of.on.results();
+  const unsigned free_run = of.run(tokens);
+  std::vector<std::vector<std::int32_t>> expected(static_cast<std::size_t>(batch));  // by sequence
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t t = 0; t < tokens; ++t)
+      expected[std::size_t(b)].push_back(of.kernel.made(free_run + unsigned(t), b).value());
+  const std::vector<Tensor> all_appended = of.on.results();
+
+  // Every second sequence ends at a stop id, the others at a limit. Sequence 1 has ended before the launch: its first
+  // token is a stop id.
+  std::vector<std::vector<std::int32_t>> stop_ids(expected.size());
+  std::vector<cuda::PersistentEnd> limits(expected.size());
+  std::vector<std::int64_t> runs;  // tokens of each sequence
+  for (std::size_t b = 0; b < expected.size(); ++b) {
+    const std::vector<std::int32_t>& ids = expected[b];
+    std::int64_t run = 2 + std::int64_t(b);
+    if (b == 1) {
+      stop_ids[b] = {1, of.first_ids[b]};
+      run = 0;
+    } else if (b % 2 == 0) {
+      stop_ids[b] = {2, 3, ids[std::size_t(run) - 1]};
+      run = std::find(ids.begin(), ids.end(), stop_ids[b].back()) - ids.begin() + 1;
+      for (std::int32_t never : {2, 3}) REQUIRE(std::find(ids.begin(), ids.begin() + run, never) == ids.begin() + run);
+    } else {
+      limits[b].tokens = run;
+    }
+    runs.push_back(run);
+    limits[b].stop_ids = stop_ids[b];
+  }
+  // With all ends the launch ends with its last sequence. Where one sequence has none it makes all its tokens.
+  for (const bool one_goes_on : {false, true}) {
+    CAPTURE(one_goes_on);
+    std::vector<cuda::PersistentEnd> given = limits;
+    std::vector<std::int64_t> of_each = runs;
+    if (one_goes_on) given.back() = {}, of_each.back() = tokens;
+    const std::int64_t made = *std::max_element(of_each.begin(), of_each.end());
+    for (unsigned seed = 0; seed < 6; ++seed) {
+      CAPTURE(seed);
+      of.begin();
+      require_ok(of.kernel.set_probe({.delay_seed = seed}));
+      const unsigned number = of.run(tokens, given);
+      const std::vector<std::int32_t> kv_len = of.ends.words_of(of.ends.ends.kv_len);
+      const std::vector<Tensor> results = of.on.results();
+      for (std::int64_t b = 0; b < batch; ++b) {
+        CAPTURE(b);
+        const std::int64_t run = of_each[std::size_t(b)], first = of.first_lengths[std::size_t(b)] - 1;
+        for (std::int64_t t = 0; t < run; ++t)
+          CHECK(of.kernel.made(number + unsigned(t), b) == expected[std::size_t(b)][std::size_t(t)]);
+        CHECK(of.kernel.made(number + unsigned(made) - 1, b).has_value());
+        if (made < tokens) CHECK(!of.kernel.made(number + unsigned(made), b));
+        CHECK(kv_len[std::size_t(b)] == (one_goes_on && b + 1 == batch ? first + tokens : of.load.capacity + 1));
+        // Behind a sequence's last token nothing is appended.
+        for (std::size_t i = 1; i < results.size(); ++i)
+          CHECK(has_appended(results[i], b, first, run, untouched[i], all_appended[i]));
+      }
+    }
+  }
+  const auto refused = [&](std::span<const cuda::PersistentEnd> given) {
+    return of.kernel.enqueue_tokens(of.c.stream(), 1, of.ends.logits, given).status();
+  };
+  const std::vector<cuda::PersistentEnd> many(std::size_t(batch) + 1);
+  CHECK(refusal_fault(refused(many), Code::invalid_argument, {"none or", std::to_string(batch + 1)}) == "");
+  const std::vector<std::int32_t> ids(PersistentKernel::most_stop_ids() + 1);
+  limits[0].stop_ids = ids;
+  CHECK(refusal_fault(refused(limits), Code::invalid_argument, {"stop ids must be at most 8, got 9"}) == "");
 }
 
 TEST_CASE("persistent: a launch of many tokens ends where the host asks for no more", "[gpu][persistent][tokens]") {
