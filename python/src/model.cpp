@@ -371,7 +371,7 @@ class Runner {
     if (!tokens.empty()) advance(tokens, [&] { return model_->step(tokens); });
   }
 
-  Ids choose(const Draws& from) {
+  Ids choose(const Draws& from, const Ids& stop) {
     return take(work(*turns_, [&]() -> Result<Ids> {
       std::vector<ModelRunner::Draw> draws;
       for (const auto& [slot, position, left] : from) {
@@ -383,8 +383,13 @@ class Runner {
         if (left < 0)
           return Status::error(Code::invalid_argument, "slot " + std::to_string(slot) +
                                                            ": left: expected at least 0, got " + std::to_string(left));
-        draws.push_back(
-            {.slot = slot, .sampling = {}, .sequence = 0, .position = position, .history = {}, .left = left});
+        draws.push_back({.slot = slot,
+                         .sampling = {},
+                         .sequence = 0,
+                         .position = position,
+                         .history = {},
+                         .left = left,
+                         .stop = stop});
       }
       Ids ids;
       for (const Result<std::int32_t>& id : model_->choose(draws)) {
@@ -853,11 +858,11 @@ void bind_runner(nb::module_& m) {
            "Does what step() does on a GPU, and gives memory there the logits, a row for each token, as "
            "forward_on_device() does.")
       .def(
-          "choose", &Runner::choose, "draws"_a,
+          "choose", &Runner::choose, "draws"_a, "stop"_a = Ids{},
           "Returns the ids of the highest logits, of equal ones the lowest, for draws (slot, position, left): "
-          "`position` is that of the chosen id, the slot's length, and `left` how many ids may follow it. Where a step "
-          "with these ids may follow, a GPU begins it, and more, before it is asked for. Raises CfError or ValueError "
-          "where no id can be chosen, such as among logits that are NaN.")
+          "`position` is that of the chosen id, the slot's length, and `left` how many ids may follow it. None follows "
+          "an id of `stop`. Where a step with these ids may follow, a GPU begins it, and more, before it is asked for. "
+          "Raises CfError or ValueError where no id can be chosen, such as among logits that are NaN.")
       .def("logits", &Runner::logits, "slot"_a,
            nb::sig("def logits(self, slot: int) -> numpy.typing.NDArray[typing.Any]"),
            "The logits (vocab) of the slot's last prefill() or step().")

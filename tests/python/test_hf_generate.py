@@ -453,11 +453,11 @@ def test_ctrl_c_ends_the_loop(root, in_streamer, monkeypatch):
     expected = greedy(model, inputs)
     choose, calls = _runner._CpuRunner.choose, []
 
-    def interrupted(self, tokens, left):
+    def interrupted(self, tokens, left, stop):
         calls.append(left)
         if len(calls) == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return choose(self, tokens, left)
+        return choose(self, tokens, left, stop)
 
     def interrupt(count):
         if count == 6:

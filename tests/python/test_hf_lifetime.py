@@ -198,7 +198,7 @@ class StandInModel:
         self.weights, self.rope_table = backend._weights, backend._rope_table
         self.slots, self.capacity, self.activation = slots, capacity, self.weights.dtype
         self.runners, self.is_open = weakref.WeakSet(), True
-        self.left, self.released = [], []
+        self.left, self.stops, self.released = [], [], []
 
     @property
     def free_slots(self):
@@ -242,9 +242,10 @@ class StandInRunner:
     def step(self, tokens):
         self.runner.step(tokens)
 
-    def choose(self, draws):
+    def choose(self, draws, stop):
         assert all(position == self.runner.length(slot) for slot, position, _ in draws)
         self.model.left.append([left for _, _, left in draws])
+        self.model.stops.append(stop)
         logits = torch.stack([torch.from_numpy(self.runner.logits(slot)) for slot, _, _ in draws])
         return logits.to(self.activation).float().argmax(-1).tolist()
 
@@ -347,11 +348,13 @@ def test_what_a_gpu_is_asked_for_by_the_greedy_loop(root, request):
     assert torch.equal(greedy(model), expected)
     asked = model._cf_ops._loaded.backend._model
     assert asked.left == [[left] * 3 for left in range(10, -1, -1)] and asked.released == [0, 1, 2]
-    asked.left.clear(), asked.released.clear()
+    assert not any(asked.stops)
+    asked.left.clear(), asked.stops.clear(), asked.released.clear()
     end = int(expected[1, 9 + 3])
     until = [row.index(end) if end in row else 11 for row in expected[:, 9:].tolist()]
     ended = greedy(model, eos_token_id=end)
     assert [len(left) for left in asked.left] == [sum(n > step for n in until) for step in range(max(until))]
+    assert asked.stops == [[end]] * max(until)
     running_out = [slot for step in range(max(until)) for slot in range(3) if until[slot] == step]
     assert asked.released == [*running_out, 0, 1, 2] and until[1] <= 3
     for row, free, last in zip(ended[:, 9:].tolist(), expected[:, 9:].tolist(), until):

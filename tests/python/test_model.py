@@ -607,7 +607,7 @@ def test_a_runners_choices_are_those_of_a_decoder(checkpoints: pathlib.Path, nam
     running = [0, 1, 2]
     while running:
         draws = [(s, len(prompts[s]) + len(made[s]), new[s] - len(made[s]) - 1) for s in running]
-        chosen = runner.choose(draws)
+        chosen = runner.choose(draws, [])
         assert chosen == [int(runner.logits(slot).argmax()) for slot in running]
         for slot, id in zip(running, chosen):
             made[slot].append(id)

@@ -123,10 +123,10 @@ class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unus
             self.ids, self.pads = before, pads
             return logits
 
-    def choose(self, loaded: Loaded, ids: list[int], running: list[int], left: int) -> list[int]:
+    def choose(self, loaded: Loaded, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
         """Appends an id to each sequence, and returns the ids of the highest logits behind those of `running`, which
-        may get `left` more. The other sequences have ended: they get entries when `forward` needs them. Where it
-        raises, the cache holds what it held."""
+        may get `left` more, but none behind an id of `stop`. The other sequences have ended: they get entries when
+        `forward` needs them. Where it raises, the cache holds what it held."""
         with self.lock:
             left_out = set(range(len(ids))) - set(running)
             try:
@@ -134,7 +134,7 @@ class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unus
                 for slot in sorted(left_out - self._left_out):
                     runner.release(slot)
                 self._left_out = left_out
-                chosen = runner.choose([(slot, ids[slot], len(self.ids[slot])) for slot in running], left)
+                chosen = runner.choose([(slot, ids[slot], len(self.ids[slot])) for slot in running], left, stop)
             except BaseException:
                 self._end()
                 raise

@@ -214,7 +214,7 @@ class Patch:
         return () if loaded is None else loaded.value_versions()
 
     def try_step(
-        self, model: Model, generation: Generation, ids: list[int], running: list[int], left: int
+        self, model: Model, generation: Generation, ids: list[int], running: list[int], left: int, stop: list[int]
     ) -> list[int]:
         """Appends an id to each sequence of the generation's cache, and chooses the next one of those that run. Raises
         StepByStep, with the cache as before, where the model may have changed or the runner fails."""
@@ -227,7 +227,7 @@ class Patch:
         if obstacle is not None:
             raise StepByStep(obstacle)
         try:
-            chosen = cache.choose(loaded, ids, running, left)
+            chosen = cache.choose(loaded, ids, running, left, stop)
         except _FAILURES as error:
             raise StepByStep(str(error) or type(error).__name__) from error
         self._counts.count_ours("greedy loop")
@@ -600,6 +600,7 @@ class _Steps:
         self._patch, self._model, self._generation = patch, model, generation
         self._pads, self._places = list(cache.pads), int(loop.input_ids.shape[1])
         self._device = loop.input_ids.device
+        self._stop = sorted(loop.ends)
         self._is_by_step = False
         # Who streams ids may change parameters in place, which a GPU would read too early.
         self._versions = patch.value_versions() if loop.streamer is not None else None
@@ -609,7 +610,7 @@ class _Steps:
             try:
                 if self._versions is not None and self._versions != self._patch.value_versions():
                     raise StepByStep("parameters have changed")
-                chosen = self._patch.try_step(self._model, self._generation, ids, running, left)
+                chosen = self._patch.try_step(self._model, self._generation, ids, running, left, self._stop)
                 self._places += 1
                 return chosen
             except StepByStep as reason:

@@ -59,9 +59,10 @@ class Runner(Protocol):
     def step(self, tokens: list[tuple[int, int, int]]) -> Tensor:
         """Appends (slot, id, position) to each slot in one pass; the logits (tokens, vocab)."""
 
-    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+    def choose(self, tokens: list[tuple[int, int, int]], left: int, stop: list[int]) -> list[int]:
         """Does what `step` does; the ids of the highest logits in the parameters' dtype, of equal ones the lowest.
-        Each slot may get `left` more tokens: a GPU begins to make them before it is asked."""
+        Each slot may get `left` more tokens, but none behind an id of `stop`: a GPU begins to make them before it is
+        asked."""
 
     def release(self, slot: int) -> None:
         """Forgets a slot's entries."""
@@ -286,7 +287,7 @@ class _CpuRunner(_CoreRunner):
         self._runner.step(tokens)
         return torch.stack([torch.from_numpy(self._runner.logits(slot)) for slot, _, _ in tokens])
 
-    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+    def choose(self, tokens: list[tuple[int, int, int]], left: int, stop: list[int]) -> list[int]:
         chosen: list[int] = self.step(tokens).to(self._dtype).float().argmax(-1).tolist()
         return chosen
 
@@ -317,9 +318,9 @@ class _CudaRunner(_CoreRunner):
         self._runner.step_on_device(tokens, _one_described(logits), self._stream)
         return logits
 
-    def choose(self, tokens: list[tuple[int, int, int]], left: int) -> list[int]:
+    def choose(self, tokens: list[tuple[int, int, int]], left: int, stop: list[int]) -> list[int]:
         self._runner.step(tokens)
-        return self._runner.choose([(slot, position + 1, left) for slot, _, position in tokens])
+        return self._runner.choose([(slot, position + 1, left) for slot, _, position in tokens], stop)
 
     def run(self, slot: int, first: int, ids: list[int], logits: Tensor, taps: list[str]) -> dict[str, Tensor]:
         made = self._runner.forward_on_device(slot, first, ids, _one_described(logits), self._stream, taps)
