@@ -1,6 +1,5 @@
 #include "cuda/model/layer_ops.hpp"
 
-#include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear_gptq.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
@@ -77,11 +76,6 @@ int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t toke
   return ops.key_splits > 1 ? kDenseSharedPercent : 0;
 }
 
-/// How many blocks a cluster of attention has: one for each split of a query's keys. 1 where attention has no clusters.
-int key_splits(const Arch& arch, const LayerTensors& t) {
-  return attention_plan(arch, t.q.shape[2], t.q.shape[0] * t.q.shape[1], t.max_kv_len).splits;
-}
-
 /// Whether a site's kernel may start before the kernels that it waits for are done. An early kernel occupies SMs while
 /// it waits. These start late, as other kernels need the SMs more:
 ///   attention.dense           It runs beside the MLP's first product. Where that product has quantised weights its
@@ -130,6 +124,16 @@ bool is_urgent(const Site& s) { return s.id != SiteId::dense_h_to_4h; }
 
 }  // namespace
 
+AttentionPlan attention_plan(const Arch& arch, const LayerTensors& t) {
+  const ops::Attention::Args args{.q = t.q,
+                                  .k_cache = t.k_cache,
+                                  .v_cache = t.v_cache,
+                                  .kv_len = t.kv_len,
+                                  .y = t.context,
+                                  .max_kv_len = t.max_kv_len};
+  return attention_plan(arch, ops::Attention::dims(args), t.q.dtype);
+}
+
 bool begins_as_ln_qkv(const ModelSpec& m) {
   return m.traits.norm == NormKind::layernorm && m.shape.qkv_layout == ops::QkvLayout::interleaved_by_head;
 }
@@ -141,8 +145,9 @@ RopePairs qkv_pairs(const ModelSpec& m) {
 }
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
-  LayerOps ops{
-      .few = takes_ln_qkv(arch, m, w, t), .sums = takes_sums(arch, m, w, t), .key_splits = key_splits(arch, t)};
+  LayerOps ops{.few = takes_ln_qkv(arch, m, w, t),
+               .sums = takes_sums(arch, m, w, t),
+               .key_splits = attention_plan(arch, t).splits};
   ops.norms = !ops.sums && takes_norms(arch, m, w, t);
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
   ops.shared_percent = shared_percent(ops, w, t.hidden.shape[0]);

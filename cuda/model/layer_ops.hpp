@@ -6,6 +6,7 @@
 #include "core/model/layer.hpp"
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/rope_append.hpp"
+#include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/linear_sum.hpp"
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -30,6 +31,9 @@ bool begins_as_ln_qkv(const ModelSpec& m);
 
 /// The order in which a packed query_key_value must have its rows for the layer's ops.
 RopePairs qkv_pairs(const ModelSpec& m);
+
+/// The plan of a layer's decode attention.
+AttentionPlan attention_plan(const Arch& arch, const LayerTensors& t);
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t);
 LaunchMode mode_of(const LayerOps& ops, const Site& s, const LayerWeights& w);

@@ -41,8 +41,9 @@ Status RowSteps::step(const ops::DecodeLayer::Args& a, const TokenRows& rows, CU
     return bad_argument(ops::DecodeLayer::name, "rows before " + std::to_string(rows.last) +
                                                     " must be entries of the cache, got rows that are none from " +
                                                     std::to_string(rows.first) + " on");
-  const AttentionPlan plan =
-      attention_plan(context_.arch(), a.t.q.shape[2], a.t.q.shape[0] * a.t.q.shape[1], a.t.max_kv_len);
+  // The plan divides by kv_heads, before capture() checks the call.
+  CF_TRY(check_kv_heads(ops::DecodeLayer::name, a.t.q.shape[1], a.t.k_cache.shape[1]));
+  const AttentionPlan plan = attention_plan(context_.arch(), a.t);
   const auto found = std::ranges::find(captured_, plan, &Captured::plan);
   if (found == captured_.end()) {
     CF_TRY(capture(plan, a, rows));

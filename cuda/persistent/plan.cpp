@@ -101,12 +101,7 @@ int slices(int columns, int most_columns, int least, int limit) {
 }
 
 /// The value of PersistentPlan::share_heads where heads share keys.
-int share_heads(const PersistentDims& d) {
-  if (d.head_dim > kMaxShareHeadDim) return 1;
-  int heads = std::min(d.group, kMaxShareHeads);
-  while (d.group % heads) --heads;
-  return heads;
-}
+int share_heads(const PersistentDims& d) { return d.head_dim > kMaxShareHeadDim ? 1 : largest_share(d.group); }
 
 /// Plans the grid, and how a share's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,

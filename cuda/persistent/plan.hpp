@@ -10,6 +10,7 @@
 #include "core/host_device.hpp"
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
+#include "cuda/device/share.hpp"
 #include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
@@ -82,9 +83,9 @@ inline constexpr int kMaxRingStages = 32;
 inline constexpr int kMaxSlices = 127;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
-/// Query heads that attend to a tile at once, at most: a product of the tensor cores has eight columns. Registers do
-/// not hold the sums of several heads of more than kMaxShareHeadDim elements beside what else a warp keeps.
-inline constexpr int kMaxShareHeads = 8, kMaxShareHeadDim = 128;
+/// Heads of more elements have no shares: registers do not hold the sums of several such heads beside what else a warp
+/// keeps.
+inline constexpr int kMaxShareHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
 /// kv head share one load. The bound is for one sequence, by measurements on an H200 (data/bench/shared-keys.json).
 /// With Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up
@@ -185,11 +186,11 @@ struct PersistentPlan {
   int ahead_stages;      // stages of dense weights that are prefetched into the L2 while the ring is full, at most
   int ahead_clocks;      // the SM's clocks from one prefetched KiB to the next
   int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;    // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;  // query heads of a share, which attend together to keys that are loaded once: the largest divisor
-      // of a group's heads up to kMaxShareHeads, or 1 beyond kMaxShareHeadDim and where keys are not shared
-  int group_shares;      // shares of a group: these have the same keys
-  int shares;            // of a token's query heads
+  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: largest_share(), or
+                     // 1 beyond kMaxShareHeadDim and where keys are not shared
+  int group_shares;  // shares of a group: these have the same keys
+  int shares;        // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into, at most
   int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   Divisors divisors;

@@ -21,11 +21,32 @@ Setup attention_setup(std::int64_t heads, std::int64_t head_dim, const Workload&
 
 bool agrees(const Setup& s) { return check_on_device<ops::Attention>(s, example_of<ops::Attention>(s)); }
 
+constexpr cuda::AttentionPlan decode_plan(std::int64_t batch, std::int64_t heads, std::int64_t kv_heads,
+                                          std::int64_t head_dim, std::int64_t kv_len, DType activation = DType::f16) {
+  return cuda::attention_plan(cuda::kH200,
+                              {.batch = batch,
+                               .q_len = 1,
+                               .heads = heads,
+                               .kv_heads = kv_heads,
+                               .head_dim = head_dim,
+                               .capacity = kv_len,
+                               .max_kv_len = kv_len},
+                              activation);
+}
 // One query a head of Pythia-2.8B.
-static_assert(cuda::attention_plan(cuda::kH200, 80, 32, 2048).splits == 4);
-static_assert(cuda::attention_plan(cuda::kH200, 80, 32, 128).splits == 1);
+static_assert(decode_plan(1, 32, 32, 80, 2048).splits == 4);
+static_assert(decode_plan(1, 32, 32, 80, 128).splits == 1);
+static_assert(decode_plan(1, 32, 32, 80, 128).share_heads == 1);
 // Sixteen sequences fill the device without splits.
-static_assert(cuda::attention_plan(cuda::kH200, 80, 512, 2048).splits == 1);
+static_assert(decode_plan(16, 32, 32, 80, 2048).splits == 1);
+// Seven heads a group, and sixteen, which have two shares. Float32 has no shares.
+static_assert(decode_plan(1, 14, 2, 128, 2048).share_heads == 7);
+static_assert(decode_plan(1, 16, 1, 128, 2048).share_heads == 8);
+static_assert(decode_plan(1, 16, 1, 128, 2048, DType::f32).share_heads == 1);
+
+/// Heads and kv_heads of groups of 1, 2, 3, 4, 7, 8 and 16.
+const std::vector<std::pair<std::int64_t, std::int64_t>> kGroups{{3, 3},  {4, 2},  {6, 2}, {4, 1},
+                                                                 {14, 2}, {16, 2}, {16, 1}};
 
 /// So many heads that a prefill's blocks on Hopper's tensor cores have two warpgroups each. With few heads they have
 /// one.
@@ -33,6 +54,9 @@ constexpr std::int64_t kManyHeads = 132;
 static_assert(cuda::wgmma_plan(cuda::kH200, 80, 64, kManyHeads).warpgroups == 2 &&
               cuda::wgmma_plan(cuda::kH200, 80, 130, 17 * 8).warpgroups == 2 &&
               cuda::wgmma_plan(cuda::kH200, 80, 512, 2 * 3).warpgroups == 1);
+// So many rows of grouped heads that they have two, too.
+static_assert(cuda::wgmma_plan(cuda::kH200, 80, 128 * 2, 66).warpgroups == 2 &&
+              cuda::wgmma_plan(cuda::kH200, 80, 130 * 3, 44).warpgroups == 2);
 
 /// rope_append, and attention to the caches that it appends to.
 class AppendAndAttend {
@@ -162,15 +186,89 @@ TEST_CASE("attention on the GPU: grouped query heads agree with the oracle", "[g
           CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load, activation)));
 }
 
+TEST_CASE("attention on the GPU: decoding of grouped query heads at every boundary of keys",
+          "[gpu][attention][grouped]") {
+  for (auto [heads, kv_heads] : kGroups) {
+    for (DType activation : {DType::f16, DType::bf16})
+      for (std::int64_t kv_len : {1, 2, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048})
+        CHECK(agrees(
+            grouped_setup(heads, kv_heads, 128, {kv_len > 129 ? 1 : 3, 1, kv_len, kv_len + kv_len % 3}, activation)));
+    for (std::int64_t head_dim : {8, 64, 72, 80, 256})
+      for (std::int64_t kv_len : {1, 65, 129, 1025})
+        CHECK(agrees(
+            grouped_setup(heads, kv_heads, head_dim, {kv_len == 65 ? 3 : 1, 1, kv_len, kv_len + 2}, DType::f16)));
+    // Several tokens a sequence: of the larger groups these are a prefill.
+    for (std::int64_t q_len : {2, 3, 7, 15})
+      for (std::int64_t kv_len : {15, 130, 700})
+        CHECK(
+            agrees(grouped_setup(heads, kv_heads, 80, {kv_len > 130 ? 1 : 3, q_len, kv_len, kv_len + 1}, DType::bf16)));
+  }
+}
+
+TEST_CASE("attention on the GPU: so many shares that keys are not split, or split unevenly",
+          "[gpu][attention][grouped]") {
+  for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{96, 24}, {200, 100}, {147, 21}})
+    for (std::int64_t kv_len : {65, 130, 321})
+      CHECK(agrees(grouped_setup(heads, kv_heads, 64, {1, 1, kv_len, 0}, DType::f16)));
+}
+
+TEST_CASE("attention on the GPU: prefill of grouped query heads with and without a past", "[gpu][attention][grouped]") {
+  for (auto [heads, kv_heads] : kGroups)
+    for (std::int64_t past : {0, 77}) {
+      const auto load = [&](std::int64_t q_len) {
+        return Workload{q_len < 20 ? 3 : 1, q_len, q_len + past, q_len + past + 5};
+      };
+      for (std::int64_t q_len : {16, 17, 63, 64, 65, 200})
+        CHECK(agrees(grouped_setup(heads, kv_heads, 80, load(q_len), DType::f16)));
+      for (std::int64_t head_dim : {64, 128, 256})
+        for (std::int64_t q_len : {17, 65})
+          CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load(q_len), DType::bf16)));
+    }
+}
+
+TEST_CASE("attention on the GPU: a long prefill of many grouped query heads", "[gpu][attention][grouped]") {
+  for (DType activation : {DType::f16, DType::bf16})
+    for (std::int64_t head_dim : {64, 80, 128}) {
+      CHECK(agrees(grouped_setup(kManyHeads, 66, head_dim, {1, 128, 191, 191}, activation)));
+      CHECK(agrees(grouped_setup(kManyHeads, 44, head_dim, {1, 130, 300, 320}, activation)));
+    }
+}
+
+TEST_CASE("attention on the GPU: grouped query heads with peaked and heavy-tailed inputs",
+          "[gpu][attention][grouped]") {
+  for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{8, 2}, {7, 1}})
+    for (DType activation : {DType::f16, DType::bf16})
+      for (Fill fill : {Fill::heavy_tailed, Fill::peaked, Fill::shifted})
+        for (const Workload& load : {Workload{2, 1, 700, 0}, Workload{1, 10, 200, 0}, Workload{1, 70, 200, 0}}) {
+          Setup s = grouped_setup(heads, kv_heads, 80, load, activation);
+          s.fill = fill;
+          CHECK(agrees(s));
+        }
+}
+
+TEST_CASE("attention on the GPU: grouped query heads - small", "[gpu][attention][grouped][small]") {
+  for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {7, 1}, {16, 1}})
+    for (const Workload& load : {Workload{1, 1, 300, 300}, Workload{2, 1, 65, 70}, Workload{1, 17, 70, 80}})
+      for (std::int64_t head_dim : {64, 128}) CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load, DType::f16)));
+}
+
+// A query's bits follow from the kernel, its tiles and their splits. These are the same for these loads with groups and
+// without.
 TEST_CASE("attention on the GPU: grouped query heads give the bits of repeated kv heads", "[gpu][attention][grouped]") {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
     for (auto [heads, kv_heads] : kGroupedHeads)
-      for (const Workload& load :
-           {Workload{1, 1, 1, 0}, Workload{3, 1, 700, 710}, Workload{2, 4, 90, 90}, Workload{1, 70, 200, 0}}) {
-        const Setup s = grouped_setup(heads, kv_heads, 80, load, activation);
+      for (const auto& [head_dim, load] : {std::pair<std::int64_t, Workload>{80, {1, 1, 1, 0}},
+                                           {80, {3, 1, 100, 110}},
+                                           {80, {1, 1, 700, 710}},
+                                           {80, {1, 70, 200, 0}},
+                                           {256, {1, 1, 700, 710}},
+                                           {256, {2, 20, 90, 90}}}) {
+        const Setup s = grouped_setup(heads, kv_heads, head_dim, load, activation);
         DeviceProblem<ops::Attention> grouped(s), repeated(with_repeated_heads(s));
         INFO(describe(s));
+        REQUIRE(cuda::attention_plan(c.arch(), grouped.dims(), activation).splits ==
+                cuda::attention_plan(c.arch(), repeated.dims(), activation).splits);
         Problem<ops::Attention>&got = grouped.run(c), &expected = repeated.run(c);
         CHECK(bool(got.blocks().back().memory == expected.blocks().back().memory));  // y and its guards
       }
@@ -232,22 +330,26 @@ TEST_CASE("attention on the GPU: a plan for the cache's capacity gives the bits 
           "[gpu][attention]") {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::f32})
-    for (std::int64_t kv_len : {1, 17, 64, 65, 128, 129, 500}) {
-      const Setup s = attention_setup(4, 80, {1, 1, kv_len, 2048}, activation);
-      DeviceProblem<ops::Attention> of_kv_len(s), of_capacity(s);
-      of_capacity.args().max_kv_len = 2048;
-      INFO(describe(s));
-      CHECK(bool(of_capacity.run(c).bytes() == of_kv_len.run(c).bytes()));  // not expanded, byte by byte
-    }
+    for (std::int64_t kv_heads : {4, 1})
+      for (std::int64_t kv_len : {1, 17, 64, 65, 128, 129, 500}) {
+        Setup s = attention_setup(4, 80, {1, 1, kv_len, 2048}, activation);
+        s.kv_heads = kv_heads;
+        DeviceProblem<ops::Attention> of_kv_len(s), of_capacity(s);
+        of_capacity.args().max_kv_len = 2048;
+        INFO(describe(s));
+        CHECK(bool(of_capacity.run(c).bytes() == of_kv_len.run(c).bytes()));  // not expanded, byte by byte
+      }
 }
 
 TEST_CASE("attention on the GPU: a kv_len that the cache has no room for gives NaN and reads nothing",
           "[gpu][attention][bad]") {
   cuda::Context c = context();
   for (DType activation : {DType::f16, DType::bf16, DType::f32})
-    for (std::int64_t q_len : {1, 3, 70})
+    for (const auto& [kv_heads, q_len] :
+         {std::pair<std::int64_t, std::int64_t>{2, 1}, {2, 3}, {2, 70}, {1, 1}, {1, 3}, {1, 20}, {1, 70}})
       for (std::int32_t bad : {0, -1, int(q_len) - 1, 131, 1 << 30, INT32_MIN, INT32_MAX}) {
-        const Setup s = attention_setup(2, 80, {3, q_len, 130, 130}, activation);
+        Setup s = attention_setup(2, 80, {3, q_len, 130, 130}, activation);
+        s.kv_heads = kv_heads;
         DeviceProblem<ops::Attention> good(s), p(s);
         // The middle one of three sequences.
         require_cuda(cudaMemcpy(const_cast<std::int32_t*>(p.args().kv_len.data) + 1, &bad, 4, cudaMemcpyHostToDevice));
@@ -269,8 +371,9 @@ TEST_CASE("attention on the GPU gives the same bits a thousand times", "[gpu][at
   cuda::Context c = context();
   for (const Workload& load : {Workload{1, 1, 2048, 0}, Workload{1, 1, 300, 0}, Workload{1, 130, 200, 0},
                                Workload{17, 130, 200, 210}})  // blocks of two warpgroups
-    for (DType activation : {DType::f16, DType::f32}) {
-      const Setup s = attention_setup(8, 80, load, activation);
+    for (const auto& [activation, kv_heads] : {std::pair{DType::f16, 8}, {DType::f16, 2}, {DType::f32, 8}}) {
+      Setup s = attention_setup(8, 80, load, activation);
+      s.kv_heads = kv_heads;
       DeviceProblem<ops::Attention> p(s);
       const auto first = p.run(c).bytes();
       for (int i = 1; i < 1000; ++i) {

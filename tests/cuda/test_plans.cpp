@@ -88,12 +88,22 @@ std::vector<Range> run_of(std::int64_t block, std::int64_t blocks, std::int64_t 
   return {{std::min(block * length, items), std::min((block + 1) * length, items)}};
 }
 
+ops::Attention::Dims attention_dims(const ModelConfig& m, const Workload& w) {
+  return {.batch = w.batch,
+          .q_len = w.q_len,
+          .heads = m.num_attention_heads,
+          .kv_heads = m.kv_heads(),
+          .head_dim = m.head_dim(),
+          .capacity = w.kv_len,
+          .max_kv_len = w.kv_len};
+}
+
+/// The items are the tiles of a share's keys.
 Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
-  const std::int64_t heads = m.num_attention_heads;
   const int padded = padded_head_dim(m.head_dim()), tile = decode_tile(padded);
-  const AttentionPlan plan = attention_plan(arch, m.head_dim(), w.tokens() * heads, w.kv_len);
+  const AttentionPlan plan = attention_plan(arch, attention_dims(m, w), DType::f16);
   const int tiles = int((w.kv_len + tile - 1) / tile);
-  return {.grid = {w.q_len * plan.splits, heads, w.batch},
+  return {.grid = {w.q_len * plan.splits, m.num_attention_heads / plan.share_heads, w.batch},
           .threads = 32 * kAttentionWarps,
           .blocks_per_sm = decode_blocks_per_sm(padded),
           .smem_bytes = plan.smem_bytes,
@@ -106,19 +116,21 @@ Launch attention_launch(const Arch& arch, const ModelConfig& m, const Workload& 
           }};
 }
 
-/// The items are the queries of a head and sequence. The rings' barriers are static shared memory.
-Launch wgmma_prefill_launch(const Arch& arch, std::int64_t head_dim, std::int64_t heads, const Workload& w) {
+/// The items are the rows of a kv head and sequence. The rings' barriers are static shared memory.
+Launch wgmma_prefill_launch(const Arch& arch, std::int64_t head_dim, std::int64_t kv_heads, std::int64_t group,
+                            const Workload& w) {
   constexpr int static_smem_bytes = 256;
-  const WgmmaPlan plan = wgmma_plan(arch, head_dim, w.q_len, w.batch * heads);
-  const std::int64_t queries = plan.warpgroups * kWgmmaQueries;
-  return {.grid = {heads, plan.query_blocks, w.batch},
+  const std::int64_t rows = w.q_len * group;
+  const WgmmaPlan plan = wgmma_plan(arch, head_dim, rows, w.batch * kv_heads);
+  const std::int64_t block_rows = plan.warpgroups * kWgmmaQueryRows;
+  return {.grid = {kv_heads, plan.row_blocks, w.batch},
           .threads = wgmma_threads(plan.warpgroups),
           .blocks_per_sm = wgmma_blocks_per_sm(plan.warpgroups),
           .smem_bytes = plan.smem_bytes + static_smem_bytes,
-          .items = w.q_len,
-          .sharers = plan.query_blocks,
+          .items = rows,
+          .sharers = plan.row_blocks,
           .share = [=](std::int64_t block) {
-            return std::vector<Range>{{block * queries, std::min((block + 1) * queries, w.q_len)}};
+            return std::vector<Range>{{block * block_rows, std::min((block + 1) * block_rows, rows)}};
           }};
 }
 
@@ -313,22 +325,96 @@ TEST_CASE("plans hold for prefill and for shapes beyond the suite's", "[plans]")
         }
 }
 
-TEST_CASE("attention: a prefill on Hopper's tensor cores covers its queries and leaves few SMs without a block",
+TEST_CASE("attention: query heads of a group share keys, and splits and blocks cover them once", "[plans][grouped]") {
+  struct Case {
+    const char* preset;
+    int share_heads;
+  };
+  for (const auto& [preset, share_heads] :
+       {Case{"llama-3.2-1b", 4}, Case{"llama-3.2-3b", 3}, Case{"llama-3.1-8b", 4}, Case{"qwen2.5-7b", 7}}) {
+    const ModelConfig m = *find_preset(preset);
+    const std::int64_t group = m.num_attention_heads / m.kv_heads();
+    for (const Arch& arch : {kH200, kRtx5090})
+      for (std::int64_t batch : {1, 2, 3, 8, 16, 64})
+        for (std::int64_t q_len : {1, 2, 15})
+          for (std::int64_t kv_len = q_len; kv_len <= 4096; kv_len += kv_len < 300 ? 1 : 61) {
+            const Workload w{.batch = batch, .q_len = q_len, .kv_len = kv_len};
+            const ops::Attention::Dims d = attention_dims(m, w);
+            const AttentionPlan plan = attention_plan(arch, d, DType::bf16),
+                                plan_of_f32 = attention_plan(arch, d, DType::f32);
+            const std::string found = fault(arch, attention_launch(arch, m, w));
+            const bool shares = plan.share_heads == share_heads && plan_of_f32.share_heads == 1;
+            if (found.empty() && shares && plan.stages > 0 && plan_of_f32.splits <= plan.splits) continue;
+            FAIL(preset << ", sm_" << arch.compute_capability << ", batch " << batch << ", q_len " << q_len
+                        << ", kv_len " << kv_len << ": " << plan.share_heads << " heads, " << plan.splits << " splits, "
+                        << plan.stages << " stages " << found);
+          }
+    for (std::int64_t batch : {1, 3})
+      for (std::int64_t q_len : {64, 100, 512, 2049}) {
+        INFO(preset << ", batch " << batch << ", q_len " << q_len);
+        CHECK(fault(kH200, wgmma_prefill_launch(kH200, m.head_dim(), m.kv_heads(), group, {batch, q_len, q_len})) ==
+              "");
+      }
+  }
+}
+
+TEST_CASE("attention: shares are equal, and of every size and head_dim they fit", "[plans][grouped]") {
+  for (int group = 1; group <= 128; ++group) {
+    INFO("group " << group);
+    const int heads = largest_share(group);
+    CHECK((heads >= 1 && heads <= kMaxShareHeads && group % heads == 0));
+    for (int larger = heads + 1; larger <= kMaxShareHeads; ++larger) CHECK(group % larger != 0);
+    for (const Arch& arch : {kH200, kRtx5090})
+      for (std::int64_t head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
+        const AttentionPlan plan = attention_plan(arch,
+                                                  {.batch = 1,
+                                                   .q_len = 1,
+                                                   .heads = group,
+                                                   .kv_heads = 1,
+                                                   .head_dim = head_dim,
+                                                   .capacity = 4096,
+                                                   .max_kv_len = 4096},
+                                                  DType::f16);
+        CHECK(plan.share_heads == heads);
+        CHECK(plan.stages >= 1);
+        CHECK(plan.smem_bytes <= arch.smem_per_block_bytes);
+      }
+  }
+}
+
+TEST_CASE("attention: each head of a share is merged once, in an inbox with room for its partial results",
+          "[plans][grouped]") {
+  for (int heads = 1; heads <= kMaxShareHeads; ++heads)
+    for (int used = 2; used <= kMaxSplits; ++used) {
+      int merged = 0;
+      for (int split = 0; split < used; ++split) {
+        int own = 0;
+        for (int head = split; head < heads; head += used) ++own;
+        CHECK(own * used <= inbox_parts(heads));
+        merged += own;
+      }
+      CHECK(merged == heads);
+    }
+}
+
+TEST_CASE("attention: a prefill on Hopper's tensor cores covers its rows and leaves few SMs without a block",
           "[plans]") {
   for (std::int64_t head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8)
-    for (std::int64_t q_len = 1; q_len <= 2049; ++q_len) {
-      CHECK_FALSE(wgmma_pays(kRtx5090, head_dim, q_len));
-      if (!wgmma_pays(kH200, head_dim, q_len)) continue;
-      for (std::int64_t heads : {1, 12, 32, 65})
-        for (std::int64_t batch : {1, 3}) {
-          const Launch l = wgmma_prefill_launch(kH200, head_dim, heads, {batch, q_len, q_len});
-          const std::string found = fault(kH200, l);
-          const bool two = l.threads == wgmma_threads(2);
-          if (found.empty() && two == ((q_len + 127) / 128 * heads * batch >= kH200.sm_count)) continue;
-          FAIL("head_dim " << head_dim << ", q_len " << q_len << ", heads " << heads << ", batch " << batch << ": "
-                           << (found.empty() ? "other warpgroups" : found));
-        }
-    }
+    for (std::int64_t group : {1, 3, 8})
+      for (std::int64_t q_len = 1; q_len <= 2049; q_len += group) {
+        const std::int64_t rows = q_len * group;
+        CHECK_FALSE(wgmma_pays(kRtx5090, head_dim, rows));
+        if (!wgmma_pays(kH200, head_dim, rows)) continue;
+        for (std::int64_t kv_heads : {1, 12, 32, 65})
+          for (std::int64_t batch : {1, 3}) {
+            const Launch l = wgmma_prefill_launch(kH200, head_dim, kv_heads, group, {batch, q_len, q_len});
+            const std::string found = fault(kH200, l);
+            const bool two = l.threads == wgmma_threads(2);
+            if (found.empty() && two == ((rows + 127) / 128 * kv_heads * batch >= kH200.sm_count)) continue;
+            FAIL("head_dim " << head_dim << ", q_len " << q_len << ", group " << group << ", kv_heads " << kv_heads
+                             << ", batch " << batch << ": " << (found.empty() ? "other warpgroups" : found));
+          }
+      }
   // Pythia-2.8B and Pythia-12B; heads that the kernel does not take; a prompt that other kernels are faster for.
   CHECK(wgmma_pays(kH200, 80, 128));
   CHECK(wgmma_pays(kH200, 128, 2048));
@@ -339,16 +425,31 @@ TEST_CASE("attention: a prefill on Hopper's tensor cores covers its queries and 
   CHECK(wgmma_plan(kH200, 80, 2048, 32).warpgroups == 2);
 }
 
-TEST_CASE("attention: a query head's kv head is head / group", "[plans][grouped]") {
-  constexpr int most = 65535;  // a grid's along y
-  for (int group = 1; group <= most; group = group < 300 ? group + 1 : group * 2 + 1) {
-    const KvHeadOf kv_head(group);
-    std::int64_t wrong = 0;
-    for (int head = 0; head < most; ++head) wrong += kv_head(head) != head / group;
+TEST_CASE("attention: which queries have a prefill's kernels", "[plans]") {
+  CHECK(prefill_pays(16, 1));
+  CHECK_FALSE(prefill_pays(15, 1));
+  CHECK(prefill_pays(4, 4));
+  CHECK_FALSE(prefill_pays(3, 4));
+  CHECK_FALSE(prefill_pays(1, 71));  // a step of one token
+}
+
+TEST_CASE("attention: a head's and a row's quotients by the group are exact", "[plans][grouped]") {
+  constexpr int most = INT32_MAX;
+  for (std::int64_t size = 1; size <= most; size = size < 300 ? size + 1 : size * 2 + 1) {
+    const int group = int(size);
+    const HeadGroup by(group);
+    std::int64_t wrong = by.size() != group;
+    const auto check = [&](std::int64_t n) {
+      if (n >= 0 && n <= most) wrong += by.quotient(int(n)) != n / group;
+    };
+    for (int n = 0; n < 65536; ++n) check(n);
+    // Around multiples of the group, up to the largest int.
+    for (std::int64_t n = most / size * size; n >= size; n -= std::max<std::int64_t>(most / size / 1000, 1) * size)
+      for (int near : {-1, 0, 1}) check(n + near);
+    check(most);
     INFO("group " << group);
     CHECK(wrong == 0);
   }
-  CHECK(KvHeadOf(most)(most - 1) == 0);
 }
 
 TEST_CASE("rope: a decode step has one head a thread, a long prefill four", "[plans]") {

@@ -11,24 +11,25 @@ constexpr int kDecodeThreads = 32 * kAttentionWarps;
 // The float32 kernel's threads of a block, and the keys whose loads each of its groups has in flight.
 constexpr int kThreads = 256, kKeysAtOnce = 4;
 
-/// A block attends with one query to one split of its keys. The blocks of a query's splits form a cluster. The copy
-/// engine fills a ring of tiles, and each warp attends to its share of a tile's keys. The warps wait for each other
-/// before a tile is overwritten. At the end the warps' partial results are merged in order, and then those of the
-/// splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it waits for its
-/// predecessors: LaunchMode::after_waiting.
+/// A block attends with one query of each head of a share to one split of their keys. The blocks of a share's splits
+/// form a cluster. The copy engine fills a ring of tiles, and each warp attends to a part of a tile's keys. The warps
+/// wait for each other before a tile is overwritten. At the end the warps' partial results are merged in order, and
+/// then those of the splits. With `after_waiting` the block copies its first tiles, but for the newest key, before it
+/// waits for its predecessors: LaunchMode::after_waiting.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
-    decode_kernel(const __grid_constant__ AttentionCall c, int splits, int stages, bool after_waiting) {
+    decode_kernel(const __grid_constant__ AttentionCall c, int share_heads, int splits, int stages,
+                  bool after_waiting) {
   constexpr int warp_keys = keys_at_once(HeadDim), tile_keys = decode_tile(HeadDim);
   constexpr int stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
   extern __shared__ __align__(16) unsigned char smem[];
   __shared__ std::uint64_t arrived, full[kMaxStages];
-  float *sent = reinterpret_cast<float*>(smem), *parts = sent + kMaxSplits * part_floats(HeadDim);
-  T* const ring = reinterpret_cast<T*>(parts + kAttentionWarps * part_floats(HeadDim));
+  T* const ring = reinterpret_cast<T*>(smem);
   let_successor_start();
   if (!after_waiting) wait_for_predecessors();
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z, head = blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.z;
+  const int first_head = int(blockIdx.y) * share_heads, kv_head = c.kv_head(first_head);
   const int kv_len = c.kv_len[b];  // its load is in flight while the barriers are made
   if (threadIdx.x < kMaxStages) {
     init_barrier(full + threadIdx.x, kTileArrivals);
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;
-    const long first = c.cache(b, head) + long(tile) * tile_keys * c.head_dim;
+    const long first = c.cache(b, kv_head) + long(tile) * tile_keys * c.head_dim;
     copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
                          static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to,
                          newest - tile * 8, only_newest);
@@ -59,8 +60,11 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   }
   newest = -1;  // the tiles that follow are copied whole
 
-  const T* query = static_cast<const T*>(c.q) + c.query(b, i, head);
-  AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [=](int, int) { return query; });
+  // Row g of the operand is head g of the share.
+  AttentionRows<T, HeadDim, tile_keys, warp_keys, 1> rows(c.head_dim, [&](int, int) {
+    const int g = lane / 4;
+    return g < share_heads ? static_cast<const T*>(c.q) + c.query(b, i, first_head + g) : nullptr;
+  });
   const int first = warp * warp_keys / 8;  // the warp's first key of each run
   for (int tile = own.begin, s = 0, phase = 0; tile < own.end; ++tile) {
     const int visible = keys - tile * tile_keys;
@@ -78,21 +82,30 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
     }
   }
 
-  float* part = parts + warp * part_floats(c.head_dim);
+  float* const sent = reinterpret_cast<float*>(ring + stages * stage);
+  float* parts = sent + inbox_parts(share_heads) * part_floats(HeadDim);
+  if (share_heads > 1) {
+    __syncthreads();  // all warps have read the ring
+    parts = reinterpret_cast<float*>(ring);
+  }
+  const int g = lane / 4, t = lane % 4;
+  float* part = parts + (g * kAttentionWarps + warp) * part_floats(c.head_dim);
   const float weights = rows.weights(0, 0);
-  if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {rows.state[0][0].max, weights};
-  if (lane < 4)  // every row of the operand is the query: the first four lanes hold all columns
+  if (g < share_heads) {
+    if (t == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {rows.state[0][0].max, weights};
 #pragma unroll
     for (int n = 0; n < HeadDim / 8; ++n)
       if (8 * n < c.head_dim)
-        *reinterpret_cast<float2*>(part + 8 * n + 2 * lane) = {rows.values[0][n][0] + rows.values[0][n][2],
-                                                               rows.values[0][n][1] + rows.values[0][n][3]};
-  finish_attention(parts, kAttentionWarps, sent, inbox, split, own.used, c.head_dim,
-                   static_cast<T*>(c.y) + c.query(b, i, head));
+        *reinterpret_cast<float2*>(part + 8 * n + 2 * t) = {rows.values[0][n][0] + rows.values[0][n][2],
+                                                            rows.values[0][n][1] + rows.values[0][n][3]};
+  }
+  finish_attention(parts, kAttentionWarps, share_heads, sent, inbox, split, own.used, c.head_dim,
+                   static_cast<T*>(c.y) + c.query(b, i, first_head));
 }
 
 /// decode_kernel() in float32 arithmetic without tensor cores. A group of Lanes lanes holds a key, eight elements a
-/// lane. Key i of the split belongs to group i % groups.
+/// lane. Key i of the split belongs to group i % groups. A block has one head, whatever the head's group: the kernel is
+/// the reference path.
 template <int Lanes>
 __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__ AttentionCall c, int splits) {
   constexpr int groups = kThreads / Lanes;
@@ -113,8 +126,9 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
   const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, keys);
 
   const bool active = column < c.head_dim;
-  const float *k = static_cast<const float*>(c.k_cache) + c.cache(b, head) + column,
-              *v = static_cast<const float*>(c.v_cache) + c.cache(b, head) + column;
+  const long first_key = c.cache(b, c.kv_head(head)) + column;
+  const float *k = static_cast<const float*>(c.k_cache) + first_key,
+              *v = static_cast<const float*>(c.v_cache) + first_key;
   float q[kVec] = {}, sum[kVec] = {};
   if (active) load_vec(static_cast<const float*>(c.q) + c.query(b, i, head) + column, q);
 #pragma unroll
@@ -160,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
   float* part = parts + group * part_floats(c.head_dim);
   if (active) store_vec(part + column, sum);
   if (lane == 0) *reinterpret_cast<float2*>(part + c.head_dim) = {state.max, state.sum};
-  finish_attention(parts, groups, sent, inbox, split, own.used, c.head_dim,
+  finish_attention(parts, groups, 1, sent, inbox, split, own.used, c.head_dim,
                    static_cast<float*>(c.y) + c.query(b, i, head));
 }
 
@@ -197,27 +211,31 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
                            .heads = int(d.heads),
                            .kv_heads = int(d.kv_heads),
                            .head_dim = int(d.head_dim),
-                           .kv_head = KvHeadOf(d.heads / d.kv_heads),
+                           .group = HeadGroup(d.heads / d.kv_heads),
                            .capacity = d.capacity};
-  const AttentionPlan plan = attention_plan(launches.arch(), d.head_dim, d.batch * d.q_len * d.heads, d.max_kv_len);
-  LaunchShape shape{.grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads), unsigned(d.batch)),
-                    .block = kThreads,
-                    .cluster_blocks = plan.splits};
+  const AttentionPlan plan = attention_plan(launches.arch(), d, a.q.dtype);
+  LaunchShape shape{
+      .grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads / plan.share_heads), unsigned(d.batch)),
+      .block = kThreads,
+      .cluster_blocks = plan.splits};
   return with_activation(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     if constexpr (dtype_of<T> == DType::f32) {
       return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
     } else {
-      if (wgmma_pays(launches.arch(), d.head_dim, d.q_len) && runs_wgmma(launches.device()))
-        return prepare_wgmma_prefill(call, wgmma_plan(launches.arch(), d.head_dim, d.q_len, d.batch * d.heads),
-                                     a.q.dtype, d.batch, launches);
-      if (prefill_pays(d.q_len)) return prepare_prefill(call, a.q.dtype, d.batch, launches);
+      if (prefill_pays(d.q_len, call.group.size())) {
+        const Arch& arch = launches.arch();
+        if (wgmma_pays(arch, d.head_dim, call.rows()) && runs_wgmma(launches.device()))
+          return prepare_wgmma_prefill(call, wgmma_plan(arch, d.head_dim, call.rows(), d.batch * d.kv_heads), a.q.dtype,
+                                       d.batch, launches);
+        return prepare_prefill(call, a.q.dtype, d.batch, launches);
+      }
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);
-      // With one query a sequence all keys but the newest are older than the predecessors.
+      // With one token a sequence all keys but the newest are older than the predecessors.
       const bool after_waiting = launches.after_waiting() && d.q_len == 1;
-      return launch(ops::Attention::name, launches, shape, decode_kernel_for<T>(call.head_dim), call, plan.splits,
-                    plan.stages, after_waiting);
+      return launch(ops::Attention::name, launches, shape, decode_kernel_for<T>(call.head_dim), call, plan.share_heads,
+                    plan.splits, plan.stages, after_waiting);
     }
   });
 }

@@ -24,7 +24,7 @@ struct AttentionCall {
   void* y;
   float scale;
   int q_len, heads, kv_heads, head_dim;
-  KvHeadOf kv_head;
+  HeadGroup group;
   long capacity;
 
   /// How many keys query i of a sequence with n valid entries sees: none where n is below q_len or beyond capacity, so
@@ -32,8 +32,18 @@ struct AttentionCall {
   __device__ int visible_keys(int n, int i) const { return n < q_len || n > capacity ? 0 : n - q_len + i + 1; }
   /// The first element of a query, in q and in y.
   __device__ long query(int b, int i, int head) const { return ((long(b) * q_len + i) * heads + head) * head_dim; }
-  /// The first element of the kv head that a query head reads, in either cache.
-  __device__ long cache(int b, int head) const { return (long(b) * kv_heads + kv_head(head)) * capacity * head_dim; }
+  /// The kv head that a query head reads.
+  __device__ int kv_head(int head) const { return group.quotient(head); }
+  /// The first element of a kv head, in either cache.
+  __device__ long cache(int b, int kv_head) const { return (long(b) * kv_heads + kv_head) * capacity * head_dim; }
+  /// The rows of a kv head: the queries of its group's heads. Row r is query query_of(r) of head r % group.
+  __host__ __device__ int rows() const { return q_len * group.size(); }
+  __device__ int query_of(int row) const { return group.quotient(row); }
+  /// The first element of a row, in q and in y.
+  __device__ long row(int b, int kv_head, int r) const {
+    const int i = query_of(r);
+    return query(b, i, kv_head * group.size() + r - i * group.size());
+  }
 };
 
 /// Attention of many new tokens, 16-bit activations: cuda/ops/attention/attention_prefill.cu.
@@ -107,7 +117,7 @@ struct SplitWeights {
 /// A warp's queries and their softmax-weighted sums so far. The queries are the rows of `Operands` operands of 16 rows,
 /// which share each load of keys and values. With g = lane / 4 and t = lane % 4 a lane holds columns 8n + 2t and
 /// 8n + 2t + 1 of rows g and g + 8 of each operand.
-/// Rows = 2: each row is a query. Rows = 1: all rows of an operand are the same query. A weight enters the product as
+/// Rows = 2: each row is a query. Rows = 1: rows g and g + 8 are the same query. A weight enters the product as
 /// SplitWeights has it. With Rows = 1 the upper eight rows multiply the rounded values, the lower eight the rests, and
 /// the caller adds both.
 /// Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691).
@@ -213,9 +223,23 @@ struct AttentionRows {
   }
 };
 
-/// One column of a query's result before the division by the sum of weights.
+/// Calls f(head, v) for vectors 0 to `vectors` - 1 of each of `heads` heads. The block's threads take them in turn.
+template <class F>
+__device__ void for_each_vector(int heads, int vectors, F f) {
+  int head = 0;
+#pragma unroll 1
+  for (int v = threadIdx.x;; v += blockDim.x) {
+    for (; v >= vectors && head < heads; v -= vectors) ++head;
+    if (head == heads) return;
+    f(head, v);
+  }
+}
+
+inline constexpr int kPartVec = 4;  // floats of a partial result's vector
+
+/// Neighbouring columns of a query's result before the division by the sum of weights.
 struct MergedParts {
-  float value = 0;
+  float values[kPartVec] = {};
   SoftmaxState state;
 };
 
@@ -232,37 +256,49 @@ __device__ inline MergedParts merge_parts(const float* parts, int count, int hea
     const float* part = parts + p * stride;
     const float factor = expf(part[head_dim] - m.state.max);
     m.state.sum += part[head_dim + 1] * factor;
-    m.value += part[column] * factor;
+    const float4 values = *reinterpret_cast<const float4*>(part + column);
+    m.values[0] += values.x * factor;
+    m.values[1] += values.y * factor;
+    m.values[2] += values.z * factor;
+    m.values[3] += values.w * factor;
   }
   return m;
 }
 
-/// The end of a query's attention. Each block merges its `count` partial results and sends the sum to the block of
-/// split 0, which merges the sums of the `used` splits that have keys and stores y. All threads of these splits' blocks
-/// call, after the inbox was opened. `sent` has room for `used` partial results, at the same offset in every block.
+/// The end of the attention of a share's `heads` heads. `parts` are `count` partial results of the first head, then
+/// those of the next. Each block merges those of each head and sends their sum to the block that merges the sums of the
+/// head's `used` splits, and stores y: for head h that of split h % used. All threads of these splits' blocks call,
+/// after the inbox was opened. `sent` has room for inbox_parts() partial results, at the same offset in every block.
 template <class T>
-__device__ void finish_attention(const float* parts, int count, float* sent, ClusterInbox& inbox, int split, int used,
-                                 int head_dim, T* y) {
-  const int columns = head_dim + 2, stride = part_floats(head_dim);
+__device__ void finish_attention(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
+                                 int used, int head_dim, T* y) {
+  const int vectors = head_dim / kPartVec, stride = part_floats(head_dim);
   __syncthreads();
+  int own = 0;  // heads that this block stores
+  for (int head = split; head < heads; head += used) ++own;
   if (used > 1) {
     inbox.connect();
-    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-      const MergedParts m = merge_parts(parts, count, head_dim, column);
-      inbox.send(0, sent + split * stride + column,
-                 column < head_dim    ? m.value
-                 : column == head_dim ? m.state.max
-                                      : m.state.sum);
-    }
-    if (split > 0) return;
-    inbox.receive(used * columns * int(sizeof(float)));
+    for_each_vector(heads, vectors + 1, [&](int head, int v) {
+      int to = head;  // % used
+      while (to >= used) to -= used;
+      MergedParts m = merge_parts(parts + head * count * stride, count, head_dim, v * kPartVec);
+      if (v == vectors) {
+        m.values[0] = m.state.max;
+        m.values[1] = m.state.sum;
+      }
+      inbox.send(to, sent + (head - to + split) * stride + v * kPartVec, m.values);
+    });
+    if (own == 0) return;
+    inbox.receive(own * used * stride * int(sizeof(float)));
     parts = sent;
     count = used;
   }
-  for (int column = threadIdx.x; column < head_dim; column += blockDim.x) {
-    const MergedParts m = merge_parts(parts, count, head_dim, column);
-    y[column] = from_float<T>(m.value / m.state.sum);
-  }
+  for_each_vector(own, vectors, [&](int i, int v) {
+    MergedParts m = merge_parts(parts + i * count * stride, count, head_dim, v * kPartVec);
+#pragma unroll
+    for (float& value : m.values) value /= m.state.sum;
+    store_few(y + (split + i * used) * head_dim + v * kPartVec, m.values);
+  });
 }
 
 }  // namespace cf::cuda

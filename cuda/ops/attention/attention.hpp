@@ -1,7 +1,10 @@
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
+#include "core/ops/attention.hpp"
+#include "cuda/device/share.hpp"
 #include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
@@ -9,19 +12,30 @@ namespace cf::cuda {
 inline constexpr int kMaxHeadDim = 256;
 inline constexpr int kAttentionWarps = 4;  // of a block
 inline constexpr int kMaxStages = 3;       // tiles of a block's ring
-inline constexpr int kMaxSplits = 8;       // splits of a query's keys: the blocks of a portable cluster
+inline constexpr int kMaxSplits = 8;       // splits of a share's keys: the blocks of a portable cluster
 
-/// The kv head that a query head reads, where `group` query heads share each kv head: head / group, as a product with
-/// ceil(2^32 / group). It is exact for up to 65535 heads, the most that a grid takes. With a division the compiler
-/// gives the float32 kernel 80 registers instead of 110 and keeps fewer loads in flight.
-class KvHeadOf {
+/// The query heads that read one kv head, by their number. Divisions by it are a product and a shift. With a division
+/// the compiler gives the float32 kernel 72 registers instead of 100 and keeps fewer loads in flight.
+/// Source: Granlund, Montgomery 1994, figure 4.1.
+class HeadGroup {
  public:
-  constexpr explicit KvHeadOf(std::int64_t group)
-      : reciprocal_(((std::uint64_t(1) << 32) + std::uint64_t(group) - 1) / std::uint64_t(group)) {}
-  constexpr int operator()(int head) const { return int(std::uint64_t(unsigned(head)) * reciprocal_ >> 32); }
+  /// 1 <= size < 2^31.
+  constexpr explicit HeadGroup(std::int64_t size)
+      : size_(int(size)),
+        shift_(std::bit_width(std::uint64_t(size - 1))),
+        factor_(std::uint32_t(((std::uint64_t(1) << 32) * ((std::uint64_t(1) << shift_) - std::uint64_t(size)) +
+                               std::uint64_t(size) - 1) /
+                              std::uint64_t(size))) {}
+  constexpr int size() const { return size_; }
+  /// n / size(), exact for 0 <= n < 2^31: the factor 2^32 + factor_ is 2^(32 + shift_) / size, rounded up.
+  constexpr int quotient(int n) const {
+    const auto dividend = std::uint32_t(n);
+    return int((dividend + std::uint32_t(std::uint64_t(dividend) * factor_ >> 32)) >> shift_);
+  }
 
  private:
-  std::uint64_t reciprocal_;
+  int size_, shift_;
+  std::uint32_t factor_;
 };
 
 /// The head size that a kernel is compiled for.
@@ -43,24 +57,31 @@ constexpr int keys_at_once(int padded_head_dim) { return padded_head_dim > 80 ? 
 constexpr int decode_tile(int padded_head_dim) { return kAttentionWarps * keys_at_once(padded_head_dim); }
 constexpr int prefill_tile(int padded_head_dim) { return padded_head_dim > 128 ? 32 : 64; }
 
-/// Queries of a prefill's block. With 32 queries instead of 16 a warp reads shared memory half as often. Heads above 80
-/// elements leave no registers for that.
-constexpr int prefill_queries(int padded_head_dim) { return (padded_head_dim > 80 ? 16 : 32) * kAttentionWarps; }
+/// Rows of a prefill's block. A kv head has q_len * group rows: the heads of its group for query 0, then for query 1,
+/// and so on. The rows of a block share each load of keys and values. With 32 rows instead of 16 a warp reads shared
+/// memory half as often. Heads above 80 elements leave no registers for that.
+constexpr int prefill_rows(int padded_head_dim) { return (padded_head_dim > 80 ? 16 : 32) * kAttentionWarps; }
 inline constexpr int kPrefillStages = 2;
 constexpr int prefill_smem_bytes(int padded_head_dim) {
   return kPrefillStages * tile_bytes(prefill_tile(padded_head_dim), padded_head_dim);
 }
 
-/// Whether the prefill kernel is faster than the decode kernel, which gives each query blocks of its own.
-constexpr bool prefill_pays(std::int64_t q_len) { return q_len >= 16; }
+/// Whether a prefill kernel is faster than the decode kernel, which gives each query of a share blocks of its own. An
+/// operand of the tensor cores has kPrefillPaysRows rows. One query a head is left to the decode kernel, which splits
+/// its keys.
+inline constexpr int kPrefillPaysRows = 16;
+constexpr bool prefill_pays(std::int64_t q_len, std::int64_t group) {
+  return q_len > 1 && q_len * group >= kPrefillPaysRows;
+}
 
-/// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueries queries to kWgmmaKeys keys at once.
-inline constexpr int kWgmmaQueries = 64, kWgmmaKeys = 64;
+/// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueryRows rows to kWgmmaKeys keys at once.
+inline constexpr int kWgmmaQueryRows = 64, kWgmmaKeys = 64;
 inline constexpr int kWgmmaTileBytes = kWgmmaKeys * 128;  // a tile's row has 64 elements
 
-/// Whether that kernel is faster than the other prefill kernel. `head_dim` is a multiple of 8.
-constexpr bool wgmma_pays(const Arch& arch, std::int64_t head_dim, std::int64_t q_len) {
-  return arch.compute_capability == 90 && head_dim <= 128 && q_len >= 64;
+/// Whether that kernel is faster than the other prefill kernel: the rows of a kv head fill a warpgroup. `head_dim` is a
+/// multiple of 8.
+constexpr bool wgmma_pays(const Arch& arch, std::int64_t head_dim, std::int64_t rows) {
+  return arch.compute_capability == 90 && head_dim <= 128 && rows >= kWgmmaQueryRows;
 }
 
 /// Tiles side by side that hold a key or value.
@@ -77,24 +98,24 @@ constexpr int wgmma_blocks_per_sm(int warpgroups) { return warpgroups > 1 ? 1 : 
 
 /// How the prefill on Hopper's tensor cores divides its work.
 struct WgmmaPlan {
-  int warpgroups;    // of a block
-  int query_blocks;  // blocks that share a head's queries
-  int smem_bytes;    // of a block
+  int warpgroups;  // of a block
+  int row_blocks;  // blocks that share a kv head's rows
+  int smem_bytes;  // of a block
 };
 
 /// The plan with blocks of this many warpgroups. The rings begin at a multiple of 1024 bytes.
-constexpr WgmmaPlan wgmma_plan_of(int warpgroups, std::int64_t head_dim, std::int64_t q_len) {
-  const int queries = warpgroups * kWgmmaQueries, columns = wgmma_columns(padded_head_dim(head_dim));
+constexpr WgmmaPlan wgmma_plan_of(int warpgroups, std::int64_t head_dim, std::int64_t rows) {
+  const int block_rows = warpgroups * kWgmmaQueryRows, columns = wgmma_columns(padded_head_dim(head_dim));
   return {.warpgroups = warpgroups,
-          .query_blocks = int((q_len + queries - 1) / queries),
+          .row_blocks = int((rows + block_rows - 1) / block_rows),
           .smem_bytes = 1024 + wgmma_stages(warpgroups) * 2 * columns * kWgmmaTileBytes};
 }
 
-/// `heads` = batch * heads. Two warpgroups read each tile once. Where their blocks would leave an SM without one, each
-/// warpgroup has a block of its own.
-constexpr WgmmaPlan wgmma_plan(const Arch& arch, std::int64_t head_dim, std::int64_t q_len, std::int64_t heads) {
-  const WgmmaPlan two = wgmma_plan_of(2, head_dim, q_len);
-  return two.query_blocks * heads >= arch.sm_count ? two : wgmma_plan_of(1, head_dim, q_len);
+/// `rows` = q_len * group of each kv head, `kv_heads` = batch * kv_heads. Two warpgroups read each tile once. Where
+/// their blocks would leave an SM without one, each warpgroup has a block of its own.
+constexpr WgmmaPlan wgmma_plan(const Arch& arch, std::int64_t head_dim, std::int64_t rows, std::int64_t kv_heads) {
+  const WgmmaPlan two = wgmma_plan_of(2, head_dim, rows);
+  return two.row_blocks * kv_heads >= arch.sm_count ? two : wgmma_plan_of(1, head_dim, rows);
 }
 
 /// Floats of a partial result: head_dim sums of weighted values, the softmax's maximum and sum, and padding to 16
@@ -103,9 +124,10 @@ constexpr int part_floats(int head_dim) { return head_dim + 4; }
 
 /// How decode attention divides its work. The kernel computes the same with any plan, to rounding.
 struct AttentionPlan {
-  int splits;      // of a query's keys: 1, 2, 4 or 8 blocks, which form one cluster
-  int stages;      // tiles of keys and values of a block's ring
-  int smem_bytes;  // of a block
+  int share_heads;  // query heads of a share, which attend together to keys that are loaded once; divides the group
+  int splits;       // of a share's keys: 1, 2, 4 or 8 blocks, which form one cluster
+  int stages;       // tiles of keys and values of a block's ring
+  int smem_bytes;   // of a block
 
   bool operator==(const AttentionPlan&) const = default;
 };
@@ -113,29 +135,46 @@ struct AttentionPlan {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
-/// `queries` = batch * q_len * heads. The number of splits doubles while each split has at least one tile of max_kv_len
-/// keys and there are at most three blocks for two SMs: an H200 holds fewer whole clusters than it has room for blocks,
-/// and clusters that wait for a second turn double the time. The ring is as long as shared memory allows, but no longer
-/// than a split.
-constexpr AttentionPlan attention_plan(const Arch& arch, std::int64_t head_dim, std::int64_t queries,
-                                       std::int64_t max_kv_len) {
-  const int padded = padded_head_dim(head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
+/// The fewest query heads of a group that share loads of keys and values in decode attention.
+inline constexpr int kLeastSharingGroup = 2;
+/// Whether they do. The float32 kernel has one head a block.
+constexpr bool shares_keys(const ops::Attention::Dims& d, DType activation) {
+  return activation != DType::f32 && d.heads / d.kv_heads >= kLeastSharingGroup;
+}
+
+/// Partial results that a block's inbox has room for. The block of split s merges the heads s, s + used, s + 2 * used
+/// and so on of a share, each of `used` partial results.
+constexpr int inbox_parts(int share_heads) { return share_heads + kMaxSplits - 1; }
+/// Partial results that a block has room for beside its ring. The warps' partial results of several heads lie in the
+/// ring, when no warp reads it any more. A lone head's have a place of their own, where no warp waits for the others.
+constexpr int parts_beside_ring(int share_heads) {
+  return inbox_parts(share_heads) + (share_heads > 1 ? 0 : kAttentionWarps);
+}
+
+/// The number of splits doubles while each split has at least one tile of max_kv_len keys and there are at most three
+/// blocks for two SMs: an H200 holds fewer whole clusters than it has room for blocks, and clusters that wait for a
+/// second turn double the time. The ring is as long as shared memory allows, but no longer than a split.
+constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
+  const int padded = padded_head_dim(d.head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
+  const int share_heads = shares_keys(d, activation) ? largest_share(int(d.heads / d.kv_heads)) : 1;
+  const std::int64_t shares = d.batch * d.q_len * (d.heads / share_heads);
   int splits = 1;
-  while (splits < std::min(kMaxSplits, arch.max_cluster_blocks) && max_kv_len > splits * keys &&
-         queries * splits * 2 <= arch.sm_count * 3 / 2)
+  while (splits < std::min(kMaxSplits, arch.max_cluster_blocks) && d.max_kv_len > splits * keys &&
+         shares * splits * 2 <= arch.sm_count * 3 / 2)
     splits *= 2;
 
-  const int parts_bytes = (kMaxSplits + kAttentionWarps) * part_floats(padded) * 4;
+  const int parts_bytes = parts_beside_ring(share_heads) * part_floats(padded) * 4;
   // The driver and the kernel's static variables take 2 KB of a block's shared memory.
   const int most_bytes =
       std::min(arch.smem_per_sm_bytes / decode_blocks_per_sm(padded), arch.smem_per_block_bytes) - 2048;
-  const std::int64_t split_tiles = (max_kv_len + splits * keys - 1) / (splits * keys);
+  const std::int64_t split_tiles = (d.max_kv_len + splits * keys - 1) / (splits * keys);
   const int stages = int(std::min<std::int64_t>({kMaxStages, (most_bytes - parts_bytes) / stage_bytes, split_tiles}));
-  return {.splits = splits, .stages = stages, .smem_bytes = parts_bytes + stages * stage_bytes};
+  return {
+      .share_heads = share_heads, .splits = splits, .stages = stages, .smem_bytes = parts_bytes + stages * stage_bytes};
 }
 
-/// The tiles [begin, end) of one split of a query's keys. `used` splits have tiles: all of them, or as many as there
-/// are tiles. A query without keys has one split, whose result is NaN.
+/// The tiles [begin, end) of one split of a share's keys. `used` splits have tiles: all of them, or as many as there
+/// are tiles. A share without keys has one split, whose results are NaN.
 struct SplitTiles {
   int used, begin, end;
 
@@ -150,6 +189,12 @@ struct SplitTiles {
   }
 };
 
+/// Whether the warps' partial results of the largest share fit the ring's first tile.
+constexpr bool parts_fit_ring(int padded_head_dim) {
+  return kAttentionWarps * kMaxShareHeads * part_floats(padded_head_dim) * 4 <=
+         tile_bytes(decode_tile(padded_head_dim), padded_head_dim);
+}
+static_assert(parts_fit_ring(64) && parts_fit_ring(80) && parts_fit_ring(128) && parts_fit_ring(kMaxHeadDim));
 static_assert(prefill_smem_bytes(128) <= kRtx5090.smem_per_block_bytes &&
               prefill_smem_bytes(kMaxHeadDim) <= kRtx5090.smem_per_block_bytes);
 static_assert(wgmma_blocks_per_sm(1) * 128 * (wgmma_registers(1) + kWgmmaCopyRegisters) <= kH200.registers_per_sm &&

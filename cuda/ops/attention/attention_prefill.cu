@@ -7,13 +7,13 @@ namespace {
 
 constexpr int kThreads = 32 * kAttentionWarps;
 
-/// A block attends with prefill_queries() queries of one sequence and head to all keys that the last of them sees. The
+/// A block attends with prefill_rows() rows of one sequence and kv head to all keys that the last of them sees. The
 /// next tiles of keys and values are copied while the warps attend to one.
 template <class T, int HeadDim>
 __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant__ AttentionCall c) {
   constexpr int step = keys_at_once(HeadDim), tile_keys = prefill_tile(HeadDim),
                 stage = tile_bytes(tile_keys, HeadDim) / int(sizeof(T));
-  constexpr int queries = prefill_queries(HeadDim), operands = queries * 2 / kThreads;
+  constexpr int block_rows = prefill_rows(HeadDim), operands = block_rows * 2 / kThreads;
   extern __shared__ __align__(16) unsigned char smem[];
   __shared__ std::uint64_t full[kPrefillStages];
   T* const ring = reinterpret_cast<T*>(smem);
@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
   wait_for_predecessors();
 
   // Blocks with more keys start earlier.
-  const int first_query = int(gridDim.x - 1 - blockIdx.x) * queries, head = blockIdx.y, b = blockIdx.z;
+  const int block_first = int(gridDim.x - 1 - blockIdx.x) * block_rows, kv_head = blockIdx.y, b = blockIdx.z;
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const int first_row = first_query + warp * 16 * operands;
+  const int first_row = block_first + warp * 16 * operands;
   const int sees = c.visible_keys(c.kv_len[b], 0);  // keys that query 0 sees; query i sees i more
-  const int keys = sees ? sees + min(first_query + queries, c.q_len) - 1 : 0;
+  const int keys = sees ? sees + c.query_of(min(block_first + block_rows, c.rows()) - 1) : 0;
   const int tiles = (keys + tile_keys - 1) / tile_keys;
-  const T *const k = static_cast<const T*>(c.k_cache) + c.cache(b, head), *const v = static_cast<const T*>(c.v_cache) +
-                                                                                     c.cache(b, head);
+  const T* const k = static_cast<const T*>(c.k_cache) + c.cache(b, kv_head);
+  const T* const v = static_cast<const T*>(c.v_cache) + c.cache(b, kv_head);
   const auto fetch = [&](int i) {
     if (i >= tiles) return;
     const long from = long(i) * tile_keys * c.head_dim;
@@ -42,22 +42,26 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
   };
   for (int i = 0; i < kPrefillStages - 1; ++i) fetch(i);
 
-  const auto query_of = [&](int operand, int r) { return first_row + 16 * operand + 8 * r + g; };
+  const auto row_of = [&](int operand, int r) { return first_row + 16 * operand + 8 * r + g; };
   AttentionRows<T, HeadDim, tile_keys, step, 2, operands> rows(c.head_dim, [&](int operand, int r) {
-    const int query = query_of(operand, r);
-    return query < c.q_len ? static_cast<const T*>(c.q) + c.query(b, query, head) : nullptr;
+    const int row = row_of(operand, r);
+    return row < c.rows() ? static_cast<const T*>(c.q) + c.row(b, kv_head, row) : nullptr;
   });
-  const int warp_keys = first_row < c.q_len ? sees + first_row + 16 * operands - 1 : 0;
+  int row_keys[operands][2];  // that the lane's rows see; none where the warp has no row
+#pragma unroll
+  for (int m = 0; m < operands; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_keys[m][r] = first_row < c.rows() ? sees + c.query_of(row_of(m, r)) : 0;
   for (int i = 0; i < tiles; ++i) {
     __syncthreads();  // no warp reads tile i - 1 any more
     fetch(i + kPrefillStages - 1);
     wait_barrier(full + i % kPrefillStages, i / kPrefillStages % 2);
     const int first = i * tile_keys;
-    if (first >= warp_keys) continue;
+    if (__all_sync(~0u, first >= row_keys[operands - 1][1])) continue;  // a lane's last row sees the most
 #pragma unroll 1
     for (int s = 0; s < tile_keys / 8; s += step / 8)
       rows.attend(ring + i % kPrefillStages * stage, s, c.scale,
-                  [&](int operand, int r) { return sees + query_of(operand, r) - first; });
+                  [&](int operand, int r) { return row_keys[operand][r] - first; });
   }
 
 #pragma unroll
@@ -65,9 +69,9 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float weights = rows.weights(m, r);
-      const int query = query_of(m, r);
-      if (query >= c.q_len) continue;
-      T* y = static_cast<T*>(c.y) + c.query(b, query, head) + 2 * t;
+      const int row = row_of(m, r);
+      if (row >= c.rows()) continue;
+      T* y = static_cast<T*>(c.y) + c.row(b, kv_head, row) + 2 * t;
 #pragma unroll
       for (int n = 0; n < HeadDim / 8; ++n)
         if (8 * n < c.head_dim)
@@ -89,10 +93,11 @@ auto kernel_for(int padded) {
 }  // namespace
 
 Status prepare_prefill(const AttentionCall& c, DType activation, std::int64_t batch, LaunchList& launches) {
-  const int padded = padded_head_dim(c.head_dim), queries = prefill_queries(padded);
-  const LaunchShape shape{.grid = dim3(unsigned((c.q_len + queries - 1) / queries), unsigned(c.heads), unsigned(batch)),
-                          .block = kThreads,
-                          .smem_bytes = std::size_t(prefill_smem_bytes(padded))};
+  const int padded = padded_head_dim(c.head_dim), block_rows = prefill_rows(padded);
+  const LaunchShape shape{
+      .grid = dim3(unsigned((c.rows() + block_rows - 1) / block_rows), unsigned(c.kv_heads), unsigned(batch)),
+      .block = kThreads,
+      .smem_bytes = std::size_t(prefill_smem_bytes(padded))};
   return launch(ops::Attention::name, launches, shape,
                 activation == DType::f16 ? kernel_for<f16>(padded) : kernel_for<bf16>(padded), c);
 }

@@ -27,8 +27,8 @@ struct Turn {
   }
 };
 
-/// A warpgroup's queries and their softmax-weighted sums so far. With g = lane / 4 and t = lane % 4 a lane of warp w
-/// holds rows 16w + g and 16w + g + 8 of the queries, as wgmma() has them. The products of a start are one group. Its
+/// A warpgroup's rows: queries and their softmax-weighted sums so far. With g = lane / 4 and t = lane % 4 a lane of
+/// warp w holds rows 16w + g and 16w + g + 8, as wgmma() has them. The products of a start are one group. Its
 /// registers are left alone until the caller has waited for the group and called the end.
 /// Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 template <class T, int HeadDim>
@@ -139,7 +139,7 @@ struct WarpgroupRows {
   }
 };
 
-/// A block attends with kWgmmaQueries queries a warpgroup, of one sequence and head, to all keys that the last of them
+/// A block attends with kWgmmaQueryRows rows a warpgroup, of one sequence and kv head, to all keys that the last one
 /// sees. A warp of one warpgroup more keeps rings of tiles of keys and of values full. A warpgroup computes a tile's
 /// weights while the tensor cores multiply the weights of the tile before with its values, or work for the other
 /// warpgroup.
@@ -173,21 +173,23 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   wait_for_predecessors();
 
   // Blocks with more keys start earlier.
-  const int first_query = int(gridDim.y - 1 - blockIdx.y) * Warpgroups * kWgmmaQueries, head = blockIdx.x,
+  const int block_first = int(gridDim.y - 1 - blockIdx.y) * Warpgroups * kWgmmaQueryRows, kv_head = blockIdx.x,
             b = blockIdx.z;
   const int kv_len = c.kv_len[b];
-  // The tiles that queries up to this one see. A block copies the first tile in any case, before kv_len is there.
-  const auto tiles_up_to = [&](int query) {
+  // The row's query, or the last one's for rows behind the last.
+  const auto query_of = [&](int row) { return c.query_of(min(row, c.rows() - 1)); };
+  // The tiles that rows up to this one see. A block copies the first tile in any case, before kv_len is there.
+  const auto tiles_up_to = [&](int row) {
     const int sees = c.visible_keys(kv_len, 0);  // keys that query 0 sees; query i sees i more
-    return sees ? (sees + min(query, c.q_len - 1) + kWgmmaKeys - 1) / kWgmmaKeys : 0;
+    return sees ? (sees + query_of(row) + kWgmmaKeys - 1) / kWgmmaKeys : 0;
   };
-  const auto last_tile = [&] { return max(tiles_up_to(first_query + Warpgroups * kWgmmaQueries - 1), 1) - 1; };
+  const auto last_tile = [&] { return max(tiles_up_to(block_first + Warpgroups * kWgmmaQueryRows - 1), 1) - 1; };
 
   if (warp >= 4 * Warpgroups) {
     give_registers<kWgmmaCopyRegisters>();
     if (warp > 4 * Warpgroups) return;
     if (elected()) {
-      const int matrix = b * c.kv_heads + c.kv_head(head);
+      const int matrix = b * c.kv_heads + kv_head;
       const auto copy = [&](unsigned char* to, const CUtensorMap& map, int tile, std::uint64_t* full) {
         arrive_expecting(full, stage_bytes);
 #pragma unroll
@@ -223,14 +225,14 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   }
 
   take_registers<wgmma_registers(Warpgroups)>();
-  const int own_first = first_query + warp / 4 * kWgmmaQueries, warp_first = own_first + warp % 4 * 16;
-  const auto query_of = [&](int r) { return warp_first + 8 * r + lane / 4; };
+  const int own_first = block_first + warp / 4 * kWgmmaQueryRows, warp_first = own_first + warp % 4 * 16;
+  const auto row_of = [&](int r) { return warp_first + 8 * r + lane / 4; };
   WarpgroupRows<T, HeadDim> rows;
   load_queries<T, HeadDim, 2>(rows.q, c.head_dim, [&](int r) {
-    return query_of(r) < c.q_len ? static_cast<const T*>(c.q) + c.query(b, query_of(r), head) : nullptr;
+    return row_of(r) < c.rows() ? static_cast<const T*>(c.q) + c.row(b, kv_head, row_of(r)) : nullptr;
   });
   const int sees = c.visible_keys(kv_len, 0), last = last_tile();
-  const int tiles = own_first < c.q_len ? tiles_up_to(own_first + kWgmmaQueries - 1) : 0;
+  const int tiles = own_first < c.rows() ? tiles_up_to(own_first + kWgmmaQueryRows - 1) : 0;
   const bool zeros = kv_len < (last + 1) * kWgmmaKeys;
   Turn<stages> k_turn, v_turn;
 
@@ -244,8 +246,8 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     k_turn.next();
     const int first = tile * kWgmmaKeys;
     // The same for all warps of the warpgroup, for the reason that rescale_values() gives.
-    const bool masked = first + kWgmmaKeys > sees + own_first;
-    return rows.weigh_scores(c.scale, masked, [&](int r) { return sees + min(query_of(r), c.q_len - 1) - first; });
+    const bool masked = first + kWgmmaKeys > sees + c.query_of(own_first);
+    return rows.weigh_scores(c.scale, masked, [&](int r) { return sees + query_of(row_of(r)) - first; });
   };
   const auto start_values = [&](int tile) {
     wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
@@ -278,8 +280,8 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    rows.store(r, c.head_dim, query_of(r) < c.q_len ? static_cast<T*>(c.y) + c.query(b, query_of(r), head) : nullptr);
-  // The tiles that only the block's other queries see are not read, but waited for: no copy outlives the block, and the
+    rows.store(r, c.head_dim, row_of(r) < c.rows() ? static_cast<T*>(c.y) + c.row(b, kv_head, row_of(r)) : nullptr);
+  // The tiles that only the block's other rows see are not read, but waited for: no copy outlives the block, and the
   // barriers' phases keep their order.
   for (int tile = tiles; tile <= last; ++tile) {
     wait_barrier(k_ring.full + k_turn.stage, k_turn.parity);
@@ -313,7 +315,7 @@ Status prepare_wgmma_prefill(const AttentionCall& c, const WgmmaPlan& plan, DTyp
   CUtensorMap k_map, v_map;
   CF_TRY(map_of(c.k_cache, k_map));
   CF_TRY(map_of(c.v_cache, v_map));
-  const LaunchShape shape{.grid = dim3(unsigned(c.heads), unsigned(plan.query_blocks), unsigned(batch)),
+  const LaunchShape shape{.grid = dim3(unsigned(c.kv_heads), unsigned(plan.row_blocks), unsigned(batch)),
                           .block = unsigned(wgmma_threads(plan.warpgroups)),
                           .smem_bytes = std::size_t(plan.smem_bytes)};
   const int padded = padded_head_dim(c.head_dim);
