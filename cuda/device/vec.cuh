@@ -129,7 +129,7 @@ __device__ void add_few(const float* p, float (&x)[N]) {
   for (int i = 0; i < N; ++i) x[i] += v[i];
 }
 
-/// p[0..N) = x[0..N), rounded to nearest even; p aligned to N elements. These have 16 bits, or 32 where N is 4.
+/// p[0..N) = x[0..N), rounded to nearest even; elements of 16 bits, p aligned to N of them.
 template <class T>
 __device__ void store_few(T* p, const float (&x)[1]) {
   *p = from_float<T>(x[0]);
@@ -142,7 +142,6 @@ template <class T>
 __device__ void store_few(T* p, const float (&x)[4]) {
   *reinterpret_cast<uint2*>(p) = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3])};
 }
-__device__ inline void store_few(float* p, const float (&x)[4]) { store_vec(p, x); }
 
 /// x[0..8) = p[i..i + 8) of a dtype that is known at run time. All threads of a launch take the same branch.
 __device__ inline void load_vec(const void* p, DType dtype, long i, float (&x)[kVec]) {

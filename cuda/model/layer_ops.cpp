@@ -67,10 +67,10 @@ constexpr int kDenseSharedPercent = 58;
 ///   free sooner. They are slower so where attention has no clusters, as for four tokens of 32 heads.
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
 /// - Packed weights of one token that RmsQkv and RmsLinear take are faster with all of the memory shared, together with
-///   LaunchMode::leaves_room. They are slower so where attention's clusters have kMaxSplits blocks, as those of
+///   LaunchMode::leaves_room. They are slower so where lone heads' clusters have kMaxSplits blocks, as those of
 ///   Llama-3.2-3B (data/bench/old-and-new-llama-gptq.json).
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
-  if (ops.norms) return ops.key_splits < kMaxSplits ? 100 : 0;
+  if (ops.norms) return ops.share_heads > 1 || ops.key_splits < kMaxSplits ? 100 : 0;
   if (!ops.few) return 0;
   if (std::holds_alternative<PackedWeight>(w.query_key_value.weight)) return tokens == 1 ? 100 : 0;
   return ops.key_splits > 1 ? kDenseSharedPercent : 0;
@@ -145,9 +145,11 @@ RopePairs qkv_pairs(const ModelSpec& m) {
 }
 
 LayerOps layer_ops(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
+  const AttentionPlan attention = attention_plan(arch, t);
   LayerOps ops{.few = takes_ln_qkv(arch, m, w, t),
                .sums = takes_sums(arch, m, w, t),
-               .key_splits = attention_plan(arch, t).splits};
+               .share_heads = attention.share_heads,
+               .key_splits = attention.splits};
   ops.norms = !ops.sums && takes_norms(arch, m, w, t);
   ops.shares_sms = ops.few && share_sms(arch, m, w, t);
   ops.shared_percent = shared_percent(ops, w, t.hidden.shape[0]);

@@ -19,6 +19,7 @@ struct LayerOps {
   bool few = false;          // ln_qkv takes the place of the four sites from input_layernorm to kv_append
   bool sums = false;         // one launch makes attention.dense and mlp.dense_4h_to_h: LinearSum
   bool norms = false;        // the kernels of RmsQkv and RmsLinear normalise the token
+  int share_heads = 1;       // query heads that attend together
   int key_splits = 1;        // blocks of a cluster of attention; 1 where attention has no clusters
   bool shares_sms = false;   // ln_qkv and the MLP's first product run on the same SMs: LaunchMode, for the latter
   int shared_percent = 0;    // of LaunchMode, for every op

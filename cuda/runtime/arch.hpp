@@ -13,7 +13,8 @@ struct Arch {
   int threads_per_sm;
   int registers_per_sm;
   int l2_bytes;
-  int max_cluster_blocks;  // portable thread-block cluster size
+  int max_cluster_blocks;      // portable thread-block cluster size
+  int largest_cluster_blocks;  // with what a kernel must be allowed: allow_cluster()
 };
 
 inline constexpr Arch kH200{.compute_capability = 90,
@@ -23,7 +24,8 @@ inline constexpr Arch kH200{.compute_capability = 90,
                             .threads_per_sm = 2048,
                             .registers_per_sm = 65536,
                             .l2_bytes = 60 << 20,
-                            .max_cluster_blocks = 8};
+                            .max_cluster_blocks = 8,
+                            .largest_cluster_blocks = 16};
 inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .sm_count = 170,
                                .smem_per_block_bytes = 101376,
@@ -31,7 +33,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .threads_per_sm = 1536,
                                .registers_per_sm = 65536,
                                .l2_bytes = 96 << 20,
-                               .max_cluster_blocks = 8};
+                               .max_cluster_blocks = 8,
+                               .largest_cluster_blocks = 8};
 
 /// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Beside these a block takes some
 /// bytes for itself: those that an SM has more than its largest block can have.

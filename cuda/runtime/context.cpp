@@ -31,7 +31,8 @@ Result<Arch> arch_of(const cudaDeviceProp& p, int device) {
               .threads_per_sm = p.maxThreadsPerMultiProcessor,
               .registers_per_sm = p.regsPerMultiprocessor,
               .l2_bytes = p.l2CacheSize,
-              .max_cluster_blocks = 8};
+              .max_cluster_blocks = 8,
+              .largest_cluster_blocks = cc == 90 ? 16 : 8};
 }
 
 Result<Context> Context::create(int device, CUstream_st* stream) {

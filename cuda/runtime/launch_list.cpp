@@ -21,6 +21,7 @@ Status LaunchList::add(std::string_view op, const LaunchShape& shape, const void
                                                  std::to_string(kMaxArguments) + " arguments, got " +
                                                  std::to_string(argument_count));
   CF_TRY(allow_shared_memory(op, kernel, shape.smem_bytes));
+  CF_TRY(allow_cluster(op, kernel, shape.cluster_blocks));
   launches_.push_back({.op = op,
                        .label = label_ ? label_ : op.data(),
                        .kernel = kernel,

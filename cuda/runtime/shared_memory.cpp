@@ -24,4 +24,10 @@ Status allow_shared_memory(std::string_view op, const void* kernel, std::size_t 
   return {};
 }
 
+Status allow_cluster(std::string_view op, const void* kernel, int blocks) {
+  constexpr int portable = 8;  // CUDA's, which needs no permission
+  if (blocks <= portable) return {};
+  return from_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);
+}
+
 }  // namespace cf::cuda

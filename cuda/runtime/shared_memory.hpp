@@ -1,5 +1,5 @@
 #pragma once
-// Private to cuda.
+// What a kernel must be allowed before a launch. Private to cuda.
 #include <cstddef>
 #include <string_view>
 
@@ -12,5 +12,8 @@ namespace cf::cuda {
 /// memory allowed to every kernel, Pythia-2.8B's kernels launched one by one took 3 % longer on an H200; presumably the
 /// driver divides an SM's memory by what a kernel may take.
 Status allow_shared_memory(std::string_view op, const void* kernel, std::size_t bytes);
+
+/// Lets a kernel's clusters have `blocks` blocks on the current device, also more than Arch::max_cluster_blocks.
+Status allow_cluster(std::string_view op, const void* kernel, int blocks);
 
 }  // namespace cf::cuda

@@ -20,6 +20,12 @@ Setup attention_setup(std::int64_t heads, std::int64_t head_dim, const Workload&
 }
 
 bool agrees(const Setup& s) { return check_on_device<ops::Attention>(s, example_of<ops::Attention>(s)); }
+/// The same with the plan of a large cache: the heads of a group share their keys, although these are few.
+bool agrees_shared(Setup s) {
+  s.load.capacity = std::max<std::int64_t>(s.load.cache_capacity(), 2 * cuda::kUnsharedElements / s.model.head_dim());
+  Problem<ops::Attention> untouched(s, example_of<ops::Attention>(s));
+  return check_on_device<ops::Attention>(s, untouched, {}, [](auto& a) { a.max_kv_len = a.k_cache.shape[2]; });
+}
 
 constexpr cuda::AttentionPlan decode_plan(std::int64_t batch, std::int64_t heads, std::int64_t kv_heads,
                                           std::int64_t head_dim, std::int64_t kv_len, DType activation = DType::f16) {
@@ -189,19 +195,18 @@ TEST_CASE("attention on the GPU: grouped query heads agree with the oracle", "[g
 TEST_CASE("attention on the GPU: decoding of grouped query heads at every boundary of keys",
           "[gpu][attention][grouped]") {
   for (auto [heads, kv_heads] : kGroups) {
-    for (DType activation : {DType::f16, DType::bf16})
-      for (std::int64_t kv_len : {1, 2, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048})
-        CHECK(agrees(
-            grouped_setup(heads, kv_heads, 128, {kv_len > 129 ? 1 : 3, 1, kv_len, kv_len + kv_len % 3}, activation)));
-    for (std::int64_t head_dim : {8, 64, 72, 80, 256})
-      for (std::int64_t kv_len : {1, 65, 129, 1025})
-        CHECK(agrees(
+    for (std::int64_t kv_len : {1, 2, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048})
+      CHECK(agrees_shared(grouped_setup(heads, kv_heads, 128, {kv_len > 129 ? 1 : 3, 1, kv_len, kv_len + kv_len % 3},
+                                        kv_len % 2 ? DType::f16 : DType::bf16)));
+    for (std::int64_t head_dim : {64, 72, 256})
+      for (std::int64_t kv_len : {1, 65, 1025})
+        CHECK(agrees_shared(
             grouped_setup(heads, kv_heads, head_dim, {kv_len == 65 ? 3 : 1, 1, kv_len, kv_len + 2}, DType::f16)));
-    // Several tokens a sequence: of the larger groups these are a prefill.
-    for (std::int64_t q_len : {2, 3, 7, 15})
-      for (std::int64_t kv_len : {15, 130, 700})
-        CHECK(
-            agrees(grouped_setup(heads, kv_heads, 80, {kv_len > 130 ? 1 : 3, q_len, kv_len, kv_len + 1}, DType::bf16)));
+    // Several tokens a sequence.
+    for (std::int64_t q_len : {2, 7, 15})
+      for (std::int64_t kv_len : {15, 300})
+        CHECK(agrees_shared(
+            grouped_setup(heads, kv_heads, 80, {kv_len > 130 ? 1 : 3, q_len, kv_len, kv_len + 1}, DType::bf16)));
   }
 }
 
@@ -209,7 +214,7 @@ TEST_CASE("attention on the GPU: so many shares that keys are not split, or spli
           "[gpu][attention][grouped]") {
   for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{96, 24}, {200, 100}, {147, 21}})
     for (std::int64_t kv_len : {65, 130, 321})
-      CHECK(agrees(grouped_setup(heads, kv_heads, 64, {1, 1, kv_len, 0}, DType::f16)));
+      CHECK(agrees_shared(grouped_setup(heads, kv_heads, 64, {1, 1, kv_len, 0}, DType::f16)));
 }
 
 TEST_CASE("attention on the GPU: prefill of grouped query heads with and without a past", "[gpu][attention][grouped]") {
@@ -218,20 +223,18 @@ TEST_CASE("attention on the GPU: prefill of grouped query heads with and without
       const auto load = [&](std::int64_t q_len) {
         return Workload{q_len < 20 ? 3 : 1, q_len, q_len + past, q_len + past + 5};
       };
-      for (std::int64_t q_len : {16, 17, 63, 64, 65, 200})
+      for (std::int64_t q_len : {16, 17, 64, 65, 200})
         CHECK(agrees(grouped_setup(heads, kv_heads, 80, load(q_len), DType::f16)));
       for (std::int64_t head_dim : {64, 128, 256})
-        for (std::int64_t q_len : {17, 65})
-          CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load(q_len), DType::bf16)));
+        CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load(17), DType::bf16)));
     }
 }
 
 TEST_CASE("attention on the GPU: a long prefill of many grouped query heads", "[gpu][attention][grouped]") {
-  for (DType activation : {DType::f16, DType::bf16})
-    for (std::int64_t head_dim : {64, 80, 128}) {
-      CHECK(agrees(grouped_setup(kManyHeads, 66, head_dim, {1, 128, 191, 191}, activation)));
-      CHECK(agrees(grouped_setup(kManyHeads, 44, head_dim, {1, 130, 300, 320}, activation)));
-    }
+  for (std::int64_t head_dim : {64, 80, 128}) {
+    CHECK(agrees(grouped_setup(kManyHeads, 66, head_dim, {1, 128, 191, 191}, DType::f16)));
+    CHECK(agrees(grouped_setup(kManyHeads, 44, head_dim, {1, 130, 150, 170}, DType::bf16)));
+  }
 }
 
 TEST_CASE("attention on the GPU: grouped query heads with peaked and heavy-tailed inputs",
@@ -242,14 +245,15 @@ TEST_CASE("attention on the GPU: grouped query heads with peaked and heavy-taile
         for (const Workload& load : {Workload{2, 1, 700, 0}, Workload{1, 10, 200, 0}, Workload{1, 70, 200, 0}}) {
           Setup s = grouped_setup(heads, kv_heads, 80, load, activation);
           s.fill = fill;
-          CHECK(agrees(s));
+          CHECK(agrees_shared(s));
         }
 }
 
 TEST_CASE("attention on the GPU: grouped query heads - small", "[gpu][attention][grouped][small]") {
   for (auto [heads, kv_heads] : {std::pair<std::int64_t, std::int64_t>{4, 1}, {7, 1}, {16, 1}})
     for (const Workload& load : {Workload{1, 1, 300, 300}, Workload{2, 1, 65, 70}, Workload{1, 17, 70, 80}})
-      for (std::int64_t head_dim : {64, 128}) CHECK(agrees(grouped_setup(heads, kv_heads, head_dim, load, DType::f16)));
+      for (std::int64_t head_dim : {64, 128})
+        CHECK(agrees_shared(grouped_setup(heads, kv_heads, head_dim, load, DType::f16)));
 }
 
 // A query's bits follow from the kernel, its tiles and their splits. These are the same for these loads with groups and
@@ -260,7 +264,7 @@ TEST_CASE("attention on the GPU: grouped query heads give the bits of repeated k
     for (auto [heads, kv_heads] : kGroupedHeads)
       for (const auto& [head_dim, load] : {std::pair<std::int64_t, Workload>{80, {1, 1, 1, 0}},
                                            {80, {3, 1, 100, 110}},
-                                           {80, {1, 1, 700, 710}},
+                                           {80, {1, 1, 900, 910}},
                                            {80, {1, 70, 200, 0}},
                                            {256, {1, 1, 700, 710}},
                                            {256, {2, 20, 90, 90}}}) {

@@ -398,17 +398,22 @@ TEST_CASE("products that normalise their token take no calls that do not fit eac
   CHECK_FALSE(takes_qkv([](auto& a) { a.rope.layout = ops::QkvLayout::interleaved_by_head; }));
 }
 
-TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless attention's clusters are the largest",
+TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone heads' clusters are the largest",
           "[plans][model]") {
-  for (const auto& [name, shares] :
-       {std::pair{"llama-3.2-1b", true}, {"llama-3.2-3b", false}, {"llama-3.1-8b", false}}) {
-    CAPTURE(name);
+  for (const auto& [name, kv_len, shares] : {std::tuple{"llama-3.2-1b", 512, true},
+                                             {"llama-3.2-3b", 512, false},
+                                             {"llama-3.1-8b", 512, true},
+                                             {"llama-3.2-1b", 2048, true},
+                                             {"llama-3.2-3b", 2048, true},
+                                             {"llama-3.1-8b", 2048, true}}) {
+    CAPTURE(name, kv_len);
     ModelConfig m = *find_preset(name);
     m.num_hidden_layers = 1;
     Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
     LayerTensors& t = step.tensors.layer;
-    t.max_kv_len = 512;
-    CHECK((attention_plan(kH200, t).splits < kMaxSplits) == shares);
+    t.max_kv_len = kv_len;
+    const AttentionPlan plan = attention_plan(kH200, t);
+    CHECK((plan.share_heads > 1 || plan.splits < kMaxSplits) == shares);
     int ops = 0;
     REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], t,
                               [&]<class Args>(const Args&, const LaunchMode& mode) {

@@ -223,6 +223,66 @@ struct AttentionRows {
   }
 };
 
+/// Vec neighbouring columns of a query's result before the division by the sum of weights. Vec is 1 or 4.
+template <int Vec>
+struct MergedParts {
+  float values[Vec] = {};
+  SoftmaxState state;
+};
+
+/// The sum of `count` partial results in their order, each rescaled to the largest maximum. Only the additions depend
+/// on each other; the factors do not. At least one part has keys, or the result is NaN, as it should be: so the factors
+/// do without SoftmaxState::factor()'s case for empty states, whose branches would add 60 instructions.
+template <int Vec>
+__device__ MergedParts<Vec> merge_parts(const float* parts, int count, int head_dim, int column) {
+  const int stride = part_floats(head_dim);
+  MergedParts<Vec> m;
+#pragma unroll 4
+  for (int p = 0; p < count; ++p) m.state.max = fmaxf(m.state.max, parts[p * stride + head_dim]);
+#pragma unroll 4
+  for (int p = 0; p < count; ++p) {
+    const float* part = parts + p * stride;
+    const float factor = expf(part[head_dim] - m.state.max);
+    m.state.sum += part[head_dim + 1] * factor;
+    alignas(Vec * sizeof(float)) float values[Vec];
+    if constexpr (Vec == 1)
+      values[0] = part[column];
+    else
+      *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(part + column);
+#pragma unroll
+    for (int e = 0; e < Vec; ++e) m.values[e] += values[e] * factor;
+  }
+  return m;
+}
+
+/// The end of a lone head's attention. Each block merges its `count` partial results and sends the sum to the block of
+/// split 0, which merges the sums of the `used` splits that have keys and stores y. All threads of these splits' blocks
+/// call, after the inbox was opened. `sent` has room for `used` partial results, at the same offset in every block.
+template <class T>
+__device__ void finish_attention(const float* parts, int count, float* sent, ClusterInbox& inbox, int split, int used,
+                                 int head_dim, T* y) {
+  const int columns = head_dim + 2, stride = part_floats(head_dim);
+  __syncthreads();
+  if (used > 1) {
+    inbox.connect();
+    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+      const auto m = merge_parts<1>(parts, count, head_dim, column);
+      inbox.send(0, sent + split * stride + column,
+                 column < head_dim    ? m.values[0]
+                 : column == head_dim ? m.state.max
+                                      : m.state.sum);
+    }
+    if (split > 0) return;
+    inbox.receive(used * columns * int(sizeof(float)));
+    parts = sent;
+    count = used;
+  }
+  for (int column = threadIdx.x; column < head_dim; column += blockDim.x) {
+    const auto m = merge_parts<1>(parts, count, head_dim, column);
+    y[column] = from_float<T>(m.values[0] / m.state.sum);
+  }
+}
+
 /// Calls f(head, v) for vectors 0 to `vectors` - 1 of each of `heads` heads. The block's threads take them in turn.
 template <class F>
 __device__ void for_each_vector(int heads, int vectors, F f) {
@@ -235,58 +295,28 @@ __device__ void for_each_vector(int heads, int vectors, F f) {
   }
 }
 
-inline constexpr int kPartVec = 4;  // floats of a partial result's vector
-
-/// Neighbouring columns of a query's result before the division by the sum of weights.
-struct MergedParts {
-  float values[kPartVec] = {};
-  SoftmaxState state;
-};
-
-/// The sum of `count` partial results in their order, each rescaled to the largest maximum. Only the additions depend
-/// on each other; the factors do not. At least one part has keys, or the result is NaN, as it should be: so the factors
-/// do without SoftmaxState::factor()'s case for empty states, whose branches would add 60 instructions.
-__device__ inline MergedParts merge_parts(const float* parts, int count, int head_dim, int column) {
-  const int stride = part_floats(head_dim);
-  MergedParts m;
-#pragma unroll 4
-  for (int p = 0; p < count; ++p) m.state.max = fmaxf(m.state.max, parts[p * stride + head_dim]);
-#pragma unroll 4
-  for (int p = 0; p < count; ++p) {
-    const float* part = parts + p * stride;
-    const float factor = expf(part[head_dim] - m.state.max);
-    m.state.sum += part[head_dim + 1] * factor;
-    const float4 values = *reinterpret_cast<const float4*>(part + column);
-    m.values[0] += values.x * factor;
-    m.values[1] += values.y * factor;
-    m.values[2] += values.z * factor;
-    m.values[3] += values.w * factor;
-  }
-  return m;
-}
-
-/// The end of the attention of a share's `heads` heads. `parts` are `count` partial results of the first head, then
-/// those of the next. Each block merges those of each head and sends their sum to the block that merges the sums of the
-/// head's `used` splits, and stores y: for head h that of split h % used. All threads of these splits' blocks call,
-/// after the inbox was opened. `sent` has room for inbox_parts() partial results, at the same offset in every block.
+/// finish_attention() for the `heads` heads of a share. `parts` are `count` partial results of the first head, then
+/// those of the next. The sums of head h meet in the block of split h % used, which stores the head's y. `sent` has room
+/// for inbox_parts() partial results.
 template <class T>
-__device__ void finish_attention(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
-                                 int used, int head_dim, T* y) {
-  const int vectors = head_dim / kPartVec, stride = part_floats(head_dim);
-  __syncthreads();
+__device__ void finish_share(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
+                             int used, int head_dim, T* y) {
+  constexpr int vec = 4;
+  const int vectors = head_dim / vec, stride = part_floats(head_dim);
   int own = 0;  // heads that this block stores
   for (int head = split; head < heads; head += used) ++own;
+  __syncthreads();
   if (used > 1) {
     inbox.connect();
     for_each_vector(heads, vectors + 1, [&](int head, int v) {
       int to = head;  // % used
       while (to >= used) to -= used;
-      MergedParts m = merge_parts(parts + head * count * stride, count, head_dim, v * kPartVec);
+      auto m = merge_parts<vec>(parts + head * count * stride, count, head_dim, v * vec);
       if (v == vectors) {
         m.values[0] = m.state.max;
         m.values[1] = m.state.sum;
       }
-      inbox.send(to, sent + (head - to + split) * stride + v * kPartVec, m.values);
+      inbox.send(to, sent + (head - to + split) * stride + v * vec, m.values);
     });
     if (own == 0) return;
     inbox.receive(own * used * stride * int(sizeof(float)));
@@ -294,10 +324,10 @@ __device__ void finish_attention(const float* parts, int count, int heads, float
     count = used;
   }
   for_each_vector(own, vectors, [&](int i, int v) {
-    MergedParts m = merge_parts(parts + i * count * stride, count, head_dim, v * kPartVec);
+    auto m = merge_parts<vec>(parts + i * count * stride, count, head_dim, v * vec);
 #pragma unroll
     for (float& value : m.values) value /= m.state.sum;
-    store_few(y + (split + i * used) * head_dim + v * kPartVec, m.values);
+    store_few(y + (split + i * used) * head_dim + v * vec, m.values);
   });
 }
 

@@ -10,9 +10,10 @@
 namespace cf::cuda {
 
 inline constexpr int kMaxHeadDim = 256;
-inline constexpr int kAttentionWarps = 4;  // of a block
-inline constexpr int kMaxStages = 3;       // tiles of a block's ring
-inline constexpr int kMaxSplits = 8;       // splits of a share's keys: the blocks of a portable cluster
+inline constexpr int kAttentionWarps = 4;   // of a block
+inline constexpr int kMaxStages = 3;        // tiles of a block's ring
+inline constexpr int kMaxSplits = 8;        // splits of a lone head's keys: the blocks of a portable cluster
+inline constexpr int kMaxShareSplits = 16;  // splits of a larger share's keys
 
 /// The query heads that read one kv head, by their number. Divisions by it are a product and a shift. With a division
 /// the compiler gives the float32 kernel 72 registers instead of 100 and keeps fewer loads in flight.
@@ -66,13 +67,10 @@ constexpr int prefill_smem_bytes(int padded_head_dim) {
   return kPrefillStages * tile_bytes(prefill_tile(padded_head_dim), padded_head_dim);
 }
 
-/// Whether a prefill kernel is faster than the decode kernel, which gives each query of a share blocks of its own. An
-/// operand of the tensor cores has kPrefillPaysRows rows. One query a head is left to the decode kernel, which splits
-/// its keys.
-inline constexpr int kPrefillPaysRows = 16;
-constexpr bool prefill_pays(std::int64_t q_len, std::int64_t group) {
-  return q_len > 1 && q_len * group >= kPrefillPaysRows;
-}
+/// Whether a prefill kernel is faster than the decode kernel, which gives each query of a share blocks of its own. The
+/// heads of a group do not count: for eight queries of four heads to 1,024 keys the decode kernel takes a fifth of the
+/// time on an H200.
+constexpr bool prefill_pays(std::int64_t q_len) { return q_len >= 16; }
 
 /// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueryRows rows to kWgmmaKeys keys at once.
 inline constexpr int kWgmmaQueryRows = 64, kWgmmaKeys = 64;
@@ -125,7 +123,7 @@ constexpr int part_floats(int head_dim) { return head_dim + 4; }
 /// How decode attention divides its work. The kernel computes the same with any plan, to rounding.
 struct AttentionPlan {
   int share_heads;  // query heads of a share, which attend together to keys that are loaded once; divides the group
-  int splits;       // of a share's keys: 1, 2, 4 or 8 blocks, which form one cluster
+  int splits;       // of a share's keys: 1, 2, 4, 8 or 16 blocks, which form one cluster
   int stages;       // tiles of keys and values of a block's ring
   int smem_bytes;   // of a block
 
@@ -135,16 +133,31 @@ struct AttentionPlan {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
-/// The fewest query heads of a group that share loads of keys and values in decode attention.
-inline constexpr int kLeastSharingGroup = 2;
-/// Whether they do. The float32 kernel has one head a block.
-constexpr bool shares_keys(const ops::Attention::Dims& d, DType activation) {
-  return activation != DType::f32 && d.heads / d.kv_heads >= kLeastSharingGroup;
+/// Elements of a kv head's keys in caches where each query head loads its keys by itself. In larger caches the heads of
+/// a share load them once. On an H200 shared loads are faster in the graph of Llama-3.1-8B from 512 entries on, and in
+/// that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In small caches
+/// lone heads are faster, as they have more blocks.
+inline constexpr std::int64_t kUnsharedElements = 65536;
+/// The heads of a share. The float32 kernel has one head a block.
+constexpr int share_heads_of(const ops::Attention::Dims& d, DType activation) {
+  const bool shares = activation != DType::f32 && d.max_kv_len * d.head_dim > kUnsharedElements;
+  return shares ? largest_share(int(d.heads / d.kv_heads)) : 1;
+}
+
+/// The largest cache, in entries, where a share has up to kMaxSplits splits.
+inline constexpr std::int64_t kFewSplitsEntries = 1024;
+/// The most splits of a share's keys. Clusters of more blocks than a portable one's need half of the SMs of one GPC,
+/// where an SM holds two blocks. With such clusters Llama-3.1-8B's attention to 32768 entries takes 48 us instead of 60
+/// on an H200.
+constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int share_heads) {
+  const bool many =
+      share_heads > 1 && d.max_kv_len > kFewSplitsEntries && decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
+  return many ? std::min(kMaxShareSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
 }
 
 /// Partial results that a block's inbox has room for. The block of split s merges the heads s, s + used, s + 2 * used
 /// and so on of a share, each of `used` partial results.
-constexpr int inbox_parts(int share_heads) { return share_heads + kMaxSplits - 1; }
+constexpr int inbox_parts(int share_heads) { return share_heads > 1 ? share_heads + kMaxShareSplits - 1 : kMaxSplits; }
 /// Partial results that a block has room for beside its ring. The warps' partial results of several heads lie in the
 /// ring, when no warp reads it any more. A lone head's have a place of their own, where no warp waits for the others.
 constexpr int parts_beside_ring(int share_heads) {
@@ -156,12 +169,10 @@ constexpr int parts_beside_ring(int share_heads) {
 /// second turn double the time. The ring is as long as shared memory allows, but no longer than a split.
 constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
   const int padded = padded_head_dim(d.head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
-  const int share_heads = shares_keys(d, activation) ? largest_share(int(d.heads / d.kv_heads)) : 1;
+  const int share_heads = share_heads_of(d, activation), most = most_splits(arch, d, share_heads);
   const std::int64_t shares = d.batch * d.q_len * (d.heads / share_heads);
   int splits = 1;
-  while (splits < std::min(kMaxSplits, arch.max_cluster_blocks) && d.max_kv_len > splits * keys &&
-         shares * splits * 2 <= arch.sm_count * 3 / 2)
-    splits *= 2;
+  while (splits < most && d.max_kv_len > splits * keys && shares * splits * 2 <= arch.sm_count * 3 / 2) splits *= 2;
 
   const int parts_bytes = parts_beside_ring(share_heads) * part_floats(padded) * 4;
   // The driver and the kernel's static variables take 2 KB of a block's shared memory.
