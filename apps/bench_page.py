@@ -238,6 +238,21 @@ def gptq_tried(figures):
     return [*table(["not in the graph", "all layers of", "over the graph"], rows), "", source]
 
 
+def shared_keys(figures):
+    """All layers in the graph where the heads of a group share loads of keys, over the time where each head loads."""
+    report = figures["shared-keys-graph"]
+    if not report:
+        return ["Not recorded."]
+    ratios = {}
+    for row in report["rows"]:
+        ratios.setdefault((row["model"], row["weights"]), {})[row["kv_len"]] = row["ratio"]
+    kv_lens = sorted({kv_len for of in ratios.values() for kv_len in of})
+    rows = [[f"{model}, {weights}", *(f"{of[k]:.2f}x" if k in of else "-" for k in kv_lens)]
+            for (model, weights), of in ratios.items()]  # fmt: skip
+    headers = ["shared loads over own, kv_len", *(f"{k:,}" for k in kv_lens)]
+    return [*table(headers, rows), "", figures.source("shared-keys-graph") + f", {report['gpu']}"]
+
+
 def first_tokens(figures):
     """How long the first tokens behind a prompt take, and those that follow."""
     report = figures["first-tokens"]
@@ -545,6 +560,13 @@ Pythia-2.8B, kv_len 128. All sequences share one pass over the weights.
 
 {batches}
 
+## Query heads that share keys
+
+In the graph the query heads of a kv head attend in one block in caches of more than 65,536 elements a kv head. In
+smaller ones each head has blocks of its own (`small`), which run at once. A step of all layers:
+
+{shared_keys}
+
 ## Quantised weights
 
 GPTQ of 4 bits, kv_len 128. The four products of a layer run in a graph of 32 layers, those side by side that do not
@@ -614,8 +636,8 @@ def wrapped(line):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, first_tokens, python, quality, batches, quantised, gptq_tried, ablation, waits,
-             timeline, growth, peers, cpu, cpu_model)  # fmt: skip
+    parts = (ways_to_step, gpu_model, first_tokens, python, quality, batches, shared_keys, quantised, gptq_tried,
+             ablation, waits, timeline, growth, peers, cpu, cpu_model)  # fmt: skip
     text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
     return "\n".join(map(wrapped, text.split("\n")))
 

@@ -708,6 +708,18 @@ class Tables(Files):
             "| counters: one | a, kv_len 128 | 1.02x |",
         ])  # fmt: skip
 
+    def test_shared_loads_of_keys_stand_over_own_loads_model_by_model(self):
+        def row(model, kv_len, ratio):
+            return {"model": model, "weights": "bfloat16", "kv_len": kv_len, "ratio": ratio}
+
+        report = {"rows": [row("a", 2048, 0.95), row("a", 640, 0.985), row("b", 2048, 1.004)]}
+        self.check_part(bench_page.shared_keys, "shared-keys-graph", report, [
+            "| shared loads over own, kv_len | 640 | 2,048 |",
+            "|---|---:|---:|",
+            "| a, bfloat16 | 0.98x | 0.95x |",
+            "| b, bfloat16 | - | 1.00x |",
+        ])  # fmt: skip
+
     def test_the_first_tokens_stand_beside_those_that_follow(self):
         def rows(*pairs):
             return [{"new_tokens": n, "behind_first_ms": ms} for n, ms in pairs]
