@@ -37,8 +37,8 @@ class Model final : public ModelRunner {
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots);
   /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.
   static ModelBytes bytes(const ModelSpec& model, const ModelWeights& weights, const Options& options);
-  /// Refuses more memory than is free on the current device (Code::out_of_memory). `name` is the model's in the message.
-  /// Of the weights it looks at formats, dtypes and shapes, as bytes() does.
+  /// Refuses more memory than is free on the current device (Code::out_of_memory). `name` is the model's in the
+  /// message. Of the weights it looks at formats, dtypes and shapes, as bytes() does.
   static Status check_memory(const std::string& name, const ModelSpec& model, const ModelWeights& weights,
                              const Options& options);
   /// Copies the weights to the device and packs what is quantised, or reads them in place as

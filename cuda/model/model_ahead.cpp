@@ -5,8 +5,8 @@
 namespace cf::cuda {
 namespace {
 
-/// Tokens of a launch, at most. Sequences end within it. Where a sequence is dropped or joined, the host asks the launch
-/// to end, and the tokens made meanwhile are lost.
+/// Tokens of a launch, at most. Sequences end within it. Where a sequence is dropped or joined, the host asks the
+/// launch to end, and the tokens made meanwhile are lost.
 constexpr std::int64_t kLaunchTokens = 32;
 
 /// Whether a draw takes the highest logit itself.

@@ -242,9 +242,9 @@ struct Model::State {
 
   // Of the persistent impl.
   std::optional<PersistentKernel> whole;
-  // The kernel numbers the tokens of its launches. `next_token` is the number of the step in `ahead`, and `end_token` is
-  // one past the last number that was launched. `last_token` is the number of the step that was asked for last, where a
-  // launch of many tokens has made it.
+  // The kernel numbers the tokens of its launches. `next_token` is the number of the step in `ahead`, and `end_token`
+  // is one past the last number that was launched. `last_token` is the number of the step that was asked for last,
+  // where a launch of many tokens has made it.
   unsigned next_token = 0, end_token = 0;
   std::optional<unsigned> last_token;
   // By slot: the number of the token that made the slot's last entry, where a launch of many tokens has made it. The

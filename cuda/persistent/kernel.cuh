@@ -52,11 +52,10 @@
 // head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
 //            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 4 h b               of a sequence: 16 b
 //
-// Every block then reads the best tokens of all blocks, and goes on with the best of these. A sequence ends behind a stop
-// id or at its limit (SequenceEnd), as every block sees for itself; the launch ends with its last sequence. The stream
-// warp has brought
-// the next token's first weights meanwhile: which token it is does not matter to them. Keys that a token has appended
-// are brought once the product warps have begun the next one.
+// Every block then reads the best tokens of all blocks, and goes on with the best of these. A sequence ends behind a
+// stop id or at its limit (SequenceEnd), as every block sees for itself; the launch ends with its last sequence. The
+// stream warp has brought the next token's first weights meanwhile: which token it is does not matter to them. Keys
+// that a token has appended are brought once the product warps have begun the next one.
 //
 // With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
 // one word a head or a block, and the copy engine brings the elements.

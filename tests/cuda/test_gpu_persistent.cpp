@@ -898,7 +898,8 @@ struct TokenLaunches {
   std::vector<std::int32_t> first_ids{}, first_lengths;
 };
 
-/// Whether sequence b of a cache has the entries of `after` from `first` on, `count` of them, and those of `before` else.
+/// Whether sequence b of a cache has the entries of `after` from `first` on, `count` of them, and those of `before`
+/// else.
 bool has_appended(const Tensor& cache, std::int64_t b, std::int64_t first, std::int64_t count, const Tensor& before,
                   const Tensor& after) {
   const Shape& shape = cache.shape();  // (batch, kv_heads, capacity, head_dim)

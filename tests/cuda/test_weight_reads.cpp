@@ -243,8 +243,8 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
                 CAPTURE(m.name, arch.compute_capability, to_string(dtype), format.bits, slots, graph, library);
                 const auto [least, most] = range_of(step, arch, graph, library);
                 CHECK(least == 1);  // the norms'
-                // Hopper's tensor cores and cuBLASLt take all slots: of dense weights of 16 bits from 9 on. Hopper's take
-                // all of quantised ones from 17 on.
+                // Hopper's tensor cores and cuBLASLt take all slots: of dense weights of 16 bits from 9 on. Hopper's
+                // take all of quantised ones from 17 on.
                 const bool takes_all = (library || on_hopper) && format.bits == 0 && dtype != DType::f32;
                 CHECK(most == (takes_all ? 1 : (slots + a_launch - 1) / a_launch));
               }

@@ -55,8 +55,8 @@ Status prepare_wgmma_prefill(const AttentionCall&, const WgmmaPlan&, DType activ
 /// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,
 /// because a weight of 0 times NaN would be NaN. Scores of keys beyond `keys` are never used. `full` completes after
 /// kTileArrivals arrivals and the copies' bytes.
-/// Run `apart` has a call of its own: with `only`, a call copies this run alone, and without it the others. Where `apart`
-/// is no run of the tile, a call without `only` copies the whole tile.
+/// Run `apart` has a call of its own: with `only`, a call copies this run alone, and without it the others. Where
+/// `apart` is no run of the tile, a call without `only` copies the whole tile.
 template <int TileKeys, class T>
 __device__ void copy_tile(T* tile, const T* k, const T* v, int keys, int head_dim, std::uint64_t* full, int apart = -1,
                           bool only = false) {
@@ -296,8 +296,8 @@ __device__ void for_each_vector(int heads, int vectors, F f) {
 }
 
 /// finish_attention() for the `heads` heads of a share. `parts` are `count` partial results of the first head, then
-/// those of the next. The sums of head h meet in the block of split h % used, which stores the head's y. `sent` has room
-/// for inbox_parts() partial results.
+/// those of the next. The sums of head h meet in the block of split h % used, which stores the head's y. `sent` has
+/// room for inbox_parts() partial results.
 template <class T>
 __device__ void finish_share(const float* parts, int count, int heads, float* sent, ClusterInbox& inbox, int split,
                              int used, int head_dim, T* y) {

@@ -135,8 +135,8 @@ constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim
 
 /// Elements of a kv head's keys in caches where each query head loads its keys by itself. In larger caches the heads of
 /// a share load them once. On an H200 shared loads are faster in the graph of Llama-3.1-8B from 512 entries on, and in
-/// that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In small caches
-/// lone heads are faster, as they have more blocks.
+/// that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In small
+/// caches lone heads are faster, as they have more blocks.
 inline constexpr std::int64_t kUnsharedElements = 65536;
 /// The heads of a share. The float32 kernel has one head a block.
 constexpr int share_heads_of(const ops::Attention::Dims& d, DType activation) {
