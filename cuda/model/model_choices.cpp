@@ -78,7 +78,7 @@ std::vector<Result<std::int32_t>> Model::choose(std::span<const Draw> draws) {
   };
   if (Status enqueued = enqueue(); !enqueued) return all(enqueued);
   for (Token& t : s.ahead) t.id = s.last_chosen[std::size_t(t.slot)];
-  if (s.next_token != s.end_token) {
+  if (s.next_token != s.end_token) {  // the launch has ended these sequences by itself
     for (const Draw& d : draws)
       if (s.has_stopped(d)) std::erase_if(s.ahead, [&](const ModelRunner::Token& t) { return t.slot == d.slot; });
     if (s.ahead.empty()) s.end_launch();
