@@ -66,22 +66,22 @@ Status Model::State::run_ahead(std::span<const Draw> draws) {
 
 Status Model::State::run_many_ahead(std::span<const Draw> draws) {
   ahead.clear();
-  // The other sequences end with the token that is being chosen.
+  // The sequences that go on behind the token that is being chosen.
   std::vector<Draw> running;
   std::copy_if(draws.begin(), draws.end(), std::back_inserter(running),
                [&](const Draw& d) { return end_of(d).position > d.position; });
   const auto in_flight = std::int64_t(end_token - next_token);
-  // What a launch was told holds to its end.
-  const bool was_told = !last_token || std::all_of(running.begin(), running.end(), [&](const Draw& d) {
+  // A launch keeps the ends that it was given when it was enqueued.
+  const bool ends_are_told = !last_token || std::all_of(running.begin(), running.end(), [&](const Draw& d) {
     return told_ends[std::size_t(d.slot)] == end_of(d);
   });
-  if (running.empty() || !knows_next(running) || !was_told || (in_flight == 0 && !can_follow)) {
+  if (running.empty() || !knows_next(running) || !ends_are_told || (in_flight == 0 && !can_follow)) {
     end_launch();
     return {};
   }
   std::vector<Token> next = tokens_after(running);
-  // The tokens of the next launch, until the last sequence reaches its end.
-  std::vector<End> ends;  // `sequence_ends` shows their stop ids
+  // The next launch has tokens until the last sequence reaches its end.
+  std::vector<End> ends;  // hold the stop ids that `sequence_ends` refers to
   std::vector<PersistentEnd> sequence_ends(std::size_t(options.slots), {.tokens = 0, .stop_ids = {}});
   std::int64_t most = 0;
   for (const Draw& d : running) {

@@ -257,7 +257,7 @@ struct Model::State {
     bool operator==(const End&) const = default;
   };
   End end_of(const Draw& draw) const;
-  std::vector<std::optional<End>> told_ends;  // by slot: what the launches were told
+  std::vector<std::optional<End>> told_ends;  // by slot: the end that the launches so far were given
   bool logits_asked = false;                  // since the last prompt: then launches have one token
 };
 

@@ -47,13 +47,13 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
   return std::uint64_t(serial) << 32 | std::uint32_t(id);
 }
 
-/// Stop ids of a sequence that a launch looks for, at most.
+/// The most stop ids of a sequence that a launch looks for.
 inline constexpr int kMaxStopIds = 8;
-/// What no choice is: the place of a stop id that a sequence does not have.
+/// An id that is never chosen. It fills the places of stop ids that a sequence does not have.
 inline constexpr std::int32_t kNoStopId = -2;
 /// Where a launch that chooses ends a sequence by itself.
 struct SequenceEnd {
-  int tokens = 0;  // of the launch: the sequence ends behind so many
+  int tokens = 0;  // the sequence ends behind so many tokens of the launch
   std::array<std::int32_t, kMaxStopIds> stop_ids{};
 
   CF_HD constexpr bool stops_at(std::int32_t id) const {

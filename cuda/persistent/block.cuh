@@ -79,8 +79,8 @@ struct Block {
     return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
-  /// A sequence that has ended is beyond the cache: nothing is appended for it, and it attends to no key. Its rows of
-  /// the batch are NaN from then on.
+  /// Ends sequence s. Its next token lies beyond the cache: nothing is appended for it, and it attends to no key. The
+  /// sequence's row of the batch is NaN from then on.
   __device__ void end_sequence(int s) const {
     at<int>(c.layout.positions)[s] = c.capacity;
     at<int>(c.layout.lengths)[s] = c.capacity + 1;

@@ -124,7 +124,7 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
     block.at<int>(c.layout.positions)[thread] = c.positions[thread];
     if (c.token.count > 0) block.at<int>(c.layout.ids)[thread] = min(max(c.token.ids[thread], 0), c.token.vocab - 1);
     if (c.token.chooses) {
-      // The choice that leads to the launch's first token may end the sequence.
+      // The launch's first token may be a stop id: it was chosen before the launch.
       const SequenceEnd& end = c.sequence_ends[thread];
       if (end.tokens < 1 || end.stops_at(c.token.ids[thread])) block.end_sequence(thread);
     }

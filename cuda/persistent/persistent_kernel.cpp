@@ -272,8 +272,9 @@ struct PersistentKernel::State {
                     const AnyView<2>& output) const;
   std::int64_t layers() const { return std::int64_t(pointers.size()) - (arguments.head_layer >= 0); }
   Status check_tokens(const AnyView<2>& logits) const;
-  /// `given`, one for each sequence, as the kernel has it; with none no sequence ends within `count` tokens.
   using SequenceEnds = decltype(PersistentArguments::sequence_ends);
+  /// The kernel's form of `given`, which has an end for each sequence, or is empty: then no sequence ends within
+  /// `count` tokens.
   Result<SequenceEnds> ends_for_tokens(std::int64_t count, std::span<const PersistentEnd> given) const;
   /// The arguments of a launch of layers [first, last).
   PersistentArguments arguments_for_tokens(std::int64_t count, const AnyView<2>& logits) const;

@@ -133,12 +133,12 @@ struct AttentionPlan {
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
-/// Elements of a kv head's keys in caches where each query head loads its keys by itself. In larger caches the heads of
-/// a share load them once. On an H200 shared loads are faster in the graph of Llama-3.1-8B from 512 entries on, and in
-/// that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In small
-/// caches lone heads are faster, as they have more blocks.
+/// Where a kv head's keys have at most so many elements, each query head loads them by itself. In larger caches the
+/// heads of a share load them once. On an H200 shared loads are faster in the graph of Llama-3.1-8B from 512 entries
+/// on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In
+/// small caches lone heads are faster, as they have more blocks.
 inline constexpr std::int64_t kUnsharedElements = 65536;
-/// The heads of a share. The float32 kernel has one head a block.
+/// The query heads of a share. The float32 kernel has one head a block.
 constexpr int share_heads_of(const ops::Attention::Dims& d, DType activation) {
   const bool shares = activation != DType::f32 && d.max_kv_len * d.head_dim > kUnsharedElements;
   return shares ? largest_share(int(d.heads / d.kv_heads)) : 1;
@@ -146,9 +146,8 @@ constexpr int share_heads_of(const ops::Attention::Dims& d, DType activation) {
 
 /// The largest cache, in entries, where a share has up to kMaxSplits splits.
 inline constexpr std::int64_t kFewSplitsEntries = 1024;
-/// The most splits of a share's keys. Clusters of more blocks than a portable one's need half of the SMs of one GPC,
-/// where an SM holds two blocks. With such clusters Llama-3.1-8B's attention to 32768 entries takes 48 us instead of 60
-/// on an H200.
+/// The most splits of a share's keys. Where an SM holds two blocks, a cluster of kMaxShareSplits blocks fits half of a
+/// GPC's SMs. With such clusters Llama-3.1-8B's attention to 32768 entries takes 48 us instead of 60 on an H200.
 constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int share_heads) {
   const bool many =
       share_heads > 1 && d.max_kv_len > kFewSplitsEntries && decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
