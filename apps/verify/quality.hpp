@@ -57,8 +57,8 @@ struct Quality {
   /// The same beside a reference. Where ours has ids, they are the reference's.
   void add(const LogitsRow& ours, std::int32_t next, const LogitsRow& reference);
 
-  /// Whether the logits of every position have the id that came next. A perplexity of some positions alone would be that
-  /// of likely ids.
+  /// Whether the logits of every position have the id that came next. A perplexity of some positions alone would be
+  /// that of likely ids.
   bool knows_all() const { return positions > 0 && std::int64_t(nll.size()) == positions; }
   /// exp of the mean nll; to first order its error is the mean's times itself.
   Mean perplexity() const;

@@ -63,8 +63,8 @@ class ModelRunner {
   /// Gives a slot the entries of `ids` at the positions from `first` on, which is at most the number of the slot's
   /// entries, and makes the logits of the last one.
   virtual Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) = 0;
-  /// The same with the logits of the last `rows` tokens, which it writes to `logits`, (rows, vocab) of the host's memory
-  /// and of the activations' dtype. The slot's own logits stay as they are.
+  /// The same with the logits of the last `rows` tokens, which it writes to `logits`, (rows, vocab) of the host's
+  /// memory and of the activations' dtype. The slot's own logits stay as they are.
   virtual Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                          AnyView<2> logits) = 0;
   /// One step of all slots: those of `tokens` get a new entry and logits, the others keep what they have. Slots share

@@ -130,8 +130,8 @@ class GptqBlocks {
   static std::int64_t whole(std::int64_t columns) {
     return divide_up(columns, GptqColumns::kMultiple) * GptqColumns::kMultiple;
   }
-  /// Copies the first n columns of each row to `to`, whose rows have `columns`. `stride` is the distance of rows, before
-  /// and after.
+  /// Copies the first n columns of each row to `to`, whose rows have `columns`. `stride` is the distance of rows,
+  /// before and after.
   template <class T>
   static const T* padded(const T* from, std::int64_t rows, std::int64_t n, std::int64_t columns, std::int64_t& stride,
                          std::vector<T>& to) {

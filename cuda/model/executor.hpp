@@ -18,8 +18,8 @@ namespace cf::cuda {
 ///   graph       a CUDA graph in which an op waits for those alone whose data it needs: with a parallel residual the
 ///               attention and the MLP's first product run side by side. For few tokens ln_qkv makes q, k and v, and
 ///               attn_in and qkv are not written; for more, rope_append makes q, and k and v are not written. For
-///               one token of a model with RMSNorm and quantised weights, the products' kernels normalise the token, and
-///               attn_in, qkv, k, v and mlp_in are not written
+///               one token of a model with RMSNorm and quantised weights, the products' kernels normalise the token,
+///               and attn_in, qkv, k, v and mlp_in are not written
 ///   split       the persistent kernel in two launches a layer, neither of them cooperative. With a parallel residual
 ///               the first makes what needs the layer's input alone, the second the rest; with a sequential residual
 ///               the first is the attention, the second the MLP

@@ -208,8 +208,8 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
   }());
 }
 
-/// Packs what is quantised for a model on a GPU, into memory that `allocate` gives, a function of a number of bytes that
-/// makes a tensor. From then on the weights are kept by that memory and by `owner`.
+/// Packs what is quantised for a model on a GPU, into memory that `allocate` gives, a function of a number of bytes
+/// that makes a tensor. From then on the weights are kept by that memory and by `owner`.
 void pack_weights(Weights& w, int device, std::uintptr_t stream, const nb::callable& allocate, nb::object owner) {
   if (w.place != Place::device) refuse("weights: expected them on a device, got others");
   nb::list kept;

@@ -13,7 +13,8 @@
 
 namespace cf::python {
 
-/// A model on a GPU that several runners share. Each runner leases slots of its own. One thread at a time uses the model.
+/// A model on a GPU that several runners share. Each runner leases slots of its own. One thread at a time uses the
+/// model.
 class SharedModel {
  public:
   /// `weights` keeps the memory of weights that the model reads in place.

@@ -24,8 +24,8 @@ inline std::array<cuda::Context, 2> contexts(cudaStream_t stream = nullptr) {
   return all;
 }
 
-/// Runs a problem of this setup on the device and compares the outputs with the oracle's. Returns whether the device has
-/// a kernel for it; where there is none, the refusal must give a reason. `change` may take optional tensors away.
+/// Runs a problem of this setup on the device and compares the outputs with the oracle's. Returns whether the device
+/// has a kernel for it; where there is none, the refusal must give a reason. `change` may take optional tensors away.
 template <class Op>
 bool check_on_device(
     const Setup& s, Problem<Op>& untouched, cuda::Scratch scratch = {},

@@ -17,8 +17,8 @@ inline std::vector<std::int32_t> lengths(const Workload& w, std::int32_t kv_len)
   return n;
 }
 
-/// Runs the first layer of `on` and calls f(name, error, budget) for each tap and both caches. The error is the distance
-/// from the double oracle of `expected`, whose sizes are those of `on`.
+/// Runs the first layer of `on` and calls f(name, error, budget) for each tap and both caches. The error is the
+/// distance from the double oracle of `expected`, whose sizes are those of `on`.
 template <class F>
 void compare_taps(cuda::PersistentKernel& kernel, const cuda::Context& c, DeviceLayers& on, const HostLayers& expected,
                   int kv_len, F&& f) {

@@ -116,8 +116,8 @@ std::vector<std::byte> row_bytes(Problem<ops::Linear>& p, std::int64_t row) {
   return {data, data + bytes};
 }
 
-/// Makes p's residual what rounding leaves of the product, with the other sign. So y is u times the product: whatever is
-/// rounded to 16 bits before the residual is added, or a weight that is, shows as an error as large as y.
+/// Makes p's residual what rounding leaves of the product, with the other sign. So y is u times the product: whatever
+/// is rounded to 16 bits before the residual is added, or a weight that is, shows as an error as large as y.
 void cancel_product(Problem<ops::Linear>& p, Problem<ops::Linear>& product) {
   Problem<ops::Linear> oracle(product, DType::f64);
   REQUIRE(block(p, "x").memory == block(product, "x").memory);

@@ -53,8 +53,8 @@ __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a 
 /// largest |x|, less than the rounding of that element to a 16-bit dtype. A product has eight columns, a pair for each
 /// group of weights of the slice: one column has the low digits of the group's activations, the other one the high
 /// digits, and both have zeros for the other groups' chunks. So a group's sums are multiplied by its scale once, after
-/// the last chunk. The eight columns serve four groups. A slice's fifth group is one chunk: it takes the first pair, once
-/// the sums of the first four groups have been multiplied by their scales. Lanes 4n to 4n + 3 hold column n.
+/// the last chunk. The eight columns serve four groups. A slice's fifth group is one chunk: it takes the first pair,
+/// once the sums of the first four groups have been multiplied by their scales. Lanes 4n to 4n + 3 hold column n.
 ///
 /// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 /// digits take 0.25.
@@ -207,8 +207,8 @@ class GptqOneTokenX {
   std::uint32_t chunks_;  // bit c says that chunk c is of a group of the lane's column
 };
 
-/// Two to eight tokens in registers. A product has eight columns, each of which takes one token. Lanes 4n to 4n + 3 hold
-/// the activations of column n, two vectors of each chunk. The sums of columns without a token are never read.
+/// Two to eight tokens in registers. A product has eight columns, each of which takes one token. Lanes 4n to 4n + 3
+/// hold the activations of column n, two vectors of each chunk. The sums of columns without a token are never read.
 template <class T, GptqConfig C>
 class GptqRegisterX {
  public:

@@ -72,7 +72,8 @@ struct LinearEpilogue : LinearInput<T> {
 };
 
 /// Finishes two or four rows of a token at once, with gates one or two elements of y. It takes calls for which
-/// gptq_is_plain() holds, and has less code than the epilogue of one row: a kernel runs for a few thousand cycles alone.
+/// gptq_is_plain() holds, and has less code than the epilogue of one row: a kernel runs for a few thousand cycles
+/// alone.
 template <class T, int Rows, bool Gated>
 requires(Rows > 1) struct LinearEpilogue<T, Rows, Gated> : LinearInput<T> {
   struct Element {

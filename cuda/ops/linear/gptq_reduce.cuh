@@ -46,9 +46,9 @@ class GptqPartial {
 
 /// The elements that a block finishes, each of C.rows rows of one token. A cluster's sums are in the order tile, token,
 /// row. The cluster's first block finishes all of them or, where they are many, each block its share: count_ elements,
-/// the first of which begins at sum first_own_. An Epilogue is that of gptq_block(). An epilogue with apart() belongs to
-/// two products: the cluster's first block has the sums of one, the other blocks those of the other, and the first block
-/// finishes all elements.
+/// the first of which begins at sum first_own_. An Epilogue is that of gptq_block(). An epilogue with apart() belongs
+/// to two products: the cluster's first block has the sums of one, the other blocks those of the other, and the first
+/// block finishes all elements.
 template <class T, GptqConfig C, class Epilogue>
 class GptqElements {
  public:

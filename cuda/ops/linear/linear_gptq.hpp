@@ -63,8 +63,8 @@ constexpr int gptq_split(int chunks, int most_chunks) {
   while (chunks > split * kGptqParts * most_chunks) split *= 2;
   return split;
 }
-/// The most chunks that a part may have: kGptqOneTokenChunks for long parts, kGptqMaxChunks for short ones. A cluster of
-/// long parts has fewer blocks, and fewer sums are scaled and added up. Parts stay short
+/// The most chunks that a part may have: kGptqOneTokenChunks for long parts, kGptqMaxChunks for short ones. A cluster
+/// of long parts has fewer blocks, and fewer sums are scaled and added up. Parts stay short
 /// - where a group is one chunk: a long part would touch more groups than there are product columns for;
 /// - where short parts already give every tile a cluster of its own, all resident at once;
 /// - on an RTX 5090, whose blocks have no room for long parts beside ln_qkv's tokens.

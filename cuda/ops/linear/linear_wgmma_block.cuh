@@ -38,8 +38,8 @@ struct Steps {
   }
 };
 
-/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, filled) copies a lane's part of the
-/// step's weights. The ring's first weights need no predecessor and come before all x.
+/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, filled) copies a lane's part of
+/// the step's weights. The ring's first weights need no predecessor and come before all x.
 template <class Ring, class CopyWeight>
 __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
   const int lane = threadIdx.x % 32;
@@ -67,9 +67,9 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
   }
 }
 
-/// The sums of the rows that a block finishes, in the place of its ring: a part (Tokens, 16 rows) for each warp that has
-/// such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has no
-/// loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
+/// The sums of the rows that a block finishes, in the place of its ring: a part (Tokens, 16 rows) for each warp that
+/// has such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has
+/// no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
 template <int Tokens>
 struct Parts {
   // Eight tokens' sums of eight rows, as wgmma() leaves them in a warp, lie in 32 banks.

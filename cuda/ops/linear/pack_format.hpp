@@ -1,6 +1,6 @@
 #pragma once
-// The layout of a packed GPTQ matrix, as kernels read it. Kernels include this file and not pack.hpp, whose headers take
-// nvcc seconds to read.
+// The layout of a packed GPTQ matrix, as kernels read it. Kernels include this file and not pack.hpp, whose headers
+// take nvcc seconds to read.
 #include <cstdint>
 
 namespace cf::cuda {
@@ -46,7 +46,8 @@ struct RopePairs {
 //           a pair lie 16 bits apart, as a pair of 16-bit numbers does, and one mask makes a pair.
 //   scales  (row_tiles, groups, 16)  Word (i, group, r) is of row 16i + r / 2 + 8 (r % 2): the float16 scale in its low
 //           half, the zero as a float16 in its high half.
-//   order   (64 * chunks)  The input of each column, or -1. Matrices of 4-bit codes whose column k is input k have none.
+//   order   (64 * chunks)  The input of each column, or -1. Matrices of 4-bit codes whose column k is input k have
+//           none.
 //   places  (inputs)  The column of each input. With 8 bits it is the column of the input's high code. Matrices whose
 //           inputs come in order have none, with 8 bits either.
 //   Rows that the matrix does not have are zero.

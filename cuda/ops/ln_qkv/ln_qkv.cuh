@@ -138,9 +138,9 @@ struct LnQkvCall {
   int q_len;
 };
 
-// The kernels let their successor start once they have waited, as LaunchMode::after_waiting says, so that attention finds
-// the older keys. They take any Op<T, Warps> that is a NormalisedTokens<T, Warps> and says what becomes of the product's
-// elements:
+// The kernels let their successor start once they have waited, as LaunchMode::after_waiting says, so that attention
+// finds the older keys. They take any Op<T, Warps> that is a NormalisedTokens<T, Warps> and says what becomes of the
+// product's elements:
 //   Call                          its LnQkvCall
 //   rows(), row(r)                how many rows the weight has, and which of them is row r of the tiles
 //   normalise()                   that of NormalisedTokens, with what the elements need of each token
