@@ -26,7 +26,7 @@ Impl fastest_impl(const Arch& arch, const ModelSpec& model, DType dtype, bool is
   //   Pythia-2.8B                         0.92   0.51
   //   Pythia-2.8B, four slots             1.93   0.74
   //   Pythia-6.9B                         1.40   1.02
-  //   Llama-3.1-8B, kv_len 512            1.77   1.24
+  //   Llama-3.1-8B, kv_len 512            1.77   1.25
   //
   // A bound says that the persistent kernel is the faster one for up to `most_slots` slots of a model whose hidden_size
   // is at least `least_hidden`.
