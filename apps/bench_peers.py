@@ -696,14 +696,13 @@ class ModelBench(Bench):
         loads = [model_peers.Load(1, prompt_len, new_tokens) for prompt_len in args.prompt_len]
         vocab_size = model_config.PRESETS[preset].vocab_size
         console.progress(f"agreement: hf_generate, {preset}")
+        hf = None
         try:
             with time_limit(self.seconds()):
                 hf = model_peers.procedural_model(preset)
                 theirs = [model_peers.timed("hf_generate", hf, load, captured, 1, 0)[1] for load in loads]
         except Exception as error:  # the times are measured all the same
             theirs = one_line(error)
-        hf = None
-        self.free()
         prompts = ";".join(",".join(map(str, load.prompts(vocab_size)[0])) for load in loads)
         model = [*program_model(preset), "--weights-seed", str(model_peers.WEIGHTS_SEED)]
         generate = ["--prompt-ids", prompts, "--max-new-tokens", str(new_tokens), "--slots", "1", "--stop", "none"]
@@ -717,11 +716,13 @@ class ModelBench(Bench):
                 report = run_program(command, self.seconds())
                 ours = [sequence["ids"] for sequence in report["sequences"]]
                 for load, mine, ids in zip(loads, ours, theirs, strict=True):
-                    same = {"impl": report["impl"]} | model_peers.agreement(mine, ids)
-                    self.agreements[preset, impl, load.prompt_len] = found | same
+                    same = model_peers.margin(hf, load.prompts(vocab_size)[0], mine, ids)
+                    self.agreements[preset, impl, load.prompt_len] = found | {"impl": report["impl"]} | same
             except Exception as error:
                 for load in loads:
                     self.agreements[preset, impl, load.prompt_len] = found | {"error": one_line(error)}
+        hf = None
+        self.free()
         console.progress("")
 
     def run_programs(self, preset):
@@ -745,6 +746,7 @@ class ModelBench(Bench):
 
     def run_peers(self, preset):
         args, hf, reference = self.args, None, {}
+        vocab_size = model_config.PRESETS[preset].vocab_size
         for peer, load in itertools.product([p for p in model_peers.PEERS if p in args.peers], self.loads()):
 
             def measured():
@@ -754,8 +756,8 @@ class ModelBench(Bench):
                 if peer == "hf_generate":
                     reference[load] = ids
                 elif load in reference:
-                    found = {"preset": preset, "weights": "random", "with": "hf_generate"}
-                    row["agreement"] = found | model_peers.agreement(ids, reference[load])
+                    same = model_peers.margin(hf, load.prompts(vocab_size)[0], ids, reference[load])
+                    row["agreement"] = {"preset": preset, "weights": "random", "with": "hf_generate"} | same
                 return row
 
             shape = (preset, *(getattr(load, size) for size in self.SIZES))

@@ -340,8 +340,9 @@ class PythonBench(bench_peers.ModelBench):
                     cf_hf.restore(model)
                 if report.share < 1:
                     raise RuntimeError(f"calls ran on Hugging Face's path: {report.hugging_face}")
-                same = {"preset": preset, "weights": "random", "with": THEIRS} | model_peers.agreement(ids, reference)
-                return row | {"agreement": same}
+                prompt = load.prompts(model_config.PYTHIA_PRESETS[preset].vocab_size)[0]
+                same = model_peers.margin(model, prompt, ids, reference)
+                return row | {"agreement": {"preset": preset, "weights": "random", "with": THEIRS} | same}
 
             shape = (preset, *(getattr(load, size) for size in self.SIZES))
             self.measure("model", shape, THEIRS, theirs)

@@ -107,6 +107,27 @@ def agreement(ids, reference):
     }
 
 
+def margin(hf, prompt, ids, reference):
+    """The agreement of greedy ids with those of a model's generate(). Where they part, also how far float64 puts the two
+    ids apart there, `margin`: the reference's logit less the other's; and `own_error`: how far the model's own logits are
+    from float64's at most. What the memory has no room for is left out."""
+    found = agreement(ids, reference)
+    if (first := found["first_divergence"]) is None:
+        return found
+    import torch
+
+    try:
+        wide = hf_model.random_causal(model_of(hf), "float64", hf_model.attention_implementations()[-1], hf.device)
+        wide.load_state_dict(hf.state_dict())
+        tokens = torch.tensor([[*prompt, *reference[:first]]], device=hf.device)
+        with torch.no_grad():
+            own, exact = (m(tokens, use_cache=False).logits[0, -1].double() for m in (hf, hf_model.widen_norms(wide)))
+    except torch.OutOfMemoryError:
+        return found
+    theirs, ours = exact[[reference[first], ids[first]]].tolist()
+    return found | {"margin": theirs - ours, "own_error": (own - exact).abs().max().item()}
+
+
 def with_ratios(rows):
     """The rows, each peer's with its times over those of our fastest on the same work."""
     ours = {}
@@ -133,6 +154,8 @@ def agreement_text(row):
     text = f"{found['equal']} of {found['of']}"
     if found["first_divergence"] is not None:
         text += f", first other {found['first_divergence']}"
+        if "margin" in found:
+            text += f": float64 has {found['margin']:.2g} between them, 16 bits an error of {found['own_error']:.2g}"
     return text + (f" ({found['preset']})" if found["preset"] != row["preset"] else "")
 
 

@@ -274,6 +274,30 @@ class Models(Files):
         with self.assertRaisesRegex(RuntimeError, "expected 4 ids, got 3"):
             model_peers.agreement([1, 2, 3], [1, 2, 3, 3])
 
+    @unittest.skipUnless(HAS_TORCH, "needs torch and transformers")
+    def test_ids_that_part_have_float64_s_margin_between_them(self):
+        import torch
+
+        prompt = [3, 1, 4, 1, 5]
+        for name, model in self.small_models().items():
+            weights = {key: procedural.weight("float16", shape, 0, key)
+                       for key, shape in model_config.model_shapes(model).items()}  # fmt: skip
+            own, wide = (hf_model.build_causal(model, weights, "float16", dtype, "sdpa", "cpu")
+                         for dtype in ("float16", "float64"))  # fmt: skip
+            hf_model.widen_norms(wide)
+            made, _ = hf_model.generate(own, prompt, 4)
+            theirs = made.tolist()[len(prompt) :]
+            same = model_peers.margin(own, prompt, theirs, theirs)
+            self.assertEqual(same, model_peers.agreement(theirs, theirs))
+            ours = [*theirs[:2], (theirs[2] + 1) % model.vocab_size, theirs[3]]
+            found = model_peers.margin(own, prompt, ours, theirs)
+            self.assertEqual((found["equal"], found["first_divergence"]), (3, 2), name)
+            with torch.no_grad():
+                of_own, exact = (m(torch.tensor([prompt + theirs[:2]])).logits[0, -1].double() for m in (own, wide))
+            self.assertAlmostEqual(found["margin"], (exact[theirs[2]] - exact[ours[2]]).item(), 12)
+            self.assertAlmostEqual(found["own_error"], (of_own - exact).abs().max().item(), 12)
+            self.assertGreater(found["margin"] + 2 * found["own_error"], 0, "no 16 bits would have chosen the other id")
+
     def test_a_peer_s_row_has_its_times_over_our_fastest(self):
         rows = model_peers.with_ratios(MODEL_ROWS)
         self.assertEqual(rows[:2] + rows[3:], MODEL_ROWS[:2] + MODEL_ROWS[3:])
@@ -289,6 +313,9 @@ class Models(Files):
             "| pythia-2.8b | torch_graph | 1 | 16 | 3 | 4.00 | 2.00x | 6.00 | 2.00x | 187.5 | 1 of 3, first other 1 |",
             "| pythia-2.8b | hf_generate | 1 | 128 | 3 | E: no |  |  |  |  |  |",
         ])  # fmt: skip
+        apart = model_row("speed_up", 8.0, agreement=OTHER | {"margin": -0.00123, "own_error": 0.0456})
+        self.assertEqual(model_peers.agreement_text(apart), "1 of 3, first other 1: float64 has -0.0012 between them, "
+                                                            "16 bits an error of 0.046")  # fmt: skip
 
     def test_ours_and_peers_and_their_ids_are_rows_of_one_file(self):
         path = os.path.join(self.directory, "r.json")
@@ -301,7 +328,8 @@ class Models(Files):
             return model_peers.figures([[4.0] * load.new_tokens] * runs, load), ids
 
         models = {"random_model": lambda preset: preset, "procedural_model": lambda preset: preset}
-        with mock.patch.multiple(model_peers, timed=timed, **models):
+        apart = lambda hf, prompt, *ids: model_peers.agreement(*ids) | {"margin": len(prompt), "own_error": hf}
+        with mock.patch.multiple(model_peers, timed=timed, margin=apart, **models):
             bench.run("pythia-14m")
         with open(path, encoding="utf-8") as file:
             rows = json.load(file)["results"]["model"]
@@ -310,6 +338,7 @@ class Models(Files):
         self.assertEqual([r.get("agreement", {}).get("equal") for r in ours], [3, 3, None, None])
         self.assertEqual(ours[0]["agreement"]["first_divergence"], 2)
         self.assertEqual(ours[0]["agreement"]["impl"], "graph")
+        self.assertEqual([ours[i]["agreement"]["margin"] for i in (0, 1)], [3, 5])
         refused = [row for row in rows if row["system"] == "cf-model other"]
         self.assertEqual([row["slots"] for row in refused], [1, 2])
         self.assertEqual(refused[0]["error"], "RuntimeError: exit code 1: cf-model: no such impl")
@@ -320,6 +349,7 @@ class Models(Files):
         self.assertEqual((compiled["system"], compiled["slots"], compiled["prompt_len"]), ("hf_static_compile", 2, 5))
         self.assertEqual((compiled["ours"], compiled["ttft_ratio"]), ("cf-model graph", 2.0))
         self.assertEqual((compiled["agreement"]["equal"], compiled["agreement"]["preset"]), (3, "pythia-14m"))
+        self.assertEqual((compiled["agreement"]["margin"], compiled["agreement"]["own_error"]), (5, "pythia-14m"))
 
     def test_ids_that_cannot_be_compared_say_why_and_times_are_there(self):
         def no_model(preset):
