@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made, and
-the table of headline figures between its two marks in README, and where PYTHON_README is named the package's between
-the same marks there:
+"""Writes the page of recorded figures, DIR/README.md, from the JSON files in DIR that scripts/bench_gpu has made; in
+README the result in words and the headline's table, each between its two marks; and where PYTHON_README is named the
+package's headline between the same marks there:
   bench_page.py data/bench README.md python/README.md
-Every table names the command and the commit of its figures. Needs numpy, and no GPU.
+Every table names its files, with the commit of their figures. The commands stand at the page's end. Needs numpy, and no
+GPU.
 """
 
 import json
 import os
+import re
+import shlex
 import sys
 import textwrap
 
@@ -22,22 +25,28 @@ console.require_numpy(NAME)
 import bench_peers
 import bench_python
 import golden_file
+import model_peers
 import plot_bench
 from console import Refusal
 
-BEGIN, END = "<!-- headline: written by apps/bench_page.py -->", "<!-- headline ends -->"
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
-# In the headline, and with peers.
 LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b")
 OTHER_FAMILIES = (*LLAMAS, "llama-2.8b-shape", "llama-3.1-8b-gptq")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
+# The headline's peers, by their names in records.
+PEERS = {"torch_graph": "torch in CUDA graphs", "hf_static_compile": "torch.compile", "hf_generate": "`generate()`"}
+# What stands in the command of a trial's record for a value of each row.
+OF_EACH_ROW = r"\b(MODEL|DTYPE|KV|P|BATCH)\b"
 
 
 class Figures:
     """The recorded files of a directory, by name without .json; None for one that is not there."""
 
     def __init__(self, directory):
-        self.directory = directory
+        self.directory, self.named = directory, []
+        names = sorted(name.removesuffix(".json") for name in os.listdir(directory) if name.endswith(".json"))
+        gpus = [gpu for name in names if (gpu := self[name].get("gpu"))]
+        self.gpu = max(dict.fromkeys(gpus), key=gpus.count) if gpus else "GPU"
 
     def __getitem__(self, name):
         path = os.path.join(self.directory, name + ".json")
@@ -53,22 +62,28 @@ class Figures:
                 found[key] = step["median_us"] * 1e-3, step["percent_of_read"]
         return found
 
-    def token(self, name, prompt_len):
-        """(time_ms, percent of the read) of a whole token of one sequence behind a prompt, by cf-model bench."""
-        report = self[name]
-        rows = [r for r in report["results"] if (r["prompt_len"], r["slots"]) == (prompt_len, 1)] if report else []
-        return (rows[0]["tpot_ms"], rows[0]["decode_percent_of_read"]) if rows else None
-
     def source(self, name):
-        """The line that says where a file's figures come from."""
+        """What says where a file's figures come from. The page's commands have the file then, too."""
+        if name not in self.named:
+            self.named.append(name)
         report = self[name]
-        return f"[`{name}.json`]({name}.json), commit {report['commit']}: `{report['command']}`"
+        gpu = report.get("gpu", self.gpu)
+        return f"[`{name}.json`]({name}.json), commit {report['commit']}" + f", {gpu}" * (gpu != self.gpu)
+
+    def sources(self, names):
+        """The line that names the files of a table."""
+        return "; ".join(map(self.source, dict.fromkeys(names))) + "."
 
 
 def table(headers, rows):
     """A Markdown table whose columns but the first are numbers."""
     lines = ["| " + " | ".join(headers) + " |", "|---|" + "---:|" * (len(headers) - 1)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def unbroken(lines):
+    """Lines of tables, in which no cell breaks between a number and its unit or its share."""
+    return [re.sub(r"(?<=[\dx%]) (?=\(|%|ms\b|us\b)", "\u00a0", line) if line[:1] == "|" else line for line in lines]
 
 
 def share(figure):
@@ -79,78 +94,68 @@ def factor(slower, faster):
     return f"{slower[0] / faster[0]:.2f}x" if slower and faster else "-"
 
 
-def peer_factor(figures, model, system, batch, kv_len):
-    """A peer's time over our fastest, both of one run."""
-    report = figures[model]
-    for r in report["ratios"]["stack"] if report else ():
-        if (r["peer"], r["batch"], r["kv_len"]) == (system, batch, kv_len):
-            return f"{r['ratio']:.2f}x"
-    return "-"
+def shown(figures):
+    """[(model, GPU, {system: row})] of the records with a whole token beside its peers, each of one run: those on the
+    GPU of most first."""
+    found = []
+    for kind in ("", "-h100"):
+        for model in (*MODELS, *LLAMAS):
+            report = figures[f"model-peers-{model}{kind}"]
+            if report and (rows := model_peers.shown_token(report)):
+                found.append((model, report["gpu"], rows))
+    return found
 
 
-def other_gpu(figures, name, model):
-    """The GPU of a file, in brackets, where that of the model's stack is another one."""
-    report, stack = figures[name], figures[f"stack-{model}"]
-    return f" ({report.get('gpu')})" if report and stack and report.get("gpu") != stack.get("gpu") else ""
-
-
-def token_factor(figures, model, system, prompt_len):
-    """A peer's time for a whole token of one sequence behind a prompt over our fastest, both of one run."""
-    name = f"model-peers-{model}"
-    for r in figures[name]["results"]["model"] if figures[name] else ():
-        if (r["system"], r["slots"], r["prompt_len"]) == (system, 1, prompt_len) and "tpot_ratio" in r:
-            return f"{r['tpot_ratio']:.2f}x" + other_gpu(figures, name, model)
-    return "-"
-
-
-def token_share(figures, model, prompt_len):
-    """The time of a whole token of one sequence behind a prompt, and its share of the memory's speed."""
-    name = f"model-{model}"
-    figure = figures.token(name, prompt_len)
-    return share(figure) + (other_gpu(figures, name, model) if figure else "")
+def result(figures):
+    """The first of these results in words."""
+    token = next((token for token in shown(figures) if token[0] == "pythia-2.8b"), None)
+    if not token:
+        return ["Not recorded yet: `scripts/bench_gpu --only peers data/bench` does it."]
+    model, gpu, rows = token
+    ours = rows["ours"]
+    text = f"{model.title()}: {ours['tpot_ms']:.2f} ms a token on an {gpu}, {ours['decode_percent_of_read']:.0f} % of "
+    text += "the memory's speed"
+    for peer, name in PEERS.items():
+        if peer in rows:
+            text += f", {rows[peer]['tpot_ms'] / ours['tpot_ms']:.1f}x {name}"
+    return textwrap.wrap(f"**{text}.**", 120)
 
 
 def headline(figures):
-    rows = []
-    for model in (*MODELS, *LLAMAS):
-        steps, gptq = figures.steps(f"stack-{model}"), figures.steps(f"stack-{model}-gptq")
-        graph, persistent = steps.get(("graph", 1, 128)), steps.get(("persistent", 1, 128))
-        if model in LLAMAS:
-            factors = [token_factor(figures, model, peer, 512) for peer in ("torch_graph", "hf_static_compile")]
-        else:
-            factors = [peer_factor(figures, model, peer, 1, 128) for peer in ("torch_graph", "hf_compile")]
-        rows.append([
-            model,
-            share(graph),
-            share(persistent),
-            share(gptq.get(("graph", 1, 128))),
-            token_share(figures, model, 512),
-            *factors,
-        ])  # fmt: skip
-    peers = "torch in a graph", "HF, compiled"
-    headers = ["ms a token", "`graph`", "`persistent`", "int4 `graph`", "whole token", *peers]
-    return table(headers, rows) + whole_token(figures)
+    found = shown(figures)
+    peers = {peer: name for peer, name in PEERS.items() if any(peer in rows for _, _, rows in found)}
+    lines = []
+    if found:
+        body = []
+        for model, gpu, rows in found:
+            ours = rows["ours"]
+            factors = (f"{rows[p]['tpot_ms'] / ours['tpot_ms']:.1f}x" if p in rows else "-" for p in peers)
+            about = f"{ours['tpot_ms']:.2f}", f"{ours['decode_percent_of_read']:.0f} %"
+            body.append([f"{model.title()}, {gpu.split()[1]}", *about, *factors])
+        lines = unbroken(table(["model, GPU", "ms a token", "of the memory's speed", *peers.values()], body))
+    more = [*four_bits(figures), *many_prompts(figures)]
+    return lines + [""] * bool(lines and more) + textwrap.wrap(" ".join(more), 120)
 
 
-def whole_token(figures, model="pythia-2.8b", prompt_len=128):
-    """What a token takes from the embedding to the choice, beside the peers of the same run; nothing where no run is
-    recorded."""
-    report = figures[f"model-peers-{model}"]
-    rows = [r for r in report["results"]["model"] if r["prompt_len"] == prompt_len] if report else []
-    ours = [r for r in rows if r["system"].startswith("cf-model") and "tpot_ms" in r]
-    peers = {r["system"]: r for r in rows if r["slots"] == 1 and "tpot_ratio" in r and "ttft_ratio" in r}
-    if not ours or not {"hf_generate", "torch_graph"} <= peers.keys():
+def one_token(report):
+    """The first row of a program's report of one sequence behind the prompt that the headline shows."""
+    sizes = 1, model_peers.SHOWN_PROMPT_LEN
+    return next((r for r in report["results"] if (r["slots"], r["prompt_len"]) == sizes), None) if report else None
+
+
+def four_bits(figures):
+    found = [(m, row) for m in (*MODELS, *LLAMAS) if (row := one_token(figures[f"model-{m}-gptq"]))]
+    takes = (f"{model.title()} {row['tpot_ms']:.2f} ms" for model, row in found)
+    return [f"With weights of 4 bits (GPTQ) a token takes {' and '.join(takes)}."] if found else []
+
+
+def many_prompts(figures, model="pythia-2.8b"):
+    report = figures[f"model-{model}-slots"]
+    if not report:
         return []
-    best = min(ours, key=lambda r: r["tpot_ms"])
-    factors = [
-        f"{peers[name][key]:.1f}" for name in ("hf_generate", "torch_graph") for key in ("tpot_ratio", "ttft_ratio")
-    ]
-    text = (
-        f"In the run with these peers a whole token of {model}, embedding and head with it, takes {best['tpot_ms']:.2f} ms behind {prompt_len} ids, "
-        f"and the first one {best['ttft_ms']:.1f} ms. Hugging Face's `generate()` takes {factors[0]} and {factors[1]} "
-        f"times as long, torch in CUDA graphs {factors[2]} and {factors[3]} times."
-    )
-    return ["", *textwrap.wrap(text, 120)]
+    most = max(report["results"], key=lambda r: (r["slots"], r["new_tokens"]))
+    return [f"{most['slots']} prompts of {most['prompt_len']} ids at once: {most['tokens_per_s']:,.0f} tokens a second of "
+            f"{model.title()}."]  # fmt: skip
 
 
 def ways_to_step(figures):
@@ -159,11 +164,11 @@ def ways_to_step(figures):
         steps = figures.steps(f"stack-{model}")
         if not steps:
             continue
-        sources.append(figures.source(f"stack-{model}"))
+        sources.append(f"stack-{model}")
         for kv_len in sorted({kv_len for _, _, kv_len in steps}):
             rows.append([model, str(kv_len), *(share(steps.get((impl, 1, kv_len))) for impl in IMPLS)])
     lines += table(["all layers, batch 1 [ms]", "kv_len", *(f"`{impl}`" for impl in IMPLS)], rows)
-    return [*lines, "", *(f"- {s}" for s in sources), *both_ways(figures, "all layers [ms]", "h100", MODELS)]
+    return [*lines, "", figures.sources(sources), *both_ways(figures, "all layers [ms]", "h100", MODELS)]
 
 
 def both_ways(figures, header, kind, models):
@@ -176,10 +181,10 @@ def both_ways(figures, header, kind, models):
             both = (share(steps.get((impl, batch, kv_len))) for impl in ("graph", "persistent"))
             rows.append([model, figures[name]["gpu"], str(kv_len), *both])
         if steps:
-            sources.append(figures.source(name))
+            sources.append(name)
     if not rows:
         return []
-    return ["", *table([header, "GPU", "kv_len", "`graph`", "`persistent`"], rows), "", *(f"- {s}" for s in sources)]
+    return ["", *table([header, "GPU", "kv_len", "`graph`", "`persistent`"], rows), "", figures.sources(sources)]
 
 
 def batches(figures):
@@ -188,9 +193,17 @@ def batches(figures):
         name = "stack-pythia-2.8b" + (f"-batch-{batch}" if batch > 1 else "")
         steps = figures.steps(name)
         if steps:
-            rows.append([str(batch), *(share(steps.get((impl, batch, 128))) for impl in ("graph", "persistent"))])
-            sources.append(figures.source(name))
-    return [*table(["batch", "`graph` [ms]", "`persistent` [ms]"], rows), "", *(f"- {s}" for s in sources)]
+            both = (share(steps.get((impl, batch, 128))) for impl in ("graph", "persistent"))
+            rows.append([f"Pythia-2.8B, {batch}", *both])
+            sources.append(name)
+    if llamas := figures["llama-batches"]:
+        for row in llamas["rows"]:
+            times = (f"{row[key] * 1e-3:.3f}" for key in ("graph_us", "persistent_us"))
+            rows.append([f"{row['model'].title()}, {row['batch']}", *times])
+        sources.append("llama-batches")
+    if not rows:
+        return ["Not recorded."]
+    return [*table(["sequences at once", "`graph` [ms]", "`persistent` [ms]"], rows), "", figures.sources(sources)]
 
 
 def quantised(figures):
@@ -204,7 +217,7 @@ def quantised(figures):
         cells = [f"{of_batch[b]['median_us']:.1f} ({of_batch[b]['percent_of_limit']:.0f} %)" for b in (1, 8)]
         int4 = steps.get(("graph", 1, 128))
         rows.append([model, share(int4), factor(dense.get(("graph", 1, 128)), int4), *cells])
-        sources += [figures.source(f"stack-{model}-gptq"), figures.source(f"gptq-linears-{model}")]
+        sources += [f"stack-{model}-gptq", f"gptq-linears-{model}"]
     headers = [
         "int4, group 128",
         "`graph` [ms]",
@@ -212,7 +225,7 @@ def quantised(figures):
         "four products [us]",
         "of eight sequences [us]",
     ]
-    lines = [*table(headers, rows), "", *(f"- {s}" for s in sources)]
+    lines = [*table(headers, rows), "", figures.sources(sources)] if rows else ["Not recorded."]
     models = (*MODELS, *LLAMAS)
     return [
         *lines,
@@ -234,7 +247,7 @@ def gptq_tried(figures):
         for variant, us in zip(change["variants"], row["variant_us"])
         if us
     ]
-    source = figures.source("gptq-graph-tried") + f", {report['gpu']}"
+    source = figures.sources(["gptq-graph-tried"])
     return [*table(["not in the graph", "all layers of", "over the graph"], rows), "", source]
 
 
@@ -250,7 +263,7 @@ def shared_keys(figures):
     rows = [[f"{model}, {weights}", *(f"{of[k]:.2f}x" if k in of else "-" for k in kv_lens)]
             for (model, weights), of in ratios.items()]  # fmt: skip
     headers = ["shared loads over own, kv_len", *(f"{k:,}" for k in kv_lens)]
-    return [*table(headers, rows), "", figures.source("shared-keys-graph") + f", {report['gpu']}"]
+    return [*table(headers, rows), "", figures.sources(["shared-keys-graph"])]
 
 
 def first_tokens(figures):
@@ -266,7 +279,7 @@ def first_tokens(figures):
         later = (ms[most] - ms[5]) / (most - 5)
         rows.append([f"{run['model']}, {run['prompt_len']} ids", f"{ms[2]:.2f}", third, f"{later:.2f}"])
     headers = ["ms a token behind a prompt", "second", "third", "mean behind the fifth"]
-    return [*table(headers, rows), "", figures.source("first-tokens") + f", {report['gpu']}"]
+    return [*table(headers, rows), "", figures.sources(["first-tokens"])]
 
 
 def ablation(figures):
@@ -286,7 +299,7 @@ def ablation(figures):
         f"| choice | instead | {' | '.join(f'kv_len {k}' for k in kv_lens)} |",
         "|---|---|" + "---:|" * len(kv_lens),
     ]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), "", figures.source("ablation-pythia-2.8b")]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), "", figures.sources(["ablation-pythia-2.8b"])]
 
 
 def timeline(figures):
@@ -316,7 +329,7 @@ def waits(figures):
               for i, e in enumerate(chains[0]["events"])]  # fmt: skip
     return [*table(["all layers [us]", *models], rows), "",
             *table(["from the last q, k and v on: mean (last block) [us]", *(c["model"] for c in chains)], events), "",
-            figures.source("layer-waits") + f", {report['gpu']}"]  # fmt: skip
+            figures.sources(["layer-waits"])]  # fmt: skip
 
 
 def growth(figures):
@@ -327,7 +340,7 @@ def growth(figures):
         f"- {heading}: {plot_bench.line_text(unit, points)}" for heading, unit, points in plot_bench.growths(report)
     ]
     return [*lines, "", "![A step's time against layers and kv_len](growth-pythia-2.8b.svg)", "",
-            figures.source("growth-pythia-2.8b")]  # fmt: skip
+            figures.sources(["growth-pythia-2.8b"])]  # fmt: skip
 
 
 def peers(figures):
@@ -335,14 +348,31 @@ def peers(figures):
     for model in ("pythia-2.8b", "pythia-6.9b"):
         parts = {"": f"![A layer's time]({model}-layer.svg)", "kernel-peers-": ""}
         for part, picture in parts.items():
-            report = figures[part + model]
+            name = part + model
+            report = figures[name]
             if not report:
                 continue
-            heading = f"### {model}, kernels" if part else f"### {model}"
-            counted = any("code_lines" in row for rows in report["results"].values() for row in rows)
-            lines += [heading, "", *plot_bench.tables(os.path.join(figures.directory, f"{part}{model}.json")), ""]
-            lines += [PEERS_OF_KERNELS, ""] * counted + [picture, ""] * bool(picture)
+            _, _, *tables = plot_bench.tables(os.path.join(figures.directory, f"{name}.json"))
+            lines += [f"### {model.title()}, kernels" if part else f"### {model.title()}", "", *tables, ""]
+            lines += [f"{versions(report)}. {figures.sources([name])}", "", *no_share(report)]
+            if any("code_lines" in row for rows in report["results"].values() for row in rows):
+                lines += [PEERS_OF_KERNELS, ""]
+            lines += [picture, ""] * bool(picture)
     return lines
+
+
+def versions(report):
+    return ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+
+
+def no_share(report):
+    """Why rows have no share of the memory's speed, where there are such."""
+    rows = (row for rows in report["results"].values() for row in rows if row["system"].startswith("cf-op"))
+    if not any("limit_note" not in row and plot_bench.of_floor(row) > 100 for row in rows if "median_us" in row):
+        return []
+    probes = [p["copy_best_gb_per_s"] for p in report["programs"] if "copy_best_gb_per_s" in p]
+    return [f"No share: the op was faster than the copy that this early run took for the memory's speed, "
+            f"{max(probes):.0f} GB/s.", ""]  # fmt: skip
 
 
 def cpu(figures):
@@ -391,7 +421,7 @@ def cpu_model(figures):
         if not report:
             lines += [f"{name}: not recorded.", ""]
             continue
-        about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.source(name)}"
+        about = f"{report['threads']} threads of {report['cpu']}, {report['weights']}. {figures.sources([name])}"
         lines += [about, "", *model_table(report["results"]), ""]
     return lines[:-1]
 
@@ -415,56 +445,63 @@ def quality(figures):
                 f"{f['logits_rel_l2']:.2e}",
             ])  # fmt: skip
         commit = report["programs"][0]["commit"]
-        sources.append(f"- [`quality-{name}.json`](quality-{name}.json), commit {commit}: `{report['command']}`")
+        sources.append(f"[`quality-{name}.json`](quality-{name}.json), commit {commit}")
     if not rows:
         return ["Not recorded."]
     headers = ["text", "run", "KL from float64", "KL, 99.9 %", "perplexity", "from float64's", "logits' relative L2"]
-    return [*table(headers, rows), "", *sources]
+    return [*table(headers, rows), "", "; ".join(sources) + "."]
 
 
-def what_ran(report):
-    return f"{report['model']} on {report['gpu']}, {report['weights']}"
+def measured(report):
+    """A report of peers or of the package without the rows of what was not measured."""
+    rows = {what: [row for row in rows if "error" not in row] for what, rows in report["results"].items()}
+    return report | {"results": rows}
 
 
-def other_families(figures):
-    """One table of the models beside Pythia's that are recorded."""
+def whole_models(figures, names):
+    """One table of cf-model's tokens of these records."""
     rows, sources = [], []
-    for name in OTHER_FAMILIES:
+    for name in names:
         if report := figures[f"model-{name}"]:
-            dtype = report["activation_dtype"] + (", int4 weights" if name.endswith("-gptq") else "")
-            about = {"model": report["model"], "dtype": dtype}
-            rows += [about | r for r in report["results"]]
-            sources.append(f"- {what_ran(report)}. {figures.source(f'model-{name}')}")
-    return [*model_table(rows), "", *sources, ""] if rows else []
+            dtype = report["activation_dtype"] + (", weights of 4 bits" if "-gptq" in name else "")
+            rows += [{"model": report["model"].title(), "dtype": dtype} | row for row in report["results"]]
+            sources.append(f"model-{name}")
+    return [*model_table(rows), "", figures.sources(sources), ""] if rows else []
 
 
-def peers_of_a_model(report):
-    return (
-        f"Beside others in one run, {report['dtype']}: transformers' generate(), the same model with a static cache "
-        "and compiled steps, and torch's operators in CUDA graphs, one for every step (torch_graph) or one for each "
-        "kv_len (torch_graphs). The last column counts the greedy ids of one prompt that are generate()'s with the "
-        f"same weights; where it names a model, the ids are that model's. Measured on {report['gpu']}."
-    )
+def beside_others(figures):
+    """A table for each GPU of the models that ran beside others."""
+    found = {}
+    for name in ("pythia-2.8b", "compile-pythia-2.8b", *(name for name in (*MODELS, *LLAMAS) if name != "pythia-2.8b")):
+        for file in (f"model-peers-{name}", f"model-peers-{name}-h100"):
+            if report := figures[file]:
+                found.setdefault(report["gpu"], {})[file] = measured(report)
+    lines = []
+    for gpu, reports in found.items():
+        rows = [model_peers.table(report["results"]["model"]) for report in reports.values()]
+        lines += [*rows[0], *(row for of_one in rows[1:] for row in of_one[2:]), ""]
+        with_versions = {}
+        for file, report in reports.items():
+            with_versions.setdefault(versions(report), []).append(file)
+        about = " ".join(f"With {of}: {figures.sources(files)}" for of, files in with_versions.items())
+        lines += [f"On an {gpu}. {about}", ""]
+    return [BESIDE_OTHERS, "", *lines] if lines else []
 
 
 def gpu_model(figures):
-    lines = []
-    quantised = "pythia-2.8b-gptq", "pythia-2.8b-gptq-slots"
-    for name in ("pythia-2.8b", "pythia-2.8b-slots", *quantised, "pythia-6.9b"):
-        report = figures[f"model-{name}"]
-        if report:
-            lines += [f"{what_ran(report)}. {figures.source(f'model-{name}')}", "", *model_table(report["results"]), ""]
-    lines += other_families(figures)
+    single = whole_models(figures, ("pythia-2.8b", "pythia-2.8b-gptq", "pythia-6.9b", *OTHER_FAMILIES))
+    several = whole_models(figures, ("pythia-2.8b-slots", "pythia-2.8b-gptq-slots", "llama-3.1-8b-slots"))
+    lines = [*single, *["Several prompts go through the model one after the other.", ""] * bool(several), *several]
+    if several and not figures["model-llama-3.1-8b-slots"]:
+        lines += ["Llama's tokens with 8 to 64 slots are not recorded; its layers with 2 to 8 sequences are, under "
+                  "[Several sequences](#several-sequences).", ""]  # fmt: skip
     if report := figures["load-pythia-2.8b"]:
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
         first = f"opened in {report['load_s']:.2f} s, first id {ms:.1f} ms after that"
-        what = f"{report['model']}, files in the page cache, {len(sequence['prompt'])} ids, on {report['gpu']}"
-        lines += [f"{what}: {first}. {figures.source('load-pythia-2.8b')}", ""]
-    for name in ("pythia-2.8b", "compile-pythia-2.8b", *LLAMAS):
-        if report := figures[f"model-peers-{name}"]:
-            _, _, *rows = plot_bench.tables(os.path.join(figures.directory, f"model-peers-{name}.json"))
-            lines += [peers_of_a_model(report) + " " + figures.source(f"model-peers-{name}"), "", *rows, ""]
+        what = f"{report['model'].title()} from files in the page cache, a prompt of {len(sequence['prompt'])} ids"
+        lines += [f"{what}: {first}. {figures.sources(['load-pythia-2.8b'])}", ""]
+    lines += beside_others(figures)
     return lines[:-1] or ["Not recorded."]
 
 
@@ -473,15 +510,15 @@ def python(figures):
     report = figures["python-pythia-2.8b"]
     if not report:
         return ["Not recorded."]
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    about = f"{report['gpu']}, {versions}. {figures.source('python-pythia-2.8b')}"
+    report = measured(report)
     picture = ["![Milliseconds a token from Python](python-pythia-2.8b.svg)", ""] if report["results"]["model"] else []
+    about = [f"{versions(report)}. {figures.sources(['python-pythia-2.8b'])}", ""]
     port = figures["python-port-pythia-2.8b"]
     if not port:
-        return [about, "", *picture, *bench_python.tables(report)]
+        return [*about, *picture, *bench_python.tables(report)]
     rest = report | {"results": report["results"] | {"clusterfusion": []}}
-    source = f"{port['gpu']}. {figures.source('python-port-pythia-2.8b')}"
-    return [about, "", *picture, *bench_python.tables(rest), "", source, "", *bench_python.tables(port)]
+    of_port = ["", figures.sources(["python-port-pythia-2.8b"]), "", *bench_python.tables(measured(port))]
+    return [*about, *picture, *bench_python.tables(rest), *of_port]
 
 
 def python_headline(figures, beside):
@@ -508,17 +545,32 @@ PEERS_OF_KERNELS = (
     "`cuda/device`."
 )
 
+BESIDE_OTHERS = (
+    "Beside others, each model in one run in its own 16 bits. hf_generate is transformers' generate(), hf_static_compile "
+    "the same model with a static cache and compiled steps; torch_graph is torch's operators in a CUDA graph for every "
+    "step, torch_graphs in one for each kv_len. What did not run in the time that it was given has no row. The last "
+    "column counts the greedy ids of one prompt that are generate()'s with the same weights, which are random, so that "
+    "the best two logits often lie close together. Where the ids part, both go on from another text. It names the model "
+    "whose ids they are where it is a smaller one, and where it is recorded how far float64 puts the two ids apart there "
+    "beside the error of Hugging Face's own logits: where that error is larger, 16 bits cannot say which id is right."
+)
+
 PAGE = """# Recorded figures
 
-Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`; `scripts/bench_gpu data/bench`
-records them again, but for those of trial builds, in about half an hour and needs a GPU with 80 GB, torch, transformers
-and matplotlib. Each file holds the GPU, the command and the commit of its figures.
+Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`. `scripts/bench_gpu data/bench`
+records them again, but for those of trial builds, in about half an hour, and needs a GPU with 80 GB, torch,
+transformers and matplotlib; [Commands](#commands) has each file's own.
 
-How to read them. Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best
-streaming read of the same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at
-the best copy by a kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's
-factor is its time over our fastest in the same run; a dash is what was not measured or did not finish. torch in a graph
-is torch op by op, captured; Hugging Face is transformers with a static cache and torch.compile.
+The GPU is an {gpu} where no other is named.
+
+{contents}
+
+## How to read them
+
+Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best streaming read of the
+same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at the best copy by a
+kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's factor is its time
+over our fastest in the same run; a dash is what was not measured or did not finish.
 
 Runs of one build differ, by 0.7 % for all layers of Pythia-2.8B in two runs on an H200 (`eased` in
 [`layer-waits.json`](layer-waits.json)). So builds are compared in one run.
@@ -550,13 +602,13 @@ tensors; a layer's and a step's time from call to call has the device's work in 
 
 The held-out text of the small trained model: 32,768 ids in windows of 512, one id after the other as a decoder takes
 them, against the same stored weights in float64; dequantised ones where they are quantised. Hugging Face's runs take a
-window at once.
+window at once. `scripts/bench_gpu --only quality data/bench` records them again.
 
 {quality}
 
 ## Several sequences
 
-Pythia-2.8B, kv_len 128. All sequences share one pass over the weights.
+All layers, kv_len 128. The sequences share one pass over the weights.
 
 {batches}
 
@@ -616,6 +668,9 @@ for its activations and of linear_sum for the context.
 
 ## Beside torch, cuBLAS and Hugging Face
 
+Layers and kernels. torch_ops is torch op by op, torch_graph the same captured in a CUDA graph, hf_eager a layer of
+transformers, hf_compile the same with a static cache and torch.compile.
+
 {peers}
 ## The CPU backend, one layer
 
@@ -624,6 +679,12 @@ for its activations and of linear_sum for the context.
 ## The CPU backend, tokens from a whole model
 
 {cpu_model}
+
+## Commands
+
+From the root of a clone. The programs are those of `scripts/layer`, in `build/release`.
+
+{commands}
 """
 
 
@@ -635,30 +696,89 @@ def wrapped(line):
     return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def typed(name, command):
+    """The lines to type for a file: the recorded command with the programs of this tree, and the file as what it
+    writes."""
+    program, *words = shlex.split(command)
+    program = os.path.basename(program)
+    lines, kept = [], []
+    while words:
+        word = words.pop(0)
+        if word == "--json":
+            words[0] = f"data/bench/{name}.json"
+        if word in ("--cf-model", "--cf-layer", "--cf-op"):  # their defaults
+            words.pop(0)
+            continue
+        if word == "--model" and os.path.isabs(words[0]):
+            preset = os.path.basename(words[0])
+            lines.append(f"golden/make_checkpoints.py --preset {preset} --out {words[0]}")
+        kept += [word, words.pop(0)] if word in ("--json", "--model") else [word]
+    folder = "apps" if program.endswith(".py") else "build/release/apps"
+    return [*lines, shlex.join([f"{folder}/{program}", *kept])]
+
+
+def commands(figures):
+    """Those of the files that the page has named so far."""
+    found = {name: figures[name]["command"] for name in figures.named}
+    trials = {name: command for name, command in found.items() if re.search(OF_EACH_ROW, command)}
+    lines = [line for name, command in found.items() if name not in trials for line in typed(name, command)]
+    text = ["```sh", *lines, "```"] if lines else []
+    if trials:
+        text += ["", "Of several runs each, some of them of trial builds, whose changes are not in the tree. Capitals stand for "
+                 "what differs from row to row:", ""]  # fmt: skip
+        text += [f"- `{name}.json`: `{command}`" for name, command in trials.items()]
+    return text or ["Not recorded."]
+
+
+def contents(text):
+    """A line for each of a page's headings."""
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    return "\n".join(f"- [{h}](#{re.sub('[^a-z0-9 -]', '', h.lower()).replace(' ', '-')})" for h in headings)
+
+
 def page(figures):
     parts = (ways_to_step, gpu_model, first_tokens, python, quality, batches, shared_keys, quantised, gptq_tried,
-             ablation, waits, timeline, growth, peers, cpu, cpu_model)  # fmt: skip
-    text = PAGE.format(**{part.__name__: "\n".join(part(figures)) for part in parts})
-    return "\n".join(map(wrapped, text.split("\n")))
+             ablation, waits, timeline, growth, peers, cpu, cpu_model, commands)  # fmt: skip
+    made = {part.__name__: "\n".join(part(figures)) for part in parts}
+    text = PAGE.format(**made, gpu=figures.gpu, contents=contents(PAGE))
+    code, lines = False, []
+    for line in text.split("\n"):
+        code ^= line.startswith("```")
+        lines.append(line if code else wrapped(line))
+    return "\n".join(unbroken(lines))
 
 
-def with_headline(readme, lines):
-    """The text with the lines between its two marks."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise Refusal(f"expected one '{BEGIN}' and behind it one '{END}'")
-    before, after = readme[: readme.index(BEGIN)], readme[readme.index(END) :]
-    return before + BEGIN + "\n" + "\n".join(lines) + "\n" + after
+def marks(block):
+    """What stands before and behind a block that this program writes."""
+    return f"<!-- {block}: written by apps/bench_page.py -->", f"<!-- {block} ends -->"
 
 
-def updated(path, lines):
-    """A file's text with these lines between its marks."""
+def with_block(text, block, lines):
+    """The text with the lines between a block's two marks."""
+    begin, end = marks(block)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise Refusal(f"expected one '{begin}' and behind it one '{end}'")
+    before, after = text[: text.index(begin)], text[text.index(end) :]
+    return before + begin + "\n" + "\n".join(lines) + "\n" + after
+
+
+def updated(path, blocks):
+    """A file's text with the lines of each block between its marks."""
     try:
         with open(path, encoding="utf-8") as file:
-            return with_headline(file.read(), lines)
+            text = file.read()
+        for block, lines in blocks.items():
+            text = with_block(text, block, lines)
+        return text
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     except Refusal as refusal:
         raise Refusal(f"{path}: {refusal}") from None
+
+
+def front(figures):
+    """The blocks of the project's README."""
+    return {"result": result(figures), "headline": headline(figures)}
 
 
 def write(path, text):
@@ -670,16 +790,17 @@ def write(path, text):
 def main(argv):
     parser = console.Parser(prog=NAME, description=__doc__)
     parser.add_argument("directory", metavar="DIR", help="where the recorded files are")
-    parser.add_argument("readme", metavar="README", help="the file that has the headline's marks")
-    parser.add_argument("python", metavar="PYTHON_README", nargs="?", help="the package's, with the same marks")
+    parser.add_argument("readme", metavar="README", help="the file that has the marks of result and headline")
+    parser.add_argument("python", metavar="PYTHON_README", nargs="?", help="the package's, with the headline's marks")
     try:
         args = parser.parse_args(argv)
         if not os.path.isdir(args.directory):
             raise Refusal(f"{args.directory}: no such directory")
         figures = Figures(args.directory)
-        texts = {args.readme: updated(args.readme, headline(figures))}
+        texts = {args.readme: updated(args.readme, front(figures))}
         if args.python:
-            texts[args.python] = updated(args.python, python_headline(figures, os.path.dirname(args.python)))
+            lines = python_headline(figures, os.path.dirname(args.python))
+            texts[args.python] = updated(args.python, {"headline": lines})
         write(os.path.join(args.directory, "README.md"), page(figures))
         for path, text in texts.items():
             write(path, text)

@@ -3,7 +3,8 @@
 and each site's share of that limit. Reads what bench_peers.py or cf-layer --backend cuda wrote as JSON, and writes SVG
 files beside it:
   plot_bench.py data/bench/h200.json   ->   data/bench/h200-layer.svg, data/bench/h200-sites.svg
-  plot_bench.py --hero data/bench/hero.svg data/bench/h200.json   ->   the bars of every system at the least kv_len
+  plot_bench.py --hero data/bench/hero.svg data/bench/model-peers-pythia-2.8b.json   ->   a bar for each system that
+                                       makes whole tokens
   plot_bench.py data/bench/growth.json ->   data/bench/growth.svg, of a report by cf-layer --first-layers
   plot_bench.py data/bench/python.json ->   data/bench/python.svg, a token's time from Python, of bench_python.py
 The floor is the layer's compulsory bytes at the best streaming read of the same run. Growth is a stack's time against
@@ -45,6 +46,16 @@ def is_of_python(report):
     return isinstance(report, dict) and report.get("program") == bench_python.NAME
 
 
+def is_of_models(report):
+    return isinstance(report, dict) and "model" in report.get("results", {})
+
+
+def of_today(row):
+    """A row under its system's name of today: earlier files name two ways to step a model otherwise."""
+    names = {"cf-layer stack": "cf-layer persistent", "cf-layer fused": "cf-layer layer"}
+    return row | {"system": names.get(row["system"], row["system"])}
+
+
 def read_report(path):
     """The rows of stacks, cf-layer's reports and the GPU's name of a recorded file."""
     report = read_json(path)
@@ -55,7 +66,7 @@ def read_report(path):
     rows = report["results"]["stack"] if "results" in report else []
     if not rows:
         rows = [row for p in layers for row in bench_peers.layer_rows(p, p["model"])]
-    return [row for row in rows if "median_us" in row], layers, layers[0]["gpu"]
+    return [of_today(row) for row in rows if "median_us" in row], layers, layers[0]["gpu"]
 
 
 def curves(rows):
@@ -208,22 +219,49 @@ def draw_growth(plt, found, about, path):
     save(figure, path)
 
 
-def draw_hero(plt, rows, about, path):
-    """A bar a system: the time of all layers at the least kv_len and batch 1, with the floor as a line."""
-    rows = [row for row in rows if row["batch"] == 1]
-    kv_len = min(row["kv_len"] for row in rows)
-    rows = sorted((row for row in rows if row["kv_len"] == kv_len), key=lambda row: row["median_us"], reverse=True)
-    layers = model_config.PRESETS[rows[0]["preset"]].num_hidden_layers
-    times = [row["median_us"] * layers * 1e-3 for row in rows]
-    floor = min(r["bytes"] / r["read_best_gb_per_s"] for r in rows if "read_best_gb_per_s" in r) * layers * 1e-6
-    figure, ax = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
-    bars = ax.barh([row["system"] for row in rows], times, color=[colour(row["system"]) for row in rows])
-    ax.bar_label(bars, fmt=" %.2f ms", fontsize="small")
-    ax.axvline(floor, color="black", linestyle="--", label=f"floor: the bytes at the streaming read, {floor:.2f} ms")
-    ax.set(xlabel="time of one token through all layers [ms]", xlim=(0, 1.15 * max(times)))
-    ax.set_title(f"{rows[0]['preset']}, batch 1, kv_len {kv_len}")
-    ax.legend(loc="upper right", fontsize="small")
-    figure.suptitle(about, fontsize="small")
+# What a system is called in the first picture.
+NAMES = {
+    "ours": "cf-ops",
+    "torch_graph": "torch in a CUDA graph",
+    "hf_static_compile": "transformers, torch.compile",
+    "hf_generate": "transformers, generate()",
+}
+
+
+def hero_bars(rows):
+    """[(name, ms a token, words behind its bar)] of a whole token by each system, the slowest first; and the end of the
+    axis. A bar that would dwarf the others is cut there."""
+    ours = rows["ours"]["tpot_ms"]
+    bars = [
+        (NAMES[system], row["tpot_ms"], f"{row['tpot_ms']:.2f} ms, {row['tpot_ms'] / ours:.1f}x")
+        for system, row in rows.items()
+        if system in NAMES
+    ]
+    bars[-1] = *bars[-1][:2], f"{ours:.2f} ms"
+    longest, *rest = (time for _, time, _ in bars)
+    return bars, 1.5 * max(rest) if rest and longest > 2 * max(rest) else 1.25 * longest
+
+
+def draw_hero(plt, report, path):
+    """A bar a system: a whole token's time, with the time of its bytes as a line."""
+    rows = model_peers.shown_token(report)
+    bars, end = hero_bars(rows)
+    ours = rows["ours"]
+    limit = ours["tpot_ms"] * ours["decode_percent_of_read"] / 100
+    figure, ax = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.2), layout="constrained")
+    for at, (name, time, words) in enumerate(bars):
+        shown = min(time, 0.8 * end)
+        mine = name == NAMES["ours"]
+        ax.barh(name, shown, color="tab:blue" if mine else "tab:gray")
+        ax.text(shown + 0.01 * end, at, words, va="center", fontweight="bold" if mine else "normal")
+        for cut in (0.72, 0.74) if time > end else ():
+            ax.plot([cut * end, (cut + 0.02) * end], [at - 0.45, at + 0.45], color="white", linewidth=3)
+    ax.axvline(limit, color="black", linestyle="--")
+    words = f"{ours['preset'].title()} on an {report['gpu']}: {ours['tpot_ms']:.2f} ms a token, of which"
+    ax.set_title(f"{words} the memory needs {limit:.2f} ms (dashed)", loc="left", x=0, fontsize="medium")
+    ax.set(xlim=(0, end), xlabel=f"ms a token behind a prompt of {ours['prompt_len']} ids, {report['dtype']}")
+    ax.set_xticks([tick for tick in ax.get_xticks() if tick <= 0.7 * end])
+    ax.spines[["top", "right"]].set_visible(False)
     save(figure, path)
 
 
@@ -264,8 +302,8 @@ def of_floor(row):
 
 
 def cause(percent, timing):
-    """Why a share is above 100 %, as text behind it; nothing for any other share."""
-    return ": " + timing.get("limit_note", "cause not recorded") if percent > 100 else ""
+    """Why a share is above 100 %, as text behind it; nothing for any other share, and where no cause was recorded."""
+    return ": " + timing["limit_note"] if percent > 100 and "limit_note" in timing else ""
 
 
 def cell(row, what, ratio):
@@ -280,6 +318,9 @@ def cell(row, what, ratio):
     lines = f", {row['code_lines']} lines" if "code_lines" in row else ""
     if row["system"].startswith("cf-"):
         percent = of_floor(row)
+        if percent > 100 and "limit_note" not in row:
+            # An early run: what it took for the memory's speed was less than that.
+            return f"{time} (no share){lines}"
         return f"{time} ({percent:.0f} %{cause(percent, row)}){lines}"
     return time + (f" ({ratio:.2f}x)" if ratio else "") + lines
 
@@ -315,7 +356,7 @@ def tables(path):
     if "model" in report["results"]:
         return [*lines, "", *model_peers.table(report["results"]["model"])]
     for what, rows in report["results"].items():
-        rows = [row for row in rows if row["batch"]]
+        rows = [of_today(row) for row in rows if row["batch"]]
         if not rows:
             continue
         systems = list(dict.fromkeys(row["system"] for row in rows))
@@ -342,10 +383,16 @@ def main(argv):
         if args.tables:
             print("\n\n".join("\n".join(tables(path)) for path in args.json))
             return 0
+        if args.hero:
+            hero = [read_json(path) for path in args.json]
+            if len(hero) != 1 or not is_of_models(hero[0]) or not model_peers.shown_token(hero[0]):
+                raise Refusal(
+                    "--hero: expected one file of bench_peers.py --what model, with one prompt of "
+                    f"{model_peers.SHOWN_PROMPT_LEN} ids"
+                )
+            args.json = []
         python = {path: report for path in args.json if is_of_python(report := read_json(path))}
         reports = [(path, read_report(path)) for path in args.json if path not in python]
-        if args.hero and (python or len(reports) != 1):
-            raise Refusal("--hero: expected one file of bench_peers.py or of cf-layer --backend cuda")
         import matplotlib
     except Refusal as refusal:
         print(f"{NAME}: {refusal}", file=sys.stderr)
@@ -363,8 +410,7 @@ def main(argv):
     import matplotlib.ticker
 
     if args.hero:
-        rows, layers, gpu = reports[0][1]
-        draw_hero(plt, rows, caption(layers, gpu), args.hero)
+        draw_hero(plt, hero[0], args.hero)
         return 0
     for path, report in python.items():
         if found := token_times(report):

@@ -536,18 +536,20 @@ class Python(Files):
         self.assertEqual(bench_page.python(bench_page.Figures(self.directory)), ["Not recorded."])
         self.write("python-pythia-2.8b.json", json.dumps(PYTHON))
         lines = bench_page.python(bench_page.Figures(self.directory))
-        self.assertIn("commit abc: `bench_python.py --slots 1`", lines[0])
+        self.assertEqual(lines[0], "torch 2. [`python-pythia-2.8b.json`](python-pythia-2.8b.json), commit abc.")
         self.assertEqual(lines[2], "![Milliseconds a token from Python](python-pythia-2.8b.svg)")
-        self.assertEqual(lines[4:], bench_python.tables(PYTHON))
+        self.assertEqual(lines[4:], bench_python.tables(bench_page.measured(PYTHON)))
+        self.assertFalse([line for line in lines if "E: no" in line or "| E |" in line], "what was not measured")
         calls = {"model": [], "ops": [], "clusterfusion": PYTHON["results"]["clusterfusion"]}
         port = PYTHON | {"commit": "def", "results": calls}
         self.write("python-port-pythia-2.8b.json", json.dumps(port))
         apart = bench_page.python(bench_page.Figures(self.directory))
-        others = PYTHON | {"results": PYTHON["results"] | {"clusterfusion": []}}
-        of_others, of_port = bench_python.tables(others), bench_python.tables(port)
+        others = bench_page.measured(PYTHON | {"results": PYTHON["results"] | {"clusterfusion": []}})
+        of_others, of_port = bench_python.tables(others), bench_python.tables(bench_page.measured(port))
         self.assertEqual(apart[:4], lines[:4])
-        self.assertEqual(apart[4:-len(of_port)], [*of_others, "", f"{PYTHON['gpu']}. [`python-port-pythia-2.8b.json`]"
-                         "(python-port-pythia-2.8b.json), commit def: `bench_python.py --slots 1`", ""])  # fmt: skip
+        self.assertEqual(apart[4:-len(of_port)], [
+            *of_others, "", "[`python-port-pythia-2.8b.json`](python-port-pythia-2.8b.json), commit def.", ""
+        ])  # fmt: skip
         self.assertEqual(apart[-len(of_port):], of_port)
 
     def test_calls_are_timed_in_blocks_behind_a_rewind(self):
@@ -723,7 +725,7 @@ class Tables(Files):
         report = report | {"gpu": "a GPU", "commit": "abc", "command": "cf-layer"}
         path = self.write(name + ".json", json.dumps(report))
         figures = bench_page.Figures(os.path.dirname(path))
-        source = f"[`{name}.json`]({name}.json), commit abc: `cf-layer`, a GPU"
+        source = f"[`{name}.json`]({name}.json), commit abc."
         self.assertEqual(part(figures), [*lines, "", source])
         os.remove(path)
         self.assertEqual(part(figures), ["Not recorded."])
@@ -826,13 +828,18 @@ class Tables(Files):
         row = peer("cf-op", 128, median_us=10.0, floor_us=12.3, limit_note="fits the L2")
         self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (123 %: fits the L2)")
         del row["limit_note"]
-        self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (123 %: cause not recorded)")
+        self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (no share)")
         row["floor_us"] = 10.0
         self.assertEqual(plot_bench.cell(row, "linear", None), "10.00 (100 %)")
         site = {"site": "rope", "percent_of_read": 130.0, "limit_note": "fits the L2"}
         report = LAYER | {"configurations": [configuration(128, 50.0, sites=[site])]}
         ((_, sites),) = plot_bench.shares([report])
         self.assertEqual(sites[0], ("rope: fits the L2", 130.0))
+        early = {"results": {"rope": [row | {"floor_us": 12.3}]}, "programs": [LAYER, {"copy_best_gb_per_s": 2767.8}]}
+        self.assertEqual(bench_page.no_share(early)[0], "No share: the op was faster than the copy that this early run "
+                                                        "took for the memory's speed, 2768 GB/s.")  # fmt: skip
+        early["results"]["rope"][0]["limit_note"] = "fits the L2"
+        self.assertEqual(bench_page.no_share(early), [])
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8, "cold": True, "floor_us": 2.0}
         result = {"site": "rope", "batch": 1, "kv_len": 1, "limit": "read", "limit_note": "fits the L2"} | times
         (of_op,) = bench_peers.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
@@ -881,94 +888,148 @@ class Page(Files):
         report = LAYER | {"commit": "abc", "command": "cf-layer", "configurations": configurations}
         return os.path.dirname(self.write("stack-pythia-2.8b.json", json.dumps(report)))
 
+    FRONT = "before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(
+        *bench_page.marks("result"), *bench_page.marks("headline")
+    )
+
+    def peers(self, gpu, *rows):
+        """A record of a model beside others: the rows of one sequence behind the prompt that the front page shows."""
+        shape = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": model_peers.SHOWN_PROMPT_LEN, "new_tokens": 32}
+        about = {"gpu": gpu, "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py", "dtype": "float16"}
+        return about | {"results": {"model": [shape | row for row in rows]}}
+
+    OURS = {"system": "cf-model persistent", "tpot_ms": 1.5, "decode_percent_of_read": 85.4}
+
     def test_the_page_and_the_headline_are_made_of_what_is_recorded(self):
         directory = self.recorded()
-        readme = self.write("front.md", f"before\n{bench_page.BEGIN}\nold\n{bench_page.END}\nafter\n")
+        others = {"system": "hf_generate", "tpot_ms": 15.15}, {"system": "torch_graph", "tpot_ms": 3.0}
+        graph = self.OURS | {"system": "cf-model graph", "tpot_ms": 2.0}
+        unmeasured = {"system": "hf_static_compile", "error": "E: no"}
+        timed = [dict.fromkeys(("ttft_ms", "total_ms", "tokens_per_s"), 1.0) | row for row in (self.OURS, graph, *others)]
+        self.write("model-peers-pythia-2.8b.json", json.dumps(self.peers("NVIDIA H200", *timed, unmeasured)))
+        readme = self.write("front.md", self.FRONT)
         code, out, error = run(bench_page, directory, readme)
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.split(), [os.path.join(directory, "README.md"), readme])
         with open(readme, encoding="utf-8") as file:
             front = file.read()
-        self.assertTrue(front.startswith(f"before\n{bench_page.BEGIN}\n| ms a token |"), front)
-        self.assertTrue(front.endswith(f"{bench_page.END}\nafter\n"), front)
-        self.assertIn("| pythia-2.8b | - | 1.600 (80 %) | - | - | - | - |", front)
-        self.assertNotIn("old", front)
+        result, headline = bench_page.marks("result"), bench_page.marks("headline")
+        text = "**Pythia-2.8B: 1.50 ms a token on an NVIDIA H200, 85 % of the memory's speed, 2.0x torch in CUDA graphs, "
+        table = ["| model, GPU | ms a token | of the memory's speed | torch in CUDA graphs | `generate()` |",
+                 "|---|---:|---:|---:|---:|", "| Pythia-2.8B, H200 | 1.50 | 85\u00a0% | 2.0x | 10.1x |"]  # fmt: skip
+        self.assertEqual(front.splitlines(), ["before", result[0], text + "10.1x", "`generate()`.**", result[1],
+                                              "between", headline[0], *table, headline[1], "after"])  # fmt: skip
         with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
             page = file.read()
-        self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600 (80 %) |", page)
-        self.assertIn("commit abc: `cf-layer`", page)
+        self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600\u00a0(80\u00a0%) |", page)
+        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), commit abc, a GPU.", page)
+        self.assertIn("\n```sh\nbuild/release/apps/cf-layer\napps/bench_peers.py\n```\n", page)
+        self.assertIn("\n- [Where a layer's time goes](#where-a-layers-time-goes)\n", page)
+        self.assertNotIn("E: no", page)
 
-    def test_tokens_of_whole_models_have_a_table_where_they_are_recorded(self):
+    def test_the_headline_has_each_gpu_and_what_else_is_recorded(self):
+        directory = self.recorded()
+        for name, gpu, peer in (("llama-3.1-8b", "NVIDIA H200", "hf_static_compile"),
+                                ("pythia-2.8b-h100", "NVIDIA H100 80GB HBM3", "hf_generate")):  # fmt: skip
+            report = self.peers(gpu, self.OURS, {"system": peer, "tpot_ms": 3.75})
+            self.write(f"model-peers-{name}.json", json.dumps(report))
+        behind_another_prompt = self.peers("NVIDIA H200", self.OURS | {"prompt_len": 16})
+        self.write("model-peers-pythia-6.9b.json", json.dumps(behind_another_prompt))
+        four_bits = {"slots": 1, "prompt_len": 512, "tpot_ms": 0.678}
+        for model in ("pythia-2.8b", "llama-3.1-8b"):
+            self.write(f"model-{model}-gptq.json", json.dumps({"results": [four_bits | {"prompt_len": 16}, four_bits]}))
+        slots = [{"slots": n, "prompt_len": 128, "new_tokens": 32, "tokens_per_s": 100.4 * n} for n in (1, 64)]
+        self.write("model-pythia-2.8b-slots.json", json.dumps({"results": slots}))
+        self.assertEqual(bench_page.headline(bench_page.Figures(directory)), [
+            "| model, GPU | ms a token | of the memory's speed | torch.compile | `generate()` |",
+            "|---|---:|---:|---:|---:|",
+            "| Llama-3.1-8B, H200 | 1.50 | 85\u00a0% | 2.5x | - |",
+            "| Pythia-2.8B, H100 | 1.50 | 85\u00a0% | - | 2.5x |",
+            "",
+            "With weights of 4 bits (GPTQ) a token takes Pythia-2.8B 0.68 ms and Llama-3.1-8B 0.68 ms. 64 prompts of 128 ids "
+            "at once:",
+            "6,426 tokens a second of Pythia-2.8B.",
+        ])  # fmt: skip
+
+    def test_without_a_record_the_front_page_says_how_to_make_one(self):
+        directory = self.recorded()
+        self.assertIn("scripts/bench_gpu --only peers", bench_page.result(bench_page.Figures(directory))[0])
+        self.assertEqual(bench_page.headline(bench_page.Figures(directory)), [])
+
+    def test_a_command_can_be_typed(self):
+        for recorded, lines in (
+            ("b/cf-layer --json /root/x.json --impl graph",
+             ["build/release/apps/cf-layer --json data/bench/name.json --impl graph"]),
+            ("bench_peers.py --cf-model b/h/cf-model --preset a --json x", [
+                "apps/bench_peers.py --preset a --json data/bench/name.json"]),
+            ("cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2", [
+                "golden/make_checkpoints.py --preset pythia-2.8b --out /dev/shm/pythia-2.8b",
+                "build/release/apps/cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2"]),
+        ):  # fmt: skip
+            self.assertEqual(bench_page.typed("name", recorded), lines)
+        directory = os.path.dirname(self.write("first-tokens.json", json.dumps(
+            {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench --preset MODEL"})))  # fmt: skip
+        figures = bench_page.Figures(directory)
+        self.assertEqual(bench_page.commands(figures), ["Not recorded."])
+        figures.source("first-tokens")
+        self.assertEqual(bench_page.commands(figures)[-1], "- `first-tokens.json`: `cf-model bench --preset MODEL`")
+
+    def test_cells_do_not_break_between_a_number_and_its_share(self):
+        lines = ["| a b | 1.5 (34 %) | 6.00 ms (bfloat16) | 2.0x (3 lines) |", "1.5 (34 %)"]
+        self.assertEqual(bench_page.unbroken(lines), [
+            "| a b | 1.5\u00a0(34\u00a0%) | 6.00\u00a0ms (bfloat16) | 2.0x\u00a0(3 lines) |", "1.5 (34 %)"
+        ])  # fmt: skip
+
+    def test_tokens_of_whole_models_have_one_table(self):
         result = {"impl": "persistent", "prompt_len": 16, "new_tokens": 32, "slots": 1, "ttft_ms": 3.456}
         result |= {"tpot_ms": 1.5, "inter_token_p99_ms": 1.625, "tokens_per_s": 612.34, "decode_percent_of_read": 85.4}
-        report = {"model": "pythia-2.8b", "gpu": "a GPU", "weights": "procedural weights, seed 0", "results": [result]}
-        directory = self.recorded()
-        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), ["Not recorded."])
-        self.write("model-pythia-2.8b-slots.json", json.dumps(report | {"commit": "abc", "command": "cf-model bench"}))
-        lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertEqual(lines[0], "pythia-2.8b on a GPU, procedural weights, seed 0. [`model-pythia-2.8b-slots.json`]"
-                                   "(model-pythia-2.8b-slots.json), commit abc: `cf-model bench`")  # fmt: skip
-        self.write("model-llama-3.2-1b.json", json.dumps(report | {"results": [result | {"prompt_len": 512}, result]}))
-        rows = bench_page.headline(bench_page.Figures(directory))
-        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | - | - |", rows)
-        self.assertIn("| llama-3.1-8b | - | - | - | - | - | - |", rows)
-        of_peers = {"slots": 1, "prompt_len": 512}
-        found = [of_peers | {"system": "hf_static_compile", "tpot_ratio": 2.125}]
-        found += [of_peers | {"system": "torch_graph", "prompt_len": 16, "tpot_ratio": 3.0}]
-        self.write("model-peers-llama-3.2-1b.json", json.dumps({"results": {"model": found}}))
-        rows = bench_page.headline(bench_page.Figures(directory))
-        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | - | 2.12x |", rows)
-        found[1] |= {"prompt_len": 512}
-        self.write("model-peers-llama-3.2-1b.json", json.dumps({"results": {"model": found}}))
-        rows = bench_page.headline(bench_page.Figures(directory))
-        self.assertIn("| llama-3.2-1b | - | - | - | 1.500 (85 %) | 3.00x | 2.12x |", rows)
-        stack = {"gpu": "a GPU", "configurations": [], "commit": "abc", "command": "cf-layer"}
-        self.write("stack-llama-3.2-1b.json", json.dumps(stack))
-        for gpu, of_gpu in ("a GPU", ""), ("another GPU", " (another GPU)"):
-            report = {"gpu": gpu, "results": {"model": found}}
-            self.write("model-peers-llama-3.2-1b.json", json.dumps(report))
-            rows = bench_page.headline(bench_page.Figures(directory))
-            self.assertIn(f"| llama-3.2-1b | - | - | - | 1.500 (85 %) | 3.00x{of_gpu} | 2.12x{of_gpu} |", rows)
-        self.write("model-llama-3.2-1b.json",
-                   json.dumps(report | {"gpu": "a third GPU", "results": [result | {"prompt_len": 512}]}))
-        rows = bench_page.headline(bench_page.Figures(directory))
-        factors = f"3.00x{of_gpu} | 2.12x{of_gpu}"
-        self.assertIn(f"| llama-3.2-1b | - | - | - | 1.500 (85 %) (a third GPU) | {factors} |", rows)
-        self.assertEqual(lines[2:], [
-            "| impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | decode, of the streaming read |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-            "| persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |",
-        ])  # fmt: skip
-
-    def test_models_beside_pythia_s_have_one_table(self):
-        result = {"impl": "graph", "prompt_len": 512, "new_tokens": 32, "slots": 1, "ttft_ms": 3.0, "tpot_ms": 1.5}
-        result |= {"inter_token_p99_ms": 1.625, "tokens_per_s": 612.34, "decode_percent_of_read": 85.4}
-        report = {"gpu": "a GPU", "weights": "procedural weights, seed 0", "results": [result]}
+        report = {"model": "pythia-2.8b", "gpu": "a GPU", "activation_dtype": "float16", "results": [result]}
         report |= {"commit": "abc", "command": "cf-model bench"}
         directory = self.recorded()
-        headline = bench_page.headline(bench_page.Figures(directory))
-        for model, dtype in (("qwen2.5-7b", "bfloat16"), ("llama-2.8b-shape", "float16"), ("llama-2-7b", "float16")):
-            named = report | {"model": model, "activation_dtype": dtype}
-            self.write(f"model-{model}.json", json.dumps(named))
-        self.write("model-llama-3.1-8b-gptq.json", json.dumps(report | {"model": "llama-3.1-8b",
-                                                                        "activation_dtype": "bfloat16"}))  # fmt: skip
-        rest = " | 512 | 32 | 1 | 3.00 | 1.50 | 1.62 | 612.3 | 85 % |"
+        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), ["Not recorded."])
+        models = ("pythia-2.8b", "pythia-2.8b-gptq", "qwen2.5-7b", "pythia-2.8b-slots")
+        for name in models:
+            self.write(f"model-{name}.json", json.dumps(report | {"model": name.split("-gptq")[0].split("-slots")[0]}))
+        head = ["| model | dtype | impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | "
+                "decode, of the streaming read |", "|---|" + "---:|" * 10]  # fmt: skip
+        rest = " | persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |"
+        sources = [f"[`model-{name}.json`](model-{name}.json), commit abc" for name in models]
         lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertEqual(lines[2:7], [
-            "| llama-2-7b | float16 | graph" + rest,
-            "| qwen2.5-7b | bfloat16 | graph" + rest,
-            "| llama-2.8b-shape | float16 | graph" + rest,
-            "| llama-3.1-8b | bfloat16, int4 weights | graph" + rest,
+        self.assertEqual(lines, [
+            *head,
+            "| Pythia-2.8B | float16" + rest,
+            "| Pythia-2.8B | float16, weights of 4 bits" + rest,
+            "| Qwen2.5-7B | float16" + rest,
             "",
+            "; ".join(sources[:3]) + ".",
+            "",
+            "Several prompts go through the model one after the other.",
+            "",
+            *head,
+            "| Pythia-2.8B | float16" + rest,
+            "",
+            sources[3] + ".",
+            "",
+            "Llama's tokens with 8 to 64 slots are not recorded; its layers with 2 to 8 sequences are, under "
+            "[Several sequences](#several-sequences).",
         ])  # fmt: skip
-        self.assertEqual(len(lines), 11)
-        self.assertEqual(lines[8], "- qwen2.5-7b on a GPU, procedural weights, seed 0. [`model-qwen2.5-7b.json`]"
-                                   "(model-qwen2.5-7b.json), commit abc: `cf-model bench`")  # fmt: skip
-        found = bench_page.headline(bench_page.Figures(directory))
-        self.assertEqual(len(found), len(headline))
-        self.assertIn("| llama-2-7b | - | - | - | 1.500 (85 %) | - | - |", found)
-        self.assertIn("| qwen2.5-7b | - | - | - | 1.500 (85 %) | - | - |", found)
-        self.assertFalse([row for row in found if "shape" in row], "rows of README's")
+        self.write("model-llama-3.1-8b-slots.json", json.dumps(report | {"model": "llama-3.1-8b"}))
+        lines = bench_page.gpu_model(bench_page.Figures(directory))
+        self.assertIn("| Llama-3.1-8B | float16" + rest, lines)
+        self.assertFalse([line for line in lines if "not recorded" in line])
+
+    def test_layers_of_llama_with_several_sequences_stand_below_pythia_s(self):
+        self.assertEqual(bench_page.batches(bench_page.Figures(self.directory)), ["Not recorded."])
+        directory = self.recorded()
+        row = {"model": "llama-3.1-8b", "batch": 8, "graph_us": 4304, "persistent_us": 11280}
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-layer", "rows": [row]}
+        self.write("llama-batches.json", json.dumps(report))
+        self.assertEqual(bench_page.batches(bench_page.Figures(directory))[:4], [
+            "| sequences at once | `graph` [ms] | `persistent` [ms] |",
+            "|---|---:|---:|",
+            "| Pythia-2.8B, 1 | - | 1.600 (80 %) |",
+            "| Llama-3.1-8B, 8 | 4.304 | 11.280 |",
+        ])  # fmt: skip
 
     def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
         directory = self.recorded()
@@ -978,10 +1039,8 @@ class Page(Files):
         self.write("stack-llama-3.2-1b.json", json.dumps(report | {"model": "llama-3.2-1b"}))
         after = bench_page.ways_to_step(bench_page.Figures(directory))
         row = "| llama-3.2-1b | 128 | - | - | - | - | 1.600 (80 %) |"
-        self.assertEqual([line for line in after if "llama" not in line], before)
+        self.assertEqual([line for line in after if "llama" not in line], before[:-1])
         self.assertIn(row, after)
-        self.assertIn("| llama-3.2-1b | - | 1.600 (80 %) | - | - | - | - |",
-                      bench_page.headline(bench_page.Figures(directory)))  # fmt: skip
 
     def test_both_fast_ways_stand_beside_each_other_with_the_gpu_of_their_run(self):
         directory = self.recorded()
@@ -1011,26 +1070,8 @@ class Page(Files):
             "| stdlib-4m | Hugging Face, float16:eager" + rest,
             "| stdlib-4m | `graph`" + rest,
             "",
-            "- [`quality-stdlib-4m.json`](quality-stdlib-4m.json), commit abc: `eval_hf.py`",
+            "[`quality-stdlib-4m.json`](quality-stdlib-4m.json), commit abc.",
         ])  # fmt: skip
-
-    def test_the_headline_ends_with_a_whole_token_beside_its_peers(self):
-        directory = self.recorded()
-        self.assertEqual(bench_page.whole_token(bench_page.Figures(directory)), [])
-        load = {"slots": 1, "prompt_len": 128}
-        rows = [
-            load | {"system": "cf-model graph", "tpot_ms": 2.0, "ttft_ms": 5.0},
-            load | {"system": "cf-model persistent", "tpot_ms": 1.5, "ttft_ms": 4.0},
-            load | {"system": "hf_generate", "tpot_ratio": 10.04, "ttft_ratio": 5.5},
-            load | {"system": "torch_graph", "error": "stopped"},
-        ]
-        self.write("model-peers-pythia-2.8b.json", json.dumps({"results": {"model": rows}}))
-        self.assertEqual(bench_page.whole_token(bench_page.Figures(directory)), [])
-        rows[-1] = load | {"system": "torch_graph", "tpot_ratio": 2.6, "ttft_ratio": 1.25}
-        self.write("model-peers-pythia-2.8b.json", json.dumps({"results": {"model": rows}}))
-        text = " ".join(bench_page.headline(bench_page.Figures(directory))[-3:])
-        self.assertIn("takes 1.50 ms behind 128 ids, and the first one 4.0 ms. Hugging Face's `generate()` takes 10.0 "
-                      "and 5.5 times as long, torch in CUDA graphs 2.6 and 1.2 times.", text)  # fmt: skip
 
     def test_a_report_without_a_program_s_run_names_the_commit_it_was_built_from(self):
         program = self.write("cf-model", "#!/bin/sh\nfor last; do :; done\necho '{\"commit\": \"abc\"}' > \"$last\"\n")
@@ -1045,25 +1086,31 @@ class Page(Files):
         report |= {"command": "cf-model generate", "sequences": [{"prompt": [1, 2, 3], "first_token_s": 0.0625}]}
         directory = os.path.dirname(self.write("load-pythia-2.8b.json", json.dumps(report)))
         self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), [
-            "pythia-2.8b, files in the page cache, 3 ids, on a GPU: opened in 2.12 s, first id 62.5 ms after that. "
-            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json), commit abc: `cf-model generate`",
+            "Pythia-2.8B from files in the page cache, a prompt of 3 ids: opened in 2.12 s, first id 62.5 ms after that. "
+            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json), commit abc.",
         ])  # fmt: skip
 
-    def test_peers_of_whole_models_stand_below_them(self):
+    def test_peers_of_whole_models_have_one_table_for_each_gpu(self):
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py --what model"}
         report |= {"results": {"model": model_peers.with_ratios(MODEL_ROWS)}, "dtype": "float16"}
         directory = os.path.dirname(self.write("model-peers-pythia-2.8b.json", json.dumps(report)))
         lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertTrue(lines[0].startswith("Beside others in one run, float16: "), lines[0])
-        self.assertIn("commit abc: `bench_peers.py --what model`", lines[0])
-        self.write("model-peers-llama-3.1-8b.json", json.dumps(report | {"dtype": "bfloat16"}))
-        both = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertEqual(both[: len(lines)], lines)
-        self.assertTrue(both[len(lines) + 1].startswith("Beside others in one run, bfloat16: "), both)
-        self.assertEqual(lines[2:], model_peers.table(report["results"]["model"]))
+        self.assertEqual(lines[:2], [bench_page.BESIDE_OTHERS, ""])
+        rows = model_peers.table(bench_page.measured(report)["results"]["model"])
+        source = "[`model-peers-{0}.json`](model-peers-{0}.json), commit abc"
+        first = source.format("pythia-2.8b")
+        self.assertEqual(lines[2:], [*rows, "", f"On an a GPU. With torch 2: {first}."])
+        self.assertEqual(len(rows), len(MODEL_ROWS) + 1, "what was not measured has no row")
+        self.write("model-peers-llama-3.1-8b.json", json.dumps(report | {"versions": {"torch": "3"}}))
+        self.write("model-peers-pythia-2.8b-h100.json", json.dumps(report | {"gpu": "H100"}))
+        both, other = source.format("llama-3.1-8b"), source.format("pythia-2.8b-h100")
+        self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory))[2:], [
+            *rows, *rows[2:], "", f"On an a GPU. With torch 2: {first}. With torch 3: {both}.", "",
+            *rows, "", f"On an H100. With torch 2: {other}, H100.",
+        ])  # fmt: skip
         code, out, error = run(plot_bench, "--tables", os.path.join(directory, "model-peers-pythia-2.8b.json"))
         self.assertEqual((code, error), (0, ""))
-        self.assertEqual(out.splitlines()[2:], lines[2:])
+        self.assertEqual(out.splitlines()[2:], model_peers.table(report["results"]["model"]))
 
     def test_kernels_lines_are_explained_where_they_are_recorded(self):
         rows = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("Triton in a graph", 1, median_us=52.0),
@@ -1077,10 +1124,12 @@ class Page(Files):
             row["code_lines"] = lines
         self.write("pythia-2.8b.json", json.dumps(report))
         lines = bench_page.peers(bench_page.Figures(directory))
-        self.assertEqual(lines[4:], [
+        self.assertEqual(lines[2:], [
             "| gptq_linear [us] | batch | kv_len | cf-op | Triton in a graph | torch int4pack, bfloat16, in a graph |",
             "|---|---:|---:|---:|---:|---:|",
             "| pythia-2.8b | 1 | 1 | 40.00 (85 %), 1969 lines | 52.00 (1.30x), 40 lines | - |",
+            "",
+            "triton 3. [`pythia-2.8b.json`](pythia-2.8b.json), commit abc.",
             "",
             bench_page.PEERS_OF_KERNELS,
             "",
@@ -1090,7 +1139,9 @@ class Page(Files):
         self.write("kernel-peers-pythia-2.8b.json", json.dumps(report))
         both = bench_page.peers(bench_page.Figures(directory))
         self.assertEqual(both[: len(lines)], lines)
-        self.assertEqual(both[len(lines) :], ["### pythia-2.8b, kernels", *lines[1:-2]])
+        expected = ["### Pythia-2.8B, kernels", *lines[1:-2]]
+        expected[6] = expected[6].replace("pythia-2.8b.json", "kernel-peers-pythia-2.8b.json")
+        self.assertEqual(both[len(lines) :], expected)
 
     def test_a_front_page_without_marks_is_refused_and_nothing_is_written(self):
         directory = self.recorded()
@@ -1108,18 +1159,20 @@ class Page(Files):
         with open(os.path.join(root, "README.md"), encoding="utf-8") as file:
             front = file.read()
         figures = bench_page.Figures(os.path.join(root, "data", "bench"))
-        self.assertEqual(bench_page.with_headline(front, bench_page.headline(figures)), front)
+        with open(os.path.join(root, "README.md"), encoding="utf-8") as file:
+            front = file.read()
+        self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
         with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
             package = file.read()
         lines = bench_page.python_headline(figures, os.path.join(root, "python"))
-        self.assertEqual(bench_page.with_headline(package, lines), package)
+        self.assertEqual(bench_page.with_block(package, "headline", lines), package)
 
     def test_the_package_s_headline_is_of_its_recorded_figures(self):
         directory = self.recorded()
-        text = f"{bench_page.BEGIN}\nold\n{bench_page.END}\n"
-        front, package = self.write("front.md", text), self.write("package.md", text)
+        front = self.write("front.md", self.FRONT)
+        package = self.write("package.md", "{}\nold\n{}\n".format(*bench_page.marks("headline")))
         self.assertEqual(run(bench_page, directory, front, package)[0], 0)
         with open(package, encoding="utf-8") as file:
             self.assertIn("Not recorded yet", file.read())
@@ -1165,6 +1218,31 @@ class Pictures(Files):
         with open(out.split()[0], encoding="utf-8") as file:
             picture = file.read()
         for text in ("speed_up", "hf_generate", "cf-model persistent", "30.00 ms", "commit abc"):
+            self.assertIn(text, picture)
+
+    def test_a_bar_that_would_dwarf_the_others_is_cut(self):
+        rows = {"hf_generate": {"tpot_ms": 15.0}, "other": {"tpot_ms": 9.0}, "torch_graph": {"tpot_ms": 3.0},
+                "ours": {"tpot_ms": 1.5}}  # fmt: skip
+        bars, end = plot_bench.hero_bars(rows)
+        self.assertEqual(bars, [("transformers, generate()", 15.0, "15.00 ms, 10.0x"),
+                                ("torch in a CUDA graph", 3.0, "3.00 ms, 2.0x"), ("cf-ops", 1.5, "1.50 ms")])  # fmt: skip
+        self.assertEqual(end, 4.5)
+        self.assertEqual(plot_bench.hero_bars({"torch_graph": {"tpot_ms": 3.0}, "ours": {"tpot_ms": 2.0}})[1], 3.75)
+        self.assertEqual(plot_bench.hero_bars({"ours": {"tpot_ms": 2.0}})[1], 2.5)
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "needs matplotlib")
+    def test_the_first_picture_has_words_and_a_bar_a_system(self):
+        shape = {"preset": "pythia-2.8b", "slots": 1, "prompt_len": model_peers.SHOWN_PROMPT_LEN}
+        rows = [shape | {"system": "cf-model graph", "tpot_ms": 1.5, "decode_percent_of_read": 80.0},
+                shape | {"system": "hf_generate", "tpot_ms": 15.0}]  # fmt: skip
+        report = {"gpu": "a GPU", "dtype": "float16", "results": {"model": rows}}
+        svg = os.path.join(self.directory, "hero.svg")
+        code, out, error = run(plot_bench, "--hero", svg, self.write("m.json", json.dumps(report)))
+        self.assertEqual((code, out, error), (0, svg + "\n", ""))
+        with open(svg, encoding="utf-8") as file:
+            picture = file.read()
+        for text in ("Pythia-2.8B on an a GPU: 1.50 ms a token, of which the memory needs 1.20 ms", "15.00 ms, 10.0x",
+                     "transformers, generate()", "cf-ops"):  # fmt: skip
             self.assertIn(text, picture)
 
     def test_shares_are_those_of_the_longest_sequence(self):

@@ -430,13 +430,13 @@ class BenchGpu(Scripts):
 
     def test_pictures_are_drawn_of_what_is_there(self):
         os.mkdir(os.path.join(self.root, "out"))
-        for name in ("growth-pythia-2.8b", "python-pythia-2.8b", "pythia-2.8b"):
+        for name in ("growth-pythia-2.8b", "python-pythia-2.8b", "model-peers-pythia-2.8b"):
             open(os.path.join(self.root, "out", name + ".json"), "w").close()
         _, calls = self.measure(arguments=("--only", "models", "out"))
         plots = [call for call in calls if call.startswith("plot_bench.py")]
         self.assertEqual(plots, ["plot_bench.py out/growth-pythia-2.8b.json",
                                  "plot_bench.py out/python-pythia-2.8b.json",
-                                 "plot_bench.py --hero out/hero.svg out/pythia-2.8b.json"])  # fmt: skip
+                                 "plot_bench.py --hero out/hero.svg out/model-peers-pythia-2.8b.json"])  # fmt: skip
 
     def test_every_measurement_has_a_file_of_its_own(self):
         result, calls = self.measure()
@@ -449,7 +449,7 @@ class BenchGpu(Scripts):
                          {"cf-layer", "cf-op", "cf-model", "eval_hf.py", "bench_python.py", "bench_peers.py"})  # fmt: skip
         models = [call for call in words if call[:3] == ["bench_peers.py", "--what", "model"]]
         llamas = "llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b"
-        names = "pythia-2.8b", "compile-pythia-2.8b", *llamas
+        names = "pythia-2.8b", "pythia-6.9b", *llamas
         self.assertEqual([call[-1] for call in models], [f"out/model-peers-{name}.json" for name in names])
         self.assertEqual(calls[-1], f"bench_page.py out {self.root}/README.md {self.root}/python/README.md")
 
