@@ -118,6 +118,7 @@ def result(figures):
     for peer, name in PEERS.items():
         if peer in rows:
             text += f", {rows[peer]['tpot_ms'] / ours['tpot_ms']:.1f}x {name}"
+    text += " of transformers" * ("hf_generate" in rows)
     return textwrap.wrap(f"**{text}.**", 120)
 
 
@@ -154,8 +155,8 @@ def many_prompts(figures, model="pythia-2.8b"):
     if not report:
         return []
     most = max(report["results"], key=lambda r: (r["slots"], r["new_tokens"]))
-    return [f"{most['slots']} prompts of {most['prompt_len']} ids at once: {most['tokens_per_s']:,.0f} tokens a second of "
-            f"{model.title()}."]  # fmt: skip
+    prompts = f"{most['slots']} prompts of {most['prompt_len']} ids"
+    return [f"With {prompts} at once {model.title()} makes {most['tokens_per_s']:,.0f} tokens a second."]
 
 
 def ways_to_step(figures):
@@ -472,7 +473,7 @@ def whole_models(figures, names):
 def beside_others(figures):
     """A table for each GPU of the models that ran beside others."""
     found = {}
-    for name in ("pythia-2.8b", "compile-pythia-2.8b", *(name for name in (*MODELS, *LLAMAS) if name != "pythia-2.8b")):
+    for name in (*MODELS, *LLAMAS):
         for file in (f"model-peers-{name}", f"model-peers-{name}-h100"):
             if report := figures[file]:
                 found.setdefault(report["gpu"], {})[file] = measured(report)
@@ -546,13 +547,14 @@ PEERS_OF_KERNELS = (
 )
 
 BESIDE_OTHERS = (
-    "Beside others, each model in one run in its own 16 bits. hf_generate is transformers' generate(), hf_static_compile "
-    "the same model with a static cache and compiled steps; torch_graph is torch's operators in a CUDA graph for every "
-    "step, torch_graphs in one for each kv_len. What did not run in the time that it was given has no row. The last "
-    "column counts the greedy ids of one prompt that are generate()'s with the same weights, which are random, so that "
-    "the best two logits often lie close together. Where the ids part, both go on from another text. It names the model "
-    "whose ids they are where it is a smaller one, and where it is recorded how far float64 puts the two ids apart there "
-    "beside the error of Hugging Face's own logits: where that error is larger, 16 bits cannot say which id is right."
+    "Beside others, each model in one run in its own 16 bits. hf_generate is transformers' generate(), "
+    "hf_static_compile the same model with a static cache and compiled steps; torch_graph is torch's operators in a "
+    "CUDA graph for every step, torch_graphs in one for each kv_len. What did not run in the time that it was given "
+    "has no row. The last column counts the greedy ids of one prompt that are generate()'s with the same weights; it "
+    "names the model where that is a smaller one. The weights are random, so that the best two logits often lie close "
+    "together; where ids part, both systems go on from another text. Where it is recorded, the column says how far "
+    "float64 puts the two ids apart there, beside the error of Hugging Face's own logits: where that error is larger, "
+    "16 bits cannot say which id is right."
 )
 
 PAGE = """# Recorded figures
@@ -724,8 +726,8 @@ def commands(figures):
     lines = [line for name, command in found.items() if name not in trials for line in typed(name, command)]
     text = ["```sh", *lines, "```"] if lines else []
     if trials:
-        text += ["", "Of several runs each, some of them of trial builds, whose changes are not in the tree. Capitals stand for "
-                 "what differs from row to row:", ""]  # fmt: skip
+        text += ["", "Of several runs each, some of them of trial builds, whose changes are not in the tree. Capitals "
+                 "stand for what differs from row to row:", ""]  # fmt: skip
         text += [f"- `{name}.json`: `{command}`" for name, command in trials.items()]
     return text or ["Not recorded."]
 

@@ -110,9 +110,9 @@ def agreement(ids, reference):
 
 
 def margin(hf, prompt, ids, reference):
-    """The agreement of greedy ids with those of a model's generate(). Where they part, also how far float64 puts the two
-    ids apart there, `margin`: the reference's logit less the other's; and `own_error`: how far the model's own logits are
-    from float64's at most. What the memory has no room for is left out."""
+    """The agreement of greedy ids with those of a model's generate(). Where they part, also how far float64 puts the
+    two ids apart there, `margin`: the reference's logit less the other's; and `own_error`: how far the model's own
+    logits are from float64's at most. What the memory has no room for is left out."""
     found = agreement(ids, reference)
     if (first := found["first_divergence"]) is None:
         return found

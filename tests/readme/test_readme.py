@@ -123,7 +123,8 @@ class Readme(unittest.TestCase):
         for name, golden in (("mine.h5", "neox-d80-kv17-b1.h5"), ("other.h5", "neox-d80-kv17-b1.h5")):
             shutil.copy(os.path.join(ROOT, "data/golden", golden), os.path.join(cls.tree, name))
         with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-            cls.commands = commands(file.read())
+            cls.text = file.read()
+        cls.commands = commands(cls.text)
 
     def run_command(self, command):
         return subprocess.run(["bash", "-c", command], cwd=self.tree, env=self.environment, capture_output=True,
@@ -142,6 +143,17 @@ class Readme(unittest.TestCase):
             with self.subTest(command):
                 result = self.run_command(command)
                 self.assertEqual(result.returncode, 0, f"{command}\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+
+    def test_the_first_model_command_prints_what_stands_below_it(self):
+        first = next(command for command in self.commands if "cf-model" in command)
+        result = self.run_command(first)
+        self.assertRegex(result.stdout, r"\w{3}")
+        self.assertIn(f"```\n{result.stdout.strip(chr(10))}\n```\n", self.text)
+
+    def test_outputs_stand_outside_the_clone(self):
+        for command in self.commands:
+            for option, path in re.findall(r"--(json|csv|dump|out)[ =](\S+)", command):
+                self.assertTrue(path.startswith("/tmp/"), f"{command}: --{option}")
 
     def test_gpu_commands(self):
         if has_gpu():

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Links between the project's pages lead somewhere, and a map of a folder names each of its files."""
+
+import os
+import re
+import unittest
+
+ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
+MAPS = ("cuda/ops/linear", "cuda/persistent")
+
+
+def pages():
+    """The paths of the project's Markdown files."""
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name != "build" and not name.startswith(".")]
+        yield from (os.path.join(folder, name) for name in files if name.endswith(".md"))
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+class Pages(unittest.TestCase):
+    def test_links_lead_somewhere(self):
+        found = list(pages())
+        self.assertIn(os.path.join(ROOT, "README.md"), found)
+        for page in found:
+            for path, anchor in re.findall(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)", read(page)):
+                target = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+                where = f"{os.path.relpath(page, ROOT)}: {path}#{anchor}"
+                self.assertTrue(os.path.exists(target), where)
+                if anchor:
+                    self.assertIn(anchor, anchors(read(target)), where)
+
+    def test_a_map_names_each_file(self):
+        for folder in MAPS:
+            text = read(os.path.join(ROOT, folder, "README.md"))
+            for name in os.listdir(os.path.join(ROOT, folder)):
+                if name != "README.md":
+                    self.assertRegex(text, rf"[`(]{re.escape(name)}[`)]", folder)
+            named = re.findall(r"`(\w+\.(?:cpp|hpp|cu|cuh))`", text.partition("| file | what |")[2])
+            self.assertEqual([n for n in named if not os.path.exists(os.path.join(ROOT, folder, n))], [], folder)
+
+    def test_anchors_are_those_of_headings(self):
+        self.assertEqual(anchors("# A b\n```sh\n# no\n```\n## The layer's end, two\n"), {"a-b", "the-layers-end-two"})
+
+
+if __name__ == "__main__":
+    unittest.main()
