@@ -353,8 +353,12 @@ def peers(figures):
             report = figures[name]
             if not report:
                 continue
-            _, _, *tables = plot_bench.tables(os.path.join(figures.directory, f"{name}.json"))
+            # The kernels' own run is the later one.
+            kernels = None if part else figures["kernel-peers-" + model]
+            without = [what for what, rows in kernels["results"].items() if rows] if kernels else []
+            _, _, *tables = plot_bench.tables(os.path.join(figures.directory, f"{name}.json"), without)
             lines += [f"### {model.title()}, kernels" if part else f"### {model.title()}", "", *tables, ""]
+            report = report | {"results": {k: rows for k, rows in report["results"].items() if k not in without}}
             lines += [f"{versions(report)}. {figures.sources([name])}", "", *no_share(report)]
             if any("code_lines" in row for rows in report["results"].values() for row in rows):
                 lines += [PEERS_OF_KERNELS, ""]
@@ -552,9 +556,9 @@ BESIDE_OTHERS = (
     "CUDA graph for every step, torch_graphs in one for each kv_len. What did not run in the time that it was given "
     "has no row. The last column counts the greedy ids of one prompt that are generate()'s with the same weights; it "
     "names the model where that is a smaller one. The weights are random, so that the best two logits often lie close "
-    "together; where ids part, both systems go on from another text. Where it is recorded, the column says how far "
-    "float64 puts the two ids apart there, beside the error of Hugging Face's own logits: where that error is larger, "
-    "16 bits cannot say which id is right."
+    "together; where ids part, both systems go on from another text. Then the column says, where it is recorded, how "
+    "far float64 puts generate()'s id above the other one, beside the error of Hugging Face's own logits: where that "
+    "error is larger, 16 bits cannot say which of the two is right."
 )
 
 PAGE = """# Recorded figures
@@ -596,7 +600,8 @@ The second and the third token behind a short prompt take longer than the rest, 
 
 `generate()` of transformers as it is (hf_generate) and with `cf_ops.hf.speed_up` (speed_up) beside `cf-model`, greedy.
 Then calls of the package `cf_ops`: the host's time is the call's own, which launches and does not wait; ops have small
-tensors; a layer's and a step's time from call to call has the device's work in it.
+tensors; a layer's and a step's time from call to call has the device's work in it. The column of ids is that of
+[whole models](#tokens-from-a-whole-model).
 
 {python}
 

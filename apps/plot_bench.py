@@ -341,9 +341,9 @@ def stack_table(report):
     return lines
 
 
-def tables(path):
-    """The lines of a table for each kind of work in a file of bench_peers.py, its rows of whole models, or for the
-    stacks in a file of cf-layer."""
+def tables(path, without=()):
+    """The lines of a table for each kind of work in a file of bench_peers.py, but for some kinds, its rows of whole
+    models, or for the stacks in a file of cf-layer."""
     report = read_json(path)
     if isinstance(report, dict) and report.get("program") == "cf-layer" and "gpu" in report:
         return stack_table(report)
@@ -357,7 +357,7 @@ def tables(path):
         return [*lines, "", *model_peers.table(report["results"]["model"])]
     for what, rows in report["results"].items():
         rows = [of_today(row) for row in rows if row["batch"]]
-        if not rows:
+        if not rows or what in without:
             continue
         systems = list(dict.fromkeys(row["system"] for row in rows))
         ratio = {(*bench_peers.work(r), r["peer"]): r["ratio"] for r in report["ratios"][what]}
