@@ -1172,6 +1172,9 @@ class Page(Files):
         self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
+        (token,) = [rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)]
+        with open(os.path.join(root, "data", "bench", "hero.svg"), encoding="utf-8") as file:
+            self.assertIn(f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's")
         with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
             package = file.read()
         lines = bench_page.python_headline(figures, os.path.join(root, "python"))
