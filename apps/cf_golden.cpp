@@ -485,18 +485,18 @@ int compare_files(const Options& o, const std::string& command) {
   return finish(passed);
 }
 
-/// What --help says below the options of a command that prints tables. `more` describes the columns of that command
-/// alone.
-std::string table_notes(const std::string& start, const std::string& more) {
-  return fmt::format(R"({}
-rel L2    ||got - reference|| / ||reference||
-budget    the largest rel L2 that passes
-max abs   the largest |got - reference|
-worst at  the element of max abs, or the first element that is not finite
-{}verdict   ok or FAIL
---json holds more of every row: float16 ULPs, the mean signed error, the values at the worst element.
-Exit code 0: all passed; 1: a comparison failed; 2: bad usage or input.)",
-                     start, more);
+/// Says in --help what the columns of a command's tables are. `more` are columns of that command alone.
+void explain_table(CommandLine& line, const std::string& title, const std::vector<HelpSection::Entry>& more) {
+  HelpSection columns{.title = title,
+                      .entries = {{"rel L2", "||got - reference|| / ||reference||"},
+                                  {"budget", "The largest rel L2 that passes"},
+                                  {"max abs", "The largest |got - reference|"},
+                                  {"worst at", "The element of max abs, or the first one that is not finite"}}};
+  columns.entries.insert(columns.entries.end(), more.begin(), more.end());
+  columns.entries.push_back({"verdict", "ok or FAIL"});
+  line.section(std::move(columns));
+  line.notes("--json holds more of every row: float16 ULPs, the mean signed error, the values at the worst element.");
+  line.notes("Exit code 0: all passed; 1: a comparison failed; 2: bad usage or input.");
 }
 
 std::vector<std::string> site_names() {
@@ -509,22 +509,32 @@ std::vector<std::string> site_names() {
 
 int main(int argc, char** argv) {
   Options o;
-  CommandLine line("Looks into golden files, runs a backend against them, compares two of them.");
+  CommandLine line("Looks into golden files, runs a backend against them, compares two of them.",
+                   std::string("cf-golden ") + CF_VERSION);
+  line.example("What a file holds", "cf-golden info data/golden/neox-d80-kv17-b3.h5");
+  line.example("Compare the CPU backend with Hugging Face", "cf-golden run data/golden/neox-d80-kv17-b*.h5");
 
   CommandLine& info_line = line.subcommand("info", "Print what a golden file holds");
+  info_line.group("Arguments");
   info_line.files("file", o.files, 1, 1, "The golden file");
+  info_line.example("A layer's file", "cf-golden info data/golden/neox-d80-kv17-b3.h5");
+  info_line.example("A whole model's file", "cf-golden info data/golden_model/neox-d80-16.h5");
 
   CommandLine& run_line = line.subcommand("run", "Run a backend site by site and compare it with the files' taps");
+  run_line.group("Arguments");
   run_line.files("files", o.files, 1, CommandLine::kMany, "Golden files");
-  run_line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the sites");
+  run_line.group("Backend");
+  run_line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the sites");
   run_line.choice("--impl", o.impl, {"unfused", "layer"},
                   "An op a site, or the layer by the persistent kernel (with --backend cuda --chained)");
   run_line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32, DType::f64},
                  "Activations, when left out float64 (the oracle) and float32 on the CPU, the file's dtype on a GPU");
+  run_line.text("--model", o.model, "Take the weights from this checkpoint directory", "DIR");
+  run_line.group("Walk");
   run_line.choice("--site", o.site, site_names(), "This site alone");
   run_line.flag("--isolated", o.isolated, "Feed every site the file's tensors: names the guilty site (default)");
   run_line.flag("--chained", o.chained, "Feed the first site alone: shows how errors add up");
-  run_line.text("--model", o.model, "Take the weights from this checkpoint directory");
+  run_line.group("Output");
   run_line.flag("-v,--verbose", o.verbose, "Print a table of all taps a file and dtype");
   run_line.excludes("--isolated", "--chained");
   run_line.check([&](Faults& faults) {
@@ -535,18 +545,28 @@ int main(int argc, char** argv) {
       faults.add("--impl layer: expected with --backend cuda and --chained");
     faults.add(choose_backend(o.backend).status());
   });
-  run_line.notes(table_notes(
-      "Prints a line for each tap that fails, the command that repeats it, and one line for all files.\n"
-      "The columns of --verbose, whose reference is Hugging Face in float64:",
-      "HF        the smallest rel L2 of Hugging Face's own runs in the file's dtype; - without such a run\n"));
+  run_line.notes("Prints a line for each tap that fails, the command that repeats it, and one line for all files.");
+  explain_table(run_line, "Columns of --verbose, whose reference is Hugging Face in float64",
+                {{"HF", "The smallest rel L2 of Hugging Face's own runs in the file's dtype; - without such a run"}});
+  run_line.example("A table of all taps of a file", "cf-golden run -v data/golden/neox-d80-kv17-b3.h5");
+  run_line.example("One site of several files",
+                   "cf-golden run --site attention.context data/golden/neox-d80-kv17-b*.h5");
 
   CommandLine& compare_line = line.subcommand("compare", "Compare the inputs and taps of two golden files");
+  compare_line.group("Arguments");
   compare_line.files("files", o.files, 2, 2, "The two golden files");
-  compare_line.text("--variant-a", o.variant_a, "The first file's taps; float64 where the file has it, else its first");
-  compare_line.text("--variant-b", o.variant_b, "The same of the second file");
-  compare_line.notes(table_notes("The columns, whose reference is the second file:", ""));
+  compare_line.group("Taps");
+  compare_line.text("--variant-a", o.variant_a, "The first file's taps; float64 where the file has it, else its first",
+                    "NAME");
+  compare_line.text("--variant-b", o.variant_b, "The same of the second file", "NAME");
+  explain_table(compare_line, "Columns, whose reference is the second file", {});
+  compare_line.example("Hugging Face's float16 against its float64",
+                       "cf-golden compare --variant-a float16_eager \\\n"
+                       "      data/golden/neox-d80-kv17-b3.h5 data/golden/neox-d80-kv17-b3.h5");
+  compare_line.example("Two files that cf-layer --dump wrote", "cf-golden compare cpu.h5 gpu.h5");
 
-  for (CommandLine* c : {&run_line, &compare_line}) c->output("--json", o.json, "Write all rows to this file");
+  for (CommandLine* c : {&run_line, &compare_line})
+    c->group("Output"), c->output("--json", o.json, "Write all rows to this file");
 
   if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
   const std::string command = shell_command(argc, argv);

@@ -1,4 +1,4 @@
-// cf-layer: times one layer of a GPT-NeoX model, site by site, and checks it.
+// cf-layer: times one layer of a model, site by site, and checks it.
 #include <fmt/format.h>
 #include <omp.h>
 #include <unistd.h>
@@ -388,39 +388,46 @@ int run(const Options& o, Plan& plan, const std::string& command) {
 int run(int argc, const char* const* argv) {
   Options o;
   Plan plan;
-  CommandLine line(
-      "Times one layer of a GPT-NeoX model, site by site, beside a plain read of its weights, and checks it.",
-      std::string("cf-layer ") + CF_VERSION);
-  line.text("--model", o.model, "Checkpoint directory: config.json and safetensors");
-  line.text("--preset", o.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
+  CommandLine line("Times one layer of a model, site by site, beside a plain read of its weights, and checks it.",
+                   std::string("cf-layer ") + CF_VERSION);
+  line.group("Model");
+  line.text("--model", o.model, "Checkpoint directory: config.json and safetensors", "DIR");
+  line.text("--preset", o.preset, "Model with procedural weights", "NAME", preset_names());
   line.seed("--seed", o.seed, "Seed of procedural weights and activations");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
   line.integer("--group", o.group, {1, kMaxGroup, "", -1},
                "Inputs that share a scale with --quant, -1 for all; 128 when left out");
-  line.text("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7");
+  line.group("Step");
+  line.text("--layer", o.layers, "Layers: numbers and ranges, such as 0-3,7", "LIST");
   line.flag("--whole-model", o.whole_model, "Time all layers back to back (cuda)");
   line.text("--first-layers", o.first_layers,
-            "With --whole-model, so many layers from the first on: numbers and ranges, such as 1,2,4,8-32");
+            "With --whole-model, so many layers from the first on: numbers and ranges, such as 1,2,4,8-32", "LIST");
   line.flag("--ablate", o.ablate, "With --whole-model, time variants of the persistent kernel, too");
   line.text("--kv-len,--seq-len", o.kv_lens,
-            "Valid cache entries after the new tokens are appended: numbers and ranges, such as 128,512,2048");
+            "Valid cache entries after the new tokens are appended: numbers and ranges, such as 128,512,2048", "LIST");
   line.integer("--q-len", o.q_len, {1, kMaxTokens}, "New tokens of each sequence; more than 1 is a prefill");
   line.integer("--batch", o.batch, {1, kMaxBatch}, "Sequences");
-  line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the layer");
-  line.text(
-      "--impl", o.device.impls,
-      "How a step is launched: a list of unfused, graph, split, layer and persistent (cuda); graph when left out");
-  line.text("--arch-plan", o.device.arch_plan, "Launch plans of another GPU: sm_90 or sm_120 (cuda)");
+  line.group("Backend");
+  line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the layer");
+  line.text("--impl", o.device.impls,
+            "How a step is launched: a list of unfused, graph, split, layer and persistent (cuda); graph when left out",
+            "LIST");
+  line.text("--arch-plan", o.device.arch_plan, "Launch plans of another GPU (cuda)", "ARCH", {"sm_90", "sm_120"});
+  line.group("Timing");
   line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
   line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
   line.integer("--threads", o.threads, {1, kMaxThreads}, "Threads");
   line.flag("--warm", o.bench.warm, "Leave weights and cache in the processor's caches between runs");
+  line.group("Output");
   line.flag("--check", o.check, "Compare with the float64 oracle; exit code 1 outside the budget");
   line.output("--json", o.json, "Write everything as JSON, anew after each configuration");
   line.output("--csv", o.csv, "Write a row for each site as CSV, anew after each configuration");
   line.output("--dump", o.dump, "Write the step with all taps as a golden file (one configuration)");
+  line.example("A layer at two lengths on the CPU, compared with the oracle",
+               "cf-layer --preset pythia-160m --layer 0 --kv-len 128,512 --runs 5 --check");
+  line.example("All layers on a GPU", "cf-layer --preset pythia-2.8b --whole-model --kv-len 2048 --device cuda");
   line.require_one("--model", "--preset");
   line.require_one("--layer", "--whole-model");
   line.require("--kv-len");

@@ -1,4 +1,4 @@
-// cf-model: tokens from a whole GPT-NeoX model, with their quality and their time.
+// cf-model: tokens from a whole model, with their quality and their time.
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/model/commands.hpp"
@@ -7,7 +7,7 @@ namespace cf::apps {
 namespace {
 
 int main(int argc, char** argv) {
-  CommandLine line("Makes tokens with a whole GPT-NeoX model, scores texts, and times both, on the CPU or a GPU.",
+  CommandLine line("Makes tokens with a whole model, scores texts, and times both, on the CPU or a GPU.",
                    std::string("cf-model ") + CF_VERSION);
   CommandLine& generate_line = line.subcommand("generate", "Continue prompts");
   CommandLine& eval_line = line.subcommand("eval", "Score the ids of a text, beside the oracle if asked to");
@@ -17,6 +17,9 @@ int main(int argc, char** argv) {
   Evaluate evaluate(eval_line);
   Bench bench(bench_line);
   Info info(info_line);
+  line.example("Continue token ids and print text",
+               "cf-model generate --model data/checkpoints/stdlib-4m --prompt-ids 486,856,8");
+  line.example("What a model of 7 B takes", "cf-model info --preset llama-2-7b");
   if (const auto exit_code = line.parse(argc, argv)) return *exit_code;
   const std::string command = shell_command(argc, argv);
   if (generate_line.chosen()) return generate.run(command);

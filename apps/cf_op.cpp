@@ -11,6 +11,7 @@
 #include "apps/cli/program.hpp"
 #include "apps/cli/sweep.hpp"
 #include "apps/cli/table.hpp"
+#include "apps/verify/model_source.hpp"
 
 namespace cf::apps {
 namespace {
@@ -20,7 +21,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::int64_t kMaxTokens = 1 << 20, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22;
 
 struct Options {
-  std::string preset, batches = "1", kv_lens = "1", quant, json;
+  std::string preset, batches = "1", kv_lens = "1", quant, backend = "cuda", json;
   std::optional<DType> dtype;
   std::optional<std::int64_t> group;  // with quant
   OpBenchRequest request;
@@ -178,21 +179,28 @@ int run(int argc, const char* const* argv) {
   CommandLine line(
       "Times single CUDA ops at a model's shapes, cold, in a graph, beside the GPU's streaming read and copy.",
       std::string("cf-op ") + CF_VERSION);
+  line.group("Op");
   line.choice("op", r.op, names(op_names()), "The op that is timed");
-  line.text("--preset", o.preset, "Model of the Pythia suite whose shapes are taken, such as pythia-2.8b");
-  line.text("--batch,--tokens", o.batches, "Sequences, one new token each: numbers and ranges, such as 1,4,16");
+  line.text("--preset", o.preset, "Model whose shapes are taken", "NAME", preset_names());
+  line.text("--batch,--tokens", o.batches, "Sequences, one new token each: numbers and ranges, such as 1,4,16", "LIST");
   line.text("--kv-len,--seq-len", o.kv_lens,
-            "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048");
+            "Valid cache entries after the new token is appended: numbers and ranges, such as 128,512,2048", "LIST");
   line.integer("--layers", r.layers, {0, OpBenchRequest::kMaxLayers},
                "Sets of tensors that the graph goes through; 0 for as many as hold four times the L2");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32}, "Dtype of the tensors, float16 when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise the op's matrices to 4 bits");
   line.integer("--group", o.group, {1, kMaxGroup, "", -1},
                "Inputs that share a scale with --quant, -1 for all; 128 when left out");
+  line.group("Timing");
+  line.choice("--backend,--device", o.backend, {"cuda"}, "What runs the op");
   line.integer("--runs", r.bench.runs, {1, kMaxRuns}, "Timed replays of the graph");
   line.integer("--warmup", r.bench.warmup, {0, kMaxRuns}, "Replays before the timed ones");
   line.flag("--overlap", r.overlap, "Let a kernel start before its predecessor is done");
+  line.group("Output");
   line.output("--json", o.json, "Write everything as JSON; - for standard output in place of the table", true);
+  line.example("A step's Linears at the shapes of Pythia-2.8B", "cf-op linear --preset pythia-2.8b");
+  line.example("Attention over a batch and two lengths",
+               "cf-op attention --preset llama-3.1-8b --batch 8 --kv-len 512,2048");
   line.require("op");
   line.require("--preset");
   line.needs("--group", "--quant");

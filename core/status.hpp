@@ -35,7 +35,8 @@ class [[nodiscard]] Status {
 
   explicit operator bool() const { return code_ == Code::ok; }
   Code code() const { return code_; }
-  const std::string& message() const { return message_; }
+  const std::string& message() const& { return message_; }
+  std::string message() && { return std::move(message_); }
   const SourceLocation& where() const { return at_; }  // the line that made the error, for debugging
 
  private:
@@ -44,18 +45,22 @@ class [[nodiscard]] Status {
   SourceLocation at_;
 };
 
-/// A value, or the Status that says why there is none.
+/// A value, or the Status that says why there is none. A temporary gives its value away, so that what holds it, as
+/// `for (int id : *read_ids())` does, never holds a reference into a Result that is gone.
 template <class T>
 class [[nodiscard]] Result {
  public:
   Result(T value) : value_(std::move(value)) {}          // NOLINT(google-explicit-constructor)
   Result(Status status) : status_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
   explicit operator bool() const { return value_.has_value(); }
-  T& operator*() { return *value_; }
-  const T& operator*() const { return *value_; }
+  T& operator*() & { return *value_; }
+  const T& operator*() const& { return *value_; }
+  T operator*() && { return std::move(*value_); }
+  void operator*() const&& = delete;
   T* operator->() { return &*value_; }
   const T* operator->() const { return &*value_; }
-  const Status& status() const { return status_; }
+  const Status& status() const& { return status_; }
+  Status status() && { return std::move(status_); }
 
  private:
   std::optional<T> value_;

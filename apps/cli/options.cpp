@@ -47,6 +47,18 @@ bool is_same_file(const std::string& a, const std::string& b) {
 /// "--batch" of "--batch,--tokens".
 std::string first_name(const std::string& names) { return names.substr(0, names.find(',')); }
 
+/// "--batch, --tokens" of "--batch,--tokens".
+std::string spaced(std::string names) {
+  for (std::size_t comma = 0; (comma = names.find(',', comma)) != names.npos; comma += 2) names.replace(comma, 1, ", ");
+  return names;
+}
+
+int print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
+  return kOk;
+}
+
 }  // namespace
 
 void Faults::expected(std::string_view option, std::string_view what, std::string_view value) {
@@ -89,6 +101,8 @@ struct CommandLine::State {
     CLI::Option* parsed;
     Accept accept;  // none for a flag
     bool* flag = nullptr;
+    std::string kind{};                // of its value
+    std::vector<std::string> known{};  // values that completion offers
   };
   struct Path {
     std::string option, path;
@@ -99,13 +113,22 @@ struct CommandLine::State {
   std::vector<std::unique_ptr<CommandLine>> subcommands{};
   std::vector<Option> options{};
   std::vector<std::function<void(Faults&)>> checks{};
+  std::string title = "Options";  // of the section of --help that options go to
+  HelpPage page{};
+  std::vector<std::string> needed{};      // words of the usage
   std::vector<Path> outputs{}, inputs{};  // the files of the command line, collected as the options take their values
 
   std::vector<std::string> names() const {
-    std::vector<std::string> names{"--help"};
+    std::vector<std::string> names;
     for (const CLI::Option* o : app->get_options())
       for (const std::string& name : o->get_lnames()) names.push_back("--" + name);
     return names;
+  }
+  /// "--batch INT".
+  std::string with_kind(const std::string& name) const {
+    for (const Option& o : options)
+      if (o.name == name && !o.kind.empty()) return name + " " + o.kind;
+    return name;
   }
 };
 
@@ -136,31 +159,47 @@ bool CommandLine::given(std::string_view name) const {
   return false;
 }
 
-void CommandLine::option(const std::string& name, const std::string& kind, const std::string& default_value,
-                         const std::string& help, Accept accept) {
-  CLI::Option* const parsed = state_->app->add_option(name, help);
-  parsed->type_name(kind)->default_str(default_value)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  state_->options.push_back({first_name(name), parsed, std::move(accept)});
+void CommandLine::show(const std::string& name, const std::string& help) {
+  std::vector<HelpSection>& sections = state_->page.sections;
+  const auto same = [this](const HelpSection& s) { return s.title == state_->title; };
+  auto section = std::find_if(sections.begin(), sections.end(), same);
+  if (section == sections.end()) section = sections.insert(section, {.title = state_->title});
+  section->entries.push_back({name, help});
 }
 
-void CommandLine::text(const std::string& name, std::string& value, const std::string& help) {
-  option(name, "TEXT", value, help, [&value](const std::string& text) -> std::string {
+void CommandLine::option(const std::string& name, const std::string& kind, const std::string& default_value,
+                         const std::string& help, Accept accept, std::vector<std::string> known) {
+  CLI::Option* const parsed = state_->app->add_option(name, help);
+  parsed->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  state_->options.push_back({.name = first_name(name),
+                             .parsed = parsed,
+                             .accept = std::move(accept),
+                             .kind = name.starts_with("-") ? kind : "",
+                             .known = std::move(known)});
+  show(spaced(name) + (name.starts_with("-") ? " " + kind : ""),
+       help + (default_value.empty() ? "" : fmt::format(" (default {})", default_value)));
+}
+
+void CommandLine::text(const std::string& name, std::string& value, const std::string& help, const std::string& kind,
+                       const std::vector<std::string>& known) {
+  const auto accept = [&value](const std::string& text) -> std::string {
     if (text.empty()) return "a text";
     value = text;
     return "";
-  });
+  };
+  option(name, kind, value, known.empty() ? help : help + ": " + list_of(known), accept, known);
 }
 
 void CommandLine::choice(const std::string& name, std::string& value, const std::vector<std::string>& choices,
                          const std::string& help) {
   const std::string kind = fmt::format("{}", fmt::join(choices, "|"));
   const bool fits = kind.size() <= 30;  // on the option's own line of --help
-  option(name, fits ? kind : "NAME", value, fits ? help : help + ": " + list_of(choices),
-         [&value, choices](const std::string& text) {
-           if (std::find(choices.begin(), choices.end(), text) == choices.end()) return list_of(choices);
-           value = text;
-           return std::string();
-         });
+  const auto accept = [&value, choices](const std::string& text) {
+    if (std::find(choices.begin(), choices.end(), text) == choices.end()) return list_of(choices);
+    value = text;
+    return std::string();
+  };
+  option(name, fits ? kind : "NAME", value, fits ? help : help + ": " + list_of(choices), accept, choices);
 }
 
 void CommandLine::integer(const std::string& name, std::int64_t& value, const Range& range, const std::string& help) {
@@ -204,17 +243,21 @@ void CommandLine::seed(const std::string& name, std::uint64_t& value, const std:
 
 void CommandLine::dtype(const std::string& name, std::optional<DType>& value, const std::vector<DType>& dtypes,
                         const std::string& help) {
+  const auto accept = [&value, dtypes](const std::string& text) {
+    const auto dtype = parse_dtype(text);
+    if (!dtype || std::find(dtypes.begin(), dtypes.end(), *dtype) == dtypes.end()) return list_of(dtypes);
+    value = dtype;
+    return std::string();
+  };
+  std::vector<std::string> known;
+  for (DType d : dtypes) known.emplace_back(to_string(d));
   option(name, "DTYPE", value ? std::string(to_string(*value)) : "",
-         help + (help.empty() ? "" : ": ") + list_of(dtypes), [&value, dtypes](const std::string& text) {
-           const auto dtype = parse_dtype(text);
-           if (!dtype || std::find(dtypes.begin(), dtypes.end(), *dtype) == dtypes.end()) return list_of(dtypes);
-           value = dtype;
-           return std::string();
-         });
+         help + (help.empty() ? "" : ": ") + list_of(dtypes), accept, known);
 }
 
 void CommandLine::flag(const std::string& name, bool& value, const std::string& help) {
   state_->options.push_back({first_name(name), state_->app->add_flag(name, help), nullptr, &value});
+  show(spaced(name), help);
 }
 
 void CommandLine::output(const std::string& name, std::string& path, const std::string& help, bool dash) {
@@ -229,7 +272,9 @@ void CommandLine::output(const std::string& name, std::string& path, const std::
 void CommandLine::files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,
                         const std::string& help) {
   CLI::Option* const parsed = state_->app->add_option(name, help);
-  parsed->type_name("")->expected(-1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  parsed->expected(-1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  state_->needed.push_back(most == 1 ? name : name + "...");
+  show(name, help);
   check([this, name, &paths, least, most, parsed](Faults& faults) {
     paths = parsed->results();
     // The word behind an unknown option may be its value: with such an option the number of files is not known.
@@ -247,13 +292,15 @@ void CommandLine::files(const std::string& name, std::vector<std::string>& paths
   });
 }
 
-void CommandLine::require(const std::string& name) {
-  check([this, name](Faults& faults) {
-    if (!given(name)) faults.add(name + ": required, not given");
+void CommandLine::require(const std::string& name, const std::string& other) {
+  state_->needed.push_back(state_->with_kind(name));
+  check([this, name, other](Faults& faults) {
+    if (!given(name) && !given(other)) faults.add(name + ": required, not given");
   });
 }
 
 void CommandLine::require_one(const std::string& a, const std::string& b) {
+  state_->needed.push_back(fmt::format("({} | {})", state_->with_kind(a), state_->with_kind(b)));
   check([this, a, b](Faults& faults) {
     if (given(a) == given(b))
       faults.add(fmt::format("{} or {}: expected one of them, got {}", a, b, given(a) ? "both" : "none"));
@@ -274,7 +321,58 @@ void CommandLine::excludes(const std::string& a, const std::string& b) {
 
 void CommandLine::check(std::function<void(Faults&)> check) { state_->checks.push_back(std::move(check)); }
 
-void CommandLine::notes(const std::string& text) { state_->app->footer(text); }
+void CommandLine::group(const std::string& title) { state_->title = title; }
+
+void CommandLine::section(HelpSection section) { state_->page.sections.push_back(std::move(section)); }
+
+void CommandLine::example(const std::string& what, const std::string& command) {
+  state_->page.examples.push_back({what, command});
+}
+
+void CommandLine::notes(const std::string& text) { state_->page.notes.push_back(text); }
+
+HelpPage CommandLine::page() const {
+  const State& s = *state_;
+  HelpPage page = s.page;
+  page.description = s.app->get_description();
+  page.usage = s.app->get_parent() ? s.app->get_parent()->get_name() + " " + s.app->get_name() : s.app->get_name();
+  if (!s.subcommands.empty()) {
+    page.usage += " COMMAND [options]";
+    HelpSection commands{.title = "Commands"};
+    for (const auto& line : s.subcommands)
+      commands.entries.push_back({line->state_->app->get_name(), line->state_->app->get_description()});
+    page.sections.insert(page.sections.begin(), std::move(commands));
+    page.notes.push_back(fmt::format("{} COMMAND --help shows a command's options.", s.app->get_name()));
+  } else {
+    for (const std::string& word : s.needed) page.usage += " " + word;
+    page.usage += " [options]";
+  }
+  HelpSection other{.title = "Other", .entries = {{"-h, --help", "Print this help"}}};
+  if (s.app->get_version_ptr()) other.entries.push_back({"--version", "Print the version"});
+  page.sections.push_back(std::move(other));
+  return page;
+}
+
+std::string CommandLine::completions(const std::vector<std::string>& words) const {
+  const State* s = state_.get();
+  const std::string* before = nullptr;  // the last word but one
+  for (std::size_t i = 0; i + 1 < words.size(); ++i) {
+    if (words[i] == "=") continue;  // bash has split --option=value
+    before = &words[i];
+    for (const auto& line : s->subcommands)
+      if (line->state_->app->get_name() == words[i]) s = line->state_.get();
+  }
+  const auto lines = [](const std::vector<std::string>& values) {
+    return values.empty() ? "" : fmt::format("{}\n", fmt::join(values, "\n"));
+  };
+  std::string text;
+  for (const State::Option& o : s->options) {
+    if (before && !o.kind.empty() && o.parsed->check_name(*before)) return lines(o.known);
+    if (!o.parsed->nonpositional()) text += lines(o.known);
+  }
+  for (const auto& line : s->subcommands) text += line->state_->app->get_name() + "\n";
+  return text + lines(s->names());
+}
 
 void CommandLine::collect(Faults& faults) {
   State& s = *state_;
@@ -339,6 +437,11 @@ std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
   }
   CLI::App& app = *state_->app;
   app.name(program_name());
+  if (argc == 1 && !state_->subcommands.empty()) {
+    std::fputs(to_string(page()).c_str(), stderr);
+    return kBadInput;
+  }
+  if (argc > 1 && std::string_view(argv[1]) == "--complete") return print(completions({argv + 2, argv + argc}));
   try {
     try {
       app.parse(std::vector(words));
@@ -347,9 +450,13 @@ std::optional<int> CommandLine::parse(int argc, const char* const* argv) {
       words.insert(words.begin(), "");
       app.parse(std::move(words));
     }
+  } catch (const CLI::CallForVersion& e) {
+    return print(e.what() + std::string("\n"));
+  } catch (const CLI::CallForHelp&) {
+    const auto& lines = state_->subcommands;
+    const auto chosen = std::find_if(lines.begin(), lines.end(), [](const auto& line) { return line->chosen(); });
+    return print(to_string((chosen == lines.end() ? *this : **chosen).page()));
   } catch (const CLI::ParseError& e) {
-    // Success is what --help and --version throw.
-    if (e.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(e);
     return fail(e.what());
   }
   Faults faults;

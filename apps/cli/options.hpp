@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "apps/cli/help.hpp"
 #include "core/dtype.hpp"
 #include "core/status.hpp"
 
@@ -67,7 +68,11 @@ std::string list_of(const std::vector<DType>& dtypes);
 /// is not a flag takes one value, at most once. parse() collects all faults: unknown options, missing ones, refused
 /// values, and what the checks add.
 ///
+/// The options of a program appear in its --help in the order of their declarations, under the title that group() gave
+/// last. For completion, `--complete WORDS` prints what the last word may become.
+///
 ///     CommandLine line("Times one layer.", "cf-layer 1.0");
+///     line.group("Step");
 ///     line.integer("--batch", o.batch, {1, 4096}, "Sequences");
 ///     line.output("--json", o.json, "Write everything as JSON");
 ///     line.require("--batch");
@@ -88,8 +93,12 @@ class CommandLine {
   /// Whether the command line has this option, whose first name is `name`, with an accepted or a refused value.
   bool given(std::string_view name) const;
 
-  /// Any text that is not empty.
-  void text(const std::string& name, std::string& value, const std::string& help);
+  /// Puts the options that are declared from here on under this title in --help.
+  void group(const std::string& title);
+  /// Any text that is not empty. `kind` says in --help what it is. Completion offers the `known` values, which --help
+  /// lists.
+  void text(const std::string& name, std::string& value, const std::string& help, const std::string& kind = "TEXT",
+            const std::vector<std::string>& known = {});
   /// One of the choices.
   void choice(const std::string& name, std::string& value, const std::vector<std::string>& choices,
               const std::string& help);
@@ -114,8 +123,8 @@ class CommandLine {
   void files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,
              const std::string& help);
 
-  /// Refuses a command line without the option.
-  void require(const std::string& name);
+  /// Refuses a command line without the option, unless it has the `other` one.
+  void require(const std::string& name, const std::string& other = "");
   /// Refuses a command line with none or both of the options.
   void require_one(const std::string& a, const std::string& b);
   /// Refuses `name` without the option `other`.
@@ -127,11 +136,14 @@ class CommandLine {
   /// that was left out.
   void check(std::function<void(Faults&)> check);
 
-  /// Adds text below the options that --help lists.
+  /// Adds a list below the options that --help shows, an example of the command, and a paragraph below these.
+  void section(HelpSection section);
+  void example(const std::string& what, const std::string& command);
   void notes(const std::string& text);
 
   /// Parses the command line. Returns the exit code where the program ends here: kOk after --help or --version,
-  /// kBadInput after one line on stderr with all faults; nothing where the program goes on.
+  /// kBadInput after one line on stderr with all faults; nothing where the program goes on. A program with subcommands
+  /// that is called without a word prints its help on stderr, which is bad usage, too.
   std::optional<int> parse(int argc, const char* const* argv);
 
  private:
@@ -140,7 +152,12 @@ class CommandLine {
   /// `accept` takes the value, or returns what the option expects.
   using Accept = std::function<std::string(const std::string& value)>;
   void option(const std::string& name, const std::string& kind, const std::string& default_value,
-              const std::string& help, Accept accept);
+              const std::string& help, Accept accept, std::vector<std::string> known = {});
+  /// Adds a line to the section of --help that the options go to.
+  void show(const std::string& name, const std::string& help);
+  HelpPage page() const;
+  /// What the last of the words may become, a line each.
+  std::string completions(const std::vector<std::string>& words) const;
   void collect(Faults& faults);
 
   std::unique_ptr<State> state_;

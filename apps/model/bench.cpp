@@ -51,14 +51,19 @@ Json fields(const Row& r) {
 
 Bench::Bench(CommandLine& line) {
   declare_model(line, model_);
+  line.group("Load");
   line.text("--prompt-len", prompt_lens_,
-            "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest");
-  line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges");
-  line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges");
+            "Ids of a prompt: numbers and ranges, such as 16,128,512. Caches have room for the longest", "LIST");
+  line.text("--new-tokens", new_tokens_, "New tokens of a prompt: numbers and ranges", "LIST");
+  line.text("--slots", slots_, "Prompts that decode at once: numbers and ranges", "LIST");
   line.integer("--runs", runs_, {1, 1'000'000}, "Timed runs of each configuration; when left out 3, on a GPU 5");
   line.integer("--warmup", warmup_, {0, 1'000'000}, "Runs before the timed ones; when left out 1, on a GPU 2");
+  line.group("Output");
   line.output("--json", json_, "Write everything as JSON, anew after each configuration");
   line.output("--csv", csv_, "Write a row for each configuration as CSV, anew after each one");
+  line.example("One and four prompts at once",
+               "cf-model bench --preset pythia-14m --slots 1,4 --new-tokens 8 --runs 1");
+  line.example("A prompt of 1024 ids on a GPU", "cf-model bench --preset pythia-2.8b --prompt-len 1024 --device cuda");
   line.check([this](Faults& faults) {
     const auto take = [&](const char* option, const std::string& text, std::int64_t most,
                           std::vector<std::int64_t>& to) {

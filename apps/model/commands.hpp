@@ -19,7 +19,7 @@ class Generate {
  private:
   ModelOptions model_;
   Sampling sampling_;
-  std::string prompt_ids_, stop_, json_;
+  std::string prompt_, prompt_ids_, stop_, json_;
   std::vector<std::vector<std::int32_t>> prompts_;
   std::vector<std::int32_t> stop_ids_;
   std::optional<std::int64_t> slots_, capacity_;

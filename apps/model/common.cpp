@@ -28,8 +28,9 @@ DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std
 void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   constexpr std::int64_t most_threads = 1024, most_group = 1 << 22, most_chunk = 1 << 20;
   o.threads = omp_get_max_threads();
-  line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors");
-  line.text("--preset", o.choice.preset, "Model of the Pythia suite with procedural weights, such as pythia-2.8b");
+  line.group("Model");
+  line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors", "DIR");
+  line.text("--preset", o.choice.preset, "Model with procedural weights", "NAME", preset_names());
   line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
   line.choice("--quant", o.quant, {"gptq"}, "Quantise a preset's Linears to 4 bits");
@@ -41,7 +42,8 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
   line.needs("--quant", "--preset");
   line.needs("--group", "--quant");
   line.needs("--weights-seed", "--preset");
-  line.choice("--backend", o.backend, {"cpu", "cuda"}, "What runs the model");
+  line.group("Backend");
+  line.choice("--backend,--device", o.backend, {"cpu", "cuda"}, "What runs the model");
   line.choice("--impl", o.impl, {"auto", "unfused", "graph", "split", "layer", "persistent"},
               "How a step of all slots is launched, auto for the fastest that takes it (cuda)");
   line.check([&line, &o](Faults& faults) {

@@ -241,17 +241,25 @@ Json print_figures(const std::vector<Column>& columns) {
 
 Evaluate::Evaluate(CommandLine& line) {
   declare_model(line, model_);
-  line.text("--tokens", tokens_, "A .npy file of token ids in one row");
-  line.text(
-      "--reference", reference_,
-      "A golden file of the whole model in place of --tokens: its ids are scored, beside Hugging Face's own runs");
+  line.group("Text");
+  line.text("--tokens", tokens_, "A .npy file of token ids in one row", "FILE");
+  line.text("--reference", reference_,
+            "A golden file of the whole model in place of --tokens: its ids are scored, beside Hugging Face's own runs",
+            "FILE");
   line.integer("--context", context_, {2, kMaxCapacity}, "Ids that a window holds");
   line.integer("--stride", stride_, {1, kMaxCapacity}, "Ids between the windows' starts, --context when left out");
   line.integer("--limit", limit_, {2, std::int64_t(1) << 40}, "Take the first ids alone");
   line.choice("--feed", feed_, {"token", "prompt"},
               "Ids one by one, as a decoder takes them, or by chunks, as prompts");
   line.flag("--oracle", oracle_, "Compare every position with the float64 oracle");
+  line.group("Output");
   line.output("--json", json_, "Write all figures as JSON");
+  line.example("Perplexity of the first ids of a text",
+               "cf-model eval --model data/checkpoints/stdlib-4m --limit 200 \\\n"
+               "      --tokens data/checkpoints/stdlib-4m/held_out.npy");
+  line.example("The same beside the float64 oracle, in windows that overlap by half",
+               "cf-model eval --model data/checkpoints/stdlib-4m --limit 200 --oracle \\\n"
+               "      --context 128 --stride 64 --tokens data/checkpoints/stdlib-4m/held_out.npy");
   line.require_one("--tokens", "--reference");
   for (const char* option : {"--context", "--stride", "--oracle"}) line.excludes("--reference", option);
   line.check([this](Faults& faults) {

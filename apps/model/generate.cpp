@@ -41,6 +41,16 @@ std::string finish_name(const Job& j) {
   return j.finish == Finish::running ? "interrupted" : std::string(to_string(j.finish));
 }
 
+/// Text needs a tokenizer's rules, which are Python's: the line that names the command for these words.
+std::string python_command(const std::string& directory, const std::string& prompt) {
+  if (directory.empty()) return "--prompt: expected with --model: a preset has no tokenizer";
+  // A text of several lines cannot stand in one.
+  const bool fits = std::none_of(prompt.begin(), prompt.end(), [](unsigned char c) { return c < ' '; });
+  return "--prompt: Python encodes text, expected --prompt-ids here, or the command " +
+         shell_command({"python3", "-m", "cf_ops", "generate", "--model", directory, "--prompt",
+                        fits ? prompt : std::string("TEXT")});
+}
+
 /// What continues prompts prints. A single prompt's text or ids come as they are made; several prompts have a line each
 /// when they end.
 class Output {
@@ -79,15 +89,18 @@ class Output {
 
 Generate::Generate(CommandLine& line) {
   declare_model(line, model_);
+  line.group("Prompts");
   line.text("--prompt-ids", prompt_ids_,
-            "Prompts: ids such as 1,2,3, several separated by \";\", or a .npy file whose rows are prompts");
+            "Prompts: ids such as 1,2,3, several separated by \";\", or a .npy file whose rows are prompts", "IDS");
+  line.text("--prompt", prompt_, "A text; names the Python command, which encodes it");
   line.integer("--max-new-tokens", max_new_tokens_, {1, kMaxCapacity}, "New tokens of each prompt");
   line.integer("--slots", slots_, {1, kMaxSlots},
                "Prompts that decode at once, when left out as many as there are, up to 64; the others wait");
   line.integer("--capacity", capacity_, {1, kMaxCapacity},
                "Cache entries of a slot; when left out, what the longest prompt and its new tokens need");
   line.text("--stop", stop_,
-            "Ids that end a sequence, such as 0,2, or \"none\"; the checkpoint's eos_token_id when left out");
+            "Ids that end a sequence, such as 0,2, or \"none\"; the checkpoint's eos_token_id when left out", "IDS");
+  line.group("Sampling");
   line.number("--temperature", sampling_.temperature, "0 for the most likely token");
   line.integer("--top-k", top_k_, {0, std::numeric_limits<int>::max()}, "Keep so many tokens, 0 for all");
   line.number("--top-p", sampling_.top_p, "Keep the fewest tokens whose probabilities reach this sum");
@@ -95,14 +108,20 @@ Generate::Generate(CommandLine& line) {
   line.number("--repetition-penalty", sampling_.repetition_penalty,
               "Divide or multiply the logits of ids that were seen");
   line.seed("--seed", sampling_.seed, "Seed of the draws; a prompt's place decides besides");
+  line.group("Output");
   line.flag("--ids", print_ids_, "Print ids although the checkpoint has a vocabulary");
   line.flag("--check", check_,
             "Compare the logits of every prompt with the float64 oracle; exit code 1 outside the budget");
   line.output("--json", json_, "Write prompts, ids, text and times as JSON");
-  line.require("--prompt-ids");
+  line.require("--prompt-ids", "--prompt");
+  line.example("Continue token ids and print text",
+               "cf-model generate --model data/checkpoints/stdlib-4m --prompt-ids 486,856,8");
+  line.example("Draw the continuations of two prompts",
+               "cf-model generate --preset pythia-14m --prompt-ids '1,2;3' --temperature 0.8");
   line.check([&line, this](Faults& faults) {
     sampling_.top_k = int(top_k_);
     faults.add(sampling_.validate());
+    if (!prompt_.empty()) faults.add(python_command(model_.choice.directory, prompt_));
     if (line.given("--prompt-ids")) {
       Result<std::vector<std::vector<std::int32_t>>> parsed = parse_prompts(prompt_ids_);
       faults.add(parsed.status());

@@ -51,7 +51,11 @@ Result<std::string> impls_by_slots(const std::function<Result<std::string>(std::
 
 }  // namespace
 
-Info::Info(CommandLine& line) { declare_model(line, model_, false); }
+Info::Info(CommandLine& line) {
+  declare_model(line, model_, false);
+  line.example("What a checkpoint takes", "cf-model info --model data/checkpoints/stdlib-4m");
+  line.example("What a preset of 4 bits takes", "cf-model info --preset pythia-2.8b --quant gptq");
+}
 
 int Info::run() {
   const ModelChoice choice = choice_of(model_);

@@ -18,6 +18,12 @@ void LoadedModel::drop_values() {
   owner.reset();
 }
 
+std::vector<std::string> preset_names() {
+  std::vector<std::string> names;
+  for (const ModelConfig& m : presets()) names.push_back(m.name);
+  return names;
+}
+
 Result<ModelConfig> config_of(const ModelChoice& choice) {
   if (!choice.directory.empty()) {
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));

@@ -35,6 +35,9 @@ struct LoadedModel {
   void drop_values();
 };
 
+/// The names of all presets.
+std::vector<std::string> preset_names();
+
 /// The config of a choice, without its weights. Refuses what Checkpoint::open() and find_preset() refuse.
 Result<ModelConfig> config_of(const ModelChoice& choice);
 

@@ -281,7 +281,8 @@ TEST_CASE("cf-model takes a backend, and of each the options that are its own", 
     for (const char* option : {"--backend", "--impl"}) CHECK(help.find(option) != std::string::npos);
   }
   const std::string prompt = "generate " + model_dir + "--prompt-ids 1 ";
-  CHECK(cf_model_ok(prompt + "--backend cpu").out == cf_model_ok(prompt).out);
+  for (const char* option : {"--backend", "--device"})
+    CHECK(cf_model_ok(prompt + option + " cpu").out == cf_model_ok(prompt).out);
   check_refusal(prompt + "--impl graph", "--impl: expected with --backend cuda");
   check_refusal(prompt + "--backend gpu", "--backend: expected cpu or cuda, got 'gpu'");
   check_refusal(prompt + "--backend cuda --impl fast",
@@ -295,6 +296,15 @@ TEST_CASE("cf-model takes a backend, and of each the options that are its own", 
                                      std::string("bench --preset pythia-14m "), "info " + model_dir})
     check_refusal(command + "--backend cuda", "--backend cuda: this build has no CUDA support");
 #endif
+}
+
+TEST_CASE("cf-model generate --prompt names the command that encodes text", "[cf_model]") {
+  const std::string command = "command python3 -m cf_ops generate --model x --prompt ";
+  check_refusal("generate --model x --prompt 'it'\\''s'", command + "'it'\\''s'\n");
+  check_refusal("generate --model x --prompt 'two\nlines'", command + "TEXT\n");
+  check_refusal("generate --preset pythia-14m --prompt x",
+                "--prompt: expected with --model: a preset has no tokenizer\n");
+  check_refusal("generate --model x", "--prompt-ids: required, not given\n");
 }
 
 TEST_CASE("cf-model reports name the backend", "[cf_model]") {

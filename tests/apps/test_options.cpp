@@ -194,7 +194,7 @@ TEST_CASE("subcommands") {
   std::int64_t runs = 0;
   CommandLine& run = line.subcommand("run", "Runs");
   run.integer("--runs", runs, {1, 2}, "Runs");
-  CHECK(Program::parse(line, {}) == "subcommand: expected info, read or run, got none");
+  CHECK(Program::parse(line, {"--what"}) == "--what: unknown option; subcommand: expected info, read or run, got none");
   CHECK(Program::parse(line, {"walk"}) == "subcommand: expected info, read or run, got 'walk'");
   CHECK(Program::parse(line, {"--what", "info", "x"}) == "--what: unknown option");
   CHECK(Program::parse(line, {"info"}) == "file: expected 1, got 0");
@@ -207,6 +207,31 @@ TEST_CASE("subcommands") {
   CHECK(info.chosen());
   CHECK_FALSE(run.chosen());
   CHECK(paths == std::vector<std::string>{"run"});
+}
+
+TEST_CASE("a program of subcommands that is called without a word prints its help as bad usage") {
+  CommandLine line("Does nothing.");
+  line.subcommand("info", "Prints");
+  const char* const program = "program";
+  std::optional<int> exit_code;
+  const std::string text = stderr_of([&] { exit_code = line.parse(1, &program); });
+  CHECK(exit_code == kBadInput);
+  CHECK(text.starts_with("Does nothing.\n\nUsage: " + program_name() + " COMMAND [options]\n\nCommands\n  info "));
+}
+
+TEST_CASE("a page of help is broken between words at 80 columns") {
+  const HelpPage page{.description = "Does nothing.",
+                      .usage = "program [options]",
+                      .sections = {{.title = "Options",
+                                    .entries = {{"--batch INT", std::string(50, 'a') + " b c"},
+                                                {"--a-name-that-fills-its-column INT", "Text"}}}},
+                      .examples = {{.what = "Nothing", .command = "program --batch 1"}},
+                      .notes = {std::string(78, 'd') + " e f"}};
+  const std::string indent(28, ' ');
+  CHECK(to_string(page) == "Does nothing.\n\nUsage: program [options]\n\nOptions\n  --batch INT               " +
+                               std::string(50, 'a') + " b\n" + indent + "c\n  --a-name-that-fills-its-column INT\n" +
+                               indent + "Text\n\nExamples\n  # Nothing\n  program --batch 1\n\n" +
+                               std::string(78, 'd') + " e\nf\n");
 }
 
 TEST_CASE("dtypes have one name and short forms of it") {

@@ -4,6 +4,8 @@
 #include <limits>
 #include <memory>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "core/compare.hpp"
 #include "core/model/config.hpp"
@@ -564,6 +566,28 @@ Status first_of(Result<std::pair<int, std::string>> pair, int& first) {
 }
 
 }  // namespace
+
+static_assert(std::is_same_v<decltype(*std::declval<Result<std::string>&>()), std::string&>);
+static_assert(std::is_same_v<decltype(*std::declval<const Result<std::string>&>()), const std::string&>);
+static_assert(std::is_same_v<decltype(*std::declval<Result<std::string>>()), std::string>);
+template <class R>
+concept Dereferenced = requires(R&& result) {
+  *std::forward<R>(result);
+};
+static_assert(Dereferenced<Result<std::string>> && !Dereferenced<const Result<std::string>>);
+static_assert(std::is_same_v<decltype(std::declval<Result<std::string>>().status()), Status>);
+static_assert(std::is_same_v<decltype(std::declval<Status>().message()), std::string>);
+
+TEST_CASE("A temporary Result outlives the loop over its value", "[status]") {
+  const auto squares = []() -> Result<std::vector<int>> { return std::vector{1, 4, 9, 16}; };
+  std::vector<int> seen;
+  for (int square : *squares()) seen.push_back(square);
+  CHECK(seen == std::vector{1, 4, 9, 16});
+  const std::string message(100, 'x');
+  std::string copy;
+  for (char c : Result<int>(Status::error(Code::io_error, message)).status().message()) copy += c;
+  CHECK(copy == message);
+}
 
 TEST_CASE("CF_TRY_ASSIGN hands a value on, or leaves with the Status", "[status]") {
   int steps = 0;

@@ -1,9 +1,9 @@
 # cmake -DINCLUDE_DIR=... -P: refuses an installed header that includes anything but the standard library and the
-# headers installed beside it.
+# headers installed beside it. They name each other as users do, "cf/core/view.hpp".
 cmake_minimum_required(VERSION 3.25)
 file(GLOB_RECURSE headers RELATIVE ${INCLUDE_DIR} ${INCLUDE_DIR}/*)
-if(NOT "core/view.hpp" IN_LIST headers)
-  message(FATAL_ERROR "${INCLUDE_DIR}: core/view.hpp is missing, expected the installed headers")
+if(NOT "cf/core/view.hpp" IN_LIST headers)
+  message(FATAL_ERROR "${INCLUDE_DIR}: cf/core/view.hpp is missing, expected the installed headers")
 endif()
 foreach(header IN LISTS headers)
   file(STRINGS ${INCLUDE_DIR}/${header} includes REGEX "^[ \t]*#[ \t]*include")

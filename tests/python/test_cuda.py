@@ -154,6 +154,7 @@ def test_cublaslt_is_found_beside_torch(tmp_path: pathlib.Path, monkeypatch: pyt
     "words, message",
     [
         (["--device", "gpu"], "--device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        (["--backend", "gpu"], "--device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
         (["--impl", "graph"], "--impl: expected with --device cuda"),
         (["--device", "cuda", "--activation", "float64"], "--activation: expected with --device cpu"),
         (["--device", "cuda", "--threads", "2"], "--threads: expected with --device cpu"),

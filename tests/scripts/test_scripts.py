@@ -37,7 +37,7 @@ class Scripts(unittest.TestCase):
         self.log = os.path.join(self.root, "log")
         shutil.copytree(os.path.join(ROOT, "scripts"), os.path.join(self.root, "scripts"))
         # Every package is installed, and there is no compiler cache, no GPU and no CUDA.
-        for name in ("cmake", "ctest", "apt-get", "g++", "gcc", "ninja"):
+        for name in ("cmake", "ctest", "apt-get", "g++", "gcc", "make", "ninja"):
             self.stub(f"bin/{name}")
         self.stub("bin/dpkg-query", "printf installed", log=False)
         self.stub("bin/nvidia-smi", "exit 9", log=False)
@@ -123,15 +123,16 @@ class Setup(Scripts):
         self.assertEqual(self.calls(), [])
 
     def test_missing_programs_and_libraries_are_installed(self):
-        os.remove(os.path.join(self.bin, "ninja"))
+        for name in ("make", "ninja"):
+            os.remove(os.path.join(self.bin, name))
         self.stub("bin/dpkg-query", "case $* in *libfmt-dev) exit 1;; esac; printf installed", log=False)
         self.stub("bin/sudo", 'exec "$@"', log=False)
         result = self.set_up()
         self.assertEqual(result.returncode, 0, result)
-        self.assertIn("cf: installing ninja-build libfmt-dev", result.stdout)
+        self.assertIn("cf: installing ninja-build make libfmt-dev", result.stdout)
         update, install = self.calls()
         self.assertTrue(update.startswith("apt-get update"), update)
-        self.assertTrue(install.endswith("ninja-build libfmt-dev"), install)
+        self.assertTrue(install.endswith("ninja-build make libfmt-dev"), install)
 
     def test_without_apt_it_says_what_the_build_needs(self):
         for name in ("apt-get", "cmake"):

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -41,7 +42,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        sys.exit(fail(message.removeprefix("argument ")))
+        # An option of two names goes by the first.
+        sys.exit(fail(re.sub(r"^argument ([^/: ]+)(/\S+)?: ", r"\1: ", message)))
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -81,7 +83,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m",
     )
-    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda or cuda:N; cpu when left out")
+    parser.add_argument(
+        "--device", "--backend", type=device, default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu)"
+    )
     parser.add_argument(
         "--impl",
         choices=["auto", "unfused", "graph", "split", "layer", "persistent"],

@@ -1,22 +1,23 @@
 // Uses each installed component once: the readers read a config, the CPU backend computes a LayerNorm, and the CUDA
 // backend, where it was built, looks for a device.
+#include <cf/core/model/config.hpp>
+#include <cf/cpu_ref/cpu_ref.hpp>
+#include <cf/golden/checkpoint/hf_config.hpp>
+#if __has_include(<cf/cuda/cuda.hpp>)
+#include <cf/cuda/cuda.hpp>
+#endif
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
-#include "core/model/config.hpp"
-#include "cpu_ref/cpu_ref.hpp"
-#include "golden/checkpoint/hf_config.hpp"
-#if __has_include("cuda/cuda.hpp")
-#include "cuda/cuda.hpp"
-#endif
+#include "core/status.hpp"  // the old root, which goes with 0.3
 
 int main() {
   const auto model =
       cf::checkpoint::parse_hf_config(cf::checkpoint::to_hf_json(*cf::find_preset("pythia-2.8b")), "pythia-2.8b");
   if (!model || model->head_dim() != 80) return 1;
 
-#if __has_include("cuda/cuda.hpp")
+#if __has_include(<cf/cuda/cuda.hpp>)
   const auto context = cf::cuda::Context::create();
   std::printf("cuda: %s\n",
               context ? cf::cuda::to_string(context->arch()).c_str() : context.status().message().c_str());
