@@ -330,15 +330,16 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
                          fmt::format("{0}: expected the variant '{1}', which run compares with, got {2}; 'cf-golden "
                                      "compare {0} OTHER.h5' compares the taps of two files",
                                      path, golden::kReference, variant_names(file)));
+  WalkOptions walk{.backend = o.cuda() ? Backend::cuda : Backend::cpu,
+                   .isolated = !o.chained,
+                   .site = o.site,
+                   .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused};
+  CF_TRY(check_taps(file, walk));
   CF_TRY_ASSIGN(const golden::GoldenWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   for (DType dtype : chosen_dtypes(o, file.meta().dtype)) {
-    CF_TRY_ASSIGN(const auto results, walk_golden(file, weights,
-                                                  {.backend = o.cuda() ? Backend::cuda : Backend::cpu,
-                                                   .activation = dtype,
-                                                   .isolated = !o.chained,
-                                                   .site = o.site,
-                                                   .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused}));
+    walk.activation = dtype;
+    CF_TRY_ASSIGN(const auto results, walk_golden(file, weights, walk));
     report_taps(
         o, path, results, file.variants(), file.meta().dtype,
         fmt::format("{}, {}, {} backend, {}, {} activations", summary(file), o.chained ? "chained" : "isolated",
