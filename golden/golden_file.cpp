@@ -62,8 +62,8 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const double tokens = double(m.load.tokens());
   // The widest of a token's rows, but for the MLP's.
   const double hidden = std::max(double(c.hidden_size), double(c.num_attention_heads) * double(c.head_dim()));
-  const double step = 2 * double(m.load.batch) * double(m.load.kv_len) * hidden +
-                      tokens * (12 * hidden + double(c.intermediate_size));
+  const double step =
+      2 * double(m.load.batch) * double(m.load.kv_len) * hidden + tokens * (12 * hidden + double(c.intermediate_size));
   if (const double elements = std::max(step, double(c.layer_parameters())); elements > kMaxElements)
     return file.refuse(
         Code::invalid_file, "attribute 'config'",
@@ -79,9 +79,9 @@ Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
   for (std::int64_t t = 0; t < m.load.tokens(); ++t) {
     const std::int64_t b = t / m.load.q_len, got = positions[std::size_t(t)];
     if (const std::int64_t expected = m.kv_len[std::size_t(b)] - m.load.q_len + t % m.load.q_len; got != expected)
-      return file.refuse(Code::invalid_file, "inputs/positions[" + std::to_string(t) + "]",
-                         "expected " + std::to_string(expected) + " by kv_len[" + std::to_string(b) + "], got " +
-                             std::to_string(got));
+      return file.refuse(
+          Code::invalid_file, "inputs/positions[" + std::to_string(t) + "]",
+          "expected " + std::to_string(expected) + " by kv_len[" + std::to_string(b) + "], got " + std::to_string(got));
   }
   CF_TRY(expect(file, "inputs/cos", DType::f32, table_shape(m)));
   CF_TRY(expect(file, "inputs/sin", DType::f32, table_shape(m)));

@@ -54,8 +54,7 @@ template <class Args>
 std::vector<SiteOutput> site_outputs(const Site& site, const Args& args) {
   detail::OutputList list;
   OpOf<Args>::tensors(OpOf<Args>::dims(args), args, list);
-  for (SiteOutput& o : list.outputs)
-    o.tap = output_tap(std::string(site.tap), o.tap, list.outputs.size());
+  for (SiteOutput& o : list.outputs) o.tap = output_tap(std::string(site.tap), o.tap, list.outputs.size());
   return std::move(list.outputs);
 }
 

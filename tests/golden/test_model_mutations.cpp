@@ -35,8 +35,7 @@ struct Run {
         weights(*opened.weights()),
         spec(opened.meta().config),
         // With room for one more entry, so that the RoPE table has a row for positions that are one too high.
-        state(spec,
-              {.q_len = opened.meta().fed(), .kv_len = opened.meta().fed(), .capacity = opened.meta().fed() + 1},
+        state(spec, {.q_len = opened.meta().fed(), .kv_len = opened.meta().fed(), .capacity = opened.meta().fed() + 1},
               DType::f64),
         ids(opened.ids()->clone()) {
     const std::int64_t fed = file.meta().fed();
