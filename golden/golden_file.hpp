@@ -30,7 +30,7 @@
 //   /inputs/hidden      (tokens, hidden)                        stored dtype
 //   /inputs/kv_len      (batch)             int32               valid cache entries after the append: from q_len to
 //                       max_position_embeddings
-//   /inputs/positions   (tokens)            int32               kv_len - q_len + i of a sequence's token i
+//   /inputs/positions   (tokens)            int32               below max_position_embeddings
 //   /inputs/cos, sin    (tokens, rotary_dim / 2)  float32       the producer's values; tokens at the same position have
 //                       the same row
 //   /inputs/k_cache, v_cache  (batch, heads, max(kv_len) - q_len, head_dim)  stored dtype: the entries before the
@@ -134,7 +134,7 @@ class GoldenFile {
 
   /// Fills a state made for meta().config and meta().load: hidden, lengths, positions, the cache entries before the
   /// append, and a RoPE table with the file's cos and sin at the tokens' positions. All other cache entries and table
-  /// rows become NaN.
+  /// rows become NaN. Refuses positions beyond the table, which has as many rows as the cache has entries.
   Status load(LayerState& state) const;
 
   /// The layer's weights, checked against weights_checksum. Where `checkpoint` is not empty they come from that
