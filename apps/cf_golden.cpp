@@ -42,7 +42,7 @@ std::string verdict(bool ok) { return ok ? "ok" : std::string(kFail); }
 
 std::string summary(const GoldenFile& file) {
   const GoldenMeta& m = file.meta();
-  return fmt::format("{}: {} layer {}, {}, batch {}, q_len {}, kv_len {}", file.path(), m.model, m.layer,
+  return fmt::format("{}: {} layer {}, {}, batch {}, q_len {}, kv_len {}", file.path(), visible(m.model), m.layer,
                      to_string(m.dtype), m.load.batch, m.load.q_len, m.load.kv_len);
 }
 
@@ -171,10 +171,19 @@ int info(const Options& o) {
   return print_info(attributes, opened->variants(), [&](const std::string& tap) { return shape_of(m, tap); });
 }
 
-std::string variant_names(const GoldenFile& file) {
+std::string variant_names(const std::vector<VariantInfo>& variants) {
   std::string names;
-  for (const VariantInfo& v : file.variants()) names += (names.empty() ? "" : ", ") + v.name;
+  for (const VariantInfo& v : variants) names += (names.empty() ? "" : ", ") + visible(v.name);
   return names.empty() ? "none" : names;
+}
+
+/// Refuses a file without the variant that run compares with.
+Status check_reference(const std::string& path, const std::vector<VariantInfo>& variants) {
+  if (std::ranges::count(variants, golden::kReference, &VariantInfo::name)) return {};
+  return Status::error(Code::not_found,
+                       fmt::format("{0}: expected the variant '{1}', which run compares with, got {2}; 'cf-golden "
+                                   "compare {0} OTHER.h5' compares the taps of two files",
+                                   path, golden::kReference, variant_names(variants)));
 }
 
 /// The smallest error of the producer's own runs in the file's dtype, or "-".
@@ -211,7 +220,7 @@ std::string reproduce(const Options& o, const std::string& path, const TapResult
 
 /// The name of a result in messages, "x.h5, attention.context, float32".
 std::string name_of(const std::string& path, const TapResult& r) {
-  return fmt::format("{}, {}, {}", path, r.tap, to_string(r.dtype));
+  return fmt::format("{}, {}, {}", path, visible(r.tap), to_string(r.dtype));
 }
 
 std::string failure(const std::string& path, const TapResult& r) {
@@ -294,6 +303,7 @@ Status run_model_file(const Options& o, const std::string& path, Json& rows, Sum
                              ": a whole model's file is run from its ids on: expected no --impl layer, --site or "
                              "--isolated");
   CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(path));
+  CF_TRY(check_reference(path, file.variants()));
   CF_TRY_ASSIGN(const golden::GoldenModelWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   const golden::ModelGoldenMeta& m = file.meta();
@@ -308,7 +318,7 @@ Status run_model_file(const Options& o, const std::string& path, Json& rows, Sum
     const std::string repeats = "reproduce: " + shell_command(words) + "\n";
     report_taps(
         o, path, walk.taps, file.variants(), m.dtype,
-        fmt::format("{}: {} of {} layers, {} ids, {} backend, {} activations; {}", path, m.model,
+        fmt::format("{}: {} of {} layers, {} ids, {} backend, {} activations; {}", path, visible(m.model),
                     m.config.num_hidden_layers, m.tokens, o.backend, to_string(dtype), same),
         [&](const TapResult&) { return repeats; }, rows, summary_of_all);
     if (walk.same + walk.excused < walk.chosen) {
@@ -324,21 +334,17 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
   CF_TRY_ASSIGN(const golden::GoldenSchema schema, golden::golden_schema(path));
   if (schema == golden::GoldenSchema::model) return run_model_file(o, path, rows, summary_of_all);
   CF_TRY_ASSIGN(const GoldenFile file, GoldenFile::open(path));
-  if (file.variants().end() == std::find_if(file.variants().begin(), file.variants().end(),
-                                            [](const VariantInfo& v) { return v.name == golden::kReference; }))
-    return Status::error(Code::not_found,
-                         fmt::format("{0}: expected the variant '{1}', which run compares with, got {2}; 'cf-golden "
-                                     "compare {0} OTHER.h5' compares the taps of two files",
-                                     path, golden::kReference, variant_names(file)));
+  CF_TRY(check_reference(path, file.variants()));
+  WalkOptions walk{.backend = o.cuda() ? Backend::cuda : Backend::cpu,
+                   .isolated = !o.chained,
+                   .site = o.site,
+                   .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused};
+  CF_TRY(check_taps(file, walk));
   CF_TRY_ASSIGN(const golden::GoldenWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   for (DType dtype : chosen_dtypes(o, file.meta().dtype)) {
-    CF_TRY_ASSIGN(const auto results, walk_golden(file, weights,
-                                                  {.backend = o.cuda() ? Backend::cuda : Backend::cpu,
-                                                   .activation = dtype,
-                                                   .isolated = !o.chained,
-                                                   .site = o.site,
-                                                   .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused}));
+    walk.activation = dtype;
+    CF_TRY_ASSIGN(const auto results, walk_golden(file, weights, walk));
     report_taps(
         o, path, results, file.variants(), file.meta().dtype,
         fmt::format("{}, {}, {} backend, {}, {} activations", summary(file), o.chained ? "chained" : "isolated",
@@ -364,9 +370,9 @@ Result<VariantInfo> choose_variant(const GoldenFile& file, const std::string& na
   for (const VariantInfo& v : file.variants())
     if (v.name == (name.empty() ? golden::kReference : std::string_view(name))) return v;
   if (name.empty() && !file.variants().empty()) return file.variants().front();
-  return Status::error(Code::not_found,
-                       fmt::format("{}: expected the variant '{}', got {}", file.path(),
-                                   name.empty() ? golden::kReference : std::string_view(name), variant_names(file)));
+  return Status::error(Code::not_found, fmt::format("{}: expected the variant '{}', got {}", file.path(),
+                                                    name.empty() ? golden::kReference : std::string_view(name),
+                                                    variant_names(file.variants())));
 }
 
 DType coarser(DType a, DType b) { return unit_roundoff(a) < unit_roundoff(b) ? b : a; }
@@ -447,7 +453,7 @@ int compare_files(const Options& o, const std::string& command) {
   std::string lonely;
   for (const std::string& tap : va->taps) {
     if (!std::count(vb->taps.begin(), vb->taps.end(), tap)) {
-      lonely += fmt::format("only in {}: {}\n", a->path(), tap);
+      lonely += fmt::format("only in {}: {}\n", a->path(), visible(tap));
       continue;
     }
     if (const Status s = add_difference(tap, a->tap(va->name, tap), b->tap(vb->name, tap),
@@ -456,7 +462,8 @@ int compare_files(const Options& o, const std::string& command) {
       return fail_of_both(s);
   }
   for (const std::string& tap : vb->taps)
-    if (!std::count(va->taps.begin(), va->taps.end(), tap)) lonely += fmt::format("only in {}: {}\n", b->path(), tap);
+    if (!std::count(va->taps.begin(), va->taps.end(), tap))
+      lonely += fmt::format("only in {}: {}\n", b->path(), visible(tap));
 
   bool passed = true;
   Json rows = Json::array();
@@ -469,8 +476,8 @@ int compare_files(const Options& o, const std::string& command) {
     row.update({{"worst_at", d.worst}, {"budget", d.budget}, {"ok", d.ok()}});
     rows.push_back(std::move(row));
   }
-  print(fmt::format("## {} ({}) against {} ({})\n\n- {}\n- {}\n", a->path(), va->name, b->path(), vb->name, summary(*a),
-                    summary(*b)));
+  print(fmt::format("## {} ({}) against {} ({})\n\n- {}\n- {}\n", a->path(), visible(va->name), b->path(),
+                    visible(vb->name), summary(*a), summary(*b)));
   if (!inputs.empty())
     print(fmt::format("- the inputs already differ, so the taps are expected to differ, too: {}\n", inputs));
   print("\n");
@@ -478,8 +485,8 @@ int compare_files(const Options& o, const std::string& command) {
   print("\n" + lonely);
   if (!passed)
     print("reproduce: " +
-          shell_command(
-              {"cf-golden", "compare", a->path(), b->path(), "--variant-a", va->name, "--variant-b", vb->name}) +
+          shell_command({"cf-golden", "compare", a->path(), b->path(), "--variant-a", visible(va->name), "--variant-b",
+                         visible(vb->name)}) +
           "\n");
   if (const Status s = write_json(o, command, std::move(rows)); !s) return fail(s);
   return finish(passed);

@@ -1,7 +1,6 @@
 // cf-layer: times one layer of a model, site by site, and checks it.
 #include <fmt/format.h>
 #include <omp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -19,6 +18,7 @@
 #include "apps/verify/golden_walk.hpp"
 #include "apps/verify/model_source.hpp"
 #include "core/procedural.hpp"
+#include "core/resources.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 
@@ -143,21 +143,15 @@ void take_model(const Options& o, Plan& plan, Faults& faults) {
     faults.add(fmt::format("--dump: expected one configuration, got {} from --layer and --kv-len", count));
 }
 
-/// Refuses a step that this machine's memory cannot hold.
+/// Refuses a step that this machine's free memory does not hold. The oracle holds it once more in float64.
 Status check_memory(const Source& source, const Options& o, std::int64_t longest) {
   const ModelConfig& m = source.config();
-  // The cache, and a token's activations several times over. The oracle holds them once more in float64.
-  const double elements =
-      double(o.batch) * (2 * double(longest) * double(m.hidden_size) +
-                         double(o.q_len) * (12 * double(m.hidden_size) + double(m.intermediate_size)));
-  const double weights = source.is_checkpoint() ? 0 : double(m.layer_parameters()) * double(size_bytes(m.dtype));
-  const double needed = elements * double(size_bytes(kActivation) + (o.check ? size_bytes(DType::f64) : 0)) + weights;
-  const double memory = double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
-  if (needed <= memory) return {};
-  return Status::error(Code::out_of_memory,
-                       fmt::format("--batch {} with --kv-len {}: needs {:.1f} GB of memory, expected at most this "
-                                   "machine's {:.1f} GB",
-                                   o.batch, longest, needed * 1e-9, memory * 1e-9));
+  const Workload load{.batch = o.batch, .q_len = o.q_len, .kv_len = longest};
+  double needed = LayerState::bytes(m, load, kActivation);
+  if (o.check) needed += LayerState::bytes(m, load, DType::f64);
+  if (!source.is_checkpoint()) needed += double(m.layer_parameters()) * double(size_bytes(m.dtype));
+  return check_free_memory(needed,
+                           fmt::format("--batch {} with --kv-len {}: needs {}", o.batch, longest, gigabytes(needed)));
 }
 
 DeviceBenchRequest device_request(const Options& o, const Plan& plan) {

@@ -2,8 +2,12 @@
 
 import argparse
 import importlib.util
+import json
+import os
 import sys
 import unittest.mock
+
+MOST_JSON_BYTES = 1 << 27
 
 
 class Refusal(Exception):
@@ -30,6 +34,20 @@ def require_numpy(program):
             return
         print(f"{program}: {refusal}", file=sys.stderr)
         sys.exit(2)
+
+
+def read_json_file(path):
+    """The text of a JSON file, and its content. Refuses a file beyond MOST_JSON_BYTES before it is read."""
+    try:
+        if (size := os.path.getsize(path)) > MOST_JSON_BYTES:
+            raise Refusal(f"{path}: expected at most {MOST_JSON_BYTES} bytes of JSON, got {size}")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        return text, json.loads(text)
+    except OSError as error:
+        raise Refusal(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path}: not JSON: {error}") from None
 
 
 def integer(low, high):

@@ -111,14 +111,20 @@ def main(argv):
         differences = converted = 0
         for path in args.files:
             progress(path)
-            if args.compare:
-                with read_sealed(path) as a, read_sealed(os.path.join(args.compare, os.path.basename(path))) as b:
-                    if fault := difference(a, b):
-                        progress("")
-                        print(f"{path}: {fault}")
-                        differences += 1
-            else:
-                converted += convert(path)
+            try:
+                if args.compare:
+                    with read_sealed(path) as a, read_sealed(os.path.join(args.compare, os.path.basename(path))) as b:
+                        if fault := difference(a, b):
+                            progress("")
+                            print(f"{path}: {fault}")
+                            differences += 1
+                else:
+                    converted += convert(path)
+            except Refusal:
+                raise
+            except Exception as error:  # h5py's and numpy's, of what a valid seal may cover
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise Refusal(f"{path}: expected the schema's content: {reason}") from None
         progress("")
         if args.compare:
             print(f"{len(args.files)} files compared, {differences} differ")

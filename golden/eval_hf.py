@@ -177,7 +177,7 @@ def run(args, command):
         check_writable(args.json)
     checkpoint = Checkpoint(args.model)
     model, device = checkpoint.model, torch_device(args.device)
-    ids = read_ids(args.tokens, model.vocab_size)[: args.limit]
+    ids = read_ids(args.tokens, model.vocab_size, args.limit)
     parts = windows(len(ids), args.context, args.stride or args.context)
     ours, programs = {}, []
     for path in args.beside:

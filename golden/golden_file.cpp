@@ -6,6 +6,7 @@
 #include <set>
 
 #include "core/procedural.hpp"
+#include "core/resources.hpp"
 #include "golden/schema.hpp"
 
 namespace cf::golden {
@@ -61,9 +62,8 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const double tokens = double(m.load.tokens());
   // The widest of a token's rows, but for the MLP's.
   const double hidden = std::max(double(c.hidden_size), double(c.num_attention_heads) * double(c.head_dim()));
-  const double step = 2 * double(m.load.batch) * double(m.load.kv_len) * hidden +
-                      tokens * (12 * hidden + double(c.intermediate_size)) +
-                      double(c.max_position_embeddings) * double(c.rotary_dim);
+  const double step =
+      2 * double(m.load.batch) * double(m.load.kv_len) * hidden + tokens * (12 * hidden + double(c.intermediate_size));
   if (const double elements = std::max(step, double(c.layer_parameters())); elements > kMaxElements)
     return file.refuse(
         Code::invalid_file, "attribute 'config'",
@@ -83,11 +83,37 @@ Status check_inputs(const Hdf5Reader& file, const GoldenMeta& m) {
   return expect(file, "inputs/v_cache", m.dtype, old_cache_shape(m));
 }
 
+/// A stored weight's datasets: the weight itself or, of a Linear that checkpoints store in several modules, theirs.
+struct StoredWeight {
+  std::vector<std::string> datasets;
+  std::vector<Shape> shapes;  // of each dataset
+  StoredParts parts;
+};
+
+StoredWeight stored_weight(const Hdf5Reader& file, const ModelConfig& m, std::string_view name, const Shape& shape) {
+  const std::string group = "weights/", whole = group + std::string(name);
+  const std::size_t dot = name.rfind('.');
+  StoredWeight stored{{whole}, {shape}, {}};
+  if (file.info(whole)) return stored;
+  for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
+    if (site.name != name.substr(0, dot)) return;
+    stored = {{}, {}, stored_parts(m, site, size)};
+    for (const StoredPart& part : stored.parts.parts) {
+      stored.datasets.push_back(group + std::string(part.module) + std::string(name.substr(dot)));
+      stored.shapes.push_back(shape);
+      stored.shapes.back()[0] = part.rows;
+    }
+  });
+  return stored;
+}
+
 Status check_stored_weights(const Hdf5Reader& file, const GoldenMeta& m) {
   LayerWeights w;
   Status status;
   for_each_weight(m.config, w, [&](const TensorSpec& t, auto&, auto shape) {
-    if (status) status = expect(file, "weights/" + std::string(t.name), m.dtype, Shape(shape.begin(), shape.end()));
+    const StoredWeight stored = stored_weight(file, m.config, t.name, Shape(shape.begin(), shape.end()));
+    for (std::size_t i = 0; status && i < stored.datasets.size(); ++i)
+      status = expect(file, stored.datasets[i], m.dtype, stored.shapes[i]);
   });
   return status;
 }
@@ -124,6 +150,21 @@ char* row(Tensor& t, std::int64_t index, std::int64_t elements) {
 }
 const char* row(const Tensor& t, std::int64_t index, std::int64_t elements) {
   return static_cast<const char*>(t.data()) + std::size_t(index * elements) * size_bytes(t.dtype());
+}
+
+/// Reads a stored weight, and joins what is stored in parts.
+Result<Tensor> read_stored(const Hdf5Reader& file, const GoldenMeta& m, std::string_view name, const Shape& shape) {
+  const StoredWeight stored = stored_weight(file, m.config, name, shape);
+  if (stored.datasets.size() == 1) return file.read(stored.datasets[0]);
+  Tensor joined(m.dtype, shape);
+  const std::int64_t columns = joined.size() / shape[0];
+  for (std::size_t part = 0; part < stored.datasets.size(); ++part) {
+    CF_TRY_ASSIGN(const Tensor rows, file.read(stored.datasets[part]));
+    for (std::int64_t r = 0; r < rows.shape()[0]; ++r)
+      std::memcpy(row(joined, stored.parts.place(part, r), columns), row(rows, r, columns),
+                  std::size_t(columns) * size_bytes(m.dtype));
+  }
+  return joined;
 }
 
 /// Copies each sequence's entries from before the append; the rest of the cache becomes NaN.
@@ -181,6 +222,8 @@ struct GoldenFile::Impl {
       CF_TRY_ASSIGN(v, file.read("inputs/v_cache"));
       return std::pair{std::move(k), std::move(v)};
     }
+    const double bytes = 2 * double(element_count(shape)) * double(size_bytes(meta.dtype));
+    CF_TRY(check_free_memory(bytes, file.path() + ": the procedural cache needs " + gigabytes(bytes)));
     k = Tensor(meta.dtype, shape);
     v = Tensor(meta.dtype, shape);
     if (meta.cache != "procedural") return std::pair{std::move(k), std::move(v)};
@@ -204,6 +247,10 @@ struct GoldenFile::Impl {
     std::set<std::int32_t> filled;
     for (std::int64_t t = 0; t < rows.shape()[0]; ++t) {
       const std::int32_t p = positions.as<std::int32_t>()[t];
+      if (p >= table.shape()[0])
+        return file.refuse(Code::invalid_file, "inputs/positions[" + std::to_string(t) + "]",
+                           "expected a position of the cache's entries, below " + std::to_string(table.shape()[0]) +
+                               ", got " + std::to_string(p));
       const float* from = rows.as<float>() + t * half;
       float* to = table.as<float>() + p * half;
       if (!filled.insert(p).second && std::memcmp(to, from, std::size_t(half) * sizeof(float)) != 0)
@@ -256,8 +303,7 @@ Status GoldenFile::load(LayerState& state) const {
   const bool fits = state.hidden.shape() == Shape{m.load.tokens(), m.config.hidden_size} &&
                     state.kv_len.size() == m.load.batch && cache.size() == 4 && cache[0] == m.load.batch &&
                     cache[1] == m.config.kv_heads() && cache[2] >= m.load.kv_len && cache[3] == m.config.head_dim() &&
-                    table.size() == 2 && table[0] >= m.config.max_position_embeddings &&
-                    table[1] == m.config.rotary_dim / 2;
+                    table.size() == 2 && table[0] >= m.load.kv_len && table[1] == m.config.rotary_dim / 2;
   if (!fits)
     return Status::error(Code::invalid_argument, path() + ": state: expected one made for this file's config and load");
   return guarded(path(), [&]() -> Status {
@@ -285,7 +331,7 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     Status status;
     for_each_weight(m.config, owned->weights, [&](const TensorSpec& spec, auto& view, auto shape) {
       if (!status) return;
-      Result<Tensor> t = impl_->file.read("weights/" + std::string(spec.name));
+      Result<Tensor> t = read_stored(impl_->file, m, spec.name, Shape(shape.begin(), shape.end()));
       status = t.status();
       if (!status) return;
       point(view, t->data(), shape, m.dtype);
@@ -295,6 +341,13 @@ Result<GoldenWeights> GoldenFile::weights(const std::string& checkpoint) const {
     return GoldenWeights{owned->weights, m.dtype, owned};
   };
   const auto procedural = [&]() -> Result<GoldenWeights> {
+    ModelSpec one_layer = m.config;
+    one_layer.shape.num_layers = 1;
+    const ModelWeights outline = outline_model(one_layer, m.config.dtype, m.linears);
+    double bytes = 0;
+    for_each_weight(one_layer, outline.layers[0],
+                    [&](const TensorSpec&, const auto& view, const auto&) { bytes += double(view.bytes()); });
+    CF_TRY(check_free_memory(bytes, path() + ": the procedural weights need " + gigabytes(bytes)));
     auto owned =
         std::make_shared<OwnedLayerWeights>(procedural_layer(m.config, m.config.dtype, m.layer, m.seed, m.linears));
     return GoldenWeights{owned->weights, m.dtype, owned};

@@ -37,7 +37,8 @@
 //                       append. The rows beyond a shorter sequence's entries are zero. Absent where
 //                       max(kv_len) = q_len. With cache = "procedural" they are absent too: they are the tensors
 //                       "k_cache" and "v_cache" of this shape, of kind activation (core/procedural.hpp)
-//   /weights/<name>     by the name below the layer, with weights = "stored"
+//   /weights/<name>     with weights = "stored", by the name below the layer that checkpoints have. What the walk
+//                       joins (q_proj, k_proj and v_proj; gate_proj and up_proj) may also be whole, by the walk's name
 //   /taps/<variant>/<tap>   variant "float64" is the reference; others ("float16_eager", "float16_sdpa", ...) are the
 //                       producer's arithmetic in another dtype. Group attributes: dtype, attn_implementation, device.
 //                       The taps of a site have the shapes of tap_dims(); kv_append's are appended_rows().
@@ -119,24 +120,26 @@ class GoldenFile {
  public:
   /// Checks the seal, the structure of the file, schema and version, attributes, the shapes and dtypes of inputs and
   /// taps, the ranges of kv_len and positions. A valid seal is no promise: any content is refused or safe to use.
-  /// Refuses a layer or a step of more than 2^33 elements, which bounds the memory that a file can ask for.
+  /// Refuses a layer or a step of more than 2^33 elements.
   static Result<GoldenFile> open(const std::string& path);
 
   const std::string& path() const;
   const GoldenMeta& meta() const;
   const std::vector<VariantInfo>& variants() const;
 
-  /// An input or a tap as stored. A procedural cache is made and checked against cache_checksum.
+  /// An input or a tap as stored. A procedural cache is made, where the free memory holds it, and checked against
+  /// cache_checksum.
   Result<Tensor> input(const std::string& name) const;
   Result<Tensor> tap(const std::string& variant, const std::string& tap) const;
 
   /// Fills a state made for meta().config and meta().load: hidden, lengths, positions, the cache entries before the
   /// append, and a RoPE table with the file's cos and sin at the tokens' positions. All other cache entries and table
-  /// rows become NaN.
+  /// rows become NaN. Refuses positions beyond the table, which has as many rows as the cache has entries.
   Status load(LayerState& state) const;
 
   /// The layer's weights, checked against weights_checksum. Where `checkpoint` is not empty they come from that
-  /// directory instead of the file's source. Weights of a checkpoint that are NaN or infinite are refused.
+  /// directory instead of the file's source. Weights of a checkpoint that are NaN or infinite are refused, and so are
+  /// procedural weights that the machine's free memory does not hold.
   Result<GoldenWeights> weights(const std::string& checkpoint = "") const;
 
  private:

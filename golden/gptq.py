@@ -8,12 +8,11 @@ A Linear of K inputs and N outputs with b bits and groups of g inputs is
 and W[n, k] = scales[g_idx[k], n] * (q(k, n) - zero(g_idx[k], n)).
 """
 
-import json
 import os
 
 import numpy as np
 
-from console import Refusal
+from console import Refusal, read_json_file
 
 LINEARS = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 PARTS = {"qweight": "int32", "qzeros": "int32", "scales": "float16", "g_idx": "int32"}
@@ -60,8 +59,7 @@ def read_config(directory, config):
     for name in ("quantize_config.json", "quant_config.json"):
         path = os.path.join(directory, name)
         if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                return json.load(file)
+            return read_json_file(path)[1]
     return config.get("quantization_config")
 
 

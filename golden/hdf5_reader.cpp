@@ -402,6 +402,11 @@ class Hdf5Reader::Parser {
   Status parse_variable_length(const std::string& where, std::uint64_t length, std::uint64_t address,
                                std::uint64_t index, std::string& text) {
     if (length == 0) return {};
+    // Texts that attributes share would be copied for each.
+    if (length > file_.size() - text_bytes_)
+      return refuse(where, "expected variable-length texts of at most " + std::to_string(file_.size()) +
+                               " bytes in all, as many as the file has, got more");
+    text_bytes_ += length;
     const auto outside = [&] { return refuse(where, "expected its text in a global heap of the file"); };
     if (address >= file_.size()) return outside();
     Cursor heap(file_.substr(address));
@@ -430,6 +435,7 @@ class Hdf5Reader::Parser {
   std::string_view file_;
   std::set<std::uint64_t> entered_;
   std::size_t parts_ = 0;
+  std::uint64_t text_bytes_ = 0;  // of variable-length texts
 };
 
 Result<Hdf5Reader> Hdf5Reader::open(const std::string& path) {

@@ -3,7 +3,6 @@ their taps recorded, one layer for one step or a whole model over a sequence."""
 
 import contextlib
 import importlib
-import json
 import os
 import platform
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 
 import gptq
 import procedural
-from console import Refusal
+from console import Refusal, read_json_file
 from families import join
 from model_config import layer_shapes, model_shapes, parse_config
 from numpy_model import Step
@@ -37,13 +36,9 @@ class Checkpoint:
         path = os.path.join(directory, "config.json")
         for name in ("config.json", "quantize_config.json", "quant_config.json", "model.safetensors.index.json"):
             refuse_lfs_pointer(os.path.join(directory, name))
-        try:
-            with open(path, encoding="utf-8") as file:
-                self.config_text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        self.config_text, config = read_json_file(path)
         self.model = parse_config(self.config_text, path)
-        quantised = gptq.read_config(directory, json.loads(self.config_text))
+        quantised = gptq.read_config(directory, config)
         self.gptq = quantised and gptq.Format(quantised, directory, self.model.names.linears)
         self.shards = self._index()  # tensor name -> file name; None where there is one file
 
@@ -51,14 +46,14 @@ class Checkpoint:
         index = os.path.join(self.directory, "model.safetensors.index.json")
         if os.path.exists(index):
             try:
-                with open(index, encoding="utf-8") as file:
-                    shard_of = dict(json.load(file)["weight_map"])
-            except OSError as error:
-                raise Refusal(f"{index}: {error.strerror}") from None
+                shard_of = dict(read_json_file(index)[1]["weight_map"])
             except (ValueError, KeyError, TypeError):
                 shard_of = {"": None}
             if not all(isinstance(file, str) for file in shard_of.values()):
                 raise Refusal(f"{index}: expected a JSON object with weight_map, tensor names to file names")
+            for tensor, file in shard_of.items():
+                if file in ("", ".", "..") or set(file) & set("/\\\0"):
+                    raise Refusal(f"{index}: tensor {tensor!r}: expected a plain file name for its shard, got {file!r}")
             return shard_of
         if os.path.exists(os.path.join(self.directory, "model.safetensors")):
             return None

@@ -47,6 +47,8 @@ def gated_dumps(name, layers, is_quantised):
         yield f"{name}-q3-kv9", f"{base} --kv-len 9 --q-len 3"
     if "scaled" in name:
         yield f"{name}-kv300-b1", f"{base} --kv-len 300 --cache procedural"
+    if name in ("llama-gqa1-biases", "mistral-gqa4-sharded", "qwen2-gqa7"):
+        yield f"{name}-stored", f"{base} --kv-len 17".replace("checkpoint ", "stored ")
 
 
 def layer_dumps():

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "core/procedural.hpp"
+#include "core/resources.hpp"
 #include "golden/checkpoint/printable.hpp"
 #include "golden/schema.hpp"
 
@@ -252,6 +253,9 @@ Result<Tensor> ModelGolden::tap(const std::string& variant, const std::string& t
 Result<GoldenModelWeights> ModelGolden::weights(const std::string& checkpoint) const {
   const ModelGoldenMeta& m = impl_->meta;
   const auto procedural = [&]() -> Result<GoldenModelWeights> {
+    const ModelSpec spec = m.config;
+    const auto bytes = double(weight_bytes(spec, outline_model(spec, m.dtype)));
+    CF_TRY(check_free_memory(bytes, path() + ": the procedural weights need " + gigabytes(bytes)));
     auto owned = std::make_shared<OwnedModelWeights>(procedural_model(m.config, m.dtype, m.seed));
     return GoldenModelWeights{owned->weights, m.dtype, owned};
   };

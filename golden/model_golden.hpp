@@ -85,7 +85,7 @@ class ModelGolden {
   /// Checks the seal, the structure of the file, schema and version, attributes, the shapes and dtypes of all datasets,
   /// the range of every token id, and the reference's logits: finite, in their order, and such that they choose the
   /// ids. A valid seal is no promise: any content is refused or safe to use. Refuses a model of more than 2^34
-  /// parameters, which bounds the memory that procedural weights can ask for.
+  /// parameters.
   static Result<ModelGolden> open(const std::string& path);
 
   const std::string& path() const;
@@ -102,7 +102,8 @@ class ModelGolden {
   Result<Tensor> tap(const std::string& variant, const std::string& tap) const;  // (fed, hidden)
 
   /// The model's weights, checked against weights_checksum. Where `checkpoint` is not empty they come from that
-  /// directory instead of the file's source. Weights of a checkpoint that are NaN or infinite are refused.
+  /// directory instead of the file's source. Weights of a checkpoint that are NaN or infinite are refused, and so are
+  /// procedural weights that the machine's free memory does not hold.
   Result<GoldenModelWeights> weights(const std::string& checkpoint = "") const;
 
  private:

@@ -7,6 +7,7 @@ Needs numpy and tokenizers.
 """
 
 import sys
+import warnings
 
 from console import Parser, Refusal, require, require_numpy
 
@@ -74,16 +75,23 @@ def write_ids(path, ids):
         np.save(file, ids, allow_pickle=False)
 
 
-def read_ids(path, vocab_size):
-    """The ids of a token file: one row of at least 2 integers below vocab_size, as int64."""
+def read_ids(path, vocab_size, limit=None):
+    """The first ids of a token file: one row of at least 2 integers below vocab_size, as int64."""
     try:
-        ids = np.load(path, allow_pickle=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers that numpy takes and we refuse
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Refusal(f"{path}: expected a .npy file of token ids: {error}") from None
+    # numpy lets through what zipfile, tokenize and others raise.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise Refusal(f"{path}: expected a .npy file of token ids: {reason}") from None
+    if not isinstance(ids, np.ndarray):
+        raise Refusal(f"{path}: expected a .npy file of token ids, got several arrays")
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) < 2:
         raise Refusal(f"{path}: expected a row of at least 2 integers, got shape {ids.shape} of {ids.dtype}")
+    ids = ids[:limit]
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise Refusal(f"{path}: expected ids of 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
     return ids.astype(np.int64)

@@ -52,7 +52,7 @@ Cost pass_cost(const ModelSpec& m, const ModelWeights& w, const Workload& load, 
   const std::int64_t tokens = load.tokens(), hidden = m.shape.hidden_size;
   Cost cost = ops::Embedding::cost({tokens, m.shape.vocab_size, hidden}, activation, dense);
   for (const LayerWeights& layer : w.layers) {
-    ops::DecodeLayer::Dims dims{m, step_sizes(m.shape, load), load.kv_len};
+    ops::DecodeLayer::Dims dims{m, step_sizes(load), load.kv_len};
     dims.linears = {format_of(layer.query_key_value.weight), format_of(layer.dense.weight),
                     format_of(layer.dense_h_to_4h.weight), format_of(layer.dense_4h_to_h.weight)};
     cost += ops::DecodeLayer::cost(dims, activation, dense);

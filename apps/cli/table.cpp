@@ -16,7 +16,18 @@ bool is_number(const std::string& cell) {
   return end != cell.c_str() && (*end == '\0' || std::string_view(end) == "%");
 }
 
+void make_visible(std::vector<std::string>& cells) {
+  for (std::string& cell : cells) cell = visible(cell);
+}
+
 }  // namespace
+
+Table::Table(std::vector<std::string> headers) : headers_(std::move(headers)) { make_visible(headers_); }
+
+void Table::add(std::vector<std::string> cells) {
+  make_visible(cells);
+  rows_.push_back(std::move(cells));
+}
 
 void Table::print(std::FILE* out) const {
   std::string header = "|", rule = "|", body;

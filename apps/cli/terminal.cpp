@@ -31,6 +31,21 @@ std::string in_colour(std::string_view text, std::FILE* out) {
   return fmt::format("\x1b[31m{}\x1b[0m", text);
 }
 
+std::string visible(std::string_view text) {
+  std::string shown;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const auto next = static_cast<unsigned char>(i + 1 < text.size() ? text[i + 1] : 0);
+    if (byte == 0xc2 && next >= 0x80 && next < 0xa0)  // U+0080 to U+009f: some terminals obey these, too
+      shown += fmt::format("\\x{:02x}\\x{:02x}", byte, static_cast<unsigned char>(text[++i]));
+    else if (byte < 0x20 || byte == 0x7f)
+      shown += fmt::format("\\x{:02x}", byte);
+    else
+      shown += text[i];
+  }
+  return shown;
+}
+
 std::string progress_line(std::string_view label, int percent, std::size_t columns) {
   constexpr std::size_t longest_bar = 30, shortest_bar = 10, shortest_label = 8, around = 8;  // " []" and " 100%"
   const std::string number = fmt::format("{:3d}%", percent);

@@ -13,6 +13,9 @@ inline constexpr std::string_view kFail = "FAIL";
 /// The text in red, where `out` is a terminal and the environment variable NO_COLOR is not set or empty; else the text.
 std::string in_colour(std::string_view text, std::FILE* out);
 
+/// Text of a file as part of a line: control characters are escaped, so that none reaches a terminal.
+std::string visible(std::string_view text);
+
 /// "label [#####.........]  37%" in at most `columns` columns. Where they are few, the bar becomes shorter, then the
 /// label loses its beginning, then the bar and the label are left out.
 std::string progress_line(std::string_view label, int percent, std::size_t columns);

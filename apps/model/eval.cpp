@@ -273,7 +273,8 @@ Result<std::vector<std::int32_t>> Evaluate::read_ids(const ModelConfig& config) 
   std::vector<std::int32_t> ids;
   const std::string& path = reference_.empty() ? tokens_ : reference_;
   if (reference_.empty()) {
-    CF_TRY_ASSIGN(checkpoint::TokenFile file, checkpoint::read_token_file(tokens_));
+    CF_TRY_ASSIGN(checkpoint::TokenFile file,
+                  checkpoint::read_token_file(tokens_, limit_.value_or(checkpoint::kAllIds)));
     if (file.shape.size() > 1 && file.shape[0] != 1)
       return Status::error(Code::invalid_argument,
                            fmt::format("{}: expected ids in one row, got {} rows", tokens_, file.shape[0]));

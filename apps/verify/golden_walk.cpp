@@ -8,6 +8,7 @@
 
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/device_ops.hpp"
+#include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
 
@@ -251,12 +252,31 @@ double walk_budget(const WalkOptions& o) {
   return o.own_rope_table ? std::max(budget, kTableBudget) : budget;
 }
 
+Status check_taps(const golden::GoldenFile& file, const WalkOptions& o) {
+  const golden::GoldenMeta& m = file.meta();
+  CF_TRY(check_site(m.config, o.site));
+  golden::VariantInfo reference;
+  for (const golden::VariantInfo& v : file.variants())
+    if (v.name == golden::kReference) reference = v;
+  bool finished = false;
+  return for_each_site(m.config, LayerWeights{}, LayerTensors{}, [&](const Site& site, const auto& args) -> Status {
+    const bool wanted = o.site.empty() || o.site == site.name;
+    if (finished || !(wanted || o.isolated)) return {};
+    for (const SiteOutput& output : site_outputs(site, args))
+      if (!has_tap(reference, output.tap)) return file.tap(std::string(golden::kReference), output.tap).status();
+    finished = wanted && !o.site.empty();
+    return {};
+  });
+}
+
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options) {
   if (options.impl == WalkImpl::layer && (options.backend != Backend::cuda || options.isolated))
     return Status::error(Code::invalid_argument, "WalkImpl::layer: expected with Backend::cuda, and not isolated");
   const golden::GoldenMeta& m = file.meta();
-  CF_TRY(check_site(m.config, options.site));
+  CF_TRY(check_taps(file, options));
+  const double bytes = LayerState::bytes(m.config, m.load, options.activation);
+  CF_TRY(check_free_memory(bytes, file.path() + ": the step needs " + gigabytes(bytes)));
   LayerState state(m.config, m.load, options.activation);
   CF_TRY(file.load(state));
   if (options.own_rope_table) state.fill_rope_table(m.config.rope_theta, m.config.rope_scaling);

@@ -54,8 +54,7 @@ template <class Args>
 std::vector<SiteOutput> site_outputs(const Site& site, const Args& args) {
   detail::OutputList list;
   OpOf<Args>::tensors(OpOf<Args>::dims(args), args, list);
-  for (SiteOutput& o : list.outputs)
-    o.tap = output_tap(std::string(site.tap), o.tap, list.outputs.size());
+  for (SiteOutput& o : list.outputs) o.tap = output_tap(std::string(site.tap), o.tap, list.outputs.size());
   return std::move(list.outputs);
 }
 
@@ -109,8 +108,12 @@ struct TapResult {
   double error_over_budget() const;
 };
 
-/// Runs the walk. Refuses a site that the layer does not have, and a file without a site's tap; dequantised weights may
-/// be missing. WalkImpl::layer refuses what the persistent kernel does not take, with Code::unimplemented.
+/// Refuses a site that the layer does not have, and a file without a tap that the walk needs; dequantised weights may be
+/// missing. Asks for it before the weights are made, which may take memory and time.
+Status check_taps(const golden::GoldenFile& file, const WalkOptions& options);
+
+/// Runs the walk. Refuses what check_taps() refuses, and a step that the machine's free memory does not hold.
+/// WalkImpl::layer refuses what the persistent kernel does not take, with Code::unimplemented.
 Result<std::vector<TapResult>> walk_golden(const golden::GoldenFile& file, const golden::GoldenWeights& weights,
                                            const WalkOptions& options);
 

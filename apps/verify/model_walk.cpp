@@ -8,6 +8,7 @@
 #include "apps/verify/device_runner.hpp"
 #include "apps/verify/quality.hpp"
 #include "core/model/taps.hpp"
+#include "core/resources.hpp"
 #include "cpu_ref/model.hpp"
 
 namespace cf::apps {
@@ -35,11 +36,11 @@ Result<std::unique_ptr<Model>> make_cpu_model(const ModelGolden& file, const gol
                                               DType activation, std::int64_t chunk) {
   const ModelSpec spec = file.meta().config;
   const std::int64_t fed = file.meta().fed();
+  const Model::Options options{.capacity = fed, .chunk = chunk, .activation = activation};
+  CF_TRY(Model::check_memory(file.path(), spec, options));
   CF_TRY_ASSIGN(const Tensor cos, file.input("cos"));
   CF_TRY_ASSIGN(const Tensor sin, file.input("sin"));
-  CF_TRY_ASSIGN(
-      std::unique_ptr<Model> model,
-      Model::create(spec, weights.weights, weights.owner, {.capacity = fed, .chunk = chunk, .activation = activation}));
+  CF_TRY_ASSIGN(std::unique_ptr<Model> model, Model::create(spec, weights.weights, weights.owner, options));
   const std::array<std::int64_t, 2> table{fed, spec.shape.rotary_dim / 2};
   CF_TRY(model->set_rope_table({cos.as<float>(), table}, {sin.as<float>(), table}));
   return model;
@@ -79,6 +80,9 @@ Result<std::map<std::string, Made>> run(const ModelGolden& file, const golden::G
                                         const ModelWalkOptions& o) {
   const golden::ModelGoldenMeta& m = file.meta();
   const std::int64_t chunk = o.chunk > 0 ? o.chunk : m.fed();
+  // The logits of every position, and those of the oracle.
+  const double logits = double(m.fed()) * double(m.config.vocab_size) * 4 * double(size_bytes(DType::f64));
+  CF_TRY(check_free_memory(logits, file.path() + ": the logits need " + gigabytes(logits)));
   if (o.backend == Backend::cpu) {
     CF_TRY_ASSIGN(const std::unique_ptr<Model> model, make_cpu_model(file, weights, o.activation, chunk));
     return run(file, *model, o.one_by_one, {});

@@ -33,7 +33,7 @@ inline Example<Linear> make(For<Linear>, Model m, Load w) {
 }
 inline Example<Rope> make(For<Rope>, Model m, Load w) {
   const ModelShape& s = m.shape;
-  return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.max_positions, s.qkv_layout},
+  return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(), s.qkv_layout},
           {.layout = s.qkv_layout}};
 }
 inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
@@ -41,13 +41,13 @@ inline Example<KvAppend> make(For<KvAppend>, Model m, Load w) {
 }
 inline Example<RopeAppend> make(For<RopeAppend>, Model m, Load w) {
   const ModelShape& s = m.shape;
-  return {{w.batch, w.q_len, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, s.max_positions, w.cache_capacity(),
-           s.qkv_layout},
+  return {{w.batch, w.q_len, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(),
+           w.cache_capacity(), s.qkv_layout},
           {.layout = s.qkv_layout}};
 }
 inline Example<LnQkv> make(For<LnQkv>, Model m, Load w) {
   return {{w.batch, w.q_len, m.shape.hidden_size, m.shape.num_heads, m.shape.head_dim, m.shape.rotary_dim,
-           m.shape.max_positions, w.cache_capacity()},
+           w.cache_capacity(), w.cache_capacity()},
           {.eps = m.traits.layer_norm_eps}};
 }
 inline Example<LnQkvHeads> make(For<LnQkvHeads>, Model m, Load w) {
@@ -59,7 +59,7 @@ inline Example<Attention> make(For<Attention>, Model m, Load w) {
           {.scale = m.attention_scale(), .max_kv_len = w.kv_len}};
 }
 inline Example<DecodeLayer> make(For<DecodeLayer>, Model m, Load w) {
-  return {{m, step_sizes(m.shape, w), w.kv_len}, {.model = m, .t = {.max_kv_len = w.kv_len}}};
+  return {{m, step_sizes(w), w.kv_len}, {.model = m, .t = {.max_kv_len = w.kv_len}}};
 }
 }  // namespace detail
 

@@ -12,17 +12,38 @@ Status check_model(const ModelSpec& m) {
   return m.shape.qkv_heads().check("model");
 }
 
-StepSizes step_sizes(const ModelShape& s, const Workload& load) {
-  return {load.batch, load.q_len, std::max(s.max_positions, load.kv_len), load.cache_capacity()};
+StepSizes step_sizes(const Workload& load) {
+  return {load.batch, load.q_len, load.cache_capacity(), load.cache_capacity()};
+}
+
+namespace {
+
+DType stored_dtype(Role role, DType activation) {
+  return is_index(role) ? DType::i32 : is_table(role) ? DType::f32 : activation;
+}
+
+}  // namespace
+
+double LayerState::bytes(const ModelSpec& m, const Workload& load, DType activation) {
+  double sum = 0;
+  LayerTensors views;
+  for_each_activation(
+      m.shape, step_sizes(load),
+      [&](const TensorSpec& spec, auto&, const auto& shape) {
+        double bytes = double(size_bytes(stored_dtype(spec.role, activation)));
+        for (std::int64_t size : shape) bytes *= double(size);
+        sum += bytes;
+      },
+      views);
+  return sum;
 }
 
 LayerState::LayerState(const ModelSpec& m, const Workload& load, DType activation)
-    : shape_(m.shape), sizes_(step_sizes(m.shape, load)) {
+    : shape_(m.shape), sizes_(step_sizes(load)) {
   for_each_activation(
       shape_, sizes_,
       [&](const TensorSpec& spec, Tensor& t, auto shape) {
-        const DType dtype = is_index(spec.role) ? DType::i32 : is_table(spec.role) ? DType::f32 : activation;
-        t = Tensor(dtype, Shape(shape.begin(), shape.end()));
+        t = Tensor(stored_dtype(spec.role, activation), Shape(shape.begin(), shape.end()));
       },
       *this);
   set_kv_len(std::vector<std::int32_t>(std::size_t(load.batch), std::int32_t(load.kv_len)));

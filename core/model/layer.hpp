@@ -46,12 +46,14 @@ struct LayerTensors {
 /// The sizes that the shapes of a step's tensors are made of, beside those of the model.
 struct StepSizes {
   std::int64_t batch = 1, q_len = 1;
-  std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position
+  std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position that a step uses
   std::int64_t capacity = 0;    // entries that the cache has room for
   std::int64_t tokens() const { return batch * q_len; }
 };
 
-StepSizes step_sizes(const ModelShape& s, const Workload& load);
+/// The sizes of a workload. The RoPE table has a row for each entry that the cache has room for, however many positions
+/// the model has.
+StepSizes step_sizes(const Workload& load);
 
 /// Calls f(spec, t..., shape) for every tensor of one layer's step, in the order of LayerTensors. Each t has the
 /// members of LayerTensors: it is a LayerTensors or a LayerState. With several t, f is given their members of one name
@@ -171,6 +173,8 @@ Status check_model(const ModelSpec& m);
 class LayerState {
  public:
   LayerState(const ModelSpec& m, const Workload& load, DType activation);
+  /// The memory that its tensors take.
+  static double bytes(const ModelSpec& m, const Workload& load, DType activation);
 
   /// Sets each sequence's kv_len (after the append), its tokens' positions (the last is kv_len - 1) and max_kv_len.
   void set_kv_len(std::span<const std::int32_t> kv_len);

@@ -20,7 +20,7 @@ struct ModelShape {
   std::int64_t intermediate_size = 0;  // of this rank's part of the MLP
   std::int64_t vocab_size = 0;
   std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even
-  std::int64_t max_positions = 0;  // rows of the RoPE table
+  std::int64_t max_positions = 0;  // of the texts that the model was made for
   ops::QkvLayout qkv_layout = ops::QkvLayout::interleaved_by_head;
 
   /// Columns of the attention's output: the columns of attention.dense.

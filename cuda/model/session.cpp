@@ -1,6 +1,5 @@
 #include "cuda/model/session.hpp"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,8 +29,7 @@ Result<Session> Session::create(const Context& context, const ModelSpec& model, 
   for_each_linear(model, like, [&](const Site&, const LinearParams& l, auto...) {
     quantised = quantised || std::holds_alternative<GptqWeight>(l.weight);
   });
-  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, model, activation, load.tokens(),
-                                                       std::max(model.shape.max_positions, capacity), quantised));
+  CF_TRY_ASSIGN(Workspace workspace, Workspace::create(context, model, activation, load.tokens(), capacity, quantised));
   Session session(context, load.q_len, std::move(weights), std::move(cache), std::move(workspace));
   const std::vector<std::int32_t> kv_len(std::size_t(load.batch), std::int32_t(load.q_len));
   CF_TRY(session.set_kv_len(kv_len));

@@ -18,8 +18,7 @@ namespace cf::cuda {
 class Session {
  public:
   /// Takes the memory of all parts. `load` gives batch, q_len and the cache's capacity; kv_len starts at q_len. The
-  /// RoPE table has as many rows as the model has positions or the cache has entries, whichever are more. Refuses what
-  /// the parts refuse, and a q_len beyond the capacity.
+  /// RoPE table has a row for each entry of the cache. Refuses what the parts refuse, and a q_len beyond the capacity.
   static Result<Session> create(const Context& context, const ModelSpec& model, LayerRange layers, const Workload& load,
                                 DType activation, DType weights_dtype, const LayerWeights& like = {});
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/atomic_file.hpp"
+#include "core/resources.hpp"
 #include "golden/checkpoint/mapped_file.hpp"
 #include "golden/checkpoint/printable.hpp"
 
@@ -168,7 +169,7 @@ std::string shape_fault(const Shape& shape) {
 
 }  // namespace
 
-Result<TokenFile> parse_token_file(std::string_view bytes, const std::string& source) {
+Result<TokenFile> parse_token_file(std::string_view bytes, const std::string& source, std::int64_t most) {
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, source + ": " + what); };
   const auto truncated = [&](const std::string& what) {
     return refuse("truncated: expected " + what + ", the file has " + std::to_string(bytes.size()) + " bytes");
@@ -209,21 +210,23 @@ Result<TokenFile> parse_token_file(std::string_view bytes, const std::string& so
                   std::to_string(expected_bytes) + " bytes behind the header for shape " + to_string(header.shape) +
                   " of " + header.descr + ", got " + std::to_string(rest.size()));
 
+  const std::int64_t count = std::min(most, expected_bytes / type->bytes);
+  const auto needed = double(count) * double(sizeof(std::int32_t));
+  CF_TRY(check_free_memory(needed, source + ": " + std::to_string(count) + " ids need " + gigabytes(needed)));
   TokenFile file{std::move(header.shape), {}};
   try {
-    if (const auto outside = type->copy(rest, file.ids))
+    if (const auto outside = type->copy(rest.substr(0, std::size_t(count * type->bytes)), file.ids))
       return refuse("element " + std::to_string(outside->first) + ": expected an id inside int32, got " +
                     std::to_string(outside->second));
   } catch (const std::bad_alloc&) {
-    return Status::error(Code::out_of_memory,
-                         source + ": no memory for " + std::to_string(element_count(file.shape)) + " ids");
+    return Status::error(Code::out_of_memory, source + ": no memory for " + std::to_string(count) + " ids");
   }
   return file;
 }
 
-Result<TokenFile> read_token_file(const std::string& path) {
+Result<TokenFile> read_token_file(const std::string& path, std::int64_t most) {
   CF_TRY_ASSIGN(const MappedFile file, map_file(path));
-  return parse_token_file(file.text(), path);
+  return parse_token_file(file.text(), path, most);
 }
 
 Status write_token_file(const std::string& path, std::span<const std::int32_t> ids, const Shape& shape) {

@@ -4,6 +4,7 @@
 
 #include "tests/apps/run_program.hpp"
 #include "tests/golden/golden_sample.hpp"
+#include "tests/golden/model_sample.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
@@ -108,12 +109,69 @@ TEST_CASE("bad files are one line") {
   s.taps["float64"].erase("attention.context");
   check_refused(cf_golden("run " + write_sample_to(dir / "tapless.h5", s)),
                 {"tapless.h5", "/taps/float64/attention.context", "missing"});
+  // Before the weights are made or read.
+  s.meta.weights_checksum ^= 1;
+  for (const char* mode : {"--isolated ", "--chained ", "--isolated --site attention.dense "})
+    check_refused(cf_golden(std::string("run ") + mode + write_sample_to(dir / "tapless.h5", s)),
+                  {"tapless.h5", "/taps/float64/attention.context", "missing"});
   s = make_sample();
   s.meta.weights_checksum ^= 1;
   check_refused(cf_golden("run " + write_sample_to(dir / "damaged.h5", s)), {"damaged.h5", "weights_checksum"});
   check_refused(cf_golden("compare " + x + " " + write_sample_to(dir / "longer.h5", make_sample({.kv_len = {6, 3}}))),
                 {"k_cache", "(2, 4, 4, 8)", "(2, 4, 5, 8)"});
 }
+
+TEST_CASE("a file's control characters are escaped") {
+  const TempDir dir;
+  GoldenSample s = make_sample();
+  s.meta.producer = "\x1b]0;owned\7\x1b[31mred\nsecond line\r\x7f";
+  s.meta.model = "small\x1b[2J";
+  s.variants["other\a"] = s.variants["float64"];
+  s.variants["other\a"].name = "other\a";
+  s.taps["other\a"] = {};
+  for (const auto& [name, tap] : s.taps["float64"]) s.taps["other\a"][name] = tap.clone();
+  s.taps["other\a"]
+        ["hf.\xc2\x9b"
+         "2Jtap"] = Tensor(DType::f64, {1});
+  const std::string x = write_sample_to(dir / "x.h5", s);
+  GoldenSample plain = make_sample();
+  plain.taps["float64"]["output"].as<double>()[0] += 1;
+  const std::string y = write_sample_to(dir / "y.h5", plain);
+  const auto shown = [](const ProgramRun& r) {
+    CHECK(r.err == "");
+    for (unsigned char c : r.out) CHECK((c >= ' ' || c == '\n'));
+    CHECK_FALSE(has(r.out, "\x7f"));
+    CHECK_FALSE(has(r.out, "\xc2\x9b"));
+    return r.out;
+  };
+  const std::string info = shown(cf_golden("info " + x));
+  CHECK(has(info, "| \\x1b]0;owned\\x07\\x1b[31mred\\x0asecond line\\x0d\\x7f |"));
+  CHECK(has(info, "| hf.\\xc2\\x9b2Jtap "));
+  CHECK(has(info, "other\\x07 ("));
+  CHECK(has(shown(cf_golden("run -v " + x)), "small\\x1b[2J layer 1"));
+  const std::string compared = shown(cf_golden("compare " + x + " " + y + " --variant-a $'other\\a'"));
+  CHECK(has(compared, "only in " + x + ": hf.\\xc2\\x9b2Jtap\n"));
+  CHECK(has(compared, "(other\\x07) against"));
+}
+
+// AddressSanitizer needs more address space than the limit leaves.
+#if !defined(__SANITIZE_ADDRESS__)
+TEST_CASE("a small file asks for little memory, however large the sizes that it names") {
+  const TempDir dir;
+  GoldenSample s = make_sample();
+  s.meta.config.max_position_embeddings = 1 << 26;
+  const std::string run = "ulimit -v 500000; OMP_NUM_THREADS=1 '" + program + "' run ";
+  const ProgramRun r = run_program(run + write_sample_to(dir / "x.h5", s));
+  CHECK(r.exit_code == 0);
+  CHECK(r.err == "");
+  // No taps: nothing is made.
+  s = make_sample({.weights = "procedural"});
+  s.meta.config.intermediate_size = 1 << 25;
+  s.taps.clear();
+  s.taps["float64"]["hf.more"] = Tensor(DType::f64, {1});
+  check_refused(run_program(run + write_sample_to(dir / "y.h5", s)), {"/taps/float64/input_layernorm: missing"});
+}
+#endif
 
 TEST_CASE("info tells what a file holds") {
   const TempDir dir;
@@ -297,6 +355,11 @@ TEST_CASE("run points at compare for a dump without the reference") {
   s.variants.erase("float64");
   const std::string x = write_sample_to(dir / "x.h5", s);
   check_refused(cf_golden("run " + x), {x, "'float64'", "got float16_eager", "'cf-golden compare " + x + " OTHER.h5'"});
+  ModelSample model = make_model_sample();
+  model.logits.erase("float64");
+  model.taps.erase("float64");
+  check_ok(write_sample(model, dir / "model.h5"));
+  check_refused(cf_golden("run " + (dir / "model.h5")), {"model.h5", "'float64'", "got float16_eager"});
 }
 
 TEST_CASE("compare finds two dumps equal, near, or apart") {

@@ -534,6 +534,25 @@ TEST_CASE("memory: one layer is resident, however many the checkpoint has") {
   if (!kShadowMemory) CHECK(peak_bytes < most_bytes);
 }
 
+TEST_CASE("memory: RoPE's rows are those that a step uses, however many positions the model has") {
+  const TempDir dir;
+  ModelConfig m = small_model(DType::f32);
+  m.max_position_embeddings = 1 << 26;  // 5 GB of rows
+  write_small_checkpoint(dir.path(), m);
+  const std::string run = "ulimit -v 1000000; '" + std::string(CF_LAYER_PROGRAM) + "' --model '" + dir.path() +
+                          "' --layer 0 --threads 1 --runs 1 --warmup 0 ";
+  if (kShadowMemory) return;
+  const ProgramRun r = run_program(run + "--kv-len 4 --check");
+  CAPTURE(r.err);
+  CHECK(r.exit_code == 0);
+  CHECK(r.err.empty());
+  // What a step takes is asked for before it is taken: 2 * 2^26 * 2 heads * 80 * 4 bytes, for each of 64 sequences.
+  const ProgramRun all = run_program(run + "--kv-len 67108864 --batch 64");
+  CHECK(all.exit_code == 2);
+  CHECK(all.error_lines() == 1);
+  CHECK(all.err.find("--batch 64 with --kv-len 67108864: needs 550") != all.err.npos);
+}
+
 TEST_CASE("refusals: the command line") {
   const std::string layer = "--layer 1 --kv-len 2 ", preset = "--preset pythia-14m ";
   check_refusal(layer, "--model or --preset: expected one of them, got none");

@@ -9,6 +9,7 @@
 #include "golden/checkpoint/token_file.hpp"
 #include "golden/model_golden.hpp"
 #include "tests/apps/run_cf_model.hpp"
+#include "tests/checkpoint/npy_writer.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/temp_dir.hpp"
 
@@ -196,6 +197,23 @@ TEST_CASE("cf-model eval scores every id once, whatever the windows and the way 
     CHECK(double(beside["reference_perplexity"]["mean"]) == Approx(double(beside["perplexity"]["mean"])).epsilon(1e-4));
   }
 }
+
+// AddressSanitizer needs more address space than the limit leaves.
+#if !defined(__SANITIZE_ADDRESS__)
+TEST_CASE("cf-model eval reads as many ids of a long file as --limit says", "[cf_model]") {
+  const TempDir dir;
+  const std::string bytes = npy(1, "<u2", "(1500000000,)", "");
+  write_file(dir / "big.npy", bytes);
+  std::filesystem::resize_file(dir / "big.npy", bytes.size() + 3'000'000'000);
+  // The file is mapped; all of its ids would need twice as much.
+  const ProgramRun r = run_program("ulimit -v 4000000; '" CF_MODEL_PROGRAM "' eval --threads 1 --model '" CF_DATA_DIR
+                                   "/checkpoints/llama-gqa8' --limit 16 --context 8 --tokens '" +
+                                   (dir / "big.npy") + "'");
+  CAPTURE(r.out, r.err);
+  CHECK(r.exit_code == 0);
+  CHECK(r.out.find("| positions                  | 14 ") != r.out.npos);
+}
+#endif
 
 TEST_CASE("cf-model eval shows itself and Hugging Face's own runs beside float64", "[cf_model]") {
   const TempDir dir;

@@ -23,16 +23,22 @@ TEST_CASE("a progress line fits every width") {
   CHECK(progress_line("x.h5", 7, 3) == "");
 }
 
+TEST_CASE("control characters of a text are escaped, and no others") {
+  CHECK(visible("a \u00e9 \u20ac |~") == "a \u00e9 \u20ac |~");
+  CHECK(visible("\x1b[2J\n\t\x7f") == "\\x1b[2J\\x0a\\x09\\x7f");
+  CHECK(visible("\u0080\u009b\u00a0\xc2") == "\\xc2\\x80\\xc2\\x9b\u00a0\xc2");
+}
+
 TEST_CASE("a table in a file has no colour, and every line the same width") {
   const cf::test::TempDir dir;
   Table table({"tap", "rel L2", "verdict"});
   table.add({"output", "1.0e-03", "FAIL"});
-  table.add({"mlp", "-", "ok"});
+  table.add({"m\nlp", "-", "ok"});
   std::FILE* const file = std::fopen((dir / "x").c_str(), "w");
   REQUIRE(file);
   table.print(file);
   std::fclose(file);
   CHECK(cf::test::read_file(dir / "x") ==
-        "| tap    |  rel L2 | verdict |\n| ------ | ------: | ------- |\n| output | 1.0e-03 | FAIL    |\n"
-        "| mlp    |       - | ok      |\n");
+        "| tap     |  rel L2 | verdict |\n| ------- | ------: | ------- |\n| output  | 1.0e-03 | FAIL    |\n"
+        "| m\\x0alp |       - | ok      |\n");
 }

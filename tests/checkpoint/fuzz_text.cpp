@@ -79,7 +79,8 @@ TEST_CASE("fuzz: damaged token files") {
   const std::string data("\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0\5\0\0\0\6\0\0\0", 24);
   const std::vector<std::string> seeds{npy(1, "<i4", "(6,)", data), npy(1, "<u2", "(2, 6)", data),
                                        npy(2, "<i8", "(3, 1)", std::string(24, '\0')), npy(3, "<u4", "(2, 3)", data)};
-  CHECK(fuzz(seeds, Mutator(29, kHeaderTokens), 40000, parse_token_file, token_file_fault) > 500);
+  const auto parse = [](std::string_view text, const std::string& source) { return parse_token_file(text, source); };
+  CHECK(fuzz(seeds, Mutator(29, kHeaderTokens), 40000, parse, token_file_fault) > 500);
 }
 
 TEST_CASE("fuzz: damaged generation configs") {

@@ -65,6 +65,30 @@ TEST_CASE("token file: dtypes are converted") {
   CHECK(ids("<u4", std::string("\xff\xff\xff\x7f\x05\x00\x00\x00", 8), "(1, 2)") == Ids{2147483647, 5});
 }
 
+TEST_CASE("token file: no more ids are read than are asked for") {
+  const auto file = parse_token_file(kTwoByThree, "f", 4);
+  REQUIRE(file);
+  CHECK(file->shape == Shape{2, 3});
+  CHECK(file->ids == Ids{0, 1, 2, 3});
+  CHECK(parse_token_file(kFive, "f", 5)->ids.size() == 5);
+  CHECK(parse_token_file(kFive, "f", 6)->ids.size() == 5);
+  // An id that is not asked for may be any.
+  const std::string wide = npy(1, "<u4", "(2,)", std::string("\1\0\0\0\xff\xff\xff\xff", 8));
+  CHECK(parse_token_file(wide, "f", 1)->ids == Ids{1});
+  CHECK_FALSE(parse_token_file(wide, "f", 2));
+  // 3 GB, as a hole that takes no room on the disk: neither the others' pages nor memory for them is touched.
+  const TempDir dir;
+  const std::string path = dir / "big.npy";
+  const std::string bytes = npy(1, "<u2", "(1500000000,)", "");
+  write_file(path, bytes);
+  std::filesystem::resize_file(path, bytes.size() + 3'000'000'000);
+  const auto big = read_token_file(path, 16);
+  REQUIRE(big);
+  CHECK(big->shape == Shape{1'500'000'000});
+  CHECK(big->ids == Ids(16));
+  CHECK(big->ids.capacity() == 16);
+}
+
 TEST_CASE("token file: headers of every version and of other writers") {
   const std::string data("\7\0\0\0\10\0\0\0", 8);
   for (int version : {1, 2, 3}) {

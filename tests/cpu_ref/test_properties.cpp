@@ -41,7 +41,7 @@ double norm(const double* x, std::int64_t n) {
 /// One token's q and k, turned to the given position.
 std::pair<std::vector<double>, std::vector<double>> turned(std::int32_t position) {
   Setup s = kSetup;
-  s.model.max_position_embeddings = 4096;
+  s.load.capacity = 4096;
   Problem<ops::Rope> p(s);
   for (auto& b : p.blocks())
     if (b.role == Role::position) *static_cast<std::int32_t*>(b.data()) = position;

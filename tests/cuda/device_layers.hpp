@@ -84,7 +84,7 @@ class DeviceLayers {
       layers[l].cache = {place<4>(m.dtype, cache), place<4>(m.dtype, cache)};
     }
     for_each_activation(
-        shape, step_sizes(shape, host.load),
+        shape, step_sizes(host.load),
         [&]<class V>(const TensorSpec& t, V& view, auto size) {
           if constexpr (std::is_same_v<V, AnyView<V::rank>>)
             if (t.role == Role::output) view = place<V::rank>(m.dtype, size);

@@ -274,7 +274,7 @@ OP_TEST_CASE("Indices out of bounds in device memory make NaN and touch no one e
       if (b.role == Role::length)
         bad.insert(bad.end(), {0, q_len - 1, s.load.capacity + 1, s.load.capacity + q_len});
       else
-        bad.push_back(b.role == Role::token_id ? s.model.vocab_size : s.model.max_position_embeddings);
+        bad.push_back(b.role == Role::token_id ? s.model.vocab_size : s.load.capacity);
       for (std::int64_t value : bad)
         for (std::int64_t at : {std::int64_t(0), b.shape[0] - 1})
           check_bad_index<TestType>(s, good, i, at, std::int32_t(value));

@@ -125,13 +125,13 @@ TEST_CASE("rms_linear on the GPU: the plan takes what its kernel does", "[gpu][g
 TEST_CASE("rms_qkv on the GPU gives the bits of rmsnorm, linear and rope_append", "[gpu][gptq][rms]") {
   struct Case {
     std::int64_t hidden, heads, kv_heads, head_dim, rotary_dim;
-    std::int32_t kv_len = 9, position = 8;  // the cache has room for 12 entries, the table 64 rows
+    std::int32_t kv_len = 9, position = 8;  // the cache and the table have room for 12
   };
   for (const Case& n :
        {Case{2048, 32, 8, 64, 64}, Case{4096, 32, 8, 128, 128}, Case{3072, 24, 8, 128, 128},
         Case{3584, 28, 4, 128, 128}, Case{264, 3, 1, 80, 20}, Case{640, 5, 5, 24, 24}, Case{640, 4, 1, 64, 64, 12, 11},
         Case{640, 4, 1, 64, 64, 13}, Case{640, 4, 1, 64, 64, 0}, Case{640, 4, 1, 64, 64, -7},
-        Case{640, 4, 1, 64, 64, 9, 64}, Case{640, 4, 1, 64, 64, 9, -1}, Case{640, 4, 1, 64, 64, 1, 0}})
+        Case{640, 4, 1, 64, 64, 9, 12}, Case{640, 4, 1, 64, 64, 9, -1}, Case{640, 4, 1, 64, 64, 1, 0}})
     for (const auto& [activation, desc_act, with_bias] :
          {std::tuple{DType::f16, false, true}, {DType::bf16, true, false}, {DType::bf16, false, true}}) {
       Setup s = setup(activation, {4, 128, 1, desc_act}, n.hidden);

@@ -281,6 +281,12 @@ inline std::vector<Fault> faults() {
   return all;
 }
 
+/// The workload with room for one more entry, so that the RoPE table has a row for positions that are one too high.
+inline Workload with_room(Workload load) {
+  load.capacity = load.kv_len + 1;
+  return load;
+}
+
 /// A golden file's step on host tensors, with a fault in what it starts from.
 struct FaultyStep {
   ModelConfig config;
@@ -289,7 +295,7 @@ struct FaultyStep {
   Fault::Scratch scratch;
 
   FaultyStep(const golden::GoldenFile& file, const golden::GoldenWeights& sound, const Fault& fault, DType activation)
-      : config(file.meta().config), weights(sound.weights), state(config, file.meta().load, activation) {
+      : config(file.meta().config), weights(sound.weights), state(config, with_room(file.meta().load), activation) {
     scratch.reserve(8);  // views into it stay valid
     REQUIRE(file.load(state));
     state.fill_rope_table(config.rope_theta, config.rope_scaling);

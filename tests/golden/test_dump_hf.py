@@ -7,9 +7,11 @@ import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from dataclasses import replace
 from unittest import mock
@@ -300,11 +302,19 @@ class Arguments(unittest.TestCase):
         self.assertIn("config.json: not JSON", said(config__json="{"))
         self.assertIn("no model.safetensors and no model.safetensors.index.json\n", said(config__json=config))
         self.assertIn("for .bin files see --help", said(config__json=config, pytorch_model__bin=""))
-        for index in ("{", "[]", '{"weight_map": 1}', "{}", '{"weight_map": {"a": 1}}'):
+        self.assertIn("index.json: not JSON", said(config__json=config, model__safetensors__index__json="{"))
+        for index in ("[]", '{"weight_map": 1}', "{}", '{"weight_map": {"a": 1}}'):
             self.assertIn(
                 "expected a JSON object with weight_map",
                 said(config__json=config, model__safetensors__index__json=index),
             )
+        # A shard lies beside the index, and nowhere else.
+        for shard in ("../a", "/etc/passwd", "b/a", "..", ""):
+            index = json.dumps({"weight_map": {"a": "a", "b": shard}})
+            said_of_shard = said(config__json=config, model__safetensors__index__json=index)
+            self.assertIn(f"tensor 'b': expected a plain file name for its shard, got {shard!r}\n", said_of_shard)
+        with mock.patch("console.MOST_JSON_BYTES", 9):
+            self.assertIn("config.json: expected at most 9 bytes", said(config__json=config))
 
     def test_help_tells_how_to_dump_an_own_model(self):
         stdout = io.StringIO()
@@ -500,6 +510,62 @@ class Convert(unittest.TestCase):
             self.assertEqual(read_bytes(path), before)
             self.assertEqual(len(os.listdir(self.directory)), 2)
         self.assertEqual(self.run_program(os.path.join(self.directory, "absent"))[0], 2)
+
+    def test_what_golden_files_do_not_have_is_refused(self):
+        path = os.path.join(self.directory, "layer.h5")
+
+        def refused(*argv):
+            status, said = self.run_program(*argv)
+            self.assertEqual((status, said.count("\n")), (2, 1), said)
+            self.assertIn("layer.h5: expected the HDF5 of golden files; 'cf-golden info' says what is wrong", said)
+
+        # libhdf5 never gets beyond a heap's free space of 0 bytes.
+        content = bytearray(read_bytes(path))
+        at = content.find(b"GCOL") + 16
+        while (index := int.from_bytes(content[at : at + 2], "little")) != 0:
+            at += 16 + (int.from_bytes(content[at + 8 : at + 16], "little") + 7) // 8 * 8
+        content[at + 8 : at + 16] = bytes(8)
+        self.assertEqual(index, 0)
+        with open(path, "wb") as file:
+            file.write(content)
+        golden_file.seal(path)
+        before = time.process_time()
+        refused(path)
+        refused("--compare", SCHEMA_1, path)
+        self.assertLess(time.process_time() - before, 1)
+
+        for change in (
+            lambda file: file.__setitem__("more", h5py.SoftLink("/inputs")),
+            lambda file: file.__setitem__("more", h5py.ExternalLink("other.h5", "/")),
+            lambda file: file["inputs"].__setitem__("back", file["/"]),
+            lambda file: file.create_dataset("more", data=np.zeros(9), chunks=True),
+            lambda file: file.create_dataset("more", shape=(1 << 40,), dtype="f4"),
+            lambda file: file.create_dataset("more", (4,), "i1", external=[("/etc/passwd", 0, 4)]),
+            lambda file: file.attrs.__setitem__("more", [1, 2]),
+        ):
+            shutil.copy(os.path.join(SCHEMA_1, "layer.h5"), path)
+            self.change(path, change)
+            refused(path)
+
+    def test_texts_that_attributes_share_are_refused(self):
+        path = os.path.join(self.directory, "layer.h5")
+        self.change(path, lambda file: file.attrs.create("long", "A" * 30000, dtype=h5py.string_dtype()))
+        content = bytearray(read_bytes(path))
+        # A text's length, its heap's address and its number there. All become the long one.
+        texts = {}
+        for at in range(512, len(content) - 15):
+            length, heap, _ = struct.unpack_from("<IQI", content, at)
+            if length and content[512 + heap : 516 + heap] == b"GCOL":
+                texts[at] = length
+        longest = max(texts, key=texts.get)
+        for at in texts:
+            content[at : at + 16] = content[longest : longest + 16]
+        with open(path, "wb") as file:
+            file.write(content)
+        golden_file.seal(path)
+        self.assertGreater(len(texts), 9)
+        with self.assertRaisesRegex(Refusal, "expected the HDF5 of golden files"):
+            golden_file.read_sealed(path)
 
 
 class Programs(unittest.TestCase):

@@ -7,8 +7,10 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 
+#include "core/resources.hpp"
 #include "tests/golden/golden_sample.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
@@ -191,15 +193,16 @@ TEST_CASE("load fills what the layer reads, and NaN where it must not look") {
         CHECK(std::isnan(x));
     }
   }
-  // Only the rows at the tokens' positions are there.
-  std::vector<bool> used(64);
+  // Only the rows at the tokens' positions are there, in a table for the cache's entries.
+  REQUIRE(state.cos.shape() == Shape{9, 2});
+  std::vector<bool> used(9);
   for (std::int64_t t = 0; t < state.positions.size(); ++t) {
     const std::int32_t p = state.positions.as<std::int32_t>()[t];
     used[std::size_t(p)] = true;
     CHECK(state.cos.as<float>()[2 * p] == s.inputs.at("cos").as<float>()[2 * t]);
     CHECK(state.sin.as<float>()[2 * p + 1] == s.inputs.at("sin").as<float>()[2 * t + 1]);
   }
-  for (int p = 0; p < 64; ++p)
+  for (int p = 0; p < 9; ++p)
     if (!used[std::size_t(p)]) CHECK(std::isnan(state.cos.as<float>()[2 * p]));
 
   ModelConfig other = file->meta().config;
@@ -239,6 +242,107 @@ TEST_CASE("weights of each source are the layer's, and damage is refused") {
                       {"y.h5", "weights_checksum", std::to_string(s.meta.weights_checksum),
                        std::to_string(s.meta.weights_checksum - 1)}) == "");
   CHECK(refusal_fault(wrong->weights(dir / "nowhere").status(), Code::not_found, {"nowhere"}) == "");
+}
+
+TEST_CASE("stored weights of a family that stores them in parts are joined, as a checkpoint's are") {
+  const std::string data = CF_DATA_DIR;
+  const auto file = GoldenFile::open(data + "/golden/llama-gqa1-biases-stored.h5");
+  REQUIRE(file);
+  const GoldenMeta& m = file->meta();
+  const auto stored = file->weights(), loaded = file->weights(data + "/checkpoints/llama-gqa1-biases");
+  CAPTURE(stored.status().message(), loaded.status().message());
+  REQUIRE(stored);
+  REQUIRE(loaded);
+  std::map<std::string, Tensor> joined;
+  for_each_weight(m.config, stored->weights, [&](const TensorSpec& t, const auto& view, const auto& shape) {
+    Tensor copy(m.dtype, Shape(shape.begin(), shape.end()));
+    std::memcpy(copy.data(), view.data, std::size_t(view.bytes()));
+    joined[std::string(t.name)] = std::move(copy);
+  });
+  std::size_t tensors = 0;
+  for_each_weight(m.config, loaded->weights, [&](const TensorSpec& t, const auto& view, const auto&) {
+    CAPTURE(t.name);
+    CHECK(std::memcmp(view.data, joined.at(std::string(t.name)).data(), std::size_t(view.bytes())) == 0);
+    ++tensors;
+  });
+  CHECK(tensors == 10);  // two norms, four Linears with their biases
+
+  // The same weights by the walk's names, and without one part of a Linear.
+  const auto written = [&](const std::string& path, const std::map<std::string, Tensor>& weights) {
+    auto writer = GoldenWriter::create(path, m);
+    REQUIRE(writer);
+    for (const char* input : {"hidden", "kv_len", "positions", "cos", "sin", "k_cache", "v_cache"})
+      check_ok(writer->add_input(input, *file->input(input)));
+    for (const auto& [name, tensor] : weights) check_ok(writer->add_weight(name, tensor));
+    for (const golden::VariantInfo& v : file->variants())
+      check_ok(writer->add_tap(v, "output", *file->tap(v.name, "output")));
+    check_ok(writer->commit());
+    return GoldenFile::open(path);
+  };
+  const TempDir dir;
+  const auto whole = written(dir / "whole.h5", joined);
+  REQUIRE(whole);
+  CHECK(whole->weights().status().message() == "");
+  joined.erase("self_attn.qkv_proj.bias");
+  CHECK(refusal_fault(written(dir / "x.h5", joined).status(), Code::not_found,
+                      {"x.h5", "/weights/self_attn.q_proj.bias", "missing"}) == "");
+  joined["self_attn.q_proj.bias"] = Tensor(m.dtype, {3});
+  CHECK(refusal_fault(written(dir / "y.h5", joined).status(), Code::invalid_file,
+                      {"y.h5", "/weights/self_attn.q_proj.bias", "got " + std::string(to_string(m.dtype)) + " (3)"}) ==
+        "");
+}
+
+TEST_CASE("a step's memory does not grow with the positions that the model has") {
+  GoldenSample s = make_sample();
+  const double few = LayerState::bytes(s.meta.config, s.meta.load, DType::f64);
+  s.meta.config.max_position_embeddings = 1 << 26;
+  CHECK(LayerState::bytes(s.meta.config, s.meta.load, DType::f64) == few);
+  const TempDir dir;
+  check_ok(write_sample(s, dir / "x.h5"));
+  const auto file = GoldenFile::open(dir / "x.h5");
+  REQUIRE(file);
+  LayerState state(file->meta().config, file->meta().load, DType::f64);
+  CHECK(state.cos.shape() == Shape{5, 2});
+  CHECK(file->load(state).message() == "");
+  // A position that the cache has no entry for has no row.
+  s.inputs["positions"].as<std::int32_t>()[1] = 5;
+  check_ok(write_sample(s, dir / "y.h5"));
+  CHECK(refusal_fault(GoldenFile::open(dir / "y.h5")->load(state), Code::invalid_file,
+                      {"y.h5: /inputs/positions[1]: expected a position of the cache's entries, below 5, got 5"}) ==
+        "");
+}
+
+TEST_CASE("procedural weights and caches that the free memory does not hold are refused") {
+  GoldenSample s = make_sample({.dtype = DType::f32, .cache = "procedural", .weights = "procedural"});
+  s.weights.clear();
+  ModelConfig& m = s.meta.config;
+  const TempDir dir;
+  SECTION("weights") {
+    m.intermediate_size = std::int64_t(1) << 26;  // 17 GB of 2^32 elements
+    m.dtype = DType::f32;
+    if (free_memory_bytes() > 17e9) return;
+    s.taps.clear();
+    s.taps["float64"]["hf.more"] = Tensor(DType::f64, {1});
+    check_ok(write_sample(s, dir / "x.h5"));
+    const auto file = GoldenFile::open(dir / "x.h5");
+    REQUIRE(file);
+    CHECK(refusal_fault(file->weights().status(), Code::out_of_memory,
+                        {"x.h5", "the procedural weights need 17.18 GB", "memory that are free"}) == "");
+  }
+  SECTION("cache") {
+    m.max_position_embeddings = 1 << 26;
+    if (free_memory_bytes() > 30e9) return;
+    const std::int32_t longest = (1 << 26) - 7;  // 34 GB for both sequences
+    s.meta.kv_len[0] = s.inputs["kv_len"].as<std::int32_t>()[0] = longest;
+    s.meta.load.kv_len = longest;
+    s.inputs["positions"].as<std::int32_t>()[0] = longest - 1;
+    check_ok(write_sample(s, dir / "x.h5"));
+    const auto file = GoldenFile::open(dir / "x.h5");
+    CAPTURE(file.status().message());
+    REQUIRE(file);
+    CHECK(refusal_fault(file->input("k_cache").status(), Code::out_of_memory,
+                        {"x.h5", "the procedural cache needs 34.36 GB"}) == "");
+  }
 }
 
 TEST_CASE("a checkpoint's weights are found beside the file") {
@@ -654,6 +758,35 @@ TEST_CASE("a text that no attribute can hold is refused") {
   CHECK(refusal_fault(write_sample(s, dir / "y.h5"), Code::invalid_argument, {"y.h5", "'command'", "zero byte at 1"}) ==
         "");
   CHECK(entries(dir.path()) == 1);
+}
+
+TEST_CASE("texts that attributes share are not copied for each") {
+  const TempDir dir;
+  make_hdf5(dir / "x.h5", [](hid_t file) {
+    put_text(file, "long", std::string(30000, 'A').c_str(), true);
+    for (int i = 0; i < 9; ++i) put_text(file, ("t" + std::to_string(i)).c_str(), "A", true);
+  });
+  std::string bytes = read_file(dir / "x.h5");
+  // A text's length, its heap's address and its number there. All become the long one.
+  const auto number = [&](std::size_t at, std::size_t count) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, bytes.data() + at, count);
+    return value;
+  };
+  std::vector<std::size_t> texts;
+  for (std::size_t at = 512; at + 16 <= bytes.size(); ++at)
+    if (const std::uint64_t heap = number(at + 4, 8);
+        number(at, 4) > 0 && heap < bytes.size() - 512 && bytes.compare(512 + heap, 4, "GCOL") == 0)
+      texts.push_back(at);
+  REQUIRE(texts.size() == 10);
+  const std::string longest =
+      bytes.substr(*std::ranges::max_element(texts, {}, [&](std::size_t at) { return number(at, 4); }), 16);
+  for (std::size_t at : texts) bytes.replace(at, 16, longest);
+  seal(bytes);
+  write_file(dir / "x.h5", bytes);
+  CHECK(refusal_fault(GoldenFile::open(dir / "x.h5").status(), Code::invalid_file,
+                      {"x.h5: /attribute 't", "texts of at most " + std::to_string(bytes.size() - 512) + " bytes"}) ==
+        "");
 }
 
 TEST_CASE("files of schema 1 are read") {

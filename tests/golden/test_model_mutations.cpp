@@ -34,7 +34,9 @@ struct Run {
       : file(opened),
         weights(*opened.weights()),
         spec(opened.meta().config),
-        state(spec, {.batch = 1, .q_len = opened.meta().fed(), .kv_len = opened.meta().fed()}, DType::f64),
+        // With room for one more entry, so that the RoPE table has a row for positions that are one too high.
+        state(spec, {.q_len = opened.meta().fed(), .kv_len = opened.meta().fed(), .capacity = opened.meta().fed() + 1},
+              DType::f64),
         ids(opened.ids()->clone()) {
     const std::int64_t fed = file.meta().fed();
     const Tensor cos = file.input("cos")->clone(), sin = file.input("sin")->clone();

@@ -121,9 +121,18 @@ class TokenizeText(unittest.TestCase):
             with self.assertRaises(tokenize_text.Refusal) as refusal:
                 tokenize_text.read_ids(path, 9)
             self.assertIn(part, str(refusal.exception))
-        with self.assertRaises(tokenize_text.Refusal) as refusal:
-            tokenize_text.read_ids(self.write("text.npy", b"no array"), 9)
-        self.assertIn("expected a .npy file of token ids", str(refusal.exception))
+        # What zipfile and tokenize make of a file's first bytes is one line, too.
+        deep = b"{'descr': '<i4', 'fortran_order': False, 'shape': " + b"(" * 4000
+        for content in (b"no array", b"PK\x03\x04", b"\x93NUMPY\x01\x00" + len(deep).to_bytes(2, "little") + deep, b""):
+            with self.assertRaises(tokenize_text.Refusal) as refusal:
+                tokenize_text.read_ids(self.write("text.npy", content), 9)
+            self.assertIn("text.npy: expected a .npy file of token ids", str(refusal.exception))
+            self.assertNotIn("\n", str(refusal.exception))
+        np.savez(os.path.join(self.directory, "several.npz"), a=np.zeros(3, np.int32))
+        with self.assertRaisesRegex(tokenize_text.Refusal, "got several arrays"):
+            tokenize_text.read_ids(os.path.join(self.directory, "several.npz"), 9)
+        np.save(path, np.array([1, 2, 9], np.int32))
+        self.assertEqual(tokenize_text.read_ids(path, 9, 2).tolist(), [1, 2])
         with self.assertRaises(tokenize_text.Refusal) as refusal:
             tokenize_text.read_ids(os.path.join(self.directory, "none.npy"), 9)
         self.assertIn("No such file", str(refusal.exception))

@@ -55,7 +55,8 @@ class GoldenLayer:
             self.config = attributes["config"].decode()
             self.model = parse_config(self.config, str(path))
             if attributes["weights"] == b"stored":
-                self.stored = {name: widened(data[()]) for name, data in file["weights"].items()}
+                stored = {name: widened(data[()]) for name, data in file["weights"].items()}
+                self.stored = join(self.model.names, stored)
         self.q_len, self.batch = int(attributes["q_len"]), int(attributes["batch"])
         if attributes["cache"] == b"procedural":
             dtype, heads = attributes["dtype"].decode(), self.model.kv_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -32,6 +33,12 @@ def ok(*words: object) -> str:
     done = run(*words)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _npy(array: np.ndarray[Any, Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 @pytest.fixture(scope="session")
@@ -209,6 +216,52 @@ def test_perplexity_is_that_of_cf_model(cf_model: str, model: str, tmp_path: pat
         assert made[key] == pytest.approx(expected[value]["mean"], rel=1e-12)
     assert made["error"] == pytest.approx(expected["perplexity"]["error"], rel=1e-9)
     assert f"{made['perplexity']:.6g} +- {made['error']:.2g}" in output
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"PK\x03\x04", "expected a .npy file of ids: "),
+        (
+            b"\x93NUMPY\x01\x00\xa1\x0f{'descr': '<i4', 'fortran_order': False, 'shape': " + b"(" * 3950,
+            "expected a .npy",
+        ),
+        (b"", "expected a .npy file of ids: "),
+        (_npy(np.zeros(3)), "expected at least 2 integers, got 3 of float64"),
+        (_npy(np.zeros(1, np.int32)), "expected at least 2 integers, got 1 of int32"),
+        (_npy(np.array([1, 128])), "expected ids of 0 to 127, got 1 to 128"),
+        (_npy(np.zeros((2, 2), np.int32)), "expected ids in one row, got (2, 2)"),
+        (_npy(np.array([{}])), "expected a .npy file of ids: "),
+    ],
+    ids=["zip", "deep", "empty", "float", "one", "large", "rows", "objects"],
+)
+def test_a_bad_token_file_is_one_line(model: str, tmp_path: pathlib.Path, content: bytes, message: str) -> None:
+    file = tmp_path / "ids.npy"
+    file.write_bytes(content)
+    done = run("eval", "--model", model, "--tokens", file)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"cf_ops: {file}: {message}")
+
+
+def test_no_more_ids_are_read_than_the_limit(model: str, tmp_path: pathlib.Path) -> None:
+    # 3 GB, as a hole that takes no room on the disk. An id beyond the limit may be any.
+    file = tmp_path / "ids.npy"
+    ids = np.lib.format.open_memmap(file, mode="w+", dtype="<u2", shape=(1_500_000_000,))
+    ids[16] = 40_000
+    del ids
+    ok("eval", "--model", model, "--tokens", file, "--limit", 16, "--context", 8, "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["ids"] == 16
+
+
+def test_texts_that_are_not_utf_8_name_their_file(model: str, text_checkpoint: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"ab\xff")
+    for words in (
+        ["eval", "--model", text_checkpoint, "--text", file],
+        ["generate", "--model", text_checkpoint, "--prompts-file", file],
+    ):
+        done = run(*words)
+        assert done.returncode == 2 and done.stderr == f"cf_ops: {file}: expected UTF-8, got the byte 0xff\n"
 
 
 def test_a_text_is_scored(text_checkpoint: str, tmp_path: pathlib.Path) -> None:

@@ -75,6 +75,16 @@ def output_file(path: str) -> str:
     return path
 
 
+def read_text(path: str) -> str:
+    """A text file's content. Raises ValueError where it is no UTF-8."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise ValueError(f"{path}: expected UTF-8, got the byte {byte:#04x}") from None
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of every command that runs a model."""
     parser.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--stride: expected at most --context {args.context}, got {args.stride}")
     model = program.open_model(args, 1, args.context - 1)
     if args.tokens is not None:
-        ids = _read_ids(args.tokens)
+        ids = _read_ids(args.tokens, args.limit, model.config["vocab_size"])
     else:
-        with open(args.text, encoding="utf-8") as file:
-            ids = np.array(model.encode(file.read()))
-    ids = ids[: args.limit]
+        ids = np.array(model.encode(program.read_text(args.text)))[: args.limit]
+        if ids.size < 2:
+            raise ValueError(f"{args.text}: expected a text of at least 2 ids, got {ids.size}")
     score = model.perplexity(ids, args.context, args.stride)
     rows = [
         ("positions", f"{score.positions}"),
@@ -47,11 +48,21 @@ def run(args: argparse.Namespace) -> int:
     return program.OK
 
 
-def _read_ids(path: str) -> NDArray[Any]:
+def _read_ids(path: str, limit: int | None, vocab_size: int) -> NDArray[Any]:
+    """The first ids of a .npy file. The file is mapped, so that no more of it is read."""
     try:
-        ids = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers that numpy takes and we refuse
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except Exception as error:  # numpy lets through what zipfile, tokenize and others raise
         raise ValueError(f"{path}: expected a .npy file of ids: {error}") from None
     if not isinstance(ids, np.ndarray) or (ids.ndim != 1 and (ids.ndim != 2 or ids.shape[0] != 1)):
         raise ValueError(f"{path}: expected ids in one row, got {getattr(ids, 'shape', 'several arrays')}")
-    return ids.reshape(-1)
+    ids = ids.reshape(-1)[:limit]
+    if ids.dtype.kind not in "iu" or ids.size < 2:
+        raise ValueError(f"{path}: expected at least 2 integers, got {ids.size} of {ids.dtype}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"{path}: expected ids of 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}")
+    return ids

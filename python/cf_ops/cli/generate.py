@@ -130,8 +130,7 @@ def _summary(counts: list[int], first_s: list[float], last_s: list[float], total
 def _texts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         return [args.prompt]
-    with open(args.prompts_file, encoding="utf-8") as file:
-        texts = [line for line in file.read().split("\n") if line]
+    texts = [line for line in program.read_text(args.prompts_file).split("\n") if line]
     if not texts:
         raise ValueError(f"{args.prompts_file}: expected a text on a line, got none")
     return texts
