@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Builds the wheel, installs it in a virtual environment of its own, and there runs mypy and the tests of this folder.
+"""Builds the sdist, from that the wheel, installs it in a virtual environment of its own, and there runs mypy and the tests of this folder.
   in_clean_venv.py FOLDER [PYTEST ARGUMENT...]
-FOLDER is where the environment, the wheel and its build lie; the environment is made anew. The wheel has the CPU
+FOLDER is where the environment, the sdist, the wheel and its build lie; the environment is made anew. The wheel has the CPU
 backend alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where
 PyPI cannot be reached or Python has no venv: the package's tests are skipped then.
 """
@@ -15,6 +15,11 @@ import sys
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
 SKIPPED = 77
+# What the sdist has: all that a wheel is built from, and no tests, data, programs or scripts of other work.
+SDIST = ["CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "core", "cpu_ref", "cuda", "golden", "golden/CMakeLists.txt",
+         "golden/checkpoint", "pyproject.toml", "python", "python/CMakeLists.txt", "python/README.md", "python/cf_ops",
+         "python/contracts.py", "python/src", "scripts", "scripts/cfConfig.cmake.in", "scripts/cuda_resources",
+         "scripts/ptxas_log", "scripts/uninstall.cmake"]  # fmt: skip
 
 
 def run(*command, **options):
@@ -34,6 +39,22 @@ def require(*command, **options):
         sys.exit(status)
 
 
+def unpacked_sdist(python, folder):
+    """The folder of the sdist's files, which are those of SDIST alone."""
+    made, unpacked = os.path.join(folder, "sdist"), os.path.join(folder, "source")
+    for path in (made, unpacked):
+        shutil.rmtree(path, ignore_errors=True)
+    require(python, "-m", "build", "--sdist", "--outdir", made, ROOT, stdout=subprocess.DEVNULL)
+    (sdist,) = glob.glob(os.path.join(made, "*.tar.gz"))
+    shutil.unpack_archive(sdist, unpacked)
+    (source,) = glob.glob(os.path.join(unpacked, "*"))
+    shared = ("golden", "python", "scripts")  # folders of which a wheel needs a part
+    found = sorted(os.listdir(source) + [f"{name}/{file}" for name in shared for file in os.listdir(f"{source}/{name}")])
+    if found != SDIST:
+        sys.exit(f"{os.path.basename(sdist)}: expected {SDIST}, got {found}")
+    return source
+
+
 def main():
     if len(sys.argv) < 2:
         sys.exit("usage: in_clean_venv.py FOLDER [PYTEST ARGUMENT...]")
@@ -46,12 +67,12 @@ def main():
     python = os.path.join(venv, "bin", "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     # A package that is on PyPI and needed: what it cannot be had for is the network.
-    if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", "nanobind-backend").returncode:
+    if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", "build").returncode:
         skip("PyPI cannot be reached")
 
+    source = unpacked_sdist(python, folder)
     require(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels,
-            "--config-settings", "build-dir=" + os.path.join(folder, "build"),
-            "--config-settings", "cmake.define.CF_CUDA=" + os.environ.get("CF_CUDA", "OFF"), ROOT)  # fmt: skip
+            "--config-settings", "cmake.define.CF_CUDA=" + os.environ.get("CF_CUDA", "OFF"), source)  # fmt: skip
     with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
         version = re.search(r"project\(cf VERSION ([\d.]+)", file.read())[1]
     (wheel,) = glob.glob(os.path.join(wheels, "*.whl"))
