@@ -5,7 +5,8 @@ try:
 except ImportError as error:
     if "libgomp" not in str(error):
         raise
-    raise ImportError("cf_ops needs GCC's OpenMP library libgomp.so.1: apt-get install libgomp1, or import torch first") from None
+    needs = "cf_ops needs GCC's OpenMP library libgomp.so.1: apt-get install libgomp1, or import torch first"
+    raise ImportError(needs) from None
 
 from cf_ops import hf, ops
 from cf_ops._core import CfError

@@ -49,7 +49,8 @@ def unpacked_sdist(python, folder):
     shutil.unpack_archive(sdist, unpacked)
     (source,) = glob.glob(os.path.join(unpacked, "*"))
     shared = ("golden", "python", "scripts")  # folders of which a wheel needs a part
-    found = sorted(os.listdir(source) + [f"{name}/{file}" for name in shared for file in os.listdir(f"{source}/{name}")])
+    parts = [f"{name}/{file}" for name in shared for file in os.listdir(os.path.join(source, name))]
+    found = sorted(os.listdir(source) + parts)
     if found != SDIST:
         sys.exit(f"{os.path.basename(sdist)}: expected {SDIST}, got {found}")
     return source
