@@ -84,9 +84,11 @@ Probabilities plain(const Case& c, Fault fault = Fault::none) {
   Ids kept;
   for (std::size_t id = 0; id < scores.size(); ++id)
     if (weights[id] > 0) kept.push_back(std::int32_t(id));
-  if (fault == Fault::higher_ids_first) std::reverse(kept.begin(), kept.end());
   const auto score = [&](std::int32_t id) { return scores[std::size_t(id)] / temperature; };
-  std::stable_sort(kept.begin(), kept.end(), [&](auto a, auto b) { return score(a) > score(b); });
+  std::sort(kept.begin(), kept.end(), [&](auto a, auto b) {
+    if (score(a) != score(b)) return score(a) > score(b);
+    return fault == Fault::higher_ids_first ? a > b : a < b;
+  });
 
   const auto weight = [&](std::int32_t id) { return cut_weights[std::size_t(id)]; };
   const auto sum = [&] {

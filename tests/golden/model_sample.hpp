@@ -35,8 +35,9 @@ inline Tensor top_ids(const Tensor& logits, std::int64_t count) {
   std::vector<std::int32_t> order(std::size_t(vocab), 0);
   for (std::int64_t p = 0; p < rows; ++p) {
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-      return logits.at(p * vocab + a) > logits.at(p * vocab + b);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](std::int32_t a, std::int32_t b) {
+      const double x = logits.at(p * vocab + a), y = logits.at(p * vocab + b);
+      return x != y ? x > y : a < b;
     });
     std::copy_n(order.begin(), count, ids.as<std::int32_t>() + p * count);
   }

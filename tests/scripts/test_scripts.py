@@ -147,6 +147,14 @@ class Setup(Scripts):
         self.stub("bin/apt-get", "exit 100")
         self.assertEqual(self.set_up().returncode, 100)
 
+    def test_a_long_installation_says_that_it_goes_on(self):
+        self.stub("bin/dpkg-query", "exit 1", log=False)
+        self.stub("bin/sudo", 'exec "$@"', log=False)
+        self.stub("bin/apt-get", "case $1 in install) /bin/sleep 3;; esac")
+        result = self.run_script("setup", PATH=self.bin, CF_HEARD_S="1")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertRegex(result.stdout, r"(\ncf: still installing after \d+ s){2}")
+
     @unittest.skipIf(os.geteuid() == 0, "root needs no sudo")
     def test_without_sudo_it_says_what_to_install(self):
         os.remove(os.path.join(self.bin, "ninja"))
@@ -231,6 +239,33 @@ class Test(Scripts):
         self.assertIn("left out: no GPU found, the GPU tests are skipped", self.presets()[1])
         self.stub("bin/nvidia-smi")
         self.assertIn("left out: nothing", self.presets()[1])
+
+    def test_what_was_skipped_is_counted(self):
+        skips = r"The following tests did not run:\n\t  2 - a (Skipped)\n\t  3 - b (Skipped)"
+        self.stub("bin/ctest", 'while [ "$1" != --output-log ]; do shift; done; '
+                  f'printf "100%% tests passed, 0 tests failed out of 9\n{skips}\n" >"$2"')  # fmt: skip
+        lines = self.presets()[1].splitlines()[-2:]
+        expected = "100% tests passed, 0 tests failed out of 9, 2 skipped"
+        self.assertEqual(lines, [f"release: {expected}", f"asan: {expected}"])
+        os.makedirs(os.path.join(self.root, "build/release/Testing/Temporary"))
+        log = os.path.join(self.root, "build/release/Testing/Temporary/LastTest.log")
+        with open(log, "w", encoding="utf-8") as file:
+            file.write("1 passed in 1.00s\nSKIPPED [1] x.py: no torch\n404 passed, 31 skipped in 99.12s (0:01:39)\n")
+        self.assertEqual(self.presets("--fast")[1].splitlines()[-1],
+                         f"release: {expected}, 31 more inside the Python package")  # fmt: skip
+
+    def test_a_long_test_is_named_while_it_runs(self):
+        ctest = """echo "      Start  1: quick"
+            echo "      Start 22: the long one"
+            echo "1/2 Test  #1: quick ....   Passed"
+            sleep 3
+            echo "2/2 Test #22: the long one ....   Passed"
+            while [ "$1" != --output-log ]; do shift; done; echo "100% tests passed" >"$2" """
+        self.stub("bin/ctest", ctest)
+        os.makedirs(os.path.join(self.root, "build", "release"))
+        result = self.run_script("test", "--fast", CF_HEARD_S="1")
+        self.assertEqual(result.returncode, 0, result)
+        self.assertRegex(result.stdout, r"Passed\n(cf: still testing after \d+ s: the long one\n)+2/2 Test")
 
     def test_nothing_is_tested_after_a_failed_build(self):
         self.stub("bin/cmake", 'case "$*" in --build*) exit 1;; esac')

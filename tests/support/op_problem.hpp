@@ -67,7 +67,7 @@ class Problem {
   Problem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : setup_(s), dims_(sizes.first), args_(sizes.second), random_(s.seed) {
     if (s.gptq.bits) quantise();
-    Op::tensors(dims_, args_, [this](const TensorSpec& t, auto& view, auto shape) { add(t, view, shape); });
+    Op::tensors(dims_, args_, [&](const TensorSpec& t, auto& view, auto shape) { add(t, view, shape); });
   }
   Problem(const Problem& other) : Problem(other, other.setup_.activation) {}
   /// The same numbers, with activations of another dtype.
