@@ -368,7 +368,7 @@ std::string CommandLine::completions(const std::vector<std::string>& words) cons
   std::string text;
   for (const State::Option& o : s->options) {
     if (before && !o.kind.empty() && o.parsed->check_name(*before)) return lines(o.known);
-    if (!o.parsed->nonpositional()) text += lines(o.known);
+    if (o.kind.empty()) text += lines(o.known);  // of a word that belongs to no option
   }
   for (const auto& line : s->subcommands) text += line->state_->app->get_name() + "\n";
   return text + lines(s->names());

@@ -50,6 +50,8 @@ ROOMS = {
     "apps/bench": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli", "apps/verify"],
     # The commands of cf-model.
     "apps/model": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli", "apps/verify", "apps/bench"],
+    # A project of its own, which sees an installation's <cf/...> alone.
+    "apps/example": [],
     "apps": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/*"],
     "python": ["core/*", "cpu_ref/*", "cuda/*", "golden/*"],
     "tests": ["*"],
