@@ -7,7 +7,7 @@
     print(cf_ops.hf.report(model))
     cf_ops.hf.restore(model)
 
-torch and transformers (4.40 or newer) are imported at the first call.
+torch and transformers (4.56 or newer) are imported at the first call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from cf_ops.hf._report import Report
 __all__ = ["Report", "report", "restore", "run", "speed_up"]
 
 Model = TypeVar("Model")
+
+_OLDEST = (4, 56)  # generate() takes a function as custom_generate
 
 
 def speed_up(model: Model) -> Model:
@@ -120,11 +122,16 @@ def run(model: object, ids: Any, taps: Iterable[str] = ()) -> tuple[Any, dict[st
 def _implementation() -> ModuleType:
     try:
         import torch  # type: ignore[import-not-found, unused-ignore] # noqa: F401
-        import transformers  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+        import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
             f"cf_ops.hf needs torch and transformers ({error}): pip install torch transformers"
         ) from error
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+        raise ImportError(
+            f"cf_ops.hf needs transformers {_OLDEST[0]}.{_OLDEST[1]} or newer, got {transformers.__version__}: "
+            "pip install --upgrade transformers"
+        )
     from cf_ops.hf import _patch as patch
 
     return patch
