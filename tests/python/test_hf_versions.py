@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
+import newest_transformers
 from cf_ops import selfcheck
 from cf_ops.hf import _cache, _patch
 from hf_models import CACHE, VERSION, check_tokens, load, padded
@@ -131,6 +132,17 @@ def test_a_newer_transformers_is_named_once(root, monkeypatch, caplog, version, 
     start = f"cf_ops: transformers {version} is newer than 5.24, the newest that was tested: `python -m cf_ops` says"
     assert len(messages) == lines and all(message.startswith(start) for message in messages)
     assert all("pip install 'transformers<5.25'" in message for message in messages)
+
+
+def test_a_newer_release_is_reported_and_fails_nothing():
+    tested = newest_transformers.newest_tested()
+    assert tested == _patch.NEWEST
+    for version in ("4.57.6", "5.24.0", "5.24.9"):
+        assert [newest_transformers.verdict(status, version, (5, 24))[0] for status in (0, 1, 5)] == [0, 1, 5]
+    for version in ("5.25.0", "6.0.0.dev0"):
+        for status, result in ((0, "passes"), (1, "FAILS")):
+            line = f"cf: skipped: transformers {version} is newer than the newest tested one, 5.24, and {result}"
+            assert newest_transformers.verdict(status, version, (5, 24)) == (newest_transformers.SKIPPED, line)
 
 
 def test_the_self_check_has_a_row_of_generate():
