@@ -498,7 +498,7 @@ def test_each_reason_is_logged_once(root, caplog):
             ours(IDS, labels=IDS)
     messages = [r.message for r in caplog.records if r.name == "cf_ops.hf"]
     assert sorted(messages) == [
-        "cf_ops: a call runs on Hugging Face's path: labels (cf_ops.hf.report(model) counts such calls)",
+        "cf_ops: a call runs on Hugging Face's path: labels (make the loss of the logits)",
         "cf_ops: a call runs on Hugging Face's path: output_hidden_states (read hidden states with cf_ops.hf.run())",
     ]
     assert cf_ops.hf.report(ours).hugging_face == {"labels": 3, "output_hidden_states": 3}

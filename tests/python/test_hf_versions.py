@@ -278,6 +278,27 @@ def test_a_processor_that_asks_for_gradients_gets_them(root):
     assert counted.hugging_face == {"grad is enabled and parameters are trainable": 3}
 
 
+def test_a_cache_that_a_processor_fills(root):
+    model, lengths = cf_ops.hf.speed_up(load(root, NAME)), []
+
+    def processor(ids, scores):
+        cache = transformers.DynamicCache()
+        model(ids, **{CACHE: cache})
+        lengths.append(cache.get_seq_length())
+        return scores
+
+    greedy(model, padded([6]), 3, logits_processor=transformers.LogitsProcessorList([processor]))
+    assert lengths == [6, 7, 8] and cf_ops.hf.report(model).hugging_face == {"a cache of the caller's": 3}
+
+
+def test_two_caches_are_refused(root):
+    model = cf_ops.hf.speed_up(load(root, NAME))
+    with torch.no_grad():
+        cache = model(IDS, use_cache=True)[CACHE]
+        with pytest.raises(ValueError, match="^past_key_values and cache: expected one cache, got 2$"):
+            model(IDS[:, :1], past_key_values=cache, cache=cache)
+
+
 def test_ids_behind_a_cache_alone(root):
     """Transformers takes all ids or the new ones, where the mask has a place for those of the cache too."""
     if VERSION < (5, 0):

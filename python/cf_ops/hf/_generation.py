@@ -35,6 +35,7 @@ class Generation:
 
     given: Mapping[str, Any]
     config: Any
+    has_own_loop: bool = False  # ours, which hands forward no cache of transformers
 
     @classmethod
     def of(cls, model: Any, given: Mapping[str, Any]) -> Generation:

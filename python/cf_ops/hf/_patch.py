@@ -52,16 +52,20 @@ _FAILURES = (MemoryError, NotImplementedError, RuntimeError, ValueError)  # of a
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 _MODES = ("greedy_search", "sample")
 _CHANGED = "the model or the cache has changed"
-_REMEDIES = {  # by what a reason begins with
+_REMEDIES = {  # by words of the reason
     "a cache of": "leave the cache out, or pass on the one that this model returned",
     "a global hook": "remove the hook, or read hidden states with cf_ops.hf.run()",
     "a hook": "remove the hook, or read hidden states with cf_ops.hf.run()",
     "attention_mask": "pad on the left, with a mask of 0 and 1",
+    "custom_generate": "leave custom_generate out, as generate() has a loop of cf_ops then",
     "autocast": "leave autocast, as cf_ops computes in the dtype of the weights",
     "generation mode": "generate() runs on cf_ops with num_beams=1 and without an assistant",
-    "grad": "call the model under torch.no_grad()",
+    "grad is enabled": "call the model under torch.no_grad()",
+    "inputs_embeds": "pass input_ids",
     "input_ids are on": "move the ids to model.device",
-    "module": "merge adapters into the model, such as with merge_and_unload()",
+    "expected one that transformers builds": "merge adapters into the model, such as with merge_and_unload()",
+    "labels": "make the loss of the logits",
+    "logits of padding": "ask for logits_to_keep=1, or leave the padding out",
     "output_hidden_states": "read hidden states with cf_ops.hf.run()",
     "position_ids": "leave position_ids out, or count each sequence's ids from 0",
     "training": "call model.eval()",
@@ -225,7 +229,7 @@ class Patch:
                 streamer.put(input_ids.cpu())
             loop = TokenLoop(generation_config, input_ids, logits_processor, stopping_criteria, streamer)
             steps = _Steps(self, model, generation, loaded, cache)
-            with self._generating(generation):
+            with self._generating(Generation(given, generation_config, has_own_loop=True)):
                 try:
                     ends = loop.ends(model.get_input_embeddings().num_embeddings)
                 except StepByStep as reason:
@@ -293,7 +297,7 @@ class Patch:
         mask = arguments.get("attention_mask")
         if past > 0 and (past >= input_ids.shape[1] or (mask is not None and mask.shape[1] != input_ids.shape[1])):
             raise StepByStep("ids that begin behind the cache")
-        own = {"input_ids": input_ids[:, past:].to(model.device), "logits_to_keep": 1}
+        own = {"input_ids": input_ids[:, past:].to(model.device), "use_cache": True, "logits_to_keep": 1}
         return self._read(model, {**arguments, **own, "position_ids": None, "cache_position": None}, is_prompt=True)
 
     def _read(self, model: Model, arguments: Mapping[str, Any], is_prompt: bool = False) -> _Call:
@@ -364,7 +368,7 @@ class Patch:
         if (
             type(cache) is DynamicCache
             and generation is not None
-            and not generation.has_own_cache
+            and not (generation.has_own_cache or generation.has_own_loop)
             and not getattr(cache, "offloading", False)
             and cache.get_seq_length() == 0
         ):
@@ -391,7 +395,7 @@ class Patch:
 
     def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
         if self._counts.count_theirs(reason):
-            remedy = next((remedy for start, remedy in _REMEDIES.items() if reason.startswith(start)), None)
+            remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
             _LOGGER.warning(
                 "cf_ops: a call runs on Hugging Face's path: %s (%s)",
                 reason,
@@ -507,7 +511,10 @@ def _forward_of_class(model: Model, *args: Any, **kwargs: Any) -> Any:
 
 def _cache_in(arguments: Mapping[str, Any]) -> tuple[str, Any]:
     """The cache among forward's arguments, whose name depends on the version of transformers, and None without one."""
-    return next(((name, value) for name, value in arguments.items() if isinstance(value, Cache)), ("", None))
+    caches = [(name, value) for name, value in arguments.items() if isinstance(value, Cache)]
+    if len(caches) > 1:
+        raise ValueError(f"{' and '.join(name for name, _ in caches)}: expected one cache, got {len(caches)}")
+    return caches[0] if caches else ("", None)
 
 
 def _hand_over(model: Model, cache: RunnerCache) -> Any:
