@@ -1,5 +1,5 @@
-"""Whether this installation is right: every op on the CPU and on a GPU, and whole models there, against float64, in
-seconds. Needs numpy alone."""
+"""Whether this installation is right: every op on the CPU and on a GPU, whole models there, and transformers' generate()
+where that is installed, against float64, in seconds. Needs numpy alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cf_ops import _core, ops
+from cf_ops import _core, hf, ops
 from cf_ops._device import cuda_available, name_cublaslt
 from cf_ops._gptq import GPTQ_PARTS
 from cf_ops._tensors import require_torch
@@ -35,6 +35,8 @@ def rows() -> list[Row]:
     """Checks every op on a small example; an op with weights is checked with quantised weights too. Where there is a
     GPU, every op is checked there as well, and a whole model with procedural weights: its logits, and its greedy ids.
 
+    Where torch and transformers can be imported, a small model of transformers generates with `cf_ops.hf.speed_up`.
+
     What an op writes, in float32 on the CPU and in float16 on a GPU, is compared with what it writes in float64, the
     oracle, for the same numbers.
     """
@@ -49,7 +51,7 @@ def rows() -> list[Row]:
             checked += [_check(op, bits, device) for device in devices]
     if "cuda" in devices:
         checked += [_check_model(dtype) for dtype in ("float16", "bfloat16")]
-    return checked
+    return checked + _check_transformers()
 
 
 def arguments(op: str, dtype: str, bits: int = 0) -> dict[str, Any]:
@@ -113,7 +115,9 @@ def _values(
     if role == "gptq" and not name.endswith("scales"):
         return rng.integers(-(2**31), 2**31, shape, np.int32)
     # Scales that make quantised weights of 4 and of 8 bits as large as dense ones.
-    mean, deviation = {"gain": (1, 0.1), "weight": (0, 0.05), "gptq": (0.16 / 2**bits, 0.016 / 2**bits)}.get(role, (0, 1))
+    mean, deviation = {"gain": (1, 0.1), "weight": (0, 0.05), "gptq": (0.16 / 2**bits, 0.016 / 2**bits)}.get(
+        role, (0, 1)
+    )
     values = rng.normal(mean, deviation, shape).astype(np.float16)
     return values if role in ("gain", "weight", "gptq") else values.astype(dtype)
 
@@ -197,3 +201,50 @@ def _check_model(dtype: str) -> Row:
     behind = chosen.max(axis=1) - chosen[np.arange(new), ids]
     are_right = bool((behind <= 2 * largest_error * np.abs(exact).max()).all())
     return Row(f"{_MODEL}, {dtype}", "cuda", error, bound, len(ids) == new and error <= bound and are_right)
+
+
+def _check_transformers() -> list[Row]:
+    """The check of transformers' generate() on `cf_ops.hf`; none where torch or a transformers for it is missing."""
+    try:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+        import transformers  # type: ignore[import-not-found, unused-ignore]
+
+        kind, config_kind = transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig
+    except Exception:  # of an installation that is not whole
+        return []
+    if not hf.is_new_enough(transformers.__version__):
+        return []
+    config = config_kind(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = kind(config).float().eval()
+    name = "generate() of transformers on cf_ops"
+    try:
+        share, error, bound, are_same = _generate(hf.speed_up(model), torch.arange(1, 13)[None])
+    except Exception as failure:  # a newer transformers may break anything
+        return [Row(f"{name}: {type(failure).__name__}: {failure}".partition("\n")[0], "cpu", np.nan, np.nan, False)]
+    return [Row(f"{name}: {share:.0%}", "cpu", error, bound, share == 1 and error <= bound and are_same)]
+
+
+def _generate(model: Any, prompt: Any) -> tuple[float, float, float, bool]:
+    """The share of a model's calls that ran on cf_ops, the error of its logits beside the oracle and their bound, and
+    whether the ids of the two loops, with logits for each step and without, are the same."""
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ids = model.generate(prompt, **options)
+    made = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)
+    fed, logits = ids[0, :-1].tolist(), np.concatenate([step.numpy() for step in made.logits])
+    oracle = _core.Runner(model._cf_ops.loaded(model).backend.weights, capacity=len(fed), activation="float64")
+    exact = oracle.forward(0, 0, fed, len(logits))
+    bound, _ = oracle.error_bound(fed, "float32")
+    error = float(np.linalg.norm(logits - exact) / np.linalg.norm(exact))
+    return hf.report(model).share, error, bound, ids.tolist() == made.sequences.tolist()

@@ -7,12 +7,9 @@ import numpy as np
 import torch
 import transformers
 from conftest import read_safetensors
-from hf_models import HAS_QWEN2, JOINED
-
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 CHECKPOINTS = [f"neox-gptq-{kind}" for kind in ("8bit", "asym", "desc-act", "mixed", "sym", "v2")]
-CHECKPOINTS += ["llama-gptq-desc-act"] if JOINED else []
-CHECKPOINTS += ["qwen2-gptq-8bit"] if HAS_QWEN2 else []
+CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit"]
 
 
 class QuantLinear(torch.nn.Module):

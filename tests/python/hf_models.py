@@ -23,18 +23,16 @@ CHECKPOINTS = [
     "neox-tied",
 ]
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-TAKES_CACHES = VERSION >= (4, 45)  # before, GPT-NeoX models take tuples of keys and values
+# What this transformers calls a cache, as an argument of forward() and generate() and in what they return.
+CACHE = "cache" if VERSION >= (5, 24) else "past_key_values"
 # Models whose q, k and v, and whose gate and up, the library joins.
-JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded"] if TAKES_CACHES else []
-HAS_QWEN2 = VERSION >= (4, 48)  # before, Qwen2's heads made up hidden_size, which those of these checkpoints do not
-JOINED += ["qwen2-gqa7"] if HAS_QWEN2 else []
+JOINED = ["llama-gqa1-biases", "llama-gqa3-scaled", "llama-gqa8", "mistral-gqa4-sharded", "qwen2-gqa7"]
 CHECKPOINTS += JOINED
-_DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 _F32 = 2.0**-24
 
 
 def load_from(directory, dtype, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, **{_DTYPE: dtype}, **options).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
 
 
 def load(root, name, dtype="auto", **options):

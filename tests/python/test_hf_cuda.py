@@ -13,12 +13,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 import cf_ops.hf
 import hf_gptq
 from cf_ops import _core
-from hf_models import HAS_QWEN2, TAKES_CACHES, load, padded, sequences
+from hf_models import CACHE, load, padded, sequences
 
 DEVICE = "cuda"
 NEOX = ("neox", "stdlib-4m")
-DENSE = [name for name in CHECKPOINTS if "gptq" not in name and (TAKES_CACHES or name.startswith(NEOX))]
-DENSE = [name for name in DENSE if HAS_QWEN2 or not name.startswith("qwen2")]
+DENSE = [name for name in CHECKPOINTS if "gptq" not in name]
 LLAMAS = [name for name in DENSE if not name.startswith(NEOX)]
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
 
@@ -38,7 +37,7 @@ def greedy(model, inputs, new=24, **options):
 
 
 class Never(transformers.StoppingCriteria):
-    """Stops nothing, and keeps a generation in transformers' own loop."""
+    """Stops nothing, and has torch choose the ids from the logits of each step."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
@@ -135,7 +134,6 @@ def test_the_loop_runs_launches_of_many_tokens(root):
     assert_all_ours(model)
 
 
-@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")
 def test_a_generation_goes_on_behind_the_loop(root):
     """The cache that the loop leaves has the entries of transformers' loop, those of sequences that have ended too."""
     model, inputs = cf_ops.hf.speed_up(model_of(root, "neox-d80")), padded(BATCHES[3])
@@ -146,11 +144,11 @@ def test_a_generation_goes_on_behind_the_loop(root):
             first = model.generate(
                 **on_device(inputs), max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **options, **loop
             )
-            ids, cache = first.sequences, first.past_key_values
+            ids, cache = first.sequences, first[CACHE]
             mask = torch.ones_like(ids)
             mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"].to(DEVICE)
             assert cache.get_seq_length() == ids.shape[1] - 1
-            inner = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 6, "do_sample": False}
+            inner = {"attention_mask": mask, CACHE: cache, "max_new_tokens": 6, "do_sample": False}
             made.append((ids.tolist(), [list(row) for row in cache.ids], model.generate(ids, **inner, **loop).shape))
         assert made[0] == made[1]
     assert_all_ours(model)
@@ -267,7 +265,6 @@ def test_caches_share_the_device(root):
         Oracle(weights_of(root, "neox-d80"), row, "float16").check_rows(logits[0].float().cpu().numpy())
 
 
-@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes caches as tuples")
 def test_a_batch_beyond_the_slots_falls_back(root):
     model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
     generated = greedy(model, padded([3] * 65), new=2)
@@ -446,7 +443,7 @@ def test_parameters_stay_where_they_are(root, name):
     assert generated.shape == (2, 31)
 
 
-@pytest.mark.parametrize("make", [large_model, large_llama] if TAKES_CACHES else [large_model])
+@pytest.mark.parametrize("make", [large_model, large_llama])
 def test_weights_lie_once_on_the_device(root, make):
     inputs = padded([6, 3], vocab=4096)
     batches = [{name: rows[:count] for name, rows in inputs.items()} for count in (1, 2)]
@@ -579,7 +576,6 @@ def test_quantised_models_keep_their_tensors_and_are_packed_once(root, name):
     assert all(torch.equal(greedy(model, padded(n)), ids) for n, ids in zip(BATCHES.values(), generated))
 
 
-@pytest.mark.skipif(not LLAMAS, reason="this transformers has caches that speed_up takes for GPT-NeoX alone")
 def test_another_scaling_of_rope_falls_back(root):
     """The library's own table is llama3's of the config; a module with other frequencies is Hugging Face's."""
     model = cf_ops.hf.speed_up(model_of(root, "llama-gqa3-scaled"))

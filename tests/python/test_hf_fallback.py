@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is missing")
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 
 import cf_ops.hf
-from hf_models import TAKES_CACHES, ErrorBound, check_tokens, load, padded
+from hf_models import CACHE, ErrorBound, check_tokens, load, padded
 
 NAME = "neox-d80"
 PARAMETERS = inspect.signature(transformers.GPTNeoXForCausalLM.forward).parameters
@@ -77,9 +77,6 @@ def assert_falls_back(theirs, ours, reason, call):
 )
 def test_arguments(root, reason, arguments):
     options = {"attn_implementation": "eager"} if "attentions" in reason else {}
-    if torch.is_tensor(arguments.get("attention_mask")) and arguments["attention_mask"].dim() == 4:
-        if not TAKES_CACHES:
-            pytest.skip("this transformers takes no mask of four dimensions")
     assert_falls_back(*pair(root, **options), reason, lambda m: m(IDS, **arguments))
 
 
@@ -193,7 +190,8 @@ def test_lora_by_peft(root, caplog):
     first = "module 'gpt_neox.layers.0.attention.query_key_value': expected one that transformers builds, got peft."
     assert reason.startswith(first) and cf_ops.hf.report(ours).cf_ops == {}
     assert [record.getMessage() for record in caplog.records if record.name == "cf_ops.hf"] == [
-        f"a call runs on Hugging Face's path: {reason}"
+        f"cf_ops: a call runs on Hugging Face's path: {reason} "
+        "(merge adapters into the model, such as with merge_and_unload())"
     ]
 
     merged = wrapped[1].merge_and_unload()
@@ -288,8 +286,6 @@ def test_rounded_frequencies_of_a_halved_model_are_kept(root):
 
 
 def test_the_callers_cache_is_filled(root):
-    if not TAKES_CACHES:
-        pytest.skip("this transformers takes tuples, which the caller cannot fill")
     theirs, ours = pair(root)
 
     def call(model):
@@ -310,8 +306,6 @@ GENERATE = {
 
 @pytest.mark.parametrize("reason", GENERATE)
 def test_generation_modes(root, reason):
-    if "cache" in reason and transformers.__version__ < "4.45":
-        pytest.skip("this transformers has no static caches for GPT-NeoX")
     arguments = {"do_sample": False, **GENERATE[reason]}
 
     def call(model):
@@ -329,26 +323,18 @@ def test_assisted_generation(root):
     out = ours.generate(**inputs, max_new_tokens=16, do_sample=False, assistant_model=assistant)
     assert out.tolist() == theirs.generate(**inputs, max_new_tokens=16, do_sample=False).tolist()
     assert reasons(ours) == {"generation mode assisted_generation"}
-    if TAKES_CACHES:
-        assert cf_ops.hf.report(assistant).share == 1 and cf_ops.hf.report(assistant).cf_ops
+    assert cf_ops.hf.report(assistant).share == 1 and cf_ops.hf.report(assistant).cf_ops
 
 
 def test_a_custom_loop(root):
-    if "custom_generate" not in inspect.signature(transformers.GPTNeoXForCausalLM.generate).parameters:
-        pytest.skip("this transformers has no custom_generate")
-
     def loop(model, input_ids, **options):
-        cache, ids = options["past_key_values"], input_ids
+        cache, ids = options[CACHE], input_ids
         for _ in range(4):
-            logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits
+            logits = model(ids[:, cache.get_seq_length() :], **{CACHE: cache}).logits
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
         return ids
 
     theirs, ours = pair(root)
-    try:
-        load(root, NAME).generate(IDS, custom_generate=loop)
-    except (TypeError, ValueError, OSError):
-        pytest.skip("this transformers takes no function as custom_generate")
     assert_falls_back(theirs, ours, "generation mode custom_generate", lambda m: m.generate(IDS, custom_generate=loop))
 
 
@@ -453,7 +439,7 @@ def test_a_change_in_the_midst_of_the_loop(root, change):
 
 @pytest.mark.parametrize("change", [lambda model: None, halve_in_place, set_data, set_parameter, set_module])
 def test_a_step_that_follows_is_what_it_is_by_itself(root, monkeypatch, change):
-    """generate()'s steps are launched before the model is checked. A model that has changed since is read again."""
+    """The loop's steps are launched before the model is checked. A model that has changed since is read again."""
     from cf_ops.hf import _patch
 
     looked_at = []
@@ -461,7 +447,7 @@ def test_a_step_that_follows_is_what_it_is_by_itself(root, monkeypatch, change):
     monkeypatch.setattr(_patch, "_left_padding", lambda *args: looked_at.append(1) or left_padding(*args))
     got = changed_in_the_midst(ours := cf_ops.hf.speed_up(load(root, NAME)), change, 5)
     follows, counted = len(looked_at), cf_ops.hf.report(ours)
-    monkeypatch.setattr(_patch.Patch, "_follow", lambda *args: None)
+    monkeypatch.setattr(_patch._Steps, "_may_go_on", lambda steps: False)
     looked_at.clear()
     slow = cf_ops.hf.speed_up(load(root, NAME))
     assert torch.equal(got, changed_in_the_midst(slow, change, 5))
@@ -471,14 +457,12 @@ def test_a_step_that_follows_is_what_it_is_by_itself(root, monkeypatch, change):
 
 def test_a_cache_that_was_cut_is_looked_at(root):
     """A criterion cuts the cache of a generation: its next step is none that follows."""
-    if not TAKES_CACHES:
-        pytest.skip("this transformers takes tuples, which nobody can cut")
     ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
     caches = []
 
     def criterion(input_ids, scores, **kwargs):
-        cache = ours._cf_ops.generation.cache
-        if cache is not None and input_ids.shape[1] == 9 + 4:
+        if input_ids.shape[1] == 9 + 4:
+            (cache,) = ours._cf_ops._caches
             cache.crop(-2)
             caches.append(cache)
         return torch.zeros(3, dtype=torch.bool)
@@ -493,7 +477,7 @@ def test_a_cache_that_was_cut_is_looked_at(root):
 def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):
     """The caller's loop passes on what each call returns, or keeps the first cache: both are the same sequence."""
     ids = padded([12])["input_ids"]
-    for keeps in (False, True)[: 1 + TAKES_CACHES]:
+    for keeps in (False, True):
         ours = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
         with torch.no_grad():
             whole = load(root, NAME, torch.float64)(ids).logits
@@ -503,8 +487,7 @@ def test_a_cache_goes_on_after_a_call_on_hugging_faces_path(root):
             third = ours(ids[:, 8:], past_key_values=cache)
         parts = torch.cat([first.logits, second.logits, third.logits], 1)
         assert (parts - whole).abs().max() < 1e-4 * whole.abs().max()
-        if TAKES_CACHES:
-            assert first.past_key_values.get_seq_length() == 12
+        assert first.past_key_values.get_seq_length() == 12
 
 
 def test_each_reason_is_logged_once(root, caplog):
@@ -515,8 +498,8 @@ def test_each_reason_is_logged_once(root, caplog):
             ours(IDS, labels=IDS)
     messages = [r.message for r in caplog.records if r.name == "cf_ops.hf"]
     assert sorted(messages) == [
-        "a call runs on Hugging Face's path: labels",
-        "a call runs on Hugging Face's path: output_hidden_states",
+        "cf_ops: a call runs on Hugging Face's path: labels (make the loss of the logits)",
+        "cf_ops: a call runs on Hugging Face's path: output_hidden_states (read hidden states with cf_ops.hf.run())",
     ]
     assert cf_ops.hf.report(ours).hugging_face == {"labels": 3, "output_hidden_states": 3}
     assert "labels" in str(cf_ops.hf.report(ours))

@@ -1,7 +1,6 @@
 """generate() of models with speed_up, beside Hugging Face's own in float64."""
 
 import dataclasses
-import inspect
 import os
 import signal
 
@@ -13,9 +12,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is missi
 import cf_ops.hf
 from cf_ops.hf import _generation, _patch, _runner
 from hf_models import (
+    CACHE,
     CHECKPOINTS,
     JOINED,
-    TAKES_CACHES,
     ErrorBound,
     check_tokens,
     load,
@@ -24,7 +23,6 @@ from hf_models import (
     unit_roundoff,
 )
 
-TAKES_ROWS = "logits_to_keep" in inspect.signature(transformers.GPTNeoXForCausalLM.forward).parameters
 BATCHES = {1: [7], 3: [5, 1, 9], 8: [3, 12, 1, 7, 7, 2, 10, 5]}
 
 
@@ -38,7 +36,7 @@ def assert_all_ours(model):
 
 
 class Never(transformers.StoppingCriteria):
-    """Stops nothing, and keeps a generation in transformers' own loop."""
+    """Stops nothing, and has torch choose the ids from the logits of each step."""
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -141,7 +139,6 @@ def test_steps_and_chunks_make_the_logits_of_one_pass(root, name):
     assert (torch.cat(parts, 1) - exact).abs().max() <= bound * exact.abs().max()
 
 
-@pytest.mark.skipif(not TAKES_ROWS, reason="this transformers asks for the logits of padding: no logits_to_keep")
 def test_a_cache_grows_beyond_its_room(root):
     inputs = padded([3, 5])
     model = cf_ops.hf.speed_up(load(root, "neox-d80", torch.float32))
@@ -290,15 +287,17 @@ def test_an_end_id_ends_each_sequence_alone(root):
 def test_the_loop_gives_the_ids_of_transformers_loop(root, name, batch, new):
     inputs = padded(BATCHES[batch])
     ours, slow = (cf_ops.hf.speed_up(load(root, name)) for _ in range(2))
+    hooked(slow)  # so that transformers' own loop calls forward
     streams = Streamer(), Streamer()
     got = greedy(ours, inputs, new, streamer=streams[0])
-    expected = greedy(slow, inputs, new, streamer=streams[1], **by_step())
+    expected = greedy(slow, inputs, new, streamer=streams[1])
     assert torch.equal(got, expected) and got.dtype == expected.dtype and got.device == expected.device
     assert streams[0].given == streams[1].given and len(streams[0].given) == new + 2
     counted = cf_ops.hf.report(ours)
     assert counted.cf_ops == {"greedy prefill": 1} | ({"greedy loop": new - 1} if new > 1 else {})
     assert counted.step_by_step == {} and counted.cache_bytes == 0
-    assert cf_ops.hf.report(slow).step_by_step == {"a stopping criterion": 1}
+    assert cf_ops.hf.report(slow).step_by_step == {"a hook on the model": 1}
+    assert_all_ours(slow)
     assert_all_ours(ours)
 
 
@@ -379,10 +378,6 @@ BY_STEP = {
 @pytest.mark.parametrize("reason", BY_STEP)
 def test_what_runs_step_by_step(root, reason, monkeypatch):
     options = {"max_new_tokens": 6, "do_sample": False, **BY_STEP[reason]}
-    if options.get("return_dict_in_generate") and not TAKES_CACHES:
-        pytest.skip("this transformers takes tuples: generate() returns Hugging Face's own")
-    if "use_cache" in options and not TAKES_CACHES:
-        pytest.skip("this transformers does not tell forward, which has a cache then")
     change = options.pop("change", lambda model: None)
     if "synced_gpus" in options:  # one process alone
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
@@ -393,7 +388,7 @@ def test_what_runs_step_by_step(root, reason, monkeypatch):
         torch.manual_seed(0)
         with monkeypatch.context() as patched:
             if not has_loop:
-                patched.setattr(_patch.Patch, "_greedy_loop", refuse)
+                patched.setattr(_patch.Patch, "_check_generation", refuse)
             output = model.generate(**padded([6]), **options)
         made.append(output if isinstance(output, torch.Tensor) else output.sequences)
     assert torch.equal(*made)
@@ -415,7 +410,6 @@ def test_other_modes_are_not_counted_step_by_step(root):
     assert cf_ops.hf.report(model).step_by_step == {}
 
 
-@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")
 def test_the_loop_leaves_the_cache_of_transformers_loop(root):
     """With sequences that have ended too: a generation goes on from it with the same ids."""
     inputs = padded(BATCHES[3])
@@ -425,13 +419,13 @@ def test_the_loop_leaves_the_cache_of_transformers_loop(root):
         made = []
         for loop in ({}, by_step()):
             first = greedy(model, inputs, 12, return_dict_in_generate=True, **options, **loop)
-            cache = first.past_key_values
+            cache = first[CACHE]
             assert type(first) is transformers.generation.GenerateDecoderOnlyOutput
-            assert set(first) == {"sequences", "past_key_values"}
+            assert set(first) == {"sequences", CACHE}
             assert cache.get_seq_length() == first.sequences.shape[1] - 1
             mask = torch.ones_like(first.sequences)
             mask[:, :9] = inputs["attention_mask"]
-            second = {"input_ids": first.sequences, "attention_mask": mask, "past_key_values": cache}
+            second = {"input_ids": first.sequences, "attention_mask": mask, CACHE: cache}
             made.append((first.sequences.tolist(), greedy(model, second, 6, **loop).tolist(), cache.get_seq_length()))
         assert made[0] == made[1]
     assert_all_ours(model)
@@ -488,7 +482,6 @@ def test_a_streamers_error_is_the_callers(root):
 # ---
 
 
-@pytest.mark.skipif(not TAKES_CACHES, reason="this transformers takes tuples: generate() returns Hugging Face's own")
 def test_generation_goes_on_from_our_cache(root):
     inputs = padded([9])
     model = cf_ops.hf.speed_up(load(root, "neox-d80", torch.float32))
@@ -497,9 +490,9 @@ def test_generation_goes_on_from_our_cache(root):
     second = model.generate(
         first.sequences,
         attention_mask=torch.ones_like(first.sequences),
-        past_key_values=first.past_key_values,
         max_new_tokens=12,
         do_sample=False,
+        **{CACHE: first[CACHE]},
     )
     assert second.tolist() == whole.tolist()
     assert_all_ours(model)
@@ -513,9 +506,8 @@ def test_output_is_as_hugging_faces(root):
             a, b = theirs(ids, **options), ours(ids, **options)
             assert type(a) is type(b) and len(a) == len(b)
             assert a[0].shape == b[0].shape and a[0].dtype == b[0].dtype
-        if TAKES_ROWS:
-            for rows in (0, 1, 4, 100):
-                assert theirs(ids, logits_to_keep=rows).logits.shape == ours(ids, logits_to_keep=rows).logits.shape
+        for rows in (0, 1, 4, 100):
+            assert theirs(ids, logits_to_keep=rows).logits.shape == ours(ids, logits_to_keep=rows).logits.shape
     assert_all_ours(ours)
 
 

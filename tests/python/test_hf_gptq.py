@@ -257,5 +257,5 @@ def test_a_model_that_changes_into_one_that_is_refused(root, caplog):
             assert torch.equal(model(IDS).logits, other(IDS).logits)
     (message,) = [record.getMessage() for record in caplog.records if record.name == "cf_ops.hf"]
     reason = "module 'gpt_neox.layers.1.mlp.dense_h_to_4h': expected a GPTQ kernel that leaves its weights as they are"
-    assert message.startswith(f"a call runs on Hugging Face's path: {reason}")
+    assert message.startswith(f"cf_ops: a call runs on Hugging Face's path: {reason}")
     assert cf_ops.hf.report(model).cf_ops == {}

@@ -18,9 +18,6 @@ from cf_ops.hf import _runner
 from cf_ops.hf._families import config_text
 from hf_models import JOINED, VERSION, ErrorBound, check_tokens, load, padded
 
-if not JOINED:
-    pytest.skip("this transformers has caches that speed_up takes for GPT-NeoX alone", allow_module_level=True)
-
 NAME = "llama-gqa3-scaled"  # two layers, llama3's scaling of RoPE, tied embeddings
 BIASED = "llama-gqa1-biases"
 INPUTS = padded([6, 3, 9])
@@ -346,8 +343,6 @@ REFUSED = {
 def test_models_that_are_refused(root, message):
     """By name, and as they are."""
     name, change = REFUSED[message]
-    if name not in JOINED:
-        pytest.skip(f"this transformers does not load {name}")
     model = load(root, name)
     change(model)
     before, places = dict(model.__dict__), [p.data_ptr() for p in model.parameters()]
@@ -370,9 +365,8 @@ def test_models_that_change_into_one_that_is_refused(root, change, caplog):
             assert torch.equal(plain(IDS).logits, ours(IDS).logits)
     (reason,) = cf_ops.hf.report(ours).hugging_face
     assert any(re.search(message, reason) for message, (_, refused) in REFUSED.items() if refused is change)
-    assert [r.message for r in caplog.records if r.name == "cf_ops.hf"] == [
-        f"a call runs on Hugging Face's path: {reason}"
-    ]
+    (message,) = (record.message for record in caplog.records if record.name == "cf_ops.hf")
+    assert message.startswith(f"cf_ops: a call runs on Hugging Face's path: {reason} (")
     assert cf_ops.hf.report(ours).cf_ops == {}
     assert all(p.nbytes == p.untyped_storage().nbytes() for p in ours.parameters())
 

@@ -195,7 +195,7 @@ class StandInModel:
     """What a backend asks of a model on a GPU, on the CPU."""
 
     def __init__(self, backend, slots, capacity):
-        self.weights, self.rope_table = backend._weights, backend._rope_table
+        self.weights, self.rope_table = backend.weights, backend._rope_table
         self.slots, self.capacity, self.activation = slots, capacity, self.weights.dtype
         self.runners, self.is_open = weakref.WeakSet(), True
         self.left, self.stops, self.released = [], [], []

@@ -7,7 +7,7 @@
     print(cf_ops.hf.report(model))
     cf_ops.hf.restore(model)
 
-torch and transformers (4.40 or newer) are imported at the first call.
+torch and transformers (4.56 or newer) are imported at the first call.
 """
 
 from __future__ import annotations
@@ -50,25 +50,28 @@ def speed_up(model: Model) -> Model:
     RoPE's table is the library's own; a model whose table differs, such as after ``model.half()``, stays on Hugging
     Face's path.
 
-    The tokens of a greedy ``generate()`` come from a loop of cf_ops, which a GPU runs ahead of. Where anything else has
-    a part in them, such as a processor, a stopping criterion, a hook or an output of each step, transformers' own loop
-    calls ``forward`` step by step; `report` has the reasons. The ids are the same.
+    The tokens of a greedy or sampled ``generate()`` come from a loop of cf_ops, which transformers calls as
+    ``custom_generate``. Greedy ids are chosen by the runner, which a GPU runs ahead of. Where anything else has a part
+    in them, such as sampling, a processor, a stopping criterion or an output of each step, torch chooses them from each
+    step's logits. With a hook on the model, or a method of its own, transformers' loop calls ``forward`` step by step.
+    `report` has the reasons; the ids are the same. ``stop_strings`` with a ``tokenizer`` are a stopping criterion.
+    ``generate_batch()`` is answered by ``generate()``, with eight prompts at a time.
 
-    A call that cf_ops cannot do exactly runs on Hugging Face's own path. The logger ``cf_ops.hf`` names each reason
-    once, and `report` counts the calls of each.
+    A call that cf_ops cannot do exactly runs on Hugging Face's own path: beams, assistants, static caches, attentions.
+    The logger ``cf_ops.hf`` names each reason once, with what helps, and `report` counts the calls of each. It also says
+    once where transformers is newer than the newest that was tested.
 
     A cache has room for the sequences that a call brings, and for the tokens that ``generate()`` may add (at most 1024
     at first). It is made again, twice as large, when that room ends. Its memory is freed with the cache object.
 
     Raises
     ------
-    ImportError: torch or transformers is missing.
+    ImportError: torch or transformers is missing, or transformers is older than 4.56.
     TypeError: the model is of another class.
     ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says;
         the config asks for what the library does not build, such as a window of keys shorter than the context.
     NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), the parameters
-        are on a device for which this installation has no runner, or transformers is older than 4.45 and the model
-        not a GPT-NeoX.
+        are on a device for which this installation has no runner.
     CfError: the parameters are on a GPU that this build has no kernels for.
     """
     _implementation().speed_up(model)
@@ -117,14 +120,24 @@ def run(model: object, ids: Any, taps: Iterable[str] = ()) -> tuple[Any, dict[st
     return result
 
 
+def is_new_enough(version: str) -> bool:
+    """Whether a version of transformers has what cf_ops.hf needs: a generate() that takes a function as its loop."""
+    return tuple(map(int, version.split(".")[:2])) >= (4, 56)
+
+
 def _implementation() -> ModuleType:
     try:
         import torch  # type: ignore[import-not-found, unused-ignore] # noqa: F401
-        import transformers  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+        import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError(
             f"cf_ops.hf needs torch and transformers ({error}): pip install torch transformers"
         ) from error
+    if not is_new_enough(transformers.__version__):
+        raise ImportError(
+            f"cf_ops.hf needs transformers 4.56 or newer, got {transformers.__version__}: "
+            "pip install --upgrade transformers"
+        )
     from cf_ops.hf import _patch as patch
 
     return patch

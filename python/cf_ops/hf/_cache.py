@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import threading
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch  # type: ignore[import-not-found, unused-ignore]
-from transformers import GPTNeoXForCausalLM  # type: ignore[import-not-found, unused-ignore]
-from transformers.cache_utils import Cache, DynamicCache  # type: ignore[import-not-found, unused-ignore]
+from transformers.cache_utils import Cache  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops.hf._runner import Runner, Tensor
 
 if TYPE_CHECKING:
     from cf_ops.hf._loaded import Loaded
 
-_PARAMETERS = inspect.signature(GPTNeoXForCausalLM.forward).parameters
-# Before transformers 4.45 a GPT-NeoX model's cache is a tuple of keys and values, and generate() refuses a Cache.
-TAKES_CACHES = "cache_position" in _PARAMETERS or "head_mask" not in _PARAMETERS
-
 _SPARE_ENTRIES = 64  # room beside a prompt, where no one says how many tokens follow
 _MOST_SPARE_ENTRIES = 1024  # room that a cache takes at once for tokens that may follow
 
 # In crop(n) a positive n is the length that is left, a negative one the places that go. What 0 means has changed.
-_CROPS_TO_LENGTH = (
-    "tokens_to_remove"
-    not in inspect.signature(
-        getattr(Cache, "crop", getattr(DynamicCache, "crop", lambda self, max_length: None))
-    ).parameters
-)
+_CROPS_TO_LENGTH = "tokens_to_remove" not in inspect.signature(Cache.crop).parameters
 
 _NO_TENSORS = "a cache of cf_ops holds no keys and values of torch: expected the model that made it, with speed_up"
+
+
+def cache_field(output: type) -> str:
+    """The field of an output class of transformers that has the cache: past_key_values, and cache from 5.24 on."""
+    return next(field.name for field in dataclasses.fields(output) if "Cache" in str(field.type))
+
+
+def cache_parameter(forward: Any) -> str:
+    """The parameter of a forward of transformers that takes the cache."""
+    parameters = inspect.signature(forward).parameters
+    return next(name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation))
 
 
 class Owner(Protocol):
@@ -42,14 +44,21 @@ class Owner(Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
-        """The shape that a layer's keys and values have in transformers."""
-
     def adopt(self, cache: RunnerCache) -> None:
         """Counts a cache among those that end with restore()."""
 
 
-class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unused-ignore]
+class _Layer:
+    """A layer of a cache whose keys and values the runner has."""
+
+    @property
+    def keys(self) -> Tensor:
+        raise ValueError(_NO_TENSORS)
+
+    values = keys
+
+
+class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
     """The sequences of a batch, and a runner with a slot for each.
 
     The ids are kept beside the runner. From them its entries are made again where the runner cannot serve: a longer
@@ -63,9 +72,7 @@ class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unus
     to_legacy_cache = None
 
     def __init__(self, patch: Owner, spare_entries: int | None) -> None:
-        if isinstance(self, torch.nn.Module):  # transformers 4.45 to 4.49
-            torch.nn.Module.__init__(self)
-        self.layers: list[Any] = []
+        self.layers = [_Layer()] * patch.num_layers
         self.lock = threading.Lock()
         self.patch: Owner | None = patch
         self.ids: list[list[int]] = []  # by sequence, without padding
@@ -172,7 +179,7 @@ class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unus
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The places of each sequence, padding included."""
         if self.theirs is not None:
-            return _seq_length(self.theirs)
+            return int(self.theirs.get_seq_length())
         return self.pads[0] + len(self.ids[0]) if self.ids else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int | None:
@@ -241,16 +248,10 @@ class RunnerCache(Cache if TAKES_CACHES else object):  # type: ignore[misc, unus
             self.pads = [self.pads[row] for row in rows]
 
     def __len__(self) -> int:
-        return self.patch.num_layers if self.patch is not None else 0
+        return len(self.layers)
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Tensors without values: transformers 4.40 reads a cache's length off their shape."""
-        if self.patch is None:
-            raise ValueError(_NO_TENSORS)
-        if not 0 <= layer < len(self):
-            raise IndexError(f"layer {layer}: expected 0 to {len(self) - 1}")
-        shape = self.patch.cache_shape(len(self.ids), self.get_seq_length())
-        return torch.empty(shape, device="meta"), torch.empty(shape, device="meta")
+        raise ValueError(_NO_TENSORS)
 
     def __repr__(self) -> str:
         return f"RunnerCache(sequences={len(self.ids)}, length={self.get_seq_length()})"
@@ -279,7 +280,3 @@ def logits_of(runner: Runner, first: list[int], ids: list[list[int]], rows: int,
         logits[row, :padding] = 0
         runner.forward(row if has_slots else 0, first[row], new, logits[row, padding:])
     return logits
-
-
-def _seq_length(cache: Any) -> int:
-    return int(cache[0][0].shape[2]) if isinstance(cache, tuple) else int(cache.get_seq_length())

@@ -89,13 +89,6 @@ def layers_of(model: Module) -> Any:
     return getattr(model, family_of(model).base).layers
 
 
-def cache_heads(model: Module) -> tuple[int, int]:
-    """The heads of a cache's keys, and the elements of each."""
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return int(heads), _head_dim(model)
-
-
 def library_of(model: Module) -> str:
     """The module of transformers that builds a model's modules."""
     return str(class_of(type(model)).__module__)
@@ -111,16 +104,10 @@ def inverse_frequencies(model: Module) -> Tensor:
     return _rotary(model).inv_freq
 
 
-def rope_table(model: Module, positions: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
+def rope_table(model: Module, positions: int) -> tuple[Tensor, Tensor]:
     """The model's own table in float32, so that rounded frequencies (``model.half()`` rounds them) stay as they are."""
-    rotary = _rotary(model)
-    cached = getattr(rotary, "cos_cached", None)
-    if cached is not None and cached.shape[0] >= positions:
-        halves = [t[:positions, : rotary_dim // 2] for t in (rotary.cos_cached, rotary.sin_cached)]
-    else:
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * rotary.inv_freq.detach().cpu().float()
-        halves = [angles.cos(), angles.sin()]
-    cos, sin = (half.detach().cpu().float().contiguous() for half in halves)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(model).detach().cpu().float()
+    cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
     return cos, sin
 
 
@@ -163,7 +150,7 @@ def config_text(model: Module) -> str:
             "use_parallel_residual": _same("use_parallel_residual", {m.use_parallel_residual for m in base.layers}),
         }
         return json.dumps(text)
-    scale = _same("self_attn.scaling", {getattr(m.self_attn, "scaling", head_dim**-0.5) for m in base.layers})
+    scale = _same("self_attn.scaling", {m.self_attn.scaling for m in base.layers})
     if scale != head_dim**-0.5:
         raise NotImplementedError(f"self_attn.scaling: expected {head_dim**-0.5}, got {scale}")
     text |= {
@@ -224,10 +211,9 @@ def _same(name: str, values: set[Any]) -> Any:
 
 
 def _rotary(model: Module) -> Module:
-    """The module that makes angles: the model's own, and before transformers 4.45 each layer's."""
+    """The module that makes angles."""
     family = family_of(model)
-    rotary = getattr(getattr(model, family.base), "rotary_emb", None)
-    rotary = getattr(layers_of(model)[0], family.attention).rotary_emb if rotary is None else rotary
+    rotary = getattr(model, family.base).rotary_emb
     expected = class_of(type(model)).__name__.replace("ForCausalLM", "RotaryEmbedding")
     if type(rotary).__name__ != expected:
         raise NotImplementedError(f"rotary_emb: expected {expected}, got {type(rotary).__name__}")

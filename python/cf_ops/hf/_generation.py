@@ -1,151 +1,195 @@
-"""What is known of a running ``generate()``, and its token loop where that runs here instead of in transformers."""
+"""What is known of a running ``generate()``, and the token loop that transformers calls in place of its own."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch  # type: ignore[import-not-found, unused-ignore]
+from transformers.cache_utils import Cache  # type: ignore[import-not-found, unused-ignore]
 from transformers.generation import (  # type: ignore[import-not-found, unused-ignore]
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 
-from cf_ops.hf._cache import RunnerCache
+from cf_ops.hf._cache import cache_field
 from cf_ops.hf._runner import Tensor
 
-# What a generate() may return besides the ids; it takes the logits, attentions or states of each step.
-_STEP_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_CACHE_FIELD = cache_field(GenerateDecoderOnlyOutput)
+_STEP_OUTPUTS = ("scores", "logits")  # of each step, where the config's output_NAME asks for them
 
 
 class StepByStep(Exception):
-    """The reason why transformers' own loop makes a generation's tokens, one call of forward each."""
+    """The reason why torch chooses a generation's ids from the logits of each step, in our loop or in transformers'."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Generation:
-    """What is known of a running ``generate()``."""
+    """A running ``generate()``: its arguments by name, and its GenerationConfig."""
 
-    given: Mapping[str, Any]  # its arguments by name
-    config: Any = None  # the effective GenerationConfig
-    processors: Any = None  # the lists that it has made of the config and of its arguments
-    criteria: Any = None
-    input_ids: Tensor = None  # all ids so far, padding included
-    prepared: Mapping[str, Any] = field(default_factory=dict)  # what it has made for the next call of forward
-    has_begun: bool = False  # whether forward was called
-    # The cache of its last call that ran on cf_ops: what it makes for the next call follows from what was checked then.
-    cache: RunnerCache | None = None
-    revision: int = 0  # of that cache
+    given: Mapping[str, Any]
+    config: Any
+    has_own_loop: bool = False  # ours, which hands forward no cache of transformers
+
+    @classmethod
+    def of(cls, model: Any, given: Mapping[str, Any]) -> Generation:
+        """What can be told before transformers has prepared the config, which may have more of the model's own."""
+        config = copy.copy(given.get("generation_config") or model.generation_config)
+        for name, value in given.items():
+            if value is not None and hasattr(config, name):
+                setattr(config, name, value)
+        return cls(given, config)
+
+    @functools.cached_property
+    def mode(self) -> str:
+        if self.given.get("custom_generate") is not None:
+            return "custom_generate"
+        return str(self.config.get_generation_mode(self.given.get("assistant_model")).value)
 
     @property
     def has_own_cache(self) -> bool:
         """Whether the caller has given the cache."""
-        return self.given.get("past_key_values") is not None
-
-    @functools.cached_property
-    def _mode_of_config(self) -> str:
-        return str(self.config.get_generation_mode(self.given.get("assistant_model")).value)
-
-    @property
-    def mode(self) -> str:
-        is_custom = self.given.get("custom_generate") is not None
-        return "custom_generate" if is_custom or self.config is None else self._mode_of_config
+        return any(isinstance(value, Cache) for value in self.given.values())
 
     def spare_entries(self, places: int) -> int | None:
         """How many tokens may follow a prompt of so many places."""
-        if self.config is None:
-            return None
         if self.config.max_new_tokens is not None:
             return int(self.config.max_new_tokens)
         return None if self.config.max_length is None else max(int(self.config.max_length) - places, 0)
 
-    def has_prepared(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether forward's arguments are those that generate() has prepared, and nothing that was put in between."""
-        return all(
-            value is self.prepared.get(name)
-            for name, value in arguments.items()
-            if name != "return_dict" and value is not None and value is not False
-        )
+    def for_own_loop(self, model: Any) -> dict[str, Any]:
+        """generate()'s arguments for a loop of our own, to which it hands neither the streamer nor a tokenizer: stop
+        strings become the criterion that transformers makes of them. Raises StepByStep where they cannot."""
+        given = {name: value for name, value in self.given.items() if name not in ("streamer", "stop_strings")}
+        if self.config.stop_strings is None:
+            return given
+        configs = (self.given.get("generation_config"), model.generation_config)
+        if any(getattr(config, "stop_strings", None) is not None for config in configs):
+            raise StepByStep("stop_strings of a generation config")
+        if self.given.get("tokenizer") is None:
+            raise StepByStep("stop_strings without a tokenizer")  # of which transformers' error speaks
+        criterion = StopStringCriteria(self.given["tokenizer"], self.config.stop_strings)
+        return {
+            **given,
+            "stopping_criteria": StoppingCriteriaList([*(given.get("stopping_criteria") or ()), criterion]),
+        }
+
+
+class Steps(Protocol):
+    """What a loop asks of the model, behind the prompt."""
+
+    cache: Any  # of the sequences so far
+
+    def choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
+        """Appends an id to each sequence; the ids of the highest logits behind those that run, which may get `left`
+        more, but none behind an id of `stop`."""
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Appends an id to each sequence; the logits (sequences, 1, vocab) behind it."""
 
 
 @dataclass
-class GreedyLoop:
-    """The loop of a greedy ``generate()`` whose tokens depend on the model alone."""
+class TokenLoop:
+    """The loop of a greedy or sampled ``generate()``, with what transformers has prepared for it."""
 
+    config: Any
     input_ids: Tensor
-    most: int  # new ids of a sequence
-    ends: frozenset[int]  # ids that end a sequence
-    pad: int  # what follows in a sequence that has ended
+    processors: Any
+    criteria: Any
     streamer: Any
-    returns_dict: bool
 
-    @classmethod
-    def of(cls, generation: Generation, vocab_size: int, default_pad: Any) -> GreedyLoop:
-        """The loop that gives what transformers' own would give. Raises StepByStep where there is none."""
-        config = generation.config
-        if config.do_sample:
+    def ends(self, vocab_size: int) -> Ends:
+        """How sequences end, where their ids follow from the model alone. Raises StepByStep where they do not."""
+        if self.config.do_sample:
             raise StepByStep("sampling")
-        for name in _STEP_OUTPUTS:
-            if getattr(config, name, None):
-                raise StepByStep(name)
-        if getattr(config, "is_assistant", False):
-            raise StepByStep("an assistant's generation")
-        if getattr(config, "prefill_chunk_size", None) is not None:
-            raise StepByStep("prefill_chunk_size")
-        if config.return_dict_in_generate and getattr(config, "return_legacy_cache", None):
-            raise StepByStep("return_legacy_cache")
-        if generation.given.get("synced_gpus") or (generation.given.get("synced_gpus") is None and _syncs_by_itself()):
-            raise StepByStep("synced_gpus")
-        ids = generation.input_ids
-        told = (ids, generation.processors, generation.criteria)
-        if any(one is None for one in told) or type(ids) is not torch.Tensor or ids.dim() != 2:
-            raise StepByStep("a method of generate() was replaced")
-        if len(generation.processors) > 0:
+        for name in self._kept():
+            raise StepByStep(f"output_{name}")
+        if len(self.processors) > 0:
             raise StepByStep("a logits processor")
-        most, ends = _limits(generation.criteria, int(ids.shape[1]))
-        # Before transformers 4.41 the config has the number alone.
-        pads = [getattr(config, "_pad_token_tensor", None), config.pad_token_id, default_pad]
-        pad = int(next((id for id in pads if id is not None), -1)) if ends else 0
+        most, ids = _limits(self.criteria, int(self.input_ids.shape[1]))
+        pad = self._pad() if ids else 0
         if not 0 <= pad < vocab_size:
             raise StepByStep("no id of the vocabulary to pad with")
-        returns_dict = bool(config.return_dict_in_generate)
-        return cls(ids, most, ends, pad, generation.given.get("streamer"), returns_dict)
+        return Ends(most, ids, pad)
 
-    def run(self, ids: list[int], advance: Callable[[list[int], list[int], int], list[int]]) -> Tensor:
-        """All ids, as transformers' loop returns them, the prompt's first; `ids` are the first new ones.
-
-        `advance(ids, running, left)` appends an id to each sequence and returns the next ids of the running ones, which
-        may get `left` more behind these.
-        """
-        made, running = [ids], list(range(len(ids)))
+    def by_ids(self, logits: Tensor, steps: Steps, ends: Ends) -> Any:
+        """What generate() returns, with ids that the runner chooses. `logits` are those of the prompt's last places."""
+        ids: list[int] = logits[:, -1].float().argmax(-1).tolist()
+        made, running, stop = [ids], list(range(len(ids))), sorted(ends.ids)
         while True:
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor(ids))
-            running = [row for row in running if ids[row] not in self.ends]
-            if not running or len(made) == self.most:
+            self._stream(torch.tensor(ids))
+            running = [row for row in running if ids[row] not in ends.ids]
+            if not running or len(made) == ends.most:
                 break
-            chosen = advance(ids, running, self.most - len(made) - 1)
-            ids = [self.pad] * len(ids)
+            chosen = steps.choose(ids, running, ends.most - len(made) - 1, stop)
+            ids = [ends.pad] * len(ids)
             for row, id in zip(running, chosen, strict=True):
                 ids[row] = id
             made.append(ids)
+        new = torch.tensor(made, device=self.input_ids.device).T
+        return self._output(torch.cat([self.input_ids, new], dim=-1), steps, {})
+
+    def by_logits(self, logits: Tensor, steps: Steps) -> Any:
+        """The same with ids that torch chooses from the logits of each step, as transformers does."""
+        ids, kept = self.input_ids, self._kept()
+        running = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        has_ends = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        while True:
+            raw = logits[:, -1].to(copy=True, dtype=torch.float32, device=ids.device)
+            scores = self.processors(ids, raw)
+            for name, made in zip(_STEP_OUTPUTS, (scores, raw)):
+                if name in kept:
+                    kept[name] += (made,)
+            if self.config.do_sample:
+                new = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            else:
+                new = scores.argmax(-1)
+            if has_ends:
+                new = new * running + self._pad() * (1 - running)
+            ids = torch.cat([ids, new[:, None]], dim=-1)
+            self._stream(new.cpu())
+            running = running & ~self.criteria(ids, kept.get("scores"))
+            if not running.any():
+                return self._output(ids, steps, kept)
+            logits = steps.logits(new)
+
+    def _kept(self) -> dict[str, tuple[Tensor, ...]]:
+        """The outputs of each step that are asked for, still empty."""
+        has_dict = self.config.return_dict_in_generate
+        return {name: () for name in _STEP_OUTPUTS if has_dict and getattr(self.config, f"output_{name}")}
+
+    def _pad(self) -> int:
+        """What follows in a sequence that has ended."""
+        pad, ends = self.config.pad_token_id, self.config.eos_token_id
+        if pad is None:
+            pad = ends[0] if isinstance(ends, (list, tuple)) else ends
+        return -1 if pad is None else int(pad)
+
+    def _stream(self, ids: Tensor) -> None:
+        if self.streamer is not None:
+            self.streamer.put(ids)
+
+    def _output(self, ids: Tensor, steps: Steps, kept: Mapping[str, tuple[Tensor, ...]]) -> Any:
         if self.streamer is not None:
             self.streamer.end()
-        return torch.cat([self.input_ids, torch.tensor(made, device=self.input_ids.device).T], dim=-1)
+        if not self.config.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(sequences=ids, **kept, **{_CACHE_FIELD: steps.cache})
 
-    def output(self, ids: Tensor, cache: Any) -> Any:
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache) if self.returns_dict else ids
 
+@dataclass(frozen=True)
+class Ends:
+    """How the sequences of a generation end."""
 
-class Prefilled(BaseException):
-    """Leaves transformers' loop once the prompt is in the cache. No ``except Exception`` on the way may take it."""
-
-    def __init__(self, loop: GreedyLoop, logits: Tensor, cache: RunnerCache) -> None:
-        super().__init__("a prompt is in the cache, and its generation goes on in cf_ops")
-        self.loop, self.logits, self.cache = loop, logits, cache
+    most: int  # new ids of a sequence
+    ids: frozenset[int]  # that end a sequence
+    pad: int  # what follows in a sequence that has ended
 
 
 def _limits(criteria: Any, places: int) -> tuple[int, frozenset[int]]:
@@ -165,15 +209,3 @@ def _limits(criteria: Any, places: int) -> tuple[int, frozenset[int]]:
     if not lengths:
         raise StepByStep("no max_length")
     return max(min(lengths) - places, 1), frozenset(ends)  # the criteria are asked behind each new id
-
-
-def _syncs_by_itself() -> bool:
-    """Whether generate() keeps in step with other processes. Models of FSDP have modules that no runner takes."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    from transformers.integrations.deepspeed import (  # type: ignore[import-not-found, unused-ignore]
-        is_deepspeed_zero3_enabled,
-    )
-
-    return bool(is_deepspeed_zero3_enabled())

@@ -9,7 +9,7 @@ import torch  # type: ignore[import-not-found, unused-ignore]
 from torch.nn.modules import module as torch_module  # type: ignore[import-not-found, unused-ignore]
 
 from cf_ops import _core
-from cf_ops.hf._families import config_text, gptq_config_text, inverse_frequencies, library_name, library_of, rope_table
+from cf_ops.hf._families import config_text, gptq_config_text, library_name, library_of, rope_table
 from cf_ops.hf._joined import Joined, parts_of
 from cf_ops.hf._quantised import is_quantised, quantised_modules, quantised_tensors
 from cf_ops.hf._runner import Backend, Source, Tensor, backend_for, check_device
@@ -22,7 +22,6 @@ _STOCK_TYPES = (
     torch.nn.LayerNorm,
     torch.nn.Linear,
     torch.nn.ModuleList,
-    torch.nn.SiLU,  # in transformers before 4.50
 )
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -84,6 +83,10 @@ class Loaded:
                 return "a module's forward was replaced"
         return None
 
+    def as_theirs(self, logits: Tensor) -> Tensor:
+        """A runner's logits as Hugging Face returns them."""
+        return logits.to(device=self.device, dtype=self.dtype)
+
     def is_trainable(self) -> bool:
         return any(tensor.requires_grad for _, _, tensor, _, _ in self._tensors)
 
@@ -108,7 +111,6 @@ def _backend(model: Module, joined: Joined) -> Backend:
     _check_parameters(model)
     config = config_text(model)
     _core.check_config(config)
-    rotary_dim = 2 * inverse_frequencies(model).numel()
     device = model.get_output_embeddings().weight.device
     check_device(device)
     # Aliases: a parameter whose data is set to another tensor would free the memory that a runner may be reading.
@@ -119,7 +121,7 @@ def _backend(model: Module, joined: Joined) -> Backend:
             tensors[library_name(name, model)] = tensor.detach()
 
     def table(positions: int) -> tuple[Tensor, Tensor]:
-        return rope_table(model, positions, rotary_dim)
+        return rope_table(model, positions)
 
     return backend_for(device, Source(config, tensors, table, joined.copied_bytes, gptq))
 

@@ -1,4 +1,5 @@
-"""What `speed_up` puts into a model: a forward that decides, call by call, which path can do what is asked."""
+"""What `speed_up` puts into a model: a generate() with a token loop of ours, and a forward() that decides, call by call,
+which path can do what is asked."""
 
 from __future__ import annotations
 
@@ -8,19 +9,20 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
-from transformers import GenerationMixin  # type: ignore[import-not-found, unused-ignore]
-from transformers.cache_utils import DynamicCache  # type: ignore[import-not-found, unused-ignore]
+import transformers  # type: ignore[import-not-found, unused-ignore]
+from transformers.cache_utils import Cache, DynamicCache  # type: ignore[import-not-found, unused-ignore]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # type: ignore[import-not-found, unused-ignore]
 
-from cf_ops.hf._cache import TAKES_CACHES, RunnerCache, logits_of
-from cf_ops.hf._families import FAMILIES, cache_heads, class_of, layers_of
-from cf_ops.hf._generation import Generation, GreedyLoop, Prefilled, StepByStep
+from cf_ops.hf._batch import generate_batch
+from cf_ops.hf._cache import RunnerCache, cache_field, cache_parameter, logits_of
+from cf_ops.hf._families import FAMILIES, class_of, layers_of
+from cf_ops.hf._generation import Generation, StepByStep, TokenLoop
 from cf_ops.hf._joined import Joined
 from cf_ops.hf._loaded import Loaded
 from cf_ops.hf._report import Counts, Report
@@ -28,35 +30,46 @@ from cf_ops.hf._runner import Tensor
 
 Model = Any
 
+NEWEST = (5, 24)  # the newest transformers that cf_ops was tested with
+
 _LOGGER = logging.getLogger("cf_ops.hf")
 _ATTRIBUTE = "_cf_ops"
-_METHODS = ("forward", "generate", "_prepare_generation_config")
-# Methods with which generate() makes the mask and the positions of each step. Where other code has replaced the first
-# one, as peft does, every step is checked.
-_FOLLOWING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-# Methods by which the loop learns of a generate() call. Where other code has replaced one, the loop is not used.
-_TOLD = (_FOLLOWING[0], "_get_logits_processor", "_get_stopping_criteria")
-# Transformers' greedy loop, by the names of its versions: a class with another one keeps it.
-_LOOP = tuple(
-    name
-    for name in ("generate", "_sample", "_greedy_search", "_prefill", "_has_unfinished_sequences")
-    if hasattr(GenerationMixin, name)
-)
-_SAVING = "save_pretrained"
+_METHODS = ("forward", "generate")
 _MODEL_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_CACHE_FIELD = cache_field(CausalLMOutputWithPast)
+# Forward's arguments, beside the cache, which is told by its type, and the tokenizer of generate(), which it passes on.
 _READ = {
     "input_ids",
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "return_dict",
     "logits_to_keep",
-    "num_logits_to_keep",  # its name before transformers 4.49, in models that had it
     "cache_position",
+    "tokenizer",
 }
 _FAILURES = (MemoryError, NotImplementedError, RuntimeError, ValueError)  # of a runner
 _OUTPUTS = ("output_attentions", "output_hidden_states")
+_MODES = ("greedy_search", "sample")
+_CHANGED = "the model or the cache has changed"
+_REMEDIES = {  # by words of the reason
+    "a cache of": "leave the cache out, or pass on the one that this model returned",
+    "a global hook": "remove the hook, or read hidden states with cf_ops.hf.run()",
+    "a hook": "remove the hook, or read hidden states with cf_ops.hf.run()",
+    "attention_mask": "pad on the left, with a mask of 0 and 1",
+    "custom_generate": "leave custom_generate out, as generate() has a loop of cf_ops then",
+    "autocast": "leave autocast, as cf_ops computes in the dtype of the weights",
+    "generation mode": "generate() runs on cf_ops with num_beams=1 and without an assistant",
+    "grad is enabled": "call the model under torch.no_grad()",
+    "inputs_embeds": "pass input_ids",
+    "input_ids are on": "move the ids to model.device",
+    "expected one that transformers builds": "merge adapters into the model, such as with merge_and_unload()",
+    "labels": "make the loss of the logits",
+    "logits of padding": "ask for logits_to_keep=1, or leave the padding out",
+    "output_hidden_states": "read hidden states with cf_ops.hf.run()",
+    "position_ids": "leave position_ids out, or count each sequence's ids from 0",
+    "training": "call model.eval()",
+}
 
 
 class _Fallback(Exception):
@@ -90,9 +103,6 @@ class Patch:
         self._joined = Joined()
         self._caches: weakref.WeakSet[RunnerCache] = weakref.WeakSet()
         self._counts = Counts()
-        self._cache_shape = (0, 0)
-        self._follows = False
-        self._has_own_loop = False
         self.num_layers = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -108,18 +118,16 @@ class Patch:
             if self._loaded is None or not self._loaded.is_current():
                 self._loaded = None
                 self._loaded = Loaded(model, self._joined)
-                self._follows = _has_stock_methods(type(model), _FOLLOWING)
-                self._has_own_loop = not _has_stock_methods(type(model), (*_LOOP, *_TOLD))
                 self.num_layers = len(layers_of(model))
-                self._cache_shape = cache_heads(model)
             return self._loaded
+
+    @property
+    def last_loaded(self) -> Loaded | None:
+        """What the model held when it was last read."""
+        return self._loaded
 
     def adopt(self, cache: RunnerCache) -> None:
         self._caches.add(cache)
-
-    def cache_shape(self, sequences: int, places: int) -> tuple[int, ...]:
-        heads, head_dim = self._cache_shape
-        return sequences, heads, places, head_dim
 
     def end(self) -> None:
         """Frees what caches hold. None of them can go on. The parameters have memory of their own again."""
@@ -137,9 +145,17 @@ class Patch:
             0 if backend is None else backend.copied_bytes,
         )
 
+    def count(self, generation: Generation | None, kind: str) -> None:
+        """Counts a call that ran on cf_ops."""
+        mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
+        self._counts.count_ours(f"{mode} {kind}")
+
+    def count_step_by_step(self, reason: StepByStep) -> None:
+        self._counts.count_step_by_step(str(reason))
+
     @contextmanager
-    def generating(self, generation: Generation) -> Iterator[None]:
-        outer = self.generation
+    def _generating(self, generation: Generation) -> Iterator[None]:
+        outer = self._generation
         self._local.generation = generation
         try:
             yield
@@ -147,163 +163,118 @@ class Patch:
             self._local.generation = outer
 
     @property
-    def generation(self) -> Generation | None:
+    def _generation(self) -> Generation | None:
         """The ``generate()`` that runs in this thread."""
         running: Generation | None = getattr(self._local, "generation", None)
         return running
 
     def forward(self, model: Model, arguments: dict[str, Any]) -> Any:
-        generation = self.generation
-        is_first = generation is not None and not generation.has_begun
-        if generation is not None:
-            generation.has_begun = True
+        generation = self._generation
         try:
-            if generation is not None and generation.cache is not None:
-                output = self._follow(model, arguments, generation)
-                if output is not None:
-                    return output
-                generation.cache = None
-            loaded = self._check_model(model)
+            loaded = self._check_model(model, generation)
             call = self._read(model, arguments)
             logits, cache = self._run(loaded, call, generation)
         except _Fallback as fallback:
             return self._forward_theirs(model, arguments, str(fallback))
-        if generation is not None and cache is not None and self._follows:
-            generation.cache, generation.revision = cache, cache.revision
-        output = self._output(loaded, call.kind, generation, logits, cache if call.use_cache else None)
-        if generation is not None and is_first:
-            try:
-                loop, own = self._greedy_loop(model, arguments, generation, cache)
-            except StepByStep as reason:
-                self._counts.count_step_by_step(str(reason))
-            else:
-                raise Prefilled(loop, output.logits, own)
+        self.count(generation, call.kind)
+        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache if call.use_cache else None})
         return output if call.return_dict else output.to_tuple()
 
-    def _greedy_loop(
-        self, model: Model, arguments: dict[str, Any], generation: Generation, cache: RunnerCache | None
-    ) -> tuple[GreedyLoop, RunnerCache]:
-        """The loop of a generation whose prompt is in the cache. Raises StepByStep where it is transformers' own."""
-        if cache is None:
-            raise StepByStep("use_cache=False")
-        loop = GreedyLoop.of(generation, model.get_input_embeddings().num_embeddings, _default_pad(model))
-        is_stock = self._follows and not self._has_own_loop and all(_is_ours(model, name) for name in _REPLACED)
-        if not is_stock or any(name in model.__dict__ for name in (*_LOOP[1:], _FOLLOWING[1])):
-            raise StepByStep("a method of generate() was replaced")
-        if not generation.has_prepared(arguments):
-            raise StepByStep("other inputs than generate() has prepared")
-        if any(getattr(model, name) for name in _MODEL_HOOKS):
-            raise StepByStep("a hook on the model")
-        return loop, cache
+    def generate(self, model: Model, given: dict[str, Any]) -> Any:
+        """transformers' generate(), with a token loop of ours where the calls of its own would run on cf_ops."""
+        generation = Generation.of(model, given)
+        try:
+            self._check_generation(model, generation)
+            arguments = generation.for_own_loop(model)
+        except _Fallback:  # which each call of forward gives again
+            return self._generate_theirs(model, given, generation)
+        except StepByStep as reason:
+            self.count_step_by_step(reason)
+            return self._generate_theirs(model, given, generation)
+        return type(model).generate(model, **{**arguments, "custom_generate": functools.partial(self._loop, given)})
 
-    def go_on(self, model: Model, generation: Generation, loop: GreedyLoop, logits: Tensor, cache: RunnerCache) -> Any:
-        """What generate() returns, by a loop of our own behind the prompt, whose logits these are."""
+    def _generate_theirs(self, model: Model, given: Mapping[str, Any], generation: Generation) -> Any:
+        with self._generating(generation):
+            return type(model).generate(model, **given)
+
+    def _loop(
+        self,
+        given: Mapping[str, Any],
+        model: Model,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What generate() calls with all that it has prepared. Where it turns out to ask for what our loop does not do,
+        such as by the model's own generation config, generate() begins again with transformers' loop."""
+        generation = Generation(given, generation_config)
+        try:
+            loaded = self._check_generation(model, generation)
+            with self._generating(generation):
+                call = self._read_prompt(model, input_ids, model_kwargs)
+            logits, cache = self._run(loaded, call, generation)
+        except _Fallback:
+            return self._generate_theirs(model, given, generation)
+        except StepByStep as reason:
+            self.count_step_by_step(reason)
+            return self._generate_theirs(model, given, generation)
+        assert cache is not None
+        self.count(generation, call.kind)
         is_kept = False
         try:
-            first: list[int] = logits[:, -1].float().argmax(-1).tolist()
-            steps = _Steps(self, model, generation, loop, cache)
-            ids = loop.run(first, steps.advance)
-            is_kept = loop.returns_dict or generation.has_own_cache
+            streamer = given.get("streamer")
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            loop = TokenLoop(generation_config, input_ids, logits_processor, stopping_criteria, streamer)
+            steps = _Steps(self, model, generation, loaded, cache)
+            with self._generating(Generation(given, generation_config, has_own_loop=True)):
+                try:
+                    ends = loop.ends(model.get_input_embeddings().num_embeddings)
+                except StepByStep as reason:
+                    self.count_step_by_step(reason)
+                    output = loop.by_logits(logits, steps)
+                else:
+                    output = loop.by_ids(logits, steps, ends)
+            is_kept = generation_config.return_dict_in_generate or generation.has_own_cache
+            return output
         finally:
             if not is_kept:
                 cache.end()
-        return loop.output(ids, steps.cache)
 
-    def value_versions(self) -> tuple[int, ...]:
-        loaded = self._loaded
-        return () if loaded is None else loaded.value_versions()
+    def _check_generation(self, model: Model, generation: Generation) -> Loaded:
+        """Refuses what transformers' loop is for: with _Fallback where forward would refuse each call."""
+        given, config = generation.given, generation.config
+        with torch.no_grad():  # which generate() will have
+            loaded = self._check_model(model, generation)
+        for name in _OUTPUTS:
+            if getattr(config, name, False) or getattr(model.config, name, False):
+                raise _Fallback(name)
+        if config.cache_implementation not in (None, "dynamic"):
+            raise _Fallback("a cache of the caller's")
+        if config.use_cache is False:
+            raise StepByStep("use_cache=False")
+        for name in ("token_healing", "prefill_chunk_size", "is_assistant"):
+            if getattr(config, name, None):
+                raise StepByStep(name)
+        for name in ("position_ids", "cache_position"):
+            if given.get(name) is not None:
+                raise StepByStep(f"{name} of the caller's")
+        if given.get("synced_gpus") or (given.get("synced_gpus") is None and _syncs_by_itself()):
+            raise StepByStep("synced_gpus")
+        if any(getattr(model, name) for name in _MODEL_HOOKS):
+            raise StepByStep("a hook on the model")
+        if _has_own_methods(model):
+            raise StepByStep("a method of generate() was replaced")
+        return loaded
 
-    def try_step(
-        self, model: Model, generation: Generation, ids: list[int], running: list[int], left: int, stop: list[int]
-    ) -> list[int]:
-        """Appends an id to each sequence of the generation's cache, and chooses the next one of those that run. Raises
-        StepByStep, with the cache as before, where the model may have changed or the runner fails."""
-        cache, loaded = generation.cache, self._loaded
-        if cache is None or loaded is None or not self._may_follow(model, loaded, cache, generation):
-            raise StepByStep("the model or the cache has changed")
-        if not loaded.is_current() or any(getattr(model, name) for name in _MODEL_HOOKS):
-            raise StepByStep("the model or the cache has changed")
-        obstacle = loaded.obstacle()
-        if obstacle is not None:
-            raise StepByStep(obstacle)
-        try:
-            chosen = cache.choose(loaded, ids, running, left, stop)
-        except _FAILURES as error:
-            raise StepByStep(str(error) or type(error).__name__) from error
-        self._counts.count_ours("greedy loop")
-        return chosen
-
-    def count_step_by_step(self, reason: str) -> None:
-        self._counts.count_step_by_step(reason)
-
-    def _output(
-        self, loaded: Loaded, kind: str, generation: Generation | None, logits: Tensor, cache: RunnerCache | None
-    ) -> Any:
-        """Counts a call that ran on cf_ops; what it returns."""
-        mode = "forward" if generation is None else "sampled" if generation.config.do_sample else "greedy"
-        self._counts.count_ours(f"{mode} {kind}")
-        logits = logits.to(device=loaded.device, dtype=loaded.dtype)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def _follow(self, model: Model, arguments: dict[str, Any], generation: Generation) -> Any:
-        """A step that generate() has made behind the call before: its mask and positions are not looked at again, and
-        the step is launched before the model is checked, which a GPU's step takes longer than. None where the call is
-        another one, or the model has changed; the cache is then as before."""
-        cache, loaded = generation.cache, self._loaded
-        given: Any = arguments.get("past_key_values")
-        if cache is None or given is not cache or loaded is None:
-            return None
-        if not self._may_follow(model, loaded, cache, generation) or not generation.has_prepared(arguments):
-            return None
-        for name, value in arguments.items():
-            if name not in _READ and value is not None and value is not False:
-                return None
-        use_cache = arguments.get("use_cache")  # generate() of transformers 4.40 leaves it to the config
-        if not arguments.get("return_dict") or not (
-            getattr(model.config, "use_cache", True) if use_cache is None else use_cache
-        ):
-            return None
-        if not isinstance(arguments.get("logits_to_keep"), (int, type(None))):
-            return None
-        ids: Any = arguments.get("input_ids")
-        mask: Any = arguments.get("attention_mask")
-        sequences = len(cache.ids)
-        if type(ids) is not torch.Tensor or ids.shape != (sequences, 1) or ids.device != loaded.device:
-            return None
-        if mask is None and any(cache.pads):
-            return None
-        if mask is not None and mask.shape != (sequences, cache.get_seq_length() + 1):
-            return None
-        try:
-            logits = cache.forward(loaded, [[id] for id in ids[:, 0].tolist()], cache.pads, 1)
-        except _FAILURES as error:
-            raise _Fallback(str(error) or type(error).__name__) from error
-        is_trainable = torch.is_grad_enabled() and loaded.is_trainable()
-        if is_trainable or not loaded.is_current() or loaded.obstacle() is not None:
-            cache.take_back()
-            return None
-        return self._output(loaded, "step", generation, logits, cache)
-
-    def _may_follow(self, model: Model, loaded: Loaded, cache: RunnerCache, generation: Generation) -> bool:
-        """Whether the cache is as the generation's last call has left it, and nothing changes what a step computes, but
-        for the parameters and modules."""
-        if cache.revision != generation.revision or cache.patch is not self or cache.theirs is not None:
-            return False
-        if loaded.backend is None or model.training or _FOLLOWING[1] in model.__dict__:
-            return False
-        if torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
-            return False
-        return not any(getattr(model.config, name, False) for name in _OUTPUTS)
-
-    def _check_model(self, model: Model) -> Loaded:
+    def _check_model(self, model: Model, generation: Generation | None) -> Loaded:
         """Refuses a model that does more than its modules' own arithmetic now."""
         if torch.jit.is_tracing():
             raise _Fallback("torch.jit traces the model")
-        generation = self.generation
-        if generation is not None and generation.mode not in ("greedy_search", "sample"):
+        if generation is not None and generation.mode not in _MODES:
             raise _Fallback(f"generation mode {generation.mode}")
-        if generation is not None and generation.config.return_dict_in_generate and not TAKES_CACHES:
-            raise _Fallback("generate() returns its cache, which this transformers takes as tuples")
         if model.training:
             raise _Fallback("training")
         loaded = self.loaded(model)
@@ -318,20 +289,32 @@ class Patch:
             raise _Fallback("autocast")
         return loaded
 
-    def _read(self, model: Model, arguments: dict[str, Any]) -> _Call:
-        """What a call asks for, where a runner can do exactly that."""
+    def _read_prompt(self, model: Model, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> _Call:
+        """What transformers' loop asks forward for before the first new token."""
+        arguments = dict(model_kwargs)
+        cache = _cache_in(arguments)[1]
+        past = cache.get_seq_length() if isinstance(cache, RunnerCache) else 0
+        mask = arguments.get("attention_mask")
+        if past > 0 and (past >= input_ids.shape[1] or (mask is not None and mask.shape[1] != input_ids.shape[1])):
+            raise StepByStep("ids that begin behind the cache")
+        own = {"input_ids": input_ids[:, past:].to(model.device), "use_cache": True, "logits_to_keep": 1}
+        return self._read(model, {**arguments, **own, "position_ids": None, "cache_position": None}, is_prompt=True)
+
+    def _read(self, model: Model, arguments: Mapping[str, Any], is_prompt: bool = False) -> _Call:
+        """What a call asks for, where a runner can do exactly that. Those of a prompt of generate() that says no
+        positions count each sequence's ids from 0."""
         for name in _OUTPUTS:
             if arguments.get(name) is None and getattr(model.config, name, False):
                 raise _Fallback(name)
         for name, value in arguments.items():
-            if name not in _READ and value is not None and value is not False:
+            if name not in _READ and value is not None and value is not False and not isinstance(value, Cache):
                 raise _Fallback(name)
         ids: Any = arguments.get("input_ids")
         if type(ids) is not torch.Tensor or ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
             raise _Fallback("input_ids are not a tensor of sequences")
         if ids.device != model.device:
             raise _Fallback("input_ids are on another device")
-        keep = arguments.get("logits_to_keep", arguments.get("num_logits_to_keep", 0))
+        keep = arguments.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep < 0:
             raise _Fallback("logits_to_keep is not a number")
 
@@ -340,7 +323,7 @@ class Patch:
         use_cache = bool(getattr(config, "use_cache", True) if use_cache is None else use_cache)
         return_dict = arguments.get("return_dict")
         return_dict = bool(getattr(config, "return_dict", True) if return_dict is None else return_dict)
-        cache = self._own_cache(arguments.get("past_key_values"))
+        cache = self._own_cache(_cache_in(arguments)[1])
         if cache is not None and not use_cache:
             raise _Fallback("use_cache=False with a cache")
         past = 0 if cache is None else cache.get_seq_length()
@@ -350,14 +333,15 @@ class Patch:
         pads = _left_padding(arguments.get("attention_mask"), sequences, past, places)
         if past > 0 and cache is not None and pads != cache.pads:
             raise _Fallback("attention_mask differs from the cache's padding")
-        _check_positions(arguments.get("position_ids"), pads, past, places)
+        if not is_prompt:
+            _check_positions(arguments.get("position_ids"), pads, past, places)
         cache_position = arguments.get("cache_position")
         if cache_position is not None and cache_position.tolist() != list(range(past, past + places)):
             raise _Fallback("cache_position differs from the cache's length")
 
         new_pads = [max(pad - past, 0) for pad in pads]
         rows = min(keep, places) if keep else places
-        if self.generation is None and max(new_pads) > places - rows:
+        if self._generation is None and max(new_pads) > places - rows:
             raise _Fallback("logits of padding")
         return _Call(
             ids=[row[pad:] for row, pad in zip(ids.tolist(), new_pads)],
@@ -370,7 +354,7 @@ class Patch:
         )
 
     def _own_cache(self, cache: Any) -> RunnerCache | None:
-        """The cache of ours that a call continues, or none where it begins one."""
+        """The cache that a call goes on from, None where it begins one."""
         if cache is None:
             return None
         if isinstance(cache, RunnerCache):
@@ -380,11 +364,11 @@ class Patch:
                 raise _Fallback("a cache that went on at Hugging Face's")
             return cache
         # generate() makes an empty one for each call. One of the caller's is to be filled, and so is not ours.
-        generation = self.generation
+        generation = self._generation
         if (
             type(cache) is DynamicCache
             and generation is not None
-            and not generation.has_own_cache
+            and not (generation.has_own_cache or generation.has_own_loop)
             and not getattr(cache, "offloading", False)
             and cache.get_seq_length() == 0
         ):
@@ -392,35 +376,145 @@ class Patch:
         raise _Fallback("a cache of the caller's")
 
     def _run(self, loaded: Loaded, call: _Call, generation: Generation | None) -> tuple[Tensor, RunnerCache | None]:
+        """The logits as Hugging Face returns them, and the cache."""
         assert loaded.backend is not None
+        cache = call.cache
         try:
-            if not call.use_cache:
+            if call.use_cache:
+                if cache is None:
+                    places = max(pad + len(ids) for pad, ids in zip(call.pads, call.ids))
+                    cache = RunnerCache(self, None if generation is None else generation.spare_entries(places))
+                    self.adopt(cache)
+                logits = cache.forward(loaded, call.ids, call.pads, call.rows)
+            else:
                 runner = loaded.backend.runner(1, max(map(len, call.ids)))
-                return logits_of(runner, [0] * len(call.ids), call.ids, call.rows, has_slots=False), None
-            cache = call.cache
-            if cache is None:
-                places = max(pad + len(ids) for pad, ids in zip(call.pads, call.ids))
-                cache = RunnerCache(self, None if generation is None else generation.spare_entries(places))
-                self.adopt(cache)
-            return cache.forward(loaded, call.ids, call.pads, call.rows), cache
+                logits = logits_of(runner, [0] * len(call.ids), call.ids, call.rows, has_slots=False)
         except _FAILURES as error:
             raise _Fallback(str(error) or type(error).__name__) from error
+        return loaded.as_theirs(logits), cache
 
     def _forward_theirs(self, model: Model, arguments: dict[str, Any], reason: str) -> Any:
         if self._counts.count_theirs(reason):
-            _LOGGER.warning("a call runs on Hugging Face's path: %s", reason)
-        cache = arguments.get("past_key_values")
-        if not isinstance(cache, RunnerCache):
+            remedy = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
+            _LOGGER.warning(
+                "cf_ops: a call runs on Hugging Face's path: %s (%s)",
+                reason,
+                remedy or "cf_ops.hf.report(model) counts such calls",
+            )
+        name, cache = _cache_in(arguments)
+        if cache is None:
             return _forward_of_class(model, **arguments)
-        if cache.patch is not self:
-            raise ValueError("past_key_values: expected a cache that this model made since its last speed_up()")
-        output = _forward_of_class(model, **{**arguments, "past_key_values": _hand_over(model, cache)})
-        cache.theirs = getattr(output, "past_key_values", None) or cache.theirs
+        theirs = cache
+        if isinstance(cache, RunnerCache):
+            if cache.patch is not self:
+                raise ValueError(f"{name}: expected a cache that this model made since its last speed_up()")
+            theirs = _hand_over(model, cache)
+        # By the name of this transformers: a forward takes an argument of another name without reading it.
+        arguments = {other: value for other, value in arguments.items() if other != name}
+        output = _forward_of_class(model, **{**arguments, cache_parameter(type(model).forward): theirs})
+        if isinstance(cache, RunnerCache):
+            cache.theirs = getattr(output, _CACHE_FIELD, None) or cache.theirs
         return output
+
+
+class _Steps:
+    """The steps of a loop of ours; where the runner cannot make one, by a call of the model as transformers makes it."""
+
+    def __init__(self, patch: Patch, model: Model, generation: Generation, loaded: Loaded, cache: RunnerCache) -> None:
+        self.cache: Any = cache  # of the sequences, which another one follows on Hugging Face's path
+        self._patch, self._model, self._generation = patch, model, generation
+        self._loaded, self._revision = loaded, cache.revision
+        self._pads, self._places = list(cache.pads), cache.get_seq_length()
+        self._is_by_step = False
+        # Who streams ids may change parameters in place, which a GPU would read too early.
+        self._versions = loaded.value_versions() if generation.given.get("streamer") is not None else None
+
+    def choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
+        if not self._is_by_step:
+            try:
+                return self._choose(ids, running, left, stop)
+            except StepByStep as reason:
+                self._patch.count_step_by_step(reason)
+                self._is_by_step = True
+        chosen: list[int] = self._call(torch.tensor(ids))[:, -1].float().argmax(-1).tolist()
+        return [chosen[row] for row in running]
+
+    def _choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
+        """By the runner. Raises StepByStep, with the cache as before, where it cannot."""
+        if self._versions is not None and self._versions != self._loaded.value_versions():
+            raise StepByStep("parameters have changed")
+        obstacle = self._obstacle() if self._may_go_on() else _CHANGED
+        if obstacle is not None:
+            raise StepByStep(obstacle)
+        try:
+            chosen: list[int] = self.cache.choose(self._loaded, ids, running, left, stop)
+        except _FAILURES as error:
+            raise StepByStep(str(error) or type(error).__name__) from error
+        self._places += 1
+        self._patch.count(self._generation, "loop")
+        return chosen
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Launched before the model is checked, which a GPU's step takes longer than."""
+        if not self._may_go_on():
+            return self._call(ids)
+        try:
+            logits = self.cache.forward(self._loaded, [[id] for id in ids.tolist()], self._pads, 1)
+        except _FAILURES:  # which forward meets again, and names
+            return self._call(ids)
+        if self._obstacle() is not None:
+            self.cache.take_back()
+            return self._call(ids)
+        self._places += 1
+        self._patch.count(self._generation, "step")
+        return self._loaded.as_theirs(logits)
+
+    def _may_go_on(self) -> bool:
+        """Whether the cache is as the last step has left it, and nothing changes what a step computes, but for the
+        parameters and modules."""
+        cache, model, loaded = self.cache, self._model, self._loaded
+        if not isinstance(cache, RunnerCache) or cache.revision != self._revision or cache.theirs is not None:
+            return False
+        if cache.patch is not self._patch or self._patch.last_loaded is not loaded or loaded.backend is None:
+            return False
+        if model.training or torch.jit.is_tracing() or torch.is_autocast_enabled(loaded.device.type):
+            return False
+        return not any(getattr(model.config, name, False) for name in _OUTPUTS)
+
+    def _obstacle(self) -> str | None:
+        """Why the modules cannot be bypassed."""
+        if not self._loaded.is_current() or any(getattr(self._model, name) for name in _MODEL_HOOKS):
+            return _CHANGED
+        return self._loaded.obstacle()
+
+    def _call(self, ids: Tensor) -> Tensor:
+        """What transformers' loop does for a step."""
+        self._places += 1
+        model, device = self._model, self._model.device
+        pads = torch.tensor(self._pads, device=device)[:, None]
+        arguments = {
+            "input_ids": ids.to(device)[:, None],
+            "attention_mask": (torch.arange(self._places, device=device) >= pads).long(),
+            "position_ids": self._places - 1 - pads,
+            cache_parameter(type(model).forward): self.cache,
+        }
+        output = model(**arguments, use_cache=True, return_dict=True)
+        self.cache = getattr(output, _CACHE_FIELD)
+        if isinstance(self.cache, RunnerCache):  # the next step may be the runner's
+            self._loaded, self._revision = self._patch.loaded(model), self.cache.revision
+        return output.logits
 
 
 def _forward_of_class(model: Model, *args: Any, **kwargs: Any) -> Any:
     return type(model).forward(model, *args, **kwargs)
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> tuple[str, Any]:
+    """The cache among forward's arguments, whose name depends on the version of transformers, and None without one."""
+    caches = [(name, value) for name, value in arguments.items() if isinstance(value, Cache)]
+    if len(caches) > 1:
+        raise ValueError(f"{' and '.join(name for name, _ in caches)}: expected one cache, got {len(caches)}")
+    return caches[0] if caches else ("", None)
 
 
 def _hand_over(model: Model, cache: RunnerCache) -> Any:
@@ -435,16 +529,14 @@ def _hand_over(model: Model, cache: RunnerCache) -> Any:
         "input_ids": ids,
         "attention_mask": (places >= pads).long(),
         "position_ids": (places - pads).clamp(min=0),
-        "past_key_values": DynamicCache() if TAKES_CACHES else None,
+        cache_parameter(type(model).forward): DynamicCache(),
         "use_cache": True,
         "return_dict": True,
+        "logits_to_keep": 1,
     }
     arguments = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    for name in ("logits_to_keep", "num_logits_to_keep"):
-        if name in _parameters(type(model).forward):
-            arguments[name] = 1
     with torch.no_grad():
-        cache.theirs = _forward_of_class(model, **arguments).past_key_values
+        cache.theirs = getattr(_forward_of_class(model, **arguments), _CACHE_FIELD)
     return cache.theirs
 
 
@@ -494,15 +586,17 @@ def _forward(self: Model, *args: Any, **kwargs: Any) -> Any:
 
 
 def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
-    patch: Patch = self.__dict__[_ATTRIBUTE]
-    generation = Generation({**dict(zip(_parameters(type(self).generate), args)), **kwargs})
-    with patch.generating(generation):
-        try:
-            return type(self).generate(self, *args, **kwargs)
-        except Prefilled as prefilled:  # its traceback, which ends here, has the frames of transformers' loop
-            loop, logits, cache = prefilled.loop, prefilled.logits, prefilled.cache
-        with torch.no_grad():
-            return patch.go_on(self, generation, loop, logits, cache)
+    names = _parameters(type(self).generate)[: len(args)]
+    if len(names) < len(args) or any(name in kwargs for name in names):
+        return type(self).generate(self, *args, **kwargs)  # raises the TypeError
+    return self.__dict__[_ATTRIBUTE].generate(self, {**dict(zip(names, args)), **kwargs})
+
+
+def _generate_batch(
+    self: Model, inputs: Any, generation_config: Any = None, *_: Any, max_new_tokens: int | None = None, **__: Any
+) -> Any:
+    """What else transformers' own takes says how it shares a GPU's memory, and shows progress."""
+    return generate_batch(self, inputs, generation_config, max_new_tokens)
 
 
 def _save_pretrained(self: Model, *args: Any, **kwargs: Any) -> Any:
@@ -516,51 +610,12 @@ def _save_pretrained(self: Model, *args: Any, **kwargs: Any) -> Any:
     return type(self).save_pretrained(self, **given)
 
 
-def _telling(name: str, tell: Callable[[Generation, tuple[Any, ...], Any], None]) -> Callable[..., Any]:
-    """Hugging Face's own method, whose arguments and result a running ``generate()`` is told."""
-
-    def method(self: Model, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(type(self), name)(self, *args, **kwargs)
-        patch: Patch | None = self.__dict__.get(_ATTRIBUTE)  # who keeps the method may call it after restore()
-        generation = None if patch is None else patch.generation
-        if generation is not None:
-            tell(generation, args, result)
-        return result
-
-    return method
-
-
-def _tell_config(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
-    generation.config = result[0]
-
-
-def _tell_inputs(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
-    generation.prepared = dict(result)
-    generation.input_ids = args[0] if args else None
-
-
-def _tell_processors(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
-    generation.processors = result
-
-
-def _tell_criteria(generation: Generation, args: tuple[Any, ...], result: Any) -> None:
-    generation.criteria = result
-
-
-_REPLACED: dict[str, Callable[..., Any]] = {
-    "forward": _forward,
-    "generate": _generate,
-    "_prepare_generation_config": _telling("_prepare_generation_config", _tell_config),
-    "prepare_inputs_for_generation": _telling("prepare_inputs_for_generation", _tell_inputs),
-    "_get_logits_processor": _telling("_get_logits_processor", _tell_processors),
-    "_get_stopping_criteria": _telling("_get_stopping_criteria", _tell_criteria),
-}
-
-
 @functools.cache
 def _methods_for(stock: Any) -> dict[str, Callable[..., Any]]:
     """The methods that `speed_up` puts into models of a class of transformers: they look like the class's own."""
-    methods = {**_REPLACED, **({_SAVING: _save_pretrained} if FAMILIES[stock].joins else {})}
+    methods = {"forward": _forward, "generate": _generate, "generate_batch": _generate_batch}
+    if FAMILIES[stock].joins:
+        methods["save_pretrained"] = _save_pretrained
 
     def looking_like(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(stock, name))
@@ -578,62 +633,40 @@ def _is_ours(model: Model, name: str) -> bool:
     return ours is not None and getattr(model.__dict__.get(name), "__func__", None) is ours
 
 
-def _has_stock_methods(kind: type, names: Sequence[str]) -> bool:
-    """Whether a model's class has these methods as transformers has written them."""
-    stock = class_of(kind)
-    methods = [getattr(kind, name) for name in names]
-    theirs = [getattr(stock, name) for name in names]
-    return methods == theirs and all(method.__module__.startswith("transformers.") for method in methods)
+def _has_own_methods(model: Model) -> bool:
+    """Whether a model or its class has a method in the place of one of transformers'."""
+    stock = class_of(type(model))
+    kinds = type(model).__mro__
+    own = [name for kind in kinds[: kinds.index(stock)] for name in vars(kind) if not name.startswith("__")]
+    own += [name for name in model.__dict__ if not _is_ours(model, name)]
+    return any(inspect.isroutine(getattr(stock, name, None)) for name in own)
 
 
-def _default_pad(model: Model) -> Any:
-    return getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+def _syncs_by_itself() -> bool:
+    """Whether generate() keeps in step with other processes. Models of FSDP have modules that no runner takes."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    from transformers.integrations.deepspeed import (  # type: ignore[import-not-found, unused-ignore]
+        is_deepspeed_zero3_enabled,
+    )
+
+    return bool(is_deepspeed_zero3_enabled())
 
 
-class _Steps:
-    """The steps of a loop of our own, and of transformers' calls from the first one on that it cannot make."""
-
-    def __init__(
-        self, patch: Patch, model: Model, generation: Generation, loop: GreedyLoop, cache: RunnerCache
-    ) -> None:
-        self.cache: Any = cache  # that of the sequences, which another one follows on Hugging Face's path
-        self._patch, self._model, self._generation = patch, model, generation
-        self._pads, self._places = list(cache.pads), int(loop.input_ids.shape[1])
-        self._device = loop.input_ids.device
-        self._stop = sorted(loop.ends)
-        self._is_by_step = False
-        # Who streams ids may change parameters in place, which a GPU would read too early.
-        self._versions = patch.value_versions() if loop.streamer is not None else None
-
-    def advance(self, ids: list[int], running: list[int], left: int) -> list[int]:
-        if not self._is_by_step:
-            try:
-                if self._versions is not None and self._versions != self._patch.value_versions():
-                    raise StepByStep("parameters have changed")
-                chosen = self._patch.try_step(self._model, self._generation, ids, running, left, self._stop)
-                self._places += 1
-                return chosen
-            except StepByStep as reason:
-                self._patch.count_step_by_step(str(reason))
-                self._is_by_step = True
-                self._generation.cache = None
-        return self._call(ids, running)
-
-    def _call(self, ids: list[int], running: list[int]) -> list[int]:
-        """What transformers' loop does for a step."""
-        self._places += 1
-        pads = torch.tensor(self._pads, device=self._device)[:, None]
-        output = self._model(
-            input_ids=torch.tensor(ids, device=self._device)[:, None],
-            attention_mask=(torch.arange(self._places, device=self._device) >= pads).long(),
-            position_ids=self._places - 1 - pads,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
+@functools.cache
+def _warn_of_newer() -> None:
+    """Says once that transformers is newer than what was tested."""
+    version = transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) > NEWEST:
+        newest, next_one = f"{NEWEST[0]}.{NEWEST[1]}", f"{NEWEST[0]}.{NEWEST[1] + 1}"
+        _LOGGER.warning(
+            "cf_ops: transformers %s is newer than %s, the newest that was tested: `python -m cf_ops` says whether "
+            "generate() runs on cf_ops with it, and `pip install 'transformers<%s'` installs a tested one",
+            version,
+            newest,
+            next_one,
         )
-        self.cache = output.past_key_values
-        chosen: list[int] = output.logits[:, -1].float().argmax(-1).tolist()
-        return [chosen[row] for row in running]
 
 
 def speed_up(model: Model) -> None:
@@ -644,13 +677,12 @@ def speed_up(model: Model) -> None:
             f"model: expected a {', '.join(first)} or {last}, "
             f"got {type(model).__module__}.{type(model).__qualname__}"
         )
-    if FAMILIES[stock].joins and not TAKES_CACHES:
-        raise NotImplementedError(f"model: expected transformers 4.45 or newer for {type(model).__qualname__}")
     if _ATTRIBUTE in model.__dict__:
         return
     for name in _METHODS:
         if name in model.__dict__:
             raise ValueError(f"model.{name}: expected the method of its class, got one that was put in its place")
+    _warn_of_newer()
     patch = Patch()
     error = patch.loaded(model).error
     if error is not None:
@@ -662,11 +694,10 @@ def speed_up(model: Model) -> None:
 
 def restore(model: Model) -> None:
     _patch_of(model).end()
-    for name in (*_TOLD, _SAVING):
-        if _is_ours(model, name):
+    for name in _methods_for(class_of(type(model))):
+        if name in _METHODS or _is_ours(model, name):
             del model.__dict__[name]
-    for name in (*_METHODS, _ATTRIBUTE):
-        del model.__dict__[name]
+    del model.__dict__[_ATTRIBUTE]
 
 
 def report(model: Model) -> Report:

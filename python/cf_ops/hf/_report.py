@@ -15,13 +15,13 @@ class Report:
     ----------
     cf_ops: calls on cf_ops by what they were: ``"greedy prefill"``, ``"greedy loop"``, ``"greedy step"``,
         ``"sampled prefill"``, ``"sampled step"`` inside ``generate()``; ``"forward prefill"``, ``"forward step"``
-        outside. A step of ``"greedy loop"`` ran without transformers' own loop, and without a call of ``forward``.
+        outside. In a step of ``"greedy loop"`` the runner has chosen the ids; no logits were made for torch.
     hugging_face: calls on Hugging Face's path by reason.
     weight_bytes: the parameters that cf_ops reads, where torch keeps them.
     cache_bytes: what the living caches of cf_ops take.
     copied_bytes: what cf_ops has copies of: parameters that begin where a GPU's kernels cannot read, quantised Linears
         in a GPU's layout or joined with others, biases of a gate and its up.
-    step_by_step: the calls of ``generate()`` on cf_ops that transformers' own loop made or ended, by reason.
+    step_by_step: the calls of ``generate()`` on cf_ops whose ids torch has chosen from each step's logits, by reason.
     """
 
     cf_ops: dict[str, int]

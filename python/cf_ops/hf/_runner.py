@@ -77,6 +77,8 @@ class Runner(Protocol):
 class Backend(Protocol):
     """A model's weights on one device."""
 
+    weights: _core.Weights
+
     @property
     def weight_bytes(self) -> int: ...
 
@@ -106,22 +108,22 @@ def backend_for(device: Any, source: Source) -> Backend:
 class _CpuBackend:
     def __init__(self, source: Source) -> None:
         tensors = source.tensors
-        self._weights = _core.Weights.from_tensors(
+        self.weights = _core.Weights.from_tensors(
             source.config, _described(tensors), list(tensors.values()), gptq=source.gptq
         )
         self._rope_table = source.rope_table
-        self.copied_bytes = source.copied_bytes + self._weights.copied_bytes
+        self.copied_bytes = source.copied_bytes + self.weights.copied_bytes
         self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
 
     @property
     def weight_bytes(self) -> int:
-        return self._weights.bytes
+        return self.weights.bytes
 
     def runner(self, slots: int, capacity: int) -> Runner:
-        runner = _core.Runner(self._weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
+        runner = _core.Runner(self.weights, slots=slots, capacity=capacity, chunk=min(_CHUNK, capacity))
         cos, sin = self._rope_table(capacity)
         runner.set_rope_table(cos.numpy(), sin.numpy())
-        return _CpuRunner(runner, self._weights.dtype, int(self._weights.config["vocab_size"]))
+        return _CpuRunner(runner, self.weights.dtype, int(self.weights.config["vocab_size"]))
 
 
 class _CudaBackend:
@@ -144,13 +146,13 @@ class _CudaBackend:
         self.is_checked_again = self.copied_bytes > 0 or source.gptq is not None
         tensors = {**dense, **quantised}
         owner = list(tensors.values())
-        self._weights = _core.Weights.from_tensors(
+        self.weights = _core.Weights.from_tensors(
             source.config, _described(tensors), owner, gptq=source.gptq, on_device=True
         )
-        self.weight_bytes = self._weights.bytes
+        self.weight_bytes = self.weights.bytes
         if quantised:
             self.copied_bytes += self._pack(list(dense.values()))
-        self._vocab_size = int(self._weights.config["vocab_size"])
+        self._vocab_size = int(self.weights.config["vocab_size"])
         self._rope_table = source.rope_table
         self._lock = threading.Lock()
         self._model: _core.DeviceModel | None = None
@@ -160,8 +162,8 @@ class _CudaBackend:
         """Packs what is quantised, once for all models; the bytes of that form. The modules keep their own."""
         before = int(sum(tensor.nbytes for tensor in dense))
         index = self._device.index
-        self._weights.pack(index, current_stream(index), prepare_ops(index), dense)
-        return self._weights.bytes - before
+        self.weights.pack(index, current_stream(index), prepare_ops(index), dense)
+        return self.weights.bytes - before
 
     def runner(self, slots: int, capacity: int) -> Runner:
         with self._lock:
@@ -190,7 +192,7 @@ class _CudaBackend:
         return self._model
 
     def _make(self, slots: int, capacity: int) -> _core.DeviceModel:
-        return device_model(self._weights, self._device.index, slots, capacity, min(_CHUNK, capacity))
+        return device_model(self.weights, self._device.index, slots, capacity, min(_CHUNK, capacity))
 
     def _check_rope_table(self, positions: int) -> None:
         """Refuses a model whose table is not the library's own, which a GPU computes with.
@@ -204,8 +206,8 @@ class _CudaBackend:
         if positions <= self._checked_positions:
             return
         theirs = [table.numpy() for table in self._rope_table(positions)]
-        ours = self._weights.rope_table(positions)
-        config = self._weights.config
+        ours = self.weights.rope_table(positions)
+        config = self.weights.config
         rotary_dim, theta = 2 * theirs[0].shape[1], config.get("rope_theta", config.get("rotary_emb_base"))
         frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
         angles = np.arange(positions)[:, None] * frequencies
