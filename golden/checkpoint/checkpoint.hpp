@@ -16,6 +16,11 @@
 
 namespace cf::checkpoint {
 
+/// From now on an access to a file of a checkpoint that has become shorter reads zeros, which check_files() tells, in
+/// place of ending the process by SIGBUS. Sets the process's handler of that signal; what is none of a checkpoint's or a
+/// golden file's goes to the handler before. Programs and the Python package call this, the library itself does not.
+void guard_mapped_files();
+
 /// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors
 /// leave this process; the system may keep them in its cache.
 struct CheckpointStorage {
@@ -23,6 +28,12 @@ struct CheckpointStorage {
   CheckpointStorage(const CheckpointStorage&) = delete;
   CheckpointStorage& operator=(const CheckpointStorage&) = delete;
   ~CheckpointStorage();
+
+  /// Refuses, naming it, a file that has become shorter since it was opened, or that could not be read. Values that were
+  /// read before a call which is ok are the files' own.
+  Status check_files() const;
+  /// A note for each file whose size or time of modification has changed since it was opened.
+  std::vector<std::string> changes() const;
 
   std::vector<std::shared_ptr<const SafetensorsFile>> files;  // keep the mappings alive
   std::vector<const TensorEntry*> mapped;                     // the tensors that lie in these files
