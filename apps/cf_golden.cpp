@@ -16,6 +16,8 @@
 #include "apps/verify/golden_walk.hpp"
 #include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
 
 namespace cf::apps {
 namespace {
@@ -349,7 +351,7 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
 }
 
 int run(const Options& o, const std::string& command) {
-  if (const Status s = check_threads("OMP_NUM_THREADS", omp_get_max_threads()); !s) return fail(s);
+  if (const Status s = cpu_ref::start_threads("OMP_NUM_THREADS", omp_get_max_threads()); !s) return fail(s);
   Json rows = Json::array();
   Summary summary_of_all;
   for (const std::string& path : o.files)
@@ -525,6 +527,7 @@ int main(int argc, char** argv) {
   run_line.flag("--isolated", o.isolated, "Feed every site the file's tensors: names the guilty site (default)");
   run_line.flag("--chained", o.chained, "Feed the first site alone: shows how errors add up");
   run_line.text("--model", o.model, "Take the weights from this checkpoint directory");
+  run_line.reads("--model");
   run_line.flag("-v,--verbose", o.verbose, "Print a table of all taps a file and dtype");
   run_line.excludes("--isolated", "--chained");
   run_line.check([&](Faults& faults) {
@@ -559,5 +562,6 @@ int main(int argc, char** argv) {
 }  // namespace cf::apps
 
 int main(int argc, char** argv) {
+  cf::checkpoint::guard_mapped_files();
   return cf::apps::run_main([&] { return cf::apps::main(argc, argv); });
 }

@@ -362,15 +362,18 @@ CheckpointStorage::~CheckpointStorage() {
   for (const TensorEntry* t : mapped) drop_pages(t->data, std::uint64_t(t->bytes));
 }
 
-Status CheckpointStorage::check_files() const {
-  for (const auto& file : files) CF_TRY(file->check_file());
+Status Checkpoint::check_files() const {
+  const std::lock_guard lock(open_files_->mutex);
+  for (const auto& [name, file] : open_files_->files)
+    if (file) CF_TRY(file->check_file());
   return {};
 }
 
-std::vector<std::string> CheckpointStorage::changes() const {
+std::vector<std::string> Checkpoint::changes() const {
+  const std::lock_guard lock(open_files_->mutex);
   std::vector<std::string> notes;
-  for (const auto& file : files)
-    if (file->is_changed()) notes.push_back(file->path() + ": was changed while it was used");
+  for (const auto& [name, file] : open_files_->files)
+    if (file && file->is_changed()) notes.push_back(file->path() + ": was changed while it was used");
   return notes;
 }
 
@@ -594,7 +597,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
     CF_TRY(check_values(index, layer.weights, layer.notes));
     layer.dtype = loader.dtype();
     layer.storage = loader.storage();
-    CF_TRY(layer.storage->check_files());
+    CF_TRY(check_files());
     return layer;
   } catch (const std::bad_alloc&) {
     return Status::error(Code::out_of_memory, directory_ + ": no memory for layer " + std::to_string(index));
@@ -617,7 +620,7 @@ Result<CheckpointModel> Checkpoint::model() const {
     tie_embeddings(config_, model.weights);
     model.dtype = loader.dtype();
     model.storage = loader.storage();
-    CF_TRY(model.storage->check_files());
+    CF_TRY(check_files());
     return model;
   } catch (const std::bad_alloc&) {
     return Status::error(Code::out_of_memory, directory_ + ": no memory for the model");
@@ -667,7 +670,7 @@ Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
     if (status)
       status = check_finite(names_of(config_.family()).layer(layer.index) + std::string(t.name), view, layer.dtype);
   });
-  CF_TRY(layer.storage->check_files());
+  CF_TRY(check_files());
   return status;
 }
 
@@ -676,7 +679,7 @@ Status Checkpoint::check_finite(const CheckpointModel& model) const {
   for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, const auto& view, auto) {
     if (status) status = check_finite(std::string(t.name), view, model.dtype);
   });
-  CF_TRY(model.storage->check_files());
+  CF_TRY(check_files());
   return status;
 }
 

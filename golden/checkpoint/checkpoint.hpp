@@ -29,12 +29,6 @@ struct CheckpointStorage {
   CheckpointStorage& operator=(const CheckpointStorage&) = delete;
   ~CheckpointStorage();
 
-  /// Refuses, naming it, a file that has become shorter since it was opened, or that could not be read. Values that were
-  /// read before a call which is ok are the files' own.
-  Status check_files() const;
-  /// A note for each file whose size or time of modification has changed since it was opened.
-  std::vector<std::string> changes() const;
-
   std::vector<std::shared_ptr<const SafetensorsFile>> files;  // keep the mappings alive
   std::vector<const TensorEntry*> mapped;                     // the tensors that lie in these files
   std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, or joined
@@ -111,6 +105,12 @@ class Checkpoint {
   /// Reads every file's header. Refuses the first tensor whose name is not one of a model of this config, or
   /// whose shard is not the one in the index.
   Status check_names() const;
+
+  /// Refuses, naming it, a file of weights that has become shorter since it was mapped, or that could not be read. Values
+  /// that were read before a call which is ok are the files' own. layer(), model() and check_finite() end with it.
+  Status check_files() const;
+  /// A note for each file of weights whose size or time of modification has changed since it was mapped.
+  std::vector<std::string> changes() const;
 
   /// Refuses dense tensors that layer() would join in memory of its own, which reads them.
   Status check_dense_whole() const;
