@@ -16,6 +16,8 @@
 #include "apps/verify/golden_walk.hpp"
 #include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
+#include "cpu_ref/cpu_ref.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
 
 namespace cf::apps {
 namespace {
@@ -355,7 +357,7 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
 }
 
 int run(const Options& o, const std::string& command) {
-  if (const Status s = check_threads("OMP_NUM_THREADS", omp_get_max_threads()); !s) return fail(s);
+  if (const Status s = cpu_ref::start_threads("OMP_NUM_THREADS", omp_get_max_threads()); !s) return fail(s);
   Json rows = Json::array();
   Summary summary_of_all;
   for (const std::string& path : o.files)
@@ -537,6 +539,7 @@ int main(int argc, char** argv) {
   run_line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32, DType::f64},
                  "Activations, when left out float64 (the oracle) and float32 on the CPU, the file's dtype on a GPU");
   run_line.text("--model", o.model, "Take the weights from this checkpoint directory", "DIR");
+  run_line.reads("--model");
   run_line.group("Walk");
   run_line.choice("--site", o.site, site_names(), "This site alone");
   run_line.flag("--isolated", o.isolated, "Feed every site the file's tensors: names the guilty site (default)");
@@ -586,5 +589,6 @@ int main(int argc, char** argv) {
 }  // namespace cf::apps
 
 int main(int argc, char** argv) {
+  cf::checkpoint::guard_mapped_files();
   return cf::apps::run_main([&] { return cf::apps::main(argc, argv); });
 }

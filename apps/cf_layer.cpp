@@ -19,6 +19,7 @@
 #include "apps/verify/model_source.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
+#include "cpu_ref/cpu_ref.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 
@@ -27,8 +28,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMaxThreads = 1024, kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22,
-                       kMaxTokens = 1 << 20;
+constexpr std::int64_t kMaxBatch = 4096, kMaxRuns = 1'000'000, kMaxGroup = 1 << 22, kMaxTokens = 1 << 20;
 
 struct Options {
   std::string model, preset, quant, layers, first_layers, kv_lens, backend = "cpu", json, csv, dump;
@@ -72,6 +72,10 @@ class Source {
     if (is_checkpoint()) return "checkpoint " + directory_ + (format.empty() ? "" : ", " + format);
     return fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, seed_);
   }
+
+  /// What the checkpoint says of its files.
+  Status check_files() const { return checkpoint_ ? checkpoint_->check_files() : Status(); }
+  std::vector<std::string> changes() const { return checkpoint_ ? checkpoint_->changes() : std::vector<std::string>(); }
 
   Result<golden::GoldenWeights> load(std::int64_t layer) const {
     if (!checkpoint_) {
@@ -178,7 +182,7 @@ DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
 Status check_run(const Options& o, Plan& plan) {
   const Source& source = *plan.source;
   CF_TRY(check_memory(source, o, *std::max_element(plan.kv_lens.begin(), plan.kv_lens.end())));
-  CF_TRY(check_threads("--threads", o.threads));
+  CF_TRY(cpu_ref::start_threads("--threads", o.threads));
   if (source.is_checkpoint())
     for (std::int64_t layer : plan.layers) {
       CF_TRY_ASSIGN(const golden::GoldenWeights loaded, source.load(layer));
@@ -252,6 +256,7 @@ Result<LayerReport> measure(const Options& o, const Source& source, const RunInf
     fill_inputs(m, report.load, o.seed, weights.dtype, oracle);
     CF_TRY_ASSIGN(report.check, check_layer(m, weights.weights, state.output, {kActivation, kActivation}, oracle));
   }
+  CF_TRY(source.check_files());
   if (!o.dump.empty()) CF_TRY(write_dump(o, source, run, report, state, cpu_walk(m, weights.weights, state)));
   return report;
 }
@@ -323,7 +328,6 @@ int run(const Options& o, Plan& plan, const std::string& command) {
   if (const Status s = check_run(o, plan); !s) return fail(s);
   print_notes(plan.notes);
   const Source& source = *plan.source;
-  omp_set_num_threads(int(o.threads));
   RunInfo info{.version = CF_VERSION,
                .commit = std::string(commit()),
                .command = command,
@@ -375,6 +379,7 @@ int run(const Options& o, Plan& plan, const std::string& command) {
   if (const Status s = plan.device ? measure_on_device(o, plan, sink) : measure_on_cpu(o, plan, info, sink.report); !s)
     return fail(s);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
+  print_notes(source.changes());
   if (const Status s = write_files(true); !s) return fail(s);
   return ok ? kOk : kComparisonFailed;
 }
@@ -386,6 +391,7 @@ int run(int argc, const char* const* argv) {
                    std::string("cf-layer ") + CF_VERSION);
   line.group("Model");
   line.text("--model", o.model, "Checkpoint directory: config.json and safetensors", "DIR");
+  line.reads("--model");
   line.text("--preset", o.preset, "Model with procedural weights", "NAME", preset_names());
   line.seed("--seed", o.seed, "Seed of procedural weights and activations");
   line.dtype("--dtype", o.dtype, {DType::f16, DType::bf16, DType::f32},
@@ -412,7 +418,7 @@ int run(int argc, const char* const* argv) {
   line.group("Timing");
   line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
   line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
-  line.integer("--threads", o.threads, {1, kMaxThreads}, "Threads");
+  line.integer("--threads", o.threads, {1, kMostThreads}, "Threads");
   line.flag("--warm", o.bench.warm, "Leave weights and cache in the processor's caches between runs");
   line.group("Output");
   line.flag("--check", o.check, "Compare with the float64 oracle; exit code 1 outside the budget");
@@ -444,5 +450,6 @@ int run(int argc, const char* const* argv) {
 }  // namespace cf::apps
 
 int main(int argc, char** argv) {
+  cf::checkpoint::guard_mapped_files();
   return cf::apps::run_main([&] { return cf::apps::run(argc, argv); });
 }

@@ -2,6 +2,7 @@
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/model/commands.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
 
 namespace cf::apps {
 namespace {
@@ -32,5 +33,6 @@ int main(int argc, char** argv) {
 }  // namespace cf::apps
 
 int main(int argc, char** argv) {
+  cf::checkpoint::guard_mapped_files();
   return cf::apps::run_main([&] { return cf::apps::main(argc, argv); });
 }

@@ -1,23 +1,96 @@
 #include "core/resources.hpp"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <latch>
+#include <limits>
 #include <system_error>
 #include <thread>
 #include <vector>
 
 namespace cf {
 
-double free_memory_bytes() {
-  std::ifstream info("/proc/meminfo");
-  for (std::string line; std::getline(info, line);) {
-    long long kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %lld kB", &kib) == 1) return double(kib) * 1024;
+namespace {
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+/// The number that a file holds; no limit where it holds none, as "max", or where there is no file.
+double number_in(const std::string& path) {
+  std::ifstream file(path);
+  double value = 0;
+  return file >> value ? value : kNoLimit;
+}
+
+/// The number of a line "key number".
+double number_of(const std::string& path, const std::string& key) {
+  std::ifstream file(path);
+  double value = 0;
+  for (std::string word; file >> word;)
+    if (word == key && file >> value) return value;
+  return 0;
+}
+
+double available(const std::string& meminfo) {
+  const double kib = number_of(meminfo, "MemAvailable:");
+  return kib > 0 ? kib * 1024 : double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
+}
+
+/// What the files of a memory cgroup are called.
+struct CgroupFiles {
+  const char *limit, *usage, *file_pages;  // file_pages: the line of memory.stat with pages that can be dropped
+};
+
+/// The least that the cgroup `path` below `root` or one around it has left. Inside a container `root` may be the
+/// container's own cgroup, and `path` the one that the host knows: then there is nothing at `path`, and `root` counts.
+double cgroup_left(const std::string& root, std::string path, const CgroupFiles& files) {
+  double left = kNoLimit;
+  while (true) {
+    const std::string directory = root + path + "/";
+    const double limit = number_in(directory + files.limit);
+    if (limit != kNoLimit) {
+      const double used = number_in(directory + files.usage) - number_of(directory + "memory.stat", files.file_pages);
+      left = std::min(left, std::max(0.0, limit - std::max(0.0, used)));
+    }
+    if (path.empty()) return left;
+    path.resize(path.rfind('/'));
   }
-  return double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
+}
+
+double cgroups_left(const MemorySources& sources) {
+  double left = kNoLimit;
+  std::ifstream file(sources.cgroups);
+  // "0::/path" in version 2, "4:memory:/path" in version 1
+  for (std::string line; std::getline(file, line);) {
+    const std::size_t controllers = line.find(':') + 1, colon = line.find(':', controllers);
+    if (controllers == 0 || colon == line.npos) continue;
+    const std::string which = "," + line.substr(controllers, colon - controllers) + ",";
+    std::string path = line.substr(colon + 1);
+    if (!path.starts_with('/')) continue;
+    if (path == "/") path.clear();
+    if (which == ",,")
+      left = std::min(left, cgroup_left(sources.cgroup_root, path, {"memory.max", "memory.current", "inactive_file"}));
+    else if (which.find(",memory,") != which.npos)
+      left = std::min(left, cgroup_left(sources.cgroup_root + "/memory", path,
+                                        {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}));
+  }
+  return left;
+}
+
+double addresses_left() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kNoLimit;
+  const double used = number_in("/proc/self/statm") * double(::sysconf(_SC_PAGE_SIZE));  // the first number: all pages
+  return std::max(0.0, double(limit.rlim_cur) - (used == kNoLimit ? 0 : used));
+}
+
+}  // namespace
+
+double free_memory_bytes(const MemorySources& sources) {
+  return std::min({available(sources.meminfo), cgroups_left(sources), addresses_left()});
 }
 
 std::string gigabytes(double bytes) {
@@ -34,6 +107,10 @@ Status check_free_memory(double bytes, std::string_view needs) {
 }
 
 Status check_threads(std::string_view option, std::int64_t threads) {
+  if (threads < 1 || threads > kMostThreads)
+    return Status::error(Code::invalid_argument, std::string(option) + ": expected 1 to " +
+                                                     std::to_string(kMostThreads) + " threads, got " +
+                                                     std::to_string(threads));
   std::vector<std::jthread> others;
   std::latch all_started(1);
   Status status;

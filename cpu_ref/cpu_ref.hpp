@@ -15,6 +15,11 @@ namespace cf::cpu_ref {
 #include "core/ops/ops.def"
 #undef CF_OP
 
+/// Gives the calling thread's parallel work from now on so many threads, and starts them: memory that is taken later
+/// cannot keep them from starting. Refuses what check_threads() refuses, and threads whose stacks are too small for the
+/// ops, as OMP_STACKSIZE can make them. `option` is what the message calls the number.
+Status start_threads(std::string_view option, std::int64_t threads);
+
 /// The vector instructions that the fast backend uses on this processor, such as "avx2".
 std::string_view instruction_set();
 

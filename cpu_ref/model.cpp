@@ -9,6 +9,7 @@
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/chain.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/sample.hpp"
 
 namespace cf::cpu_ref {
@@ -36,6 +37,7 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
   CF_TRY(check_sizes({{"slots", o.slots, most}, {"capacity", o.capacity, most - 1}, {"chunk", o.chunk, most}}));
   if (o.activation != DType::f32 && o.activation != DType::f64)
     return refused("expected activations of float32 or float64, got " + std::string(to_string(o.activation)));
+  CF_TRY(check_memory("model", model, o));
   return std::unique_ptr<Model>(new Model(model, std::move(weights), std::move(owner), o));
 }
 
@@ -149,12 +151,14 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
   t.caches = caches;
   t.logits = logits;
   t.final_norm = row_of(final_norm_, 0, logits.shape[0]);
-  return for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
+  const Checks checks(check_);
+  CF_TRY(for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
     if (const Status status = cpu_ref::run(args); !status)
       return Status::error(status.code(), site.name() + ": " + status.message());
     if (condition_) CF_TRY(add_part(args, *condition_));
     return visit ? visit(site, tensors_of(args)) : Status{};
-  });
+  }));
+  return check_ ? check_() : Status();
 }
 
 Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {

@@ -31,7 +31,7 @@ class Model final : public ModelRunner {
   };
 
   /// Takes memory for cache and activations; `owner` keeps the weights' memory. Refuses weights that
-  /// check_model_weights() refuses, sizes below 1, and another activation dtype.
+  /// check_model_weights() refuses, sizes below 1, another activation dtype, and what check_memory() refuses.
   static Result<std::unique_ptr<Model>> create(const ModelSpec& model, ModelWeights weights,
                                                std::shared_ptr<const void> owner, const Options& options);
   /// What create() takes for these options.
@@ -54,6 +54,7 @@ class Model final : public ModelRunner {
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
   void watch(Visit visit) override { visit_ = std::move(visit); }
+  void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// Takes the first rows of another RoPE table, (rows, rotary_dim / 2) each, in place of the library's own. Refuses
@@ -77,6 +78,7 @@ class Model final : public ModelRunner {
   ModelSpec spec_;
   Options options_;
   Visit visit_;
+  Check check_;
   Condition* condition_ = nullptr;
   ModelWeights weights_;
   std::shared_ptr<const void> owner_;

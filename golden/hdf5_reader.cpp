@@ -444,7 +444,8 @@ Result<Hdf5Reader> Hdf5Reader::open(const std::string& path) {
   Hdf5Reader reader;
   reader.path_ = path;
   CF_TRY(Parser(reader, file.text().substr(kSealBytes)).parse());
-  reader.mapping_ = std::move(file.data);
+  CF_TRY(file.check());
+  reader.file_ = std::move(file);
   return reader;
 }
 
@@ -523,6 +524,7 @@ Result<Tensor> Hdf5Reader::read(const std::string& dataset) const {
   CF_TRY_ASSIGN(const Object* const object, find_dataset(dataset));
   Tensor tensor((object)->info.dtype, (object)->info.shape);
   if (tensor.size() > 0) std::memcpy(tensor.data(), (object)->data, std::size_t(tensor.size_bytes()));
+  CF_TRY(file_.check());
   return tensor;
 }
 

@@ -14,8 +14,8 @@
 // Format Specification Version 2.0", whose section names the parsing functions cite.
 //
 // The reader is safe for any content: it looks at bytes within the mapped file only, enters each structure once, so
-// that no cycle holds it, and enters a bounded number of them. What remains is the file system's: a file that another
-// process shortens while it is read raises SIGBUS, as any mapped file does.
+// that no cycle holds it, and enters a bounded number of them. A file that another process shortens while it is read is
+// refused where checkpoint::guard_mapped_files() was called; elsewhere it raises SIGBUS, as any mapped file does.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -25,6 +25,7 @@
 
 #include "core/status.hpp"
 #include "core/tensor.hpp"
+#include "golden/checkpoint/mapped_file.hpp"
 
 namespace cf::golden {
 
@@ -78,7 +79,7 @@ class Hdf5Reader {
   Result<const Attribute*> find_integer(const std::string& object, const std::string& attribute) const;
 
   std::string path_;
-  std::shared_ptr<const void> mapping_;  // unmapped with the last copy
+  checkpoint::MappedFile file_;
   std::map<std::string, Object> objects_;
   std::string variable_length_text_;
 };

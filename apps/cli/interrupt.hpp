@@ -3,9 +3,12 @@
 
 #include <array>
 
+#include "core/status.hpp"
+
 namespace cf::apps {
 
-/// While one lives, SIGINT and SIGTERM are noted and end nothing: the program ends its work in an orderly way. One at a
+/// While one lives, the first SIGINT, SIGTERM or SIGHUP is noted and ends nothing: the program ends its work in an
+/// orderly way. The second one ends the program at once. A SIGHUP that is ignored, as below nohup, stays so. One at a
 /// time.
 class Interrupts {
  public:
@@ -14,11 +17,14 @@ class Interrupts {
   Interrupts& operator=(const Interrupts&) = delete;
   ~Interrupts();
 
-  /// The last signal that came; 0 for none.
+  /// The signal that came; 0 for none.
   int noted() const;
+  /// An error once a signal came: what a long call asks, such as those of ModelRunner::check_between().
+  Status check() const;
 
  private:
-  static constexpr std::array kSignals{SIGINT, SIGTERM};
+  static constexpr std::array kSignals{SIGINT, SIGTERM, SIGHUP};
+  static void note(int signal);
   std::array<struct sigaction, kSignals.size()> before_{};
 };
 

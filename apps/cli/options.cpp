@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <iostream>
 #include <numeric>
 
 #include "apps/cli/program.hpp"
@@ -42,6 +43,19 @@ bool is_same_file(const std::string& a, const std::string& b) {
   std::error_code none;
   const auto path = [&](const std::string& p) { return std::filesystem::weakly_canonical(p, none); };
   return a == b || std::filesystem::equivalent(a, b, none) || (path(a) == path(b) && !path(a).empty());
+}
+
+/// Whether the file at `path` is one of the directory's, by itself or by a link of either kind.
+bool is_file_of(const std::string& directory, const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code none;
+  if (!fs::is_directory(directory, none) || !fs::is_regular_file(path, none)) return false;
+  const fs::path folder = fs::canonical(directory, none), file = fs::canonical(path, none);
+  if (std::mismatch(folder.begin(), folder.end(), file.begin(), file.end()).first == folder.end()) return true;
+  std::error_code error;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
+    if (fs::equivalent(it->path(), path, none)) return true;
+  return false;
 }
 
 /// "--batch" of "--batch,--tokens".
@@ -112,6 +126,7 @@ struct CommandLine::State {
   CLI::App* app;
   std::vector<std::unique_ptr<CommandLine>> subcommands{};
   std::vector<Option> options{};
+  std::vector<std::string> reads{};  // names of options
   std::vector<std::function<void(Faults&)>> checks{};
   std::string title = "Options";  // of the section of --help that options go to
   HelpPage page{};
@@ -269,6 +284,8 @@ void CommandLine::output(const std::string& name, std::string& path, const std::
   });
 }
 
+void CommandLine::reads(const std::string& name) { state_->reads.push_back(name); }
+
 void CommandLine::files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,
                         const std::string& help) {
   CLI::Option* const parsed = state_->app->add_option(name, help);
@@ -386,6 +403,8 @@ void CommandLine::collect(Faults& faults) {
   for (const State::Option& o : s.options) {
     const auto& values = o.parsed->results();
     if (values.empty()) continue;
+    if (std::find(s.reads.begin(), s.reads.end(), o.name) != s.reads.end())
+      for (const std::string& path : values) s.inputs.push_back({o.name, path});
     if (!o.accept) {
       const auto value = std::find_if(values.begin(), values.end(), [](const auto& v) { return v != "true"; });
       if (value == values.end())
@@ -404,9 +423,14 @@ void CommandLine::collect(Faults& faults) {
     others.insert(others.end(), s.outputs.begin(), output);
     const auto same = std::find_if(others.begin(), others.end(),
                                    [&](const State::Path& other) { return is_same_file(other.path, output->path); });
+    const auto holder = std::find_if(s.inputs.begin(), s.inputs.end(),
+                                     [&](const State::Path& input) { return is_file_of(input.path, output->path); });
     if (same != others.end())
       faults.add(fmt::format("{}: expected a file of its own, got '{}' as for {}", output->option, output->path,
                              same->option));
+    else if (holder != s.inputs.end())
+      faults.add(fmt::format("{}: expected a file of its own, got '{}', which is one of {} {}", output->option,
+                             output->path, holder->option, holder->path));
     else
       faults.add(check_writable(output->path));
   }

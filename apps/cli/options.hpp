@@ -115,9 +115,12 @@ class CommandLine {
              const std::string& help);
   void flag(const std::string& name, bool& value, const std::string& help);
   /// A file that the program writes. Refuses an empty path, a path that cannot be written, and a file that another
-  /// option or argument names. `dash` accepts "-", for standard output.
+  /// option or argument names or that lies in a directory which one that reads() has named. `dash` accepts "-", for
+  /// standard output.
   void output(const std::string& name, std::string& path, const std::string& help, bool dash = false);
   static constexpr std::size_t kMany = std::size_t(-1);  // any number of files
+  /// Says that the program reads the file or directory that the option's value names.
+  void reads(const std::string& name);
   /// The words of the command line that belong to no option, as `least` to `most` files that the program reads. Refuses
   /// an empty path.
   void files(const std::string& name, std::vector<std::string>& paths, std::size_t least, std::size_t most,

@@ -1,7 +1,9 @@
 #include "apps/cli/program.hpp"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 #include <fstream>
 
 #include <algorithm>
@@ -10,10 +12,8 @@
 #include <system_error>
 
 namespace cf::apps {
-namespace {
 
-/// Prints "PROGRAM: message" as one line on stderr.
-void print_line(std::string_view message) {
+void say(std::string_view message) {
   std::string line(message.substr(0, message.find_last_not_of("\n ") + 1));
   std::replace_if(
       line.begin(), line.end(), [](unsigned char c) { return c < ' '; }, ' ');
@@ -21,14 +21,12 @@ void print_line(std::string_view message) {
   std::fputs(fmt::format("{}: {}\n", program_name(), line).c_str(), stderr);
 }
 
-}  // namespace
-
 std::string program_name() { return program_invocation_short_name; }
 
 std::string_view commit() { return CF_COMMIT; }
 
 int fail(std::string_view message) {
-  print_line(message);
+  say(message);
   return kBadInput;
 }
 
@@ -37,7 +35,7 @@ int fail(const Status& status) { return fail(status.message()); }
 void print_notes(const std::vector<std::string>& notes) {
   if (notes.empty()) return;
   const std::string more = notes.size() > 1 ? fmt::format(" (and {} more like it)", notes.size() - 1) : "";
-  print_line("note: " + notes.front() + more);
+  say("note: " + notes.front() + more);
 }
 
 std::string shell_command(const std::vector<std::string>& words) {
@@ -61,12 +59,16 @@ std::string shell_command(int argc, const char* const* argv) {
 }
 
 int run_main(const std::function<int()>& body) {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) == -1 && ::open("/dev/null", O_RDONLY) != stream) return kBadInput;
   try {
     return body();
   } catch (const std::bad_alloc&) {
     return fail("not enough memory");
   } catch (const std::system_error& e) {
     return fail(fmt::format("the system refused a resource: {}", e.code().message()));
+  } catch (const std::exception& e) {
+    return fail(e.what());
   }
 }
 

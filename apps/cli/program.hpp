@@ -28,7 +28,10 @@ std::string_view commit();
 /// The processor's name, or "unknown CPU".
 std::string cpu_name();
 
-/// Prints "PROGRAM: message" as one line on stderr; returns kBadInput.
+/// Prints "PROGRAM: message" as one line on stderr. Where stderr cannot be written the message is lost, and no more.
+void say(std::string_view message);
+
+/// The same; returns kBadInput.
 int fail(std::string_view message);
 int fail(const Status& status);
 
@@ -39,8 +42,9 @@ void print_notes(const std::vector<std::string>& notes);
 std::string shell_command(const std::vector<std::string>& words);
 std::string shell_command(int argc, const char* const* argv);
 
-/// Runs what main() does and returns its exit code. Where memory or threads run out, that is kBadInput after one line
-/// on stderr.
+/// Runs what main() does and returns its exit code. Where it throws, as where memory or threads run out, that is
+/// kBadInput after one line on stderr. A standard stream that is closed is one that cannot be written, so that no file
+/// takes its place.
 int run_main(const std::function<int()>& body);
 
 }  // namespace cf::apps

@@ -107,7 +107,7 @@ int Bench::run(const std::string& command) {
       report["capacity"] = capacity;  // entries of a slot's cache, in all configurations
       report["complete"] = complete;
       report["results"] = std::move(results);
-      return report.dump(2) + "\n";
+      return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
     }));
     return write_report(csv_, complete, [&] {
       std::string text;
@@ -116,7 +116,8 @@ int Bench::run(const std::string& command) {
         if (text.empty())
           for (const auto& [key, value] : row.items()) text += (text.empty() ? "" : ",") + key;
         std::string line;
-        for (const auto& [key, value] : row.items()) line += (line.empty() ? "\n" : ",") + value.dump();
+        for (const auto& [key, value] : row.items())
+          line += (line.empty() ? "\n" : ",") + value.dump(-1, ' ', false, Json::error_handler_t::replace);
         text += line;
       }
       return text + "\n";
@@ -144,6 +145,7 @@ int Bench::run(const std::string& command) {
           Result<ModelTiming> timed =
               time_model(decoder, loaded.weights, row.load, runs, warmup, read_rate, [&] { progress.set(++done); });
           if (!timed) return fail(timed.status());
+          if (const Status s = loaded.check_files(); !s) return fail(s);
           row.timing = std::move(*timed);
         }
         const Json f = fields(row);
@@ -169,6 +171,7 @@ int Bench::run(const std::string& command) {
   }
   fmt::print("{}, {}\n\n", describe_machine(model_, *running), loaded.description);
   table.print(stdout);
+  print_notes(loaded.changes());
   if (const Status s = write_files(true); !s) return fail(s);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
   return kOk;

@@ -8,6 +8,7 @@
 
 #include "apps/cli/program.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
 
@@ -26,10 +27,11 @@ DeviceModelOptions device_options(const ModelOptions& o, std::int64_t slots, std
 }  // namespace
 
 void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
-  constexpr std::int64_t most_threads = 1024, most_group = 1 << 22, most_chunk = 1 << 20;
+  constexpr std::int64_t most_group = 1 << 22, most_chunk = 1 << 20;
   o.threads = omp_get_max_threads();
   line.group("Model");
   line.text("--model", o.choice.directory, "Checkpoint directory: config.json and safetensors", "DIR");
+  line.reads("--model");
   line.text("--preset", o.choice.preset, "Model with procedural weights", "NAME", preset_names());
   line.dtype("--dtype", o.choice.dtype, {DType::f16, DType::bf16, DType::f32},
              "Stored dtype of a preset's weights, the preset's own when left out");
@@ -57,7 +59,7 @@ void declare_model(CommandLine& line, ModelOptions& o, bool runs) {
              "Activations, float32 when left out; float64 is the oracle (cpu)");
   line.integer("--chunk", o.chunk, {1, most_chunk},
                "Tokens of a prompt that go through the model at once, 512 when left out, on a GPU 2048");
-  line.integer("--threads", o.threads, {1, most_threads}, "Threads (cpu)");
+  line.integer("--threads", o.threads, {1, kMostThreads}, "Threads (cpu)");
 }
 
 ModelChoice choice_of(const ModelOptions& o) {
@@ -67,8 +69,7 @@ ModelChoice choice_of(const ModelOptions& o) {
 }
 
 Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  CF_TRY(check_threads("--threads", o.threads));
-  omp_set_num_threads(int(o.threads));
+  CF_TRY(cpu_ref::start_threads("--threads", o.threads));
   const ModelChoice choice = choice_of(o);
   RunningModel running;
   // Before the weights are loaded, which may take long.
@@ -87,8 +88,8 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   CF_TRY_ASSIGN(running.loaded, load_model(choice));
   print_notes(running.loaded.notes);
   if (capacity > config.max_position_embeddings)
-    fmt::print(stderr, "{}: positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}\n",
-               program_name(), config.max_position_embeddings, capacity);
+    say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",
+                    config.max_position_embeddings, capacity));
   return running;
 }
 
@@ -99,7 +100,7 @@ Status start_model(const ModelOptions& o, std::int64_t slots, std::int64_t capac
                                                       device_options(o, slots, capacity)));
     running.model = std::move(made.runner);
     running.impl = std::move(made.impl);
-    return {};
+    return l.check_files();
   }
   CF_TRY_ASSIGN(running.model, cpu_ref::Model::create(l.config, l.weights, l.owner, cpu_options(o, slots, capacity)));
   return {};

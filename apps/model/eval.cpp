@@ -254,6 +254,7 @@ Evaluate::Evaluate(CommandLine& line) {
   line.flag("--oracle", oracle_, "Compare every position with the float64 oracle");
   line.group("Output");
   line.output("--json", json_, "Write all figures as JSON");
+  for (const char* option : {"--tokens", "--reference"}) line.reads(option);
   line.example("Perplexity of the first ids of a text",
                "cf-model eval --model data/checkpoints/stdlib-4m --limit 200 \\\n"
                "      --tokens data/checkpoints/stdlib-4m/held_out.npy");
@@ -342,6 +343,12 @@ int Evaluate::run(const std::string& command) {
   int signal = 0;
   {
     const Interrupts interrupts;
+    for (ModelRunner* model : {running->model.get(), static_cast<ModelRunner*>(oracle.get())})
+      if (model) model->check_between([&] { return interrupts.check(); });
+    const auto check = [&]() -> Status {
+      CF_TRY(running->loaded.check_files());
+      return interrupts.check();
+    };
     Progress progress("scoring", count);
     Quality& quality = columns.front().quality;
     for (const Window& w : windows_of(count, context, stride)) {
@@ -349,33 +356,32 @@ int Evaluate::run(const std::string& command) {
       const auto fed = std::span(ids).subspan(std::size_t(w.first), std::size_t(w.last - w.first - 1));
       const std::int64_t skipped = std::max<std::int64_t>(0, w.scored - w.first - 1);
       std::vector<Tensor> expected;
-      if (oracle) {
-        const Status s = for_each_prediction(*oracle, fed, skipped, false, model_.chunk_tokens(),
-                                             [&](std::int64_t, const Tensor& row) {
-                                               expected.push_back(row.clone());
-                                               return Status();
-                                             });
-        if (!s) return fail(s);
-      }
-      const Status s = for_each_prediction(
-          *running->model, fed, skipped, feed_ == "token", model_.chunk_tokens(),
-          [&](std::int64_t i, const Tensor& row) -> Status {
-            const std::int32_t next = ids[std::size_t(w.first + i + 1)];
-            const std::vector<double> ours = widened(row);
-            if (oracle)
-              quality.add({.values = ours}, next, {.values = widened(expected[std::size_t(i - skipped)])});
-            else if (reference)
-              reference->with_row(i, [&](const LogitsRow& r) { quality.add({.values = ours}, next, r); });
-            else
-              quality.add({.values = ours}, next);
-            progress.set(w.first + i);
-            if (!std::isfinite(quality.nll.back()))
-              return Status::error(Code::invalid_argument,
-                                   fmt::format("{}: the logits behind id {} are not finite", source, w.first + i));
-            if (interrupts.noted())
-              return Status::error(Code::io_error, fmt::format("interrupted after {} positions", quality.positions));
-            return {};
-          });
+      Status s;
+      if (oracle)
+        s = for_each_prediction(*oracle, fed, skipped, false, model_.chunk_tokens(),
+                                [&](std::int64_t, const Tensor& row) {
+                                  expected.push_back(row.clone());
+                                  return check();
+                                });
+      if (s)
+        s = for_each_prediction(
+            *running->model, fed, skipped, feed_ == "token", model_.chunk_tokens(),
+            [&](std::int64_t i, const Tensor& row) -> Status {
+              CF_TRY(check());
+              const std::int32_t next = ids[std::size_t(w.first + i + 1)];
+              const std::vector<double> ours = widened(row);
+              if (oracle)
+                quality.add({.values = ours}, next, {.values = widened(expected[std::size_t(i - skipped)])});
+              else if (reference)
+                reference->with_row(i, [&](const LogitsRow& r) { quality.add({.values = ours}, next, r); });
+              else
+                quality.add({.values = ours}, next);
+              progress.set(w.first + i);
+              if (!std::isfinite(quality.nll.back()))
+                return Status::error(Code::invalid_argument,
+                                     fmt::format("{}: the logits behind id {} are not finite", source, w.first + i));
+              return {};
+            });
       signal = interrupts.noted();
       if (!s && !signal) return fail(s);
       if (signal) break;
@@ -392,8 +398,9 @@ int Evaluate::run(const std::string& command) {
     report["reference"] = oracle_ ? "the float64 oracle" : reference_.empty() ? "" : "float64";
     report["complete"] = signal == 0;
     report["figures"] = values;
-    return report.dump(2) + "\n";
+    return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
   });
+  print_notes(running->loaded.changes());
   if (!written) return fail(written);
   if (std::fflush(stdout) != 0) return fail("standard output: cannot be written");
   return signal ? 128 + signal : kOk;

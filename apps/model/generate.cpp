@@ -113,6 +113,7 @@ Generate::Generate(CommandLine& line) {
   line.flag("--check", check_,
             "Compare the logits of every prompt with the float64 oracle; exit code 1 outside the budget");
   line.output("--json", json_, "Write prompts, ids, text and times as JSON");
+  line.reads("--prompt-ids");
   line.require("--prompt-ids", "--prompt");
   line.example("Continue token ids and print text",
                "cf-model generate --model data/checkpoints/stdlib-4m --prompt-ids 486,856,8");
@@ -148,7 +149,7 @@ int Generate::run(const std::string& command) {
       if (read)
         vocabulary = std::move(*read);
       else
-        fmt::print(stderr, "{}: ids are printed: {}\n", program_name(), read.status().message());
+        say("ids are printed: " + read.status().message());
     }
     if (stop_.empty()) {
       const Result<checkpoint::GenerationConfig> read = checkpoint::read_generation_config(model_.choice.directory);
@@ -173,6 +174,11 @@ int Generate::run(const std::string& command) {
   std::map<Decoder::Sequence, Job> jobs;
   std::vector<Job> done;
   std::size_t next = 0;
+  const auto add = [&](Job& job, std::int32_t id) {
+    job.last_s = seconds_since(job.added);
+    if (job.ids.empty()) job.first_s = job.last_s;
+    output.add(job, id);
+  };
   const auto collect = [&](Decoder::Sequence sequence) {
     Job job = std::move(jobs.at(sequence));
     jobs.erase(sequence);
@@ -186,6 +192,7 @@ int Generate::run(const std::string& command) {
   int signal = 0;
   {
     const Interrupts interrupts;
+    runner.check_between([&] { return interrupts.check(); });
     while ((next < prompts_.size() || decoder.active()) && !interrupts.noted()) {
       for (; next < prompts_.size() && decoder.free_slots() > 0; ++next) {
         const Result<Decoder::Sequence> added = decoder.add(
@@ -194,12 +201,12 @@ int Generate::run(const std::string& command) {
         jobs.emplace(*added, Job{.prompt = next, .added = Clock::now()});
       }
       const Result<std::vector<Decoder::Emitted>> emitted = decoder.decode(1);
-      if (!emitted) return fail(emitted.status());
-      for (const auto& [sequence, id] : *emitted) {
-        Job& job = jobs.at(sequence);
-        job.last_s = seconds_since(job.added);
-        if (job.ids.empty()) job.first_s = job.last_s;
-        output.add(job, id);
+      if (const Status s = loaded.check_files(); !s) return fail(s);
+      if (!emitted && !interrupts.noted()) return fail(emitted.status());
+      // Where a signal ended the call, some sequences have an id of it all the same.
+      for (auto& [sequence, job] : jobs) {
+        const std::vector<std::int32_t> ids = *decoder.ids(sequence);
+        while (job.ids.size() < ids.size()) add(job, ids[job.ids.size()]);
       }
       std::vector<Decoder::Sequence> ended;
       for (const auto& [sequence, job] : jobs)
@@ -208,6 +215,7 @@ int Generate::run(const std::string& command) {
         if (const Status s = collect(sequence); !s) return fail(s);
     }
     signal = interrupts.noted();
+    runner.check_between({});
   }
   while (!jobs.empty())
     if (const Status s = collect(jobs.begin()->first); !s) return fail(s);
@@ -221,16 +229,19 @@ int Generate::run(const std::string& command) {
     later_s += job.last_s - job.first_s;
     later += double(job.ids.size()) - (job.ids.empty() ? 0 : 1);
   }
-  fmt::print(stderr,
-             "{} prompts, {} new tokens in {:.2f} s: first token after {:.1f} ms on average{}, {:.1f} tokens/s\n",
-             done.size(), tokens, total_s, 1e3 * first_s,
-             later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "", double(tokens) / total_s);
+  std::fputs(
+      fmt::format("{} prompts, {} new tokens in {:.2f} s: first token after {:.1f} ms on average{}, {:.1f} tokens/s\n",
+                  done.size(), tokens, total_s, 1e3 * first_s,
+                  later > 0 ? fmt::format(", then {:.2f} ms a token", 1e3 * later_s / later) : "",
+                  double(tokens) / total_s)
+          .c_str(),
+      stderr);
   std::sort(done.begin(), done.end(), [](const Job& a, const Job& b) { return a.prompt < b.prompt; });
   bool failed = false;
   for (const Job& job : done) {
     if (job.fault.empty()) continue;
     failed = true;
-    fmt::print(stderr, "{}: prompt {}: {}\n", program_name(), job.prompt, job.fault);
+    say(fmt::format("prompt {}: {}", job.prompt, job.fault));
   }
   bool passed = true;
   if (check_ && signal == 0)
@@ -269,8 +280,9 @@ int Generate::run(const std::string& command) {
     report["load_s"] = load_s;
     report["total_s"] = total_s;
     report["sequences"] = std::move(sequences);
-    return report.dump(2) + "\n";
+    return report.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
   });
+  print_notes(loaded.changes());
   if (!written) return fail(written);
   if (std::ferror(stdout)) return fail("standard output: cannot be written");
   if (signal != 0) return 128 + signal;

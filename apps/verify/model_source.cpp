@@ -11,11 +11,18 @@ namespace cf::apps {
 
 std::int64_t LoadedModel::bytes() const { return weight_bytes(config.spec(), weights); }
 
+Status LoadedModel::check_files() const { return checkpoint ? checkpoint->check_files() : Status(); }
+
+std::vector<std::string> LoadedModel::changes() const {
+  return checkpoint ? checkpoint->changes() : std::vector<std::string>();
+}
+
 void LoadedModel::drop_values() {
   const ModelSpec spec = config.spec();
   for_each_model_weight(spec, weights, [](const TensorSpec&, auto& view, const auto&) { view.data = nullptr; });
   tie_embeddings(spec, weights);
   owner.reset();
+  checkpoint.reset();
 }
 
 std::vector<std::string> preset_names() {
@@ -58,7 +65,8 @@ Result<LoadedModel> load_model(const ModelChoice& choice) {
                        .dtype = model.dtype,
                        .owner = std::move(model.storage),
                        .description = "checkpoint " + choice.directory + (format.empty() ? "" : ", " + format),
-                       .notes = std::move(model.notes)};
+                       .notes = std::move(model.notes),
+                       .checkpoint = opened};
     loaded.config.dtype = model.dtype;
     return loaded;
   }

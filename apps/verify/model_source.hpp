@@ -8,6 +8,7 @@
 #include "core/model/config.hpp"
 #include "core/model/weights.hpp"
 #include "core/status.hpp"
+#include "golden/checkpoint/checkpoint.hpp"
 
 namespace cf::apps {
 
@@ -24,13 +25,17 @@ struct ModelChoice {
 struct LoadedModel {
   ModelConfig config;
   ModelWeights weights;
-  DType dtype = DType::f16;           // of every weight that is not quantised
-  std::shared_ptr<const void> owner;  // of the weights' memory
-  std::string description;            // "checkpoint DIR, GPTQ of 4 bits, group 128"
-  std::vector<std::string> notes{};   // of the checkpoint
+  DType dtype = DType::f16;                            // of every weight that is not quantised
+  std::shared_ptr<const void> owner;                   // of the weights' memory
+  std::string description;                             // "checkpoint DIR, GPTQ of 4 bits, group 128"
+  std::vector<std::string> notes{};                    // of the checkpoint
+  std::optional<checkpoint::Checkpoint> checkpoint{};  // while the weights lie in its files
 
   /// The bytes of all weights.
   std::int64_t bytes() const;
+  /// What the checkpoint says of its files.
+  Status check_files() const;
+  std::vector<std::string> changes() const;
   /// Gives the weights' memory back. Formats, dtypes and shapes stay, and every view's pointer is null.
   void drop_values();
 };

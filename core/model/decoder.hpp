@@ -51,6 +51,8 @@ class ModelRunner {
   };
   /// Called after a site has run, with all its tensors in the order of Op::tensors.
   using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
+  /// Whether a long call shall go on: an error ends it.
+  using Check = std::function<Status()>;
 
   virtual ~ModelRunner() = default;
 
@@ -81,6 +83,11 @@ class ModelRunner {
   /// Calls `visit` for every site of every prefill(), forward() and step() from now on; an empty one ends that. A call
   /// ends with the first Status of `visit` that is not ok.
   virtual void watch(Visit visit) = 0;
+  /// Calls `check`, on the caller's thread, between the parts of every prefill(), forward() and step() from now on; an
+  /// empty one ends that. Parts are blocks of an op on the CPU, which also checks at the end of a call, and a prompt's
+  /// passes on a GPU. A call ends with the first Status of `check` that is not ok; the slot's entries are then those
+  /// before the call, or of a part of it, and its logits are none.
+  virtual void check_between(Check check) = 0;
   /// Copies a tensor that `visit` was called with to the host's memory, before `visit` returns.
   virtual Status fetch(const SiteTensor& tensor, void* to) = 0;
 };

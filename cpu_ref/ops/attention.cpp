@@ -1,4 +1,5 @@
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
 #include "cpu_ref/ops/widen.hpp"
 #include "cpu_ref/simd/kernels.hpp"
@@ -37,12 +38,10 @@ Status run(const ops::Attention::Args& a) {
   CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
   return with_real(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
-#pragma omp parallel
-    {
-      std::vector<Real> scores(std::size_t(d.max_kv_len));
-#pragma omp for collapse(2) schedule(static)
-      for (std::int64_t b = 0; b < d.batch; ++b)
-        for (std::int64_t h = 0; h < d.heads; ++h) {
+    return parallel_for(
+        d.batch * d.heads, [&] { return std::vector<Real>(std::size_t(d.max_kv_len)); },
+        [&](std::vector<Real>& scores, std::int64_t i_head) {
+          const std::int64_t b = i_head / d.heads, h = i_head % d.heads;
           const std::int64_t cache = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
           const Real* keys = a.k_cache.as<const Real>().data + cache;
           const Real* values = a.v_cache.as<const Real>().data + cache;
@@ -55,9 +54,7 @@ Status run(const ops::Attention::Args& a) {
             softmax<Real>(s);
             weighted_rows(values, scores.data(), n, d.head_dim, a.y.as<Real>().data + row);
           }
-        }
-    }
-    return {};
+        });
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/norm.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 
 namespace cf::cpu_ref {
 
@@ -12,14 +13,12 @@ Status run(const ops::DualLayerNorm::Args& a) {
     using Real = decltype(zero);
     using Row = Eigen::Map<Array<Real>>;
     const RowNorm<Real> norm1(a.norm1, d.hidden, a.eps), norm2(a.norm2, d.hidden, a.eps);
-#pragma omp parallel for if (d.tokens > 1)
-    for (std::int64_t t = 0; t < d.tokens; ++t) {
+    return parallel_for(d.tokens, [&](std::int64_t t) {
       const std::int64_t row = t * d.hidden;
       const Eigen::Map<const Array<Real>> x(a.x.as<const Real>().data + row, d.hidden);
       Row(a.y1.as<Real>().data + row, d.hidden) = norm1(x);
       Row(a.y2.as<Real>().data + row, d.hidden) = norm2(x);
-    }
-    return {};
+    });
   });
 }
 

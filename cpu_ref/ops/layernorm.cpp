@@ -1,5 +1,6 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/norm.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 
 namespace cf::cpu_ref {
 
@@ -13,10 +14,9 @@ Status run(const ops::LayerNorm::Args& a) {
     const RowNorm<Real> norm(a.norm, d.hidden, a.eps);
     const Real* x = a.x.as<const Real>().data;
     Real* y = a.y.as<Real>().data;
-#pragma omp parallel for if (d.tokens > 1)
-    for (std::int64_t t = 0; t < d.tokens; ++t)
+    return parallel_for(d.tokens, [&](std::int64_t t) {
       Row(y + t * d.hidden, d.hidden) = norm(ConstRow(x + t * d.hidden, d.hidden));
-    return {};
+    });
   });
 }
 

@@ -1,5 +1,6 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/norm.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 
 namespace cf::cpu_ref {
 
@@ -10,14 +11,12 @@ Status run(const ops::LayerNormResidual::Args& a) {
     using Real = decltype(zero);
     using ConstRow = Eigen::Map<const Array<Real>>;
     const RowNorm<Real> norm(a.norm, d.hidden, a.eps);
-#pragma omp parallel for if (d.tokens > 1)
-    for (std::int64_t t = 0; t < d.tokens; ++t) {
+    return parallel_for(d.tokens, [&](std::int64_t t) {
       const std::int64_t row = t * d.hidden;
       Eigen::Map<Array<Real>>(a.y.as<Real>().data + row, d.hidden) =
           norm(ConstRow(a.x.as<const Real>().data + row, d.hidden)) +
           ConstRow(a.residual.as<const Real>().data + row, d.hidden);
-    }
-    return {};
+    });
   });
 }
 

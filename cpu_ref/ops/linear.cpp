@@ -6,6 +6,7 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
 #include "cpu_ref/ops/activation.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
 #include "cpu_ref/ops/widen.hpp"
 #include "cpu_ref/simd/kernels.hpp"
@@ -147,30 +148,28 @@ class GptqBlocks {
 };
 
 /// Multiplies a GPTQ matrix from its words, which are dequantised in registers.
-void run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
+Status run_dots(const ops::Linear::Args& a, const GptqWeight& gptq, std::int64_t tokens) {
   const auto d = ops::Linear::dims(a);
   const Finish<float> finish(a, d.out);
   const GptqBlocks blocks(gptq);
   static_assert(GptqColumns::kMultiple % kMostRows == 0, "a block has all rows of its outputs");
   const float* x = a.x.as<const float>().data;
   float* y = a.y.as<float>().data;
-#pragma omp parallel
-  {
-    std::vector<float> sums(std::size_t(kFewTokens * blocks.width()));
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < blocks.count(); ++i)
-      blocks.with_block(i, [&](std::int64_t first, std::int64_t n, const GptqColumns& block) {
-        for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
-          const std::int64_t some = std::min(kFewTokens, tokens - token);
-          kernels().gptq_columns(block, x + token * d.in, d.in, some, sums.data());
-          for (std::int64_t t = 0; t < some; ++t)
-            for (std::int64_t column = 0; column < n; column += d.rows_of_output) {
-              const std::int64_t o = (first + column) / d.rows_of_output;
-              y[(token + t) * d.out + o] = finish(token + t, o, sums.data() + t * block.columns + column, 1);
-            }
-        }
+  return parallel_for(
+      blocks.count(), [&] { return std::vector<float>(std::size_t(kFewTokens * blocks.width())); },
+      [&](std::vector<float>& sums, std::int64_t i) {
+        blocks.with_block(i, [&](std::int64_t first, std::int64_t n, const GptqColumns& block) {
+          for (std::int64_t token = 0; token < tokens; token += kFewTokens) {
+            const std::int64_t some = std::min(kFewTokens, tokens - token);
+            kernels().gptq_columns(block, x + token * d.in, d.in, some, sums.data());
+            for (std::int64_t t = 0; t < some; ++t)
+              for (std::int64_t column = 0; column < n; column += d.rows_of_output) {
+                const std::int64_t o = (first + column) / d.rows_of_output;
+                y[(token + t) * d.out + o] = finish(token + t, o, sums.data() + t * block.columns + column, 1);
+              }
+          }
+        });
       });
-  }
 }
 
 /// Rows of the weight in the arithmetic type, one after the other.
@@ -193,7 +192,7 @@ void multiply(const Rows<double>& w, std::int64_t rows, const Eigen::Map<const R
 /// Any number of tokens: blocks of weight rows are widened and multiplied. One thread computes a block, always in the
 /// same order, so that the bits do not depend on the number of threads.
 template <class Real>
-void run_blocks(const ops::Linear::Args& a) {
+Status run_blocks(const ops::Linear::Args& a) {
   const auto d = ops::Linear::dims(a);
   // Each block packs x again, so blocks are large; 16 blocks keep 16 threads busy. A prompt of 512 ids takes
   // Pythia-410M 3.6 s with 64 rows a block, 2.6 to 3.1 s with up to 192 (two cores with AVX-512).
@@ -201,19 +200,20 @@ void run_blocks(const ops::Linear::Args& a) {
   const Finish<Real> finish(a, d.out);
   const Eigen::Map<const Rows<Real>> x(a.x.as<const Real>().data, d.tokens, d.in);
   Real* y = a.y.as<Real>().data;
-#pragma omp parallel
-  {
-    Rows<Real> w(block * rows_of_output, d.in), sums;
-#pragma omp for schedule(static)
-    for (std::int64_t first = 0; first < d.out; first += block) {
-      const std::int64_t outputs = std::min(block, d.out - first), rows = outputs * rows_of_output;
-      load_rows(a.linear.weight, d.in, first * rows_of_output, rows, w.data());
-      multiply(w, rows, x, sums);
-      for (std::int64_t o = 0; o < outputs; ++o)
-        for (std::int64_t t = 0; t < d.tokens; ++t)
-          y[t * d.out + first + o] = finish(t, first + o, &sums(o * rows_of_output, t), d.tokens);
-    }
-  }
+  struct Scratch {
+    Rows<Real> w, sums;
+  };
+  return parallel_for(
+      divide_up(d.out, block), [&] { return Scratch{.w = Rows<Real>(block * rows_of_output, d.in), .sums = {}}; },
+      [&](Scratch& scratch, std::int64_t i) {
+        const std::int64_t first = i * block;
+        const std::int64_t outputs = std::min(block, d.out - first), rows = outputs * rows_of_output;
+        load_rows(a.linear.weight, d.in, first * rows_of_output, rows, scratch.w.data());
+        multiply(scratch.w, rows, x, scratch.sums);
+        for (std::int64_t o = 0; o < outputs; ++o)
+          for (std::int64_t t = 0; t < d.tokens; ++t)
+            y[t * d.out + first + o] = finish(t, first + o, &scratch.sums(o * rows_of_output, t), d.tokens);
+      });
 }
 
 /// Refuses a packed weight, and a g_idx that names a group which does not exist.
@@ -236,7 +236,7 @@ Status run(const ops::Linear::Args& a) {
     const std::int64_t tokens = a.x.shape[0];
     if constexpr (std::is_same_v<Real, float>) {
       const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight);
-      if (gptq && tokens <= kFewQuantisedTokens) return run_dots(a, *gptq, tokens), Status{};
+      if (gptq && tokens <= kFewQuantisedTokens) return run_dots(a, *gptq, tokens);
       if (!gptq && tokens <= kFewTokens) {
         const DenseWeight& dense = std::get<DenseWeight>(a.linear.weight);
         switch (dense.weight.dtype) {
@@ -247,8 +247,7 @@ Status run(const ops::Linear::Args& a) {
         }
       }
     }
-    run_blocks<Real>(a);
-    return {};
+    return run_blocks<Real>(a);
   });
 }
 
@@ -262,8 +261,7 @@ Result<Condition> condition(const ops::Linear::Args& a) {
   widen_row(a.x.data, a.x.dtype, 0, x.size(), x.data());
   Array<double> bias = Array<double>::Zero(d.rows());
   if (a.linear.bias) widen_row(a.linear.bias.data, a.linear.bias.dtype, 0, d.rows(), bias.data());
-#pragma omp parallel for
-  for (std::int64_t o = 0; o < d.out; ++o) {
+  CF_TRY(parallel_for(d.out, [&](std::int64_t o) {
     Rows<double> w(d.rows_of_output, d.in);
     load_rows(a.linear.weight, d.in, o * d.rows_of_output, d.rows_of_output, w.data());
     for (std::int64_t t = 0; t < d.tokens; ++t) {
@@ -288,7 +286,7 @@ Result<Condition> condition(const ops::Linear::Args& a) {
       largest(o, t) = most;
       result(o, t) = s;
     }
-  }
+  }));
   ConditionSum sum;
   for (Eigen::Index i = 0; i < largest.size(); ++i) sum.add(largest.data()[i], result.data()[i]);
   return sum.value();

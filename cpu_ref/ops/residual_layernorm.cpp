@@ -1,5 +1,6 @@
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/norm.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 
 namespace cf::cpu_ref {
 
@@ -11,15 +12,13 @@ Status run(const ops::ResidualLayerNorm::Args& a) {
     using Row = Eigen::Map<Array<Real>>;
     using ConstRow = Eigen::Map<const Array<Real>>;
     const RowNorm<Real> norm(a.norm, d.hidden, a.eps);
-#pragma omp parallel for if (d.tokens > 1)
-    for (std::int64_t t = 0; t < d.tokens; ++t) {
+    return parallel_for(d.tokens, [&](std::int64_t t) {
       const std::int64_t row = t * d.hidden;
       Row h(a.h.as<Real>().data + row, d.hidden);
       h = ConstRow(a.x.as<const Real>().data + row, d.hidden) + ConstRow(a.a.as<const Real>().data + row, d.hidden) +
           ConstRow(a.b.as<const Real>().data + row, d.hidden);
       Row(a.y.as<Real>().data + row, d.hidden) = norm(h);
-    }
-    return {};
+    });
   });
 }
 

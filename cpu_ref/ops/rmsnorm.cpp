@@ -1,4 +1,5 @@
 #include "cpu_ref/cpu_ref.hpp"
+#include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
 #include "cpu_ref/ops/widen.hpp"
 
@@ -21,12 +22,10 @@ Status run(const ops::RmsNorm::Args& a) {
     widen_row(a.gamma.data, a.gamma.dtype, 0, d.hidden, gamma.data());
     const Real* rows = a.x.as<const Real>().data;
     Real* y = a.y.as<Real>().data;
-#pragma omp parallel for if (d.tokens > 1)
-    for (std::int64_t t = 0; t < d.tokens; ++t) {
+    return parallel_for(d.tokens, [&](std::int64_t t) {
       const Eigen::Map<const Array<Real>> x(rows + t * d.hidden, d.hidden);
       Eigen::Map<Array<Real>>(y + t * d.hidden, d.hidden) = x * inverse_rms<Real>(x, a.eps) * gamma;
-    }
-    return {};
+    });
   });
 }
 

@@ -207,6 +207,7 @@ void Model::release(std::int64_t slot) {
   if (std::any_of(s.ahead.begin(), s.ahead.end(), [&](const Token& t) { return t.slot == slot; })) s.end_launch();
 }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
+void Model::check_between(Check check) { state_->go_on = std::move(check); }
 
 Status Model::run_after(CUstream_st* stream) {
   State& s = *state_;

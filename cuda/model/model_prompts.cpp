@@ -103,6 +103,7 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
     ids = ids.subspan(chunk.size());
     // The chunk's tokens that are among the last rows of the call.
     const std::int64_t count = std::max<std::int64_t>(0, rows - rows_made - std::int64_t(ids.size()));
+    if (go_on) CF_TRY(go_on());
     CF_TRY_ASSIGN(const AnyView<2> to, logits_of(rows_made, count));
     CF_TRY(pass(slot, first, chunk, to));
     first += std::int64_t(chunk.size());

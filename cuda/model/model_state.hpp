@@ -205,6 +205,7 @@ struct Model::State {
   Executor executor;
 
   Visit visit;
+  Check go_on;
   SlotLengths lengths;
   std::vector<std::int32_t> last_ids;  // by slot: the token of its last entry
   std::vector<Where> where;            // by slot

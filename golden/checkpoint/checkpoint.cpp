@@ -11,6 +11,7 @@
 #include <set>
 #include <system_error>
 
+#include "core/resources.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "golden/checkpoint/json.hpp"
 #include "golden/checkpoint/mapped_file.hpp"
@@ -361,6 +362,21 @@ CheckpointStorage::~CheckpointStorage() {
   for (const TensorEntry* t : mapped) drop_pages(t->data, std::uint64_t(t->bytes));
 }
 
+Status Checkpoint::check_files() const {
+  const std::lock_guard lock(open_files_->mutex);
+  for (const auto& [name, file] : open_files_->files)
+    if (file) CF_TRY(file->check_file());
+  return {};
+}
+
+std::vector<std::string> Checkpoint::changes() const {
+  const std::lock_guard lock(open_files_->mutex);
+  std::vector<std::string> notes;
+  for (const auto& [name, file] : open_files_->files)
+    if (file && file->is_changed()) notes.push_back(file->path() + ": was changed while it was used");
+  return notes;
+}
+
 Result<Checkpoint::File> Checkpoint::file(const std::string& name) const {
   const std::lock_guard lock(open_files_->mutex);
   File& file = open_files_->files[name];
@@ -433,7 +449,12 @@ class Checkpoint::Loader {
         view = part;
         continue;
       }
-      if (p == 0) whole = Tensor(part.dtype, Shape(shape.begin(), shape.end()));
+      if (p == 0) {
+        const double needed = double(element_count(Shape(shape.begin(), shape.end()))) * double(size_bytes(part.dtype));
+        CF_TRY(check_free_memory(needed, checkpoint_.directory_ + ": to join " + joined.name(0) +
+                                             " with others needs " + gigabytes(needed)));
+        whole = Tensor(part.dtype, Shape(shape.begin(), shape.end()));
+      }
       copy_part(*joined.stored, p, part.data, whole.data(), whole.shape(), axis, size_bytes(part.dtype), codes);
     }
     if (joined.kind == "g_idx") return {};
@@ -576,6 +597,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
     CF_TRY(check_values(index, layer.weights, layer.notes));
     layer.dtype = loader.dtype();
     layer.storage = loader.storage();
+    CF_TRY(check_files());
     return layer;
   } catch (const std::bad_alloc&) {
     return Status::error(Code::out_of_memory, directory_ + ": no memory for layer " + std::to_string(index));
@@ -598,6 +620,7 @@ Result<CheckpointModel> Checkpoint::model() const {
     tie_embeddings(config_, model.weights);
     model.dtype = loader.dtype();
     model.storage = loader.storage();
+    CF_TRY(check_files());
     return model;
   } catch (const std::bad_alloc&) {
     return Status::error(Code::out_of_memory, directory_ + ": no memory for the model");
@@ -647,6 +670,7 @@ Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
     if (status)
       status = check_finite(names_of(config_.family()).layer(layer.index) + std::string(t.name), view, layer.dtype);
   });
+  CF_TRY(check_files());
   return status;
 }
 
@@ -655,6 +679,7 @@ Status Checkpoint::check_finite(const CheckpointModel& model) const {
   for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, const auto& view, auto) {
     if (status) status = check_finite(std::string(t.name), view, model.dtype);
   });
+  CF_TRY(check_files());
   return status;
 }
 

@@ -16,6 +16,11 @@
 
 namespace cf::checkpoint {
 
+/// From now on an access to a file of a checkpoint that has become shorter reads zeros, which check_files() tells, in
+/// place of ending the process by SIGBUS. Sets the process's handler of that signal; what is none of a checkpoint's or a
+/// golden file's goes to the handler before. Programs and the Python package call this, the library itself does not.
+void guard_mapped_files();
+
 /// The memory of tensors that were loaded together. When it is destroyed, the pages that were read of these tensors
 /// leave this process; the system may keep them in its cache.
 struct CheckpointStorage {
@@ -100,6 +105,12 @@ class Checkpoint {
   /// Reads every file's header. Refuses the first tensor whose name is not one of a model of this config, or
   /// whose shard is not the one in the index.
   Status check_names() const;
+
+  /// Refuses, naming it, a file of weights that has become shorter since it was mapped, or that could not be read. Values
+  /// that were read before a call which is ok are the files' own. layer(), model() and check_finite() end with it.
+  Status check_files() const;
+  /// A note for each file of weights whose size or time of modification has changed since it was mapped.
+  std::vector<std::string> changes() const;
 
   /// Refuses dense tensors that layer() would join in memory of its own, which reads them.
   Status check_dense_whole() const;

@@ -171,7 +171,7 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
                 parse_safetensors_header(bytes.substr(kLengthBytes, header_bytes), buffer.data(), buffer.size(), path));
   SafetensorsFile file;
   file.path_ = path;
-  file.mapping_ = std::move(mapped.data);
+  file.file_ = std::make_shared<const MappedFile>(std::move(mapped));
   file.tensors_ = std::move(tensors);
   return file;
 }
@@ -180,11 +180,13 @@ SafetensorsFile SafetensorsFile::in_memory(std::vector<TensorEntry> tensors, std
                                            const std::string& source) {
   SafetensorsFile file;
   file.path_ = source;
-  file.is_mapped_ = false;
-  file.mapping_ = std::move(owner);
+  file.owner_ = std::move(owner);
   file.tensors_ = std::move(tensors);
   return file;
 }
+
+Status SafetensorsFile::check_file() const { return file_ ? file_->check() : Status(); }
+bool SafetensorsFile::is_changed() const { return file_ && file_->is_changed(); }
 
 const TensorEntry* SafetensorsFile::find(std::string_view name) const {
   const auto it = std::find_if(tensors_.begin(), tensors_.end(), [&](const TensorEntry& t) { return t.name == name; });

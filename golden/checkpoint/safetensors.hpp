@@ -9,6 +9,8 @@
 
 namespace cf::checkpoint {
 
+class MappedFile;
+
 /// One tensor of a safetensors file, in the file's own memory.
 struct TensorEntry {
   std::string name;
@@ -34,15 +36,18 @@ class SafetensorsFile {
                                    const std::string& source);
 
   const std::string& path() const { return path_; }
-  bool is_mapped() const { return is_mapped_; }                         // whether the tensors lie in a mapped file
+  bool is_mapped() const { return bool(file_); }                        // whether the tensors lie in a mapped file
   const std::vector<TensorEntry>& tensors() const { return tensors_; }  // in the order of their offsets
   /// The entry of that name, or null.
   const TensorEntry* find(std::string_view name) const;
+  /// What MappedFile says of the file; nothing is wrong with tensors in a caller's memory.
+  Status check_file() const;
+  bool is_changed() const;
 
  private:
   std::string path_;
-  bool is_mapped_ = true;
-  std::shared_ptr<const void> mapping_;  // unmapped, or given back to its owner, with the last copy
+  std::shared_ptr<const MappedFile> file_;  // null for tensors in a caller's memory
+  std::shared_ptr<const void> owner_;       // of these
   std::vector<TensorEntry> tensors_;
 };
 

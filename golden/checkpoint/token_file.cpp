@@ -226,7 +226,9 @@ Result<TokenFile> parse_token_file(std::string_view bytes, const std::string& so
 
 Result<TokenFile> read_token_file(const std::string& path, std::int64_t most) {
   CF_TRY_ASSIGN(const MappedFile file, map_file(path));
-  return parse_token_file(file.text(), path, most);
+  Result<TokenFile> ids = parse_token_file(file.text(), path, most);
+  CF_TRY(file.check());
+  return ids;
 }
 
 Status write_token_file(const std::string& path, std::span<const std::int32_t> ids, const Shape& shape) {

@@ -173,6 +173,7 @@ class Relay : public ModelRunner {
   Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
   void release(std::int64_t slot) override { model_->release(slot); }
   void watch(Visit visit) override { model_->watch(std::move(visit)); }
+  void check_between(Check check) override { model_->check_between(std::move(check)); }
   Status fetch(const SiteTensor& tensor, void* to) override { return model_->fetch(tensor, to); }
 
  protected:

@@ -62,6 +62,7 @@ class Rounded final : public ModelRunner {
   }
   void release(std::int64_t slot) override { inner_->release(slot); }
   void watch(Visit visit) override { inner_->watch(std::move(visit)); }
+  void check_between(Check check) override { inner_->check_between(std::move(check)); }
   Status fetch(const SiteTensor& tensor, void* to) override { return inner_->fetch(tensor, to); }
 
  private:
