@@ -18,6 +18,9 @@ std::string gigabytes(double bytes);
 /// 3.20 GB", and ends with the memory that is free.
 Status check_free_memory(double bytes, std::string_view needs);
 
+/// Refuses more bytes than the machine has memory: what is mapped from files and read again for each token.
+Status check_total_memory(double bytes, std::string_view needs);
+
 /// Refuses a number of threads that this process cannot start now, the calling thread among them. OpenMP does not
 /// report such a failure: it ends the process. `option` is what the message calls the number.
 Status check_threads(std::string_view option, std::int64_t threads);

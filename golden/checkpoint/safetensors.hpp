@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,10 +41,13 @@ class SafetensorsFile {
   const TensorEntry* find(std::string_view name) const;
 
  private:
+  SafetensorsFile(std::string path, std::vector<TensorEntry> tensors);
+
   std::string path_;
   bool is_mapped_ = true;
   std::shared_ptr<const void> mapping_;  // unmapped, or given back to its owner, with the last copy
   std::vector<TensorEntry> tensors_;
+  std::vector<std::size_t> by_name_;  // places in tensors_, in the order of the names
 };
 
 /// Checks a header against the size of the buffer that follows it. SafetensorsFile::open calls this with the file's
