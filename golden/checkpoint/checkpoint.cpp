@@ -49,7 +49,7 @@ Status no_safetensors(const std::string& directory, const std::string& name) {
     if (it->path().extension() == ".bin") bin = std::max(bin, it->path().filename().string());
     if (it->path().extension() == kSuffix) other = std::max(other, it->path().filename().string());
   }
-  const std::string expected = "expected " + quote(name + kSuffix) + " or " + quote(name + kIndexSuffix);
+  const std::string expected = "expected " + printable(name) + kSuffix + " or " + printable(name) + kIndexSuffix;
   if (!other.empty()) return Status::error(Code::not_found, directory + ": holds " + quote(other) + ", " + expected);
   if (bin.empty()) return Status::error(Code::not_found, directory + ": holds no safetensors file, " + expected);
   return Status::error(Code::not_found,

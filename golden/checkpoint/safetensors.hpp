@@ -25,6 +25,7 @@ struct TensorEntry {
 /// spaces; the buffer, from whose begin data_offsets count. Tensors leave no holes, do not overlap and are in C order.
 class SafetensorsFile {
  public:
+  SafetensorsFile() = default;
   /// Refuses, naming the file and the tensor, with expected and got: a file shorter than its header asks for
   /// ("truncated"), a git-lfs pointer, a header that is not a JSON object, offsets that overlap or leave holes, sizes
   /// that do not match shape and dtype, unknown dtypes, duplicate names.
