@@ -133,12 +133,12 @@ void take_model(const Options& o, Plan& plan, Faults& faults) {
   };
   take("--layer", o.whole_model ? "0" : o.layers, {0, m.num_hidden_layers - 1, "layers of " + m.name}, plan.layers);
   take("--first-layers", o.first_layers, {1, m.num_hidden_layers, "layers of " + m.name}, plan.first_layers);
-  const Range positions{1, m.max_position_embeddings, "positions of " + m.name};
+  const Range positions{1, m.most_positions(), "positions of " + m.name};
   if (!positions.holds(o.q_len))
     faults.expected("--q-len", positions.text(), std::to_string(o.q_len));
   else
     take("--kv-len", o.kv_lens,
-         {o.q_len, m.max_position_embeddings,
+         {o.q_len, m.most_positions(),
           o.q_len == 1 ? positions.note : fmt::format("from q_len to the positions of {}", m.name)},
          plan.kv_lens);
   plan.source.emplace(std::move(*source));

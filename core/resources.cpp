@@ -106,6 +106,13 @@ Status check_free_memory(double bytes, std::string_view needs) {
                        std::string(needs) + ", expected at most the " + gigabytes(free) + " of memory that are free");
 }
 
+Status check_total_memory(double bytes, std::string_view needs) {
+  const double total = double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE));
+  if (bytes <= total) return {};
+  return Status::error(Code::out_of_memory,
+                       std::string(needs) + ", expected at most this machine's " + gigabytes(total) + " of memory");
+}
+
 Status check_threads(std::string_view option, std::int64_t threads) {
   if (threads < 1 || threads > kMostThreads)
     return Status::error(Code::invalid_argument, std::string(option) + ": expected 1 to " +

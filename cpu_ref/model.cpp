@@ -76,7 +76,7 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       options_(o),
       weights_(std::move(weights)),
       owner_(std::move(owner)),
-      lengths_(o.slots, o.capacity),
+      lengths_(o.slots, model, o.capacity),
       last_ids_(std::size_t(o.slots)) {
   const ModelShape& s = spec_.shape;
   // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.

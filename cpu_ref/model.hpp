@@ -44,8 +44,8 @@ class Model final : public ModelRunner {
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
 
-  /// Refuses a slot that is none, tokens beyond the capacity, and `first` beyond the slot's entries. Entries from
-  /// `first` on are replaced.
+  /// Refuses a slot that is none, tokens beyond the capacity or the model's window, and `first` beyond the slot's
+  /// entries. Entries from `first` on are replaced.
   Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
   Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
   /// Does what ModelRunner::step() says. Refuses what prefill() refuses, and two tokens of one slot.

@@ -22,10 +22,9 @@ Status read_meta(const Hdf5Reader& file, GoldenMeta& m) {
   CF_TRY_ASSIGN(m.load.batch, file.integer("", "batch"));
   CF_TRY(in_range(file, "attribute 'batch'", m.load.batch, 1, kMaxTokens));
   CF_TRY_ASSIGN(m.load.q_len, file.integer("", "q_len"));
-  CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.max_position_embeddings));
+  CF_TRY(in_range(file, "attribute 'q_len'", m.load.q_len, 1, m.config.most_positions()));
   CF_TRY(in_range(file, "batch * q_len", m.load.tokens(), 1, kMaxTokens));
-  CF_TRY(
-      check_integers(file, "inputs/kv_len", {m.load.batch}, m.load.q_len, m.config.max_position_embeddings, m.kv_len));
+  CF_TRY(check_integers(file, "inputs/kv_len", {m.load.batch}, m.load.q_len, m.config.most_positions(), m.kv_len));
   m.load.kv_len = *std::max_element(m.kv_len.begin(), m.kv_len.end());
 
   CF_TRY_ASSIGN(m.cache, file.text("", "cache"));

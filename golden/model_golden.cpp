@@ -28,7 +28,7 @@ Status read_meta(const Hdf5Reader& file, ModelGoldenMeta& m, std::vector<std::in
                        "expected a model of at most 2^34 parameters, got " + std::to_string(std::int64_t(parameters)));
   CF_TRY_ASSIGN(const Hdf5Reader::Info info, file.info("ids"));
   m.tokens = info.shape.size() == 1 ? info.shape[0] : 0;
-  CF_TRY(in_range(file, "ids: tokens in one dimension", m.tokens, 2, c.max_position_embeddings + 1));
+  CF_TRY(in_range(file, "ids: tokens in one dimension", m.tokens, 2, c.most_positions() + 1));
   CF_TRY(check_integers(file, "ids", {m.tokens}, 0, c.vocab_size - 1, ids));
   CF_TRY_ASSIGN(m.prompt_len, file.integer("", "prompt_len"));
   return in_range(file, "attribute 'prompt_len'", m.prompt_len, 1, m.tokens - 1);

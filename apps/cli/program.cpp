@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <new>
 #include <system_error>
 
@@ -33,9 +34,26 @@ int fail(std::string_view message) {
 int fail(const Status& status) { return fail(status.message()); }
 
 void print_notes(const std::vector<std::string>& notes) {
-  if (notes.empty()) return;
-  const std::string more = notes.size() > 1 ? fmt::format(" (and {} more like it)", notes.size() - 1) : "";
-  say("note: " + notes.front() + more);
+  // Without what they quote, such as a tensor's name, notes of one kind are equal.
+  const auto kind_of = [](const std::string& note) {
+    std::string kind;
+    bool quoted = false;
+    for (char c : note) {
+      if (c == '\'')
+        quoted = !quoted;
+      else if (!quoted)
+        kind += c;
+    }
+    return kind;
+  };
+  std::map<std::string, int> counts;
+  for (const std::string& note : notes) ++counts[kind_of(note)];
+  for (const std::string& note : notes) {
+    const auto kind = counts.extract(kind_of(note));
+    if (kind.empty()) continue;  // its first one was printed
+    const int more = kind.mapped() - 1;
+    say("note: " + note + (more > 0 ? fmt::format(" (and {} more like it)", more) : ""));
+  }
 }
 
 std::string shell_command(const std::vector<std::string>& words) {

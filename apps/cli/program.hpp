@@ -35,7 +35,7 @@ void say(std::string_view message);
 int fail(std::string_view message);
 int fail(const Status& status);
 
-/// Prints the first note as one line on stderr, and how many more there are. Without notes it prints nothing.
+/// Prints the first note of each kind as one line on stderr, and how many more there are that say the same of others.
 void print_notes(const std::vector<std::string>& notes);
 
 /// The words of a command line, quoted where a shell needs it.

@@ -8,6 +8,7 @@
 
 #include "apps/cli/program.hpp"
 #include "apps/verify/golden_walk.hpp"
+#include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
@@ -77,15 +78,18 @@ Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::in
   if (o.cuda()) {
     CF_TRY_ASSIGN(DeviceTimer device, DeviceTimer::create());
     running.device = std::make_shared<DeviceTimer>(std::move(device));
-    if (choice.directory.empty()) {
-      CF_TRY_ASSIGN(const LoadedModel outline, outline_of(choice));
-      CF_TRY(check_device_memory(*running.device, config.name, outline.config.spec(), outline.weights,
-                                 device_options(o, slots, capacity)));
-    }
   } else {
     CF_TRY(cpu_ref::Model::check_memory(config.name, config, cpu_options(o, slots, capacity)));
   }
-  CF_TRY_ASSIGN(running.loaded, load_model(choice));
+  CF_TRY_ASSIGN(running.loaded, outline_of(choice));
+  if (running.device) {
+    CF_TRY(check_device_memory(*running.device, config.name, config.spec(), running.loaded.weights,
+                               device_options(o, slots, capacity)));
+  } else {
+    const auto needed = double(running.loaded.bytes());
+    CF_TRY(check_total_memory(needed, config.name + ": the weights need " + gigabytes(needed)));
+  }
+  CF_TRY(fill_in(choice, running.loaded));
   print_notes(running.loaded.notes);
   if (capacity > config.max_position_embeddings)
     say(fmt::format("positions beyond max_position_embeddings {} are used as Hugging Face does, up to {}",

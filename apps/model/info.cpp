@@ -71,11 +71,13 @@ int Info::run() {
   add("intermediate_size", std::to_string(m.intermediate_size));
   add("vocab_size", fmt::format("{}{}", m.vocab_size, m.tie_word_embeddings ? ", tied" : ""));
   add("max_position_embeddings", std::to_string(m.max_position_embeddings));
+  if (m.sliding_window) add("sliding_window", fmt::format("{}, the most positions of a sequence", m.sliding_window));
   add("residual", m.use_parallel_residual ? "parallel" : "sequential");
   add("activation", std::string(to_string(m.hidden_act)));
   add("parameters", fmt::format("{:.3f} M", double(m.num_parameters()) * 1e-6));
   const Result<LoadedModel> outline = outline_of(choice);
   if (!outline) return fail(outline.status());
+  print_notes(outline->notes);
   const ModelSpec spec = m.spec();
   std::optional<DeviceTimer> device;
   if (model_.cuda()) {
@@ -96,7 +98,7 @@ int Info::run() {
     return Needs{p.weights_bytes, p.cache_bytes, p.workspace_bytes};
   };
   // One slot that reaches as far as the model's positions.
-  const std::int64_t entries = m.max_position_embeddings;
+  const std::int64_t entries = m.most_positions();
   const Result<Needs> one = needs(1, entries), twice = needs(1, 2 * entries);
   for (const Status& s : {one.status(), twice.status()})
     if (!s) return fail(s);

@@ -42,22 +42,9 @@ Result<ModelConfig> config_of(const ModelChoice& choice) {
 }
 
 Result<LoadedModel> outline_of(const ModelChoice& choice) {
-  if (!choice.directory.empty()) return load_model(choice);
-  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
-  const std::string format = describe(choice.linears);
-  return LoadedModel{
-      .config = config,
-      .weights = outline_model(config.spec(), config.dtype, choice.linears),
-      .dtype = config.dtype,
-      .owner = nullptr,
-      .description = fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, choice.seed)};
-}
-
-Result<LoadedModel> load_model(const ModelChoice& choice) {
   if (!choice.directory.empty()) {
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));
     CF_TRY_ASSIGN(checkpoint::CheckpointModel model, opened.model());
-    CF_TRY(opened.check_finite(model));
     const auto& gptq = opened.gptq();
     const std::string format = describe(gptq ? WeightFormat{gptq->bits, gptq->group_size} : WeightFormat{});
     LoadedModel loaded{.config = opened.config(),
@@ -70,13 +57,36 @@ Result<LoadedModel> load_model(const ModelChoice& choice) {
     loaded.config.dtype = model.dtype;
     return loaded;
   }
-  CF_TRY_ASSIGN(LoadedModel loaded, outline_of(choice));
+  CF_TRY_ASSIGN(const ModelConfig config, config_of(choice));
+  const std::string format = describe(choice.linears);
+  return LoadedModel{
+      .config = config,
+      .weights = outline_model(config.spec(), config.dtype, choice.linears),
+      .dtype = config.dtype,
+      .owner = nullptr,
+      .description = fmt::format("procedural {}, seed {}", format.empty() ? "weights" : format, choice.seed)};
+}
+
+Status fill_in(const ModelChoice& choice, LoadedModel& loaded) {
+  if (!choice.directory.empty()) {
+    CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(choice.directory));
+    checkpoint::CheckpointModel model;
+    model.weights = loaded.weights;
+    model.dtype = loaded.dtype;
+    return opened.check_finite(model);
+  }
   const double needed = double(loaded.bytes());
   CF_TRY(check_free_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
   auto owned = std::make_shared<OwnedModelWeights>(
       procedural_model(loaded.config.spec(), loaded.dtype, choice.seed, choice.linears));
   loaded.weights = owned->weights;
   loaded.owner = std::move(owned);
+  return {};
+}
+
+Result<LoadedModel> load_model(const ModelChoice& choice) {
+  CF_TRY_ASSIGN(LoadedModel loaded, outline_of(choice));
+  CF_TRY(fill_in(choice, loaded));
   return loaded;
 }
 

@@ -50,8 +50,11 @@ Result<ModelConfig> config_of(const ModelChoice& choice);
 /// memory does not hold.
 Result<LoadedModel> load_model(const ModelChoice& choice);
 
-/// The same without a preset's values: formats, dtypes and shapes, and null pointers. A checkpoint is loaded whole.
+/// The same without the values: of a preset formats, dtypes and shapes, and null pointers. A checkpoint is loaded, but no
+/// weight is looked at that need not be joined or cast.
 Result<LoadedModel> outline_of(const ModelChoice& choice);
+/// Makes load_model()'s result of outline_of()'s.
+Status fill_in(const ModelChoice& choice, LoadedModel& outline);
 
 /// The heads in words: "32", or "32 over 8 key and value heads".
 std::string heads_of(const ModelConfig& m);

@@ -96,6 +96,7 @@ ModelSpec ModelConfig::spec() const {
                      .dense_bias = attention_bias && model_type != ModelType::qwen2,
                      .mlp_bias = mlp_bias,
                      .tied_embeddings = tie_word_embeddings,
+                     .window = sliding_window,
                      .rope_theta = rope_theta,
                      .rope_scaling = rope_scaling}};
 }
@@ -141,6 +142,8 @@ Status ModelConfig::validate() const {
       (qwen || model_type == ModelType::mistral) && attention_bias != qwen)
     return refuse("expected " + std::string(has(qwen)) + " of the attention's biases in " +
                   std::string(to_string(model_type)) + ", got " + has(attention_bias));
+  if (sliding_window && model_type != ModelType::mistral && model_type != ModelType::qwen2)
+    return refuse(std::string(to_string(model_type)) + " has no sliding_window, got " + std::to_string(sliding_window));
   if (!neox && use_parallel_residual)
     return refuse("a parallel residual of " + std::string(to_string(model_type)) + " is not built");
   const ModelSpec s = spec();

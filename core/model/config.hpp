@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -32,6 +33,7 @@ struct ModelConfig {
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 2048;
   std::int64_t rotary_dim = 0;  // leading elements of each head that RoPE rotates; even
+  std::int64_t sliding_window = 0;  // keys that a query sees; 0: all
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};
   double layer_norm_eps = 1e-5;
@@ -45,6 +47,10 @@ struct ModelConfig {
   std::int64_t head_dim() const { return attention_head_dim ? attention_head_dim : hidden_size / num_attention_heads; }
   std::int64_t kv_heads() const { return num_key_value_heads ? num_key_value_heads : num_attention_heads; }
   ModelFamily family() const { return model_type == ModelType::gpt_neox ? ModelFamily::gpt_neox : ModelFamily::llama; }
+  /// The positions that a sequence may have: max_position_embeddings, or the window where that is less.
+  std::int64_t most_positions() const {
+    return sliding_window ? std::min(sliding_window, max_position_embeddings) : max_position_embeddings;
+  }
   /// The model's sizes and arithmetic, on one rank. Refuses nothing: validate() does.
   ModelSpec spec() const;
   /// Lets a config be passed wherever a spec is asked for.
@@ -56,7 +62,7 @@ struct ModelConfig {
 
   /// Refuses a shape that no layer of the type has: sizes below 1, heads that do not divide hidden_size where head_dim
   /// is not given, what ModelSpec::validate() refuses; in GPT-NeoX fewer key and value heads, a head_dim of its own and
-  /// scaled RoPE; in the others RoPE over a part of the head; biases that the type does not have.
+  /// scaled RoPE; in the others RoPE over a part of the head; biases and a window that the type does not have.
   Status validate() const;
 };
 

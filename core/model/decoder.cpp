@@ -103,13 +103,14 @@ struct Decoder::State {
   }
 
   Status step(std::span<const Sequence> running, std::vector<Emitted>& emitted) {
+    const EntryLimit limit = entry_limit(runner->model(), runner->capacity());
     std::vector<ModelRunner::Token> tokens;
     std::vector<Sequence> stepped;
     for (Sequence s : running) {
       Entry& e = entries.at(s);
-      if (std::int64_t(e.tokens.size()) > runner->capacity()) {
+      if (std::int64_t(e.tokens.size()) > limit.most) {
         end(e, Finish::failed,
-            refused(name_of(s) + ": the cache's capacity of " + std::to_string(runner->capacity()) +
+            refused(name_of(s) + ": " + std::string(limit.name) + " of " + std::to_string(limit.most) +
                     " entries is reached after " + std::to_string(e.emitted()) + " new tokens"));
         continue;
       }
@@ -130,11 +131,12 @@ Decoder::~Decoder() = default;
 
 Result<Decoder::Sequence> Decoder::add(std::span<const std::int32_t> prompt, SequenceOptions options) {
   State& s = *state_;
-  const std::int64_t vocab_size = s.runner->model().shape.vocab_size, capacity = s.runner->capacity();
+  const std::int64_t vocab_size = s.runner->model().shape.vocab_size;
+  const EntryLimit limit = entry_limit(s.runner->model(), s.runner->capacity());
   if (prompt.empty()) return refused("prompt: expected at least one id, got none");
-  if (std::int64_t(prompt.size()) > capacity)
-    return refused("prompt: expected at most " + std::to_string(capacity) + " ids, the cache's capacity, got " +
-                   std::to_string(prompt.size()));
+  if (std::int64_t(prompt.size()) > limit.most)
+    return refused("prompt: expected at most " + std::to_string(limit.most) + " ids, " + std::string(limit.name) +
+                   ", got " + std::to_string(prompt.size()));
   CF_TRY(check_ids("decoder", "prompt", prompt, vocab_size));
   CF_TRY(check_ids("decoder", "stop", options.stop, vocab_size));
   CF_TRY(options.sampling.validate());

@@ -126,7 +126,7 @@ class Decoder {
   ~Decoder();
 
   /// Takes a slot for a sequence; the next prefill() or decode() reads its prompt. Refuses a prompt that is empty,
-  /// longer than the cache's capacity or holds an id outside the vocabulary; sampling parameters that
+  /// longer than entry_limit() allows or holds an id outside the vocabulary; sampling parameters that
   /// Sampling::validate() refuses; stop ids outside the vocabulary; max_new_tokens below 1; and a sequence more than
   /// there are slots.
   Result<Sequence> add(std::span<const std::int32_t> prompt, SequenceOptions options = {});
@@ -134,7 +134,7 @@ class Decoder {
   Result<std::vector<Emitted>> prefill();
   /// `steps` steps, or fewer where all sequences end before: a step gives each running sequence one id. Sequences that
   /// were added since are prefilled first. An error is the device's; what was emitted before is in ids(). A sequence
-  /// that would need more entries than the cache's capacity, or whose logits are NaN, ends with Finish::failed and a
+  /// that would need more entries than entry_limit() allows, or whose logits are NaN, ends with Finish::failed and a
   /// status(); the others go on.
   Result<std::vector<Emitted>> decode(std::int64_t steps = 1);
   /// Ends a sequence and forgets it. Refuses one that is unknown or was dropped.

@@ -18,6 +18,7 @@ struct ModelNames {
   std::array<std::string_view, 3> stored_qkv{};  // one below the other
   std::array<std::string_view, 2> stored_mlp{};  // their rows in turn
   std::array<std::string_view, 3> buffers{};     // of a layer in old checkpoints, which no one reads
+  std::string_view other_head{};  // embed_out's name in memory, where transformers 5 has another; files may have it, too
 
   /// The layer's sites in the order of the walk.
   constexpr std::array<Site, 9> sites() const {
@@ -62,7 +63,8 @@ inline constexpr ModelNames kGptNeoxNames{
     .embed_in = site::embed_in,
     .final_layer_norm = site::final_layer_norm,
     .embed_out = site::embed_out,
-    .buffers = {"attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"}};
+    .buffers = {"attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"},
+    .other_head = "lm_head"};
 
 /// The names of Llama, Mistral and Qwen2. qkv_proj joins q_proj, k_proj and v_proj; gate_up_proj joins gate_proj and
 /// up_proj.

@@ -26,6 +26,12 @@ Status check_sizes(std::initializer_list<BoundedSize> sizes) {
   return {};
 }
 
+EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity) {
+  const std::int64_t window = model.traits.window;
+  if (window == 0 || capacity <= window) return {capacity, "the cache's capacity"};
+  return {window, "the config's sliding_window"};
+}
+
 double ModelSpec::attention_scale() const { return 1 / std::sqrt(double(shape.head_dim)); }
 
 Status ModelSpec::validate() const {
@@ -48,6 +54,7 @@ Status ModelSpec::validate() const {
     return refuse("layer_norm_eps must be positive, got " + std::to_string(traits.layer_norm_eps));
   if (!(traits.rope_theta > 0) || !std::isfinite(traits.rope_theta))
     return refuse("rope_theta must be positive, got " + std::to_string(traits.rope_theta));
+  if (traits.window < 0) return refuse("window must be 0 or more, got " + std::to_string(traits.window));
   const ops::RopeScaling& scaling = traits.rope_scaling;
   if (scaling.kind == ops::RopeScaling::Kind::none) return {};
   CF_TRY(check_sizes({{"original_max_position_embeddings", scaling.original_max_positions, 1 << 26}}));

@@ -61,6 +61,7 @@ struct ModelTraits {
   bool dense_bias = true;        // of the attention's output product
   bool mlp_bias = true;          // of the MLP's two products
   bool tied_embeddings = false;  // the LM head is the embedding
+  std::int64_t window = 0;       // keys that a query sees, its own among them; 0: all
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};
 
@@ -81,7 +82,7 @@ struct ModelSpec {
   std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
   /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
   /// rotary_dim that is odd or beyond head_dim, an eps or theta that is not positive, and a scaling of RoPE whose
-  /// factors are not positive or whose high_freq_factor is not above low_freq_factor.
+  /// factors are not positive or whose high_freq_factor is not above low_freq_factor, and a window below 0.
   Status validate() const;
   /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
   /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.
@@ -89,6 +90,15 @@ struct ModelSpec {
 
   bool operator==(const ModelSpec&) const = default;
 };
+
+/// The entries that a sequence may have, and what says so, for messages.
+struct EntryLimit {
+  std::int64_t most;
+  std::string_view name;
+};
+/// The cache's capacity, or the model's window where that is less: no query leaves a key out until a sequence is longer
+/// than the window, and attention that leaves keys out is not built.
+EntryLimit entry_limit(const ModelSpec& model, std::int64_t capacity);
 
 /// A named size and its upper bound, for messages.
 struct BoundedSize {

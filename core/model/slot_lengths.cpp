@@ -29,9 +29,9 @@ Status SlotLengths::check(std::int64_t slot, std::int64_t first, std::int64_t to
   if (first < 0 || first > length)
     return refused(name + "expected a first position of 0 to " + std::to_string(length) + ", its entries, got " +
                    std::to_string(first));
-  if (first + tokens > capacity())
-    return refused(name + "expected at most " + std::to_string(capacity()) + " entries, the capacity, got " +
-                   std::to_string(first + tokens));
+  if (first + tokens > most())
+    return refused(name + "expected at most " + std::to_string(most()) + " entries, " + std::string(limit_.name) +
+                   ", got " + std::to_string(first + tokens));
   return {};
 }
 

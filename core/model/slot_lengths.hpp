@@ -18,21 +18,26 @@ Status check_ids(std::string_view owner, std::string_view what, std::span<const 
 /// The number of valid cache entries in each slot of a runner, and the checks of a call that depend on it.
 class SlotLengths {
  public:
-  SlotLengths(std::int64_t slots, std::int64_t capacity) : capacity_(capacity), lengths_(std::size_t(slots)) {}
+  /// Of slots with room for `capacity` entries each.
+  SlotLengths(std::int64_t slots, const ModelSpec& model, std::int64_t capacity)
+      : capacity_(capacity), limit_(entry_limit(model, capacity)), lengths_(std::size_t(slots)) {}
 
   std::int64_t slots() const { return std::int64_t(lengths_.size()); }
   std::int64_t capacity() const { return capacity_; }
+  /// The entries that a slot may have: the capacity, or the model's window.
+  std::int64_t most() const { return limit_.most; }
   std::int64_t operator[](std::int64_t slot) const { return lengths_[std::size_t(slot)]; }
   void set(std::int64_t slot, std::int64_t length) { lengths_[std::size_t(slot)] = length; }
 
   /// Checks a call that gives a slot `tokens` new entries from position `first` on. Refuses a slot number outside
-  /// 0 .. slots() - 1, fewer tokens than one, a position beyond the slot's entries, and entries beyond the capacity.
+  /// 0 .. slots() - 1, fewer tokens than one, a position beyond the slot's entries, and entries beyond most().
   Status check(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
   /// Checks the tokens of a step. Refuses what check() refuses for any of them, and a second token of the same slot.
   Status check_step(std::span<const ModelRunner::Token> tokens) const;
 
  private:
   std::int64_t capacity_;
+  EntryLimit limit_;
   std::vector<std::int64_t> lengths_;
 };
 

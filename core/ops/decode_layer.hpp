@@ -5,7 +5,7 @@ namespace cf::ops {
 
 /// One layer for q_len new tokens of each sequence: every site of for_each_site writes its output to its tensor. With
 /// q_len = 1 this is a decode step, with more a prefill of each sequence's last q_len tokens.
-/// Refuses what its sites refuse, and what check_model() refuses.
+/// Refuses what its sites refuse, what check_model() refuses, and max_kv_len beyond the model's window.
 struct DecodeLayer {
   static constexpr std::string_view name = "decode_layer";
   struct Dims {
@@ -37,6 +37,9 @@ struct DecodeLayer {
   }
   static Status check(const Args& a) {
     CF_TRY(check_model(a.model));
+    if (const EntryLimit limit = entry_limit(a.model, a.t.max_kv_len); a.t.max_kv_len > limit.most)
+      return bad_argument(name, "max_kv_len must be at most " + std::to_string(limit.most) + ", " +
+                                    std::string(limit.name) + ", got " + std::to_string(a.t.max_kv_len));
     Status status;
     for_each_linear(a.model, a.weights, [&](const Site&, const LinearParams& l, const LinearSize& size) {
       // The cast keeps nvcc from warning that the assignment's result is ignored.

@@ -18,8 +18,15 @@ constexpr std::string_view kName = "kv_cache";
 }  // namespace
 
 struct KvCache::State {
-  State(const Context& c, const ModelShape& m, DType d, LayerRange r, std::int64_t b, std::int64_t n)
-      : context(c), shape(m), dtype(d), range(r), batch(b), capacity(n), layers(std::size_t(r.count())) {}
+  State(const Context& c, const ModelSpec& m, DType d, LayerRange r, std::int64_t b, std::int64_t n)
+      : context(c),
+        shape(m.shape),
+        dtype(d),
+        range(r),
+        batch(b),
+        capacity(n),
+        limit(entry_limit(m, n)),
+        layers(std::size_t(r.count())) {}
   ~State() { (void)cudaDeviceSynchronize(); }
 
   std::size_t lay_out(std::byte* block) {
@@ -39,6 +46,7 @@ struct KvCache::State {
   DType dtype;
   LayerRange range;
   std::int64_t batch, capacity, q_len = 0;
+  EntryLimit limit;
   std::vector<LayerCache> layers;
   View<std::int32_t, 1> kv_len, positions;
   DeviceMemory memory;
@@ -65,7 +73,7 @@ Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, 
           kName, std::string(name) + " must be 1 to " + std::to_string(most) + ", got " + std::to_string(size));
   CF_TRY(with_activation(kName, dtype, [](auto) { return Status(); }));
 
-  auto state = std::make_unique<State>(context, model.shape, dtype, layers, batch, capacity);
+  auto state = std::make_unique<State>(context, model, dtype, layers, batch, capacity);
   CF_TRY_ASSIGN(DeviceMemory memory,
                 DeviceMemory::create(context, state->lay_out(nullptr),
                                      "cache of " + std::to_string(batch) + " x " + std::to_string(capacity) +
@@ -97,9 +105,10 @@ Status KvCache::set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_
   std::vector<std::int32_t> positions;
   for (std::int64_t b = 0; b < s.batch; ++b) {
     const std::int32_t n = kv_len[std::size_t(b)];
-    if (n < q_len || n > s.capacity)
-      return bad_argument(kName, "kv_len[" + std::to_string(b) + "] must be q_len " + std::to_string(q_len) +
-                                     " to capacity " + std::to_string(s.capacity) + ", got " + std::to_string(n));
+    if (n < q_len || n > s.limit.most)
+      return bad_argument(kName, "kv_len[" + std::to_string(b) + "] must be q_len " + std::to_string(q_len) + " to " +
+                                     std::to_string(s.limit.most) + ", " + std::string(s.limit.name) + ", got " +
+                                     std::to_string(n));
     for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(n - q_len + i));
   }
   CF_TRY(copy_to_device(s.context, s.kv_len.data, kv_len.data(), kv_len.size_bytes()));

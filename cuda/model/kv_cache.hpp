@@ -35,7 +35,7 @@ class KvCache {
   /// Copies a layer's entries, (batch, kv_heads, capacity, head_dim) each, and waits until they are there.
   Status set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache);
   /// Sets the kv_len that each sequence has after a step of q_len tokens, and waits until it is there. Refuses a kv_len
-  /// outside q_len .. capacity.
+  /// outside q_len to what entry_limit() allows.
   Status set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_len = 1);
   /// Adds q_len to every kv_len, on the device and without waiting. Nothing is checked: beyond the capacity a step's
   /// results are NaN and the cache stays as it is. May be captured into a graph.

@@ -36,7 +36,7 @@ bool Model::State::knows_next(std::span<const Draw> draws) const {
   // After a prompt the next step is known only where there is one slot.
   const Where place = options.slots == 1 ? where[0] : last_step;
   return std::all_of(draws.begin(), draws.end(), [&](const Draw& d) {
-    return where[std::size_t(d.slot)] == place && d.left > 0 && d.position < options.capacity;
+    return where[std::size_t(d.slot)] == place && d.left > 0 && d.position < lengths.most();
   });
 }
 
@@ -52,7 +52,7 @@ Status Model::State::run_next(std::span<const Draw> draws, Start start) {
 
 Model::State::End Model::State::end_of(const Draw& d) const {
   const auto stop_ids = d.stop.first(std::min(d.stop.size(), PersistentKernel::most_stop_ids()));
-  return {.position = d.position + std::min(d.left, options.capacity - d.position),
+  return {.position = d.position + std::min(d.left, lengths.most() - d.position),
           .stop_ids = {stop_ids.begin(), stop_ids.end()}};
 }
 

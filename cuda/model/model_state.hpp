@@ -76,7 +76,7 @@ struct Model::State {
         cache(std::move(k)),
         workspace(std::move(a)),
         executor(context, i),
-        lengths(o.slots, o.capacity),
+        lengths(o.slots, m, o.capacity),
         last_ids(std::size_t(o.slots)),
         where(std::size_t(o.slots), Where::prompts),
         made_by(std::size_t(o.slots)),

@@ -10,8 +10,11 @@
 #include <optional>
 #include <set>
 #include <system_error>
+#include <type_traits>
+#include <utility>
 
 #include "core/resources.hpp"
+#include "golden/checkpoint/cast.hpp"
 #include "golden/checkpoint/hf_config.hpp"
 #include "golden/checkpoint/json.hpp"
 #include "golden/checkpoint/mapped_file.hpp"
@@ -21,16 +24,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kSingleFile = "model.safetensors";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
-
-/// The dtypes that a weight may have, as files spell them.
-std::optional<DType> weight_dtype(std::string_view stored) {
-  if (stored == "F16") return DType::f16;
-  if (stored == "BF16") return DType::bf16;
-  if (stored == "F32") return DType::f32;
-  return std::nullopt;
-}
+constexpr const char* kSuffix = ".safetensors";
+constexpr const char* kIndexSuffix = ".safetensors.index.json";
 
 std::string join(const std::string& directory, const std::string& name) {
   return (fs::path(directory) / name).string();
@@ -41,13 +36,21 @@ bool is_file(const std::string& path) {
   return fs::is_regular_file(path, none);
 }
 
-/// The refusal of a directory without safetensors files.
-Status no_safetensors(const std::string& directory) {
+/// Whether text can be a file's name in a directory.
+bool is_file_name(std::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name.find_first_of(std::string_view("/\\\0", 3)) == name.npos;
+}
+
+/// The refusal of a directory without a checkpoint's safetensors files, which are called by `name`.
+Status no_safetensors(const std::string& directory, const std::string& name) {
   std::error_code error;
-  std::string bin;
-  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error))
+  std::string bin, other;
+  for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     if (it->path().extension() == ".bin") bin = std::max(bin, it->path().filename().string());
-  const std::string expected = std::string("expected ") + kSingleFile + " or " + kIndexFile;
+    if (it->path().extension() == kSuffix) other = std::max(other, it->path().filename().string());
+  }
+  const std::string expected = "expected " + printable(name) + kSuffix + " or " + printable(name) + kIndexSuffix;
+  if (!other.empty()) return Status::error(Code::not_found, directory + ": holds " + quote(other) + ", " + expected);
   if (bin.empty()) return Status::error(Code::not_found, directory + ": holds no safetensors file, " + expected);
   return Status::error(Code::not_found,
                        directory + ": holds " + quote(bin) + " but no safetensors file, " + expected +
@@ -57,8 +60,8 @@ Status no_safetensors(const std::string& directory) {
 }
 
 /// Reads the index: tensor name -> shard. Every shard must be a file beside the index.
-Result<std::map<std::string, std::string>> read_index(const std::string& directory) {
-  const std::string path = join(directory, kIndexFile);
+Result<std::map<std::string, std::string>> read_index(const std::string& directory, const std::string& name) {
+  const std::string path = join(directory, name);
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, path + ": " + what); };
   CF_TRY_ASSIGN(const MappedFile file, map_file(path));
   CF_TRY_ASSIGN(const Json index, parse_json_object(file.text(), path));
@@ -78,9 +81,7 @@ Result<std::map<std::string, std::string>> read_index(const std::string& directo
     const std::string where = "tensor " + quote(tensor) + ": ";
     if (!value.is_string()) return refuse(where + "expected a shard's file name, got " + shown(value));
     const std::string shard = value.get<std::string>();
-    if (shard.empty() || shard == "." || shard == ".." ||
-        shard.find_first_of(std::string_view("/\\\0", 3)) != shard.npos)
-      return refuse(where + "expected a plain file name for its shard, got " + quote(shard));
+    if (!is_file_name(shard)) return refuse(where + "expected a plain file name for its shard, got " + quote(shard));
     if (!found.contains(shard)) {
       if (!is_file(join(directory, shard)))
         return refuse(where + "expected its shard " + quote(shard) + " beside the index, got no such file");
@@ -101,12 +102,12 @@ Result<std::string> quantization_config(std::string_view config, const std::stri
 }
 
 /// The directory's GPTQ config: that of the first file which has one. A note says where a later file differs.
-Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, ModelFamily family,
+Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory, const ModelConfig& m,
                                                    std::vector<std::string>& notes) {
   std::optional<GptqConfig> first;
   std::string first_source;
   const auto add = [&](std::string_view text, const std::string& source) -> Status {
-    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, family));
+    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, m.family(), m.num_hidden_layers));
     if (first && *first != c) notes.push_back(source + ": differs from " + first_source + ", which counts");
     if (!first) {
       first = std::move(c);
@@ -178,6 +179,7 @@ std::string not_finite(const void* data, DType dtype, const Shape& shape) {
     case DType::f16: return not_finite<std::uint16_t>(data, shape, 0x7c00);
     case DType::bf16: return not_finite<std::uint16_t>(data, shape, 0x7f80);
     case DType::f32: return not_finite<std::uint32_t>(data, shape, 0x7f800000);
+    case DType::f64: return not_finite<std::uint64_t>(data, shape, 0x7ff0000000000000);
     default: return "";  // integers
   }
 }
@@ -191,6 +193,31 @@ std::string gptq_fault(const GptqWeight& w) {
              std::to_string(w.g_idx.data[k]);
   const std::string fault = not_finite(w.scales.data, DType::f16, {groups, w.scales.shape[1]});
   return fault.empty() ? "" : "scales': " + fault;
+}
+
+std::string weight_of(std::string_view module) { return std::string(module) + ".weight"; }
+std::string weight_of(const Site& site) { return weight_of(site.name); }
+
+/// Whether two dense tensors are the same once both are cast to one dtype.
+bool is_same(const TensorEntry& a, const TensorEntry& b, std::optional<DType> as) {
+  const std::optional<DType> from = float_dtype(a.stored_dtype), other = float_dtype(b.stored_dtype);
+  if (a.shape != b.shape || !from || !other) return false;
+  const DType to = *from == *other ? *from : as.value_or(*from);
+  constexpr std::int64_t chunk = 1 << 14;
+  std::vector<double> x(chunk), y(chunk);  // room for elements of any dtype
+  const std::int64_t size = element_count(a.shape);
+  bool same = true;
+  for (std::int64_t i = 0; same && i < size; i += chunk) {
+    const std::int64_t n = std::min(chunk, size - i);
+    const auto cast = [&](const TensorEntry& t, DType d, std::vector<double>& target) {
+      cast_elements(d, static_cast<const char*>(t.data) + i * std::int64_t(size_bytes(d)), n, to, target.data());
+    };
+    cast(a, *from, x);
+    cast(b, *other, y);
+    same = std::memcmp(x.data(), y.data(), std::size_t(n) * size_bytes(to)) == 0;
+  }
+  for (const TensorEntry* t : {&a, &b}) drop_pages(t->data, std::uint64_t(t->bytes));
+  return same;
 }
 
 /// The one code of qzeros, where all of them hold the same code.
@@ -289,6 +316,11 @@ class KnownNames {
                             [&](const std::string& name) { in_layer_.insert(name.substr(prefix.size())); });
     });
   }
+  /// Whether a file may have a tensor of that name, or of one that Hugging Face's models have beside.
+  bool contains_stored(const std::string& name) const {
+    return contains(name) || contains(std::string(names_.base()) + name) ||
+           (!names_.other_head.empty() && name == std::string(names_.other_head) + ".weight");
+  }
   bool contains(std::string_view name) const {
     if (!name.starts_with(names_.layers)) return outside_.contains(name);
     name.remove_prefix(names_.layers.size());
@@ -320,22 +352,43 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory) {
 
   Checkpoint c;
   c.directory_ = directory;
-  CF_TRY_ASSIGN(c.config_, read_hf_config(join(directory, "config.json")));
+  const std::string config_path = join(directory, "config.json");
+  {
+    CF_TRY_ASSIGN(const MappedFile config, map_file(config_path));
+    CF_TRY(c.take_config(config.text(), config_path));
+  }
   if (c.config_.name.empty()) {
     const fs::path path(directory);
     c.config_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
   }
-  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.config_.family(), c.notes_));
-  if (is_file(join(directory, kSingleFile))) return c;
-  if (!is_file(join(directory, kIndexFile))) return no_safetensors(directory);
-  c.sharded_ = true;
-  CF_TRY_ASSIGN(c.shard_of_, read_index(directory));
+  CF_TRY_ASSIGN(c.gptq_, read_gptq_config(directory, c.config_, c.notes_));
+  const auto holds = [&] {
+    return is_file(join(directory, c.name_ + kSuffix)) || is_file(join(directory, c.name_ + kIndexSuffix));
+  };
+  if (c.gptq_ && is_file_name(c.gptq_->file_base_name) && !holds()) c.name_ = c.gptq_->file_base_name;
+  if (!holds()) return no_safetensors(directory, c.name_);
+  c.sharded_ = !is_file(join(directory, c.name_ + kSuffix));
+  if (c.sharded_) {
+    CF_TRY_ASSIGN(c.shard_of_, read_index(directory, c.name_ + kIndexSuffix));
+  }
+  CF_TRY(c.compare_tied());
   return c;
 }
 
+Status Checkpoint::take_config(std::string_view text, const std::string& source) {
+  CF_TRY_ASSIGN(HfConfig read, parse_noted_hf_config(text, source));
+  config_ = std::move(read.config);
+  config_dtype_ = read.dtype;
+  notes_ = std::move(read.notes);
+  return {};
+}
+
+std::string Checkpoint::single_file() const { return name_ + kSuffix; }
+std::string Checkpoint::index_file() const { return name_ + kIndexSuffix; }
+
 struct Checkpoint::OpenFiles {
   std::mutex mutex;
-  std::map<std::string, File> files;
+  std::map<std::string, Result<File>> files;  // a file that could not be opened is not opened again
 };
 
 Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optional<std::string_view> gptq,
@@ -344,15 +397,17 @@ Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optiona
   Checkpoint c;
   c.directory_ = source;
   c.in_memory_ = true;
-  CF_TRY_ASSIGN(c.config_, parse_hf_config(config, source + ": config"));
+  CF_TRY(c.take_config(config, source + ": config"));
   CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
   if (gptq) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(*gptq, source + ": gptq", c.config_.family()));
+    CF_TRY_ASSIGN(c.gptq_,
+                  parse_gptq_config(*gptq, source + ": gptq", c.config_.family(), c.config_.num_hidden_layers));
   } else if (!inner.empty()) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.family()));
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.family(),
+                                             c.config_.num_hidden_layers));
   }
-  c.open_files_->files[kSingleFile] =
-      std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(std::move(tensors), std::move(owner), source));
+  c.open_files_->files.emplace(c.single_file(), File(std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(
+                                                    std::move(tensors), std::move(owner), source))));
   return c;
 }
 
@@ -365,7 +420,7 @@ CheckpointStorage::~CheckpointStorage() {
 Status Checkpoint::check_files() const {
   const std::lock_guard lock(open_files_->mutex);
   for (const auto& [name, file] : open_files_->files)
-    if (file) CF_TRY(file->check_file());
+    if (file) CF_TRY((*file)->check_file());
   return {};
 }
 
@@ -373,50 +428,152 @@ std::vector<std::string> Checkpoint::changes() const {
   const std::lock_guard lock(open_files_->mutex);
   std::vector<std::string> notes;
   for (const auto& [name, file] : open_files_->files)
-    if (file && file->is_changed()) notes.push_back(file->path() + ": was changed while it was used");
+    if (file && (*file)->is_changed()) notes.push_back((*file)->path() + ": was changed while it was used");
   return notes;
 }
 
 Result<Checkpoint::File> Checkpoint::file(const std::string& name) const {
   const std::lock_guard lock(open_files_->mutex);
-  File& file = open_files_->files[name];
-  if (!file) {
-    CF_TRY_ASSIGN(SafetensorsFile opened, SafetensorsFile::open(join(directory_, name)));
-    file = std::make_shared<const SafetensorsFile>(std::move(opened));
+  const auto found = open_files_->files.find(name);
+  if (found != open_files_->files.end()) return found->second;
+  Result<SafetensorsFile> opened = SafetensorsFile::open(join(directory_, name));
+  return open_files_->files
+      .emplace(name, opened ? Result<File>(std::make_shared<const SafetensorsFile>(std::move(*opened)))
+                            : Result<File>(opened.status()))
+      .first->second;
+}
+
+std::vector<std::string> Checkpoint::stored_names(const std::string& name) const {
+  std::vector<std::string> all{name};
+  if (in_memory_) return all;
+  const ModelNames& names = names_of(config_.family());
+  if (name.starts_with(names.base())) all.push_back(name.substr(names.base().size()));
+  if (!names.other_head.empty() && name == weight_of(names.embed_out)) all.push_back(weight_of(names.other_head));
+  return all;
+}
+
+Result<std::optional<Checkpoint::Found>> Checkpoint::look_up(const std::string& name) const {
+  std::optional<Found> found;
+  for (const std::string& stored : stored_names(name)) {
+    std::string file_name = single_file();
+    if (sharded_) {
+      const auto it = shard_of_.find(stored);
+      if (it == shard_of_.end()) continue;
+      file_name = it->second;
+    }
+    CF_TRY_ASSIGN(File holder, file(file_name));
+    const TensorEntry* entry = holder->find(stored);
+    if (!entry && sharded_)
+      return Status::error(Code::not_found,
+                           holder->path() + ": tensor " + quote(stored) + " is missing, expected by the index");
+    if (!entry) continue;
+    if (found)
+      return Status::error(Code::invalid_file, holder->path() + ": tensors " + quote(found->entry->name) + " and " +
+                                                   quote(stored) + " are the same one, expected one of them");
+    found = Found{std::move(holder), entry};
   }
-  return file;
+  const ModelNames& names = names_of(config_.family());
+  if (!found && config_.tie_word_embeddings && name == weight_of(names.embed_in))
+    return look_up(weight_of(names.embed_out));
+  return found;
+}
+
+Status Checkpoint::compare_tied() {
+  if (!config_.tie_word_embeddings) return {};
+  const ModelNames& names = names_of(config_.family());
+  CF_TRY_ASSIGN(const std::optional<Found> head, look_up(weight_of(names.embed_out)));
+  CF_TRY_ASSIGN(const std::optional<Found> embedding, look_up(weight_of(names.embed_in)));
+  if (!head || !embedding) return {};
+  if (embedding->entry == head->entry || is_same(*embedding->entry, *head->entry, config_dtype_)) return {};
+  config_.tie_word_embeddings = false;
+  notes_.push_back(directory_ + ": 'tie_word_embeddings' is true, but tensor " + quote(head->entry->name) +
+                   " differs from " + quote(embedding->entry->name) + ": the head counts, as in transformers 5");
+  return {};
 }
 
 Result<Checkpoint::Found> Checkpoint::find(const std::string& name) const {
-  std::string file_name = kSingleFile;
-  if (sharded_) {
-    const auto it = shard_of_.find(name);
-    if (it == shard_of_.end())
-      return Status::error(Code::not_found, join(directory_, kIndexFile) + ": tensor " + quote(name) +
-                                                " is missing, expected its shard");
-    file_name = it->second;
-  }
-  CF_TRY_ASSIGN(File holder, file(file_name));
-  const TensorEntry* entry = holder->find(name);
-  if (!entry)
-    return Status::error(Code::not_found, holder->path() + ": tensor " + quote(name) + " is missing" +
-                                              (sharded_ ? ", expected by the index" : ""));
-  return Found{std::move(holder), entry};
+  CF_TRY_ASSIGN(std::optional<Found> found, look_up(name));
+  if (found) return std::move(*found);
+  if (sharded_)
+    return Status::error(Code::not_found, join(directory_, index_file()) + ": tensor " + quote(name) +
+                                              " is missing, expected its shard");
+  CF_TRY_ASSIGN(const File holder, file(single_file()));
+  return Status::error(Code::not_found, holder->path() + ": tensor " + quote(name) + " is missing");
 }
 
 bool Checkpoint::has(const std::string& name) const {
-  if (sharded_) return shard_of_.contains(name);
-  const Result<File> holder = file(kSingleFile);
-  return holder && (*holder)->find(name);
+  if (sharded_) {
+    const std::vector<std::string> names = stored_names(name);
+    return std::any_of(names.begin(), names.end(), [&](const std::string& n) { return shard_of_.contains(n); });
+  }
+  const auto found = look_up(name);
+  return found && *found;
 }
 
 bool Checkpoint::has_whole(const std::string& name) const { return in_memory_ && has(name); }
 
-/// Points views to tensors: to those of the file, and of joined Linears to memory of their own. All that are not
-/// quantised have the dtype of the first.
+/// Points views to tensors: to those of the file, and of joined Linears to memory of their own. Where dense weights have
+/// different dtypes, those that are not of the config's are cast to it, as Hugging Face does.
 class Checkpoint::Loader {
  public:
   explicit Loader(const Checkpoint& checkpoint) : checkpoint_(checkpoint), joins_(checkpoint.config_.spec()) {}
+
+  /// Loads every weight for which `walk` calls f(name, view, shape).
+  template <class Walk>
+  Status load_all(Walk&& walk) {
+    CF_TRY(plan(walk));
+    Status status;
+    walk([&](const std::string& name, auto& view, auto shape) {
+      if (status) status = load(name, view, shape);
+    });
+    return status;
+  }
+  DType dtype() const { return dtype_; }
+  std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
+  /// Appends a line that says what was cast.
+  void add_notes(std::vector<std::string>& notes) const {
+    if (cast_ == 0) return;
+    notes.push_back(checkpoint_.directory_ + ": tensor " + quote(first_cast_.name) + " is " + first_cast_.stored +
+                    ", cast to " + std::string(to_string(first_cast_.to)) + " as Hugging Face does" +
+                    (cast_ > 1 ? ", like " + std::to_string(cast_ - 1) + " others" : ""));
+  }
+
+ private:
+  /// Chooses the dtype of dense weights, and sees that the memory for joined and cast ones is free. Reads no tensor.
+  template <class Walk>
+  Status plan(Walk&& walk) {
+    std::map<DType, double> elements;  // of dense weights that are not joined, by their stored dtype
+    std::optional<DType> first;
+    double joined_bytes = 0;
+    walk([&]<class V>(const std::string& name, const V&, auto) {
+      const auto add = [&](const std::string& stored) {
+        const auto found = checkpoint_.look_up(stored);
+        if (!found || !*found) return;  // load() says what is wrong
+        const TensorEntry& entry = *(*found)->entry;
+        const bool is_joined = stored != name;
+        if (is_joined) joined_bytes += double(entry.bytes);
+        if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
+          if (const auto dtype = float_dtype(entry.stored_dtype)) {
+            if (!first) first_ = name;
+            if (!first) first = dtype;
+            elements[*dtype] += is_joined ? 0 : double(element_count(entry.shape));
+          }
+      };
+      if (checkpoint_.has_whole(name))
+        add(name);
+      else
+        joins_.for_each_stored(name, add);
+    });
+    dtype_ = first.value_or(DType::f16);
+    if (checkpoint_.in_memory_) return {};
+    if (elements.size() > 1 || dtype_ == DType::f64)
+      dtype_ = checkpoint_.config_dtype_.value_or(dtype_ == DType::f64 ? DType::f32 : dtype_);
+    double bytes = joined_bytes;
+    for (const auto& [dtype, n] : elements)
+      if (dtype != dtype_) bytes += n * double(size_bytes(dtype_));
+    if (bytes == 0) return {};
+    return check_free_memory(bytes, checkpoint_.directory_ + ": joining and casting weights needs " + gigabytes(bytes));
+  }
 
   template <class V>
   Status load(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
@@ -424,14 +581,11 @@ class Checkpoint::Loader {
     const std::optional<Joins::Tensor> joined = joins_.find(name);
     return joined ? join(*joined, view, shape) : load_stored(name, view, shape);
   }
-  DType dtype() const { return dtype_; }
-  std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
 
- private:
   template <class V>
   Status join(const Joins::Tensor& joined, V& view, const std::array<std::int64_t, V::rank>& shape) {
     const std::vector<StoredPart>& parts = joined.stored->parts;
-    const std::size_t mapped = storage_->mapped.size();
+    const std::size_t mapped = storage_->mapped.size(), copied = storage_->copies.size();
     const int axis = V::rank == 2 && joined.kind != "weight" ? 1 : 0;
     const std::int64_t codes = joined.kind == "qzeros" ? 32 / checkpoint_.gptq_->bits : 1;
     Tensor whole;
@@ -459,56 +613,83 @@ class Checkpoint::Loader {
     }
     if (joined.kind == "g_idx") return {};
     point(view, whole.data(), shape, whole.dtype());
+    // The parts are needed no more.
+    storage_->copies.erase(storage_->copies.begin() + std::ptrdiff_t(copied), storage_->copies.end());
     storage_->copies.push_back(std::move(whole));
     for (; storage_->mapped.size() > mapped; storage_->mapped.pop_back())
       drop_pages(storage_->mapped.back()->data, std::uint64_t(storage_->mapped.back()->bytes));
     return {};
   }
 
+  /// Whether a name is that of a g_idx which old files leave out: without desc_act it can only be input / group_size.
+  template <class V>
+  bool is_left_out(const std::string& name) const {
+    return V::rank == 1 && name.ends_with(".g_idx") && checkpoint_.gptq_ && !checkpoint_.gptq_->desc_act &&
+           !checkpoint_.has(name);
+  }
+
   template <class V>
   Status load_stored(const std::string& name, V& view, const std::array<std::int64_t, V::rank>& shape) {
+    const Shape expected(shape.begin(), shape.end());
+    constexpr bool is_dense = std::is_void_v<std::remove_const_t<typename V::element>>;
+    if constexpr (!is_dense)
+      if (V::dtype == DType::i32 && is_left_out<V>(name)) {
+        Tensor groups(DType::i32, expected);
+        const std::int64_t size = checkpoint_.gptq_->group_size;
+        for (std::int64_t k = 0; k < groups.size(); ++k)
+          groups.as<std::int32_t>()[k] = size == -1 ? 0 : std::int32_t(k / size);
+        point(view, groups.data(), shape, DType::i32);
+        storage_->copies.push_back(std::move(groups));
+        return {};
+      }
     CF_TRY_ASSIGN(const Found found, checkpoint_.find(name));
     const TensorEntry& entry = *found.entry;
     const auto refuse = [&](const std::string& what, const std::string& got) {
-      return Status::error(Code::invalid_file,
-                           found.file->path() + ": tensor " + quote(name) + ": expected " + what + ", got " + got);
+      return Status::error(Code::invalid_file, found.file->path() + ": tensor " + quote(entry.name) + ": expected " +
+                                                   what + ", got " + got);
     };
-    const Shape expected(shape.begin(), shape.end());
     if (entry.shape != expected) return refuse("shape " + to_string(expected), to_string(entry.shape));
-    auto dtype = weight_dtype(entry.stored_dtype);
-    if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>) {
-      if (!dtype) return refuse("dtype F16, BF16 or F32", entry.stored_dtype);
-      if (first_.empty()) {
-        first_ = name;
-        dtype_ = *dtype;
-      }
-      if (*dtype != dtype_)
-        return refuse("dtype " + std::string(to_string(dtype_)) + " as " + quote(first_) + " has",
-                      std::string(to_string(*dtype)));
-    } else {
-      const std::string_view part = V::dtype == DType::i32 ? "I32" : "F16";
-      if (entry.stored_dtype != part) return refuse("dtype " + std::string(part), entry.stored_dtype);
-      dtype = V::dtype;
-    }
+    DType dtype = dtype_;
+    if constexpr (!is_dense) dtype = V::dtype;
+    const std::optional<DType> stored = float_dtype(entry.stored_dtype);
+    if (dtype == DType::i32 ? entry.stored_dtype != "I32" : !stored)
+      return refuse(dtype == DType::i32 ? "dtype I32" : "dtype F16, BF16 or F32", entry.stored_dtype);
+    const bool is_cast = dtype != DType::i32 && *stored != dtype;
+    if (is_cast && checkpoint_.in_memory_)
+      return refuse("dtype " + std::string(to_string(dtype)) + (is_dense ? " as " + quote(first_) + " has" : ""),
+                    std::string(to_string(*stored)));
 
     const void* data = entry.data;
-    if (reinterpret_cast<std::uintptr_t>(data) % size_bytes(*dtype)) {
-      Tensor copy(*dtype, expected);
-      std::memcpy(copy.data(), data, std::size_t(entry.bytes));
+    if (is_cast || reinterpret_cast<std::uintptr_t>(data) % size_bytes(dtype)) {
+      Tensor copy(dtype, expected);
+      if (!is_cast) {
+        std::memcpy(copy.data(), data, std::size_t(entry.bytes));
+      } else if (const std::int64_t at = cast_elements(*stored, data, copy.size(), dtype, copy.data()); at >= 0) {
+        return refuse("values within " + std::string(to_string(dtype)) + ", to which it is cast",
+                      "a larger one in element " + coordinate(at, expected));
+      }
+      if (is_cast && cast_++ == 0) first_cast_ = {entry.name, entry.stored_dtype, dtype};
       data = copy.data();
       storage_->copies.push_back(std::move(copy));
     }
-    point(view, data, shape, *dtype);
+    point(view, data, shape, dtype);
     if (found.file->is_mapped()) storage_->mapped.push_back(&entry);
-    if (std::find(storage_->files.begin(), storage_->files.end(), found.file) == storage_->files.end())
-      storage_->files.push_back(found.file);
+    if (files_.insert(found.file.get()).second) storage_->files.push_back(found.file);
     return {};
   }
 
+  struct Cast {
+    std::string name, stored;
+    DType to = DType::f16;
+  };
+
   const Checkpoint& checkpoint_;
   Joins joins_;
-  std::string first_;  // the tensor with which all others must share the dtype
+  std::string first_;  // the first dense tensor
   DType dtype_ = DType::f16;
+  std::int64_t cast_ = 0;  // tensors
+  Cast first_cast_;
+  std::set<const SafetensorsFile*> files_;  // those of the storage
   std::shared_ptr<CheckpointStorage> storage_ = std::make_shared<CheckpointStorage>();
 };
 
@@ -589,11 +770,12 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
     CheckpointLayer layer{.index = index, .weights = {}, .storage = {}, .notes = notes_};
     CF_TRY(check_kinds(index, layer.weights));
     Loader loader(*this);
-    Status status;
-    for_each_weight(config_, layer.weights, [&](const TensorSpec& t, auto& view, auto shape) {
-      if (status) status = loader.load(names_of(config_.family()).layer(index) + std::string(t.name), view, shape);
-    });
-    CF_TRY(status);
+    CF_TRY(loader.load_all([&](auto&& f) {
+      for_each_weight(config_, layer.weights, [&](const TensorSpec& t, auto& view, auto shape) {
+        f(names_of(config_.family()).layer(index) + std::string(t.name), view, shape);
+      });
+    }));
+    loader.add_notes(layer.notes);
     CF_TRY(check_values(index, layer.weights, layer.notes));
     layer.dtype = loader.dtype();
     layer.storage = loader.storage();
@@ -611,11 +793,11 @@ Result<CheckpointModel> Checkpoint::model() const {
     layers.resize(std::size_t(config_.num_hidden_layers));
     for (std::size_t i = 0; i < layers.size(); ++i) CF_TRY(check_kinds(std::int64_t(i), layers[i]));
     Loader loader(*this);
-    Status status;
-    for_each_model_weight(config_, model.weights, [&](const TensorSpec& t, auto& view, auto shape) {
-      if (status) status = loader.load(std::string(t.name), view, shape);
-    });
-    CF_TRY(status);
+    CF_TRY(loader.load_all([&](auto&& f) {
+      for_each_model_weight(config_, model.weights,
+                            [&](const TensorSpec& t, auto& view, auto shape) { f(std::string(t.name), view, shape); });
+    }));
+    loader.add_notes(model.notes);
     for (std::size_t i = 0; i < layers.size(); ++i) CF_TRY(check_values(std::int64_t(i), layers[i], model.notes));
     tie_embeddings(config_, model.weights);
     model.dtype = loader.dtype();
@@ -629,8 +811,7 @@ Result<CheckpointModel> Checkpoint::model() const {
 
 template <class V>
 Status Checkpoint::check_finite(const std::string& name, const V& view, DType dtype) const {
-  const DType stored = dtype_of_view<V>(dtype);
-  if (not_finite(view.data, stored, Shape(view.shape.begin(), view.shape.end())).empty()) return {};
+  if (not_finite(view.data, dtype_of_view<V>(dtype), Shape(view.shape.begin(), view.shape.end())).empty()) return {};
   // The element is named as the file has it.
   Status status;
   const auto check = [&](const std::string& part) {
@@ -638,8 +819,10 @@ Status Checkpoint::check_finite(const std::string& name, const V& view, DType dt
     const Result<Found> found = find(part);
     status = found.status();
     if (!found) return;
+    const DType stored = float_dtype(found->entry->stored_dtype).value_or(DType::i32);
     if (const std::string fault = not_finite(found->entry->data, stored, found->entry->shape); !fault.empty())
-      status = Status::error(Code::invalid_file, found->file->path() + ": tensor " + quote(part) + ": " + fault);
+      status = Status::error(Code::invalid_file,
+                             found->file->path() + ": tensor " + quote(found->entry->name) + ": " + fault);
   };
   if (has_whole(name))
     check(name);
@@ -686,7 +869,7 @@ Status Checkpoint::check_finite(const CheckpointModel& model) const {
 Status Checkpoint::check_names() const {
   std::set<std::string> names;
   for (const auto& [tensor, shard] : shard_of_) names.insert(shard);
-  if (!sharded_) names.insert(kSingleFile);
+  if (!sharded_) names.insert(single_file());
   const KnownNames known(config_, gptq_, in_memory_);
   for (const std::string& name : names) {
     CF_TRY_ASSIGN(const File shard, file(name));
@@ -694,7 +877,7 @@ Status Checkpoint::check_names() const {
       const auto refuse = [&](const std::string& what) {
         return Status::error(Code::invalid_file, shard->path() + ": tensor " + quote(t.name) + what);
       };
-      if (!known.contains(t.name))
+      if (!(in_memory_ ? known.contains(t.name) : known.contains_stored(t.name)))
         return refuse(": expected names of a " + std::string(to_string(config_.model_type)) + " model of " +
                       std::to_string(config_.num_hidden_layers) + " layers, got another");
       if (!sharded_) continue;

@@ -31,7 +31,7 @@ struct CheckpointStorage {
 
   std::vector<std::shared_ptr<const SafetensorsFile>> files;  // keep the mappings alive
   std::vector<const TensorEntry*> mapped;                     // the tensors that lie in these files
-  std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, or joined
+  std::vector<Tensor> copies;  // of the tensors that are misaligned in their file, joined or cast
 };
 
 /// One layer's weights: views into the checkpoint's mapped files, and of Linears that the checkpoint stores in several
@@ -57,10 +57,15 @@ struct CheckpointModel {
 /// shards that hold its tensors and reads their headers, but no dense weight that it need not join. A shard is mapped
 /// once, whatever is asked of it.
 /// layer() and model() may be called from several threads.
+/// Tensors may lack the prefix of the base model ("layers.0..."), as its save_pretrained() writes them, and GPT-NeoX's
+/// head may be called lm_head.
 /// A GPTQ checkpoint, as AutoGPTQ and GPTQModel write it, has quantize_config.json, quant_config.json, or
-/// quantization_config in config.json. The first of these counts; a note says where a later one differs.
+/// quantization_config in config.json. The first of these counts; a note says where a later one differs. Its files may
+/// have the name that model_file_base_name gives.
 class Checkpoint {
  public:
+  /// Where tie_word_embeddings is true and the files hold an LM head that differs from the embedding, the head counts,
+  /// as in transformers 5, with a note; config() then says that they are not tied.
   /// Refuses, naming the file: a directory that is missing or holds no safetensors file (where it holds .bin files, the
   /// message says how to convert them); a git-lfs pointer; an index that names an absent shard; what parse_hf_config
   /// and parse_gptq_config refuse.
@@ -80,10 +85,16 @@ class Checkpoint {
   const std::optional<GptqConfig>& gptq() const { return gptq_; }
 
   /// Layer `index`'s weights. Refuses an index beyond the model; a shard that is truncated or a git-lfs pointer; a
-  /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16 and F32; weights of different dtypes.
+  /// tensor that is missing, of a wrong shape, or of a dtype other than F16, BF16, F32 and F64; tensors in memory that
+  /// have different dtypes.
   /// Of a quantised Linear it refuses a dense weight, and of a dense one a quantised weight; a size that is not a
   /// multiple of the codes in a word; a g_idx outside the groups; a scale that is NaN or infinite. Modules that are
   /// joined, q_proj, k_proj and v_proj, or gate_proj and up_proj, must all be dense or all quantised, with one g_idx.
+  ///
+  /// Where dense weights have different dtypes, or F64, those that are not of the config's dtype (without one, of the
+  /// first weight's) are cast to it, as Hugging Face does, with a note: in memory of their own, rounded to nearest even;
+  /// a value that leaves the dtype's range is refused. Scales are cast to float16. Without desc_act a missing g_idx is
+  /// input / group_size.
   ///
   /// The buffers in old checkpoints (attention.bias, attention.masked_bias, attention.rotary_emb.inv_freq) are not
   /// read. With sym all zeros are the middle code, so qzeros that all hold the middle code mean format v2, and qzeros
@@ -125,7 +136,14 @@ class Checkpoint {
   class Loader;
 
   Checkpoint();
-  /// The tensor and the file that holds it.
+  Status take_config(std::string_view text, const std::string& source);
+  std::string single_file() const;
+  std::string index_file() const;
+  /// The names under which files may hold a tensor, the library's first: files of a base model lack its prefix.
+  std::vector<std::string> stored_names(const std::string& name) const;
+  /// The tensor and the file that holds it, or nothing. Refuses a file that cannot be read, and two of the names.
+  Result<std::optional<Found>> look_up(const std::string& name) const;
+  /// The same, which must be there.
   Result<Found> find(const std::string& name) const;
   bool has(const std::string& name) const;
   /// Whether the tensors in memory have one of that name, which may be a joined Linear's.
@@ -140,8 +158,13 @@ class Checkpoint {
   template <class V>
   Status check_finite(const std::string& name, const V& view, DType dtype) const;
 
+  /// Unties the embeddings where the files hold a head that differs.
+  Status compare_tied();
+
   std::string directory_;
+  std::string name_ = "model";  // of the safetensors files, before their suffix
   ModelConfig config_;
+  std::optional<DType> config_dtype_;  // where config.json names one
   std::optional<GptqConfig> gptq_;
   std::vector<std::string> notes_;
   bool sharded_ = false;

@@ -1,6 +1,8 @@
 #pragma once
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/model/config.hpp"
 #include "core/status.hpp"
@@ -11,12 +13,25 @@ namespace cf::checkpoint {
 /// rotary_emb_base, rope_scaling, torch_dtype) or 5.x (rope_parameters, dtype). An absent field has transformers'
 /// default of the type's config. Required are model_type and the sizes: hidden_size, num_hidden_layers,
 /// num_attention_heads, intermediate_size, vocab_size. GPT-NeoX's rotary_dim = floor(head_dim * rotary_pct).
+/// The table kFields of the source says which fields are read, ignored with a note, and refused.
 /// Refuses, naming `source` and the field: text that is empty or not a JSON object; another model_type; a rope_type
 /// other than "default" and, beside GPT-NeoX, "llama3"; a hidden_act that Activation lacks; a field of the wrong type;
-/// two names of one field that disagree; what ModelConfig::validate refuses. Beside GPT-NeoX also a sliding_window
-/// shorter than max_position_embeddings, which is mistral's default, experts, norms of queries and keys, attention
-/// sinks, and RoPE over a part of the head.
+/// two names of one field that disagree; a head_dim of GPT-NeoX's that is not hidden_size / num_attention_heads; what
+/// ModelConfig::validate refuses. Beside GPT-NeoX also experts, norms of queries and keys, attention sinks, and RoPE
+/// over a part of the head.
 Result<ModelConfig> parse_hf_config(std::string_view text, const std::string& source);
+
+/// A config and what else its text says.
+struct HfConfig {
+  ModelConfig config;
+  std::optional<DType> dtype;  // where the text names one
+  /// A line for each value that does not count: of a field that transformers does not read of the type, or of a name
+  /// that a nested one replaces, such as rope_theta beside rope_parameters.rope_theta.
+  std::vector<std::string> notes;
+};
+
+/// What parse_hf_config() reads and refuses, with notes.
+Result<HfConfig> parse_noted_hf_config(std::string_view text, const std::string& source);
 
 /// Reads a config.json. Refuses a file that is missing, not readable or a git-lfs pointer, and what parse_hf_config
 /// refuses.

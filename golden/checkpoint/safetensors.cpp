@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -151,6 +152,13 @@ Result<std::vector<TensorEntry>> parse_safetensors_header(std::string_view json,
   return entries;
 }
 
+SafetensorsFile::SafetensorsFile(std::string path, std::vector<TensorEntry> tensors)
+    : path_(std::move(path)), tensors_(std::move(tensors)), by_name_(tensors_.size()) {
+  std::iota(by_name_.begin(), by_name_.end(), std::size_t(0));
+  std::sort(by_name_.begin(), by_name_.end(),
+            [&](std::size_t a, std::size_t b) { return tensors_[a].name < tensors_[b].name; });
+}
+
 Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
   const auto refuse = [&](const std::string& what) { return Status::error(Code::invalid_file, path + ": " + what); };
   CF_TRY_ASSIGN(MappedFile mapped, map_file(path));
@@ -169,19 +177,15 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
   const std::string_view buffer = bytes.substr(kLengthBytes + header_bytes);
   CF_TRY_ASSIGN(auto tensors,
                 parse_safetensors_header(bytes.substr(kLengthBytes, header_bytes), buffer.data(), buffer.size(), path));
-  SafetensorsFile file;
-  file.path_ = path;
+  SafetensorsFile file(path, std::move(tensors));
   file.file_ = std::make_shared<const MappedFile>(std::move(mapped));
-  file.tensors_ = std::move(tensors);
   return file;
 }
 
 SafetensorsFile SafetensorsFile::in_memory(std::vector<TensorEntry> tensors, std::shared_ptr<const void> owner,
                                            const std::string& source) {
-  SafetensorsFile file;
-  file.path_ = source;
+  SafetensorsFile file(source, std::move(tensors));
   file.owner_ = std::move(owner);
-  file.tensors_ = std::move(tensors);
   return file;
 }
 
@@ -189,8 +193,9 @@ Status SafetensorsFile::check_file() const { return file_ ? file_->check() : Sta
 bool SafetensorsFile::is_changed() const { return file_ && file_->is_changed(); }
 
 const TensorEntry* SafetensorsFile::find(std::string_view name) const {
-  const auto it = std::find_if(tensors_.begin(), tensors_.end(), [&](const TensorEntry& t) { return t.name == name; });
-  return it == tensors_.end() ? nullptr : &*it;
+  const auto it = std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                                   [&](std::size_t i, std::string_view n) { return tensors_[i].name < n; });
+  return it == by_name_.end() || tensors_[*it].name != name ? nullptr : &tensors_[*it];
 }
 
 }  // namespace cf::checkpoint

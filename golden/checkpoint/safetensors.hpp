@@ -1,4 +1,5 @@
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -26,6 +27,7 @@ struct TensorEntry {
 /// spaces; the buffer, from whose begin data_offsets count. Tensors leave no holes, do not overlap and are in C order.
 class SafetensorsFile {
  public:
+  SafetensorsFile() = default;
   /// Refuses, naming the file and the tensor, with expected and got: a file shorter than its header asks for
   /// ("truncated"), a git-lfs pointer, a header that is not a JSON object, offsets that overlap or leave holes, sizes
   /// that do not match shape and dtype, unknown dtypes, duplicate names.
@@ -45,10 +47,13 @@ class SafetensorsFile {
   bool is_changed() const;
 
  private:
+  SafetensorsFile(std::string path, std::vector<TensorEntry> tensors);
+
   std::string path_;
   std::shared_ptr<const MappedFile> file_;  // null for tensors in a caller's memory
   std::shared_ptr<const void> owner_;       // of these
   std::vector<TensorEntry> tensors_;
+  std::vector<std::size_t> by_name_;  // places in tensors_, in the order of the names
 };
 
 /// Checks a header against the size of the buffer that follows it. SafetensorsFile::open calls this with the file's

@@ -113,7 +113,7 @@ class LeasedRunner final : public ModelRunner {
       : shared_(std::move(shared)),
         spec_(spec),
         slots_(std::move(slots)),
-        lengths_(std::int64_t(slots_.size()), shared_->capacity()),
+        lengths_(std::int64_t(slots_.size()), spec, shared_->capacity()),
         interrupt_(interrupt) {}
   /// The shared model, while this runner has slots of it.
   Result<DeviceRunner*> shared_runner() const;

@@ -73,6 +73,7 @@ std::vector<std::string> differences(const ModelConfig& a, const ModelConfig& b)
   };
   field("model_type", a.model_type, b.model_type);
   field("name", a.name, b.name);
+  field("sliding_window", a.sliding_window, b.sliding_window);
   field("num_key_value_heads", a.num_key_value_heads, b.num_key_value_heads);
   field("attention_head_dim", a.attention_head_dim, b.attention_head_dim);
   field("rope_scaling", a.rope_scaling, b.rope_scaling);
@@ -153,7 +154,6 @@ TEST_CASE("config: values with several spellings") {
   const auto rotary_dim = [](const std::string& more) { return parse(minimal(more))->rotary_dim; };
   CHECK(rotary_dim(R"(,"rotary_pct":1)") == 80);
   CHECK(rotary_dim(R"(,"rotary_pct":1.0)") == 80);
-  CHECK(rotary_dim(R"(,"partial_rotary_factor":0.5)") == 40);
   CHECK(rotary_dim(R"(,"rope_parameters":{"partial_rotary_factor":0.5})") == 40);
   CHECK(rotary_dim(R"(,"rope_parameters":{"partial_rotary_factor":0.5},"rotary_pct":0.5)") == 40);
   CHECK(rotary_dim(R"(,"rotary_pct":0.337)") == 26);  // of 26.96
@@ -253,14 +253,86 @@ TEST_CASE("config: absent fields have transformers' defaults of each type") {
   CHECK(m->head_dim() == 10);
 }
 
+TEST_CASE("config: a window is the most positions of a sequence, where the type has one") {
+  const auto window = [](const std::string& type, const std::string& more) {
+    const auto m = parse(minimal_of(type, R"(,"num_key_value_heads":4)" + more));
+    REQUIRE(m.status().message() == "");
+    const auto same = parse(to_hf_json(*m));
+    REQUIRE(same.status().message() == "");
+    CHECK(differences(*same, *m) == Names{});
+    return m->sliding_window;
+  };
+  CHECK(window("mistral", "") == 4096);  // of Mistral-7B-v0.1
+  CHECK(window("mistral", R"(,"sliding_window":null)") == 0);
+  CHECK(window("mistral", R"(,"sliding_window":63,"layer_types":["full_attention","full_attention"])") == 63);
+  CHECK(window("llama", R"(,"sliding_window":63)") == 0);
+  CHECK(window("qwen2", R"(,"sliding_window":63)") == 0);
+  CHECK(window("qwen2", R"(,"sliding_window":63,"use_sliding_window":false)") == 0);
+  // Layers from max_window_layers on slide, 28 of them do not by default.
+  const std::string slides = R"(,"sliding_window":63,"use_sliding_window":true)";
+  CHECK(window("qwen2", slides) == 0);
+  CHECK(window("qwen2", slides + R"(,"max_window_layers":2)") == 0);
+  CHECK(window("qwen2", slides + R"(,"max_window_layers":1)") == 63);
+  CHECK(window("qwen2", slides + R"(,"max_window_layers":2,"layer_types":["full_attention","sliding_attention"])") ==
+        63);
+  CHECK(window("qwen2", slides + R"(,"max_window_layers":0,"layer_types":["full_attention","full_attention"])") == 0);
+  const auto m = parse(minimal_of("mistral", R"(,"num_key_value_heads":4,"sliding_window":63)"));
+  CHECK(m->most_positions() == 63);
+  CHECK(m->spec().traits.window == 63);
+}
+
+TEST_CASE("config: null of num_key_value_heads is as many as heads, whatever the type's default") {
+  for (const char* type : {"llama", "mistral", "qwen2"})
+    CHECK(parse(minimal_of(type, R"(,"num_key_value_heads":null)"))->num_key_value_heads == 4);
+}
+
+TEST_CASE("config: a dtype's name may have torch's prefix") {
+  for (const char* field : {"dtype", "torch_dtype"})
+    CHECK(parse(minimal(",\"" + std::string(field) + "\":\"torch.bfloat16\""))->dtype == DType::bf16);
+}
+
+TEST_CASE("config: what does not count gets a note") {
+  struct Noted {
+    std::string type, more, note;  // without a note the value says what counts anyway
+  };
+  const std::vector<Noted> table{
+      {"llama", R"(,"rope_parameters":{"rope_theta":5e5},"rope_theta":1e4)",
+       "'rope_theta' is 10000.0 beside 'rope_parameters.rope_theta' 500000.0, which counts"},
+      {"llama", R"(,"rope_parameters":{"rope_theta":5e5},"rope_theta":5e5)", ""},
+      {"gpt_neox", R"(,"rope_scaling":{"partial_rotary_factor":0.5},"rotary_pct":0.25)",
+       "'rotary_pct' is 0.25 beside 'rope_scaling.partial_rotary_factor' 0.5, which counts"},
+      {"llama", R"(,"rope_scaling":{"rope_theta":1e4},"rope_parameters":{"rope_theta":2e4})",
+       "'rope_parameters' is not read beside 'rope_scaling', which counts"},
+      {"llama", R"(,"rope_scaling":{},"rope_parameters":{"rope_theta":2e4})", ""},
+      {"gpt_neox", R"(,"rope_theta":5e5)", "'rope_theta' is 500000.0, which is not read of a gpt_neox: 10000.0 counts"},
+      {"gpt_neox", R"(,"rope_theta":10000,"partial_rotary_factor":0.25,"mlp_bias":true)", ""},  // transformers 4's own
+      {"gpt_neox", R"(,"partial_rotary_factor":0.5)",
+       "'partial_rotary_factor' is 0.5, which is not read of a gpt_neox: 0.25 counts"},
+      {"qwen2", R"(,"num_key_value_heads":4,"attention_bias":false)",
+       "'attention_bias' is false, which is not read of a qwen2: true counts"},
+      {"qwen2", R"(,"num_key_value_heads":4,"attention_bias":true,"mlp_bias":false)", ""},
+      {"mistral", R"(,"num_key_value_heads":4,"attention_bias":true)",
+       "'attention_bias' is true, which is not read of a mistral: false counts"},
+      {"qwen2", R"(,"num_key_value_heads":4,"mlp_bias":true)",
+       "'mlp_bias' is true, which is not read of a qwen2: false counts"},
+      {"llama", R"(,"sliding_window":100)", "'sliding_window' is 100, which is not read of a llama: it has none"},
+      {"llama", R"(,"sliding_window":null,"pretraining_tp":1,"initializer_range":0.02)", ""}};
+  for (const Noted& n : table) {
+    CAPTURE(n.type, n.more);
+    const auto read = parse_noted_hf_config(minimal_of(n.type, n.more), "f");
+    REQUIRE(read.status().message() == "");
+    CHECK(read->notes == (n.note.empty() ? Names{} : Names{"f: " + n.note}));
+  }
+}
+
 TEST_CASE("config: what other layers ask for and is not built is refused by name") {
   const std::vector<std::tuple<std::string, std::string, std::vector<std::string_view>>> table{
-      {"mistral", R"(,"num_key_value_heads":4)", {"'sliding_window' is 4096", "null or at least", "131072"}},
-      {"mistral",
-       R"(,"num_key_value_heads":4,"sliding_window":63,"max_position_embeddings":64)",
-       {"'sliding_window' is 63"}},
-      {"llama", R"(,"sliding_window":100)", {"'sliding_window' is 100", "2048"}},
-      {"qwen2", R"(,"num_key_value_heads":4,"use_sliding_window":true,"sliding_window":9)", {"'sliding_window' is 9"}},
+      {"mistral", R"(,"num_key_value_heads":4,"sliding_window":0)", {"'sliding_window' is 0", "null or at least 1"}},
+      {"mistral", R"(,"num_key_value_heads":4,"layer_types":["sliding_attention"])", {"'layer_types'"}},
+      {"qwen2", R"(,"num_key_value_heads":4,"layer_types":["sliding_attention"])", {"'layer_types'"}},
+      {"qwen2",
+       R"(,"num_key_value_heads":4,"use_sliding_window":true,"layer_types":["chunked_attention"])",
+       {"'layer_types'", "chunked_attention", "'full_attention' and 'sliding_attention'"}},
       {"llama", R"(,"layer_types":["full_attention","sliding_attention"])", {"'layer_types'", "sliding_attention"}},
       {"llama", R"(,"num_local_experts":8)", {"'num_local_experts' is 8", "not built"}},
       {"qwen2", R"(,"num_key_value_heads":4,"num_experts":60)", {"'num_experts' is 60", "not built"}},
@@ -281,14 +353,7 @@ TEST_CASE("config: what other layers ask for and is not built is refused by name
       {"llama", R"(,"num_key_value_heads":0)", {"num_key_value_heads must be", "got 0"}},
       {"llama", R"(,"head_dim":0)", {"'head_dim' is 0", "null or at least 1"}},
       {"llama", R"(,"head_dim":81)", {"rotary_dim must be even", "got 81"}},
-      {"llama", R"(,"rms_norm_eps":0)", {"layer_norm_eps must be positive"}},
-      {"qwen2",
-       R"(,"num_key_value_heads":4,"attention_bias":false)",
-       {"expected one of the attention's biases", "qwen2"}},
-      {"mistral",
-       R"(,"num_key_value_heads":4,"sliding_window":null,"attention_bias":true)",
-       {"expected none of the attention's biases", "mistral"}},
-      {"qwen2", R"(,"num_key_value_heads":4,"mlp_bias":true)", {"the MLP's biases in qwen2", "got one"}}};
+      {"llama", R"(,"rms_norm_eps":0)", {"layer_norm_eps must be positive"}}};
   for (const auto& [type, more, parts] : table) {
     CAPTURE(type, more);
     const Status s = parse(minimal_of(type, more)).status();
@@ -367,13 +432,14 @@ TEST_CASE("config: what is no config") {
       {with("rope_parameters", R"({"rope_theta":"x"})"),
        {"'rope_parameters.rope_theta' is \"x\"", "expected a number"}},
       {with("rope_parameters", "5"), {"'rope_parameters' is 5", "expected an object"}},
-      {minimal(R"(,"rope_parameters":{"rope_theta":10000},"rotary_emb_base":20000)"),
-       {"'rotary_emb_base' is 20000", "10000", "'rope_parameters.rope_theta'"}},
+      {with("head_dim", "64"), {"'head_dim' is 64, expected 80, hidden_size / num_attention_heads, in gpt_neox"}},
       {with("rotary_emb_base", "0"), {"rope_theta must be positive", "got 0"}},
       {with("rotary_emb_base", "true"), {"'rotary_emb_base' is true", "expected a number"}},
       {with("rotary_pct", "0"), {"'rotary_pct' is 0.0", "more than 0 and at most 1"}},
       {with("rotary_pct", "1.01"), {"'rotary_pct' is 1.01", "more than 0 and at most 1"}},
       {with("rotary_pct", "1e300"), {"'rotary_pct' is 1e+300", "more than 0 and at most 1"}},
+      {with("rotary_pct", "1e30"), {"'rotary_pct' is 1e+30", "more than 0 and at most 1"}},
+      {with("rope_parameters", R"({"partial_rotary_factor":-1e30})"), {"-1e+30", "more than 0 and at most 1"}},
       {with("rotary_pct", "0.01"), {"rotary_dim must be even", "2 to head_dim 80", "got 0"}},
       {with("rotary_pct", "0.32"), {"rotary_dim must be even", "got 25"}},
       {with("layer_norm_eps", "0"), {"layer_norm_eps must be positive"}},

@@ -279,3 +279,18 @@ TEST_CASE("safetensors: whatever a name holds, a message is one printable line")
   CHECK(refusal_fault(s, Code::invalid_file, {kPath, "'a\\x0ab\\x1b[31m\\xc3\\xa9nnn", "...'"}) == "");
   CHECK(s.message().size() < 400);
 }
+
+TEST_CASE("safetensors: each of many tensors is found without a walk through all of them") {
+  // 2^18 tensors: as many walks would take hours.
+  std::vector<TensorEntry> tensors;
+  for (unsigned i = 0; i < 1u << 18; ++i) {
+    tensors.emplace_back();
+    tensors.back().name = std::to_string(i * 2654435761u);
+  }
+  const SafetensorsFile file = SafetensorsFile::in_memory(tensors, {}, "memory");
+  std::size_t found = 0;
+  for (const TensorEntry& t : tensors) found += file.find(t.name) != nullptr && file.find(t.name)->name == t.name;
+  CHECK(found == tensors.size());
+  CHECK(file.find("none") == nullptr);
+  CHECK(SafetensorsFile().find("none") == nullptr);
+}

@@ -131,8 +131,8 @@ def check_device(args: argparse.Namespace) -> int | None:
 
 
 def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
-    """The model that the arguments name, on a GPU with so many slots and entries. Prints the first note of its
-    checkpoint on stderr, and how many more."""
+    """The model that the arguments name, on a GPU with so many slots and entries. Prints its checkpoint's
+    notes on stderr."""
     if check_device(args) is None:
         model = load(args.model, activation=args.activation, threads=args.threads)
     else:
@@ -161,10 +161,14 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
 
 
 def print_notes(model: Model) -> None:
-    """Prints the first note of a checkpoint on stderr, and how many more."""
-    if model.notes:
-        more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
-        print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
+    """Prints the first note of each kind of a checkpoint on stderr, and how many more say the same of others."""
+    kinds: dict[str, list[str]] = {}
+    for note in model.notes:
+        # Without what they quote, such as a tensor's name, notes of one kind are equal.
+        kinds.setdefault("".join(note.split("'")[::2]), []).append(note)
+    for first, *others in kinds.values():
+        more = f" (and {len(others)} more like it)" if others else ""
+        print(f"{PROGRAM}: note: {first}{more}", file=sys.stderr)
 
 
 def about(command: str, args: argparse.Namespace, model: Model) -> dict[str, Any]:

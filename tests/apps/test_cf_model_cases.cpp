@@ -1,0 +1,105 @@
+// cf-model on checkpoints as users have met them: tests/checkpoint/cases.
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "golden/checkpoint/token_file.hpp"
+#include "tests/apps/run_cf_model.hpp"
+#include "tests/support/catch.hpp"
+#include "tests/support/temp_dir.hpp"
+
+namespace {
+
+using namespace cf;
+using namespace cf::test;
+
+const std::string cases = CF_CASES_DIR "/";
+
+/// Ids 3, 4, 5 ... of the cases' vocabulary of 32.
+std::vector<std::int32_t> some_ids(std::size_t count) {
+  std::vector<std::int32_t> ids(count);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = std::int32_t(3 + i % 29);
+  return ids;
+}
+
+std::string list_of(const std::vector<std::int32_t>& ids) {
+  std::string text;
+  for (std::int32_t id : ids) text += (text.empty() ? "" : ",") + std::to_string(id);
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("cf-model eval: checkpoints as users have met them score as Hugging Face's models do", "[cf_model]") {
+  struct Case {
+    std::string name;
+    double nll;        // what expected.py beside the cases prints
+    std::string note;  // on stderr; "" where there is none
+  };
+  const std::vector<Case> table{
+      {"base-model-names", 6.144497, ""},
+      {"config-dtype-text", 6.679856, ""},
+      {"gptq-dynamic-head", 6.390460, ""},
+      {"gptq-file-name", 6.390460, ""},
+      {"gptq-without-g-idx", 6.390460, ""},
+      {"mixed-dtypes", 6.681919,
+       "tensor 'model.layers.0.input_layernorm.weight' is F32, cast to bfloat16 as Hugging Face does, like 2 others"},
+      {"qwen2-attention-bias-field", 5.458980, "'attention_bias' is false, which is not read of a qwen2: true counts"},
+      {"rope-theta-twice", 6.468656,
+       "'rope_theta' is 10000.0 beside 'rope_parameters.rope_theta' 500000.0, which counts"},
+      {"tied-beside-another-head", 6.224552,
+       "'tie_word_embeddings' is true, but tensor 'lm_head.weight' differs from 'model.embed_tokens.weight': the head "
+       "counts, as in transformers 5"},
+      {"window-beyond-the-text", 6.679856, ""}};
+  const TempDir dir;
+  for (const Case& c : table) {
+    CAPTURE(c.name);
+    const std::string model = "--model '" + cases + c.name + "' ";
+    const auto r = cf_model_ok("eval " + model + "--tokens '" + cases + "ids.npy' --activation float64 --json '" +
+                               (dir / "x.json") + "'");
+    const auto report = nlohmann::json::parse(read_file(dir / "x.json"));
+    CHECK(double(report["figures"]["float64"]["nll"]["mean"]) == Approx(c.nll).margin(6e-7).epsilon(0));
+    const bool has_note = r.err.find("note: ") != std::string::npos;
+    CHECK(has_note == !c.note.empty());
+    CHECK(r.err.find(c.note) != std::string::npos);
+    CHECK(cf_model_ok("info " + model).err.find(c.note) != std::string::npos);
+  }
+}
+
+TEST_CASE("cf-model generate reads eos_token_id alone of generation_config.json", "[cf_model]") {
+  const auto r =
+      cf_model_ok("generate --model '" + cases + "generation-config-top-k' --prompt-ids 5,7,11 --max-new-tokens 6");
+  CHECK(r.out == "1,9,13,24,5,19\n");
+}
+
+TEST_CASE("cf-model: the token that would leave the window is refused", "[cf_model]") {
+  const std::string model = "--model '" + cases + "window-beyond-the-text' ";
+  CHECK(cf_model_ok("info " + model).out.find("64, the most positions of a sequence") != std::string::npos);
+  // The last id is not fed.
+  const std::string prompt = "--stop none --prompt-ids " + list_of(some_ids(60)) + " --max-new-tokens ";
+  CHECK(cf_model_ok("generate " + model + prompt + "5").exit_code == 0);
+  const ProgramRun r = cf_model("generate " + model + prompt + "6");
+  CHECK(r.exit_code == 2);
+  CHECK(r.err.find("sequence 0: the config's sliding_window of 64 entries is reached after 5 new tokens") !=
+        std::string::npos);
+  check_cf_model_refusal("generate " + model + "--max-new-tokens 1 --prompt-ids " + list_of(some_ids(65)),
+                         "prompt 0: decoder: prompt: expected at most 64 ids, the config's sliding_window, got 65");
+  const TempDir dir;
+  for (std::size_t count : {65, 66}) {
+    REQUIRE(checkpoint::write_token_file(dir / "ids.npy", some_ids(count), {std::int64_t(count)}));
+    for (const char* feed : {"token", "prompt"}) {
+      const std::string command = "eval " + model + "--tokens '" + (dir / "ids.npy") + "' --feed " + feed;
+      if (count == 65)
+        CHECK(cf_model_ok(command).exit_code == 0);
+      else
+        check_cf_model_refusal(command, "slot 0: expected at most 64 entries, the config's sliding_window, got 65");
+    }
+  }
+}
+
+TEST_CASE("cf-model refuses what a file or a config asks too much of, in one line", "[cf_model]") {
+  check_cf_model_refusal("info --model '" + cases + "truncated-many-layers'",
+                         "model.safetensors: truncated: the header asks for 1200 bytes, the file has 1000");
+  check_cf_model_refusal("info --model '" + cases + "rotary-pct-overflow'",
+                         "config.json: 'rotary_pct' is 1e+30, expected more than 0 and at most 1");
+}
