@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch  # type: ignore[import-not-found, unused-ignore]
-
-from cf_ops.hf._generation import Generation
 
 _TOGETHER = 8  # prompts of a batch: as many sequences as a GPU's fastest kernel has
 
@@ -22,9 +21,11 @@ def generate_batch(
         RequestStatus,
     )
 
-    options = {"generation_config": generation_config, "max_new_tokens": max_new_tokens}
-    options = {name: value for name, value in options.items() if value is not None}
-    config, own = Generation.of(model, options).config, model.generation_config
+    own = model.generation_config
+    config = copy.copy(own if generation_config is None else generation_config)
+    config.cache_implementation = None  # "paged" is how generate() asks for this function
+    if max_new_tokens is not None:
+        config.max_new_tokens, config.max_length = max_new_tokens, None
     ends = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
     ends = set(ends if isinstance(ends, (list, tuple)) else [ends])
     prompts, results = [list(prompt) for prompt in inputs], {}
@@ -33,7 +34,8 @@ def generate_batch(
         places = max(map(len, batch))
         ids = torch.tensor([[0] * (places - len(prompt)) + prompt for prompt in batch], device=model.device)
         mask = torch.tensor([[0] * (places - len(prompt)) + [1] * len(prompt) for prompt in batch], device=model.device)
-        rows = model.generate(ids, attention_mask=mask, return_dict_in_generate=False, **options).tolist()
+        made = model.generate(ids, attention_mask=mask, generation_config=config)
+        rows = getattr(made, "sequences", made).tolist()
         each = len(rows) // len(batch)
         for number, row in enumerate(rows):
             prompt, child = divmod(number, each)

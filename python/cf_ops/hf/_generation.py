@@ -153,7 +153,7 @@ class TokenLoop:
             if has_ends:
                 new = new * running + self._pad() * (1 - running)
             ids = torch.cat([ids, new[:, None]], dim=-1)
-            self._stream(new.cpu())
+            self._stream(new)
             running = running & ~self.criteria(ids, kept.get("scores"))
             if not running.any():
                 return self._output(ids, steps, kept)
@@ -173,7 +173,7 @@ class TokenLoop:
 
     def _stream(self, ids: Tensor) -> None:
         if self.streamer is not None:
-            self.streamer.put(ids)
+            self.streamer.put(ids.cpu())
 
     def _output(self, ids: Tensor, steps: Steps, kept: Mapping[str, tuple[Tensor, ...]]) -> Any:
         if self.streamer is not None:
