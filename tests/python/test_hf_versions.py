@@ -382,8 +382,8 @@ def test_two_caches_are_refused(root):
 
 def test_ids_behind_a_cache_alone(root):
     """Transformers takes all ids or the new ones, where the mask has a place for those of the cache too."""
-    if VERSION < (5, 0):
-        pytest.skip("this transformers takes all ids alone")
+    if VERSION < (5, 17):
+        pytest.skip("this transformers may take all ids alone")
     model = cf_ops.hf.speed_up(load(root, NAME, torch.float32))
     expected = greedy(model, padded([9]))[:, 9:]
     with torch.no_grad():

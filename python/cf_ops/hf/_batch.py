@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +12,19 @@ import torch  # type: ignore[import-not-found, unused-ignore]
 _TOGETHER = 8  # prompts of a batch: as many sequences as a GPU's fastest kernel has
 
 
+def _requests() -> Any:
+    """transformers' module of requests, whose name 4.57 has changed."""
+    package = "transformers.generation.continuous_batching"
+    name = "requests" if importlib.util.find_spec(f"{package}.requests") else "classes"
+    return importlib.import_module(f"{package}.{name}")
+
+
 def generate_batch(
     model: Any, inputs: Sequence[Sequence[int]], generation_config: Any = None, max_new_tokens: int | None = None
 ) -> dict[str, Any]:
     """What transformers' own returns: a GenerationOutput for each prompt, by the names req_0, req_1 and so on, and with
     several sequences a prompt req_0__child#0 and so on before req_0."""
-    from transformers.generation.continuous_batching.requests import (  # type: ignore[import-not-found, unused-ignore]
-        GenerationOutput,
-        RequestStatus,
-    )
-
+    requests = _requests()
     own = model.generation_config
     config = copy.copy(own if generation_config is None else generation_config)
     config.cache_implementation = None  # "paged" is how generate() asks for this function
@@ -42,10 +46,10 @@ def generate_batch(
             name = f"req_{first + prompt}" + (f"__child#{child}" if child < each - 1 else "")
             new = row[places:]
             end = next((place for place, id in enumerate(new) if id in ends), len(new))
-            results[name] = GenerationOutput(
+            results[name] = requests.GenerationOutput(
                 request_id=name,
                 prompt_ids=batch[prompt],
                 generated_tokens=new[: end + 1],
-                status=RequestStatus.FINISHED,
+                status=requests.RequestStatus.FINISHED,
             )
     return results
