@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Set as AbstractSet
@@ -29,9 +30,11 @@ _NO_TENSORS = "a cache of cf_ops holds no keys and values of torch: expected the
 
 def cache_field(output: type) -> str:
     """The field of an output class of transformers that has the cache: past_key_values, and cache from 5.24 on."""
-    return next(field.name for field in dataclasses.fields(output) if "Cache" in str(field.type))
+    names = (field.name for field in dataclasses.fields(output) if "Cache" in str(field.type))
+    return next(names, "past_key_values")  # of which 4.56 says for generate()'s output that it is a tuple
 
 
+@functools.cache
 def cache_parameter(forward: Any) -> str:
     """The parameter of a forward of transformers that takes the cache."""
     parameters = inspect.signature(forward).parameters

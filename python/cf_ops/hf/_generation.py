@@ -123,7 +123,8 @@ class TokenLoop:
         ids: list[int] = logits[:, -1].float().argmax(-1).tolist()
         made, running, stop = [ids], list(range(len(ids))), sorted(ends.ids)
         while True:
-            self._stream(torch.tensor(ids))
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(ids))
             running = [row for row in running if ids[row] not in ends.ids]
             if not running or len(made) == ends.most:
                 break
@@ -153,7 +154,8 @@ class TokenLoop:
             if has_ends:
                 new = new * running + self._pad() * (1 - running)
             ids = torch.cat([ids, new[:, None]], dim=-1)
-            self._stream(new.cpu())
+            if self.streamer is not None:
+                self.streamer.put(new.cpu())
             running = running & ~self.criteria(ids, kept.get("scores"))
             if not running.any():
                 return self._output(ids, steps, kept)
@@ -170,10 +172,6 @@ class TokenLoop:
         if pad is None:
             pad = ends[0] if isinstance(ends, (list, tuple)) else ends
         return -1 if pad is None else int(pad)
-
-    def _stream(self, ids: Tensor) -> None:
-        if self.streamer is not None:
-            self.streamer.put(ids)
 
     def _output(self, ids: Tensor, steps: Steps, kept: Mapping[str, tuple[Tensor, ...]]) -> Any:
         if self.streamer is not None:

@@ -22,6 +22,7 @@ _STOCK_TYPES = (
     torch.nn.LayerNorm,
     torch.nn.Linear,
     torch.nn.ModuleList,
+    torch.nn.SiLU,  # in transformers before 4.57
 )
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
