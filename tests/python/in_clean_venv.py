@@ -2,9 +2,9 @@
 """Builds the sdist, from that the wheel, as a release does, installs it in a virtual environment of its own, and there
 runs mypy and the tests of this folder.
   in_clean_venv.py FOLDER [PYTEST ARGUMENT...]
-FOLDER is where the environment, the sdist, the wheel and its build lie; they are made anew. The wheel has the CPU backend
-alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where PyPI cannot
-be reached or Python has no venv: the package's tests are skipped then.
+FOLDER is where the environment, the sdist, the wheel and its build lie; they are made anew. The wheel has the CPU
+backend alone, unless the variable CF_CUDA says AUTO or ON: the CUDA backend takes many minutes. Exits with 77 where
+PyPI cannot be reached or Python has no venv: the package's tests are skipped then.
 """
 
 import glob
@@ -19,8 +19,8 @@ import zipfile
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
 SKIPPED = 77
 # What the sdist has: all that a wheel is built from, and no tests, data, programs or scripts of other work.
-SDIST = ["CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "core", "cpu_ref", "cuda", "golden", "golden/CMakeLists.txt",
-         "golden/checkpoint", "pyproject.toml", "python", "python/CMakeLists.txt", "python/README.md", "python/cf_ops",
+SDIST = ["CHANGELOG.md", "CMakeLists.txt", "LICENSE", "PKG-INFO", "core", "cpu_ref", "cuda", "golden",
+         "golden/CMakeLists.txt", "golden/checkpoint", "pyproject.toml", "python", "python/CMakeLists.txt", "python/README.md", "python/cf_ops",
          "python/contracts.py", "python/src", "scripts", "scripts/cfConfig.cmake.in", "scripts/cuda_resources",
          "scripts/ptxas_log", "scripts/uninstall.cmake"]  # fmt: skip
 

@@ -252,7 +252,7 @@ class Test(Scripts):
         with open(log, "w", encoding="utf-8") as file:
             file.write("1 passed in 1.00s\nSKIPPED [1] x.py: no torch\n404 passed, 31 skipped in 99.12s (0:01:39)\n")
         self.assertEqual(self.presets("--fast")[1].splitlines()[-1],
-                         f"release: {expected}, 31 more inside the Python package")  # fmt: skip
+                         f"release: {expected}, 31 more inside the package")  # fmt: skip
 
     def test_a_long_test_is_named_while_it_runs(self):
         ctest = """echo "      Start  1: quick"

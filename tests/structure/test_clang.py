@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""clang has nothing to say of the libraries and the programs: each source is parsed with the flags of the build, which may
-be another compiler's.
+"""clang has nothing to say of the libraries and the programs: each source is parsed with the flags of the build, which
+may be another compiler's.
   test_clang.py BUILD_DIR [TestCase...]
 The compiler is clang++, or what the variable CF_CLANGXX names. Skips where there is none."""
 
