@@ -38,7 +38,6 @@ class Child {
  public:
   explicit Child(const std::string& command) : pid_(::fork()) {
     if (pid_ == 0) {
-      for (const int number : {SIGINT, SIGTERM, SIGHUP}) ::signal(number, SIG_DFL);  // Catch has handlers of its own
       ::execl("/bin/sh", "sh", "-c", ("exec " + command).c_str(), nullptr);
       ::_exit(127);
     }
@@ -49,11 +48,14 @@ class Child {
     siginfo_t info{};
     return ::waitid(P_PID, id_t(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid == 0;
   }
-  /// Waits until it has a handler of the signal.
+  /// Waits until it is one of the programs, and has a handler of the signal.
   void wait_for_handler(int number) const {
     for (bool handled = false; runs() && !handled; sleep_ms(20)) {
       std::ifstream status("/proc/" + std::to_string(pid_) + "/status");
-      for (std::string word; status >> word;)
+      std::string word;
+      status >> word >> word;  // "Name: cf-model"
+      if (!word.starts_with("cf-")) continue;
+      while (status >> word)
         if (word == "SigCgt:" && status >> word) handled = std::stoull(word, nullptr, 16) >> (number - 1) & 1;
     }
   }
