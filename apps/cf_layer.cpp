@@ -182,7 +182,7 @@ DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
 Status check_run(const Options& o, Plan& plan) {
   const Source& source = *plan.source;
   CF_TRY(check_memory(source, o, *std::max_element(plan.kv_lens.begin(), plan.kv_lens.end())));
-  CF_TRY(cpu_ref::start_threads("--threads", o.threads));
+  CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
   if (source.is_checkpoint())
     for (std::int64_t layer : plan.layers) {
       CF_TRY_ASSIGN(const golden::GoldenWeights loaded, source.load(layer));

@@ -20,10 +20,15 @@ Status cannot_write(const std::string& path, int error) {
 }
 
 /// The file to replace: the target of a symbolic link, so that the link stays, also where the target does not exist.
+/// What /dev/stdout links to may have no path: then the link itself is it.
 std::string resolved(const std::string& path) {
   constexpr int most_links = 40;  // as Linux
   fs::path target(path);
   std::error_code error;
+  if (fs::exists(target, error)) {
+    const fs::path known = fs::canonical(target, error);
+    return error ? path : known.string();
+  }
   for (int i = 0; i < most_links && fs::is_symlink(target, error); ++i)
     target = target.parent_path() / fs::read_symlink(target, error);
   return target.string();

@@ -116,8 +116,7 @@ Status check_total_memory(double bytes, std::string_view needs) {
 Status check_threads(std::string_view option, std::int64_t threads) {
   if (threads < 1 || threads > kMostThreads)
     return Status::error(Code::invalid_argument, std::string(option) + ": expected 1 to " +
-                                                     std::to_string(kMostThreads) + " threads, got " +
-                                                     std::to_string(threads));
+                                                     std::to_string(kMostThreads) + ", got " + std::to_string(threads));
   std::vector<std::jthread> others;
   std::latch all_started(1);
   Status status;

@@ -153,8 +153,10 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
   t.final_norm = row_of(final_norm_, 0, logits.shape[0]);
   const Checks checks(check_);
   CF_TRY(for_each_model_site(spec_, weights_, t, [&](const ModelSite& site, const auto& args) -> Status {
-    if (const Status status = cpu_ref::run(args); !status)
+    if (const Status status = cpu_ref::run(args); !status) {
+      if (check_) CF_TRY(check_());  // what it says is not the site's fault
       return Status::error(status.code(), site.name() + ": " + status.message());
+    }
     if (condition_) CF_TRY(add_part(args, *condition_));
     return visit ? visit(site, tensors_of(args)) : Status{};
   }));

@@ -32,9 +32,9 @@ Status start_threads(std::string_view option, std::int64_t threads) {
 #pragma omp parallel reduction(min : least)
   if (omp_get_thread_num() > 0) least = std::min(least, stack_bytes());
   if (least == kLeastStackBytes) return {};
-  return Status::error(Code::out_of_memory, "OMP_STACKSIZE: expected stacks of at least " +
-                                                std::to_string(kLeastStackBytes >> 10) + " KiB for each thread, got " +
-                                                std::to_string(least >> 10));
+  return Status::error(Code::invalid_argument, "OMP_STACKSIZE: expected stacks of at least " +
+                                                   std::to_string(kLeastStackBytes >> 10) +
+                                                   " KiB for each thread, got " + std::to_string(least >> 10));
 }
 
 }  // namespace cf::cpu_ref

@@ -70,7 +70,7 @@ ModelChoice choice_of(const ModelOptions& o) {
 }
 
 Result<RunningModel> load_for(const ModelOptions& o, std::int64_t slots, std::int64_t capacity) {
-  CF_TRY(cpu_ref::start_threads("--threads", o.threads));
+  CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
   const ModelChoice choice = choice_of(o);
   RunningModel running;
   // Before the weights are loaded, which may take long.

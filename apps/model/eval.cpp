@@ -56,6 +56,8 @@ Status for_each_prediction(ModelRunner& model, std::span<const std::int32_t> ids
   }
   for (std::int64_t first = 0; first < std::int64_t(ids.size()); first += chunk) {
     const auto part = ids.subspan(std::size_t(first), std::min(std::size_t(chunk), ids.size() - std::size_t(first)));
+    const double needed = double(part.size()) * double(vocab) * double(size_bytes(model.activation()));
+    CF_TRY(check_free_memory(needed, fmt::format("the logits of {} ids need {}", part.size(), gigabytes(needed))));
     Tensor rows(model.activation(), {std::int64_t(part.size()), vocab});
     CF_TRY(model.forward(0, first, part, rows.view<2>()));
     for (std::int64_t i = std::max<std::int64_t>(0, skipped - first); i < std::int64_t(part.size()); ++i) {

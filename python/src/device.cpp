@@ -76,6 +76,7 @@ class GuardedModel final : public DeviceRunner {
     return model_->copy_logits(slots, logits);
   }
   void watch(Visit visit) override { model_->watch(std::move(visit)); }
+  void check_between(Check check) override { model_->check_between(std::move(check)); }
   Status fetch(const SiteTensor& tensor, void* to) override {
     const DeviceGuard guard(device_);
     CF_TRY(guard.status());

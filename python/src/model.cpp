@@ -93,7 +93,8 @@ struct Weights {
   std::shared_ptr<const void> owner;
   std::vector<std::string> notes;
   Place place = Place::host;
-  std::int64_t copied_bytes = 0;  // of tensors that were joined when they were loaded
+  std::int64_t copied_bytes = 0;                       // of tensors that were joined when they were loaded
+  std::optional<checkpoint::Checkpoint> checkpoint{};  // while the weights lie in its files
 
   std::int64_t bytes() const {
     std::int64_t sum = 0;
@@ -113,6 +114,7 @@ struct Weights {
     tie_embeddings(spec, weights);
     place = Place::none;
     owner.reset();
+    checkpoint.reset();
   }
 };
 
@@ -137,10 +139,13 @@ Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
 }
 
 Weights open(const std::string& directory) {
+  checkpoint::guard_mapped_files();
   return take([&]() -> Result<Weights> {
     const nb::gil_scoped_release release;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
-    return load(opened, Place::host);
+    CF_TRY_ASSIGN(Weights w, load(opened, Place::host));
+    w.checkpoint = opened;
+    return w;
   }());
 }
 
@@ -248,13 +253,8 @@ nb::dict config_of(const Weights& w) {
   return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(checkpoint::to_hf_json(w.config)));
 }
 
-/// Lets Python handle signals at every site.
-ModelRunner::Visit notice(Interrupt& interrupt) {
-  return [&interrupt](auto&&...) { return interrupt.check(); };
-}
-
-/// A model that takes memory for its cache and activations, once that memory is known to be free. It notices signals
-/// while it works.
+/// A model that takes memory for its cache and activations, once that memory is known to be free. While it works it
+/// notices signals, and files of its weights that become shorter.
 std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int64_t capacity, std::int64_t chunk,
                                   const std::string& activation, Interrupt& interrupt) {
   const std::optional<DType> dtype = dtype_from_string(activation);
@@ -268,7 +268,10 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
     CF_TRY(Model::check_memory(w.config.name, w.config, options));
     return Model::create(w.config, w.weights, w.owner, options);
   }());
-  model->watch(notice(interrupt));
+  model->check_between([&interrupt, checkpoint = w.checkpoint]() -> Status {
+    if (checkpoint) CF_TRY(checkpoint->check_files());
+    return interrupt.check();
+  });
   return model;
 }
 
@@ -514,12 +517,11 @@ class Runner {
       for (const auto& [name, shape] : shapes) made[name].rows = Tensor(model_->activation(), shape);
       if (!made.empty())
         model_->watch([&](const ModelSite& site, std::span<const ModelRunner::SiteTensor> tensors) -> Status {
-          CF_TRY(append_taps(*model_, site, tensors, made));
-          return interrupt_.check();
+          return append_taps(*model_, site, tensors, made);
         });
       const Status ran = forward();
       if (ran) has_logits_[std::size_t(slot)] = false;
-      if (!made.empty()) model_->watch(cpu_ ? notice(interrupt_) : ModelRunner::Visit());
+      if (!made.empty()) model_->watch({});
       return ran;
     }));
     std::map<std::string, Array> taps;

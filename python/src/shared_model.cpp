@@ -71,10 +71,14 @@ Result<DeviceRunner*> LeasedRunner::shared_runner() const {
 
 template <class Pass>
 Status LeasedRunner::watched(ModelRunner& model, Pass&& pass) {
-  if (!visit_) return pass();
-  model.watch(visit_);
+  model.check_between([this]() -> Status {
+    CF_TRY(interrupt_.check());
+    return check_ ? check_() : Status();
+  });
+  if (visit_) model.watch(visit_);
   const Status ran = pass();
-  model.watch({});
+  if (visit_) model.watch({});
+  model.check_between({});
   return ran;
 }
 

@@ -70,8 +70,8 @@ class SharedModel {
   std::vector<bool> taken_;  // by slot
 };
 
-/// Some slots of a shared model as a model of their own. Before each pass Python handles signals. All calls must be in
-/// the shared model's turn.
+/// Some slots of a shared model as a model of their own. Before each step and each pass of a prompt Python handles
+/// signals. All calls must be in the shared model's turn.
 class LeasedRunner final : public ModelRunner {
  public:
   /// Refuses more slots than are free, and less than one.
@@ -98,6 +98,7 @@ class LeasedRunner final : public ModelRunner {
   void release(std::int64_t slot) override;
   /// The visitor sees the passes of this runner alone.
   void watch(Visit visit) override { visit_ = std::move(visit); }
+  void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
 
   /// forward() and step(), which write logits (tokens, vocab) to the device's memory. `stream` is CUDA's handle of a
@@ -117,7 +118,7 @@ class LeasedRunner final : public ModelRunner {
         interrupt_(interrupt) {}
   /// The shared model, while this runner has slots of it.
   Result<DeviceRunner*> shared_runner() const;
-  /// Runs pass(), and calls this runner's visitor for the sites of the model.
+  /// Runs pass(). Python handles signals meanwhile, and this runner's visitor is called for the sites of the model.
   template <class Pass>
   Status watched(ModelRunner& model, Pass&& pass);
   /// Runs pass() between what is on the stream and what comes there later.
@@ -133,6 +134,7 @@ class LeasedRunner final : public ModelRunner {
   std::vector<std::int64_t> slots_;  // by this runner's own number; none once closed
   SlotLengths lengths_;
   Visit visit_;
+  Check check_;
   Interrupt& interrupt_;
 };
 

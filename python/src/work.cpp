@@ -17,7 +17,6 @@ namespace {
 
 std::atomic<int> threads = omp_get_max_threads();
 
-constexpr std::int64_t kMostThreads = 1024;
 constexpr long long kNsBetweenChecks = 50'000'000;
 
 }  // namespace
@@ -27,7 +26,16 @@ Status Turns::check() const {
   return Status::error(Code::device_error, "a signal's handler used the object whose work it interrupted");
 }
 
-void use_threads() { omp_set_num_threads(threads); }
+Status use_threads() {
+  static std::atomic<int> started = 0;
+  const int n = threads;
+  if (n != started) {
+    CF_TRY(cpu_ref::start_threads("OMP_NUM_THREADS", n));
+    started = n;
+  }
+  omp_set_num_threads(n);
+  return {};
+}
 
 Status Interrupt::check() {
   const long long now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
@@ -41,9 +49,6 @@ void bind_threads(nb::module_& m) {
   m.def(
       "set_num_threads",
       [](std::int64_t n) {
-        if (n < 1 || n > kMostThreads)
-          check(Status::error(Code::invalid_argument,
-                              "threads: expected 1 to " + std::to_string(kMostThreads) + ", got " + std::to_string(n)));
         check(check_threads("threads", n));
         threads = int(n);
       },

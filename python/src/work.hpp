@@ -12,8 +12,8 @@
 namespace cf::python {
 
 /// Gives the calling thread's parallel work the number of threads that set_num_threads() chose. OpenMP keeps that
-/// number for each thread by itself.
-void use_threads();
+/// number for each thread by itself. Refuses what cpu_ref::start_threads() refuses of OMP_NUM_THREADS and OMP_STACKSIZE.
+Status use_threads();
 
 /// Adds set_num_threads(), num_threads() and instruction_set() to the module.
 void bind_threads(nanobind::module_& m);
@@ -60,7 +60,7 @@ auto work(Turns& turns, F&& f) {
   auto result = [&] {
     const nanobind::gil_scoped_release release;
     const Turns::Turn turn(turns);
-    use_threads();
+    if (const Status usable = use_threads(); !usable) return decltype(f())(usable);
     return f();
   }();
   if (PyErr_Occurred()) throw nanobind::python_error();

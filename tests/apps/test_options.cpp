@@ -175,6 +175,30 @@ TEST_CASE("a file is written once, and never one that is read") {
   CHECK(read_file(x) == "text");
 }
 
+TEST_CASE("a file of a directory that is read is never written") {
+  const TempDir dir;
+  std::filesystem::create_directories(dir / "m/inner");
+  for (const char* name : {"m/a", "m/inner/b", "apart"}) write_file(dir / name, "text");
+  std::filesystem::create_symlink("m", dir / "link");
+  std::filesystem::create_hard_link(dir / "m/a", dir / "hard");
+  const auto faults_of = [&](const std::string& directory, const std::string& output) {
+    std::string model, json;
+    CommandLine line("Does nothing.");
+    line.text("--model", model, "A directory");
+    line.reads("--model");
+    line.output("--json", json, "JSON");
+    return Program::parse(line, {"--model", dir / directory, "--json", dir / output});
+  };
+  for (const char* directory : {"m", "m/", "m/../m", "link"})
+    for (const char* output : {"m/a", "m/inner/b", "link/a", "m/../m/a", "hard"})
+      CHECK(faults_of(directory, output) == "--json: expected a file of its own, got '" + (dir / output) +
+                                                "', which is one of --model " + (dir / directory));
+  CHECK(faults_of("apart", "apart") ==
+        "--json: expected a file of its own, got '" + (dir / "apart") + "' as for --model");
+  for (const char* output : {"apart", "new", "m/new"}) CHECK(faults_of("m", output) == "");
+  CHECK(faults_of("absent", "m/a") == "");
+}
+
 TEST_CASE("all faults of a command line are one line") {
   CHECK(
       Program().faults({"--batch", "abc", "--jsn", "x", "--seed", "-1", "--group", "9", "--csv", ""}) ==
@@ -256,6 +280,9 @@ TEST_CASE("running out of memory or threads is one line and bad input") {
   const std::string line = stderr_of([&] { code = run_main(out_of_threads); });
   CHECK(line.find("Resource temporarily unavailable") != line.npos);
   CHECK(std::count(line.begin(), line.end(), '\n') == 1);
+  CHECK(code == kBadInput);
+  CHECK(stderr_of([&] { code = run_main([]() -> int { throw std::logic_error("a fault\nof two lines"); }); }) ==
+        program_name() + ": a fault of two lines\n");
   CHECK(code == kBadInput);
   CHECK(run_main([] { return 7; }) == 7);
 }

@@ -117,6 +117,37 @@ double status_bytes(const std::string& field) {
 
 }  // namespace
 
+TEST_CASE("checkpoint: a file that becomes shorter is named, and ends no process", "[checkpoint]") {
+  guard_mapped_files();
+  const TempDir dir;
+  const Model model(small_model());
+  write_checkpoint(dir.path(), model.config, model.shards(1));
+  const std::string path = dir / kSingle;
+  const auto size = std::filesystem::file_size(path);
+  auto checkpoint = Checkpoint::open(dir.path());
+  REQUIRE(checkpoint);
+  const auto layer = checkpoint->layer(2);
+  REQUIRE(layer);
+  CHECK(checkpoint->check_files());
+  CHECK(checkpoint->changes().empty());
+  std::filesystem::last_write_time(path, std::filesystem::file_time_type::clock::now() + std::chrono::hours(1));
+  CHECK(checkpoint->check_files());
+  CHECK(checkpoint->changes() == std::vector<std::string>{path + ": was changed while it was used"});
+
+  std::filesystem::resize_file(path, 4096);
+  const std::string said = path + ": expected the " + std::to_string(size) + " bytes that it had when it was opened, " +
+                           "got 4096: it became shorter while it was used";
+  CHECK(refusal_fault(checkpoint->check_files(), Code::io_error, {said}) == "");
+  CHECK(refusal_fault(checkpoint->check_finite(*layer), Code::io_error, {said}) == "");
+  // Zeros were read; the file's own length does not make them its bytes.
+  std::filesystem::resize_file(path, size);
+  CHECK(refusal_fault(checkpoint->check_files(), Code::io_error, {path + ": could not be read while it was used"}) ==
+        "");
+  // What is mapped later is whole, and a signal of another's memory is another's.
+  write_checkpoint(dir.path(), model.config, model.shards(1));
+  check_layers(dir.path(), model);
+}
+
 TEST_CASE("checkpoint: one file or shards, every dtype, aligned or not") {
   const DType dtype = GENERATE(DType::f16, DType::bf16, DType::f32);
   const std::size_t shards = GENERATE(1, 2, 5), shift = GENERATE(0, 1, 2);

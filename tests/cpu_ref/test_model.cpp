@@ -118,6 +118,36 @@ TEST_CASE("The walk of a model names every module in Hugging Face's order", "[mo
   CHECK(taps.back() == "logits");
 }
 
+TEST_CASE("A check ends a call, and the calls after it are as if that had not been", "[model]") {
+  const Small small(small_spec());
+  const auto model = small.model({.capacity = 40, .chunk = 4}), other = small.model({.capacity = 40, .chunk = 4});
+  const Ids prompt = ids_of(30, 5);
+  int asked = 0, most = std::numeric_limits<int>::max();
+  model->check_between(
+      [&]() -> Status { return ++asked <= most ? Status() : Status::error(Code::io_error, "interrupted"); });
+  require_ok(model->prefill(0, 0, prompt));
+  CHECK(asked >= 8);  // once at the end of each chunk at least
+  asked = 0;
+  most = 3;
+  model->release(0);
+  const Status ended = model->prefill(0, 0, prompt);
+  CHECK(ended.code() == Code::io_error);
+  CHECK(ended.message() == "interrupted");  // without a site's name, whose fault it is not
+  CHECK(model->length(0) < 30);
+  const ModelRunner::Token token{.slot = 0, .id = 1, .position = model->length(0)};
+  CHECK(model->step(std::span(&token, 1)).message() == "interrupted");
+  model->check_between({});
+  for (Model* m : {model.get(), other.get()}) require_ok(m->prefill(0, 0, prompt));
+  CHECK(bits(taken(model->logits(0))) == bits(taken(other->logits(0))));
+}
+
+TEST_CASE("A model whose cache does not fit the free memory is refused before it is taken", "[model]") {
+  const Small small(small_spec());
+  CHECK(
+      refusal_fault(Model::create(small.spec, small.weights->weights, small.weights, {.capacity = 1000000000}).status(),
+                    Code::out_of_memory, {"1 slots of 1000000000 entries need ", "of memory that are free"}) == "");
+}
+
 TEST_CASE("The list of taps is what a pass makes", "[model]") {
   const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{.bits = 4, .group_size = 16});
   ModelSpec spec = small_spec(2);
