@@ -584,7 +584,7 @@ def load(
     if threads is not None:
         _core.set_num_threads(threads)
     path = os.fspath(path_or_preset)
-    weights, eos_token_ids = open_weights(path, dtype)
+    weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None)
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
     model = on_device(
@@ -600,13 +600,13 @@ def load(
     return model
 
 
-def open_weights(path: str, dtype: str | None = None) -> tuple[_core.Weights, list[int]]:
+def open_weights(path: str, dtype: str | None = None, *, for_gpu: bool = False) -> tuple[_core.Weights, list[int]]:
     """The weights of a checkpoint or of a preset, and the ids that end a text. Raises what :func:`load` raises."""
     if path in _core.presets() and not os.path.isdir(path):
         return _core.Weights.preset(path, "float16" if dtype is None else dtype), []
     if dtype is not None:
         raise ValueError(f"dtype: expected it with a preset alone, got {dtype!r} for {path}, whose files have a dtype")
-    return _core.Weights.open(path), _core.eos_token_ids(path)
+    return _core.Weights.open(path, for_gpu=for_gpu), _core.eos_token_ids(path)
 
 
 def on_device(
