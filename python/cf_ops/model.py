@@ -299,7 +299,8 @@ class Model:
 
     @property
     def notes(self) -> list[str]:
-        """Contradictions in the checkpoint and how they were resolved, a line each."""
+        """Contradictions in the checkpoint and how they were resolved, fields that do not count, and casts, a line
+        each."""
         return self.weights.notes
 
     @property
@@ -556,6 +557,9 @@ def load(
 
     path_or_preset: the directory; or, where there is none of this name, a model of the Pythia suite, such as
     "pythia-70m", with procedural weights of `dtype` ("float16", where it is None).
+
+    Where Mistral's or Qwen2's config has a sliding_window, a sequence may have so many positions: within it every key is
+    seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
 
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
