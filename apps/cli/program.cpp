@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <map>
 #include <new>
+#include <set>
 #include <system_error>
 
 namespace cf::apps {
@@ -46,12 +47,12 @@ void print_notes(const std::vector<std::string>& notes) {
     }
     return kind;
   };
-  std::map<std::string, int> counts;
-  for (const std::string& note : notes) ++counts[kind_of(note)];
+  std::map<std::string, std::set<std::string>> kinds;
+  for (const std::string& note : notes) kinds[kind_of(note)].insert(note);
   for (const std::string& note : notes) {
-    const auto kind = counts.extract(kind_of(note));
+    const auto kind = kinds.extract(kind_of(note));
     if (kind.empty()) continue;  // its first one was printed
-    const int more = kind.mapped() - 1;
+    const std::size_t more = kind.mapped().size() - 1;
     say("note: " + note + (more > 0 ? fmt::format(" (and {} more like it)", more) : ""));
   }
 }

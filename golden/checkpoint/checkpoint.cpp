@@ -656,8 +656,9 @@ class Checkpoint::Loader {
       return refuse(dtype == DType::i32 ? "dtype I32" : "dtype F16, BF16 or F32", entry.stored_dtype);
     const bool is_cast = dtype != DType::i32 && *stored != dtype;
     if (is_cast && checkpoint_.in_memory_)
-      return refuse("dtype " + std::string(to_string(dtype)) + (is_dense ? " as " + quote(first_) + " has" : ""),
-                    std::string(to_string(*stored)));
+      return is_dense ? refuse("dtype " + std::string(to_string(dtype)) + " as " + quote(first_) + " has",
+                               std::string(to_string(*stored)))
+                      : refuse("dtype F16", entry.stored_dtype);
 
     const void* data = entry.data;
     if (is_cast || reinterpret_cast<std::uintptr_t>(data) % size_bytes(dtype)) {
@@ -767,6 +768,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
                                                      std::to_string(config_.num_hidden_layers - 1) + ", got " +
                                                      std::to_string(index));
   try {
+    if (!sharded_) CF_TRY(file(single_file()).status());  // what cannot be opened lacks no tensor
     CheckpointLayer layer{.index = index, .weights = {}, .storage = {}, .notes = notes_};
     CF_TRY(check_kinds(index, layer.weights));
     Loader loader(*this);
@@ -788,6 +790,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
 
 Result<CheckpointModel> Checkpoint::model() const {
   try {
+    if (!sharded_) CF_TRY(file(single_file()).status());
     CheckpointModel model{.weights = {}, .storage = {}, .notes = notes_};
     std::vector<LayerWeights>& layers = model.weights.layers;
     layers.resize(std::size_t(config_.num_hidden_layers));

@@ -230,7 +230,11 @@ std::int64_t read_window(Reading& r) {
                        may_slide ? "'full_attention' and 'sliding_attention'" : "'full_attention' alone");
     }
   }
-  if (const auto given = r.read.find("sliding_window"); given != r.read.end() && given->is_null()) return 0;
+  if (const auto given = r.read.find("sliding_window"); given != r.read.end() && given->is_null()) {
+    if (qwen2 && slides && r.read.contains("layer_types"))
+      r.refuse_value("sliding_window", "null", "at least 1 with layers of 'sliding_attention'");
+    return 0;
+  }
   const auto window = r.fields.get<std::int64_t>("sliding_window", 4096);
   if (!slides) return 0;
   if (window < 1) r.refuse_value("sliding_window", std::to_string(window), "null or at least 1");

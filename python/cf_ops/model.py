@@ -299,7 +299,8 @@ class Model:
 
     @property
     def notes(self) -> list[str]:
-        """Contradictions in the checkpoint and how they were resolved, a line each."""
+        """Contradictions in the checkpoint and how they were resolved, fields that do not count, and casts, a line
+        each."""
         return self.weights.notes
 
     @property
@@ -557,6 +558,9 @@ def load(
     path_or_preset: the directory; or, where there is none of this name, a model of the Pythia suite, such as
     "pythia-70m", with procedural weights of `dtype` ("float16", where it is None).
 
+    Where Mistral's or Qwen2's config has a sliding_window, a sequence may have so many positions: within it every key is
+    seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
+
     device: "cpu", or "cuda" or "cuda:1" for a GPU. A GPU gets a copy of the weights and a cache of `slots` (1) sequences
     of `capacity` (2048) entries, and computes in the weights' own dtype. impl: how its steps are launched, "auto" for
     the fastest that takes them, or "unfused", "graph", "split", "layer", "persistent".
@@ -584,7 +588,7 @@ def load(
     if threads is not None:
         _core.set_num_threads(threads)
     path = os.fspath(path_or_preset)
-    weights, eos_token_ids = open_weights(path, dtype)
+    weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None)
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
     model = on_device(
@@ -600,13 +604,13 @@ def load(
     return model
 
 
-def open_weights(path: str, dtype: str | None = None) -> tuple[_core.Weights, list[int]]:
+def open_weights(path: str, dtype: str | None = None, *, for_gpu: bool = False) -> tuple[_core.Weights, list[int]]:
     """The weights of a checkpoint or of a preset, and the ids that end a text. Raises what :func:`load` raises."""
     if path in _core.presets() and not os.path.isdir(path):
         return _core.Weights.preset(path, "float16" if dtype is None else dtype), []
     if dtype is not None:
         raise ValueError(f"dtype: expected it with a preset alone, got {dtype!r} for {path}, whose files have a dtype")
-    return _core.Weights.open(path), _core.eos_token_ids(path)
+    return _core.Weights.open(path, for_gpu=for_gpu), _core.eos_token_ids(path)
 
 
 def on_device(

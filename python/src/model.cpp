@@ -118,13 +118,18 @@ struct Weights {
   }
 };
 
-/// Loads all weights of a checkpoint. Looks at their values where they lie on the host.
-Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
+/// Loads all weights of a checkpoint. Looks at their values where they lie on the host; those of a model that the host
+/// runs must fit into its memory.
+Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place, bool runs_on_host) {
   Result<checkpoint::CheckpointModel> model = checkpoint.model();
   // What is missing inside a checkpoint is a fault of the checkpoint: not_found is kept for its files.
   if (!model && model.status().code() == Code::not_found)
     return Status::error(Code::invalid_file, model.status().message());
   CF_TRY(model.status());
+  if (runs_on_host) {
+    const auto needed = double(weight_bytes(checkpoint.config().spec(), model->weights));
+    CF_TRY(check_total_memory(needed, checkpoint.config().name + ": the weights need " + gigabytes(needed)));
+  }
   if (place == Place::host) CF_TRY(checkpoint.check_finite(*model));
   std::int64_t copied_bytes = 0;
   for (const Tensor& copy : model->storage->copies) copied_bytes += std::int64_t(copy.size_bytes());
@@ -138,12 +143,12 @@ Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place) {
   return w;
 }
 
-Weights open(const std::string& directory) {
+Weights open(const std::string& directory, bool for_gpu) {
   checkpoint::guard_mapped_files();
   return take([&]() -> Result<Weights> {
     const nb::gil_scoped_release release;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
-    CF_TRY_ASSIGN(Weights w, load(opened, Place::host));
+    CF_TRY_ASSIGN(Weights w, load(opened, Place::host, !for_gpu));
     w.checkpoint = opened;
     return w;
   }());
@@ -209,7 +214,7 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
     if (on_device) CF_TRY(opened.check_dense_whole());
-    return load(opened, on_device ? Place::device : Place::host);
+    return load(opened, on_device ? Place::device : Place::host, false);
   }());
 }
 
@@ -741,9 +746,10 @@ void bind_weights(nb::module_& m) {
       "config"_a, "Raises ValueError for a config.json's text of a model that the library does not have.");
   nb::class_<Weights>(m, "Weights", "A model's weights, shared by all that step them and never copied.")
       .def_static(
-          "open", &open, "directory"_a,
+          "open", &open, "directory"_a, nb::kw_only(), "for_gpu"_a = false,
           "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
-          "or holds no checkpoint, and ValueError for one that is damaged or has a weight that is not finite.")
+          "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, and, but for "
+          "a GPU, MemoryError for one that is larger than this machine's memory.")
       .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0,
                   "A model of the Pythia suite, such as \"pythia-70m\", with procedural weights of a dtype. Raises "
                   "FileNotFoundError for another name, with the names that there are, and MemoryError.")

@@ -707,7 +707,9 @@ TEST_CASE("cf-layer --model: quantised and mixed checkpoints, and what contradic
   const ProgramRun r = cf_layer("--model '" + (dir / "lies") + "' --layer 1 --kv-len 5 --runs 1 --warmup 0 --check");
   CHECK(r.exit_code == 0);
   CHECK(r.err == "cf-layer: note: " + (dir / "lies/config.json") + ": 'quantization_config': differs from " +
-                     (dir / "lies/quantize_config.json") + ", which counts (and 4 more like it)\n");
+                     (dir / "lies/quantize_config.json") + ", which counts\ncf-layer: note: " + (dir / "lies") +
+                     ": tensor 'gpt_neox.layers.1.attention.query_key_value.qzeros': all are 7 with sym, which is "
+                     "format 'gptq'; the config says 'gptq_v2' (and 3 more like it)\n");
 }
 
 TEST_CASE("cf-layer --quant: what does not go together") {

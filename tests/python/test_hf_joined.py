@@ -275,10 +275,6 @@ def test_parameters_of_inference_mode(root):
     assert all(p.nbytes == p.untyped_storage().nbytes() for p in model.parameters())
 
 
-def windowed(model):
-    model.config.sliding_window = 256
-
-
 def layered(model):
     model.config.use_sliding_window = True
     model.config.layer_types = ["sliding_attention"]
@@ -325,8 +321,7 @@ def transposed(model):
 
 
 REFUSED = {
-    "'sliding_window' is 256, expected null or at least max_position": ("mistral-gqa4-sharded", windowed),
-    "'layer_types' is a list with \"?'?sliding_attention": ("qwen2-gqa7", layered),
+    "'sliding_window' is null, expected at least 1 with layers": ("qwen2-gqa7", layered),
     "'use_qk_norm' is true, expected nothing": (NAME, asking_for(use_qk_norm=True)),
     "'num_local_experts' is 8, expected nothing": (NAME, asking_for(num_local_experts=8)),
     "'rope_type' is 'yarn', expected 'default' or 'llama3'": (NAME, scaled),
@@ -337,6 +332,25 @@ REFUSED = {
     "module 'model.layers.1.self_attn.q_proj': expected one that transformers builds, got .*Lora": (NAME, adapted),
     "o_proj.weight': expected a contiguous tensor": (NAME, transposed),
 }
+
+
+def test_a_window_is_left_to_hugging_face(root):
+    """Within the window every key is seen; a call that leaves it runs on Hugging Face's path."""
+    name = "mistral-gqa4-sharded"
+    if name not in JOINED:
+        pytest.skip(f"this transformers does not load {name}")
+    plain, ours = load(root, name), load(root, name)
+    for model in (plain, ours):
+        model.config.sliding_window = 8
+    cf_ops.hf.speed_up(ours)
+    ids = padded([11])["input_ids"]
+    with torch.no_grad():
+        for length in (8, 9):
+            expected, got = (model(ids[:, :length]).logits for model in (plain, ours))
+            assert torch.equal(got, expected) == (length == 9)
+            assert torch.allclose(got.float(), expected.float(), atol=0.05)
+    (reason,) = cf_ops.hf.report(ours).hugging_face
+    assert reason == "model: slot 0: expected at most 8 entries, the config's sliding_window, got 9"
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -149,7 +149,7 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
         model = open_model(args, 1, capacity)
         yield from ((count, model) for count in slots)
         return
-    weights, eos_token_ids = open_weights(args.model)
+    weights, eos_token_ids = open_weights(args.model, for_gpu=True)
     for place, count in enumerate(slots):
         model = on_device(
             weights, args.model, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
