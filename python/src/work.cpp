@@ -2,9 +2,11 @@
 
 #include <nanobind/stl/string.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -20,7 +22,40 @@ std::atomic<int> threads = omp_get_max_threads();
 constexpr std::int64_t kMostThreads = 1024;
 constexpr long long kNsBetweenChecks = 50'000'000;
 
+std::atomic<int> without_gil = 0;            // threads that are, or that wait for the GIL
+std::atomic<std::thread::id> ends_python{};  // the thread that ends the interpreter, from then on
+
+/// What Python calls at its end, when threads can still take the GIL. Those that are about to do so take it now; those
+/// that compute find out later.
+void end_python() {
+  using namespace std::chrono_literals;
+  ends_python = std::this_thread::get_id();
+  const nb::gil_scoped_release release;
+  for (int ms = 0; without_gil > 0 && ms < 1000; ++ms) std::this_thread::sleep_for(1ms);
+}
+
 }  // namespace
+
+bool interpreter_ends() {
+  const std::thread::id thread = ends_python;
+  return thread != std::thread::id() && thread != std::this_thread::get_id();
+}
+
+void watch_interpreter_end() { nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end_python)); }
+
+WithoutGil::WithoutGil() {
+  ++without_gil;  // before the state is read: end_python() waits for who did not see it
+  state_ = PyEval_SaveThread();
+}
+
+WithoutGil::~WithoutGil() {
+  if (interpreter_ends()) {
+    --without_gil;
+    for (;;) ::pause();
+  }
+  PyEval_RestoreThread(state_);
+  --without_gil;
+}
 
 Status Turns::check() const {
   if (holder_ != std::this_thread::get_id()) return {};
@@ -32,6 +67,7 @@ void use_threads() { omp_set_num_threads(threads); }
 Status Interrupt::check() {
   const long long now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   if (now < next_ns_) return {};
+  if (interpreter_ends()) return Status::error(Code::io_error, "the interpreter ends");
   next_ns_ = now + kNsBetweenChecks;
   const nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() == 0 ? Status() : Status::error(Code::io_error, "interrupted");

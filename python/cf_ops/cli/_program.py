@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from cf_ops import _core
 from cf_ops._device import cuda_index
-from cf_ops.model import Model, load, on_device, open_weights
+from cf_ops.model import Model, find_model, load, on_device, open_weights
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PROGRAM = "cf_ops"
@@ -79,8 +79,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="DIR",
-        help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m",
+        help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m; "
+        "with --revision a name of the Hugging Face hub, such as EleutherAI/pythia-70m",
     )
+    parser.add_argument("--revision", metavar="NAME", help="download this branch, tag or commit of the hub's model")
     parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda or cuda:N; cpu when left out")
     parser.add_argument(
         "--impl",
@@ -116,13 +118,20 @@ def check_device(args: argparse.Namespace) -> int | None:
     return index
 
 
+def model_directory(args: argparse.Namespace) -> str:
+    """Where the files of the model lie that the arguments name; a preset has none and gives its name."""
+    return find_model(args.model, args.revision)
+
+
 def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
     """The model that the arguments name, on a GPU with so many slots and entries. Prints the first note of its
     checkpoint on stderr, and how many more."""
-    if check_device(args) is None:
-        model = load(args.model, activation=args.activation, threads=args.threads)
+    index = check_device(args)
+    directory = model_directory(args)
+    if index is None:
+        model = load(directory, activation=args.activation, threads=args.threads)
     else:
-        model = load(args.model, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
+        model = load(directory, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
     print_notes(model)
     return model
 
@@ -135,10 +144,11 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
         model = open_model(args, 1, capacity)
         yield from ((count, model) for count in slots)
         return
-    weights, eos_token_ids = open_weights(args.model)
+    directory = model_directory(args)
+    weights, eos_token_ids = open_weights(directory)
     for place, count in enumerate(slots):
         model = on_device(
-            weights, args.model, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
+            weights, directory, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
         )
         if place == 0:
             print_notes(model)
@@ -147,8 +157,8 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
 
 
 def print_notes(model: Model) -> None:
-    """Prints the first note of a checkpoint on stderr, and how many more."""
-    if model.notes:
+    """Prints the first note of a checkpoint on stderr, and how many more. That of a preset is logged when it is loaded."""
+    if model.notes and not model.weights.procedural:
         more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
         print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
 
