@@ -9,6 +9,8 @@
 #include <new>
 #include <system_error>
 
+#include "apps/cli/waiting.hpp"
+
 namespace cf::apps {
 namespace {
 
@@ -61,6 +63,7 @@ std::string shell_command(int argc, const char* const* argv) {
 }
 
 int run_main(const std::function<int()>& body) {
+  let_waiting_threads_sleep();
   try {
     return body();
   } catch (const std::bad_alloc&) {

@@ -1,5 +1,6 @@
 """GPT-NeoX decode operators and models, each proven against a float64 oracle."""
 
+from cf_ops import _waiting  # first: it loads the compiled part
 from cf_ops import _core, hf, ops
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available

@@ -34,6 +34,17 @@ void end_python() {
   for (int ms = 0; without_gil > 0 && ms < 1000; ++ms) std::this_thread::sleep_for(1ms);
 }
 
+/// Makes the threads of an OpenMP that was loaded with its default, as torch does, wait with few spins: GCC's spins less
+/// as soon as there are more OpenMP threads than CPUs (its manual, GOMP_SPINCOUNT). Beside the threads that work, which
+/// are one a CPU, a second team of two is begun, and kept asleep.
+void shorten_spins() {
+  std::thread([] {
+#pragma omp parallel num_threads(2)
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // a region without anything in it is left out
+    for (;;) ::pause();
+  }).detach();
+}
+
 }  // namespace
 
 bool interpreter_ends() {
@@ -84,6 +95,7 @@ void bind_threads(nb::module_& m) {
         threads = int(n);
       },
       "n"_a, "Sets the number of threads that the CPU backend works with from now on, in every Python thread.");
+  m.def("shorten_spins", &shorten_spins, "Makes the threads of an OpenMP that another package has loaded spin less.");
   m.def(
       "instruction_set", [] { return std::string(cpu_ref::instruction_set()); },
       "The vector instructions that the CPU backend uses in float32 on this processor.");
