@@ -25,7 +25,8 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {_short(value)}") from None
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name}: expected {least} to {most}, got {number}")
+        expected = f"at most {most}" if least is None else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {expected}, got {number}")
     return number
 
 

@@ -528,8 +528,10 @@ class Model:
         """
         fed = self.encode(ids, "ids")
         names = [text_of("taps", tap) for tap in ([taps] if is_one(taps) else taps)]
-        wanted = len(fed) if rows is None else integer("rows", rows)
-        with self._runner(max(1, len(fed))) as runner:
+        if not fed:
+            raise ValueError("ids: expected at least one id, got none")
+        wanted = len(fed) if rows is None else integer("rows", rows, 0, len(fed))
+        with self._runner(len(fed)) as runner:
             return runner.run(0, 0, fed, wanted, names)
 
     def logits(self, ids: Prompt) -> NDArray[Any]:
@@ -681,7 +683,7 @@ def load(
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
     sizes = {"slots": 1 if slots is None else slots, "capacity": CAPACITY if capacity is None else capacity}
-    sizes = {name: integer(name, size) for name, size in sizes.items()}
+    sizes = {name: integer(name, size, None, _MOST_INT) for name, size in sizes.items()}
     if threads is not None:
         _core.set_num_threads(integer("threads", threads))
     path = find_model(path, revision)

@@ -161,7 +161,7 @@ def test_ids_beside_stop_texts_take_the_place_of_the_checkpoints(text_checkpoint
     list(whole)
     eos, other = whole.ids[10], next(id for id in whole.ids[11:] if id not in whole.ids[:11])
     model.eos_token_ids = [eos]
-    for stop, ends in [
+    cases: list[tuple[Any, int | None]] = [
         (None, eos),
         (["never there"], eos),
         ("never there", eos),
@@ -169,7 +169,8 @@ def test_ids_beside_stop_texts_take_the_place_of_the_checkpoints(text_checkpoint
         (other, other),
         (np.array([other]), other),
         ((), None),
-    ]:
+    ]
+    for stop, ends in cases:
         generation = model.generate("the fox", stop=stop, **NEW)
         list(generation)
         length = len(whole.ids) if ends is None else whole.ids.index(ends) + 1
