@@ -81,7 +81,7 @@ def is_one(value: object) -> bool:
 def ids_of(name: str, value: Any) -> list[int]:
     """Ids from a list, an array or a tensor of the shape (n) or (1, n). Raises TypeError for another type, ValueError
     for another shape."""
-    if is_one(value):
+    if is_one(value) or isinstance(value, (set, frozenset)):
         hint = ", whose 'input_ids' are ids" if isinstance(value, Mapping) and "input_ids" in value else ""
         raise TypeError(f"{name}: expected a text or ids, got {kind_of(value)}{hint}")
     items = value.tolist() if hasattr(value, "tolist") else list(value)

@@ -700,7 +700,10 @@ def find_model(path: str, revision: str | None = None) -> str:
 
     Raises FileNotFoundError for what may be a name of the hub, without a revision, and what :func:`load` raises.
     """
-    is_hub_name = _HUB_NAME.fullmatch(path) is not None and not os.path.exists(path)
+    is_missing = not os.path.exists(path)
+    if is_missing and not path.isprintable():
+        raise FileNotFoundError(f"{path!r}: no such directory")
+    is_hub_name = is_missing and _HUB_NAME.fullmatch(path) is not None
     if revision is None:
         if is_hub_name:
             raise FileNotFoundError(
@@ -710,6 +713,7 @@ def find_model(path: str, revision: str | None = None) -> str:
         return path
     if not is_hub_name:
         raise ValueError(f"revision: expected it with a name of the hub, such as EleutherAI/pythia-70m, got {path!r}")
+    text_of("revision", revision)
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -717,9 +721,7 @@ def find_model(path: str, revision: str | None = None) -> str:
             "a download needs the package huggingface_hub, which is missing: pip install huggingface_hub"
         ) from None
     try:
-        return str(
-            snapshot_download(path, revision=text_of("revision", revision), allow_patterns=["*.json", "*.safetensors"])
-        )
+        return str(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub's own errors, and those of its connection
         raise OSError(f"{path}: the download failed: {' '.join(str(error).split())}") from None
 

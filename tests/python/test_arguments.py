@@ -39,6 +39,7 @@ REFUSED: list[tuple[Callable[[Model], object], type[Exception], str]] = [
     (lambda m: m.generate(bytearray(b"abc")), TypeError, "prompt: expected a text or ids, got bytearray"),
     (lambda m: m.generate(None), TypeError, "prompt: expected a text or ids, got NoneType"),
     (lambda m: m.generate(7), TypeError, "prompt: expected a text or ids, got int"),
+    (lambda m: m.generate({1, 2}), TypeError, "prompt: expected a text or ids, got set"),
     (lambda m: m.generate(np.array(7)), TypeError, "prompt: expected a text or ids, got one int"),
     (lambda m: m.generate({"input_ids": [1]}), TypeError, "got dict, whose 'input_ids' are ids"),
     (lambda m: m.generate(["a", "b"]), TypeError, "a list of texts; generate_batch() takes several prompts"),
@@ -82,6 +83,8 @@ REFUSED: list[tuple[Callable[[Model], object], type[Exception], str]] = [
     (lambda m: cf_ops.load(""), ValueError, "path_or_preset: expected a path or a name, got ''"),
     (lambda m: cf_ops.load(None), TypeError, "path_or_preset: expected a path or a name, got NoneType"),  # type: ignore[arg-type]
     (lambda m: cf_ops.load("a\0b"), ValueError, "path_or_preset: expected a path or a name, got 'a\\x00b'"),
+    (lambda m: cf_ops.load("a\nb"), FileNotFoundError, "'a\\nb': no such directory"),
+    (lambda m: cf_ops.load("owner/name", revision=3), TypeError, "revision: expected a text, got int"),  # type: ignore[arg-type]
     (lambda m: cf_ops.load("\udcff"), ValueError, "path_or_preset: expected a path that UTF-8 can hold"),
     (lambda m: cf_ops.load(m.directory, threads="2"), TypeError, "threads: expected an integer, got '2'"),  # type: ignore[arg-type]
     (lambda m: cf_ops.load(m.directory, threads=0), ValueError, "threads: expected 1 to 1024, got 0"),
