@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <utility>
 
 namespace cf {
 namespace {
@@ -144,12 +145,25 @@ ModelWeights outline_model(const ModelSpec& m, DType dense, WeightFormat linears
 }
 
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears) {
+  Result<OwnedModelWeights> made = procedural_model(m, dense, seed, linears, [](auto...) { return Status(); });
+  return std::move(*made);
+}
+
+Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dense, std::uint64_t seed, WeightFormat linears,
+                                           const WeightsProgress& progress) {
   OwnedModelWeights owned{outline_model(m, dense, linears), {}};
+  const std::int64_t all_bytes = weight_bytes(m, owned.weights);
+  std::int64_t made_bytes = 0;
+  Status told;
   for_each_model_weight(m, owned.weights, [&](const TensorSpec& spec, auto& view, auto shape) {
+    if (!told) return;
     std::string_view name = spec.name;
     if (const std::string_view prefix = names_of(m).base(); name.starts_with(prefix)) name.remove_prefix(prefix.size());
     owned.storage.push_back(make_weight({spec.role, name}, view, shape, dense, seed, linears));
+    made_bytes += view.bytes();
+    told = progress(made_bytes, all_bytes);
   });
+  CF_TRY(told);
   tie_embeddings(m, owned.weights);
   return owned;
 }

@@ -1,9 +1,11 @@
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string_view>
 #include <vector>
 
 #include "core/model/weights.hpp"
+#include "core/status.hpp"
 #include "core/tensor.hpp"
 
 namespace cf {
@@ -55,6 +57,12 @@ struct OwnedModelWeights {
 /// "final_layer_norm.weight", "final_layer_norm.bias" and, where the embeddings are not tied, "embed_out.weight".
 /// Joined matrices are made as they are joined.
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
+
+/// Is told the bytes that are made and those of all weights; an error ends the work.
+using WeightsProgress = std::function<Status(std::int64_t made_bytes, std::int64_t all_bytes)>;
+/// The same, which calls `progress` after each tensor: large models take a minute. Returns its error.
+Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears,
+                                           const WeightsProgress& progress);
 
 /// The views of procedural_model()'s weights without memory: formats, dtypes and shapes, from which bytes are counted.
 ModelWeights outline_model(const ModelSpec& m, DType dtype, WeightFormat linears = {});

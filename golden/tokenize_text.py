@@ -31,12 +31,15 @@ Exit status: 0 when the file is written, 2 when the arguments or the input are r
 
 
 def load_tokenizer(path):
-    """The tokenizer of a tokenizer.json."""
+    """The tokenizer of a tokenizer.json, which neither cuts nor pads: a file may hold both settings of an earlier call."""
     from tokenizers import Tokenizer
 
     try:
         with open(path, encoding="utf-8") as file:
-            return Tokenizer.from_str(file.read())
+            tokenizer = Tokenizer.from_str(file.read())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     # The package raises nothing more special.

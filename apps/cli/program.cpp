@@ -13,6 +13,8 @@
 #include <set>
 #include <system_error>
 
+#include "apps/cli/waiting.hpp"
+
 namespace cf::apps {
 
 void say(std::string_view message) {
@@ -80,6 +82,7 @@ std::string shell_command(int argc, const char* const* argv) {
 int run_main(const std::function<int()>& body) {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) == -1 && ::open("/dev/null", O_RDONLY) != stream) return kBadInput;
+  let_waiting_threads_sleep();
   try {
     return body();
   } catch (const std::bad_alloc&) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <utility>
 
+#include "apps/cli/terminal.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
@@ -77,8 +78,13 @@ Status fill_in(const ModelChoice& choice, LoadedModel& loaded) {
   }
   const double needed = double(loaded.bytes());
   CF_TRY(check_free_memory(needed, loaded.config.name + ": the weights need " + gigabytes(needed)));
-  auto owned = std::make_shared<OwnedModelWeights>(
-      procedural_model(loaded.config.spec(), loaded.dtype, choice.seed, choice.linears));
+  Progress progress("making the weights of " + loaded.config.name, loaded.bytes());
+  CF_TRY_ASSIGN(OwnedModelWeights made, procedural_model(loaded.config.spec(), loaded.dtype, choice.seed,
+                                                         choice.linears, [&](std::int64_t bytes, std::int64_t) {
+                                                           progress.set(bytes);
+                                                           return Status();
+                                                         }));
+  auto owned = std::make_shared<OwnedModelWeights>(std::move(made));
   loaded.weights = owned->weights;
   loaded.owner = std::move(owned);
   return {};

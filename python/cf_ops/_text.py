@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(directory: str) -> Tokenizer:
-    """The tokenizer of a checkpoint's tokenizer.json.
+    """The tokenizer of a checkpoint's tokenizer.json, which neither cuts nor pads what it encodes: a file may hold both
+    settings of an earlier call.
 
     Raises FileNotFoundError for a checkpoint without that file, ValueError for a file that tokenizers refuses, and
     ImportError without the package tokenizers.
@@ -23,48 +27,102 @@ def open_tokenizer(directory: str) -> Tokenizer:
     except ImportError:
         raise ImportError("text needs the package tokenizers, which is missing: pip install tokenizers") from None
     try:
-        return Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # tokenizers raises Exception itself
         raise ValueError(f"{path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text's ids, with the special tokens that the tokenizer adds. Raises ValueError for what UTF-8 cannot hold."""
+def encode(tokenizer: Tokenizer, text: str, name: str = "prompt") -> list[int]:
+    """A text's ids, with the special tokens that the tokenizer adds. Raises ValueError for what UTF-8 cannot hold, where
+    `name` is what the text is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"prompt: expected text that UTF-8 can hold: {error}") from None
+        raise ValueError(f"{name}: expected text that UTF-8 can hold: {error}") from None
     ids: list[int] = tokenizer.encode(text).ids
     return ids
 
 
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first of the stop strings begins in a text; None where there is none."""
+    return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
+
+
+def _rewrites_joined_text(tokenizer: Tokenizer) -> bool:
+    """Whether the decoder replaces more than single characters in text that it has joined: any id may then change the
+    text of those before it."""
+    if tokenizer.decoder is None:
+        return False
+    steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])
+    kinds = [step["type"] for step in steps]
+    joined = min((kinds.index(kind) for kind in ("Fuse", "ByteLevel") if kind in kinds), default=len(kinds))
+    return any(s["type"] == "Replace" and len(s["pattern"].get("String", "..")) > 1 for s in steps[joined:])
+
+
 class TextStream:
     """The text of ids that come one by one, in whole characters: the pieces of put() and finish() together are what
-    ``tokenizer.decode(ids)`` returns. As there, special tokens are no part of the text, and bytes that form no
-    character become U+FFFD.
+    ``tokenizer.decode(ids)`` returns, up to the first of the strings `stop`. As there, special tokens are no part of the
+    text, and bytes that form no character become U+FFFD.
+
+    A piece is given out once no later id can change it: U+FFFD at the end may become a character, and a byte token of
+    ByteFallback, such as ``<0xE6>``, may change how all byte tokens right before it decode. A decoder that rewrites the
+    joined text gives out nothing before the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._stop = stop
+        self._waits = _rewrites_joined_text(tokenizer)
+        self._skipped = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._ids: list[int] = []  # those that are part of the text
         self._before = 0  # from this id to `_begin` is the context that a decoder may need, such as for spaces
         self._begin = 0  # ids from here on are still to be given out
+        self._kept = ""  # text in front of theirs that may begin a stop string
+        self._given = 0  # the characters that were given out
+        self.stopped = False  # whether the text has ended with a stop string
 
     def put(self, id: int) -> str:
         """Takes an id; returns the characters that are whole now and were not returned before."""
+        token = self._tokenizer.id_to_token(id)
+        if self.stopped or token is None or id in self._skipped:
+            return ""
         self._ids.append(id)
-        piece = self._rest()
-        # The tokenizer decodes the bytes of an incomplete character to U+FFFD. The piece waits for the other bytes.
-        if not piece or piece.endswith("\ufffd"):
+        waits = self._waits or self._BYTE.fullmatch(token) is not None
+        if waits and not self._stop:
+            return ""
+        piece = self._piece()
+        if (at := first_stop(self._kept + piece, self._stop)) is not None:
+            return self._end((self._kept + piece)[:at])
+        if waits or not piece or piece.endswith("\ufffd"):
             return ""
         self._before, self._begin = self._begin, len(self._ids)
-        return piece
+        text = self._kept + piece
+        kept = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        self._kept = text[len(text) - kept :]
+        return self._give(text[: len(text) - kept])
 
     def finish(self) -> str:
         """Ends the text; returns what put() has not returned."""
-        return self._rest()
+        if self.stopped:
+            return ""
+        text: str = self._tokenizer.decode(self._ids)
+        return self._end(text[self._given : first_stop(text, self._stop)])
 
-    def _rest(self) -> str:
+    def _piece(self) -> str:
+        """The text of the ids that are still to be given out."""
         context = self._tokenizer.decode(self._ids[self._before : self._begin])
         text = self._tokenizer.decode(self._ids[self._before :])
         return text[len(context) :] if text.startswith(context) else ""
+
+    def _end(self, text: str) -> str:
+        self.stopped = True
+        return self._give(text)
+
+    def _give(self, text: str) -> str:
+        self._given += len(text)
+        return text

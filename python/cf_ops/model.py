@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
+import logging
 import os
+import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
@@ -13,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cf_ops import _core
+from cf_ops._arguments import dtype_name, ids_of, integer, is_one, kind_of, path_of, real, row_of_ids
+from cf_ops._arguments import text as text_of
 from cf_ops._device import cuda_index, device_model
-from cf_ops._text import TextStream, encode, open_tokenizer
+from cf_ops._progress import Progress
+from cf_ops._text import TextStream, encode, first_stop, open_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,17 +31,21 @@ _MOST_SEED = 2**64 - 1
 _MOST_INT = 2**31 - 1
 CAPACITY = 2048  # of a slot on a GPU, where nothing else is said
 _CHUNK = 512  # tokens of a prompt that go through the model at once
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LOGGER = logging.getLogger("cf_ops")
 
 Piece = TypeVar("Piece", str, int)
+Ids = Sequence[int] | NDArray[Any]  # and tensors of torch
+Prompt = str | Ids
 
 
 @dataclasses.dataclass
 class Generated:
     """What a prompt was continued with.
 
-    prompt: the prompt's ids. ids: the new ids; one that ended the sequence is the last. finish: "stop" (an id of
-    `stop`), "length" (max_new_tokens), "failed" (`error` says how), "interrupted" (Ctrl-C), or "running". text: what
-    the tokenizer decodes `ids` to, without special tokens; None where the prompt was ids.
+    prompt: the prompt's ids. ids: the new ids; one that ended the sequence is the last. finish: "stop" (an id or a text
+    of `stop`), "length" (max_new_tokens), "failed" (`error` says how), "interrupted" (Ctrl-C), or "running". text: what
+    the tokenizer decodes `ids` to, without special tokens, up to a text of `stop`; None where the prompt was ids.
     """
 
     prompt: list[int]
@@ -79,27 +88,74 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    stop: Sequence[int] | None = None
+    stop: int | str | Iterable[int | str] | None = None
+    stop_ids: list[int] | None = dataclasses.field(init=False, default=None)  # None: the checkpoint's
+    stop_texts: list[str] = dataclasses.field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         for name, least, most in (("max_new_tokens", 1, _MOST_INT), ("top_k", 0, _MOST_INT), ("seed", 0, _MOST_SEED)):
-            value = operator.index(getattr(self, name))
-            if not least <= value <= most:
-                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+            setattr(self, name, integer(name, getattr(self, name), least, most))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            setattr(self, name, real(name, getattr(self, name)))
+        if self.stop is None:
+            return
+        stop: Any = [self.stop] if is_one(self.stop) else self.stop
+        if any(isinstance(s, str) and not s for s in stop):
+            raise ValueError("stop: expected ids and texts that are not empty, got ''")
+        self.stop_texts = [s for s in stop if isinstance(s, str)]
+        others = [s for s in stop if not isinstance(s, str)]
+        for s in others:
+            if isinstance(s, (bytes, bytearray)):
+                raise TypeError(f"stop: expected ids and texts, got {kind_of(s)}")
+        if others or not self.stop_texts:
+            self.stop_ids = [integer("stop", s) for s in others]
+
+
+class Made(NamedTuple):
+    """What a step has made for a prompt: an id, and the piece of text that is whole with it."""
+
+    prompt: int
+    id: int
+    piece: str
 
 
 class Session:
-    """Continues prompts in slots, the later ones as slots become free. `results` grows with each step()."""
+    """Continues prompts in slots, the later ones as slots become free. `results` grows with each step(). One thread at a
+    time has a step.
 
-    def __init__(self, model: Model, prompts: list[list[int]], settings: Settings, slots: int | None = None) -> None:
+    streams: whether a prompt of text gets its pieces of text with each step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Prompt],
+        settings: Settings,
+        slots: int | None = None,
+        streams: bool = False,
+    ) -> None:
         self.settings = settings
-        self.results = [Generated(prompt) for prompt in prompts]
-        self._stop = model.eos_token_ids if settings.stop is None else list(settings.stop)
+        names = ["prompt"] if len(prompts) == 1 else [f"prompt {index}" for index in range(len(prompts))]
+        self.results = [Generated(model.encode(prompt, name)) for prompt, name in zip(prompts, names)]
+        are_texts = [isinstance(prompt, str) for prompt in prompts]
+        if settings.stop_texts and not all(are_texts):
+            raise ValueError(f"stop: expected ids, which end a prompt of ids, got {settings.stop_texts[0]!r}")
+        self._tokenizers = [model.tokenizer if is_text else None for is_text in are_texts]
+        self._streams = [
+            (
+                TextStream(tokenizer, settings.stop_texts)
+                if tokenizer is not None and (streams or settings.stop_texts)
+                else None
+            )
+            for tokenizer in self._tokenizers
+        ]
+        self._stop = model.eos_token_ids if settings.stop_ids is None else settings.stop_ids
+        self._lock = threading.RLock()  # a signal's handler may come in the thread that has it
         self._next = 0  # the first prompt that waits for a slot
         self._index_of: dict[int, int] = {}  # by the decoder's number of a running sequence
         self.slots = model.slots_for(len(prompts)) if slots is None else slots
         # The last new id is not appended to the cache.
-        self.capacity = max(map(len, prompts), default=1) + settings.max_new_tokens - 1
+        self.capacity = max((len(r.prompt) for r in self.results), default=1) + settings.max_new_tokens - 1
         self._decoder = model.decoder(max(1, self.slots), max(1, self.capacity))
         # Every prompt is checked before the first one is read.
         try:
@@ -116,26 +172,38 @@ class Session:
         """Whether all prompts have ended."""
         return self._next == len(self.results) and not self._index_of
 
-    def step(self) -> list[int]:
-        """Gives each running sequence one id; returns the prompts that got one. Those that ended have a `finish`.
+    def step(self) -> list[Made]:
+        """Gives each running sequence one id; returns what was made. The results of those that ended have a `finish`.
 
         Where an exception comes, KeyboardInterrupt among them, all sequences end and what was made is in `results`.
         """
-        try:
-            while self._next < len(self.results) and self._decoder.free_slots:
-                self._index_of[self._add(self._next)] = self._next
-                self._next += 1
-            return self._collect(self._decoder.decode(1))
-        except KeyboardInterrupt:
-            self.interrupt()
-            raise
-        except BaseException as error:
-            self._end("failed", str(error))
-            raise
+        with self._lock:
+            if self.done:
+                return []
+            try:
+                while self._next < len(self.results) and self._decoder.free_slots:
+                    self._index_of[self._add(self._next)] = self._next
+                    self._next += 1
+                return self._collect(self._decoder.decode(1))
+            except KeyboardInterrupt:
+                self.interrupt()
+                raise
+            except BaseException as error:
+                self._end("failed", str(error))
+                raise
 
     def interrupt(self) -> None:
         """Ends all sequences; what was made is in `results`."""
-        self._end("interrupted", None)
+        with self._lock:
+            self._end("interrupted", None)
+
+    def text(self, index: int) -> str | None:
+        """The text of a prompt's new ids, up to a text of `stop`; None where the prompt was ids."""
+        tokenizer = self._tokenizers[index]
+        if tokenizer is None:
+            return None
+        text: str = tokenizer.decode(self.results[index].ids)
+        return text[: first_stop(text, self.settings.stop_texts)]
 
     def _add(self, index: int) -> int:
         s = self.settings
@@ -155,21 +223,32 @@ class Session:
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}" if len(self.results) > 1 else str(error)) from None
 
-    def _collect(self, emitted: list[tuple[int, int]]) -> list[int]:
+    def _collect(self, emitted: list[tuple[int, int]]) -> list[Made]:
+        made: list[Made] = []
         for sequence, id in emitted:
-            self.results[self._index_of[sequence]].ids.append(id)
-        indices = [self._index_of[sequence] for sequence, _ in emitted]
-        for sequence, index in list(self._index_of.items()):
-            finish = self._decoder.finish(sequence)
-            if finish == "running":
-                continue
-            self.results[index].finish = finish
-            self.results[index].error = self._decoder.status(sequence)
-            self._decoder.drop(sequence)
-            del self._index_of[sequence]
+            index = self._index_of[sequence]
+            self.results[index].ids.append(id)
+            stream = self._streams[index]
+            piece = "" if stream is None else stream.put(id)
+            stopped = stream is not None and stream.stopped
+            finish = "stop" if stopped else self._decoder.finish(sequence)
+            if finish != "running":
+                piece += "" if stream is None else stream.finish()
+                self._drop(sequence, finish)
+            made.append(Made(index, id, piece))
+        # A sequence that fails makes no id.
+        for sequence in list(self._index_of):
+            if (finish := self._decoder.finish(sequence)) != "running":
+                self._drop(sequence, finish)
         if self.done:
             self._decoder.close()
-        return indices
+        return made
+
+    def _drop(self, sequence: int, finish: str) -> None:
+        """Ends a sequence."""
+        result = self.results[self._index_of.pop(sequence)]
+        result.finish, result.error = finish, self._decoder.status(sequence)
+        self._decoder.drop(sequence)
 
     def _end(self, finish: str, error: str | None) -> None:
         for sequence, index in self._index_of.items():
@@ -186,21 +265,20 @@ class Session:
 class Generation(Iterator[Piece]):
     """The continuation of one prompt, an iterator over its pieces: text in whole characters, or ids.
 
-    Each step makes one id. `result` has what was made so far, at any time and after Ctrl-C. Raises CfError where the
-    sequence fails, such as by logits that are NaN.
+    Each step makes one id. `result` has what was made so far, at any time and after Ctrl-C. Threads that take pieces of
+    one generation take turns: each piece goes to one of them. Raises CfError where the sequence fails, such as by logits
+    that are NaN.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, session: Session, is_text: bool) -> None:
         self._session = session
-        self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._is_text = is_text
 
     @property
     def result(self) -> Generated:
         """What was made so far."""
         result = self._session.results[0]
-        if self._tokenizer is not None:
-            result.text = self._tokenizer.decode(result.ids)
+        result.text = self._session.text(0)
         return result
 
     @property
@@ -229,15 +307,11 @@ class Generation(Iterator[Piece]):
             made = self._session.step()
             if result.finish == "failed":
                 raise _core.CfError(result.error)
-            if not made:
-                continue
-            if self._stream is None:
-                return result.ids[-1]
-            piece = self._stream.put(result.ids[-1])
-            if self._session.done:
-                piece += self._stream.finish()
-            if piece:
-                return piece
+            for _, id, piece in made:
+                if not self._is_text:
+                    return id
+                if piece:
+                    return piece
         raise StopIteration
 
 
@@ -299,8 +373,8 @@ class Model:
 
     @property
     def notes(self) -> list[str]:
-        """Contradictions in the checkpoint and how they were resolved, fields that do not count, and casts, a line
-        each."""
+        """What the model's files do not say: contradictions in the checkpoint and how they were resolved, fields that
+        do not count, casts, or that the weights are a preset's procedural ones; a line each."""
         return self.weights.notes
 
     @property
@@ -314,10 +388,11 @@ class Model:
         return self._tokenizer
 
     def __repr__(self) -> str:
+        what = f"{self.directory!r}, procedural weights" if self.weights.procedural else repr(self.directory)
         if self._on_device is None:
-            return f"cf_ops.Model({self.directory!r}, activation={self.activation!r})"
+            return f"cf_ops.Model({what}, activation={self.activation!r})"
         how = f"impl={self.impl!r}, slots={self.slots}, capacity={self.capacity}"
-        return f"cf_ops.Model({self.directory!r}, device={self.device!r}, {how})"
+        return f"cf_ops.Model({what}, device={self.device!r}, {how})"
 
     @overload
     def generate(
@@ -331,13 +406,13 @@ class Model:
         min_p: float = ...,
         repetition_penalty: float = ...,
         seed: int = ...,
-        stop: Sequence[int] | None = ...,
+        stop: int | str | Iterable[int | str] | None = ...,
     ) -> Generation[str]: ...
 
     @overload
     def generate(
         self,
-        prompt: Sequence[int] | NDArray[Any],
+        prompt: Ids,
         *,
         max_new_tokens: int = ...,
         temperature: float = ...,
@@ -346,12 +421,12 @@ class Model:
         min_p: float = ...,
         repetition_penalty: float = ...,
         seed: int = ...,
-        stop: Sequence[int] | None = ...,
+        stop: int | str | Iterable[int | str] | None = ...,
     ) -> Generation[int]: ...
 
     def generate(
         self,
-        prompt: str | Sequence[int] | NDArray[Any],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 32,
         temperature: float = 0,
@@ -360,32 +435,34 @@ class Model:
         min_p: float = 0,
         repetition_penalty: float = 1,
         seed: int = 0,
-        stop: Sequence[int] | None = None,
+        stop: int | str | Iterable[int | str] | None = None,
     ) -> Generation[str] | Generation[int]:
         """Continues a prompt; returns an iterator that makes an id a step.
 
         A text is encoded by the checkpoint's tokenizer with the special tokens that it adds, and pieces of text come
-        back, whole characters without special tokens. For ids, ids come back.
+        back, whole characters without special tokens. For ids, ids come back; they may be a list, or an array or a
+        tensor of the shape (n) or (1, n).
 
         The steps and their order are those of transformers' ``generate()`` (GenerationMixin._get_logits_processor):
         repetition_penalty divides positive and multiplies negative logits of every id seen; temperature 0 takes the
         most likely id, otherwise logits are divided by it; top_k keeps that many ids (0: all); top_p keeps the fewest
         whose probabilities reach it; min_p keeps those of at least min_p times the largest probability. Draws depend on
-        seed and position alone. `stop` are ids that end the text; None means the checkpoint's eos_token_id.
+        seed and position alone. `stop` are ids that end the sequence; None means the checkpoint's eos_token_id. Texts
+        among them end a prompt of text where they appear, and are no part of the text that comes back; beside texts
+        alone the checkpoint's eos_token_id counts too.
 
         Raises ValueError for a prompt that is empty or outside the vocabulary and for settings without meaning,
-        MemoryError where the cache does not fit, and what :attr:`tokenizer` raises. On a GPU ValueError also where no
-        slot is free, or a slot has too few entries for the prompt and its new tokens.
+        TypeError for other types, MemoryError where the cache does not fit, and what :attr:`tokenizer` raises. On a GPU
+        ValueError also where no slot is free, or a slot has too few entries for the prompt and its new tokens.
         """
         settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-        session = Session(self, [self.encode(prompt)], settings)
-        if isinstance(prompt, str):
-            return Generation[str](session, self.tokenizer)
-        return Generation[int](session, None)
+        is_text = isinstance(prompt, str)
+        session = Session(self, [prompt], settings, streams=is_text)
+        return Generation[str](session, True) if is_text else Generation[int](session, False)
 
     def generate_batch(
         self,
-        prompts: Iterable[str | Sequence[int] | NDArray[Any]],
+        prompts: Iterable[Prompt],
         *,
         max_new_tokens: int = 32,
         temperature: float = 0,
@@ -394,47 +471,53 @@ class Model:
         min_p: float = 0,
         repetition_penalty: float = 1,
         seed: int = 0,
-        stop: Sequence[int] | None = None,
+        stop: int | str | Iterable[int | str] | None = None,
         slots: int | None = None,
     ) -> list[Generated]:
         """Continues several prompts at once, `slots` of them at a time (all, up to 64, where it is None; on a GPU all
         that have a free slot).
 
         The arguments are those of :meth:`generate`. Draws depend on seed, the prompt's place and the position, and not
-        on the other prompts. A sequence that fails says so in its result; the others go on.
+        on the other prompts. A sequence that fails says so in its result; the others go on. On a terminal stderr shows
+        how far the work has come.
 
         Raises what :meth:`generate` raises, and :class:`GenerationInterrupted` after Ctrl-C.
         """
         settings = Settings(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
-        if slots is not None and not 1 <= slots <= MOST_SLOTS:
-            raise ValueError(f"slots: expected 1 to {MOST_SLOTS}, got {slots}")
+        if slots is not None:
+            slots = integer("slots", slots, 1, MOST_SLOTS)
+        if is_one(prompts):
+            raise TypeError(f"prompts: expected a list of prompts, got one {kind_of(prompts)}")
         given = list(prompts)
-        session = Session(self, [self.encode(prompt) for prompt in given], settings, slots)
+        session = Session(self, given, settings, slots)
         interrupted = False
         try:
-            while not session.done:
-                session.step()
+            with Progress(f"continuing {len(given)} prompts") as progress:
+                done, most = 0, settings.max_new_tokens
+                while not session.done:
+                    for made in session.step():
+                        result = session.results[made.prompt]
+                        done += 1 if result.finish == "running" else 1 + most - len(result.ids)
+                    progress.set(done, len(given) * most)
         except KeyboardInterrupt:
             session.interrupt()  # where it came between two steps
             interrupted = True
-        for prompt, result in zip(given, session.results):
-            if isinstance(prompt, str):
-                result.text = self.tokenizer.decode(result.ids)
+        for index, result in enumerate(session.results):
+            result.text = session.text(index)
         if interrupted:
             raise GenerationInterrupted(session.results)
         return session.results
 
-    def encode(self, prompt: str | Sequence[int] | NDArray[Any]) -> list[int]:
-        """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are."""
-        if isinstance(prompt, str):
-            return encode(self.tokenizer, prompt)
-        return [operator.index(id) for id in prompt]
+    def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
+        """A prompt's ids: a text's by the tokenizer, with the special tokens that it adds; ids as they are. `name` is
+        what errors call it."""
+        return encode(self.tokenizer, prompt, name) if isinstance(prompt, str) else ids_of(name, prompt)
 
     def run(
-        self, ids: Sequence[int] | NDArray[Any], taps: Sequence[str] = (), rows: int | None = None
+        self, ids: Prompt, taps: str | Iterable[str] = (), rows: int | None = None
     ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-        """Takes ids through the model in one pass; returns the logits (rows, vocab) of the last `rows` ids (all, where
-        it is None) and the taps.
+        """Takes ids, or those of a text, through the model in one pass; returns the logits (rows, vocab) of the last
+        `rows` ids (all, where it is None) and the taps.
 
         Row p predicts id p + 1. A tap is what a module makes, (ids, ...), by the name that golden files give it:
         "embed_in", "layers.3.output", "layers.3.attention.rotary_emb.q", "final_layer_norm". The last one and "logits"
@@ -443,26 +526,30 @@ class Model:
         Raises ValueError for ids that are none or outside the vocabulary, rows beyond the ids, and a tap that the model
         does not have, with the names that it has; MemoryError where cache and results do not fit.
         """
-        with self._runner(max(1, len(ids))) as runner:
-            return runner.run(0, 0, ids, len(ids) if rows is None else rows, list(taps))
+        fed = self.encode(ids, "ids")
+        names = [text_of("taps", tap) for tap in ([taps] if is_one(taps) else taps)]
+        if not fed:
+            raise ValueError("ids: expected at least one id, got none")
+        wanted = len(fed) if rows is None else integer("rows", rows, 0, len(fed))
+        with self._runner(len(fed)) as runner:
+            return runner.run(0, 0, fed, wanted, names)
 
-    def logits(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+    def logits(self, ids: Prompt) -> NDArray[Any]:
         """The logits (ids, vocab) of every position: row p predicts id p + 1. Raises what :meth:`run` raises."""
         return self.run(ids)[0]
 
-    def perplexity(
-        self, ids: Sequence[int] | NDArray[Any], context: int = 2048, stride: int | None = None
-    ) -> Perplexity:
-        """The perplexity of a text's ids, exp(mean of -log p(id | the ids before it in its window)).
+    def perplexity(self, ids: Prompt, context: int = 2048, stride: int | None = None) -> Perplexity:
+        """The perplexity of a text, or of its ids, exp(mean of -log p(id | the ids before it in its window)).
 
         Windows hold `context` ids, and their starts are `stride` ids apart (`context`, where it is None). Each window
         scores the ids that the one before has not; its first id has no prediction. Log probabilities are computed in
-        float64. Source: transformers, docs/source/en/perplexity.md.
+        float64. Source: transformers, docs/source/en/perplexity.md. On a terminal stderr shows how far the work has come.
 
         Raises ValueError for fewer than two ids, a context below 2 and a stride outside 1 to context.
         """
-        all_ids = np.asarray(ids)
-        stride = context if stride is None else stride
+        all_ids = row_of_ids("ids", self.encode(ids) if isinstance(ids, str) else ids)
+        context = integer("context", context)
+        stride = context if stride is None else integer("stride", stride)
         if context < 2:
             raise ValueError(f"context: expected at least 2 ids, got {context}")
         if not 1 <= stride <= context:
@@ -478,13 +565,15 @@ class Model:
         context = min(context, all_ids.size)
         parts = []
         first, scored = 0, 1
-        with self._runner(context - 1) as runner:  # a window's last id is scored and not fed
+        # A window's last id is scored and not fed.
+        with self._runner(context - 1) as runner, Progress("scoring") as progress:
             while scored < all_ids.size:
                 last = min(first + context, all_ids.size)
                 window = all_ids[first:last]
                 rows = min(last - scored, last - first - 1)
                 parts.append(_nll(runner, window, rows))
                 first, scored = first + stride, last
+                progress.set(scored, all_ids.size)
         nll = np.concatenate(parts)
         if not np.isfinite(nll).all():
             raise ValueError(f"the logits of {np.count_nonzero(~np.isfinite(nll))} ids are not finite")
@@ -547,7 +636,8 @@ def load(
     *,
     device: object = "cpu",
     activation: str | None = None,
-    dtype: str | None = None,
+    dtype: object = None,
+    revision: str | None = None,
     slots: int | None = None,
     capacity: int | None = None,
     impl: str = "auto",
@@ -555,8 +645,13 @@ def load(
 ) -> Model:
     """Loads a checkpoint directory of Hugging Face: config.json beside safetensors, dense or GPTQ.
 
-    path_or_preset: the directory; or, where there is none of this name, a model of the Pythia suite, such as
-    "pythia-70m", with procedural weights of `dtype` ("float16", where it is None).
+    path_or_preset: the directory; or, where there is none of this name, a preset such as "pythia-70m": the sizes of that
+    model with procedural weights, random numbers, of `dtype` ("float16", where it is None; torch's and numpy's dtypes
+    are taken too). The logger ``cf_ops`` says so on stderr.
+
+    revision: a branch, tag or commit of the Hugging Face hub. Where it is given, path_or_preset is a name of the hub,
+    such as "EleutherAI/pythia-70m", and the package huggingface_hub downloads what its cache does not have. Without it
+    nothing is ever downloaded.
 
     Where Mistral's or Qwen2's config has a sliding_window, a sequence may have so many positions: within it every key is
     seen. :attr:`Model.notes` says what of the config does not count and which weights were cast.
@@ -568,12 +663,17 @@ def load(
     On the CPU alone: activation: "float32" is the fast backend, "float64" the oracle. threads: the threads that all
     models of this process work with from now on; None leaves them as they are, at first one a core.
 
-    Raises FileNotFoundError for a directory or file that is missing, ValueError for a checkpoint that is damaged, is no
+    On a terminal stderr shows how far a preset's weights are made.
+
+    Raises FileNotFoundError for a directory or file that is missing, OSError for a download that fails, TypeError for
+    arguments of other types, ValueError for a checkpoint that is damaged, is no
     GPT-NeoX model or has a weight that is not finite, and for arguments that the device or the model does not take;
     for a GPU MemoryError where its memory does not hold the model, NotImplementedError where this build has no CUDA
     backend or the impl does not take the model, and CfError where there is no such GPU.
     """
+    path = path_of("path_or_preset", path_or_preset)
     index = cuda_index(device)
+    text_of("impl", impl)
     if index is None:
         for name, given, default in (("slots", slots, None), ("capacity", capacity, None), ("impl", impl, "auto")):
             if given != default:
@@ -585,29 +685,57 @@ def load(
             if value is not None:
                 raise ValueError(f"{name}: expected it with device='cpu' alone, got {value!r} for a GPU")
         _core.check_cuda_device(index)
+    sizes = {"slots": 1 if slots is None else slots, "capacity": CAPACITY if capacity is None else capacity}
+    sizes = {name: integer(name, size, None, _MOST_INT) for name, size in sizes.items()}
     if threads is not None:
-        _core.set_num_threads(threads)
-    path = os.fspath(path_or_preset)
+        _core.set_num_threads(integer("threads", threads))
+    path = find_model(path, revision)
     weights, eos_token_ids = open_weights(path, dtype, for_gpu=index is not None)
     if index is None:
         return Model(weights, path, activation or "float32", eos_token_ids)
-    model = on_device(
-        weights,
-        path,
-        eos_token_ids,
-        index,
-        slots=1 if slots is None else slots,
-        capacity=CAPACITY if capacity is None else capacity,
-        impl=impl,
-    )
+    model = on_device(weights, path, eos_token_ids, index, **sizes, impl=impl)
     weights.drop_values()
     return model
 
 
-def open_weights(path: str, dtype: str | None = None, *, for_gpu: bool = False) -> tuple[_core.Weights, list[int]]:
+def find_model(path: str, revision: str | None = None) -> str:
+    """The directory of a model, or a preset's name. With a revision the model is one of the Hugging Face hub.
+
+    Raises FileNotFoundError for what may be a name of the hub, without a revision, and what :func:`load` raises.
+    """
+    is_missing = not os.path.exists(path)
+    if is_missing and not path.isprintable():
+        raise FileNotFoundError(f"{path!r}: no such directory")
+    is_hub_name = is_missing and _HUB_NAME.fullmatch(path) is not None
+    if revision is None:
+        if is_hub_name:
+            raise FileNotFoundError(
+                f"{path}: no such directory. A model of this name on the Hugging Face hub is downloaded by: hf download "
+                f"{path} --local-dir DIR, or by load(..., revision='main')"
+            )
+        return path
+    if not is_hub_name:
+        raise ValueError(f"revision: expected it with a name of the hub, such as EleutherAI/pythia-70m, got {path!r}")
+    text_of("revision", revision)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ImportError(
+            "a download needs the package huggingface_hub, which is missing: pip install huggingface_hub"
+        ) from None
+    try:
+        return str(snapshot_download(path, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's own errors, and those of its connection
+        raise OSError(f"{path}: the download failed: {' '.join(str(error).split())}") from None
+
+
+def open_weights(path: str, dtype: object = None, *, for_gpu: bool = False) -> tuple[_core.Weights, list[int]]:
     """The weights of a checkpoint or of a preset, and the ids that end a text. Raises what :func:`load` raises."""
     if path in _core.presets() and not os.path.isdir(path):
-        return _core.Weights.preset(path, "float16" if dtype is None else dtype), []
+        with Progress(f"making the weights of {path}") as progress:
+            weights = _core.Weights.preset(path, "float16" if dtype is None else dtype_name(dtype), 0, progress.set)
+        _LOGGER.warning("cf_ops: %s", weights.notes[0])
+        return weights, []
     if dtype is not None:
         raise ValueError(f"dtype: expected it with a preset alone, got {dtype!r} for {path}, whose files have a dtype")
     return _core.Weights.open(path, for_gpu=for_gpu), _core.eos_token_ids(path)

@@ -94,6 +94,7 @@ struct Weights {
   std::vector<std::string> notes;
   Place place = Place::host;
   std::int64_t copied_bytes = 0;                       // of tensors that were joined when they were loaded
+  bool procedural = false;                             // no checkpoint's
   std::optional<checkpoint::Checkpoint> checkpoint{};  // while the weights lie in its files
 
   std::int64_t bytes() const {
@@ -146,7 +147,7 @@ Result<Weights> load(const checkpoint::Checkpoint& checkpoint, Place place, bool
 Weights open(const std::string& directory, bool for_gpu) {
   checkpoint::guard_mapped_files();
   return take([&]() -> Result<Weights> {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened, checkpoint::Checkpoint::open(directory));
     CF_TRY_ASSIGN(Weights w, load(opened, Place::host, !for_gpu));
     w.checkpoint = opened;
@@ -154,27 +155,41 @@ Weights open(const std::string& directory, bool for_gpu) {
   }());
 }
 
-Weights preset(const std::string& name, const std::string& dtype, std::uint64_t seed) {
+Weights preset(const std::string& name, const std::string& dtype, std::uint64_t seed, const nb::object& progress) {
   const std::optional<DType> stored = dtype_from_string(dtype);
   if (!stored || (*stored != DType::f16 && *stored != DType::bf16 && *stored != DType::f32))
     refuse("dtype: expected float16, bfloat16 or float32, got '" + dtype + "'");
-  return take([&]() -> Result<Weights> {
-    const nb::gil_scoped_release release;
+  Interrupt interrupt;
+  const auto tell = [&](std::int64_t made_bytes, std::int64_t all_bytes) -> Status {
+    CF_TRY(interrupt.check());
+    if (progress.is_none() || interpreter_ends()) return {};
+    const nb::gil_scoped_acquire acquire;
+    PyObject* const told = PyObject_CallFunction(progress.ptr(), "LL", static_cast<long long>(made_bytes),
+                                                 static_cast<long long>(all_bytes));
+    Py_XDECREF(told);
+    return told ? Status() : Status::error(Code::io_error, "progress failed");
+  };
+  Result<Weights> made = [&]() -> Result<Weights> {
+    const WithoutGil without_gil;
     CF_TRY_ASSIGN(ModelConfig config, find_preset(name));
     config.dtype = *stored;
     Weights w{.config = config,
               .weights = outline_model(config.spec(), *stored),
               .owner = nullptr,
-              .notes = {},
+              .notes = {name + ": procedural weights, made of random numbers and not trained"},
               .place = Place::host,
-              .copied_bytes = 0};
+              .copied_bytes = 0,
+              .procedural = true};
     const auto needed = double(w.bytes());
     CF_TRY(check_free_memory(needed, name + ": the weights need " + gigabytes(needed)));
-    auto owned = std::make_shared<OwnedModelWeights>(procedural_model(config.spec(), *stored, seed));
+    CF_TRY_ASSIGN(OwnedModelWeights weights, procedural_model(config.spec(), *stored, seed, {}, tell));
+    auto owned = std::make_shared<OwnedModelWeights>(std::move(weights));
     w.weights = owned->weights;
     w.owner = std::move(owned);
     return w;
-  }());
+  }();
+  if (PyErr_Occurred()) throw nb::python_error();
+  return take(std::move(made));
 }
 
 checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
@@ -197,6 +212,7 @@ checkpoint::TensorEntry entry_of(std::string name, const MemoryTensor& tensor) {
 /// Keeps a Python object. The last owner may die in a thread without the GIL.
 std::shared_ptr<const void> kept_object(nb::object object) {
   return {object.release().ptr(), [](PyObject* kept) {
+            if (interpreter_ends()) return;
             const nb::gil_scoped_acquire acquire;
             Py_DECREF(kept);
           }};
@@ -209,7 +225,7 @@ Weights from_tensors(const std::string& config, const nb::dict& tensors, nb::obj
     entries.push_back(entry_of(nb::cast<std::string>(name), nb::cast<MemoryTensor>(tensor)));
   const std::shared_ptr<const void> kept = kept_object(std::move(owner));
   return take([&]() -> Result<Weights> {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     CF_TRY_ASSIGN(const checkpoint::Checkpoint opened,
                   checkpoint::Checkpoint::from_memory(config, gptq, std::move(entries), kept, "tensors"));
     CF_TRY(opened.check_names());
@@ -230,13 +246,13 @@ void pack_weights(Weights& w, int device, std::uintptr_t stream, const nb::calla
       const auto* gptq = std::get_if<GptqWeight>(&l.weight);
       if (!gptq) return;
       cuda::Packed packed = take([&]() -> Result<cuda::Packed> {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return pack_for_steps(*gptq, site, spec, {device, stream});
       }());
       const nb::object memory = allocate(packed.storage.size_bytes());
       kept.append(memory);
       check([&, address = nb::cast<std::uintptr_t>(memory.attr("data_ptr")())] {
-        const nb::gil_scoped_release release;
+        const WithoutGil without_gil;
         return place_on_device(packed, address, {device, stream});
       }());
       l.weight = packed.weight;
@@ -269,7 +285,7 @@ std::unique_ptr<Model> make_model(const Weights& w, std::int64_t slots, std::int
            (w.place == Place::device ? "a device's" : "none: drop_values() gave it back"));
   const Model::Options options{.slots = slots, .capacity = capacity, .chunk = chunk, .activation = *dtype};
   std::unique_ptr<Model> model = take([&]() -> Result<std::unique_ptr<Model>> {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     CF_TRY(Model::check_memory(w.config.name, w.config, options));
     return Model::create(w.config, w.weights, w.owner, options);
   }());
@@ -659,7 +675,7 @@ std::shared_ptr<SharedModel> make_shared_model(const Weights& w, int device, std
   if (w.place == Place::none) refuse("weights: expected their values, got none: drop_values() gave them back");
   const bool in_place = w.place == Place::device;
   DeviceModel made = take([&]() -> Result<DeviceModel> {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     return make_device_model(w.config.name, w.config.spec(), w.weights,
                              {device, slots, capacity, chunk, impl, in_place});
   }());
@@ -681,7 +697,7 @@ void bind_device(nb::module_& m) {
       "cuda_device",
       [](int device) {
         const DeviceInfo d = take([&] {
-          const nb::gil_scoped_release release;
+          const WithoutGil without_gil;
           return device_info(device);
         }());
         return std::tuple(d.name, d.compute_capability, std::int64_t(d.memory_bytes), std::int64_t(d.free_bytes));
@@ -750,9 +766,13 @@ void bind_weights(nb::module_& m) {
           "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
           "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, and, but for "
           "a GPU, MemoryError for one that is larger than this machine's memory.")
-      .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0,
-                  "A model of the Pythia suite, such as \"pythia-70m\", with procedural weights of a dtype. Raises "
-                  "FileNotFoundError for another name, with the names that there are, and MemoryError.")
+      .def_static(
+          "preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
+          nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "
+                  "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
+          "A model of the Pythia suite, such as \"pythia-70m\", with procedural weights of a dtype. `progress` is "
+          "told the bytes that are made and those of all weights, after each tensor. Raises "
+          "FileNotFoundError for another name, with the names that there are, and MemoryError.")
       .def_static(
           "from_tensors", &from_tensors, "config"_a, "tensors"_a, "owner"_a.none(), "gptq"_a = nb::none(),
           "on_device"_a = false,
@@ -769,11 +789,15 @@ void bind_weights(nb::module_& m) {
           "another shape or dtype, or not finite.")
       .def_prop_ro("config", &config_of, nb::sig("def config(self) -> dict[str, typing.Any]"),
                    "The model's config in the names of transformers 4.x.")
-      .def_ro("notes", &Weights::notes, "Contradictions in the checkpoint and how they were resolved, a line each.")
+      .def_ro("notes", &Weights::notes,
+              "What the files do not say: contradictions in the checkpoint and how they were resolved, or that the "
+              "weights are "
+              "a preset's; a line each.")
       .def_prop_ro(
           "dtype", [](const Weights& w) { return std::string(to_string(w.config.dtype)); },
           "The dtype of every weight that is not quantised.")
       .def_prop_ro("bytes", &Weights::bytes, "The bytes of all weights.")
+      .def_ro("procedural", &Weights::procedural, "Whether they are a preset's: random numbers and no checkpoint's.")
       .def_ro("copied_bytes", &Weights::copied_bytes, "Those of them that were copied, to be joined.")
       .def("pack", &pack_weights, "device"_a, "stream"_a, "allocate"_a, "owner"_a,
            nb::sig("def pack(self, device: int, stream: int, allocate: collections.abc.Callable[[int], object], "

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "python/src/bindings.hpp"
+#include "python/src/work.hpp"
 
 namespace nb = nanobind;
 
@@ -44,6 +45,9 @@ NB_MODULE(_core, m) {
   cf::python::cf_error = PyErr_NewExceptionWithDoc(name.c_str(), "What failed in a device or in cf_ops itself.",
                                                    PyExc_RuntimeError, nullptr);
   m.attr("CfError") = nb::borrow(cf::python::cf_error);
+  // Python does not promise to end every object before itself: those of a daemon thread or a global list stay.
+  nb::set_leak_warnings(false);
+  cf::python::watch_interpreter_end();
   cf::python::bind_ops(m);
   cf::python::bind_model(m);
 }

@@ -25,6 +25,7 @@
 #include "python/src/bound_op.hpp"
 #include "python/src/known_calls.hpp"
 #include "python/src/port_layer.hpp"
+#include "python/src/work.hpp"
 
 namespace nb = nanobind;
 
@@ -250,14 +251,14 @@ Result<std::vector<NamedShape>> outputs(const Call& call) {
 template <class Op>
 Status run(const Call& call) {
   CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   return cpu_ref::run(args);
 }
 
 template <class Op>
 Result<Budget> budget(const Call& call, Precision precision) {
   CF_TRY_ASSIGN(const typename Op::Args args, bind<Op>(call));
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   CF_TRY_ASSIGN(const Condition condition, cpu_ref::condition(args));
   return Op::budget(Op::dims(args), precision, condition);
 }
@@ -306,13 +307,13 @@ class BoundTo final : public BoundOp {
                             std::string(Op::name) + ": " + quoted(prefix + "weight") + ": " + status.message()));
     };
     Result<cuda::Packed> packed = [&, &weight = weight] {
-      const nb::gil_scoped_release release;
+      const WithoutGil without_gil;
       return pack_on_device(weight, cuda::pack_hint(args_), at);
     }();
     named(packed.status());
     nb::object memory = allocate(packed->storage.size_bytes());
     named([&, address = address_of(memory)] {
-      const nb::gil_scoped_release release;
+      const WithoutGil without_gil;
       return place_on_device(*packed, address, at);
     }());
     return {std::move(*packed), std::move(memory)};
@@ -355,7 +356,7 @@ class BoundTo final : public BoundOp {
       scratch.address = address_of(memory);
     }
     check([&] {
-      const nb::gil_scoped_release release;
+      const WithoutGil without_gil;
       return run_on_device(args, at, scratch);
     }());
   }
@@ -503,7 +504,7 @@ void bind_device_ops(nb::module_& m) {
           "write",
           [](DeviceBlock& b, std::uintptr_t from) {
             check([&] {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               return b.write(reinterpret_cast<const void*>(from));
             }());
           },
@@ -513,7 +514,7 @@ void bind_device_ops(nb::module_& m) {
           "read",
           [](const DeviceBlock& b, std::uintptr_t to) {
             check([&] {
-              const nb::gil_scoped_release release;
+              const WithoutGil without_gil;
               return b.read(reinterpret_cast<void*>(to));
             }());
           },
@@ -624,7 +625,7 @@ void bind_ops(nb::module_& m) {
         };
         ops::rope_table(table(cos), table(sin), theta);
       },
-      "cos"_a, "sin"_a, "rows"_a, "half"_a, "theta"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "cos"_a, "sin"_a, "rows"_a, "half"_a, "theta"_a, nb::call_guard<WithoutGil>(),
       "Fills two float32 tables (rows, half) at these addresses with RoPE's cosines and sines.");
   bind_device_ops(m);
   bind_known_calls(m);

@@ -9,6 +9,7 @@
 #include "golden/checkpoint/hf_config.hpp"
 #include "python/src/bindings.hpp"
 #include "python/src/device_ops.hpp"
+#include "python/src/work.hpp"
 
 namespace nb = nanobind;
 
@@ -239,7 +240,7 @@ nb::object PortLayer::run(const nb::tuple& given, nb::handle length, nb::handle 
   args.first = !own.is_none() && valid == tokens ? tokens : 0;
   args.last = tokens;
   check([&] {
-    const nb::gil_scoped_release release;
+    const WithoutGil without_gil;
     const DeviceStream to{device, *stream};
     return steps ? steps->steps_.run(args, to) : run_on_device(args, to);
   }());

@@ -8,7 +8,7 @@ namespace nb = nanobind;
 namespace cf::python {
 
 SharedModel::~SharedModel() {
-  const nb::gil_scoped_release release;
+  const WithoutGil without_gil;
   close();
 }
 

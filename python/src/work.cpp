@@ -2,9 +2,11 @@
 
 #include <nanobind/stl/string.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
@@ -19,7 +21,51 @@ std::atomic<int> threads = omp_get_max_threads();
 
 constexpr long long kNsBetweenChecks = 50'000'000;
 
+std::atomic<int> without_gil = 0;            // threads that are, or that wait for the GIL
+std::atomic<std::thread::id> ends_python{};  // the thread that ends the interpreter, from then on
+
+/// What Python calls at its end, when threads can still take the GIL. Those that are about to do so take it now; those
+/// that compute find out later.
+void end_python() {
+  using namespace std::chrono_literals;
+  ends_python = std::this_thread::get_id();
+  const nb::gil_scoped_release release;
+  for (int ms = 0; without_gil > 0 && ms < 1000; ++ms) std::this_thread::sleep_for(1ms);
+}
+
+/// Makes the threads of an OpenMP that was loaded with its default, as torch does, wait with few spins: GCC's spins less
+/// as soon as there are more OpenMP threads than CPUs (its manual, GOMP_SPINCOUNT). Beside the threads that work, which
+/// are one a CPU, a second team of two is begun, and kept asleep.
+void shorten_spins() {
+  std::thread([] {
+#pragma omp parallel num_threads(2)
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // a region without anything in it is left out
+    for (;;) ::pause();
+  }).detach();
+}
+
 }  // namespace
+
+bool interpreter_ends() {
+  const std::thread::id thread = ends_python;
+  return thread != std::thread::id() && thread != std::this_thread::get_id();
+}
+
+void watch_interpreter_end() { nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end_python)); }
+
+WithoutGil::WithoutGil() {
+  ++without_gil;  // before the state is read: end_python() waits for who did not see it
+  state_ = PyEval_SaveThread();
+}
+
+WithoutGil::~WithoutGil() {
+  if (interpreter_ends()) {
+    --without_gil;
+    for (;;) ::pause();
+  }
+  PyEval_RestoreThread(state_);
+  --without_gil;
+}
 
 Status Turns::check() const {
   if (holder_ != std::this_thread::get_id()) return {};
@@ -40,6 +86,7 @@ Status use_threads() {
 Status Interrupt::check() {
   const long long now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   if (now < next_ns_) return {};
+  if (interpreter_ends()) return Status::error(Code::io_error, "the interpreter ends");
   next_ns_ = now + kNsBetweenChecks;
   const nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() == 0 ? Status() : Status::error(Code::io_error, "interrupted");
@@ -53,6 +100,7 @@ void bind_threads(nb::module_& m) {
         threads = int(n);
       },
       "n"_a, "Sets the number of threads that the CPU backend works with from now on, in every Python thread.");
+  m.def("shorten_spins", &shorten_spins, "Makes the threads of an OpenMP that another package has loaded spin less.");
   m.def(
       "instruction_set", [] { return std::string(cpu_ref::instruction_set()); },
       "The vector instructions that the CPU backend uses in float32 on this processor.");

@@ -18,11 +18,31 @@ Status use_threads();
 /// Adds set_num_threads(), num_threads() and instruction_set() to the module.
 void bind_threads(nanobind::module_& m);
 
+/// While one lives, the thread works without the GIL. A daemon thread may still work when the interpreter ends. Python
+/// would end it where it takes the GIL back, and C++ cannot be left that way: the thread waits for the process's end.
+class WithoutGil {
+ public:
+  WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil();
+
+ private:
+  PyThreadState* state_;
+};
+
+/// Whether the interpreter ends, in another thread than the one that ends it: the GIL must not be taken any more.
+bool interpreter_ends();
+
+/// Makes the threads of WithoutGil notice the interpreter's end.
+void watch_interpreter_end();
+
 /// Lets Python handle signals while a model works.
 class Interrupt {
  public:
-  /// Returns an error where the Python handler of a signal has raised an exception. The call is cheap: it takes the GIL
-  /// only a few times a second, and the handlers run then. The caller must not hold the GIL.
+  /// Returns an error where the Python handler of a signal has raised an exception, and where the interpreter ends. The
+  /// call is cheap: it takes the GIL only a few times a second, and the handlers run then. The caller must not hold the
+  /// GIL.
   Status check();
 
  private:
@@ -58,7 +78,7 @@ template <class F>
 auto work(Turns& turns, F&& f) {
   check(turns.check());
   auto result = [&] {
-    const nanobind::gil_scoped_release release;
+    const WithoutGil without_gil;
     const Turns::Turn turn(turns);
     if (const Status usable = use_threads(); !usable) return decltype(f())(usable);
     return f();

@@ -24,6 +24,7 @@ HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transforme
 APPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "apps")
 sys.path.insert(0, APPS)
 
+import bench_busy
 import bench_page
 import bench_peers
 import bench_python
@@ -648,6 +649,52 @@ class Python(Files):
         self.assertEqual(rows[7]["error"],
                          "RuntimeError: calls ran on Hugging Face's path: {'a hook on a module': 3}")  # fmt: skip
         self.assertEqual(is_ours, [])
+
+
+class Busy(Files):
+    """bench_busy.py with a program in the place of cf-model that says how its threads would wait."""
+
+    PROGRAM = """#!{python}
+import json, os, sys
+spins = os.environ.get("GOMP_SPINCOUNT")
+assert "OMP_WAIT_POLICY" not in os.environ
+report = {{"commit": "abc", "cpu": "a CPU", "threads": 2, "results": [{{"tpot_ms": 4.0 if spins else 0.5}}]}}
+with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
+    json.dump(report | {{"words": sys.argv[1:]}}, file)
+sys.exit("no such model" if "--preset" in sys.argv else 0)
+"""
+
+    def program(self):
+        return self.write("cf-model", self.PROGRAM.format(python=sys.executable), executable=True)
+
+    def test_both_ways_to_wait_are_timed_alone_and_beside_loops(self):
+        out = os.path.join(self.directory, "busy.json")
+        words = ["--cf-model", self.program(), "--model", self.directory, "--loops", "1", "--repeats", "2"]
+        with mock.patch.dict(os.environ, {"OMP_WAIT_POLICY": "ACTIVE"}):
+            code, printed, error = run(bench_busy, *words, "--json", out)
+        self.assertEqual((code, error), (0, ""))
+        with open(out, encoding="utf-8") as file:
+            report = json.load(file)
+        name = os.path.basename(self.directory)
+        expected = [("sleep", 0.5), ("spin", 4.0)]
+        self.assertEqual(
+            report["results"],
+            [{"model": name, "waits": w, "alone_ms": ms, "busy_ms": ms, "ratio": 1.0} for w, ms in expected],
+        )
+        self.assertEqual((report["commit"], report["busy_loops"], report["repeats"]), ("abc", 1, 2))
+        self.assertTrue(report["command"].startswith("apps/bench_busy.py --cf-model "))
+        self.assertIn(f"| {name} | spin | 4.00 | 4.00 | 1.0 |", printed)
+
+    def test_the_ratio_is_that_of_the_medians(self):
+        times = {("sleep", 0): [1, 9, 2], ("sleep", 2): [6, 5, 99], ("spin", 0): [1], ("spin", 2): [30]}
+        self.assertEqual([row["ratio"] for row in bench_busy.rows_of("m", times, 2)], [3, 30])
+
+    def test_what_cf_model_refuses_is_one_line(self):
+        code, _, error = run(bench_busy, "--cf-model", self.program(), "--model", "nowhere")
+        self.assertEqual((code, error.count("\n")), (2, 1))
+        self.assertRegex(error, "^bench_busy.py: .*--preset nowhere.*: no such model")
+        code, _, error = run(bench_busy, "--cf-model", os.path.join(self.directory, "absent"), "--model", "m")
+        self.assertEqual((code, error.count("\n")), (2, 1))
 
 
 class Refusals(Files):

@@ -73,6 +73,27 @@ TEST_CASE("cf-model generate continues a prompt with the ids that Hugging Face c
   CHECK(cf_model_ok("generate " + common + " --prompt-ids '" + (dir / "prompt.npy") + "'").out == expected + "\n");
 }
 
+TEST_CASE("cf-model's threads sleep while they wait, unless the environment says how they wait", "[cf_model]") {
+  struct Case {
+    const char *said, *shown;
+  };
+  const std::string unset = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u KMP_BLOCKTIME OMP_DISPLAY_ENV=VERBOSE ";
+  for (const Case& c :
+       {Case{"", "OMP_WAIT_POLICY = 'PASSIVE'"}, Case{"OMP_WAIT_POLICY=ACTIVE ", "OMP_WAIT_POLICY = 'ACTIVE'"},
+        Case{"GOMP_SPINCOUNT=77 ", "GOMP_SPINCOUNT = '77'"}}) {
+    CAPTURE(c.said);
+    const auto r = run_program(unset + c.said + CF_MODEL_PROGRAM " generate " + model_dir +
+                               "--stop none --max-new-tokens 3 --prompt-ids 1,2,3");
+    CHECK(r.exit_code == 0);
+    CHECK(std::count(r.out.begin(), r.out.end(), ',') == 2);
+    const std::size_t last = r.err.rfind("OPENMP DISPLAY ENVIRONMENT BEGIN");
+    if (r.err.find("GOMP_SPINCOUNT") == r.err.npos) return;  // another OpenMP than GCC's
+    CHECK(r.err.find(c.shown, last) != r.err.npos);
+    // The words of the command line are the same in the program that is executed anew.
+    CHECK(r.err.find("3 new tokens in ") != r.err.npos);
+  }
+}
+
 TEST_CASE("cf-model generate: more prompts than slots wait, and each has the ids that it has alone", "[cf_model]") {
   const TempDir dir;
   const std::vector<std::string> prompts{"1,2,3", "4", "5,6,7,8,9,10,11", "3,3,3"};

@@ -357,6 +357,34 @@ TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[p
   }
 }
 
+TEST_CASE("A procedural model tells its progress tensor by tensor, and an error ends it", "[procedural]") {
+  ModelConfig m = *find_preset("pythia-14m");
+  m.num_hidden_layers = 2;
+  m.vocab_size = 16;
+  for (const WeightFormat& linears : {WeightFormat{}, WeightFormat{4, 128}}) {
+    const OwnedModelWeights expected = procedural_model(m, m.dtype, 5, linears);
+    const std::int64_t bytes = weight_bytes(m, expected.weights);
+    std::vector<std::int64_t> told;
+    const auto made = procedural_model(m, m.dtype, 5, linears, [&](std::int64_t made_bytes, std::int64_t all_bytes) {
+      CHECK(all_bytes == bytes);
+      told.push_back(made_bytes);
+      return Status();
+    });
+    REQUIRE(made);
+    CHECK(weights_checksum(m, made->weights) == weights_checksum(m, expected.weights));
+    CHECK(told.size() == expected.storage.size());
+    CHECK(std::is_sorted(told.begin(), told.end()));
+    CHECK(told.back() == bytes);
+    int calls = 0;
+    const auto ended = procedural_model(m, m.dtype, 5, linears, [&](std::int64_t, std::int64_t) {
+      return ++calls < 3 ? Status() : Status::error(Code::io_error, "enough");
+    });
+    REQUIRE(!ended);
+    CHECK(ended.status().message() == "enough");
+    CHECK(calls == 3);
+  }
+}
+
 TEST_CASE("A procedural model of another family has the checksum of golden/procedural.py's", "[procedural]") {
   // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
   struct Expected {

@@ -92,6 +92,16 @@ class TokenizeText(unittest.TestCase):
         self.assertEqual([name for name in os.listdir(self.directory) if name.endswith(".tmp")], [])
 
     @unittest.skipUnless(HAS_TOKENIZERS, "needs tokenizers")
+    def test_what_a_file_stores_of_an_earlier_call_is_not_used(self):
+        text = self.write("a.txt", b"abc" * 9)
+        expected = self.ids(text)
+        truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+        padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+        padding |= {"pad_type_id": 0, "pad_token": "<|endoftext|>"}
+        self.write("tokenizer.json", json.dumps(TOKENIZER | {"truncation": truncation, "padding": padding}).encode())
+        self.assertEqual(self.ids(text), expected)
+
+    @unittest.skipUnless(HAS_TOKENIZERS, "needs tokenizers")
     def test_input_that_is_refused(self):
         text = self.write("a.txt", b"abc")
         self.assertIn("absent: No such file or directory", self.refused(os.path.join(self.directory, "absent")))

@@ -155,6 +155,22 @@ def test_text_comes_in_and_goes_out(text_checkpoint: str, tmp_path: pathlib.Path
     assert made[0] == expected
 
 
+def test_a_stop_text_ends_the_text(text_checkpoint: str) -> None:
+    words = ["generate", "--model", text_checkpoint, "--prompt", "the é", "--max-new-tokens", 60, "--temperature", 8]
+    whole = ok(*words, "--stop", "none").removesuffix("\n")
+    plain = [whole[i : i + 2] for i in range(4, len(whole)) if "\ufffd" not in whole[i : i + 2]]
+    stop = plain[len(plain) // 2]
+    assert (
+        ok(*words, "--stop", "none", "--stop-text", "never there", "--stop-text", stop)
+        == whole.partition(stop)[0] + "\n"
+    )
+    model = cf_ops.load(text_checkpoint)
+    ended = "".join(
+        model.generate("the é", max_new_tokens=60, temperature=8, stop=[stop])
+    )  # or with the checkpoint's id
+    assert ok(*words, "--stop-text", stop) == ended + "\n"
+
+
 def test_an_interrupt_ends_the_stream_cleanly(model: str, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "out.json"
     words = ["generate", "--model", model, "--prompt-ids", "1,2", "--max-new-tokens", "20000", "--stop", "none"]
@@ -310,6 +326,9 @@ def test_bench_times_every_configuration(model: str, tmp_path: pathlib.Path) -> 
         (["generate"], "--model"),
         (["generate", "--model", "X"], "--prompt"),
         (["generate", "--model", "/nowhere", "--prompt-ids", "1"], "/nowhere: no such directory"),
+        (["generate", "--model", "no/where", "--prompt-ids", "1"], "hf download no/where --local-dir DIR"),
+        (["generate", "--model", "MODEL", "--revision", "x", "--prompt-ids", "1"], "revision: expected it with a name"),
+        (["generate", "--model", "MODEL", "--stop-text", "x", "--prompt-ids", "1"], "stop: expected ids, which end"),
         (["generate", "--model", "X", "--prompt-ids", "1,x"], "--prompt-ids: expected an integer"),
         (["generate", "--model", "X", "--prompt-ids", "1", "--prompt", "x"], "not allowed with"),
         (["generate", "--model", "X", "--prompt-ids", "1", "--max-new-tokens", "0"], "--max-new-tokens: expected"),

@@ -349,10 +349,11 @@ def test_perplexity_refuses(checkpoints: pathlib.Path) -> None:
     model = cf_ops.load(checkpoints / "neox-d80")
     for arguments, message in [
         (([1],), "at least 2"),
-        (([[1, 2]],), "one dimension"),
+        (([[1, 2], [3, 4]],), "ids: expected ids in one row, got 2 rows$"),
+        ((np.ones((2, 2), int),), "one dimension"),
         (([1, 128],), "0 to 127"),
         (([1, -1],), "0 to 127"),
-        (([1.5, 2.5],), "float64"),
+        ((np.array([1.5, 2.5]),), "float64"),
         (([1, 2], 1), "context"),
         (([1, 2], 4, 5), "stride: expected 1 to 4"),
         (([1, 2], 4, 0), "stride"),

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from cf_ops import _core
 from cf_ops._device import cuda_index
-from cf_ops.model import Model, load, on_device, open_weights
+from cf_ops.model import Model, find_model, load, on_device, open_weights
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PROGRAM = "cf_ops"
@@ -91,8 +91,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="DIR",
-        help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m",
+        help="checkpoint directory: config.json, safetensors; or a preset with procedural weights, such as pythia-70m; "
+        "with --revision a name of the Hugging Face hub, such as EleutherAI/pythia-70m",
     )
+    parser.add_argument("--revision", metavar="NAME", help="download this branch, tag or commit of the hub's model")
     parser.add_argument(
         "--device", "--backend", type=device, default="cpu", metavar="DEVICE", help="cpu, cuda or cuda:N (default cpu)"
     )
@@ -130,13 +132,20 @@ def check_device(args: argparse.Namespace) -> int | None:
     return index
 
 
+def model_directory(args: argparse.Namespace) -> str:
+    """Where the files of the model lie that the arguments name; a preset has none and gives its name."""
+    return find_model(args.model, args.revision)
+
+
 def open_model(args: argparse.Namespace, slots: int, capacity: int) -> Model:
     """The model that the arguments name, on a GPU with so many slots and entries. Prints its checkpoint's
     notes on stderr."""
-    if check_device(args) is None:
-        model = load(args.model, activation=args.activation, threads=args.threads)
+    index = check_device(args)
+    directory = model_directory(args)
+    if index is None:
+        model = load(directory, activation=args.activation, threads=args.threads)
     else:
-        model = load(args.model, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
+        model = load(directory, device=args.device, slots=slots, capacity=max(1, capacity), impl=args.impl or "auto")
     print_notes(model)
     return model
 
@@ -149,10 +158,11 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
         model = open_model(args, 1, capacity)
         yield from ((count, model) for count in slots)
         return
-    weights, eos_token_ids = open_weights(args.model, for_gpu=True)
+    directory = model_directory(args)
+    weights, eos_token_ids = open_weights(directory, for_gpu=True)
     for place, count in enumerate(slots):
         model = on_device(
-            weights, args.model, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
+            weights, directory, eos_token_ids, index, slots=count, capacity=capacity, impl=args.impl or "auto"
         )
         if place == 0:
             print_notes(model)
@@ -161,7 +171,10 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
 
 
 def print_notes(model: Model) -> None:
-    """Prints the first note of each kind of a checkpoint on stderr, and how many more say the same of others."""
+    """Prints the first note of each kind of a checkpoint on stderr, and how many more say the same of others.
+    That of a preset is logged when it is loaded."""
+    if model.weights.procedural:
+        return
     kinds: dict[str, list[str]] = {}
     for note in model.notes:
         # Without what they quote, such as a tensor's name, notes of one kind are equal.

@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from cf_ops import _core
+from cf_ops._progress import Progress
 from cf_ops.cli import _program as program
 
 
@@ -44,9 +45,17 @@ def run(args: argparse.Namespace) -> int:
         for prompt_len in args.prompt_len:
             for new_tokens in args.new_tokens:
                 sizes_of_run = {"prompt_len": prompt_len, "new_tokens": new_tokens, "slots": slots}
-                timed = _time(
-                    decoder, model.config["vocab_size"], prompt_len, new_tokens, slots, args.runs, args.warmup
-                )
+                with Progress(f"prompt {prompt_len}, {new_tokens} new, {slots} slots") as progress:
+                    timed = _time(
+                        decoder,
+                        model.config["vocab_size"],
+                        prompt_len,
+                        new_tokens,
+                        slots,
+                        args.runs,
+                        args.warmup,
+                        progress,
+                    )
                 results.append(sizes_of_run | timed)
     print(f"{described}, model {args.model}\n")
     headers = ["prompt", "new", "slots", "TTFT ms", "TPOT ms", "p50 ms", "p90 ms", "p99 ms", "total ms", "tokens/s"]
@@ -64,7 +73,14 @@ def _prompt(length: int, slot: int, vocab_size: int) -> list[int]:
 
 
 def _time(
-    decoder: _core.Decoder, vocab_size: int, prompt_len: int, new_tokens: int, slots: int, runs: int, warmup: int
+    decoder: _core.Decoder,
+    vocab_size: int,
+    prompt_len: int,
+    new_tokens: int,
+    slots: int,
+    runs: int,
+    warmup: int,
+    progress: Progress,
 ) -> dict[str, float]:
     first_ms: list[float] = []
     total_ms: list[float] = []
@@ -83,6 +99,7 @@ def _time(
             if fault := decoder.status(sequence):
                 raise ValueError(fault)
             decoder.drop(sequence)
+        progress.set(warmup + number + 1, warmup + runs)
         if number < 0:
             continue
         ms = np.diff(times) * 1e3

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from cf_ops._text import TextStream, encode, open_tokenizer
+from cf_ops._text import encode, open_tokenizer
 from cf_ops.cli import _program as program
 from cf_ops.model import MOST_SLOTS, Session, Settings
 
@@ -27,6 +27,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="of ids that were seen")
     parser.add_argument("--seed", type=program.integer(0, 2**64 - 1), default=0, help="seed of the draws")
     parser.add_argument("--stop", type=_stop, help="ids that end a text, or none; the checkpoint's when left out")
+    parser.add_argument(
+        "--stop-text", action="append", default=[], metavar="TEXT", help="ends a text where it appears; may be repeated"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,26 +41,27 @@ def run(args: argparse.Namespace) -> int:
         args.min_p,
         args.repetition_penalty,
         args.seed,
-        args.stop,
+        args.stop_text or None,
     )
-    prompts = args.prompt_ids or _texts(args)
+    if args.stop is not None:
+        settings.stop_ids = args.stop
+    prompts: list[str] | list[list[int]] = args.prompt_ids or _texts(args)
     slots, capacity = args.slots or min(MOST_SLOTS, len(prompts)), 0
     if program.check_device(args) is not None:  # the sizes of a GPU's cache are said when the model is loaded
-        lengths = [len(encode(open_tokenizer(args.model), p) if isinstance(p, str) else p) for p in prompts]
+        directory = program.model_directory(args)
+        lengths = [len(encode(open_tokenizer(directory), p) if isinstance(p, str) else p) for p in prompts]
         capacity = max(lengths) + args.max_new_tokens - 1
     opened = time.perf_counter()
     model = program.open_model(args, slots, capacity)
     load_s = time.perf_counter() - opened
-    session = Session(model, [model.encode(prompt) for prompt in prompts], settings, args.slots)
+    streams = len(prompts) == 1
+    session = Session(model, prompts, settings, args.slots, streams)
     if session.capacity > (most := model.config["max_position_embeddings"]):
         beyond = (
             f"positions beyond max_position_embeddings {most} are used as Hugging Face does, up to {session.capacity}"
         )
         print(f"{program.PROGRAM}: {beyond}", file=sys.stderr)
-    tokenizer = None if args.prompt_ids else model.tokenizer
-    stream = TextStream(tokenizer) if tokenizer is not None else None
-    streams = len(prompts) == 1
-
+    is_text = not args.prompt_ids
     added = {index: 0.0 for index in range(min(session.slots, len(prompts)))}
     first_s = [0.0] * len(prompts)
     last_s = [0.0] * len(prompts)
@@ -70,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
             if result.finish == "running" or index in shown:
                 continue
             shown.add(index)
-            if tokenizer is not None:
-                result.text = tokenizer.decode(result.ids)
+            result.text = session.text(index)
             if streams:
-                print(stream.finish() if stream is not None else "", flush=True)
+                print(flush=True)
             else:
                 text = ",".join(map(str, result.ids)) if result.text is None else result.text
                 print(f"{index}: {text}", flush=True)
@@ -81,15 +84,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         while not session.done:
             before = time.perf_counter() - start
-            for index in session.step():
+            for index, id, piece in session.step():
                 added.setdefault(index, before)
                 last_s[index] = time.perf_counter() - start - added[index]
-                ids = session.results[index].ids
-                if len(ids) == 1:
+                is_first = len(session.results[index].ids) == 1
+                if is_first:
                     first_s[index] = last_s[index]
                 if streams:
-                    piece = stream.put(ids[-1]) if stream is not None else ("," if len(ids) > 1 else "") + str(ids[-1])
-                    print(piece, end="", flush=True)
+                    print(piece if is_text else ("" if is_first else ",") + str(id), end="", flush=True)
             show_ended()
     except KeyboardInterrupt:
         session.interrupt()  # where it came between two steps

@@ -1,0 +1,26 @@
+#include "apps/cli/waiting.hpp"
+
+#include <unistd.h>
+#include <fstream>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+namespace cf::apps {
+
+void let_waiting_threads_sleep() {
+  // The second and third are those of GCC's and of LLVM's OpenMP.
+  for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})
+    if (std::getenv(name)) return;
+  std::vector<std::string> words;
+  std::ifstream command("/proc/self/cmdline");
+  for (std::string word; std::getline(command, word, '\0');) words.push_back(word);
+  if (words.empty() || ::setenv("OMP_WAIT_POLICY", "PASSIVE", 1) != 0) return;
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  ::execv("/proc/self/exe", argv.data());
+}
+
+}  // namespace cf::apps
