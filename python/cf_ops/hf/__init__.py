@@ -70,7 +70,7 @@ def speed_up(model: Model) -> Model:
     TypeError: the model is of another class.
     ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says;
         the config asks for what the library does not build, such as a window of keys shorter than the context.
-    NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), the parameters
+    NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), or the parameters
         are on a device for which this installation has no runner.
     CfError: the parameters are on a GPU that this build has no kernels for.
     """
