@@ -58,8 +58,8 @@ def speed_up(model: Model) -> Model:
     ``generate_batch()`` is answered by ``generate()``, with eight prompts at a time.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path: beams, assistants, static caches, attentions.
-    The logger ``cf_ops.hf`` names each reason once, with what helps, and `report` counts the calls of each. It also says
-    once where transformers is newer than the newest that was tested.
+    The logger ``cf_ops.hf`` names each reason once, with what helps, and `report` counts the calls of each. It also
+    says once where transformers is newer than the newest that was tested.
 
     A cache has room for the sequences that a call brings, and for the tokens that ``generate()`` may add (at most 1024
     at first). It is made again, twice as large, when that room ends. Its memory is freed with the cache object.
