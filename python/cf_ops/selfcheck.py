@@ -1,5 +1,5 @@
-"""Whether this installation is right: every op on the CPU and on a GPU, whole models there, and transformers' generate()
-where that is installed, against float64, in seconds. Needs numpy alone."""
+"""Whether this installation is right: every op on the CPU and on a GPU, whole models there, and generate() of
+transformers where that is installed, against float64, in seconds. Needs numpy alone."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import transformers
 from conftest import read_safetensors
+
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 CHECKPOINTS = [f"neox-gptq-{kind}" for kind in ("8bit", "asym", "desc-act", "mixed", "sym", "v2")]
 CHECKPOINTS += ["llama-gptq-desc-act", "qwen2-gptq-8bit"]

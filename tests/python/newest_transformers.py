@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Runs the tests of cf_ops.hf, and the self-check's row of it, with the newest transformers on PyPI.
   newest_transformers.py FOLDER [PYTEST ARGUMENT...]
-FOLDER is that of in_clean_venv.py, which has built the wheel there. torch is taken from a Python that has it, since PyPI's
-is larger than all else: CF_TORCH_PYTHON names one, otherwise it is this Python or the first python3 of PATH.
+FOLDER is that of in_clean_venv.py, which has built the wheel there. torch is taken from a Python that has it, since
+PyPI's is larger than all else: CF_TORCH_PYTHON names one, otherwise it is this Python or the first python3 of PATH.
 
-A release that is not newer than the newest tested one passes or fails. A newer one is reported, and exits with 77 either
-way: what changed there is for the next version of cf_ops, and no fault of this one. Exits with 77, too, where there is no
-wheel, no Python with torch or no PyPI.
+A release that is not newer than the newest tested one passes or fails. A newer one is reported, and exits with 77
+either way: what changed there is for the next version of cf_ops, and no fault of this one. Exits with 77, too, where
+there is no wheel, no Python with torch or no PyPI.
 """
 
 import glob

@@ -227,6 +227,15 @@ def test_sampling_and_several_sequences_run_on_ours(root):
     assert set(cf_ops.hf.report(model).cf_ops) == {"sampled prefill", "sampled step"}
 
 
+def test_ids_may_lie_on_the_host(root):
+    model, inputs = cf_ops.hf.speed_up(model_of(root, "neox-d80")), padded(BATCHES[3])
+    expected = greedy(model, inputs)
+    for options in ({}, by_step()):
+        generated = model.generate(**inputs, max_new_tokens=24, do_sample=False, **options)
+        assert generated.device.type == "cpu" and torch.equal(generated, expected)
+    assert_all_ours(model)
+
+
 def test_a_calls_bits_do_not_depend_on_the_calls_before(root):
     model = cf_ops.hf.speed_up(model_of(root, "neox-d80"))
     ids = padded([9])["input_ids"].to(DEVICE)

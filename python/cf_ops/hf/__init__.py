@@ -58,8 +58,8 @@ def speed_up(model: Model) -> Model:
     ``generate_batch()`` is answered by ``generate()``, with eight prompts at a time.
 
     A call that cf_ops cannot do exactly runs on Hugging Face's own path: beams, assistants, static caches, attentions.
-    The logger ``cf_ops.hf`` names each reason once, with what helps, and `report` counts the calls of each. It also says
-    once where transformers is newer than the newest that was tested.
+    The logger ``cf_ops.hf`` names each reason once, with what helps, and `report` counts the calls of each. It also
+    says once where transformers is newer than the newest that was tested.
 
     A cache has room for the sequences that a call brings, and for the tokens that ``generate()`` may add (at most 1024
     at first). It is made again, twice as large, when that room ends. Its memory is freed with the cache object.
@@ -70,7 +70,7 @@ def speed_up(model: Model) -> Model:
     TypeError: the model is of another class.
     ValueError: a parameter is not contiguous, not finite, or of another shape or dtype than the model's config says;
         the config asks for what the library does not build, such as a window of keys shorter than the context.
-    NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), the parameters
+    NotImplementedError: a module is not the one that transformers builds (LoRA, other quantisations), or the parameters
         are on a device for which this installation has no runner.
     CfError: the parameters are on a GPU that this build has no kernels for.
     """

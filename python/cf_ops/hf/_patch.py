@@ -1,5 +1,5 @@
-"""What `speed_up` puts into a model: a generate() with a token loop of ours, and a forward() that decides, call by call,
-which path can do what is asked."""
+"""What `speed_up` puts into a model: a generate() with a token loop of ours, and a forward() that decides, call by
+call, which path can do what is asked."""
 
 from __future__ import annotations
 
