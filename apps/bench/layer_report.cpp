@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/cli/table.hpp"
+#include "apps/cli/terminal.hpp"
 
 namespace cf::apps {
 namespace {
@@ -144,7 +145,7 @@ void print_header(std::FILE* out, const RunInfo& r) {
   } else {
     fmt::print(out, "- backend: {}, {}, {} thread{}\n", r.backend, r.cpu, r.threads, r.threads == 1 ? "" : "s");
   }
-  fmt::print(out, "- model: {}, {}\n", r.model, r.weights);
+  fmt::print(out, "- model: {}, {}\n", visible(r.model), r.weights);
   fmt::print(out, "- activations: {}, procedural with seed {}\n", to_string(r.activation), r.seed);
   const char* cold = r.device ? "cold: the weights of many layers in turn"
                               : "cold: weights and cache evicted from the processor's caches before each";

@@ -538,6 +538,7 @@ TEST_CASE("memory: RoPE's rows are those that a step uses, however many position
   const TempDir dir;
   ModelConfig m = small_model(DType::f32);
   m.max_position_embeddings = 1 << 26;  // 5 GB of rows
+  m.name = "small\x1b[2J";
   write_small_checkpoint(dir.path(), m);
   const std::string run = "ulimit -v 1000000; '" + std::string(CF_LAYER_PROGRAM) + "' --model '" + dir.path() +
                           "' --layer 0 --threads 1 --runs 1 --warmup 0 ";
@@ -546,6 +547,7 @@ TEST_CASE("memory: RoPE's rows are those that a step uses, however many position
   CAPTURE(r.err);
   CHECK(r.exit_code == 0);
   CHECK(r.err.empty());
+  CHECK(r.out.find("- model: small\\x1b[2J, ") != r.out.npos);
   // What a step takes is asked for before it is taken: 2 * 2^26 * 2 heads * 80 * 4 bytes, for each of 64 sequences.
   const ProgramRun all = run_program(run + "--kv-len 67108864 --batch 64");
   CHECK(all.exit_code == 2);

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from dataclasses import replace
 from unittest import mock
@@ -529,10 +528,10 @@ class Convert(unittest.TestCase):
         with open(path, "wb") as file:
             file.write(content)
         golden_file.seal(path)
-        before = time.process_time()
+        before = os.times().children_user
         refused(path)
         refused("--compare", SCHEMA_1, path)
-        self.assertLess(time.process_time() - before, 1)
+        self.assertLess(os.times().children_user - before, 1)
 
         for change in (
             lambda file: file.__setitem__("more", h5py.SoftLink("/inputs")),
