@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -72,6 +73,14 @@ std::vector<std::string> joined(std::vector<std::string> a, const std::vector<st
   a.insert(a.end(), b.begin(), b.end());
   a.insert(a.end(), c.begin(), c.end());
   return a;
+}
+
+/// Refuses a report in the place of a file of the checkpoint that a golden file names.
+template <class Meta>
+Status check_report(const Options& o, const std::string& path, const Meta& m) {
+  if (o.json.empty() || m.weights != "checkpoint") return {};
+  return check_apart("--json", o.json, path + "'s weights",
+                     (std::filesystem::path(path).parent_path() / m.weights_checkpoint).string());
 }
 
 Status write_json(const Options& o, const std::string& command, Json rows) {
@@ -296,6 +305,7 @@ Status run_model_file(const Options& o, const std::string& path, Json& rows, Sum
                              ": a whole model's file is run from its ids on: expected no --impl layer, --site or "
                              "--isolated");
   CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(path));
+  CF_TRY(check_report(o, path, file.meta()));
   CF_TRY_ASSIGN(const golden::GoldenModelWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   const golden::ModelGoldenMeta& m = file.meta();
@@ -332,6 +342,7 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
                          fmt::format("{0}: expected the variant '{1}', which run compares with, got {2}; 'cf-golden "
                                      "compare {0} OTHER.h5' compares the taps of two files",
                                      path, golden::kReference, variant_names(file)));
+  CF_TRY(check_report(o, path, file.meta()));
   CF_TRY_ASSIGN(const golden::GoldenWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   for (DType dtype : chosen_dtypes(o, file.meta().dtype)) {
