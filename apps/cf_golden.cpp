@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -72,6 +73,14 @@ std::vector<std::string> joined(std::vector<std::string> a, const std::vector<st
   a.insert(a.end(), b.begin(), b.end());
   a.insert(a.end(), c.begin(), c.end());
   return a;
+}
+
+/// Refuses a report in the place of a file of the checkpoint that a golden file names.
+template <class Meta>
+Status check_report(const Options& o, const std::string& path, const Meta& m) {
+  if (o.json.empty() || m.weights != "checkpoint") return {};
+  return check_apart("--json", o.json, path + "'s weights",
+                     (std::filesystem::path(path).parent_path() / m.weights_checkpoint).string());
 }
 
 Status write_json(const Options& o, const std::string& command, Json rows) {
@@ -306,6 +315,7 @@ Status run_model_file(const Options& o, const std::string& path, Json& rows, Sum
                              "--isolated");
   CF_TRY_ASSIGN(const golden::ModelGolden file, golden::ModelGolden::open(path));
   CF_TRY(check_reference(path, file.variants()));
+  CF_TRY(check_report(o, path, file.meta()));
   CF_TRY_ASSIGN(const golden::GoldenModelWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   const golden::ModelGoldenMeta& m = file.meta();
@@ -342,6 +352,7 @@ Status run_file(const Options& o, const std::string& path, Json& rows, Summary& 
                    .site = o.site,
                    .impl = o.impl == "layer" ? WalkImpl::layer : WalkImpl::unfused};
   CF_TRY(check_taps(file, walk));
+  CF_TRY(check_report(o, path, file.meta()));
   CF_TRY_ASSIGN(const golden::GoldenWeights weights, file.weights(o.model));
   print_notes(weights.notes);
   for (DType dtype : chosen_dtypes(o, file.meta().dtype)) {

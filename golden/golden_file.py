@@ -46,17 +46,17 @@ def check_writable(path):
 @contextlib.contextmanager
 def atomic(path):
     """Gives a temporary path in the directory of `path`, and renames it to `path` after the block. A reader finds the
-    old file, the new file or none. On a failure the temporary file is removed."""
+    old file, the new file or none. A file that is replaced keeps its mode. On a failure the temporary file is removed.
+    """
     try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{os.path.basename(path)}.", suffix=".tmp", dir=os.path.dirname(path) or "."
-        )
+        handle, temporary = tempfile.mkstemp(prefix=".cf-", suffix=".tmp", dir=os.path.dirname(path) or ".")
         os.close(handle)
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~current_umask())
+        kept = os.stat(path).st_mode & 0o7777 if os.path.isfile(path) else 0o666 & ~current_umask()
+        os.chmod(temporary, kept)
         os.replace(temporary, path)
     except OSError as error:
         raise Refusal(f"{path}: {reason(error)}") from None

@@ -79,6 +79,14 @@ void Faults::expected(std::string_view option, std::string_view what, std::strin
   add(fmt::format("{}: expected {}, got '{}'", option, what, value));
 }
 
+Status check_apart(std::string_view option, const std::string& output, std::string_view reader,
+                   const std::string& directory) {
+  if (!is_file_of(directory, output)) return {};
+  return Status::error(Code::invalid_argument,
+                       fmt::format("{}: expected a file of its own, got '{}', which is one of {} {}", option, output,
+                                   reader, directory));
+}
+
 void Faults::add(const Status& status) {
   if (!status) add(status.message());
 }
@@ -423,16 +431,13 @@ void CommandLine::collect(Faults& faults) {
     others.insert(others.end(), s.outputs.begin(), output);
     const auto same = std::find_if(others.begin(), others.end(),
                                    [&](const State::Path& other) { return is_same_file(other.path, output->path); });
-    const auto holder = std::find_if(s.inputs.begin(), s.inputs.end(),
-                                     [&](const State::Path& input) { return is_file_of(input.path, output->path); });
     if (same != others.end())
       faults.add(fmt::format("{}: expected a file of its own, got '{}' as for {}", output->option, output->path,
                              same->option));
-    else if (holder != s.inputs.end())
-      faults.add(fmt::format("{}: expected a file of its own, got '{}', which is one of {} {}", output->option,
-                             output->path, holder->option, holder->path));
     else
       faults.add(check_writable(output->path));
+    for (const State::Path& input : s.inputs)
+      faults.add(check_apart(output->option, output->path, input.option, input.path));
   }
 
   if (s.subcommands.empty()) return;

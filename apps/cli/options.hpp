@@ -62,6 +62,11 @@ std::optional<DType> parse_dtype(std::string_view name);
 std::string list_of(const std::vector<std::string>& names);
 std::string list_of(const std::vector<DType>& dtypes);
 
+/// Refuses an output that is a file of a directory which the program reads, by itself or by a link of either kind.
+/// `reader` is what the message calls that which names the directory.
+Status check_apart(std::string_view option, const std::string& output, std::string_view reader,
+                   const std::string& directory);
+
 /// The options of a program or of one of its subcommands. Every option is declared with the variable that takes its
 /// value; a value that the option refuses leaves the variable as it was. `name` is "--batch"; "--batch,--tokens" for an
 /// option of two names, which messages call by the first; "op" for the word that belongs to no option. An option that

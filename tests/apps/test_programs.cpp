@@ -182,6 +182,14 @@ TEST_CASE("outputs never replace inputs, nor what lies in the model's folder", "
   check_refused(
       kGolden + "run " + quoted(golden) + " --model " + quoted(m) + " --json " + quoted(m + "/model.safetensors"),
       {"--json: " + own});
+  // The checkpoint that a golden file names.
+  for (const char* folder : {"a/golden", "a/checkpoints"}) fs::create_directories(dir / folder);
+  fs::copy(m, dir / "a/checkpoints/llama-gqa8", fs::copy_options::recursive);
+  fs::copy_file(golden, dir / "a/golden/g.h5");
+  check_refused(kGolden + "run " + quoted(dir / "a/golden/g.h5") + " --json " +
+                    quoted(dir / "a/checkpoints/llama-gqa8/model.safetensors"),
+                {"--json: " + own, "which is one of " + (dir / "a/golden/g.h5") + "'s weights "});
+  CHECK(read_file(dir / "a/checkpoints/llama-gqa8/model.safetensors") == read_file(dir / "M/model.safetensors"));
   CHECK(state() == before);
   // What is no input is written, beside the inputs too.
   CHECK(run_program(generate + quoted(m) + " --json " + quoted(dir / "r.json")).exit_code == 0);

@@ -53,6 +53,42 @@ def test_threads_that_no_one_means_are_one_line(
     assert ended.stderr.splitlines()[-1] == f"ValueError: {line}"
 
 
+def test_reports_never_replace_inputs(tmp_path: pathlib.Path, checkpoints: pathlib.Path) -> None:
+    directory = shutil.copytree(checkpoints / "neox-d80", tmp_path / "model")
+    weights, text = directory / "model.safetensors", tmp_path / "prompts.txt"
+    weights.chmod(0o644)
+    text.write_text("a\n")
+    (tmp_path / "link").symlink_to(directory / "config.json")
+    os.link(weights, tmp_path / "hard")
+    before = weights.read_bytes()
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cf_ops", "generate", "--model", str(directory), "--max-new-tokens", "2"]
+            + [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    for report in (weights, directory / "config.json", tmp_path / "link", tmp_path / "hard"):
+        ended = run("--prompt-ids", "1,2", "--json", report)
+        assert ended.returncode == 2 and ended.stdout == ""
+        assert ended.stderr.count("\n") == 1
+        assert (
+            f"--json: expected a file of its own, got '{report}', which is one of --model {directory}" in ended.stderr
+        )
+    ended = run("--prompts-file", text, "--json", text)
+    assert ended.returncode == 2 and "as for --prompts-file" in ended.stderr
+    assert weights.read_bytes() == before and text.read_text() == "a\n"
+    # What is no input is written, by names of up to 255 bytes, and keeps its mode.
+    report = tmp_path / ("x" * 255)
+    assert run("--prompt-ids", "1,2", "--json", report).returncode == 0
+    report.chmod(0o600)
+    assert run("--prompt-ids", "1,2", "--json", report).returncode == 0
+    assert report.stat().st_mode & 0o777 == 0o600
+
+
 def test_ctrl_c_ends_a_prompt() -> None:
     model = cf_ops.load("pythia-14m")
     prompt = [i % 100 for i in range(30000)]  # minutes

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     args.argv = words
     try:
+        program.check_output(args)
         code = info.run() if args.command is None else runs[args.command].run(args)
         sys.stdout.flush()
         return code

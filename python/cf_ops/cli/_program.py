@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,24 @@ def read_text(path: str) -> str:
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             raise ValueError(f"{path}: expected UTF-8, got the byte {byte:#04x}") from None
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Refuses a report in the place of a file that the command reads, or of one in the model's folder."""
+    report = getattr(args, "json", None)
+    if report is None or not os.path.isfile(report):
+        return
+    for option in ("text", "tokens", "prompts_file"):
+        path = getattr(args, option, None)
+        if path is not None and os.path.exists(path) and os.path.samefile(path, report):
+            raise ValueError(f"--json: expected a file of its own, got {report!r} as for --{option.replace('_', '-')}")
+    if not os.path.isdir(args.model):
+        return
+    folder = os.path.realpath(args.model)
+    with os.scandir(folder) as entries:
+        linked = any(entry.is_file() and os.path.samefile(entry.path, report) for entry in entries)
+    if linked or os.path.commonpath([folder, os.path.realpath(report)]) == folder:
+        raise ValueError(f"--json: expected a file of its own, got {report!r}, which is one of --model {args.model}")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -214,21 +233,23 @@ def gpu_name(model: Model) -> str:
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Writes a report under a temporary name and renames it; does nothing without a path."""
+    """Writes a report under a temporary name and renames it; a file that is replaced keeps its mode. Does nothing
+    without a path."""
     if path is None:
         return
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device
         with open(path, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
         return
-    handle, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path) or ".")
+    path = os.path.realpath(path)
+    handle, temporary = tempfile.mkstemp(prefix=".cf-", suffix=".tmp", dir=os.path.dirname(path))
     try:
         with open(handle, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
             file.write("\n")
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
