@@ -32,7 +32,7 @@ struct ModelConfig {
   std::int64_t intermediate_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 2048;
-  std::int64_t rotary_dim = 0;  // leading elements of each head that RoPE rotates; even
+  std::int64_t rotary_dim = 0;      // leading elements of each head that RoPE rotates; even
   std::int64_t sliding_window = 0;  // keys that a query sees; 0: all
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};

@@ -18,7 +18,7 @@ struct ModelNames {
   std::array<std::string_view, 3> stored_qkv{};  // one below the other
   std::array<std::string_view, 2> stored_mlp{};  // their rows in turn
   std::array<std::string_view, 3> buffers{};     // of a layer in old checkpoints, which no one reads
-  std::string_view other_head{};  // embed_out's name in memory, where transformers 5 has another; files may have it, too
+  std::string_view other_head{};                 // what transformers 5 calls embed_out in memory, and some files, too
 
   /// The layer's sites in the order of the walk.
   constexpr std::array<Site, 9> sites() const {

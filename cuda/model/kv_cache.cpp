@@ -107,8 +107,8 @@ Status KvCache::set_kv_len(std::span<const std::int32_t> kv_len, std::int64_t q_
     const std::int32_t n = kv_len[std::size_t(b)];
     if (n < q_len || n > s.limit.most)
       return bad_argument(kName, "kv_len[" + std::to_string(b) + "] must be q_len " + std::to_string(q_len) + " to " +
-                                     std::to_string(s.limit.most) + ", " + std::string(s.limit.name) + ", got " +
-                                     std::to_string(n));
+                                     std::string(s.limit.most == s.capacity ? "capacity" : s.limit.name) + " " +
+                                     std::to_string(s.limit.most) + ", got " + std::to_string(n));
     for (std::int64_t i = 0; i < q_len; ++i) positions.push_back(std::int32_t(n - q_len + i));
   }
   CF_TRY(copy_to_device(s.context, s.kv_len.data, kv_len.data(), kv_len.size_bytes()));

@@ -1,10 +1,13 @@
 // cf-model on checkpoints as users have met them: tests/checkpoint/cases.
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "core/model/weights.hpp"
 #include "golden/checkpoint/token_file.hpp"
 #include "tests/apps/run_cf_model.hpp"
+#include "tests/checkpoint/safetensors_writer.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/temp_dir.hpp"
 
@@ -102,4 +105,29 @@ TEST_CASE("cf-model refuses what a file or a config asks too much of, in one lin
                          "model.safetensors: truncated: the header asks for 1200 bytes, the file has 1000");
   check_cf_model_refusal("info --model '" + cases + "rotary-pct-overflow'",
                          "config.json: 'rotary_pct' is 1e+30, expected more than 0 and at most 1");
+}
+
+TEST_CASE("cf-model: weights that are a hole of 2 TB are neither read nor run", "[cf_model]") {
+  ModelConfig m{.name = "hole",
+                .hidden_size = 8192,
+                .num_hidden_layers = 1,
+                .num_attention_heads = 64,
+                .intermediate_size = 8,
+                .vocab_size = 1 << 26,
+                .rotary_dim = 32};
+  std::vector<StoredTensor> tensors = layer_tensors(m, 0);
+  ModelWeights outside;
+  for_each_model_weight(m, outside, [&](const TensorSpec& spec, const auto&, auto shape) {
+    const Shape all(shape.begin(), shape.end());
+    tensors.push_back({std::string(spec.name), "F16", all, 2 * element_count(all), nullptr});
+  });
+  const TempDir dir;
+  try {
+    write_checkpoint(dir.path(), m, {tensors});
+  } catch (const std::filesystem::filesystem_error&) {
+    return;  // of a file system without files of that size
+  }
+  const std::string model = "--model '" + dir.path() + "'";
+  CHECK(cf_model_ok("info " + model).out.find("slots that fit") != std::string::npos);
+  check_cf_model_refusal("generate " + model + " --prompt-ids 1 --max-new-tokens 1", "hole: the weights need 2199.5");
 }

@@ -479,6 +479,23 @@ TEST_CASE("gptq: rules that change no Linear of a layer are accepted", "[gptq]")
   CHECK(parse_gptq_config(R"({"bits":4,"dynamic":{"-:(([a-z_.0-9]*)*)*!":{}}})", "f").status().message() == "");
 }
 
+TEST_CASE("gptq: files may have the name that the config gives, sharded ones too", "[gptq]") {
+  GptqModel model;
+  model.quantize_config = replaced(model.quantize_config, "{", R"({"model_file_base_name":"gptq_model-4bit",)");
+  for (std::size_t shards : {1, 2}) {
+    const TempDir dir;
+    model.write(dir.path(), shards);
+    const std::string suffix = shards == 1 ? ".safetensors" : ".safetensors.index.json";
+    CHECK(load_layer(dir.path()).status().message() == "");
+    std::filesystem::rename(dir / ("model" + suffix), dir / ("gptq_model-4bit" + suffix));
+    CHECK(load_layer(dir.path()).status().message() == "");
+    // A name that leaves the directory is none.
+    write_file(dir / "quantize_config.json", replaced(model.quantize_config, "gptq_model-4bit", "../model"));
+    CHECK(refusal_fault(load_layer(dir.path()).status(), Code::not_found, {dir.path(), "expected model.safetensors"}) ==
+          "");
+  }
+}
+
 TEST_CASE("gptq: scales of another dtype are cast, and without desc_act g_idx may be left out", "[gptq]") {
   const TempDir dir;
   GptqModel model;

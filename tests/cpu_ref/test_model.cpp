@@ -548,7 +548,8 @@ TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]
   CHECK(fault_of(model->prefill(2, 0, Ids{1}), "slot: expected 0 to 1, got 2") == "");
   CHECK(fault_of(model->prefill(0, 1, Ids{1}), "slot 0: expected a first position of 0 to 0, its entries, got 1") ==
         "");
-  CHECK(fault_of(model->prefill(0, 0, Ids(5, 1)), "slot 0: expected at most 4 entries, the cache's capacity, got 5") == "");
+  CHECK(fault_of(model->prefill(0, 0, Ids(5, 1)), "slot 0: expected at most 4 entries, the cache's capacity, got 5") ==
+        "");
   const std::vector<ModelRunner::Token> twice{{1, 3, 0}, {1, 4, 0}};
   CHECK(fault_of(model->step(twice), "slot 1: expected one token a step, got two") == "");
   CHECK(model->length(1) == 0);

@@ -505,6 +505,31 @@ TEST_CASE("decoder on the GPU: stops, limits, joiners and the cache's end", "[gp
   CHECK(taken(d.ids(joined)).size() == 5);
 }
 
+TEST_CASE("decoder on the GPU: a sequence ends at the model's window, whatever runs ahead", "[gpu][model]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
+  ModelConfig m = gated_config(ModelType::mistral);
+  m.tie_word_embeddings = false;
+  std::vector<Ids> ids;
+  for (std::int64_t window : {0, 32}) {
+    m.sliding_window = window;
+    const Small small(DType::f16, {}, m);
+    Decoder d = small.decoder({.capacity = 96, .chunk = 16, .impl = impl});
+    const auto s = taken(d.add(ids_of(20, 11), {.max_new_tokens = 30}));
+    while (d.active()) taken(d.decode(7));
+    CHECK(taken(d.finish(s)) == (window ? Finish::failed : Finish::length));
+    if (window)
+      CHECK(refusal_fault(d.status(s), Code::invalid_argument,
+                          {"the config's sliding_window of 32 entries is reached after 13 new tokens"}) == "");
+    ids.push_back(taken(d.ids(s)));
+  }
+  REQUIRE(ids[1].size() == 13);
+  CHECK(std::equal(ids[1].begin(), ids[1].end(), ids[0].begin()));
+  const Small small(DType::f16, {}, m);
+  const auto model = small.model({.capacity = 96, .impl = impl});
+  CHECK(refusal_fault(model->prefill(0, 0, ids_of(33, 1)), Code::invalid_argument,
+                      {"slot 0: expected at most 32 entries, the config's sliding_window, got 33"}) == "");
+}
+
 namespace {
 
 AnyView<2> rows_of_embedding(const Small& small) {
