@@ -1,5 +1,9 @@
 #include "cpu_ref/simd/kernels.hpp"
 
+#ifdef CF_X86
+#include <cpuid.h>
+#endif
+
 #include <array>
 #include <bit>
 #include <cstring>
@@ -73,6 +77,14 @@ struct Portable {
   }
 };
 
+#ifdef CF_X86
+/// clang 14 has no name for it in __builtin_cpu_supports().
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 struct Supported {
   std::array<const Kernels*, 3> sets{};
   std::size_t count = 0;
@@ -83,7 +95,7 @@ const Supported& supported() {
     Supported list;
 #ifdef CF_X86
     if (__builtin_cpu_supports("avx512f")) list.sets[list.count++] = &kAvx512Kernels;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
       list.sets[list.count++] = &kAvx2Kernels;
 #endif
     list.sets[list.count++] = &kPortableKernels;

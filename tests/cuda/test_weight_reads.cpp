@@ -416,7 +416,7 @@ TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone h
     CHECK((plan.share_heads > 1 || plan.splits < kMaxSplits) == shares);
     int ops = 0;
     REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], t,
-                              [&]<class Args>(const Args&, const LaunchMode& mode) {
+                              [&, shares = shares]<class Args>(const Args&, const LaunchMode& mode) {
                                 ++ops;
                                 CHECK(mode.shared_percent == (shares ? 100 : 0));
                                 CHECK(mode.leaves_room == shares);
@@ -451,7 +451,7 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
     CAPTURE(preset, bits, slots, kv_len);
     int attentions = 0, sharing = 0;
     REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
-                              [&]<class Args>(const Args&, const LaunchMode& mode) {
+                              [&, early = early]<class Args>(const Args&, const LaunchMode& mode) {
                                 if constexpr (std::is_same_v<Args, ops::Attention::Args>) {
                                   ++attentions;
                                   CHECK(mode.early == early);
