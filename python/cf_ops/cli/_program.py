@@ -157,7 +157,7 @@ def open_models(args: argparse.Namespace, slots: Sequence[int], capacity: int) -
 
 
 def print_notes(model: Model) -> None:
-    """Prints the first note of a checkpoint on stderr, and how many more. That of a preset is logged when it is loaded."""
+    """Prints the first note of a checkpoint on stderr, and how many more. A preset's is logged when it is made."""
     if model.notes and not model.weights.procedural:
         more = f" (and {len(model.notes) - 1} more like it)" if len(model.notes) > 1 else ""
         print(f"{PROGRAM}: note: {model.notes[0]}{more}", file=sys.stderr)
