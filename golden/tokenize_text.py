@@ -31,7 +31,7 @@ Exit status: 0 when the file is written, 2 when the arguments or the input are r
 
 
 def load_tokenizer(path):
-    """The tokenizer of a tokenizer.json, which neither cuts nor pads: a file may hold both settings of an earlier call."""
+    """The tokenizer of a tokenizer.json, which neither cuts nor pads: a file may store both from an earlier call."""
     from tokenizers import Tokenizer
 
     try:

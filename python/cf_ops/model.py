@@ -543,7 +543,7 @@ class Model:
 
         Windows hold `context` ids, and their starts are `stride` ids apart (`context`, where it is None). Each window
         scores the ids that the one before has not; its first id has no prediction. Log probabilities are computed in
-        float64. Source: transformers, docs/source/en/perplexity.md. On a terminal stderr shows how far the work has come.
+        float64. Source: transformers, docs/source/en/perplexity.md. On a terminal stderr shows how far it has come.
 
         Raises ValueError for fewer than two ids, a context below 2 and a stride outside 1 to context.
         """
