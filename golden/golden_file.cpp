@@ -64,9 +64,9 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
                       tokens * (12 * hidden + double(c.intermediate_size)) +
                       double(c.max_position_embeddings) * double(c.rotary_dim);
   if (const double elements = std::max(step, double(c.layer_parameters())); elements > kMaxElements)
-    return file.refuse(
-        Code::invalid_file, "attribute 'config'",
-        "expected a layer and a step of at most 2^33 elements, got " + std::to_string(std::int64_t(elements)));
+    return file.refuse(Code::invalid_file, "attribute 'config'",
+                       "expected a layer and a step of at most 2^33 elements, got " +
+                           std::to_string(std::int64_t(std::min(elements, 0x1p62))));
   return {};
 }
 
