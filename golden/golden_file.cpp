@@ -64,9 +64,9 @@ Status check_size(const Hdf5Reader& file, const GoldenMeta& m) {
   const double step =
       2 * double(m.load.batch) * double(m.load.kv_len) * hidden + tokens * (12 * hidden + double(c.intermediate_size));
   if (const double elements = std::max(step, double(c.layer_parameters())); elements > kMaxElements)
-    return file.refuse(
-        Code::invalid_file, "attribute 'config'",
-        "expected a layer and a step of at most 2^33 elements, got " + std::to_string(std::int64_t(elements)));
+    return file.refuse(Code::invalid_file, "attribute 'config'",
+                       "expected a layer and a step of at most 2^33 elements, got " +
+                           std::to_string(std::int64_t(std::min(elements, 0x1p62))));
   return {};
 }
 

@@ -25,7 +25,8 @@ Status read_meta(const Hdf5Reader& file, ModelGoldenMeta& m, std::vector<std::in
   const double layers = double(c.num_hidden_layers) * double(c.layer_parameters());
   if (const double parameters = layers + 2 * double(c.vocab_size) * double(c.hidden_size); parameters > kMaxParameters)
     return file.refuse(Code::invalid_file, "attribute 'config'",
-                       "expected a model of at most 2^34 parameters, got " + std::to_string(std::int64_t(parameters)));
+                       "expected a model of at most 2^34 parameters, got " +
+                           std::to_string(std::int64_t(std::min(parameters, 0x1p62))));
   CF_TRY_ASSIGN(const Hdf5Reader::Info info, file.info("ids"));
   m.tokens = info.shape.size() == 1 ? info.shape[0] : 0;
   CF_TRY(in_range(file, "ids: tokens in one dimension", m.tokens, 2, c.most_positions() + 1));
