@@ -428,7 +428,7 @@ TEST_CASE("every golden file of a whole model in data is read, and its weights a
     CHECK(std::holds_alternative<DenseWeight>(weights->weights.embed_out.weight));
 
     // The embedding's tap is the rows that the ids name.
-    const Tensor ids = std::move(*file->ids());
+    const Tensor ids = *file->ids();
     const std::int64_t hidden = file->meta().config.hidden_size;
     for (const golden::VariantInfo& v : file->variants()) {
       if (v.taps.empty()) continue;
