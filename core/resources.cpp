@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <fstream>
 #include <latch>
 #include <limits>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -18,19 +20,34 @@ namespace {
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
-/// The number that a file holds; no limit where it holds none, as "max", or where there is no file.
-double number_in(const std::string& path) {
+/// The lines of a file; none where there is no file.
+std::vector<std::string> lines_of(const std::string& path) {
   std::ifstream file(path);
-  double value = 0;
-  return file >> value ? value : kNoLimit;
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(std::move(line));
+  return lines;
 }
 
-/// The number of a line "key number".
+/// The number that a text begins with, behind spaces. Without a stream's operator>>, which crashes in a process that has
+/// two versions of libstdc++, as Python can.
+std::optional<double> number_at(std::string_view text) {
+  text.remove_prefix(std::min(text.find_first_not_of(" \t"), text.size()));
+  std::uint64_t value = 0;
+  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc()) return std::nullopt;
+  return double(value);
+}
+
+/// The number that a file holds; no limit where it holds none, as "max", or where there is no file.
+double number_in(const std::string& path) {
+  const std::vector<std::string> lines = lines_of(path);
+  return lines.empty() ? kNoLimit : number_at(lines.front()).value_or(kNoLimit);
+}
+
+/// The number of a line "key number"; 0 where there is none.
 double number_of(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  double value = 0;
-  for (std::string word; file >> word;)
-    if (word == key && file >> value) return value;
+  for (const std::string& line : lines_of(path))
+    if (line.starts_with(key) && line.find_first_of(" \t") == key.size())
+      return number_at(std::string_view(line).substr(key.size())).value_or(0);
   return 0;
 }
 
@@ -62,9 +79,8 @@ double cgroup_left(const std::string& root, std::string path, const CgroupFiles&
 
 double cgroups_left(const MemorySources& sources) {
   double left = kNoLimit;
-  std::ifstream file(sources.cgroups);
   // "0::/path" in version 2, "4:memory:/path" in version 1
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : lines_of(sources.cgroups)) {
     const std::size_t controllers = line.find(':') + 1, colon = line.find(':', controllers);
     if (controllers == 0 || colon == line.npos) continue;
     const std::string which = "," + line.substr(controllers, colon - controllers) + ",";
