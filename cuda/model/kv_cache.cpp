@@ -138,6 +138,7 @@ View<std::int32_t, 1> KvCache::writable_kv_len() {
 
 std::int64_t KvCache::batch() const { return state_->batch; }
 std::int64_t KvCache::capacity() const { return state_->capacity; }
+std::int64_t KvCache::most_entries() const { return state_->limit.most; }
 DType KvCache::dtype() const { return state_->dtype; }
 LayerRange KvCache::layers() const { return state_->range; }
 std::int64_t KvCache::q_len() const { return state_->q_len; }

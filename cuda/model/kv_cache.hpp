@@ -47,6 +47,8 @@ class KvCache {
 
   std::int64_t batch() const;
   std::int64_t capacity() const;
+  /// The entries that a sequence may have: the capacity, or the model's window where that is less.
+  std::int64_t most_entries() const;
   DType dtype() const;
   LayerRange layers() const;
   /// The tokens that the next step appends to each sequence: what extend() or set_kv_len() was told last; 0 before the

@@ -126,7 +126,7 @@ LayerTensors Workspace::tensors(const KvCache& cache, std::int64_t first, std::i
   t.sin = s.sin;
   t.k_cache = entries.k;
   t.v_cache = entries.v;
-  t.max_kv_len = cache.capacity();
+  t.max_kv_len = cache.most_entries();
   return t;
 }
 
