@@ -1,6 +1,6 @@
-"""Loads the compiled part, and OpenMP with it, so that threads sleep while they wait for each other.
+"""Loads the compiled part, and OpenMP with it, so that threads spin for microseconds while they wait for each other.
 
-By default they spin for milliseconds: on a machine with other work a waiting thread then takes the time that the one it
+They sleep then. By default they spin for milliseconds: on a machine with other work a waiting thread then takes the time that the one it
 waits for needs. OpenMP reads the environment once, when it is loaded. Where that says how threads wait, nothing changes.
 Where another package, such as torch, has loaded OpenMP before, threads spin for microseconds, torch's too.
 """
@@ -22,10 +22,10 @@ def _is_loaded() -> bool:
 # The second and third are those of GCC's and of LLVM's OpenMP.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
     _was_loaded = _is_loaded()
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["GOMP_SPINCOUNT"] = "1000"
     try:
         from cf_ops import _core
     finally:
-        del os.environ["OMP_WAIT_POLICY"]
+        del os.environ["GOMP_SPINCOUNT"]
     if _was_loaded:
         _core.shorten_spins()

@@ -365,13 +365,13 @@ def test_a_generation_that_another_thread_closes_ends(checkpoints: pathlib.Path)
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ({}, ("PASSIVE", "0")),
+        ({}, (None, "1000")),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
         ({"GOMP_SPINCOUNT": "77"}, (None, "77")),
     ],
     ids=["nothing", "a policy", "a number of spins"],
 )
-def test_threads_sleep_unless_the_environment_says_how_they_wait(
+def test_threads_spin_shortly_unless_the_environment_says_how_they_wait(
     said: dict[str, str], expected: tuple[str | None, str | None]
 ) -> None:
     code = "import cf_ops, os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
