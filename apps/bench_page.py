@@ -431,6 +431,19 @@ def cpu_model(figures):
     return lines[:-1]
 
 
+def cpu_busy(figures):
+    report = figures["busy-cpu"]
+    if not report:
+        return ["Not recorded."]
+    rows = [
+        [r["model"], r["waits"], f"{r['alone_ms']:.2f}", f"{r['busy_ms']:.2f}", f"{r['ratio']:.1f}x"]
+        for r in report["results"]
+    ]
+    about = f"{report['threads']} threads of {report['cpu']}, {report['busy_loops']} loops that never wait beside them."
+    headers = ["model", "threads that wait", "alone, ms a token", "beside the loops", "ratio"]
+    return [f"{about} {figures.sources(['busy-cpu'])}", "", *table(headers, rows)]
+
+
 def quality(figures):
     rows, sources = [], []
     for name in ("stdlib-4m", "stdlib-4m-bfloat16", "stdlib-4m-gptq", "stdlib-llama-2m", "stdlib-llama-2m-gptq"):
@@ -687,6 +700,14 @@ transformers, hf_compile the same with a static cache and torch.compile.
 
 {cpu_model}
 
+## The CPU backend on a busy machine
+
+OpenMP's threads wait for each other between the parts of a token. By *default* the programs let them spin for
+microseconds and sleep then. *sleep*: `OMP_WAIT_POLICY=PASSIVE`, they sleep at once. *spin*: `GOMP_SPINCOUNT=300000`,
+GCC's own default, they spin for milliseconds.
+
+{cpu_busy}
+
 ## Commands
 
 From the root of a clone. The programs are those of `scripts/layer`, in `build/release`.
@@ -745,7 +766,7 @@ def contents(text):
 
 def page(figures):
     parts = (ways_to_step, gpu_model, first_tokens, python, quality, batches, shared_keys, quantised, gptq_tried,
-             ablation, waits, timeline, growth, peers, cpu, cpu_model, commands)  # fmt: skip
+             ablation, waits, timeline, growth, peers, cpu, cpu_model, cpu_busy, commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
     text = PAGE.format(**made, gpu=figures.gpu, contents=contents(PAGE))
     code, lines = False, []

@@ -40,6 +40,7 @@ import numpy as np
 import console
 import dump_hf
 import golden_file
+import hf_model
 import kernel_peers
 import model_config
 import model_peers
@@ -333,10 +334,11 @@ def hf_stack(hf, step, cache_class):
             cache.crop(-1)
 
     filled = [torch.full_like(layer.cumulative_length, last) for layer in cache.layers] if static else None
+    kept = {hf_model.cache_name(getattr(hf, "_orig_mod", hf)): cache}  # _orig_mod: what torch.compile made it of
 
     def run():
         with torch.no_grad():
-            out = hf(inputs_embeds=step.hidden, position_ids=step.position, past_key_values=cache, use_cache=True)
+            out = hf(inputs_embeds=step.hidden, position_ids=step.position, **kept, use_cache=True)
         return out.last_hidden_state
 
     return run, back

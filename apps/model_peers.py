@@ -250,9 +250,10 @@ def hf_static_compile(hf, load):
 
     prompts = host_prompts(hf, load)
     cache = StaticCache(config=hf.config, max_cache_len=load.capacity)
+    kept = {hf_model.cache_name(hf): cache}
 
     def forward(ids):
-        return hf(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        return hf(input_ids=ids, **kept, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
     torch._dynamo.reset()
     decode = torch.compile(forward, mode="reduce-overhead", fullgraph=True, dynamic=False)

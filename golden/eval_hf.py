@@ -120,7 +120,7 @@ def logits_of(hf, ids, skipped):
     import torch
 
     positions = torch.arange(len(ids), device=hf.device)[None]
-    result = call(hf, empty_cache(), input_ids=torch.from_numpy(ids).to(hf.device)[None], position_ids=positions)
+    result, _ = call(hf, empty_cache(), input_ids=torch.from_numpy(ids).to(hf.device)[None], position_ids=positions)
     return result.logits[0, skipped:].double().cpu().numpy()
 
 

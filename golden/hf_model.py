@@ -3,6 +3,7 @@ their taps recorded, one layer for one step or a whole model over a sequence."""
 
 import contextlib
 import importlib
+import inspect
 import os
 import platform
 from dataclasses import replace
@@ -287,12 +288,21 @@ def cache_entries(cache, layer):
     return cache.key_cache[layer], cache.value_cache[layer]
 
 
+def cache_name(hf):
+    """What the model's forward calls its cache, and its result the field of it: past_key_values, or cache from
+    transformers 5.24 on. A forward takes an argument of another name without reading it."""
+    parameters = inspect.signature(type(hf).forward).parameters.items()
+    return next((name for name, p in parameters if "Cache" in str(p.annotation)), "past_key_values")
+
+
 def call(hf, cache, **inputs):
-    """Runs the model and returns its result, whose past_key_values is the cache with the new entries."""
+    """Runs the model and returns its result, and the cache with the new entries."""
     import torch
 
+    name = cache_name(hf)
     with torch.no_grad():
-        return hf(past_key_values=cache, use_cache=True, **inputs)
+        result = hf(**{name: cache}, use_cache=True, **inputs)
+    return result, getattr(result, name)
 
 
 class Recorder:
@@ -434,7 +444,7 @@ def run_variant(model, weights, step, dtype, implementation, device, wide_norms=
         positions = torch.from_numpy(step.positions(b))[None].to(device)
         with LayerRecorder(hf, model) as recorder:
             cache = filled_cache([tuple(tensor(side)[None] for side in step.past(b))])
-            cache = call(hf, cache, inputs_embeds=hidden, position_ids=positions).past_key_values
+            _, cache = call(hf, cache, inputs_embeds=hidden, position_ids=positions)
             runs.append(recorder.taps(hidden, cache))
     return tuple(
         {name: np.concatenate([run[part][name] for run in runs]) for name in runs[0][part]} for part in range(2)
@@ -468,7 +478,7 @@ def prefill_step(checkpoint, layer, q_len, kv_len, seed, device):
         positions = torch.arange(n, device=device)[None]
         cache, past = empty_cache(), n - q_len
         if past:
-            cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past]).past_key_values
+            _, cache = call(hf, cache, input_ids=ids[:, :past], position_ids=positions[:, :past])
             for side, entries in zip(caches, cache_entries(cache, layer)):
                 # Versions before 4.46 keep keys in float32, RoPE's dtype, for models of every dtype.
                 side[b, :, :past] = to_numpy(entries[0].to(hf.dtype))
@@ -497,8 +507,8 @@ def generate(hf, prompt, new_tokens):
     for _ in range(new_tokens):
         step = torch.tensor(ids[fed:], device=hf.device)[None]
         positions = torch.arange(fed, len(ids), device=hf.device)[None]
-        result = call(hf, cache, input_ids=step, position_ids=positions)
-        cache, fed = result.past_key_values, len(ids)
+        result, cache = call(hf, cache, input_ids=step, position_ids=positions)
+        fed = len(ids)
         logits.append(to_numpy(result.logits[0, -1]))
         ids.append(int(logits[-1].argmax()))
     return np.array(ids, np.int32), np.stack(logits)

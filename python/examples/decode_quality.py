@@ -8,6 +8,7 @@ are float64's. Needs torch and transformers.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,13 @@ def main() -> int:
 
     def logits_of(model: Any, prompt: list[int], text: list[int]) -> Array:
         """The logits from which each id of a text is chosen, made step by step."""
+        parameters = inspect.signature(type(model).forward).parameters.items()
+        name = next(name for name, p in parameters if "Cache" in str(p.annotation))  # cache, before 5.24 past_key_values
         cache, rows, newest = None, [], prompt
         for id in text:
             ids = torch.tensor([newest], device=model.device)
-            made = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache, newest = made.past_key_values, [id]
+            made = model(input_ids=ids, **{name: cache}, use_cache=True)
+            cache, newest = getattr(made, name), [id]
             rows.append(made.logits[0, -1].double().cpu().numpy())
         return np.stack(rows)
 
