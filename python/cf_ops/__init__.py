@@ -1,14 +1,15 @@
 """Decodes GPT-NeoX, Llama, Mistral and Qwen2 models; each operator is proven against a float64 oracle."""
 
 try:
-    from cf_ops import _waiting  # it loads the compiled part
+    from cf_ops import _waiting  # first: it loads OpenMP
+    from cf_ops import _core
 except ImportError as error:
     if "libgomp" not in str(error):
         raise
     needs = "cf_ops needs GCC's OpenMP library libgomp.so.1: apt-get install libgomp1, or import torch first"
     raise ImportError(needs) from None
 
-from cf_ops import _core, hf, ops
+from cf_ops import hf, ops
 from cf_ops._core import CfError
 from cf_ops._device import cuda_available
 from cf_ops.model import Generated, Generation, GenerationInterrupted, Model, Perplexity, load

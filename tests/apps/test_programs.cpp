@@ -274,9 +274,11 @@ TEST_CASE("memory that ends anywhere is one line", "[programs]") {
   const std::string held_out = kCheckpoints + "stdlib-4m/held_out.npy";
   bool refused = false, passed = false;
   for (int kib = 45000; kib <= 105000; kib += 3000) {
-    const ProgramRun r =
-        run_program("ulimit -v " + std::to_string(kib) + "; OMP_NUM_THREADS=2 " + kModel + "eval --oracle --model " +
-                    quoted(kCheckpoints + "stdlib-4m") + " --tokens " + quoted(held_out) + " --limit 60 --context 40");
+    const std::string limited = "ulimit -v " + std::to_string(kib) + "; OMP_NUM_THREADS=2 " + kModel;
+    // Shared libraries, and what they do before main(), need some memory of their own.
+    if (run_program(limited + "--version").exit_code != 0) continue;
+    const ProgramRun r = run_program(limited + "eval --oracle --model " + quoted(kCheckpoints + "stdlib-4m") +
+                                     " --tokens " + quoted(held_out) + " --limit 60 --context 40");
     CAPTURE(kib, r.exit_code, r.err);
     CHECK((r.exit_code == 0 || (r.exit_code == 2 && r.error_lines() == 1)));
     (r.exit_code == 0 ? passed : refused) = true;
