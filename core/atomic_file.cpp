@@ -78,8 +78,8 @@ class OpenFile {
   int fd_, error_;
 };
 
-/// Calls make(name), which returns 0 or errno, with names of files in the directory until one is not taken. A name may
-/// be taken although no other process has this one's number: by a process that was killed, or in another container.
+/// Tries file names in the directory until make(name) does not return EEXIST, and returns what it returned: 0 or errno.
+/// Names contain the process's number. A process that was killed, or one of another container, may have left such a file.
 template <class Make>
 int with_free_name(const std::string& directory, std::string& name, Make&& make) {
   static std::atomic<unsigned> count{0};

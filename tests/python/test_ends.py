@@ -28,7 +28,7 @@ def test_weights_that_become_shorter_are_named(tmp_path: pathlib.Path, checkpoin
             if len(ids) == 3:
                 os.truncate(weights, 4096)
     assert len(ids) == 3
-    # The process lives, and another copy is read as ever.
+    # The process goes on, and a copy of the checkpoint that nobody shortened still runs.
     assert len(list(cf_ops.load(str(checkpoints / "stdlib-4m")).generate([1], max_new_tokens=3, stop=[]))) == 3
 
 
