@@ -79,7 +79,8 @@ class OpenFile {
 };
 
 /// Tries file names in the directory until make(name) does not return EEXIST, and returns what it returned: 0 or errno.
-/// Names contain the process's number. A process that was killed, or one of another container, may have left such a file.
+/// Names contain the process's number. Another process that had this number may have left such a file: one that was
+/// killed, or one of another container.
 template <class Make>
 int with_free_name(const std::string& directory, std::string& name, Make&& make) {
   static std::atomic<unsigned> count{0};

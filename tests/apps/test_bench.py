@@ -1187,7 +1187,7 @@ class Page(Files):
             "![A layer's time](pythia-2.8b-layer.svg)",
             "",
         ])  # fmt: skip
-        # The kernels of a later run of their own stand there alone.
+        # Where a later run has timed the kernels alone, the page shows that run and no other.
         self.write("kernel-peers-pythia-2.8b.json", json.dumps(report))
         stack = {"stack": [peer("cf-layer graph", 128, median_us=50.0, bytes=158_000_000, read_best_gb_per_s=4000.0)]}
         report |= {"results": results | stack, "ratios": bench_peers.ratios(results | stack)}
