@@ -24,7 +24,7 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
-  ModelFamily family;  // whose names errors use
+  ModelType family;  // whose names errors use
   std::int64_t hidden_size;
   std::int64_t heads;
   std::int64_t kv_heads;  // divides heads

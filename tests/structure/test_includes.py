@@ -14,14 +14,16 @@ OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
-    "core/model": ["core", "core/ops"],
+    # What a family of models is.
+    "core/families": ["core", "core/ops"],
+    "core/model": ["core", "core/ops", "core/families"],
     # The op that is the walk of a layer, and the list that has it too.
-    "core/ops/decode_layer": ["core", "core/ops", "core/model"],
+    "core/ops/decode_layer": ["core", "core/ops", "core/families", "core/model"],
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
     # Tensors of a model by their names.
-    "core/procedural": ["core", "core/ops", "core/model"],
+    "core/procedural": ["core", "core/ops", "core/families", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
     "cpu_ref/simd": ["core/*"],
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
