@@ -4,6 +4,7 @@
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/sync.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/ops/linear/output.cuh"
 #include "cuda/ops/linear/wgmma/ring.cuh"
 #include "cuda/runtime/launch.hpp"

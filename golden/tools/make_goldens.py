@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Regenerates the checkpoints and golden files of data/ from Hugging Face, in one command.
 
-    golden/make_goldens.py --out data
+    golden/tools/make_goldens.py --out data
 
 Layers' golden files go to golden/, those of whole models to golden_model/. The attribute "command" of each file is the
 command that makes this file alone, run in the output directory.

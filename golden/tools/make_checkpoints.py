@@ -36,7 +36,7 @@ from neox import Model
 from preset_checkpoint import write_checkpoint
 from quantize_gptq import Recipe, quantise_checkpoint
 
-COMMAND = "python3 golden/make_checkpoints.py"
+COMMAND = "python3 golden/tools/make_checkpoints.py"
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def write(spec, directory, command, seed=1):
     about = {
         "command": command,
         "seed": seed,
-        "weights": "random: golden/make_checkpoints.py fill()",
+        "weights": "random: golden/tools/make_checkpoints.py fill()",
         "versions": versions(),
     }
     write_json(os.path.join(temporary, "provenance.json"), about)

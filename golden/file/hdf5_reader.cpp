@@ -1,4 +1,4 @@
-#include "golden/hdf5_reader.hpp"
+#include "golden/file/hdf5_reader.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -9,7 +9,7 @@
 
 #include "golden/checkpoint/mapped_file.hpp"
 #include "golden/checkpoint/printable.hpp"
-#include "golden/seal.hpp"
+#include "golden/file/seal.hpp"
 
 static_assert(std::endian::native == std::endian::little, "golden files are read in place, little-endian");
 

@@ -109,7 +109,7 @@ def write_checkpoint(out, model, dtype, seed, shard_bytes, command, bits=0, grou
         about = {
             "command": command,
             "seed": seed,
-            "weights": "procedural: golden/procedural.py weight()",
+            "weights": "procedural: golden/tools/procedural.py weight()",
             "weights_checksum": checksum.value,
             "versions": {"python": platform.python_version(), "numpy": np.__version__},
         }

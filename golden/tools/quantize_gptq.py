@@ -54,7 +54,7 @@ class Recipe:
             "quant_method": "gptq",
             "pack_dtype": "int32",
             "lm_head": False,
-            "meta": {"quantizer": f"golden/{NAME}", "rounding": method},
+            "meta": {"quantizer": f"golden/tools/{NAME}", "rounding": method},
         }
 
 

@@ -162,7 +162,7 @@ def dump_model(args, command):
     attributes = {
         "schema": MODEL_SCHEMA,
         "schema_version": np.int64(MODEL_SCHEMA_VERSION),
-        "producer": "golden/dump_hf.py",
+        "producer": "golden/tools/dump_hf.py",
         "command": command,
         "versions": json.dumps(versions()),
         "config": checkpoint.config_text if checkpoint else config_json(model),

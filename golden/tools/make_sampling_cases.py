@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes what Hugging Face's logits processors keep of rows of logits, for tests/cpu_ref/test_sampling.cpp.
 
-    golden/make_sampling_cases.py --out data/sampling_cases.json
+    golden/tools/make_sampling_cases.py --out data/sampling_cases.json
 
 The processors and their order are those of GenerationMixin._get_logits_processor, on float32 logits. The logits of a
 case are not stored: logit i is value i of the procedural tensor "logits" of kind activation under the case's seed,
@@ -25,7 +25,7 @@ import numpy as np
 
 import procedural
 
-COMMAND = "python3 golden/make_sampling_cases.py --out data/sampling_cases.json"
+COMMAND = "python3 golden/tools/make_sampling_cases.py --out data/sampling_cases.json"
 MARGIN = 1e-6
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -1,4 +1,4 @@
-#include "cuda/graph/movable.hpp"
+#include "cuda/port/movable.hpp"
 
 #include <string>
 

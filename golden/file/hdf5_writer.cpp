@@ -1,4 +1,4 @@
-#include "golden/hdf5_writer.hpp"
+#include "golden/file/hdf5_writer.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/atomic_file.hpp"
-#include "golden/seal.hpp"
+#include "golden/file/seal.hpp"
 
 static_assert(std::endian::native == std::endian::little, "golden files are little-endian");
 

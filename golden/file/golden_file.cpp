@@ -1,4 +1,4 @@
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -7,7 +7,7 @@
 
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
-#include "golden/schema.hpp"
+#include "golden/file/schema.hpp"
 
 namespace cf::golden {
 namespace {

@@ -1,4 +1,4 @@
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 
 #include <algorithm>
 #include <charconv>
@@ -8,7 +8,7 @@
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "golden/checkpoint/printable.hpp"
-#include "golden/schema.hpp"
+#include "golden/file/schema.hpp"
 
 namespace cf::golden {
 namespace {

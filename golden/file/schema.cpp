@@ -1,4 +1,4 @@
-#include "golden/schema.hpp"
+#include "golden/file/schema.hpp"
 
 #include <filesystem>
 

@@ -39,7 +39,7 @@
 #include "core/model/weights.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 
 namespace cf::golden {
 

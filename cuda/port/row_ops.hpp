@@ -1,10 +1,11 @@
 #pragma once
-// A layer by its sites' own kernels. Private to cuda/model and the Python package.
+// A layer by its sites' own kernels, for a caller that has the cache as rows, too. Private to cuda/port and the Python
+// package.
 #include <type_traits>
 
 #include "core/ops/decode_layer.hpp"
 #include "cuda/model/layer_ops.hpp"
-#include "cuda/model/token_rows.hpp"
+#include "cuda/port/token_rows.hpp"
 
 namespace cf::cuda {
 

@@ -1,12 +1,12 @@
-#include "cuda/model/row_steps.hpp"
+#include "cuda/port/row_steps.hpp"
 
 #include <algorithm>
 #include <string>
 #include <type_traits>
 #include <utility>
 
-#include "cuda/model/decode_layer.hpp"
 #include "cuda/ops/run.hpp"
+#include "cuda/port/row_ops.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::cuda {
@@ -25,6 +25,15 @@ auto walk_of(const LayerOps& ops, const ops::DecodeLayer::Args& a, const TokenRo
 }
 
 }  // namespace
+
+Status prepare_layer(const ops::DecodeLayer::Args& a, const TokenRows& rows, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  return for_each_op_of_rows(layer_ops(launches.arch(), a.model, a.weights, a.t), a, rows,
+                             [&](const auto& args, const LaunchMode&, const char* label) {
+                               launches.set_label(label);
+                               return prepare(args, launches);
+                             });
+}
 
 Status RowSteps::capture(const AttentionPlan& plan, const ops::DecodeLayer::Args& a, const TokenRows& rows) {
   LaunchList checked(context_);

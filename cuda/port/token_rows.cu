@@ -1,4 +1,4 @@
-#include "cuda/model/token_rows.hpp"
+#include "cuda/port/token_rows.hpp"
 
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/token_plan.hpp"

@@ -1,12 +1,12 @@
 #pragma once
-// Private to cuda/model and the Python package.
+// Private to cuda/port and the Python package.
 #include <vector>
 
 #include "core/ops/decode_layer.hpp"
-#include "cuda/graph/movable.hpp"
 #include "cuda/model/layer_ops.hpp"
-#include "cuda/model/token_rows.hpp"
 #include "cuda/ops/attention/attention.hpp"
+#include "cuda/port/movable.hpp"
+#include "cuda/port/token_rows.hpp"
 
 namespace cf::cuda {
 

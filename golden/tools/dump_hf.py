@@ -329,7 +329,7 @@ def dump(args, command):
     attributes = {
         "schema": SCHEMA,
         "schema_version": np.int64(SCHEMA_VERSION),
-        "producer": "golden/dump_hf.py",
+        "producer": "golden/tools/dump_hf.py",
         "command": command,
         "versions": json.dumps(versions()),
         "config": checkpoint.config_text if checkpoint else config_json(model),

@@ -9,7 +9,8 @@ import neox
 from console import Refusal
 from families import join_shapes
 
-PRESETS_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "core", "model", "presets.def")
+HERE = os.path.dirname(os.path.abspath(__file__))
+PRESETS_FILE = os.path.join(HERE, os.pardir, os.pardir, "core", "model", "presets.def")
 
 
 def pythia(hidden, layers, heads, vocab):

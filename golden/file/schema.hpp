@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "golden/checkpoint/checkpoint.hpp"
-#include "golden/golden_file.hpp"
-#include "golden/hdf5_reader.hpp"
-#include "golden/hdf5_writer.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/golden_file.hpp"
+#include "golden/file/hdf5_reader.hpp"
+#include "golden/file/hdf5_writer.hpp"
+#include "golden/file/model_golden.hpp"
 
 namespace cf::golden {
 
