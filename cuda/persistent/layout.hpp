@@ -1,7 +1,7 @@
 #pragma once
 // The shared memory of a block. Without CUDA: the plan depends on it.
 #include "core/host_device.hpp"
-#include "cuda/ops/linear/pack_format.hpp"
+#include "cuda/ops/linear/pack/format.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/protocol.hpp"

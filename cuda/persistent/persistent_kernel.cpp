@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/contract.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/launch.hpp"
 #include "cuda/runtime/check.hpp"
