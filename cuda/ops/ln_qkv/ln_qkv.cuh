@@ -8,8 +8,8 @@
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/ops/linear/gptq_block.cuh"
-#include "cuda/ops/linear/linear.cuh"
+#include "cuda/ops/linear/gemv/block.cuh"
+#include "cuda/ops/linear/packed/block.cuh"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/runtime/launch.hpp"
 

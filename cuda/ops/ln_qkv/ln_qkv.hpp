@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 
 namespace cf::cuda {
