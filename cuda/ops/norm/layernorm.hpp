@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -11,6 +12,10 @@ struct LayerNormPlan {
   int elements;  // 8, 16 or 64, a template argument of the kernels
   int threads;   // of a block, whole warps
 };
+
+inline std::string to_string(const LayerNormPlan& p) {
+  return plan_text({{p.threads, "threads a row"}, {p.elements, "elements a thread"}});
+}
 
 inline constexpr std::int64_t kMaxLayerNormHidden = 32768;
 
