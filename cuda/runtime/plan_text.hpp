@@ -1,16 +1,22 @@
 #pragma once
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <string_view>
-#include <utility>
 
 namespace cf::cuda {
 
-/// The fields of a plan as a text: "elements 8, threads 320".
-inline std::string plan_text(std::initializer_list<std::pair<std::string_view, long>> fields) {
+/// A number of a plan, and what it counts.
+struct Counted {
+  std::int64_t number;
+  std::string_view of;
+};
+
+/// A plan in one line: "132 blocks, 4 stages".
+inline std::string plan_text(std::initializer_list<Counted> numbers) {
   std::string text;
-  for (const auto& [name, value] : fields)
-    text.append(text.empty() ? "" : ", ").append(name).append(" ").append(std::to_string(value));
+  for (const Counted& c : numbers)
+    text.append(text.empty() ? "" : ", ").append(std::to_string(c.number)).append(" ").append(c.of);
   return text;
 }
 

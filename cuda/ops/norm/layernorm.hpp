@@ -14,8 +14,9 @@ struct LayerNormPlan {
   int elements;  // 8, 16 or 64, a template argument of the kernels
   int threads;   // of a block, whole warps
 };
+
 inline std::string to_string(const LayerNormPlan& p) {
-  return plan_text({{"elements", p.elements}, {"threads", p.threads}});
+  return plan_text({{p.threads, "threads a row"}, {p.elements, "elements a thread"}});
 }
 
 inline constexpr std::int64_t kMaxLayerNormHidden = 32768;
