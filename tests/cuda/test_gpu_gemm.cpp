@@ -368,7 +368,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(layout);
           REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout, tokens), tokens, count));
         } else {
-          REQUIRE(cuda::for_each_linear_launch(tokens, count));
+          REQUIRE(cuda::for_each_gemv_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
         const bool codes = cuda::is_gptq_wgmma(context().arch(), tokens, 640, 72, dtype, gptq.bits, false);

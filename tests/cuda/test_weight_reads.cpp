@@ -118,7 +118,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
                                   return Status();
                                 }));
   } else {
-    CF_TRY(for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+    CF_TRY(for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
       CHECK(first == tokens);
       tokens += count;
       ++launches;

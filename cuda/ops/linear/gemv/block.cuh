@@ -14,8 +14,8 @@ inline constexpr int kCompiledFor = __CUDA_ARCH__ / 10;  // compute capability
 inline constexpr int kCompiledFor = 90;
 #endif
 
-struct LinearSmem {
-  float partial[2][kLinearWarps][kMmaTokens][kTileRows];  // tiles use the two in turn: one barrier a tile is enough
+struct GemvSmem {
+  float partial[2][kGemvWarps][kMmaTokens][kTileRows];  // tiles use the two in turn: one barrier a tile is enough
 };
 
 /// A block's share of y = W x for up to 16 tokens, or up to 8 where TwoTokens is false. T is float16 or bfloat16. NearX
@@ -27,14 +27,14 @@ struct LinearSmem {
 ///   finish(token, r, sum, begun)   takes each element once, with what begin() returned; sum(r) is the element's sum
 ///                                  and sum(r ^ 1) that of the row beside it
 template <class T, int Depth, bool TwoTokens, bool NearX, class RowOf, class Ready, class X, class Begin, class Finish>
-__device__ void linear_block(const T* weights, int rows, int in, int tokens, RowOf row_of, Ready ready, X x,
-                             Begin begin, Finish finish, LinearSmem& smem) {
+__device__ void gemv_block(const T* weights, int rows, int in, int tokens, RowOf row_of, Ready ready, X x, Begin begin,
+                           Finish finish, GemvSmem& smem) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int steps = (in + kStepColumns - 1) / kStepColumns;
-  const int rounds = ((steps + kLinearWarps - 1) / kLinearWarps + Depth - 1) / Depth;  // of Depth steps, for a tile
+  const int rounds = ((steps + kGemvWarps - 1) / kGemvWarps + Depth - 1) / Depth;  // of Depth steps, for a tile
   const int tiles = (rows + kTileRows - 1) / kTileRows;
 
-  const auto column = [&](int step) { return (step * kLinearWarps + warp) * kStepColumns + t * kVec; };
+  const auto column = [&](int step) { return (step * kGemvWarps + warp) * kStepColumns + t * kVec; };
   const auto load_weight = [&](const T* row, int step) {
     const int c = column(step);
     return row && c < in ? load_streaming(row + c) : uint4{};
@@ -96,7 +96,7 @@ __device__ void linear_block(const T* weights, int rows, int in, int tokens, Row
       const auto total = [&](int of) {
         float sum_of = 0;
 #pragma unroll
-        for (int v = 0; v < kLinearWarps; ++v)
+        for (int v = 0; v < kGemvWarps; ++v)
           sum_of += partial[v][i / kTileRows][of % kTileRows];  // in the warps' order
         return sum_of;
       };

@@ -19,12 +19,12 @@ struct Product {
 };
 
 template <class T, int Depth, bool TwoTokens, bool Gated>
-__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
+__global__ void __launch_bounds__(kGemvThreads, gemv_blocks_per_sm(kCompiledFor, TwoTokens))
     linear_kernel(const __grid_constant__ Product p) {
-  __shared__ LinearSmem smem;
+  __shared__ GemvSmem smem;
   let_successor_start();
   const T* x = static_cast<const T*>(p.x);
-  linear_block<T, Depth, TwoTokens, false>(
+  gemv_block<T, Depth, TwoTokens, false>(
       static_cast<const T*>(p.weight), int(p.rows), int(p.in), p.tokens, [](int r) { return long(r); },
       [] { wait_for_predecessors(); },
       [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
@@ -94,10 +94,10 @@ Status prepare_tokens(const Product& p, LaunchList& launches) {
   if (p.activation == DType::f32)
     return launch("linear", launches, {.grid = unsigned((p.output.out + 7) / 8), .block = 256},
                   linear_f32_kernel<Gated>, p);
-  const LinearPlan plan = linear_plan(launches.arch(), p.in, p.rows, p.tokens);
+  const GemvPlan plan = gemv_plan(launches.arch(), p.in, p.rows, p.tokens);
   const auto kernel = p.activation == DType::f16 ? kernel_for<f16, Gated>(plan.depth, p.tokens > 8)
                                                  : kernel_for<bf16, Gated>(plan.depth, p.tokens > 8);
-  return launch("linear", launches, {.grid = unsigned(plan.grid), .block = kLinearThreads}, kernel, p);
+  return launch("linear", launches, {.grid = unsigned(plan.grid), .block = kGemvThreads}, kernel, p);
 }
 
 }  // namespace
@@ -115,7 +115,7 @@ Status prepare_gemv(const ops::Linear::Args& a, LaunchList& launches) {
               .activation = a.x.dtype,
               .weight_dtype = dense.weight.dtype,
               .output = linear_output(a)};
-    return for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+    return for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
       p.tokens = int(count);
       p.x = static_cast<const T*>(a.x.data) + first * d.in;
       p.output.y = static_cast<T*>(a.y.data) + first * d.out;

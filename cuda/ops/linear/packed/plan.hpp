@@ -7,6 +7,7 @@
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -112,6 +113,17 @@ struct GptqPlan {
   int grid = 0, smem_bytes = 0;
   int first_rank = 0;  // the cluster's first block that takes this matrix: LinearSum has two matrices
 };
+
+inline std::string to_string(const GptqPlan& p) {
+  return plan_text({{p.tokens, "tokens a launch"},
+                    {p.grid, "blocks"},
+                    {p.split, "splits"},
+                    {p.tiles, "tiles a cluster"},
+                    {p.chunks + (p.longer > 0), "chunks a part"},
+                    {p.stages, "stages"},
+                    {p.early, "of them early"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
 
 /// A cluster's tiles: [first, first + count).
 struct GptqTiles {
@@ -266,6 +278,10 @@ constexpr void fill_places(const Arch& arch, int tiles, int blocks_per_sm, GptqP
 struct GptqSumPlan {
   GptqPlan first, second;
 };
+
+inline std::string to_string(const GptqSumPlan& p) {
+  return "first: " + to_string(p.first) + "; second: " + to_string(p.second);
+}
 
 /// The plans for up to kGptqRegisterTokens tokens. The grids are 0 where one launch cannot make both products: the
 /// matrices differ in their rows, the first has too many columns for one block or the second for the cluster's others,

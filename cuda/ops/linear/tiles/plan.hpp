@@ -6,6 +6,7 @@
 #include "core/ops/linear.hpp"
 #include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -69,6 +70,16 @@ struct LinearTilesPlan {
   constexpr int groups() const { return token_groups * feature_groups; }
   constexpr int rounds() const { return (groups() + clusters - 1) / clusters; }
 };
+
+inline std::string to_string(const LinearTilesPlan& p) {
+  return plan_text({{p.clusters, "clusters"},
+                    {p.rounds(), "rounds"},
+                    {p.token_groups, "token groups"},
+                    {p.feature_groups, "feature groups"},
+                    {p.shape.width, "features a tile"},
+                    {p.smem_bytes, "B of shared memory"}}) +
+         (p.shape.in_turn ? ", warpgroups in turn" : ", warpgroups share tiles");
+}
 
 /// The layout of a product by tiles of one shape. All clusters have their SMs at once.
 constexpr LinearTilesPlan linear_tiles_layout(const Arch& arch, std::int64_t tokens, std::int64_t out,

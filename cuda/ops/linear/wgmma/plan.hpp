@@ -6,6 +6,7 @@
 #include "core/dtype.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -32,6 +33,14 @@ struct LinearWgmmaPlan {
   int stages;
   int smem_bytes;  // of a block
 };
+
+inline std::string to_string(const LinearWgmmaPlan& p) {
+  return plan_text({{p.row_tiles, "row tiles"},
+                    {p.splits, "splits"},
+                    {p.token_tile, "tokens a tile"},
+                    {p.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
 
 inline constexpr int kLinearWgmmaTileRows = 128, kLinearWgmmaColumns = 64, kMostLinearWgmmaStages = 12;
 /// Warps of a block that multiply: two warpgroups.
