@@ -23,9 +23,7 @@ struct Row : LayerNormRow<T> {
     for (int e = 0; e < kLane<T>; ++e) v[e] = to_float(from_float<T>(v[e] + p[e] + q[e]));
   }
   __device__ void begin(long at, const typename Row::Piece& v) const { store_vec(h + at, v); }
-  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
-    store_vec(y + at, v[0]);
-  }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece& v) const { store_vec(y + at, v); }
 };
 
 }  // namespace
@@ -36,7 +34,7 @@ Status prepare(const ops::ResidualLayerNorm::Args& a, LaunchList& launches) {
     using T = decltype(zero);
     const Row<T> row{
         {a.x.as<const T>().data}, a.a.as<const T>().data, a.b.as<const T>().data, a.h.as<T>().data, a.y.as<T>().data};
-    return prepare_layernorm(ops::ResidualLayerNorm::name, launches, row, {a.norm}, a.x, a.eps);
+    return prepare_layernorm(ops::ResidualLayerNorm::name, launches, row, a.norm, a.x, a.eps);
   });
 }
 
