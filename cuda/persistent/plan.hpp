@@ -83,6 +83,9 @@ inline constexpr int kMaxRingStages = 32;
 inline constexpr int kMaxSlices = 127;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
+/// So many keys have one split, twice as many have two, and so on. To merge splits takes longer than to attend to fewer
+/// keys.
+inline constexpr int kSplitKeys = 128;
 /// Heads of more elements have no shares: registers do not hold the sums of several such heads beside what else a warp
 /// keeps.
 inline constexpr int kMaxShareHeadDim = 128;
@@ -162,7 +165,7 @@ struct Divisor {
 };
 /// The divisors of kernels. Each has the name of the plan's member that it divides by.
 struct Divisors {
-  Divisor attention_splits, shares, group_shares, split_keys, head_rows;
+  Divisor attention_splits, shares, group_shares, head_rows;
 };
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
@@ -192,9 +195,7 @@ struct PersistentPlan {
   int group_shares;  // shares of a group: these have the same keys
   int shares;        // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into, at most
-  int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   Divisors divisors;
-  bool cluster_merge;  // the splits of a share are merged in a cluster's shared memory, not in device memory
   PartialsPlace partials_place;
   int stage_keys;   // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;     // rows of hidden that a block owns, at most
@@ -225,10 +226,8 @@ struct PersistentChoices {
   std::optional<int> ahead_stages = {};      // 0 to 32. 0 prefetches nothing
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
-  std::optional<int> split_keys = {};        // 1 to 4096
   std::optional<bool> shares_keys = {};      // whether the query heads of a group share its keys, as far as they can
   bool tile_products = false;                // for one token too
-  bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
 /// The choices for `batch` sequences with caches of `capacity` entries: heads share keys in large caches, unless

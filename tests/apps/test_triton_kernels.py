@@ -244,8 +244,8 @@ class Rows(unittest.TestCase):
         self.assertNotIn("cuda/ops/norm/residual_layernorm.cu", files)
         self.assertNotIn("cuda/runtime/launch.hpp", files)
         files = lines_of_code.cuda_files(lines_of_code.OURS["gptq_linear"])
-        self.assertIn("cuda/ops/linear/gptq_ring.cuh", files)
-        self.assertIn("cuda/ops/linear/pack.cpp", files)
+        self.assertIn("cuda/ops/linear/packed/ring.cuh", files)
+        self.assertIn("cuda/ops/linear/pack/pack.cpp", files)
         for op in lines_of_code.OURS:
             ours, theirs = lines_of_code.our_lines(op)["code_lines"], lines_of_code.triton_lines(op)["code_lines"]
             self.assertTrue(ours > theirs > 0, (op, ours, theirs))

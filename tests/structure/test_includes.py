@@ -11,6 +11,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pa
 
 # room: the rooms that its files may include beside their own. "core/*" is core and every room below it.
 OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
+PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
@@ -30,14 +31,25 @@ ROOMS = {
     "cuda/runtime": ["core/*"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
+    # The list of all kernels.
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
-    "cuda/ops/linear": OP_FAMILY,
+    # What is done with a product's sums; a room a kernel of linear; and the choice among them.
+    "cuda/ops/linear/output": OP_FAMILY,
+    "cuda/ops/linear/pack": OP_FAMILY,
+    "cuda/ops/linear/gemv": PRODUCT,
+    "cuda/ops/linear/packed": PRODUCT,
+    "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
+    "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
-    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
-    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
+    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
+    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
