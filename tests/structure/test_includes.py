@@ -21,6 +21,9 @@ ROOMS = {
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
+    # The walk as a list of calls.
+    "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
+    "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
     "core/procedural": ["core", "core/ops", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
