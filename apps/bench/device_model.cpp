@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "cuda/model/model.hpp"
+#include "cuda/serve/model.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/runtime/check.hpp"
 

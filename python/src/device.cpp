@@ -1,6 +1,6 @@
 #include "python/src/device.hpp"
 
-#include "cuda/model/model.hpp"
+#include "cuda/serve/model.hpp"
 #include "cuda/ops/linear/gemm.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "python/src/device_guard.hpp"
