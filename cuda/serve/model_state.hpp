@@ -55,7 +55,6 @@ inline Status name_site(const ModelSite& site, const Status& status) {
 inline constexpr std::int32_t kNotChosen = -2;
 
 struct Model::State final : PipelineDevice {
-
   State(const Context& c, Stream s, const ModelSpec& m, const Options& o, Impl i, ResidentWeights w, KvCache k,
         Workspace a)
       : stream(std::move(s)),
@@ -89,7 +88,7 @@ struct Model::State final : PipelineDevice {
   /// whole_step() captures one launch for the whole model.
   Result<GraphExec> whole_step(LogitsBuffer to, Start start);
   /// Puts what such a step begins with onto the stream that is being captured.
-  Status begin_step(LogitsBuffer to, Start start, const LaunchMode& mode);
+  Status begin_step(LogitsBuffer to, Start start, const Submission& how);
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 
