@@ -3,7 +3,7 @@
 
 The model holds several copies of the layer, each with weights of its own, more than the last-level cache takes in all;
 a run goes through all copies, so that none finds its weights in a cache. Hooks around each layer take the time: what
-the model does around it is not counted. Weights, hidden state and cache are procedural (golden/procedural.py).
+the model does around it is not counted. Weights, hidden state and cache are procedural (golden/tools/procedural.py).
 
 Prints a markdown table, one row a dtype. To be run beside
   cf-layer --preset pythia-2.8b --layer 3 --kv-len 128 --threads N --json FILE
@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "golden"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "golden", "tools"))
 
 import numpy as np
 

@@ -15,7 +15,7 @@ import sys
 import textwrap
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
 
 import console
 
@@ -739,7 +739,7 @@ def typed(name, command):
             continue
         if word == "--model" and os.path.isabs(words[0]):
             preset = os.path.basename(words[0])
-            lines.append(f"golden/make_checkpoints.py --preset {preset} --out {words[0]}")
+            lines.append(f"golden/tools/make_checkpoints.py --preset {preset} --out {words[0]}")
         kept += [word, words.pop(0)] if word in ("--json", "--model") else [word]
     folder = "apps" if program.endswith(".py") else "build/release/apps"
     return [*lines, shlex.join([f"{folder}/{program}", *kept])]

@@ -33,7 +33,7 @@ import tempfile
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
 
 import numpy as np
 

@@ -24,7 +24,7 @@ import sys
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
 
 import console
 

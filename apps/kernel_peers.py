@@ -19,7 +19,7 @@ SUM_UNIT = 2.0**-24  # unit roundoff of float32, in which all sums are made
 # The file of our kernel, and the functions of triton_kernels.py that make up theirs.
 OURS = {
     "layernorm_residual": "cuda/ops/norm/layernorm_residual.cu",
-    "gptq_linear": "cuda/ops/linear/linear_gptq.cu",
+    "gptq_linear": "cuda/ops/linear/packed/packed.cu",
 }
 TRITON = {
     "layernorm_residual": ("layernorm_residual_kernel", "layernorm_residual"),
@@ -38,7 +38,7 @@ def read(path):
 def cuda_files(path):
     """A kernel's file, and what it includes, directly or not, of its family and of cuda/device. With a header comes the
     .cpp of its name."""
-    family = os.path.dirname(path)
+    family = path.split("/")[:3]
     found, left = [], [path]
     while left:
         file = left.pop()
@@ -46,7 +46,7 @@ def cuda_files(path):
             continue
         found.append(file)
         includes = re.findall(r'^#include "([^"]+)"', read(file), re.MULTILINE)
-        left += [f for f in includes if os.path.dirname(f) in (family, "cuda/device")]
+        left += [f for f in includes if f.split("/")[:3] == family or f.startswith("cuda/device/")]
         source = os.path.splitext(file)[0] + ".cpp"
         if os.path.exists(os.path.join(ROOT, source)):
             left.append(source)

@@ -19,7 +19,7 @@ import statistics
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, os.pardir, "golden"))
+sys.path.insert(0, os.path.join(HERE, os.pardir, "golden", "tools"))
 
 import console
 

@@ -18,7 +18,7 @@ namespace cf {
 ///   weight      n * 2^-14           sigma 0.018; also biases and embeddings
 ///   gain        1 + (n >> 3) * 2^-10   within 1 +- 0.125; LayerNorm's gamma
 ///   activation  n * 2^-8            sigma 1.15; hidden states and cache entries
-/// All are exact in float16; bfloat16 rounds them once. golden/procedural.py writes the same bits.
+/// All are exact in float16; bfloat16 rounds them once. golden/tools/procedural.py writes the same bits.
 enum class ProceduralKind { weight, gain, activation };
 
 /// Fills `count` elements of `out`, starting with element `first` of the named tensor.

@@ -9,7 +9,7 @@
 #include "apps/bench/layer_report.hpp"
 #include "core/model/config.hpp"
 #include "core/status.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 
 namespace cf::apps {
 

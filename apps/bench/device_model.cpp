@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "cuda/model/model.hpp"
-#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::apps {

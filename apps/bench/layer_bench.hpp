@@ -12,7 +12,7 @@
 #include "core/contract.hpp"
 #include "core/model/layer.hpp"
 #include "core/status.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 
 namespace cf::apps {
 

@@ -14,7 +14,7 @@
 #include "apps/verify/quality.hpp"
 #include "cpu_ref/model.hpp"
 #include "golden/checkpoint/token_file.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 
 namespace cf::apps {
 namespace {

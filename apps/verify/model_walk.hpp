@@ -9,7 +9,7 @@
 #include "core/model/decoder.hpp"
 #include "core/sampling.hpp"
 #include "core/status.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 
 namespace cf::apps {
 

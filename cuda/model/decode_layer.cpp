@@ -1,4 +1,4 @@
-#include "cuda/model/decode_layer.hpp"
+#include "core/ops/decode_layer.hpp"
 
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/check.hpp"
@@ -11,15 +11,6 @@ Status prepare(const ops::DecodeLayer::Args& a, LaunchList& launches) {
     launches.set_label(site.name.data());  // a literal, which ends in a zero byte
     return prepare(args, launches);
   });
-}
-
-Status prepare_layer(const ops::DecodeLayer::Args& a, const TokenRows& rows, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  return for_each_op_of_rows(layer_ops(launches.arch(), a.model, a.weights, a.t), a, rows,
-                             [&](const auto& args, const LaunchMode&, const char* label) {
-                               launches.set_label(label);
-                               return prepare(args, launches);
-                             });
 }
 
 }  // namespace cf::cuda

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/model/layer.hpp"
-#include "cuda/ops/linear/gemm_plan.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
 
 namespace cf::cuda {
 

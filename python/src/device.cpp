@@ -1,7 +1,7 @@
 #include "python/src/device.hpp"
 
 #include "cuda/model/model.hpp"
-#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "python/src/device_guard.hpp"
 

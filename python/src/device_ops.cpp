@@ -8,14 +8,14 @@
 #include <utility>
 #include <variant>
 
-#include "cuda/model/decode_layer.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/resident_weights.hpp"
-#include "cuda/model/row_steps.hpp"
-#include "cuda/model/token_rows.hpp"
-#include "cuda/ops/linear/gemm.hpp"
-#include "cuda/ops/linear/linear_gemm.hpp"
+#include "cuda/ops/linear/cublaslt/cublaslt.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/ops/run.hpp"
+#include "cuda/port/row_ops.hpp"
+#include "cuda/port/row_steps.hpp"
+#include "cuda/port/token_rows.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "python/src/device_guard.hpp"

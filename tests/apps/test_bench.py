@@ -1014,7 +1014,7 @@ class Page(Files):
             ("bench_peers.py --cf-model b/h/cf-model --preset a --json x", [
                 "apps/bench_peers.py --preset a --json data/bench/name.json"]),
             ("cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2", [
-                "golden/make_checkpoints.py --preset pythia-2.8b --out /dev/shm/pythia-2.8b",
+                "golden/tools/make_checkpoints.py --preset pythia-2.8b --out /dev/shm/pythia-2.8b",
                 "build/release/apps/cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2"]),
         ):  # fmt: skip
             self.assertEqual(bench_page.typed("name", recorded), lines)

@@ -12,7 +12,7 @@
 #include "core/model/layer.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 #include "tests/apps/run_program.hpp"
 #include "tests/checkpoint/safetensors_writer.hpp"
 #include "tests/support/catch.hpp"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "golden/checkpoint/token_file.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 #include "tests/apps/run_cf_model.hpp"
 #include "tests/checkpoint/npy_writer.hpp"
 #include "tests/support/catch.hpp"
@@ -21,7 +21,7 @@ using Json = nlohmann::json;
 
 const std::string model_dir = "--model '" CF_DATA_DIR "/checkpoints/neox-d80' ";
 
-// The models that golden/train_small.py has trained, each with a GPTQ twin, and the text that they have not seen.
+// The models that golden/tools/train_small.py has trained, each with a GPTQ twin, and the text that they have not seen.
 const std::string trained = CF_DATA_DIR "/checkpoints/", held_out = trained + "stdlib-4m/held_out.npy";
 
 Json figures_of_held_out(const std::string& model, const std::string& more, const TempDir& dir) {
@@ -265,7 +265,8 @@ TEST_CASE("cf-model eval gives trained models the loss on held-out text that tor
   const std::string name = GENERATE("stdlib-4m", "stdlib-llama-2m");
   CAPTURE(name);
   const TempDir dir;
-  // golden/train_small.py scores the rounded weights in windows of 512 ids, and predicts all but a window's first id.
+  // golden/tools/train_small.py scores the rounded weights in windows of 512 ids, and predicts all but a window's first
+  // id.
   const Json figures = figures_of_held_out(name, "--feed prompt", dir);
   const Json about = Json::parse(read_file(trained + name + "/provenance.json"));
   CHECK(figures["positions"] == 128 * 511);

@@ -243,8 +243,8 @@ class Rows(unittest.TestCase):
         self.assertNotIn("cuda/ops/norm/residual_layernorm.cu", files)
         self.assertNotIn("cuda/runtime/launch.hpp", files)
         files = kernel_peers.cuda_files(kernel_peers.OURS["gptq_linear"])
-        self.assertIn("cuda/ops/linear/gptq_ring.cuh", files)
-        self.assertIn("cuda/ops/linear/pack.cpp", files)
+        self.assertIn("cuda/ops/linear/packed/ring.cuh", files)
+        self.assertIn("cuda/ops/linear/pack/pack.cpp", files)
         for op in kernel_peers.OURS:
             ours, theirs = kernel_peers.our_lines(op)["code_lines"], kernel_peers.triton_lines(op)["code_lines"]
             self.assertTrue(ours > theirs > 0, (op, ours, theirs))

@@ -284,8 +284,8 @@ TEST_CASE("Procedural values depend on seed, name and index alone", "[procedural
   CHECK(values(1, "b", 0, 100) != whole);
 }
 
-TEST_CASE("Procedural values and checksums are those that golden/procedural.py makes", "[procedural]") {
-  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
+TEST_CASE("Procedural values and checksums are those that golden/tools/procedural.py makes", "[procedural]") {
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/tools/procedural.py.
   struct Expected {
     DType dtype;
     ProceduralKind kind;
@@ -317,8 +317,8 @@ TEST_CASE("Procedural values and checksums are those that golden/procedural.py m
   CHECK(layer_sum(0, 1) == 11688534671166767482u);
 }
 
-TEST_CASE("A procedural model's checksum is that of golden/procedural.py's", "[procedural]") {
-  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
+TEST_CASE("A procedural model's checksum is that of golden/tools/procedural.py's", "[procedural]") {
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/tools/procedural.py.
   struct Expected {
     std::int64_t layers;
     std::uint64_t seed;
@@ -385,8 +385,8 @@ TEST_CASE("A procedural model tells its progress tensor by tensor, and an error 
   }
 }
 
-TEST_CASE("A procedural model of another family has the checksum of golden/procedural.py's", "[procedural]") {
-  // tests/golden/test_dump_hf.py expects the same numbers of golden/procedural.py.
+TEST_CASE("A procedural model of another family has the checksum of golden/tools/procedural.py's", "[procedural]") {
+  // tests/golden/test_dump_hf.py expects the same numbers of golden/tools/procedural.py.
   struct Expected {
     const char* preset;
     DType dtype;

@@ -442,7 +442,7 @@ TEST_CASE("What cannot be sampled is refused", "[sampling]") {
 }
 
 // data/sampling_cases.json: what Hugging Face's own processors keep of procedural logits, and the softmax in float64 of
-// the float32 scores that they leave. golden/make_sampling_cases.py writes it and says what the logits are.
+// the float32 scores that they leave. golden/tools/make_sampling_cases.py writes it and says what the logits are.
 TEST_CASE("Hugging Face's processors keep the same tokens with the same probabilities", "[sampling]") {
   std::ifstream file(CF_DATA_DIR "/sampling_cases.json");
   const auto json = nlohmann::json::parse(file);

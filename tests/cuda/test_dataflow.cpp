@@ -4,8 +4,8 @@
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
 #include "cuda/graph/dataflow.hpp"
-#include "cuda/model/decode_layer.hpp"
 #include "cuda/model/layer_ops.hpp"
+#include "cuda/port/row_ops.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;

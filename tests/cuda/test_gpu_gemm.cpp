@@ -8,12 +8,13 @@
 
 #include "cpu_ref/dequantise.hpp"
 #include "cuda/graph/capture.hpp"
-#include "cuda/ops/linear/gemm.hpp"
-#include "cuda/ops/linear/gemm_plan.hpp"
-#include "cuda/ops/linear/launches.hpp"
-#include "cuda/ops/linear/linear_gemm.hpp"
-#include "cuda/ops/linear/linear_tiles.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/cublaslt/cublaslt.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/tiles.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "tests/cuda/device_check.hpp"
@@ -367,7 +368,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(layout);
           REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout, tokens), tokens, count));
         } else {
-          REQUIRE(cuda::for_each_linear_launch(tokens, count));
+          REQUIRE(cuda::for_each_gemv_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
         const bool codes = cuda::is_gptq_wgmma(context().arch(), tokens, 640, 72, dtype, gptq.bits, false);

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/model/decode_layer.hpp"
-#include "cuda/model/row_steps.hpp"
+#include "cuda/port/row_ops.hpp"
+#include "cuda/port/row_steps.hpp"
 #include "tests/cuda/device_layers.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"

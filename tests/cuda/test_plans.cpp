@@ -12,10 +12,10 @@
 #include "core/model/workload.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/attention/attention.hpp"
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/linear/linear_gptq.hpp"
-#include "cuda/ops/linear/linear_tiles_plan.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/rope/rope.hpp"
@@ -135,10 +135,10 @@ Launch wgmma_prefill_launch(const Arch& arch, std::int64_t head_dim, std::int64_
 }
 
 Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
-  const LinearPlan plan = linear_plan(arch, in, out, w.tokens());
+  const GemvPlan plan = gemv_plan(arch, in, out, w.tokens());
   const std::int64_t tiles = (out + kTileRows - 1) / kTileRows;
   return {.grid = {plan.grid, 1, 1},
-          .threads = kLinearThreads,
+          .threads = kGemvThreads,
           .blocks_per_sm = plan.blocks_per_sm,
           .items = tiles,
           .sharers = plan.grid,
@@ -146,12 +146,12 @@ Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const 
 }
 
 Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
-  constexpr int static_smem_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;
+  constexpr int static_smem_bytes = 2 * kGemvWarps * kMmaTokens * kTileRows * 4;
   const std::int64_t out = 3 * m.hidden_size, tiles = (out + kTileRows - 1) / kTileRows;
   const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, w.tokens(), 2, 2);
   if (plan.tokens == 0) return {.threads = 32, .share = {}};  // no token fits: the call is refused
   return {.grid = {plan.product.grid, 1, 1},
-          .threads = kLinearThreads,
+          .threads = kGemvThreads,
           .smem_bytes = plan.smem_bytes + static_smem_bytes,
           .items = tiles,
           .sharers = plan.product.grid,
@@ -799,4 +799,48 @@ TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
   CHECK(found([](Launch& l) { l.share = [](std::int64_t) { return run_of(0, 1, 20); }; }) == "item 0 not covered once");
   CHECK(found([](Launch& l) { l.share = [](std::int64_t block) { return dealt(block, 9, 20); }; }) ==
         "item 8 not covered once");
+}
+
+TEST_CASE("a plan prints in one line, with every number that a choice changes", "[plans]") {
+  const GptqPlan gptq{.split = 2,
+                      .tiles = 3,
+                      .share = 16,
+                      .stages = 4,
+                      .full = 1,
+                      .early = 3,
+                      .stage_bytes = 2560,
+                      .chunks = 4,
+                      .longer = 1,
+                      .halves_a_group = 4,
+                      .halves_magic = 0,
+                      .digit_bytes = 640,
+                      .turns = 1,
+                      .tokens = 1,
+                      .token_bits = 0,
+                      .grid = 264,
+                      .smem_bytes = 77824};
+  const std::string of_gptq =
+      "1 tokens a launch, 264 blocks, 2 splits, 3 tiles a cluster, 5 chunks a part, 4 stages, 3 of them early, 77824 B "
+      "of shared memory";
+  CHECK(to_string(gptq) == of_gptq);
+  CHECK(to_string(GptqSumPlan{gptq, gptq}) == "first: " + of_gptq + "; second: " + of_gptq);
+  CHECK(to_string(LnQkvGptqPlan{gptq, 90000}) == of_gptq + ", 90000 with the tokens");
+  const GemvPlan gemv{.depth = 5, .blocks_per_sm = 3, .grid = 320};
+  CHECK(to_string(gemv) == "320 blocks, 3 blocks an SM, 5 loads ahead");
+  CHECK(to_string(LnQkvPlan{gemv, 4, 30000}) ==
+        "4 tokens a launch, 320 blocks, 3 blocks an SM, 5 loads ahead, 30000 B of shared memory");
+  CHECK(to_string(LinearWgmmaPlan{64, 80, 2, 6, 150000}) ==
+        "80 row tiles, 2 splits, 64 tokens a tile, 6 stages, 150000 B of shared memory");
+  CHECK(to_string(LinearTilesPlan{{true, 128}, 4, 40, 66, 200000}) ==
+        "66 clusters, 3 rounds, 4 token groups, 40 feature groups, 128 features a tile, 200000 B of shared memory, "
+        "warpgroups in turn");
+  CHECK(to_string(LinearTilesPlan{{false, 160}, 1, 64, 64, 200000}) ==
+        "64 clusters, 1 rounds, 1 token groups, 64 feature groups, 160 features a tile, 200000 B of shared memory, "
+        "warpgroups share tiles");
+  CHECK(to_string(AttentionPlan{4, 8, 3, 60000}) == "4 heads a share, 8 splits, 3 stages, 60000 B of shared memory");
+  CHECK(to_string(WgmmaPlan{2, 5, 70000}) == "5 blocks a kv head, 2 warpgroups, 70000 B of shared memory");
+  CHECK(to_string(LayerNormPlan{8, 320}) == "320 threads a row, 8 elements a thread");
+  CHECK(to_string(TokenPlan{128, 8}) == "8 blocks a token, 128 threads");
+  CHECK(to_string(RopePlan{1, 32, 8, 10, 4, {128, 4}}) ==
+        "1 heads a thread, 480 units a token, 4 turning vectors a head, 4 blocks a token, 128 threads");
 }

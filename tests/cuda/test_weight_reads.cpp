@@ -14,10 +14,11 @@
 #include "core/procedural.hpp"
 #include "cuda/model/layer_ops.hpp"
 #include "cuda/ops/attention/attention.hpp"
-#include "cuda/ops/linear/gemm_plan.hpp"
-#include "cuda/ops/linear/launches.hpp"
-#include "cuda/ops/linear/linear_tiles_plan.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "tests/support/catch.hpp"
 
@@ -117,7 +118,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
                                   return Status();
                                 }));
   } else {
-    CF_TRY(for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+    CF_TRY(for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
       CHECK(first == tokens);
       tokens += count;
       ++launches;

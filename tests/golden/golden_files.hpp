@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/weights.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 
 namespace cf::test {
 

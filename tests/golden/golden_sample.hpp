@@ -13,7 +13,7 @@
 #include "apps/verify/golden_walk.hpp"
 #include "core/procedural.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "golden/golden_file.hpp"
+#include "golden/file/golden_file.hpp"
 #include "tests/support/temp_dir.hpp"
 
 namespace cf::test {

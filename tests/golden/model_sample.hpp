@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 #include "tests/golden/golden_sample.hpp"
 
 namespace cf::test {

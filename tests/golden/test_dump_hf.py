@@ -15,7 +15,7 @@ import unittest
 from dataclasses import replace
 from unittest import mock
 
-GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden", "tools")
 sys.path.insert(0, GOLDEN)
 
 import h5py
@@ -612,7 +612,7 @@ class Programs(unittest.TestCase):
 
     def test_what_is_missing_is_said_in_one_line(self):
         with tempfile.TemporaryDirectory() as directory:
-            model = os.path.join(GOLDEN, os.pardir, "data", "checkpoints", "neox-d80")
+            model = os.path.join(GOLDEN, os.pardir, os.pardir, "data", "checkpoints", "neox-d80")
             out = os.path.join(directory, "out")
             arguments = {
                 "convert_golden.py": [os.path.join(SCHEMA_1, "layer.h5")],

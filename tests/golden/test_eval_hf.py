@@ -13,7 +13,7 @@ import tempfile
 import unittest
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
-sys.path.insert(0, os.path.join(ROOT, "golden"))
+sys.path.insert(0, os.path.join(ROOT, "golden", "tools"))
 
 import numpy as np
 

@@ -14,7 +14,7 @@ from collections import namedtuple
 from dataclasses import replace
 from unittest import mock
 
-GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden", "tools")
 sys.path.insert(0, GOLDEN)
 
 import numpy as np

@@ -13,7 +13,7 @@
 #include "core/compare.hpp"
 #include "core/model/model.hpp"
 #include "cpu_ref/cpu_ref.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 #include "tests/golden/golden_files.hpp"
 #include "tests/support/catch.hpp"
 

@@ -4,7 +4,7 @@
 #include "apps/verify/model_source.hpp"
 #include "apps/verify/model_walk.hpp"
 #include "cpu_ref/model.hpp"
-#include "golden/model_golden.hpp"
+#include "golden/file/model_golden.hpp"
 #include "tests/golden/golden_files.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"

@@ -1,5 +1,5 @@
-// Checkpoints that golden/make_checkpoints.py writes of a preset, through this library's reader: the tensors are those
-// that its own generator makes.
+// Checkpoints that golden/tools/make_checkpoints.py writes of a preset, through this library's reader: the tensors are
+// those that its own generator makes.
 #include "core/procedural.hpp"
 #include "golden/checkpoint/checkpoint.hpp"
 #include "tests/apps/run_program.hpp"

@@ -12,7 +12,7 @@ import tempfile
 import unittest
 from dataclasses import replace
 
-GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden", "tools")
 sys.path.insert(0, GOLDEN)
 
 import numpy as np

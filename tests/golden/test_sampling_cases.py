@@ -12,7 +12,7 @@ import unittest
 from unittest import mock
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
-sys.path.insert(0, os.path.join(ROOT, "golden"))
+sys.path.insert(0, os.path.join(ROOT, "golden", "tools"))
 
 import numpy as np
 

@@ -11,7 +11,7 @@ import tempfile
 import unittest
 from unittest import mock
 
-GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden", "tools")
 sys.path.insert(0, GOLDEN)
 
 import numpy as np

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import unittest
 
-GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden")
+GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "golden", "tools")
 sys.path.insert(0, GOLDEN)
 
 import numpy as np

@@ -83,4 +83,4 @@ def read_safetensors(path: pathlib.Path) -> dict[str, tuple[np.ndarray[Any, Any]
     return tensors
 
 
-sys.path.insert(0, str(ROOT / "golden"))  # procedural, with which golden files are made
+sys.path.insert(0, str(ROOT / "golden/tools"))  # procedural, with which golden files are made

@@ -1,4 +1,4 @@
-"""Golden files of layers (golden/golden_file.hpp) as the arguments of ops."""
+"""Golden files of layers (golden/file/golden_file.hpp) as the arguments of ops."""
 
 import json
 import struct
@@ -12,7 +12,7 @@ import numpy as np
 from cf_ops import ops
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "golden"))
+sys.path.append(str(ROOT / "golden/tools"))
 import gptq  # noqa: E402
 import procedural  # noqa: E402
 from families import join  # noqa: E402

@@ -215,7 +215,7 @@ CASES = json.loads((ROOT / "data" / "sampling_cases.json").read_text())["cases"]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_sampled_ids_are_those_that_hugging_face_keeps(case: dict[str, Any]) -> None:
-    import procedural  # in golden/, where the cases' logits are defined
+    import procedural  # in golden/tools, where the cases' logits are defined
 
     values = procedural.values("float32", (case["vocabulary"],), "activation", case["seed"], "logits")
     logits = (values.astype(np.float64) * case["scale"] + np.arange(case["vocabulary"]) * 2.0**-20).astype(np.float32)
@@ -391,7 +391,7 @@ def test_tensors_in_memory_make_the_same_model(checkpoints: pathlib.Path, name: 
 
 @pytest.mark.parametrize("name", ["neox-gptq-asym", "llama-gptq-desc-act", "stdlib-4m-gptq", "stdlib-llama-2m-gptq"])
 def test_a_quantised_model_makes_the_logits_of_its_dequantised_weights(checkpoints: pathlib.Path, name: str) -> None:
-    import gptq  # in golden/
+    import gptq  # in golden/tools
 
     config = json.loads((checkpoints / name / "config.json").read_text())
     form = gptq.Format(config.pop("quantization_config"), name)

@@ -196,7 +196,7 @@ class Parsing(unittest.TestCase):
             ("build/release/apps/cf-layer --backend cuda --preset x", "gpu"),
             ("build/release/apps/cf-op linear", "gpu"),
             ("scripts/bench_gpu data/bench", "gpu"),
-            ("golden/dump_hf.py --model x", "script"),
+            ("golden/tools/dump_hf.py --model x", "script"),
             ("python3 -m cf_ops generate", "package"),
             ("build/release/apps/cf-golden run mine.h5", "cpu"),
             ("scripts/layer", "cpu"),

@@ -421,7 +421,7 @@ class BenchGpu(Scripts):
         scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
         self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
         for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
-                     "golden/eval_hf.py", "golden/make_checkpoints.py"):  # fmt: skip
+                     "golden/tools/eval_hf.py", "golden/tools/make_checkpoints.py"):  # fmt: skip
             self.stub(name)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))

@@ -19,6 +19,13 @@ ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 INSIDE = "CF_HOST_HEADERS_INSIDE"
 # The headers of a folder are read with the flags of a source file of the same target, whose CMake name this is.
 LIBRARIES = ["core", "cpu_ref", "checkpoint", "golden", "cuda", "cli", "verify", "bench"]
+FOLDERS = {
+    "checkpoint": "golden/checkpoint",
+    "golden": "golden/file",
+    "cli": "apps/cli",
+    "verify": "apps/verify",
+    "bench": "apps/bench",
+}  # of the libraries that are not in a folder of their name
 
 
 def host_commands(build):
@@ -95,10 +102,7 @@ class HostHeaders(unittest.TestCase):
                 continue
             seen.add(name)
             flags, working = flags_of[f"cf_{name}"]
-            top = {"checkpoint": "golden/checkpoint", "cli": "apps/cli", "verify": "apps/verify", "bench": "apps/bench"}
-            for folder, _, files in os.walk(os.path.join(ROOT, top.get(name, name))):
-                if name == "golden" and os.path.basename(folder) == "checkpoint":
-                    continue
+            for folder, _, files in os.walk(os.path.join(ROOT, FOLDERS.get(name, name))):
                 for file in sorted(files):
                     if file.endswith(".hpp"):
                         path = os.path.join(folder, file)

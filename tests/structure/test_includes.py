@@ -11,6 +11,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pa
 
 # room: the rooms that its files may include beside their own. "core/*" is core and every room below it.
 OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
+PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
@@ -30,21 +31,34 @@ ROOMS = {
     "cuda/runtime": ["core/*"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
+    # The list of all kernels.
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
-    "cuda/ops/linear": OP_FAMILY,
+    # What is done with a product's sums; a room a kernel of linear; and the choice among them.
+    "cuda/ops/linear/output": OP_FAMILY,
+    "cuda/ops/linear/pack": OP_FAMILY,
+    "cuda/ops/linear/gemv": PRODUCT,
+    "cuda/ops/linear/packed": PRODUCT,
+    "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
+    "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
-    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
-    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
+    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
+    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    # What the calls of ClusterFusion's port need and no model does.
+    "cuda/port": ["core/*", "cuda/model", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp
     "cuda": ["core/*", "cuda/*"],
     "golden/checkpoint": ["core/*"],
-    "golden": ["core/*", "golden/checkpoint"],
+    "golden/file": ["core/*", "golden/checkpoint"],
     "apps/cli": ["core/*", "golden/*"],
     "apps/verify": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli"],
     "apps/bench": ["core/*", "cpu_ref/*", "cuda/*", "golden/*", "apps/cli", "apps/verify"],
@@ -60,7 +74,7 @@ ROOMS = {
 # The rooms that include a third party's headers; "/*" is as above.
 THIRD_PARTY = {
     r"Eigen/": ["cpu_ref/*"],
-    r"hdf5": ["golden", "tests"],
+    r"hdf5": ["golden/file", "tests"],
     r"nlohmann/": ["golden/checkpoint", "apps/*", "tests"],
     r"CLI/": ["apps/*"],
     r"fmt/": ["apps/*"],
@@ -175,7 +189,7 @@ class Finds(unittest.TestCase):
         )
 
     def test_siblings(self):
-        for a, b in (("cpu_ref", "golden"), ("golden", "cuda"), ("cuda/graph", "cuda/persistent"),
+        for a, b in (("cpu_ref", "golden/file"), ("golden/file", "cuda"), ("cuda/graph", "cuda/persistent"),
                      ("cuda/persistent", "cuda/graph"), ("cuda/ops/rope", "cuda/ops/norm")):  # fmt: skip
             found = self.faults({f"{a}/x.cpp": f'  #  include "{b}/y.hpp"\n', f"{b}/y.hpp": ""})
             self.assertEqual(len(found), 1, (a, b))

@@ -6,6 +6,7 @@
 #include "core/ops/attention.hpp"
 #include "cuda/device/share.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -101,6 +102,11 @@ struct WgmmaPlan {
   int smem_bytes;  // of a block
 };
 
+inline std::string to_string(const WgmmaPlan& p) {
+  return plan_text(
+      {{p.row_blocks, "blocks a kv head"}, {p.warpgroups, "warpgroups"}, {p.smem_bytes, "B of shared memory"}});
+}
+
 /// The plan with blocks of this many warpgroups. The rings begin at a multiple of 1024 bytes.
 constexpr WgmmaPlan wgmma_plan_of(int warpgroups, std::int64_t head_dim, std::int64_t rows) {
   const int block_rows = warpgroups * kWgmmaQueryRows, columns = wgmma_columns(padded_head_dim(head_dim));
@@ -129,6 +135,13 @@ struct AttentionPlan {
 
   bool operator==(const AttentionPlan&) const = default;
 };
+
+inline std::string to_string(const AttentionPlan& p) {
+  return plan_text({{p.share_heads, "heads a share"},
+                    {p.splits, "splits"},
+                    {p.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
 
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }

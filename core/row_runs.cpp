@@ -1,0 +1,44 @@
+#include "core/row_runs.hpp"
+
+#include <string>
+
+namespace cf {
+
+Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequences, std::int64_t rows) {
+  const auto refused = [&](const std::string& which, std::string_view expected, std::int64_t got) {
+    return Status::error(Code::invalid_argument, std::string(owner) + ": " + which + ": expected " +
+                                                     std::string(expected) + ", got " + std::to_string(got));
+  };
+  if (runs.empty()) return refused("runs", "at least one", 0);
+  std::vector<bool> seen(std::size_t(sequences < 0 ? 0 : sequences));
+  std::int64_t next = 0;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const auto& [sequence, first_row, count] = runs[i];
+    const std::string which = "runs[" + std::to_string(i) + "]";
+    if (sequence < 0 || sequence >= sequences)
+      return refused(which, "a sequence of 0 to " + std::to_string(sequences - 1), sequence);
+    if (seen[std::size_t(sequence)]) return refused(which, "one run a sequence", sequence);
+    seen[std::size_t(sequence)] = true;
+    if (first_row != next) return refused(which, "the first row " + std::to_string(next), first_row);
+    if (count < 1 || count > rows - next)
+      return refused(which, "1 to " + std::to_string(rows - next) + " rows, as many as are left", count);
+    next += count;
+  }
+  if (next != rows) return refused("runs", std::to_string(rows) + " rows in all", next);
+  return {};
+}
+
+std::vector<RowGroup> row_groups(RowRuns runs) {
+  std::vector<RowGroup> groups;
+  for (const RowRun& run : runs) {
+    if (!groups.empty())
+      if (RowGroup& last = groups.back(); run.count == last.count && run.sequence == last.sequence + last.sequences) {
+        ++last.sequences;
+        continue;
+      }
+    groups.push_back({.sequence = run.sequence, .first_row = run.first_row, .count = run.count});
+  }
+  return groups;
+}
+
+}  // namespace cf
