@@ -13,25 +13,24 @@ Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
   const auto record = [&](DataflowCapture& graph) {
     return for_each_model_site(
         spec, weights.model_weights(), t, with_rope_append([&](const ModelSite& site, const auto& args) -> Status {
-          const LaunchMode mode{.early = true};
-          if (site.site.id != SiteId::final_layer_norm) return name_site(site, graph.run(args, mode));
+          if (site.site.id != SiteId::final_layer_norm) return name_site(site, graph.run(args, {.early = true}));
           // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
           LaunchList launches(context, workspace.scratch());
           CF_TRY(name_site(site, prepare(args, launches)));
           const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};
-          return graph.add(reads, writes, launches, mode);
+          return graph.add(reads, writes, launches, true);
         }));
   };
   return capture_dataflow(context, record, workspace.scratch());
 }
 
 Status Model::State::walk(const ModelTensors& t, const Visit& visit_site) {
-  const LaunchMode mode{.early = context.overlap()};
+  const Submission how{.early = context.overlap()};
   return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
     LaunchList launches(context, workspace.scratch());
     launches.set_label(site.site.name.data());  // a literal, which ends in a zero byte
     CF_TRY(name_site(site, prepare(args, launches)));
-    CF_TRY(launches.submit(stream.get(), mode));
+    CF_TRY(launches.submit(stream.get(), how));
     return visit_site(site, tensors_of(args));
   });
 }
@@ -53,7 +52,7 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   std::vector<LayerCache> caches;
   const ModelTensors t = tensors(slot, 1, tokens, prompt_arrays(tokens), logits_to, caches);
   if (visit) return walk(t, visit);
-  const LaunchMode mode{.early = context.overlap()};
+  const Submission how{.early = context.overlap()};
   const PassKey key{slot, tokens, logits_to.data, logits_to.shape[0]};
   if (const auto found = passes.find(key); found != passes.end()) {
     GraphExec& known = found->second;
@@ -69,14 +68,14 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   const auto add = [&](const ModelSite& site, const auto& args) -> Status {
     if (site.layer != layer) {
       layer = site.layer;
-      CF_TRY(parts.back().submit(stream.get(), mode));
+      CF_TRY(parts.back().submit(stream.get(), how));
       parts.emplace_back(context, workspace.scratch());
     }
     parts.back().set_label(site.site.name.data());  // a literal, which ends in a zero byte
     return name_site(site, prepare(args, parts.back()));
   };
   CF_TRY(for_each_model_site(spec, weights.model_weights(), t, with_rope_append(add)));
-  CF_TRY(parts.back().submit(stream.get(), mode));
+  CF_TRY(parts.back().submit(stream.get(), how));
   constexpr std::size_t most_passes = 64;
   if (passes.size() == most_passes) passes.clear();
   passes[key] = {};

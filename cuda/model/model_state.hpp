@@ -100,7 +100,7 @@ struct Model::State {
   /// whole_step() captures one launch for the whole model.
   Result<GraphExec> whole_step(Where to, Start start);
   /// Puts what such a step begins with onto the stream that is being captured.
-  Status begin_step(Where to, Start start, const LaunchMode& mode);
+  Status begin_step(Where to, Start start, const Submission& how);
   /// What the first layer of a step reads.
   ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
 

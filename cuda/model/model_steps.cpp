@@ -54,12 +54,12 @@ Status Model::State::prepare_steps() {
   return {};
 }
 
-Status Model::State::begin_step(Where to, Start start, const LaunchMode& mode) {
-  if (start == Start::chooses) CF_TRY(sample[std::size_t(other_place(to))].submit(stream.get(), mode));
+Status Model::State::begin_step(Where to, Start start, const Submission& how) {
+  if (start == Start::chooses) CF_TRY(sample[std::size_t(other_place(to))].submit(stream.get(), how));
   if (start == Start::placed) return {};
   LaunchList follow(context);
   CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
-  return follow.submit(stream.get(), mode);
+  return follow.submit(stream.get(), how);
 }
 
 template <class Add>
@@ -78,29 +78,28 @@ Result<GraphExec> Model::State::executor_step(Where to, Start start) {
     launches.set_label(site.name.data());  // a literal, which ends in a zero byte
     return prepare(args, launches);
   }));
-  const LaunchMode mode{.early = context.overlap()};
+  const Submission how{.early = context.overlap()};
   return capture(stream.get(), [&]() -> Status {
-    CF_TRY(begin_step(to, start, mode));
-    CF_TRY(before.submit(stream.get(), mode));
+    CF_TRY(begin_step(to, start, how));
+    CF_TRY(before.submit(stream.get(), how));
     CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
-    return after.submit(stream.get(), mode);
+    return after.submit(stream.get(), how);
   });
 }
 
 Result<GraphExec> Model::State::dataflow_step(Where to, Start start) {
-  const LaunchMode mode{.early = true};
   const auto record = [&](DataflowCapture& graph) -> Status {
     if (start == Start::chooses) {
       const Where from = other_place(to);
       const void *const reads[] = {logits_at(from).data, step.kv_len.data}, *const writes[] = {chosen.data};
-      CF_TRY(graph.add(reads, writes, sample[std::size_t(from)], mode));
+      CF_TRY(graph.add(reads, writes, sample[std::size_t(from)], true));
     }
     if (start != Start::placed) {
       LaunchList launches(context);
       CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
       const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
                                                                     step.kv_len.data};
-      CF_TRY(graph.add(reads, writes, launches, mode));
+      CF_TRY(graph.add(reads, writes, launches, true));
     }
     return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
       // The LM head starts late. If its blocks come one by one to SMs where the last layer's kernels still run, it may

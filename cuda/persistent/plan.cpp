@@ -62,6 +62,10 @@ Status check(const PersistentModel& m, std::int64_t batch) {
         Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
+  if (m.head_norm) return refuse("q and k without a norm of each head, got layers with q_norm and k_norm");
+  if (m.learned_positions || m.rotary_dim == 0)
+    return refuse("rotary position embeddings, got " +
+                  std::string(m.learned_positions ? "learned ones" : "layers without RoPE"));
   CF_TRY((ops::QkvHeads{m.heads, m.kv_heads, m.qkv_layout}.check(kPersistentName)));
   if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != m.heads * m.head_dim)
     return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));

@@ -39,6 +39,9 @@ struct PersistentModel {
   NormKind norm;
   ops::QkvLayout qkv_layout;
   DType dtype;
+  // plan_persistent() refuses models with these.
+  bool head_norm = false;          // each head of q and k is normalised before RoPE
+  bool learned_positions = false;  // a vector for the position is added to the embedding
   // Of layers whose matrices are packed by cuda::pack().
   bool packed = false;
   int packed_group = kDigitColumns;  // the fewest columns of a group of weights, a multiple of 32
@@ -239,7 +242,8 @@ inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t ba
 }
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
+/// Code::unimplemented, with the reason, for a norm of each head of q and k, learned positions, a layer without RoPE, a
+/// rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
 /// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
 /// Packed weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of

@@ -28,6 +28,7 @@ import bench_busy
 import bench_page
 import bench_peers
 import bench_python
+import bench_versions
 import families
 import hf_model
 import model_config
@@ -696,6 +697,49 @@ sys.exit("no such model" if "--preset" in sys.argv else 0)
         self.assertRegex(error, "^bench_busy.py: .*--preset nowhere.*: no such model")
         code, _, error = run(bench_busy, "--cf-model", os.path.join(self.directory, "absent"), "--model", "m")
         self.assertEqual((code, error.count("\n")), (2, 1))
+
+
+class Versions(Files):
+    """bench_versions.py with programs in the place of two builds'."""
+
+    PROGRAM = """#!{python}
+import json, sys
+argv = sys.argv
+report = {{"commit": "{commit}", "gpu": "a GPU"}}
+report["configurations"] = [{{"impl": i, "kv_len": 512, "step": {{"median_us": {us}}}}} for i in ("graph", {impl!r})]
+report["results"] = [{{"prompt_len": 128, "impl": "auto", "ttft_ms": 2.0}}]
+with open(argv[argv.index("--json") + 1], "w") as file:
+    json.dump(report, file)
+sys.exit("no such model" if "nowhere" in argv else 0)
+"""
+
+    def build(self, commit, us, impl="persistent"):
+        for program in ("cf-layer", "cf-model"):
+            text = self.PROGRAM.format(python=sys.executable, commit=commit, us=us, impl=impl)
+            os.makedirs(os.path.join(self.directory, commit, "apps"), exist_ok=True)
+            self.write(os.path.join(commit, "apps", program), text, executable=True)
+        return os.path.join(self.directory, commit)
+
+    def test_a_ratio_is_new_over_old_and_the_exit_code_says_whether_all_are_near(self):
+        out = os.path.join(self.directory, "versions.json")
+        words = [self.build("aaa", 100), self.build("bbb", 103, "split"), "--preset", "pythia-14m"]
+        words += ["--batch", "1", "--prompt-len", "128", "--rounds", "2"]
+        code, printed, error = run(bench_versions, *words, "--json", out)
+        self.assertEqual((code, error), (1, ""))
+        self.assertIn("| pythia-14m | step, batch 1, kv 512 | graph | 100.0 | 103.0 | 1.0300 |", printed)
+        self.assertIn("| pythia-14m | prompt, 128 | auto | 2000.0 | 2000.0 | 1.0000 |", printed)
+        self.assertNotIn("split", printed)  # one build alone has it
+        self.assertIn("1 of 2 within 1.0 %", printed)
+        self.assertEqual(run(bench_versions, *words, "--percent", "4")[0], 0)
+        with open(out, encoding="utf-8") as file:
+            report = json.load(file)
+        self.assertEqual((report["old_commit"], report["commit"], report["gpu"]), ("aaa", "bbb", "a GPU"))
+
+    def test_what_a_program_refuses_is_one_line(self):
+        builds = [self.build("aaa", 1), self.build("bbb", 1)]
+        for words in ([*builds, "--preset", "nowhere"], ["absent", "absent", "--preset", "pythia-14m"]):
+            code, _, error = run(bench_versions, *words)
+            self.assertEqual((code, error.count("\n")), (2, 1))
 
 
 class Refusals(Files):

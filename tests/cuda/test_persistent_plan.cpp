@@ -703,7 +703,17 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
                 Code::invalid_argument) == "");
   CHECK(refused([](ModelConfig& m) { m.intermediate_size = 0; }, 1, {"intermediate_size must be at least 1, got 0"},
                 Code::invalid_argument) == "");
+  CHECK(refused([](ModelConfig& m) { m.rotary_dim = 0; }, 1, {"rotary position embeddings, got layers without RoPE"}) ==
+        "");
   PersistentModel model = persistent_model(good, good.dtype);
+  model.learned_positions = true;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"rotary position embeddings, got learned ones"}) == "");
+  model = persistent_model(good, good.dtype);
+  model.head_norm = true;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"q and k without a norm of each head, got layers with q_norm and k_norm"}) == "");
+  model = persistent_model(good, good.dtype);
   model.hidden_size = 512;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
                       {"hidden_size must be heads * head_dim = 256, got 512"}) == "");

@@ -32,6 +32,9 @@ ROOMS = {
     "cuda/runtime": ["core/*", "cuda/tuning"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
+    # The list of all kernels.
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.

@@ -235,7 +235,7 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);
       // With one token a sequence all keys but the newest are older than the predecessors.
-      const bool after_waiting = launches.after_waiting() && d.q_len == 1;
+      const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
       const auto kernel =
           plan.share_heads > 1 ? decode_kernel_for<T, true>(call.head_dim) : decode_kernel_for<T, false>(call.head_dim);
       return launch(ops::Attention::name, launches, shape, kernel, call, plan.share_heads, plan.splits, plan.stages,

@@ -1,4 +1,5 @@
 #include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -16,12 +17,13 @@ struct Row : LayerNormRow<T> {
 
 }  // namespace
 
-Status prepare(const ops::DualLayerNorm::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::DualLayerNorm::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_dual_layernorm(const ops::DualLayerNorm::Args& a, const LayerNormPlan& plan, LaunchList& launches) {
   return with_activation(ops::DualLayerNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.y1.as<T>().data, a.y2.as<T>().data};
-    return prepare_layernorm(ops::DualLayerNorm::name, launches, row, {a.norm1, a.norm2}, a.x, a.eps);
+    return launch_norm(ops::DualLayerNorm::name, launches, plan, row, {a.norm1, a.norm2}, a.x, a.eps);
   });
 }
 

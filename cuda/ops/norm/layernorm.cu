@@ -1,4 +1,5 @@
 #include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -14,12 +15,13 @@ struct Row : LayerNormRow<T> {
 
 }  // namespace
 
-Status prepare(const ops::LayerNorm::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::LayerNorm::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_layernorm(const ops::LayerNorm::Args& a, const LayerNormPlan& plan, LaunchList& launches) {
   return with_activation(ops::LayerNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.y.as<T>().data};
-    return prepare_layernorm(ops::LayerNorm::name, launches, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::LayerNorm::name, launches, plan, row, {a.norm}, a.x, a.eps);
   });
 }
 

@@ -123,19 +123,14 @@ struct LayerNormRow {
   __device__ Side side(long) const { return {}; }
 };
 
-/// Adds the launch of one block for each token. Refuses a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
+/// Adds the launch of one block for each token.
 template <class Row>
-Status prepare_layernorm(std::string_view op, LaunchList& launches, const Row& row,
-                         const NormParams (&norm)[Row::norms], const ConstAnyView<2>& x, double eps) {
+Status launch_norm(std::string_view op, LaunchList& launches, const LayerNormPlan& plan, const Row& row,
+                   const NormParams (&norm)[Row::norms], const ConstAnyView<2>& x, double eps) {
   const auto [tokens, hidden] = x.shape;
-  if (hidden % 8 || hidden > kMaxLayerNormHidden)
-    return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
-                                                  std::to_string(kMaxLayerNormHidden) + ", got " +
-                                                  std::to_string(hidden));
   LayerNormParams<Row::norms> params{
       .norm = {}, .hidden = int(hidden), .eps = float(eps), .inverse_hidden = 1 / float(hidden)};
   std::copy(std::begin(norm), std::end(norm), params.norm);
-  const LayerNormPlan plan = layernorm_plan(launches.arch(), tokens, hidden, Row::inputs);
   auto kernel = plan.elements == 8 ? layernorm_kernel<Row, 8> : layernorm_kernel<Row, 64>;
   if constexpr (Row::inputs == 1)
     if (plan.elements == 16) kernel = layernorm_kernel<Row, 16>;

@@ -1,4 +1,5 @@
 #include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -21,12 +22,14 @@ struct Row : LayerNormRow<T> {
 
 }  // namespace
 
-Status prepare(const ops::LayerNormResidual::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::LayerNormResidual::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_layernorm_residual(const ops::LayerNormResidual::Args& a, const LayerNormPlan& plan,
+                                 LaunchList& launches) {
   return with_activation(ops::LayerNormResidual::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.residual.as<const T>().data, a.y.as<T>().data};
-    return prepare_layernorm(ops::LayerNormResidual::name, launches, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::LayerNormResidual::name, launches, plan, row, {a.norm}, a.x, a.eps);
   });
 }
 

@@ -1,4 +1,5 @@
 #include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -15,12 +16,13 @@ struct Row : LayerNormRow<T> {
 
 }  // namespace
 
-Status prepare(const ops::RmsNorm::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::RmsNorm::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_rmsnorm(const ops::RmsNorm::Args& a, const LayerNormPlan& plan, LaunchList& launches) {
   return with_activation(ops::RmsNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.y.as<T>().data};
-    return prepare_layernorm(ops::RmsNorm::name, launches, row, {{.gamma = a.gamma, .beta = {}}}, a.x, a.eps);
+    return launch_norm(ops::RmsNorm::name, launches, plan, row, {{.gamma = a.gamma, .beta = {}}}, a.x, a.eps);
   });
 }
 

@@ -1,5 +1,7 @@
 #include "cuda/ops/linear/cublaslt/library.hpp"
 
+#include "cuda/ops/prepare.hpp"
+
 #ifdef CF_HAVE_CUBLASLT
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
@@ -287,3 +289,9 @@ Result<std::string> gemm_library() {
 }  // namespace cf::cuda
 
 #endif
+
+namespace cf::cuda {
+
+bool has_gemm() { return bool(gemm_library()); }
+
+}  // namespace cf::cuda

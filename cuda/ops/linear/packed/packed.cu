@@ -49,7 +49,7 @@ Status prepare_packed(const ops::Linear::Args& a, const PackedWeight& weight, La
     const bool is_plain = gptq_is_plain(a, layout, {}, 4);
     return for_each_gptq_launch(launches.arch(), sizes, d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
       c.plan = plan;
-      if (launches.shares_sms()) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
+      if (launches.mode().shares_sms) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
       c.tokens = plan.tokens;
       // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
       // there an element has four rows.
@@ -60,7 +60,7 @@ Status prepare_packed(const ops::Linear::Args& a, const PackedWeight& weight, La
       c.output.y = static_cast<T*>(a.y.data) + first * d.out;
       if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
       return launch(ops::Linear::name, launches,
-                    linear_gptq_shape(c.plan, launches.leaves_room() ? c.plan.smem_bytes
+                    linear_gptq_shape(c.plan, launches.mode().leaves_room ? c.plan.smem_bytes
                                                                      : linear_gptq_smem_bytes(launches.arch(), c.plan)),
                     gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c);
     });
