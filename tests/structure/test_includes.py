@@ -21,6 +21,9 @@ ROOMS = {
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
+    # The walk as a list of calls.
+    "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
+    "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
     "core/procedural": ["core", "core/ops", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
@@ -54,6 +57,8 @@ ROOMS = {
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    # What users hold.
+    "cuda/serve": ["core/*", "cuda/model", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What the calls of ClusterFusion's port need and no model does.
     "cuda/port": ["core/*", "cuda/model", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp

@@ -1,4 +1,4 @@
-#include "cuda/model/model.hpp"
+#include "cuda/serve/model.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -6,8 +6,8 @@
 #include "core/resources.hpp"
 #include "cuda/model/fastest_impl.hpp"
 #include "cuda/model/linear_scratch.hpp"
-#include "cuda/model/model_state.hpp"
 #include "cuda/model/place.hpp"
+#include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -109,7 +109,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   b.cache = 2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * double(o.capacity) *
             double(s.head_dim) * element;
   const auto tokens = double(most_tokens(o));
-  double elements = tokens * 3 * double(s.hidden_size) + kPlaces * double(o.slots) * double(s.vocab_size);
+  double elements = tokens * 3 * double(s.hidden_size) + kLogitsBuffers * double(o.slots) * double(s.vocab_size);
   LayerTensors views;
   for_each_activation(
       s, {},
@@ -173,7 +173,6 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   s.seen_size.resize(std::size_t(o.slots));
   CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * prompt_stride(o) + 1));
   CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
-  s.last_chosen.resize(std::size_t(o.slots), kNoToken);
   CF_TRY_ASSIGN(s.prompt_copied, make_event());
   CF_TRY_ASSIGN(s.handover, make_event());
   Status prepared = s.prepare_layers();
@@ -185,6 +184,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   }
   CF_TRY(prepared);
   CF_TRY(s.prepare_steps());
+  s.pipeline.set_launches({.launches = s.whole.has_value(), .most_stop_ids = PersistentKernel::most_stop_ids()});
   s.taken = {.weights = double(s.weights.device_bytes()),
              .cache = double(s.cache.device_bytes()),
              .workspace = double(s.workspace.device_bytes() + s.memory.bytes())};
@@ -200,19 +200,14 @@ std::int64_t Model::capacity() const { return state_->options.capacity; }
 DType Model::activation() const { return state_->workspace.activation(); }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
-void Model::release(std::int64_t slot) {
-  State& s = *state_;
-  s.lengths.set(slot, 0);
-  // The step that runs ahead has a token of this slot, so that the next step cannot be that one.
-  if (std::any_of(s.ahead.begin(), s.ahead.end(), [&](const Token& t) { return t.slot == slot; })) s.end_launch();
-}
+void Model::release(std::int64_t slot) { state_->pipeline.release(slot); }
 void Model::watch(Visit visit) { state_->visit = std::move(visit); }
 void Model::check_between(Check check) { state_->go_on = std::move(check); }
 
 Status Model::run_after(CUstream_st* stream) {
   State& s = *state_;
   CF_TRY(s.take_report());
-  s.end_launch();  // what runs ahead has not waited for that stream
+  s.pipeline.give_up();  // what runs ahead has not waited for that stream
   CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
   return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
 }

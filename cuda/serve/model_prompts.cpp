@@ -4,7 +4,7 @@
 #include "core/model/taps.hpp"
 #include "cuda/graph/capture.hpp"
 #include "cuda/model/layer_ops.hpp"
-#include "cuda/model/model_state.hpp"
+#include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {
 
@@ -83,18 +83,14 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
 }
 
 template <class LogitsOf, class Done>
-Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
-                         LogitsOf&& logits_of, Done&& done) {
-  CF_TRY(lengths.check(slot, first, std::int64_t(ids.size())));
+Status Model::State::feed(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
+                          LogitsOf&& logits_of, Done&& done) {
+  CF_TRY(pipeline.lengths().check(slot, first, std::int64_t(ids.size())));
   CF_TRY(check_ids(kModelName, "ids", ids, spec.shape.vocab_size));
   if (rows < 0 || rows > std::int64_t(ids.size()))
     return bad_argument(kModelName,
                         "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
-  end_launch();
-  logits_asked = false;
-  last_token.reset();
-  made_by[std::size_t(slot)].reset();
-  can_follow = false;
+  CF_TRY(pipeline.begin_prompt(slot, first, std::int64_t(ids.size())));
   seen_size[std::size_t(slot)] = 0;
   std::int64_t rows_made = 0;
   while (!ids.empty()) {
@@ -106,8 +102,7 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
     CF_TRY_ASSIGN(const AnyView<2> to, logits_of(rows_made, count));
     CF_TRY(pass(slot, first, chunk, to));
     first += std::int64_t(chunk.size());
-    lengths.set(slot, first);
-    last_ids[std::size_t(slot)] = chunk.back();
+    CF_TRY(pipeline.extend(slot, first, chunk.back()));
     CF_TRY(done(to, rows_made));
     rows_made += count;
   }
@@ -116,14 +111,13 @@ Status Model::State::run(std::int64_t slot, std::int64_t first, std::span<const 
 
 Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
   State& s = *state_;
-  CF_TRY(s.run(
+  CF_TRY(s.feed(
       slot, first, ids, 1,
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },
       [](const AnyView<2>&, std::int64_t) { return Status(); }));
-  CF_TRY(copy_async(rows_of(s.logits_at(Where::prompts), slot).data, s.prompt_logits.data,
+  CF_TRY(copy_async(rows_of(s.logits_at(LogitsBuffer::prompts), slot).data, s.prompt_logits.data,
                     std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
-  s.where[std::size_t(slot)] = Where::prompts;
-  s.can_follow = s.options.slots == 1;
+  CF_TRY(s.pipeline.end_prompt(slot));
   return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
 }
 
@@ -140,9 +134,9 @@ template <class Copy>
 Status Model::State::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
                              AnyView<2> logits_to, Copy&& copy) {
   CF_TRY(check_logits(logits_to));
-  CF_TRY(lengths.check(slot, first, std::int64_t(ids.size())));
-  CF_TRY(restore_logits(slot));
-  return run(
+  CF_TRY(pipeline.lengths().check(slot, first, std::int64_t(ids.size())));
+  CF_TRY(pipeline.restore(slot));
+  return feed(
       slot, first, ids, logits_to.shape[0],
       [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {
         AnyView<2> to(nullptr, {count, spec.shape.vocab_size}, workspace.activation());
