@@ -10,7 +10,7 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
 # room: the rooms that its files may include beside their own. "core/*" is core and every room below it.
-OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
+OP_FAMILY = ["core/*", "cuda/tuning", "cuda/runtime", "cuda/device", "cuda/ops"]
 PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
@@ -23,6 +23,9 @@ ROOMS = {
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
+    # The walk as a list of calls.
+    "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
+    "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
     "core/procedural": ["core", "core/ops", "core/families", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
@@ -30,7 +33,8 @@ ROOMS = {
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
     # A whole model, which runs ops.
     "cpu_ref/model": ["core/*", "cpu_ref", "cpu_ref/ops"],
-    "cuda/runtime": ["core/*"],
+    "cuda/tuning": ["core/*"],
+    "cuda/runtime": ["core/*", "cuda/tuning"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
@@ -55,6 +59,8 @@ ROOMS = {
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    # What users hold.
+    "cuda/serve": ["core/*", "cuda/model", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What the calls of ClusterFusion's port need and no model does.
     "cuda/port": ["core/*", "cuda/model", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp

@@ -225,8 +225,8 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
     if constexpr (dtype_of<T> == DType::f32) {
       return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
     } else {
-      if (prefill_pays(d.q_len)) {
-        const Arch& arch = launches.arch();
+      const Arch& arch = launches.arch();
+      if (prefill_pays(arch, d.q_len)) {
         if (wgmma_pays(arch, d.head_dim, call.rows()) && runs_wgmma(launches.device()))
           return prepare_wgmma_prefill(call, wgmma_plan(arch, d.head_dim, call.rows(), d.batch * d.kv_heads), a.q.dtype,
                                        d.batch, launches);
