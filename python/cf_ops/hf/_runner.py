@@ -187,7 +187,7 @@ class _CudaBackend:
         try:
             self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
         except MemoryError:
-            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            torch.cuda.empty_cache()  # memory that torch caches for later tensors
             self._model = self._make(slots, capacity)
         return self._model
 
