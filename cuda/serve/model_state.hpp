@@ -90,7 +90,7 @@ struct Model::State final : PipelineDevice, OwnTensors {
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    place(arena, spec, workspace.activation(), options);
+    OwnTensors::place(arena, spec, workspace.activation(), options);
     return arena.bytes();
   }
   /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
