@@ -80,8 +80,8 @@ inline constexpr Tuning kH200Tuning{
     // catch up while others wait for it; more makes every wait between blocks longer.
     .bytes_in_flight = 60 << 10,
     // Record: TRIALS.md, prefetches. The memory delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is
-    // slower than without prefetches: its blocks seldom wait. At 13 it is as fast as without them. At 8 the other models
-    // gain less.
+    // slower than without prefetches: its blocks seldom wait. At 13 it is as fast as without them. At 8 the others gain
+    // less.
     .ahead_stages = 8,
     .ahead_bytes_per_clock = 13,
     // Record: ablation-pythia-2.8b.json. Of 0, 2, 4, 6 and 8 none is faster at kv_len 128 and 2048.
@@ -105,7 +105,8 @@ inline constexpr Tuning kH200Tuning{
 //                                     launched one by one take 3 % longer.
 //   cuda/serve/model_steps.cpp        An LM head that starts early reads more slowly until its end, for Llama-3.1-8B
 //                                     with packed weights.
-//   cuda/persistent/plan.cpp          Key splits that fill the grid cost little at kv_len 128 and save a seventh at 2048.
+//   cuda/persistent/plan.cpp          Key splits that fill the grid cost little at kv_len 128 and save a seventh at
+//                                     2048.
 //   cuda/persistent/packed.cuh        Of an H100: a first version with 16-bit operands, without digits, was slower.
 //   cuda/device/barrier.cuh           try_wait_barrier() waits for about 4 us.
 

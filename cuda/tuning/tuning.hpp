@@ -56,8 +56,8 @@ struct Tuning {
   int ahead_bytes_per_clock;  // the rate of these prefetches
   int up_eighths;             // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
   int packed_up_eighths;      // the same of one token with packed weights
-  // In caches of up to this many entries each query head loads its keys by itself; in larger ones the heads of a kv head
-  // share one load. For one sequence, and for several.
+  // In caches of up to this many entries each query head loads its keys by itself; in larger ones the heads of a kv
+  // head share one load. For one sequence, and for several.
   std::int64_t unshared_entries, unshared_entries_of_many;
 };
 

@@ -14,8 +14,8 @@ template <class T>
 struct GptqDecode;
 
 /// float16: the four bits of a code, taken as a float16, are the subnormal number code * 2^-24. Shifted left by four
-/// they are 16 times that number. Tensor cores multiply subnormal numbers exactly. So a sum of products with codes comes
-/// out 2^24 times too small.
+/// they are 16 times that number. Tensor cores multiply subnormal numbers exactly. So a sum of products with codes is
+/// 2^24 times too small.
 template <>
 struct GptqDecode<f16> {
   static constexpr float unit = 0x1p24f;             // finished sums are multiplied by it
