@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_graph.hpp"
+#include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"

@@ -1,6 +1,7 @@
 #pragma once
 // How an op's kernel is chosen: the op has a list of kernels, best first, and the first that takes a call runs it.
 // Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
+#include <any>
 #include <functional>
 #include <span>
 #include <string>
@@ -19,13 +20,13 @@ namespace cf::cuda {
 struct Target {
   Arch arch;
   Scratch scratch{};
-  LaunchMode mode{};                         // how the call's launches stand beside those of other calls
   bool has_wgmma = true;                     // the device runs this build's code for Hopper's tensor cores
   bool (*has_gemm)() = [] { return true; };  // whether cuBLASLt is there. A call, as it loads the library
 };
 
 /// A call that a kernel has planned. The plan is made once: prepare() holds it.
 struct Planned {
+  std::any plan;                               // the kernel's own Plan
   std::function<std::string()> text;           // the plan
   std::function<Status(LaunchList&)> prepare;  // adds the plan's launches
 };
@@ -34,8 +35,9 @@ struct Planned {
 template <class Args>
 struct Kernel {
   std::string_view name;
-  /// The plan of a call that the op's check() took. Code::unimplemented with the reason where the kernel does not take
-  /// the call, or where a kernel behind it in the list is faster.
+  /// The plan of a call that the op's check() took, or why there is none: Code::not_found where the kernel is for other
+  /// calls, as where one behind it in the list is faster (not_taken()); Code::unimplemented where it has no code for
+  /// this one.
   Result<Planned> (*plan)(const Target&, const Args&);
 };
 
@@ -45,7 +47,7 @@ template <class Args, auto plan_of, auto launch>
 constexpr Kernel<Args> make_kernel(std::string_view name) {
   return {name, [](const Target& target, const Args& args) -> Result<Planned> {
             CF_TRY_ASSIGN(const auto plan, plan_of(target, args));
-            return Planned{[plan] { return to_string(plan); },
+            return Planned{plan, [plan] { return to_string(plan); },
                            [args, plan](LaunchList& launches) { return launch(args, plan, launches); }};
           }};
 }
@@ -63,11 +65,13 @@ struct Choice {
   std::vector<PassedOver> passed_over;
 };
 
-/// The first kernel of a list that takes a call. Where none does, the last one's reason is the refusal.
+/// The first kernel of a list that takes a call. Where none does, the refusal is that of the last kernel without code
+/// for the call, or else of the last kernel.
 template <class Args>
 Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& target, const Args& args) {
   Choice choice;
-  Status refusal = Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda has no kernel");
+  const std::string name(Args::Op::name);
+  Status refusal = Status::error(Code::not_found, "has no kernel");
   for (const Kernel<Args>& kernel : kernels) {
     Result<Planned> planned = kernel.plan(target, args);
     if (planned) {
@@ -75,15 +79,18 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
       choice.planned = *std::move(planned);
       return choice;
     }
-    if (planned.status().code() != Code::unimplemented) return planned.status();
-    refusal = planned.status();
-    choice.passed_over.push_back({kernel.name, refusal.message()});
+    const Status why = planned.status();
+    if (why.code() != Code::unimplemented && why.code() != Code::not_found) return why;
+    if (why.code() == Code::unimplemented || refusal.code() == Code::not_found) refusal = why;
+    choice.passed_over.push_back({kernel.name, why.message()});
   }
-  return refusal;
+  if (refusal.code() == Code::unimplemented) return refusal;
+  return Status::error(Code::unimplemented, name + ": cuda " + refusal.message());
 }
 
 /// An op's kernels, best first.
 #define CF_OP(Op) std::span<const Kernel<ops::Op::Args>> kernels_of(const ops::Op::Args&);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 

@@ -1,5 +1,5 @@
 // Which kernel multiplies: the first that takes the call, in the order of README.md's table.
-#include "core/ops/linear.hpp"
+#include "cuda/ops/linear/linear.hpp"
 
 #include "cuda/ops/linear/cublaslt/cublaslt.hpp"
 #include "cuda/ops/linear/gemv/gemv.hpp"
@@ -7,13 +7,15 @@
 #include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/linear/tiles/tiles.hpp"
 #include "cuda/ops/linear/wgmma/wgmma.hpp"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/check.hpp"
 
 namespace cf::cuda {
 
-Status prepare(const ops::Linear::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::Linear::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_linear(const ops::Linear::Args& a, const LinearLaunches&, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
     CF_TRY_ASSIGN(const bool multiplies_rows, prepare_linear_wgmma(a, *packed, launches));

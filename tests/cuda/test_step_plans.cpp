@@ -1,0 +1,2 @@
+#include "cuda/step/outline.hpp"
+#include "tests/support/catch.hpp"
