@@ -3,7 +3,6 @@
 
 #include "core/ops/attention.hpp"
 #include "core/ops/decode_layer.hpp"
-#include "core/ops/dual_layernorm.hpp"
 #include "core/ops/embedding.hpp"
 #include "core/ops/kv_append.hpp"
 #include "core/ops/layernorm.hpp"

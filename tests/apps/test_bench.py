@@ -32,9 +32,9 @@ import bench_versions
 import families
 import hf_model
 import model_config
-import model_peers
 import plot_bench
 import procedural
+from peers import layer_bench, model_bench, model_peers, programs, stacks, table, timing
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -97,17 +97,17 @@ class Files(unittest.TestCase):
 
 class Rows(Files):
     def test_spread_is_per_layer(self):
-        self.assertEqual(bench_peers.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
+        self.assertEqual(timing.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
 
     def test_a_layer_report_becomes_rows(self):
-        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows = programs.layer_rows(LAYER, "pythia-2.8b")
         self.assertEqual([(r["kv_len"], r["median_us"], r["system"]) for r in rows],
                          [(128, 50.0, "cf-layer graph"), (2048, 60.0, "cf-layer graph")])  # fmt: skip
 
     def test_earlier_names_of_impls_are_read_as_today_s(self):
         impls = "fused", "stack", "persistent"
         report = LAYER | {"configurations": [configuration(128, 50.0, impl) for impl in impls]}
-        systems = [row["system"] for row in bench_peers.layer_rows(report, "pythia-2.8b")]
+        systems = [row["system"] for row in programs.layer_rows(report, "pythia-2.8b")]
         self.assertEqual(systems, ["cf-layer layer", "cf-layer persistent", "cf-layer persistent"])
 
     def test_earlier_names_of_fields_are_read_as_today_s(self):
@@ -121,15 +121,15 @@ class Rows(Files):
             ("pythia-2.8b, batch 1, persistent, kv_len 128", "layer", [(1, 50.0), (2, 90.0), (4, 170.0)])
         ])  # fmt: skip
         self.assertEqual(plot_bench.growths(LAYER | {"configurations": earlier}), plot_bench.growths(report))
-        self.assertEqual(bench_peers.layer_rows(LAYER | {"configurations": earlier}, "p"),
-                         bench_peers.layer_rows(report, "p"))  # fmt: skip
+        self.assertEqual(programs.layer_rows(LAYER | {"configurations": earlier}, "p"),
+                         programs.layer_rows(report, "p"))  # fmt: skip
 
     def test_of_the_products_the_four_together_count(self):
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8}
         times |= {"cold": True, "floor_us": 0.5, "limit": "read"}
         results = [{"site": site, "batch": 1, "kv_len": 1} | times for site in ("attention.dense", "layer")]
-        self.assertEqual(len(bench_peers.op_rows({"op": "linear", "results": results}, "p")), 1)
-        self.assertEqual(len(bench_peers.op_rows({"op": "attention", "results": results}, "p")), 2)
+        self.assertEqual(len(programs.op_rows({"op": "linear", "results": results}, "p")), 1)
+        self.assertEqual(len(programs.op_rows({"op": "attention", "results": results}, "p")), 2)
 
     def test_ratios_are_over_our_fastest_on_the_same_work(self):
         rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
@@ -137,9 +137,9 @@ class Rows(Files):
                 peer("hf_eager", 128, error="RuntimeError: no")]  # fmt: skip
         rows[0]["code_lines"] = 7
         expected = {"preset": "pythia-2.8b", "batch": 1, "kv_len": 128, "peer": "torch_ops", "ours": "cf-layer graph"}
-        self.assertEqual(bench_peers.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
+        self.assertEqual(table.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            bench_peers.print_table({"stack": rows})
+            table.print_table({"stack": rows})
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | cf-layer graph | 50.00 |  | 7 |\n", out.getvalue())
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |  |\n", out.getvalue())
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |  |\n", out.getvalue())
@@ -148,13 +148,13 @@ class Rows(Files):
         script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"a": 1}\' >"$2"\n'
         good = self.write("good", script, True)
         bad = self.write("bad", "#!/bin/sh\necho 'cf-op: no CUDA device' >&2\nexit 2\n", True)
-        self.assertEqual(bench_peers.run_program([good, "--runs", "1"], 10), {"a": 1})
+        self.assertEqual(programs.run_program([good, "--runs", "1"], 10), {"a": 1})
         with self.assertRaisesRegex(RuntimeError, "^exit code 2: cf-op: no CUDA device$"):
-            bench_peers.run_program([bad], 10)
+            programs.run_program([bad], 10)
 
     def test_a_measurement_that_takes_too_long_ends(self):
         with self.assertRaisesRegex(TimeoutError, "stopped after 1 s"):
-            with bench_peers.time_limit(1):
+            with timing.time_limit(1):
                 while True:
                     pass
 
@@ -163,7 +163,7 @@ class Rows(Files):
         arguments = argparse.Namespace(runs=1, warmup=0, time_limit_s=60, peer_timeout_s=30, json=path)
         script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"commit": "abc"}\' >"$2"\n'
         program = self.write("cf-op", script, True)
-        bench = bench_peers.Bench(arguments, {"gpu": "a GPU"})
+        bench = layer_bench.Bench(arguments, {"gpu": "a GPU"})
         rows = lambda report, preset: [peer("cf-op", 128, median_us=10.0)]
         bench.program("attention", "pythia-2.8b", [program], rows)
         with open(path, encoding="utf-8") as file:
@@ -178,13 +178,13 @@ class Rows(Files):
         self.assertEqual(kept[1]["error"], "TimeoutError: not begun: the run's 60 s are over")
 
     def test_an_error_is_one_line(self):
-        self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
-        self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
+        self.assertEqual(timing.one_line(ValueError("a\nb")), "ValueError: a")
+        self.assertEqual(timing.one_line(MemoryError()), "MemoryError: no message")
         raised = OSError("it raised:\n\n  no compiler\nmore")
-        self.assertEqual(bench_peers.one_line(raised), "OSError: it raised: no compiler")
+        self.assertEqual(timing.one_line(raised), "OSError: it raised: no compiler")
         compiler = RuntimeError("backend raised:\nno more")  # as torch wraps what stopped its compiler
         compiler.inner_exception = TimeoutError("stopped after 9 s")
-        self.assertEqual(bench_peers.one_line(compiler), "TimeoutError: stopped after 9 s")
+        self.assertEqual(timing.one_line(compiler), "TimeoutError: stopped after 9 s")
 
 
 def model_row(system, total_ms, **fields):
@@ -247,7 +247,7 @@ class Models(Files):
         arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None}
         arguments |= {"cf_model": program, "impl": "auto", "slots": [1], "prompt_len": [3, 5], "new_tokens": [4]}
         arguments |= {"peers": list(model_peers.PEERS), "agreement_preset": "pythia-14m"}
-        bench = bench_peers.ModelBench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
+        bench = model_bench.ModelBench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
         bench.free = lambda: None
         return bench
 
@@ -453,8 +453,7 @@ class Models(Files):
                     run()
                 of_a_pass = 2 * model.num_hidden_layers + 1
                 last = torch.cat([of_norm[:, -1] for of_norm in made[of_a_pass - 1 :: of_a_pass]])
-                self.assertLess(bench_peers.relative_l2(last, expected), 1e-5, (name, peer))
-
+                self.assertLess(stacks.relative_l2(last, expected), 1e-5, (name, peer))
 
     def test_hugging_face_gets_the_weights_that_cf_model_makes(self):
         small = self.small_models()
@@ -552,7 +551,7 @@ class Python(Files):
         self.assertEqual(apart[4:-len(of_port)], [
             *of_others, "", "[`python-port-pythia-2.8b.json`](python-port-pythia-2.8b.json), commit def.", ""
         ])  # fmt: skip
-        self.assertEqual(apart[-len(of_port):], of_port)
+        self.assertEqual(apart[-len(of_port) :], of_port)
 
     def test_calls_are_timed_in_blocks_behind_a_rewind(self):
         made = []
@@ -632,9 +631,7 @@ class Python(Files):
             return model_peers.figures([[1.0 if is_ours else 4.0] * load.new_tokens] * runs, load), [0, 1, 2, 3]
 
         report = types.SimpleNamespace(share=1, hugging_face={})
-        speed_up = types.SimpleNamespace(
-            speed_up=is_ours.append, restore=is_ours.remove, report=lambda model: report
-        )
+        speed_up = types.SimpleNamespace(speed_up=is_ours.append, restore=is_ours.remove, report=lambda model: report)
         package = types.SimpleNamespace(hf=speed_up)
         with mock.patch.dict(sys.modules, {"cf_ops": package, "cf_ops.hf": speed_up}):
             with mock.patch.multiple(model_peers, timed=timed, random_model=lambda preset: preset):
@@ -812,99 +809,6 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
-    def check_part(self, part, name, report, lines):
-        """Checks what a part of the page makes of one file: the lines and the file's source, or nothing without it."""
-        report = report | {"gpu": "a GPU", "commit": "abc", "command": "cf-layer"}
-        path = self.write(name + ".json", json.dumps(report))
-        figures = bench_page.Figures(os.path.dirname(path))
-        source = f"[`{name}.json`]({name}.json), commit abc."
-        self.assertEqual(part(figures), [*lines, "", source])
-        os.remove(path)
-        self.assertEqual(part(figures), ["Not recorded."])
-
-    def test_changes_to_the_int4_graph_stand_over_the_graph_of_their_run(self):
-        row = {"model": "a", "kv_len": 128, "us": 500, "variant_us": [510, None]}
-        change = {"change": "counters", "variants": ["one", "two"], "rows": [row, row | {"us": None}]}
-        report = {"changes": [change]}
-        self.check_part(bench_page.gptq_tried, "gptq-graph-tried", report, [
-            "| not in the graph | all layers of | over the graph |",
-            "|---|---:|---:|",
-            "| counters: one | a, kv_len 128 | 1.02x |",
-        ])  # fmt: skip
-
-    def test_shared_loads_of_keys_stand_over_own_loads_model_by_model(self):
-        def row(model, kv_len, ratio):
-            return {"model": model, "weights": "bfloat16", "kv_len": kv_len, "ratio": ratio}
-
-        report = {"rows": [row("a", 2048, 0.95), row("a", 640, 0.985), row("b", 2048, 1.004)]}
-        self.check_part(bench_page.shared_keys, "shared-keys-graph", report, [
-            "| shared loads over own, kv_len | 640 | 2,048 |",
-            "|---|---:|---:|",
-            "| a, bfloat16 | 0.98x | 0.95x |",
-            "| b, bfloat16 | - | 1.00x |",
-        ])  # fmt: skip
-
-    def test_the_first_tokens_stand_beside_those_that_follow(self):
-        def rows(*pairs):
-            return [{"new_tokens": n, "behind_first_ms": ms} for n, ms in pairs]
-
-        runs = [{"model": "a", "prompt_len": 128, "rows": rows((2, 1.4), (3, 2.75), (5, 5.0), (9, 9.0))},
-                {"model": "a", "prompt_len": 512, "rows": rows((2, 1.5), (5, 6.0), (9, 12.0))}]  # fmt: skip
-        report = {"runs": runs}
-        self.check_part(bench_page.first_tokens, "first-tokens", report, [
-            "| ms a token behind a prompt | second | third | mean behind the fifth |",
-            "|---|---:|---:|---:|",
-            "| a, 128 ids | 1.40 | 1.35 | 1.00 |",
-            "| a, 512 ids | 1.50 | - | 1.50 |",
-        ])  # fmt: skip
-
-    def test_waits_have_each_part_and_each_event_model_by_model(self):
-        report = {
-            "parts": {"rows": [{"model": model, "variant": variant, "us": us} for model, variant, us in (
-                ("a", "whole", 10.4), ("a", "no waits", 9.6), ("b", "whole", 20), ("b", "no waits", 8))]},
-            "chains": {"rows": [{"model": model, "events": [{"event": "begins", "mean_us": mean, "last_us": 2.25}]}
-                                for model, mean in (("a", -1.64), ("b", 0.5))]}}  # fmt: skip
-        self.check_part(bench_page.waits, "layer-waits", report, [
-            "| all layers [us] | a | b |",
-            "|---|---:|---:|",
-            "| whole | 10 | 20 |",
-            "| no waits | 10 | 8 |",
-            "",
-            "| from the last q, k and v on: mean (last block) [us] | a | b |",
-            "|---|---:|---:|",
-            "| begins | -1.6 (2.2) | 0.5 (2.2) |",
-        ])  # fmt: skip
-
-    def test_a_timeline_has_each_event_of_its_kernels_model_by_model(self):
-        events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
-                  {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
-        directory = os.path.dirname(self.write("timeline-pythia-2.8b.json", json.dumps({
-            "gpu": "a GPU", "commits": ["abc", "def"], "command": "cf-layer", "method": "Stamps.",
-            "kv_len": 128, "events": events})))  # fmt: skip
-        first = [
-            "| pythia-2.8b, kv_len 128 [us] | commit abc | commit def |",
-            "|---|---:|---:|",
-            "| qkv: its product is done | 10.2 | 9.9 |",
-            "| layer: the next layer begins | 40.3 | 39.4 |",
-            "",
-            "`cf-layer`, a GPU. Stamps.",
-        ]  # fmt: skip
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), first)
-        self.write("timeline-llama-3.1-8b.json", json.dumps({
-            "gpu": "a GPU", "commits": ["abc"], "command": "cf-layer", "method": "Stamps.",
-            "kv_len": 512, "events": [{"phase": "attention", "event": "ends", "us": [21.55]}]}))  # fmt: skip
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
-            *first, "",
-            "| llama-3.1-8b, kv_len 512 [us] | commit abc |",
-            "|---|---:|",
-            "| attention: ends | 21.6 |",
-            "",
-            "`cf-layer`, a GPU. Stamps.",
-        ])  # fmt: skip
-        for model in ("pythia-2.8b", "llama-3.1-8b"):
-            os.remove(os.path.join(directory, f"timeline-{model}.json"))
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), ["Not recorded."])
-
     def test_growth_is_a_line_with_its_largest_residual(self):
         lines = plot_bench.tables(self.write("r.json", json.dumps(GROWTH)))
         self.assertEqual([line for line in lines if "us a" in line], [
@@ -934,7 +838,7 @@ class Tables(Files):
         self.assertEqual(bench_page.no_share(early), [])
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8, "cold": True, "floor_us": 2.0}
         result = {"site": "rope", "batch": 1, "kv_len": 1, "limit": "read", "limit_note": "fits the L2"} | times
-        (of_op,) = bench_peers.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
+        (of_op,) = programs.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
         self.assertEqual(plot_bench.cell(of_op, "rope", None), "1.00 (200 %: fits the L2)")
 
     def test_a_line_is_that_of_least_squares(self):
@@ -943,12 +847,12 @@ class Tables(Files):
         self.assertEqual((slope, intercept, farthest), (0.0, 1.0, 2.0))
 
     def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
-        stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        stack = programs.layer_rows(LAYER, "pythia-2.8b")
         stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
         linear = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("cuBLAS in a graph", 1, median_us=52.0)]
         results = {"stack": stack, "linear": linear, "attention": []}
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py"}
-        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        report |= {"results": results, "ratios": table.ratios(results), "programs": [LAYER]}
         code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.splitlines(), [
@@ -963,7 +867,6 @@ class Tables(Files):
             "|---|---:|---:|---:|---:|",
             "| pythia-2.8b | 1 | 1 | 40.00 (85 %) | 52.00 (1.30x) |",
         ])  # fmt: skip
-
 
     def test_lines_of_code_stand_behind_the_times(self):
         row = peer("cf-op", 1, median_us=40.0, floor_us=34.0, code_lines=1969)
@@ -1016,9 +919,9 @@ class Page(Files):
         with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
             page = file.read()
         self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600\u00a0(80\u00a0%) |", page)
-        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), commit abc, a GPU.", page)
+        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), a GPU.", page)
         self.assertIn("\n```sh\nbuild/release/apps/cf-layer\napps/bench_peers.py\n```\n", page)
-        self.assertIn("\n- [Where a layer's time goes](#where-a-layers-time-goes)\n", page)
+        self.assertIn("\n- [How a step's time grows](#how-a-steps-time-grows)\n", page)
         self.assertNotIn("E: no", page)
 
     def test_the_headline_has_each_gpu_and_what_else_is_recorded(self):
@@ -1062,12 +965,27 @@ class Page(Files):
                 "build/release/apps/cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2"]),
         ):  # fmt: skip
             self.assertEqual(bench_page.typed("name", recorded), lines)
-        directory = os.path.dirname(self.write("first-tokens.json", json.dumps(
-            {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench --preset MODEL"})))  # fmt: skip
+        directory = os.path.dirname(self.write("model-a.json", json.dumps(
+            {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench --preset a"})))  # fmt: skip
         figures = bench_page.Figures(directory)
         self.assertEqual(bench_page.commands(figures), ["Not recorded."])
-        figures.source("first-tokens")
-        self.assertEqual(bench_page.commands(figures)[-1], "- `first-tokens.json`: `cf-model bench --preset MODEL`")
+        figures.source("model-a")
+        self.assertEqual(bench_page.commands(figures),
+                         ["```sh", "build/release/apps/cf-model bench --preset a", "```"])  # fmt: skip
+
+    def test_a_commit_that_all_figures_have_stands_once(self):
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench"}
+        directory = os.path.dirname(self.write("model-a.json", json.dumps(report)))
+        self.write("quality-b.json", json.dumps({"programs": [{"commit": "abc"}]}))
+        figures = bench_page.Figures(directory)
+        self.assertEqual(bench_page.commits(figures), "The commit is abc.")
+        self.assertEqual(figures.sources(["model-a", "quality-b"]),
+                         "[`model-a.json`](model-a.json); [`quality-b.json`](quality-b.json).")  # fmt: skip
+        self.write("model-c.json", json.dumps(report | {"commit": "def"}))
+        figures = bench_page.Figures(directory)
+        self.assertIn("Each table names the commit", bench_page.commits(figures))
+        self.assertEqual(figures.sources(["model-a", "model-c"]),
+                         "[`model-a.json`](model-a.json), commit abc; [`model-c.json`](model-c.json), commit def.")  # fmt: skip
 
     def test_cells_do_not_break_between_a_number_and_its_share(self):
         lines = ["| a b | 1.5 (34 %) | 6.00 ms (bfloat16) | 2.0x (3 lines) |", "1.5 (34 %)"]
@@ -1088,7 +1006,7 @@ class Page(Files):
         head = ["| model | dtype | impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | "
                 "decode, of the streaming read |", "|---|" + "---:|" * 10]  # fmt: skip
         rest = " | persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |"
-        sources = [f"[`model-{name}.json`](model-{name}.json), commit abc" for name in models]
+        sources = [f"[`model-{name}.json`](model-{name}.json)" for name in models]
         lines = bench_page.gpu_model(bench_page.Figures(directory))
         self.assertEqual(lines, [
             *head,
@@ -1104,26 +1022,6 @@ class Page(Files):
             "| Pythia-2.8B | float16" + rest,
             "",
             sources[3] + ".",
-            "",
-            "Llama's tokens with 8 to 64 slots are not recorded; its layers with 2 to 8 sequences are, under "
-            "[Several sequences](#several-sequences).",
-        ])  # fmt: skip
-        self.write("model-llama-3.1-8b-slots.json", json.dumps(report | {"model": "llama-3.1-8b"}))
-        lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertIn("| Llama-3.1-8B | float16" + rest, lines)
-        self.assertFalse([line for line in lines if "not recorded" in line])
-
-    def test_layers_of_llama_with_several_sequences_stand_below_pythia_s(self):
-        self.assertEqual(bench_page.batches(bench_page.Figures(self.directory)), ["Not recorded."])
-        directory = self.recorded()
-        row = {"model": "llama-3.1-8b", "batch": 8, "graph_us": 4304, "persistent_us": 11280}
-        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-layer", "rows": [row]}
-        self.write("llama-batches.json", json.dumps(report))
-        self.assertEqual(bench_page.batches(bench_page.Figures(directory))[:4], [
-            "| sequences at once | `graph` [ms] | `persistent` [ms] |",
-            "|---|---:|---:|",
-            "| Pythia-2.8B, 1 | - | 1.600 (80 %) |",
-            "| Llama-3.1-8B, 8 | 4.304 | 11.280 |",
         ])  # fmt: skip
 
     def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
@@ -1144,7 +1042,7 @@ class Page(Files):
             report = json.load(file) | {"gpu": "another GPU"}
         self.write("stack-pythia-410m-h100.json", json.dumps(report))
         after = bench_page.ways_to_step(bench_page.Figures(directory))
-        self.assertEqual(after[:len(before)], before)
+        self.assertEqual(after[: len(before)], before)
         self.assertEqual(after[len(before) + 1:len(before) + 4], [
             "| all layers [ms] | GPU | kv_len | `graph` | `persistent` |",
             "|---|---:|---:|---:|---:|",
@@ -1155,7 +1053,12 @@ class Page(Files):
         directory = self.recorded()
         self.assertEqual(bench_page.quality(bench_page.Figures(directory)), ["Not recorded."])
         mean = {"mean": 2.5e-6, "error": 2e-8}
-        figures = {"kl": mean, "kl_p99_9": 2.6e-5, "perplexity": {"mean": 11.01}, "reference_perplexity": {"mean": 11.0}}
+        figures = {
+            "kl": mean,
+            "kl_p99_9": 2.6e-5,
+            "perplexity": {"mean": 11.01},
+            "reference_perplexity": {"mean": 11.0},
+        }
         figures |= {"logits_rel_l2": 5.9e-4}
         report = {"command": "eval_hf.py", "figures": {"float16:eager": figures}, "beside": {"graph.json": figures}}
         report |= {"programs": [{"impl": "graph", "commit": "abc"}]}
@@ -1165,16 +1068,16 @@ class Page(Files):
             "| stdlib-4m | Hugging Face, float16:eager" + rest,
             "| stdlib-4m | `graph`" + rest,
             "",
-            "[`quality-stdlib-4m.json`](quality-stdlib-4m.json), commit abc.",
+            "[`quality-stdlib-4m.json`](quality-stdlib-4m.json).",
         ])  # fmt: skip
 
     def test_a_report_without_a_program_s_run_names_the_commit_it_was_built_from(self):
-        program = self.write("cf-model", "#!/bin/sh\nfor last; do :; done\necho '{\"commit\": \"abc\"}' > \"$last\"\n")
+        program = self.write("cf-model", '#!/bin/sh\nfor last; do :; done\necho \'{"commit": "abc"}\' > "$last"\n')
         os.chmod(program, 0o755)
-        self.assertEqual(bench_peers.commit_of(program), "abc")
+        self.assertEqual(programs.commit_of(program), "abc")
         self.write("cf-model", "#!/bin/sh\nexit 2\n")
-        self.assertEqual(bench_peers.commit_of(program), "unknown")
-        self.assertEqual(bench_peers.commit_of(program + "-2"), "unknown")
+        self.assertEqual(programs.commit_of(program), "unknown")
+        self.assertEqual(programs.commit_of(program + "-2"), "unknown")
 
     def test_a_file_s_way_to_the_first_token_stands_among_whole_models(self):
         report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc"}
@@ -1182,7 +1085,7 @@ class Page(Files):
         directory = os.path.dirname(self.write("load-pythia-2.8b.json", json.dumps(report)))
         self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), [
             "Pythia-2.8B from files in the page cache, a prompt of 3 ids: opened in 2.12 s, first id 62.5 ms after that. "
-            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json), commit abc.",
+            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json).",
         ])  # fmt: skip
 
     def test_peers_of_whole_models_have_one_table_for_each_gpu(self):
@@ -1192,7 +1095,7 @@ class Page(Files):
         lines = bench_page.gpu_model(bench_page.Figures(directory))
         self.assertEqual(lines[:2], [bench_page.BESIDE_OTHERS, ""])
         rows = model_peers.table(bench_page.measured(report)["results"]["model"])
-        source = "[`model-peers-{0}.json`](model-peers-{0}.json), commit abc"
+        source = "[`model-peers-{0}.json`](model-peers-{0}.json)"
         first = source.format("pythia-2.8b")
         self.assertEqual(lines[2:], [*rows, "", f"On an a GPU. With torch 2: {first}."])
         self.assertEqual(len(rows), len(MODEL_ROWS) + 1, "what was not measured has no row")
@@ -1212,7 +1115,7 @@ class Page(Files):
                 peer("torch int4pack, bfloat16, in a graph", 1, error="AttributeError: no such op")]  # fmt: skip
         report = {"gpu": "a GPU", "versions": {"triton": "3"}, "commit": "abc", "command": "bench_peers.py"}
         results = {"gptq_linear": rows}
-        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        report |= {"results": results, "ratios": table.ratios(results), "programs": [LAYER]}
         directory = os.path.dirname(self.write("pythia-2.8b.json", json.dumps(report)))
         self.assertNotIn(bench_page.PEERS_OF_KERNELS, bench_page.peers(bench_page.Figures(directory)))
         for row, lines in zip(rows, (1969, 40)):
@@ -1224,7 +1127,7 @@ class Page(Files):
             "|---|---:|---:|---:|---:|---:|",
             "| pythia-2.8b | 1 | 1 | 40.00 (85 %), 1969 lines | 52.00 (1.30x), 40 lines | - |",
             "",
-            "triton 3. [`pythia-2.8b.json`](pythia-2.8b.json), commit abc.",
+            "triton 3. [`pythia-2.8b.json`](pythia-2.8b.json).",
             "",
             bench_page.PEERS_OF_KERNELS,
             "",
@@ -1234,7 +1137,7 @@ class Page(Files):
         # Where a later run has timed the kernels alone, the page shows that run and no other.
         self.write("kernel-peers-pythia-2.8b.json", json.dumps(report))
         stack = {"stack": [peer("cf-layer graph", 128, median_us=50.0, bytes=158_000_000, read_best_gb_per_s=4000.0)]}
-        report |= {"results": results | stack, "ratios": bench_peers.ratios(results | stack)}
+        report |= {"results": results | stack, "ratios": table.ratios(results | stack)}
         self.write("pythia-2.8b.json", json.dumps(report))
         both = bench_page.peers(bench_page.Figures(directory))
         self.assertEqual(both[:7], ["### Pythia-2.8B", "", "| stack [ms] | batch | kv_len | cf-layer graph |",
@@ -1264,9 +1167,13 @@ class Page(Files):
         self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
-        (token,) = [rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)]
+        (token,) = [
+            rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)
+        ]
         with open(os.path.join(root, "data", "bench", "hero.svg"), encoding="utf-8") as file:
-            self.assertIn(f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's")
+            self.assertIn(
+                f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's"
+            )
         with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
             package = file.read()
         lines = bench_page.python_headline(figures, os.path.join(root, "python"))
@@ -1289,7 +1196,7 @@ class Page(Files):
 
 class Pictures(Files):
     def recorded(self):
-        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows = programs.layer_rows(LAYER, "pythia-2.8b")
         rows += [peer("torch_graph", 128, median_us=110.0), peer("hf_eager", 128, error="no")]
         return self.write("h200.json", json.dumps({"results": {"stack": rows}, "programs": [LAYER]}))
 

@@ -108,12 +108,9 @@ TEST_CASE("Scalars out of bounds are refused", "[bad]") {
     Problem<ops::ResidualLayerNorm> c(kSetup);
     c.args().eps = eps;
     check_refused(c, Code::invalid_argument, {"residual_layernorm: eps must be positive"});
-    Problem<ops::DualLayerNorm> d(kSetup);
-    d.args().eps = eps;
-    check_refused(d, Code::invalid_argument, {"dual_layernorm: eps must be positive"});
-    Problem<ops::Attention> e(kSetup);
-    e.args().scale = eps;
-    check_refused(e, Code::invalid_argument, {"attention: scale must be positive"});
+    Problem<ops::Attention> d(kSetup);
+    d.args().scale = eps;
+    check_refused(d, Code::invalid_argument, {"attention: scale must be positive"});
   }
   for (std::int64_t most : {0, 7}) {
     Problem<ops::Attention> p(kSetup);

@@ -343,7 +343,7 @@ TEST_CASE("attention: query heads of a group share keys, and splits and blocks c
             const AttentionPlan plan = attention_plan(arch, d, DType::bf16),
                                 plan_of_f32 = attention_plan(arch, d, DType::f32);
             const std::string found = fault(arch, attention_launch(arch, m, w));
-            const bool is_large = kv_len * m.head_dim() > kUnsharedElements;
+            const bool is_large = kv_len * m.head_dim() > arch.tuning->unshared_elements;
             const bool shares = plan.share_heads == (is_large ? share_heads : 1) && plan_of_f32.share_heads == 1;
             if (found.empty() && shares && plan.stages > 0 && plan_of_f32.splits <= plan.splits) continue;
             FAIL(preset << ", sm_" << arch.compute_capability << ", batch " << batch << ", q_len " << q_len
@@ -376,7 +376,7 @@ TEST_CASE("attention: shares are equal, and of every size and head_dim they fit"
                                                    .capacity = 4096,
                                                    .max_kv_len = 4096},
                                                   DType::f16);
-        CHECK(plan.share_heads == (4096 * head_dim > kUnsharedElements ? heads : 1));
+        CHECK(plan.share_heads == (4096 * head_dim > arch.tuning->unshared_elements ? heads : 1));
         CHECK(plan.splits <=
               (plan.share_heads == 1 || head_dim > 128 ? arch.max_cluster_blocks : arch.largest_cluster_blocks));
         CHECK(plan.stages >= 1);
@@ -637,11 +637,11 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   for (auto [in, out] :
        {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}, {4096, 12288}, {4096, 16384}, {16384, 4096}}) {
     const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-    const bool is_far = p.tiles >= kGptqFarAhead.many_tiles;
+    const bool is_far = p.tiles >= kH200Tuning.packed_ahead_of_many.many_tiles;
     CHECK(is_far == (in == 16384));
-    // kGptqAhead has two stages. kGptqFarAhead has four, but shared memory has room for two of 16,384 columns.
+    // Few tiles have two stages. Many have four, but shared memory has room for two of 16,384 columns.
     CHECK(p.stages == 2);
-    CHECK(p.early == (is_far ? 2 : kGptqAhead.early));
+    CHECK(p.early == (is_far ? 2 : kH200Tuning.packed_ahead.early));
     CHECK(p.grid >= 200);
     CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
     const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;
@@ -729,9 +729,9 @@ TEST_CASE("gemm: a model's scratch memory has room for each of its products, and
     for (DType dtype : {DType::f16, DType::bf16})
       for (bool quantised : {false, true}) {
         CAPTURE(m.name, to_string(dtype), quantised);
-        CHECK(linear_scratch_bytes(m, dtype, std::min(kGemmTokens, kGptqGemmTokens), quantised) == 0);
+        CHECK(linear_scratch_bytes(m, dtype, kH200Tuning.gemv_tokens, quantised) == 0);
         CHECK(linear_scratch_bytes(m, DType::f32, 4096, quantised) == 0);
-        for (std::int64_t tokens : {std::max(kGemmTokens, kGptqGemmTokens) + 1, std::int64_t(2048)}) {
+        for (std::int64_t tokens : {kH200Tuning.packed_tokens + 1, std::int64_t(2048)}) {
           const std::size_t bytes = linear_scratch_bytes(m, dtype, tokens, quantised);
           CHECK(bytes % 4 == 0);
           CHECK(bytes >= kGemmWorkspaceBytes + std::size_t(tokens * m.intermediate_size * 4));
@@ -843,4 +843,32 @@ TEST_CASE("a plan prints in one line, with every number that a choice changes", 
   CHECK(to_string(TokenPlan{128, 8}) == "8 blocks a token, 128 threads");
   CHECK(to_string(RopePlan{1, 32, 8, 10, 4, {128, 4}}) ==
         "1 heads a thread, 480 units a token, 4 turning vectors a head, 4 blocks a token, 128 threads");
+}
+
+TEST_CASE("a GPU's measured numbers are found by its name, and say where they were measured", "[plans]") {
+  CHECK(&tuning_of("NVIDIA H100 80GB HBM3") == &kH100Tuning);
+  CHECK(&tuning_of("NVIDIA H200") == &kH200Tuning);
+  CHECK(&tuning_of("NVIDIA GeForce RTX 5090") == &kRtx5090Tuning);
+  CHECK(&tuning_of("a GPU of next year") == &kH200Tuning);
+  CHECK((kH100.tuning == &kH100Tuning && kH200.tuning == &kH200Tuning && kRtx5090.tuning == &kRtx5090Tuning));
+  for (const Arch& arch : {kH100, kH200, kRtx5090}) CHECK(arch.tuning->measured_on == "NVIDIA H200");
+  CHECK((kH100.has_wgmma() && kH200.has_wgmma() && !kRtx5090.has_wgmma()));
+}
+
+TEST_CASE("a plan follows the numbers of its GPU", "[plans]") {
+  Tuning tuning = kH200Tuning;
+  Arch arch = kH200;
+  arch.tuning = &tuning;
+  CHECK(is_linear_wgmma(arch, 9, 64, 64, DType::f16, false));
+  CHECK(is_gemm(arch, 65, 64, DType::f16, true));
+  CHECK_FALSE(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
+  CHECK_FALSE(prefill_pays(arch, 15));
+  tuning.gemv_tokens = 16;
+  tuning.packed_tokens = 80;
+  tuning.wgmma_tokens = 64;
+  tuning.prefill_queries = 8;
+  CHECK_FALSE(is_linear_wgmma(arch, 9, 64, 64, DType::f16, false));
+  CHECK_FALSE(is_gemm(arch, 65, 64, DType::f16, true));
+  CHECK(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
+  CHECK(prefill_pays(arch, 15));
 }

@@ -69,7 +69,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
     if (is_gptq_wgmma(arch, d.tokens, d.in, d.rows(), a.x.dtype, packed->format.bits, layout.has_order))
       return (d.tokens + kGptqWgmmaTile - 1) / kGptqWgmmaTile;
   }
-  if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
+  if (library && is_gemm(arch, d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   std::int64_t launches = 0, tokens = 0;
   if (packed) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
@@ -176,7 +176,7 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
           // H200's beside those of so many rows.
           const bool is_short = arch.compute_capability == 120 || m.spec().mlp_rows() > 32768;
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
-            const bool on_hopper = arch.compute_capability == 90;
+            const bool on_hopper = arch.has_wgmma();
             const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_short ? 8 : 16) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})

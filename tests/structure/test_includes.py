@@ -10,7 +10,7 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
 # room: the rooms that its files may include beside their own. "core/*" is core and every room below it.
-OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
+OP_FAMILY = ["core/*", "cuda/tuning", "cuda/runtime", "cuda/device", "cuda/ops"]
 PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
@@ -31,7 +31,8 @@ ROOMS = {
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
     # A whole model, which runs ops.
     "cpu_ref/model": ["core/*", "cpu_ref", "cpu_ref/ops"],
-    "cuda/runtime": ["core/*"],
+    "cuda/tuning": ["core/*"],
+    "cuda/runtime": ["core/*", "cuda/tuning"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.

@@ -23,10 +23,10 @@ Status check_16_bits(const ops::Attention::Args& a) {
 }
 
 /// Where decode attention is faster, or the activations have 32 bits.
-Status check_prefill(const ops::Attention::Args& a, const ops::Attention::Dims& d) {
+Status check_prefill(const Arch& arch, const ops::Attention::Args& a, const ops::Attention::Dims& d) {
   CF_TRY(check_16_bits(a));
-  if (prefill_pays(d.q_len)) return {};
-  return not_taken("prompts of at least 16 tokens", std::to_string(d.q_len));
+  if (prefill_pays(arch, d.q_len)) return {};
+  return not_taken("prompts of at least " + std::to_string(arch.tuning->prefill_queries) + " tokens", std::to_string(d.q_len));
 }
 
 /// The rows of a kv head: its queries' heads.
@@ -37,7 +37,7 @@ std::int64_t rows_of(const ops::Attention::Dims& d) { return d.q_len * (d.heads 
 Result<WgmmaPlan> plan_attention_wgmma(const Target& target, const ops::Attention::Args& a) {
   CF_TRY(check(a));
   const auto d = ops::Attention::dims(a);
-  CF_TRY(check_prefill(a, d));
+  CF_TRY(check_prefill(target.arch, a, d));
   const std::int64_t rows = rows_of(d);
   if (!wgmma_pays(target.arch, d.head_dim, rows))
     return not_taken(
@@ -48,10 +48,10 @@ Result<WgmmaPlan> plan_attention_wgmma(const Target& target, const ops::Attentio
   return wgmma_plan(target.arch, d.head_dim, rows, d.batch * d.kv_heads);
 }
 
-Result<PrefillPlan> plan_attention_prefill(const Target&, const ops::Attention::Args& a) {
+Result<PrefillPlan> plan_attention_prefill(const Target& target, const ops::Attention::Args& a) {
   CF_TRY(check(a));
   const auto d = ops::Attention::dims(a);
-  CF_TRY(check_prefill(a, d));
+  CF_TRY(check_prefill(target.arch, a, d));
   const int padded = padded_head_dim(d.head_dim), block_rows = prefill_rows(padded);
   return PrefillPlan{.row_blocks = int((rows_of(d) + block_rows - 1) / block_rows),
                      .smem_bytes = prefill_smem_bytes(padded)};

@@ -30,8 +30,5 @@ Result<LayerNormPlan> plan_layernorm_residual(const Target& target, const ops::L
 Result<LayerNormPlan> plan_residual_layernorm(const Target& target, const ops::ResidualLayerNorm::Args& a) {
   return plan_of(target, ops::ResidualLayerNorm::name, a.x, kResidualLayerNormInputs);
 }
-Result<LayerNormPlan> plan_dual_layernorm(const Target& target, const ops::DualLayerNorm::Args& a) {
-  return plan_of(target, ops::DualLayerNorm::name, a.x, 1);
-}
 
 }  // namespace cf::cuda

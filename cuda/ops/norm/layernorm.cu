@@ -8,9 +8,7 @@ namespace {
 template <class T>
 struct Row : LayerNormRow<T> {
   T* y;
-  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
-    store_vec(y + at, v[0]);
-  }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece& v) const { store_vec(y + at, v); }
 };
 
 }  // namespace
@@ -21,7 +19,7 @@ Status launch_layernorm(const ops::LayerNorm::Args& a, const LayerNormPlan& plan
   return with_activation(ops::LayerNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.y.as<T>().data};
-    return launch_norm(ops::LayerNorm::name, launches, plan, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::LayerNorm::name, launches, plan, row, a.norm, a.x, a.eps);
   });
 }
 

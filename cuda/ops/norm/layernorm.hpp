@@ -46,12 +46,10 @@ Result<LayerNormPlan> plan_layernorm(const Target&, const ops::LayerNorm::Args&)
 Result<LayerNormPlan> plan_rmsnorm(const Target&, const ops::RmsNorm::Args&);
 Result<LayerNormPlan> plan_layernorm_residual(const Target&, const ops::LayerNormResidual::Args&);
 Result<LayerNormPlan> plan_residual_layernorm(const Target&, const ops::ResidualLayerNorm::Args&);
-Result<LayerNormPlan> plan_dual_layernorm(const Target&, const ops::DualLayerNorm::Args&);
 
 Status launch_layernorm(const ops::LayerNorm::Args&, const LayerNormPlan&, LaunchList&);
 Status launch_rmsnorm(const ops::RmsNorm::Args&, const LayerNormPlan&, LaunchList&);
 Status launch_layernorm_residual(const ops::LayerNormResidual::Args&, const LayerNormPlan&, LaunchList&);
 Status launch_residual_layernorm(const ops::ResidualLayerNorm::Args&, const LayerNormPlan&, LaunchList&);
-Status launch_dual_layernorm(const ops::DualLayerNorm::Args&, const LayerNormPlan&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -11,12 +11,12 @@ struct Row : LayerNormRow<T> {
   const T* residual;
   T* y;
   __device__ Side side(long at) const { return load_raw(residual + at); }
-  __device__ void finish(long at, const Side& side, typename Row::Piece (&v)[1]) const {
+  __device__ void finish(long at, const Side& side, typename Row::Piece& v) const {
     typename Row::Piece r;
     unpack(side, r, T{});
 #pragma unroll
-    for (int e = 0; e < kLane<T>; ++e) v[0][e] += r[e];
-    store_vec(y + at, v[0]);
+    for (int e = 0; e < kLane<T>; ++e) v[e] += r[e];
+    store_vec(y + at, v);
   }
 };
 
@@ -29,7 +29,7 @@ Status launch_layernorm_residual(const ops::LayerNormResidual::Args& a, const La
   return with_activation(ops::LayerNormResidual::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.residual.as<const T>().data, a.y.as<T>().data};
-    return launch_norm(ops::LayerNormResidual::name, launches, plan, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::LayerNormResidual::name, launches, plan, row, a.norm, a.x, a.eps);
   });
 }
 

@@ -24,9 +24,7 @@ struct Row : LayerNormRow<T> {
     for (int e = 0; e < kLane<T>; ++e) v[e] = to_float(from_float<T>(v[e] + p[e] + q[e]));
   }
   __device__ void begin(long at, const typename Row::Piece& v) const { store_vec(h + at, v); }
-  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
-    store_vec(y + at, v[0]);
-  }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece& v) const { store_vec(y + at, v); }
 };
 
 }  // namespace
@@ -39,7 +37,7 @@ Status launch_residual_layernorm(const ops::ResidualLayerNorm::Args& a, const La
     using T = decltype(zero);
     const Row<T> row{
         {a.x.as<const T>().data}, a.a.as<const T>().data, a.b.as<const T>().data, a.h.as<T>().data, a.y.as<T>().data};
-    return launch_norm(ops::ResidualLayerNorm::name, launches, plan, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::ResidualLayerNorm::name, launches, plan, row, a.norm, a.x, a.eps);
   });
 }
 

@@ -9,9 +9,7 @@ template <class T>
 struct Row : LayerNormRow<T> {
   using Norm = RmsNormOfRow;
   T* y;
-  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
-    store_vec(y + at, v[0]);
-  }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece& v) const { store_vec(y + at, v); }
 };
 
 }  // namespace
@@ -22,7 +20,7 @@ Status launch_rmsnorm(const ops::RmsNorm::Args& a, const LayerNormPlan& plan, La
   return with_activation(ops::RmsNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{{a.x.as<const T>().data}, a.y.as<T>().data};
-    return launch_norm(ops::RmsNorm::name, launches, plan, row, {{.gamma = a.gamma, .beta = {}}}, a.x, a.eps);
+    return launch_norm(ops::RmsNorm::name, launches, plan, row, {.gamma = a.gamma, .beta = {}}, a.x, a.eps);
   });
 }
 

@@ -29,7 +29,7 @@ Result<GptqPlan> plan_of(const Target& target, const Args& a, const AnyView<2>& 
   // One stage is early, of many tiles, too: the loads of the token, which all warps wait for, queue up behind early
   // stages.
   const GptqPlan plan = gptq_plan(target.arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm,
-                                  {.bytes = kRmsStaticBytes}, kGptqAhead);
+                                  {.bytes = kRmsStaticBytes}, target.arch.tuning->packed_ahead);
   if (plan.grid == 0) return not_taken("products whose columns fit one cluster", std::to_string(hidden) + " columns");
   return plan;
 }

@@ -1,7 +1,5 @@
 #include "cuda/ops/linear/cublaslt/cublaslt.hpp"
 
-#include <optional>
-
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"
@@ -185,42 +183,14 @@ Status add_finish(const ops::Linear::Args& a, const float* sums, LaunchList& lau
                 whole ? finish_kernel<T, kVec, Gated> : finish_kernel<T, few, Gated>, sums, linear_output(a));
 }
 
-/// How a call of many tokens lies in scratch memory.
-struct GemmCall {
-  int parts;      // of a dequantised weight; 0 for a dense weight
-  bool has_sums;  // float32 sums that are finished by a kernel of their own
-  GemmScratch at;
-};
-
-/// Empty where linear's own kernels take the call.
-std::optional<GemmCall> gemm_call(const ops::Linear::Args& a) {
-  const auto d = ops::Linear::dims(a);
-  const DType dtype = a.x.dtype;
-  const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
-  if (!is_gemm(d.tokens, d.in, dtype, packed != nullptr)) return {};
-  // cuBLASLt adds a bias of the output's dtype alone. For rows of y that are not aligned it has kernels that round the
-  // product before they add.
-  const bool adds = a.linear.bias || a.residual;
-  const bool has_function = ops::is_gelu(a.epilogue) || a.epilogue == ops::Epilogue::swiglu;
-  const bool has_sums = has_function || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % kVec);
-  const int parts = packed ? gptq_parts(dtype, packed->format.bits) : 0;
-  return GemmCall{parts, has_sums, gemm_scratch(d.tokens, d.in, d.rows(), parts, has_sums)};
-}
-
 }  // namespace
-
-std::size_t gemm_scratch_bytes(const ops::Linear::Args& a) {
-  const std::optional<GemmCall> call = gemm_call(a);
-  return call ? call->at.bytes : 0;
-}
 
 Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
   const Scratch scratch = launches.scratch();
-  const std::optional<GemmCall> call = gemm_call(a);
-  if (!scratch.data || !call) return false;
+  if (!scratch.data || !is_gemm(launches.arch(), d.tokens, d.in, dtype, packed != nullptr)) return false;
   if (reinterpret_cast<std::uintptr_t>(scratch.data) % 256)
     return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
 
@@ -229,9 +199,7 @@ Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
     CF_TRY_ASSIGN(layout, gptq_layout(ops::Linear::name, *packed));
     if (dtype == DType::f16 && !layout.fits_f16) return false;
   }
-  const int parts = call->parts;
-  const bool has_sums = call->has_sums;
-  const GemmScratch& at = call->at;
+  const auto [parts, has_sums, at] = gemm_plan(a);
   if (scratch.bytes < at.bytes) return false;
   auto* const sums = reinterpret_cast<float*>(scratch.data + at.sums);
   const Gemm gemm{.tokens = d.tokens,

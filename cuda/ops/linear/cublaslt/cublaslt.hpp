@@ -4,10 +4,6 @@
 
 namespace cf::cuda {
 
-/// The bytes of scratch memory that prepare_gemm() asks for; 0 for a call that it leaves to linear's own kernels
-/// however much there is.
-std::size_t gemm_scratch_bytes(const ops::Linear::Args& args);
-
 /// linear of many tokens by cuBLASLt, in the list's scratch memory. False, with nothing added, where linear's own
 /// kernels take the call: few tokens, float32 activations, no library or no algorithm, scratch memory that is too
 /// small, quantised weights beyond float16's range. The arguments have been checked, but for a packed weight's layout.

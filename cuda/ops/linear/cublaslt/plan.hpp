@@ -3,25 +3,34 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <string>
+#include <variant>
 
 #include "core/dtype.hpp"
+#include "core/ops/linear.hpp"
+#include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
-/// Up to this many tokens, linear's own kernels multiply by a dense weight: they take up to 16 tokens a launch, and
-/// read the whole weight in every launch. On an H200 a prompt of 16 ids takes Pythia-2.8B 2.9 ms with them, 2.4 ms with
-/// cuBLASLt, and 2.0 ms with wgmma/plan.hpp's products, which take up to 128 tokens there.
-inline constexpr std::int64_t kGemmTokens = 8;
-/// The same of a packed GPTQ weight, which a product of many tokens must dequantise first: it writes and reads two or
-/// three 16-bit matrices (see gptq_parts()). A layer of Pythia-2.8B's products takes 55 us for 16 tokens with the
-/// kernels that take 16 tokens a launch, and 228 us for 64 tokens with cuBLASLt, on an H200.
-inline constexpr std::int64_t kGptqGemmTokens = 64;
+/// Whether cuBLASLt multiplies rows of x of this size and dtype.
+constexpr bool is_gemm_row(std::int64_t in, DType activation) {
+  return in % 8 == 0 && (activation == DType::f16 || activation == DType::bf16);
+}
 
 /// Whether a product goes through cuBLASLt, where the library, an algorithm and scratch memory are there: one of many
-/// tokens, in 16 bits, whose rows of x are aligned.
-constexpr bool is_gemm(std::int64_t tokens, std::int64_t in, DType activation, bool packed) {
-  return tokens > (packed ? kGptqGemmTokens : kGemmTokens) && in % 8 == 0 &&
-         (activation == DType::f16 || activation == DType::bf16);
+/// tokens, in 16 bits, whose rows of x are aligned. A packed weight is dequantised first: see gptq_parts().
+constexpr bool is_gemm(const Arch& arch, std::int64_t tokens, std::int64_t in, DType activation, bool packed) {
+  return tokens > (packed ? arch.tuning->packed_tokens : arch.tuning->gemv_tokens) && is_gemm_row(in, activation);
+}
+
+/// The most tokens for which no GPU multiplies by cuBLASLt. Scratch memory is asked for before there is a device.
+constexpr std::int64_t tokens_without_gemm(bool packed) {
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();
+  for (const Tuning* t : {&kH100Tuning, &kH200Tuning, &kRtx5090Tuning})
+    least = std::min(least, packed ? t->packed_tokens : t->gemv_tokens);
+  return least;
 }
 
 /// The workspace that cuBLASLt may take for a product. NVIDIA recommends 32 MiB for Hopper.
@@ -56,6 +65,38 @@ constexpr GemmScratch gemm_scratch(std::int64_t tokens, std::int64_t in, std::in
   s.sums = s.x + size(tokens * parts * in, 2);
   s.bytes = s.sums + (has_sums ? size(tokens * out, 4) : 0);
   return s;
+}
+
+/// How a call lies in scratch memory.
+struct GemmPlan {
+  int parts;      // of a dequantised weight; 0 for a dense weight
+  bool has_sums;  // float32 sums that are finished by a kernel of their own
+  GemmScratch at;
+};
+
+inline std::string to_string(const GemmPlan& p) {
+  return plan_text({{p.parts, "matrices of a dequantised weight"}, {std::int64_t(p.at.bytes), "B of scratch memory"}}) +
+         (p.has_sums ? ", float32 sums" : "");
+}
+
+/// The plan of a call whose rows are is_gemm_row(). cuBLASLt adds a bias of the output's dtype alone. For rows of y that
+/// are not aligned it has kernels that round the product before they add.
+inline GemmPlan gemm_plan(const ops::Linear::Args& a) {
+  const auto d = ops::Linear::dims(a);
+  const DType dtype = a.x.dtype;
+  const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
+  const bool adds = a.linear.bias || a.residual;
+  const bool has_function = ops::is_gelu(a.epilogue) || a.epilogue == ops::Epilogue::swiglu;
+  const bool has_sums = has_function || (a.linear.bias && a.linear.bias.dtype != dtype) || (adds && d.out % 8);
+  const int parts = packed ? gptq_parts(dtype, packed->format.bits) : 0;
+  return {parts, has_sums, gemm_scratch(d.tokens, d.in, d.rows(), parts, has_sums)};
+}
+
+/// The bytes of scratch memory with which a call may go through cuBLASLt; 0 for a call that it takes on no GPU.
+inline std::size_t gemm_scratch_bytes(const ops::Linear::Args& a) {
+  const auto d = ops::Linear::dims(a);
+  const bool is_packed = std::holds_alternative<PackedWeight>(a.linear.weight);
+  return d.tokens > tokens_without_gemm(is_packed) && is_gemm_row(d.in, a.x.dtype) ? gemm_plan(a).at.bytes : 0;
 }
 
 }  // namespace cf::cuda

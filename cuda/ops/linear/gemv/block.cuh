@@ -1,5 +1,6 @@
 #pragma once
 // A block's share of the product of a few tokens with a 16-bit weight matrix that is read once, on tensor cores.
+#include "cuda/device/compiled_for.hpp"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/vec.cuh"
@@ -7,12 +8,6 @@
 #include "cuda/ops/linear/gemv/plan.hpp"
 
 namespace cf::cuda {
-
-#ifdef __CUDA_ARCH__
-inline constexpr int kCompiledFor = __CUDA_ARCH__ / 10;  // compute capability
-#else
-inline constexpr int kCompiledFor = 90;
-#endif
 
 struct GemvSmem {
   float partial[2][kGemvWarps][kMmaTokens][kTileRows];  // tiles use the two in turn: one barrier a tile is enough

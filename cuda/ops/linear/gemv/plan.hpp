@@ -27,12 +27,11 @@ inline constexpr int kGemvThreads = 32 * kGemvWarps;
 /// How many blocks an SM's registers have room for. With more than 8 tokens a lane holds the activations of two tokens.
 /// On compute capability 12.0 a block needs more registers, and an SM fewer bytes in flight.
 constexpr int gemv_blocks_per_sm(int compute_capability, bool two_tokens_a_lane) {
-  return two_tokens_a_lane || compute_capability >= 120 ? 2 : 3;
+  return two_tokens_a_lane || compute_capability >= 120 ? 2 : kCompiledTuning.gemv_blocks_per_sm;
 }
 
 /// The depth is 5 where 5 divides a warp's steps and a lane holds one token, else 4. Three blocks of eight warps at
-/// depth 5 have 60 KB of weights in flight an SM. An H200 reads a long matrix fastest with these; two blocks and four
-/// are slower.
+/// depth 5 have 60 KB of weights in flight an SM.
 constexpr GemvPlan gemv_plan(const Arch& arch, long in, long out, long tokens) {
   const long steps = (in + kStepColumns - 1) / kStepColumns, a_warp = (steps + kGemvWarps - 1) / kGemvWarps;
   const int blocks = gemv_blocks_per_sm(arch.compute_capability, tokens > 8);

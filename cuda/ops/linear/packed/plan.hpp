@@ -16,10 +16,8 @@ namespace cf::cuda {
 inline constexpr int kGptqParts = 8, kGptqMaxChunks = 5, kGptqOneTokenChunks = 8;
 /// A part has `turns` warps, which take the block's tiles in turn.
 constexpr int gptq_threads(int turns) { return 32 * kGptqParts * turns; }
-/// linear has one warp a part and two blocks an SM. With two warps a part each would have half the registers, and the
-/// next kernel's first tiles would have room to arrive; that is slower on an H200 for the four linears of a Pythia-2.8B
-/// layer.
-inline constexpr int kLinearGptqTurns = 1, kLinearGptqBlocksPerSm = 2;
+/// linear has one warp a part and two blocks an SM.
+inline constexpr int kLinearGptqTurns = kCompiledTuning.packed_turns, kLinearGptqBlocksPerSm = 2;
 /// ln_qkv has two warps a part and one block an SM, so that an SM normalises the tokens once.
 inline constexpr int kLnQkvGptqTurns = 2;
 
@@ -76,23 +74,6 @@ constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
   return m.one_token && m.halves_a_group > 2 && has_room && !is_small ? kGptqOneTokenChunks : kGptqMaxChunks;
 }
 static_assert(kGptqMaxChunks == kGptqOneTokenGroups + 1);
-
-/// How far a warp's copies of weights run ahead of its products.
-struct GptqAhead {
-  int stages;          // of the ring, at most
-  int early;           // stages that are asked for before the activations are there
-  int many_tiles = 0;  // for so many tiles a block or more
-};
-
-/// One early stage keeps device memory busy until the activations come. The activations' loads queue up behind early
-/// stages, so more early stages are slower. A layer is slower, too, where a kernel brings the next product's weights
-/// into the L2.
-inline constexpr GptqAhead kGptqAhead{.stages = 2, .early = 1};
-/// One token's product of many tiles is faster with a longer ring: its blocks wait longer for the kernel beside it.
-inline constexpr GptqAhead kGptqFarAhead{.stages = 4, .early = 3, .many_tiles = 5};
-/// LinearSum waits for two kernels. On an H200, of 1 to 4 early stages of 2 to 4, these are the fastest for a layer of
-/// Pythia-2.8B.
-inline constexpr GptqAhead kGptqSumAhead{.stages = 4, .early = 2, .many_tiles = 4};
 
 /// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
 /// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's
@@ -207,9 +188,8 @@ struct GptqReserved {
 /// The grid is 0 where it has no room for one token. `ahead_of_many` is for one token and many tiles.
 constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, const GptqReserved& reserved,
                                const GptqAhead& ahead_of_many, GptqPlan& p) {
-  // An H200 has room for the blocks of 66 clusters of four and of 33 clusters of eight, but holds 62 and 30 of them.
   const int clusters = blocks_per_sm * arch.sm_count / p.split;
-  const int slots = std::max(1, p.split > 2 ? clusters * 10 / 11 : clusters);
+  const int slots = std::max(1, p.split > 2 ? clusters * arch.tuning->packed_clusters_elevenths / 11 : clusters);
   p.tiles = (tiles + slots - 1) / slots;
   p.full = (tiles + p.tiles - 1) / p.tiles;
   p.grid = p.full * p.split;
@@ -219,13 +199,13 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
     const bool many = p.tokens == 1 && p.turns == 1 && p.tiles >= ahead_of_many.many_tiles;
-    const GptqAhead ahead = many ? ahead_of_many : kGptqAhead;
+    const GptqAhead &few = arch.tuning->packed_ahead, &ahead = many ? ahead_of_many : few;
     for (p.stages = std::min((p.tiles + p.turns - 1) / p.turns, ahead.stages); p.stages > 0; --p.stages) {
       p.early = std::min(p.stages, ahead.early);
       p.smem_bytes = gptq_smem_bytes(p);
       const int bytes = p.smem_bytes + reserved.bytes + p.tokens * reserved.bytes_a_token;
-      // A ring longer than kGptqAhead's must leave an SM room for all of its blocks.
-      if (bytes <= smem_per_block_bytes(arch, p.stages > kGptqAhead.stages ? blocks_per_sm : 1)) return;
+      // A ring longer than that of few tiles must leave an SM room for all of its blocks.
+      if (bytes <= smem_per_block_bytes(arch, p.stages > few.stages ? blocks_per_sm : 1)) return;
     }
   }
   p.grid = 0;
@@ -234,7 +214,7 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
 /// The plan for up to 16 tokens, or fewer where shared memory is short. `grid` is 0 where the matrix has more than
 /// kGptqMaxColumns columns or shared memory has no room for one token.
 constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
-                             const GptqReserved& reserved = {}, const GptqAhead& ahead_of_many = kGptqFarAhead) {
+                             const GptqReserved& reserved, const GptqAhead& ahead_of_many) {
   GptqPlan p{.split = 1,
              .tiles = 0,
              .share = 0,
@@ -263,6 +243,11 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
   p.stage_bytes = (stage_chunks * kGptqTileBytes + groups * kGptqRows * 4 + 127) / 128 * 128;
   deal_gptq_tiles(arch, m.tiles, blocks_per_sm, reserved, ahead_of_many, p);
   return p;
+}
+
+constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t tokens, int turns, int blocks_per_sm,
+                             const GptqReserved& reserved = {}) {
+  return gptq_plan(arch, m, tokens, turns, blocks_per_sm, reserved, arch.tuning->packed_ahead_of_many);
 }
 
 /// Gives a plan without clusters as many blocks as the device holds at once. Their numbers of tiles differ by one at
@@ -301,7 +286,7 @@ constexpr GptqSumPlan gptq_sum_plan(const Arch& arch, const GptqSizes& first, co
     both.tokens = int(tokens);
     both.stage_bytes = std::max(p.first.stage_bytes, p.second.stage_bytes);
     both.digit_bytes = std::max(p.first.digit_bytes, p.second.digit_bytes);
-    deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, kGptqSumAhead, both);
+    deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, arch.tuning->packed_ahead_of_sum, both);
   }
   if (!fits || both.tokens < tokens || both.share < both.tiles * kGptqRows << both.token_bits) both.grid = 0;
   both.first_rank = 1;

@@ -13,16 +13,11 @@ namespace cf::cuda {
 /// Up to this many tokens, whose rows and tiles an int counts.
 inline constexpr std::int64_t kLinearTilesTokens = std::int64_t(1) << 24;
 
-/// Whether tiles take a product, where the device has Hopper's tensor cores. They take products with GELU alone. On an
-/// H200, with Pythia-2.8B's sizes:
-///   without GELU cuBLASLt is faster. QKV of 512 tokens, dense of 2048 and down of 512 take 30.2, 37.5 and 41.1 us by
-///   cuBLASLt, and 33.1, 40.0 and 47.0 us by the best of five widths of tiles.
-///   with GELU tiles are faster, because cuBLASLt has no GELU by erf: a second pass over float32 sums does it. For 256,
-///   512 and 2048 tokens both passes take 30.1, 53.1 and 199 us, and tiles 27.8, 51.3 and 188 us. These tiles' GELU was
-///   erfcf(), which takes more instructions than gelu_erf().
+/// Whether tiles take a product, where the device has Hopper's tensor cores: one with GELU and more tokens than wgmma
+/// takes. cuBLASLt has no GELU by erf: a second pass over float32 sums does it. Without GELU cuBLASLt is faster.
 constexpr bool is_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                DType activation, bool packed, ops::Epilogue epilogue) {
-  return arch.compute_capability == 90 && !packed && ops::is_gelu(epilogue) && tokens > kLinearWgmmaTokens &&
+  return arch.has_wgmma() && !packed && ops::is_gelu(epilogue) && tokens > arch.tuning->wgmma_tokens &&
          tokens <= kLinearTilesTokens && in % 8 == 0 && out % 8 == 0 &&
          (activation == DType::f16 || activation == DType::bf16);
 }
@@ -95,8 +90,7 @@ constexpr LinearTilesPlan linear_tiles_layout(const Arch& arch, std::int64_t tok
 }
 
 /// The shape whose rounds are the shorter ones, counted in features. Of equal ones warpgroups take turns: only the last
-/// round's sums are finished while the tensor cores wait. On an H200 512 tokens of Pythia-2.8B's product with GELU take
-/// 51.3 us in two rounds of 160 features and 55.2 us in three of 128; 2048 tokens are fastest in ten of 128.
+/// round's sums are finished while the tensor cores wait.
 constexpr LinearTilesPlan linear_tiles_plan(const Arch& arch, std::int64_t tokens, std::int64_t out) {
   const LinearTilesPlan shared = linear_tiles_layout(arch, tokens, out, kLinearTilesShared),
                         in_turn = linear_tiles_layout(arch, tokens, out, kLinearTilesInTurn);

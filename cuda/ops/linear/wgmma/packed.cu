@@ -38,16 +38,6 @@ struct CodeBase<bf16> {
   static constexpr std::uint32_t bits = 0x43004300;
   static constexpr float value = 128;
 };
-__device__ inline std::uint32_t difference(std::uint32_t a, std::uint32_t b, f16) {
-  std::uint32_t d;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ inline std::uint32_t difference(std::uint32_t a, std::uint32_t b, bf16) {
-  std::uint32_t d;
-  asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 
 /// A group's scales and zeros of a lane's rows g and g + 8.
 template <class T>

@@ -4,22 +4,19 @@
 #include <cstdint>
 
 #include "core/dtype.hpp"
-#include "cuda/ops/linear/cublaslt/plan.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
-/// Up to this many tokens. On an H200 a prompt of 128 ids takes Pythia-2.8B 2.7 ms with these products and 2.9 ms with
-/// cuBLASLt; the 32 layers take 64 sequences 2.6 and 3.0 ms. Alone, cuBLASLt's products of 64 and 128 tokens are the
-/// faster ones: these leave room on an SM for the next kernel and for the other branch of a layer.
+/// The most tokens of a launch.
 inline constexpr std::int64_t kLinearWgmmaTokens = 128;
 
-/// Whether a product goes to Hopper's tensor cores in this way, where the device has them: one of more tokens than
-/// linear's own kernels take best, in 16 bits, whose rows are aligned.
+/// Whether a product goes to Hopper's tensor cores in this way, where the device has them: one of more tokens than gemv
+/// takes best, in 16 bits, whose rows are aligned.
 constexpr bool is_linear_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                DType activation, bool packed) {
-  return arch.compute_capability == 90 && !packed && tokens > kGemmTokens && tokens <= kLinearWgmmaTokens &&
+  return arch.has_wgmma() && !packed && tokens > arch.tuning->gemv_tokens && tokens <= arch.tuning->wgmma_tokens &&
          in % 8 == 0 && out % 8 == 0 && (activation == DType::f16 || activation == DType::bf16);
 }
 
@@ -93,15 +90,14 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
           .smem_bytes = extra_bytes + stages * stage_bytes};
 }
 
-/// A packed GPTQ weight goes there from more tokens on than its own kernels take in one launch, in launches of up to
-/// kGptqWgmmaTile tokens: more leave no registers.
-inline constexpr std::int64_t kGptqWgmmaLeast = 17, kGptqWgmmaTile = 64, kGptqWgmmaMost = 128;
+/// Tokens of a launch with a packed GPTQ weight: more leave no registers.
+inline constexpr std::int64_t kGptqWgmmaTile = 64;
 
 /// Whether a product of a packed weight goes there: codes of 4 bits, whose columns are the inputs in their order.
 constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
                              int bits, bool has_order) {
-  return arch.compute_capability == 90 && bits == 4 && !has_order && tokens >= kGptqWgmmaLeast &&
-         tokens <= kGptqWgmmaMost && in % 8 == 0 && out % 8 == 0 &&
+  return arch.has_wgmma() && bits == 4 && !has_order && tokens >= arch.tuning->packed_wgmma_first &&
+         tokens <= arch.tuning->packed_wgmma_tokens && in % 8 == 0 && out % 8 == 0 &&
          (activation == DType::f16 || activation == DType::bf16);
 }
 
@@ -110,6 +106,7 @@ constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens,
   return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
 }
 
+static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
 static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);
 
 }  // namespace cf::cuda

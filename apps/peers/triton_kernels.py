@@ -1,5 +1,6 @@
-"""Two kernels in Triton, for bench_peers.py to time beside ours: what a good afternoon gives. kernel_peers.py holds
-them against float64 before they are timed. Needs torch and triton; with TRITON_INTERPRET=1 they run on the CPU."""
+"""Two kernels in Triton, for bench_peers.py to time beside ours: what a good afternoon gives. triton_norm.py and
+triton_gptq.py hold them against float64 before they are timed. Needs torch and triton; with TRITON_INTERPRET=1 they run
+on the CPU."""
 
 import itertools
 
