@@ -6,4 +6,4 @@ set(CF_PLAN_SOURCES
     ops/linear/pack/pack.cpp ops/linear/packed/sum.cpp ops/linear/plan.cpp ops/ln_qkv/ln_qkv.cpp
     ops/norm/layernorm.cpp ops/rms_linear/rms_linear.cpp ops/rope/rope.cpp
     persistent/plan.cpp persistent/variants.cpp
-    step/choose.cpp step/outline.cpp step/print.cpp)
+    step/choose.cpp step/lower.cpp step/outline.cpp step/print.cpp)

@@ -1,6 +1,9 @@
 #include "cuda/step/print.hpp"
 
 #include <cstdio>
+#include <utility>
+
+#include "cuda/step/outline.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -45,6 +48,19 @@ std::string to_string(const StepPlan& plan) {
       text += "    not " + std::string(p.kernel) + ": " + p.reason + "\n";
   }
   return text;
+}
+
+Result<StepPlan> plan_step(const Arch& arch, const StepQuery& query) {
+  // One layer: the layers of a model are alike.
+  ModelSpec model = query.model;
+  model.shape.num_layers = 1;
+  const StepOutline outline(model, query.sizes, query.activation, query.linears, query.ends ? query.sizes.batch : 0);
+  CF_TRY_ASSIGN(Program program, outline.record());
+  std::erase_if(program.nodes, [&](const Node& n) { return n.at.layer < 0 && !query.ends; });
+  for (Node& n : program.nodes)
+    if (n.at.layer == 0) n.at.layer = query.layer;
+  const Target target{.arch = arch, .scratch = {reinterpret_cast<std::byte*>(256), std::size_t(1) << 40}};
+  return plan_graph(target, std::move(program));
 }
 
 }  // namespace cf::cuda
