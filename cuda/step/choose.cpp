@@ -109,7 +109,7 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
     if (n.node.at.site.id == SiteId::dense_h_to_4h) {
       const LinearWeight* const weight = weight_of(call);
       f.packed_up = weight && std::holds_alternative<PackedWeight>(*weight);
-      if (const auto* plan = plan_of<LinearLaunches>(planned); plan && f.packed_up) up = &plan->packed.front();
+      if (const auto* plan = plan_of<PackedLaunches>(planned)) up = &plan->launches.front().plan;
     }
     if (const auto* attention = std::get_if<ops::Attention::Args>(&call)) {
       f.tokens = attention->q.shape[0];

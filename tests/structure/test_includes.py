@@ -47,7 +47,7 @@ ROOMS = {
     "cuda/ops/linear/gemv": PRODUCT,
     "cuda/ops/linear/packed": PRODUCT,
     "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
-    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed"],
     "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
     "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,

@@ -1,19 +1,18 @@
 #pragma once
-#include <string>
-#include <vector>
-
+// linear's kernels, of kernels.def: the plan of a call, or why the kernel does not take it; and the plan's launches.
 #include "cuda/ops/kernel.hpp"
-#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/cublaslt/cublaslt.hpp"
+#include "cuda/ops/linear/gemv/gemv.hpp"
+#include "cuda/ops/linear/packed/packed.hpp"
+#include "cuda/ops/linear/tiles/tiles.hpp"
+#include "cuda/ops/linear/wgmma/wgmma.hpp"
 
 namespace cf::cuda {
 
-/// The launches of linear's kernel for packed weights; none of a call that another kernel takes.
-struct LinearLaunches {
-  std::vector<GptqPlan> packed;
-};
-inline std::string to_string(const LinearLaunches& p) { return p.packed.empty() ? "" : to_string(p.packed.front()); }
-
-Result<LinearLaunches> plan_linear(const Target&, const ops::Linear::Args&);
-Status launch_linear(const ops::Linear::Args&, const LinearLaunches&, LaunchList&);
+#define CF_KERNEL(Op, kernel, Plan)                                \
+  Result<Plan> plan_##kernel(const Target&, const ops::Op::Args&); \
+  Status launch_##kernel(const ops::Op::Args&, const Plan&, LaunchList&);
+#include "cuda/ops/linear/kernels.def"
+#undef CF_KERNEL
 
 }  // namespace cf::cuda

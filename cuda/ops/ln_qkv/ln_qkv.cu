@@ -128,10 +128,10 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 Status prepare(const ops::LnQkv::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
 
 Status launch_ln_qkv_packed(const ops::LnQkv::Args& a, const LnQkvPacked& plan, LaunchList& launches) {
-  return launch_packed<RopeAndAppend>(a, plan, launches);
+  return launch_packed_of<RopeAndAppend>(a, plan, launches);
 }
 Status launch_ln_qkv_dense(const ops::LnQkv::Args& a, const LnQkvDense& plan, LaunchList& launches) {
-  return launch_dense<RopeAndAppend>(a, plan.plan, launches);
+  return launch_dense_of<RopeAndAppend>(a, plan.plan, launches);
 }
 
 }  // namespace cf::cuda

@@ -283,7 +283,7 @@ LnQkvCall<Args> ln_qkv_call(const Args& a) {
 }
 
 template <template <class, int> class Op, class Args>
-Status launch_packed(const Args& a, const LnQkvPacked& plan, LaunchList& launches) {
+Status launch_packed_of(const Args& a, const LnQkvPacked& plan, LaunchList& launches) {
   constexpr std::string_view name = Args::Op::name;
   const GptqMatrix matrix = gptq_matrix(std::get<PackedWeight>(a.linear.weight), plan.layout);
   LnQkvCall<Args> c = ln_qkv_call(a);
@@ -300,7 +300,7 @@ Status launch_packed(const Args& a, const LnQkvPacked& plan, LaunchList& launche
 }
 
 template <template <class, int> class Op, class Args>
-Status launch_dense(const Args& a, const LnQkvPlan& plan, LaunchList& launches) {
+Status launch_dense_of(const Args& a, const LnQkvPlan& plan, LaunchList& launches) {
   constexpr std::string_view name = Args::Op::name;
   const std::int64_t tokens = Args::Op::dims(a).tokens();
   LnQkvCall<Args> c = ln_qkv_call(a);

@@ -52,10 +52,10 @@ struct ByHead : NormalisedTokens<T, Warps> {
 Status prepare(const ops::LnQkvHeads::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
 
 Status launch_ln_qkv_heads_packed(const ops::LnQkvHeads::Args& a, const LnQkvPacked& plan, LaunchList& launches) {
-  return launch_packed<ByHead>(a, plan, launches);
+  return launch_packed_of<ByHead>(a, plan, launches);
 }
 Status launch_ln_qkv_heads_dense(const ops::LnQkvHeads::Args& a, const LnQkvDense& plan, LaunchList& launches) {
-  return launch_dense<ByHead>(a, plan.plan, launches);
+  return launch_dense_of<ByHead>(a, plan.plan, launches);
 }
 
 }  // namespace cf::cuda
