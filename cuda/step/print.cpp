@@ -38,14 +38,15 @@ std::string bytes_text(double bytes) {
 
 }  // namespace
 
-std::string to_string(const StepPlan& plan) {
+std::string to_string(const StepPlan& plan, bool reasons) {
   std::string text;
   for (const PlannedNode& n : plan.nodes) {
     const std::string mode = to_string(n.mode);
-    text += n.node.at.name() + ": " + std::string(n.choice.kernel) + ", " + bytes_text(cost_of(n.node.call).bytes) +
-            (mode.empty() ? "" : "; " + mode) + "\n    " + n.choice.planned.text() + "\n";
+    text += std::string(n.node.at.site.name) + ": " + std::string(n.choice.kernel) + ", " +
+            bytes_text(cost_of(n.node.call).bytes) + (mode.empty() ? "" : "; " + mode) + "\n    " +
+            n.choice.planned.text() + "\n";
     for (const PassedOver& p : n.choice.passed_over)
-      text += "    not " + std::string(p.kernel) + ": " + p.reason + "\n";
+      if (reasons) text += "    not " + std::string(p.kernel) + ": " + p.reason + "\n";
   }
   return text;
 }

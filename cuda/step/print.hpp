@@ -8,8 +8,8 @@
 namespace cf::cuda {
 
 /// The nodes in order. A node's first line has its site, kernel, compulsory bytes and mode; below it stand the kernel's
-/// plan, and each kernel before it in the op's list with the reason why it does not take the call.
-std::string to_string(const StepPlan& plan);
+/// plan and, with `reasons`, each kernel before it in the op's list and why it does not take the call.
+std::string to_string(const StepPlan& plan, bool reasons = true);
 
 /// The GPUs that there are measured numbers for: "h100", "h200" and "rtx5090", and their limits.
 struct NamedArch {

@@ -29,11 +29,11 @@ using namespace cf::cuda;
 
 namespace {
 
-/// The outline of a model's step with caches of 64 entries.
+/// The outline of a model's step.
 struct Step : StepOutline {
-  Step(const ModelConfig& config, std::int64_t slots, DType dtype, WeightFormat linears)
-      : StepOutline(config.spec(), {.batch = slots, .q_len = 1, .table_rows = 64, .capacity = 64}, dtype, linears,
-                    slots) {}
+  Step(const ModelConfig& m, std::int64_t slots, DType dtype, WeightFormat linears, std::int64_t capacity = 64)
+      : StepOutline(m.spec(), {.batch = slots, .q_len = 1, .table_rows = capacity, .capacity = capacity}, dtype,
+                    linears, slots) {}
 };
 
 /// The first layer as a graph has it.
@@ -317,8 +317,7 @@ TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone h
     CAPTURE(name, kv_len);
     ModelConfig m = *find_preset(name);
     m.num_hidden_layers = 1;
-    Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
-    step.tensors.layer.max_kv_len = kv_len;
+    const Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128}, kv_len);
     const StepPlan planned = graph_of(step, kH200);
     for (const PlannedNode& n : planned.nodes)
       if (const auto* plan = std::any_cast<AttentionPlan>(&n.choice.planned.plan))
@@ -351,8 +350,7 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
         Case{"llama-3.1-8b", 0, 1, 64, true, false}, Case{"llama-3.1-8b", 4, 1, 64, true, false}}) {
     ModelConfig m = *find_preset(preset);
     m.num_hidden_layers = 1;
-    Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128});
-    step.tensors.layer.max_kv_len = kv_len;
+    const Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128}, kv_len);
     CAPTURE(preset, bits, slots, kv_len);
     int attentions = 0, sharing = 0;
     for (const PlannedNode& n : graph_of(step, kH200).nodes) {
