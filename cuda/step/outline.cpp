@@ -19,10 +19,11 @@ void StepOutline::pack(LinearParams& linear, const LinearSize& size, WeightForma
   const auto tiles = [](std::int64_t n, std::int64_t tile) { return std::int32_t((n + tile - 1) / tile); };
   // 8-bit codes have two columns an input, and an order.
   const int planes = format.bits / 4;
+  const std::int64_t group = format.group_size > 0 ? format.group_size : size.in;
   const GptqLayout layout{.row_tiles = tiles(size.out, kGptqRows),
                           .chunks = tiles(planes * size.in, kGptqColumns),
-                          .groups = planes * tiles(size.in, format.group_size),
-                          .columns_per_group = std::int32_t(format.group_size),
+                          .groups = planes * tiles(size.in, group),
+                          .columns_per_group = tiles(group, 32) * 32,
                           .inputs = std::int32_t(size.in),
                           .has_order = planes > 1,
                           .in_order = true,
