@@ -13,7 +13,7 @@ namespace {
 
 cuda::TokenRows rows_of(const RowsLayer& a) { return {.k = a.k_rows, .v = a.v_rows, .first = a.first, .last = a.last}; }
 
-/// Whether nothing is said against a launch of a graph on the stream.
+/// Whether a graph may be launched on the stream: it is not being captured.
 bool takes_graphs(CUstream_st* stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   // On the default stream, a capture on another stream makes this an error, which the launches then name.
