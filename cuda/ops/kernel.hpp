@@ -1,6 +1,7 @@
 #pragma once
 // How an op's kernel is chosen: the op has a list of kernels, best first, and the first that takes a call runs it.
 // Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
+#include <any>
 #include <functional>
 #include <span>
 #include <string>
@@ -19,13 +20,13 @@ namespace cf::cuda {
 struct Target {
   Arch arch;
   Scratch scratch{};
-  LaunchMode mode{};                         // how the call's launches stand beside those of other calls
   bool has_wgmma = true;                     // the device runs this build's code for Hopper's tensor cores
   bool (*has_gemm)() = [] { return true; };  // whether cuBLASLt is there. A call, as it loads the library
 };
 
 /// A call that a kernel has planned. The plan is made once: prepare() holds it.
 struct Planned {
+  std::any plan;                               // the kernel's own Plan
   std::function<std::string()> text;           // the plan
   std::function<Status(LaunchList&)> prepare;  // adds the plan's launches
 };
@@ -45,7 +46,7 @@ template <class Args, auto plan_of, auto launch>
 constexpr Kernel<Args> make_kernel(std::string_view name) {
   return {name, [](const Target& target, const Args& args) -> Result<Planned> {
             CF_TRY_ASSIGN(const auto plan, plan_of(target, args));
-            return Planned{[plan] { return to_string(plan); },
+            return Planned{plan, [plan] { return to_string(plan); },
                            [args, plan](LaunchList& launches) { return launch(args, plan, launches); }};
           }};
 }
@@ -88,6 +89,7 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 
 /// An op's kernels, best first.
 #define CF_OP(Op) std::span<const Kernel<ops::Op::Args>> kernels_of(const ops::Op::Args&);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 

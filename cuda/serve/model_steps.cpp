@@ -2,7 +2,7 @@
 #include <utility>
 
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_graph.hpp"
+#include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 
