@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/resources.hpp"
-#include "cuda/model/fastest_impl.hpp"
+#include "cuda/step/fastest_impl.hpp"
 #include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {

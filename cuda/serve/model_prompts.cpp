@@ -3,7 +3,7 @@
 
 #include "core/model/passes.hpp"
 #include "core/model/taps.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/serve/model_state.hpp"
 #include "cuda/step/capture.hpp"
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
