@@ -1,3 +1,4 @@
+#include "core/cache_view.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
@@ -38,13 +39,14 @@ Status run(const ops::Attention::Args& a) {
   CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
   return with_real(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
+    const CacheView cache(a.k_cache);
     return parallel_for(
         d.batch * d.heads, [&] { return std::vector<Real>(std::size_t(d.max_kv_len)); },
         [&](std::vector<Real>& scores, std::int64_t i_head) {
           const std::int64_t b = i_head / d.heads, h = i_head % d.heads;
-          const std::int64_t cache = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
-          const Real* keys = a.k_cache.as<const Real>().data + cache;
-          const Real* values = a.v_cache.as<const Real>().data + cache;
+          const std::int64_t first = cache.rows(b, d.kv_head(h), 0, a.kv_len.data[b]).first;
+          const Real* keys = a.k_cache.as<const Real>().data + first;
+          const Real* values = a.v_cache.as<const Real>().data + first;
           for (std::int64_t i = 0; i < d.q_len; ++i) {
             const std::int64_t row = ((b * d.q_len + i) * d.heads + h) * d.head_dim;
             const std::int64_t n = a.kv_len.data[b] - d.q_len + i + 1;
@@ -72,7 +74,7 @@ Result<Condition> condition(const ops::Attention::Args& a) {
   Rows<double> k, v;
   for (std::int64_t b = 0; b < d.batch; ++b)
     for (std::int64_t h = 0; h < d.heads; ++h) {
-      const std::int64_t most = a.kv_len.data[b], first = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
+      const std::int64_t most = a.kv_len.data[b], first = CacheView(a.k_cache).rows(b, d.kv_head(h), 0, most).first;
       k.resize(most, d.head_dim);
       v.resize(most, d.head_dim);
       widen_row(a.k_cache.data, a.k_cache.dtype, first, k.size(), k.data());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "core/resources.hpp"
 #include "cuda/model/fastest_impl.hpp"
 #include "cuda/model/linear_scratch.hpp"
@@ -84,12 +85,8 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
   t.layer.kv_len = arrays.kv_len;
   caches.clear();
   for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
-    LayerCache c = cache.layer(l);
-    for (AnyView<4>* v : {&c.k, &c.v}) {
-      v->shape[0] = batch;
-      v->data = static_cast<std::byte*>(v->data) + slot * (v->bytes() / batch);
-    }
-    caches.push_back(c);
+    const LayerCache c = cache.layer(l);
+    caches.push_back({cache_of(c.k, slot, batch), cache_of(c.v, slot, batch)});
   }
   t.caches = caches;
   t.logits = logits_to;
