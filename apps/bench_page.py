@@ -22,12 +22,11 @@ import console
 NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
-import bench_peers
 import bench_python
 import golden_file
-import model_peers
 import plot_bench
 from console import Refusal
+from peers import model_peers, programs
 
 MODELS = ("pythia-410m", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b", "pythia-12b")
 LLAMAS = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "qwen2.5-7b", "llama-3.1-8b")
@@ -57,8 +56,8 @@ class Figures:
         report = self[name]
         found = {}
         for c in report["configurations"] if report else ():
-            if step := bench_peers.step_of(c):
-                key = bench_peers.impl_of(c), c["batch"], bench_peers.kv_len_of(c)
+            if step := programs.step_of(c):
+                key = programs.impl_of(c), c["batch"], programs.kv_len_of(c)
                 found[key] = step["median_us"] * 1e-3, step["percent_of_read"]
         return found
 
@@ -292,8 +291,8 @@ def ablation(figures):
         for v in a["variants"]:
             if "median_us" in v:
                 key = v.get("choice", v.get("part")), v.get("value", v.get("variant"))
-                found.setdefault(key, {})[bench_peers.kv_len_of(a)] = v
-    kv_lens = [bench_peers.kv_len_of(a) for a in report["ablations"]]
+                found.setdefault(key, {})[programs.kv_len_of(a)] = v
+    kv_lens = [programs.kv_len_of(a) for a in report["ablations"]]
     rows = [[part, value, *(f"{of[k]['ratio']:.2f}x" if k in of else "-" for k in kv_lens)]
             for (part, value), of in found.items()]  # fmt: skip
     lines = [
@@ -559,8 +558,8 @@ PEERS_OF_KERNELS = (
     "gptq_linear is the four products of a layer, one token, int4 weights in groups of 128. torch's kernel has no "
     "bias, and of its three layouts the best one counts; Triton's has a bias and takes the weights as GPTQ stores "
     "them. Lines are those of code, without blank ones and comments: of Triton's kernel with the function that "
-    "launches it (`apps/triton_kernels.py`), and of our kernel's file with all that it includes of its family and of "
-    "`cuda/device`."
+    "launches it (`apps/peers/triton_kernels.py`), and of our kernel's file with all that it includes of its family and "
+    "of `cuda/device`."
 )
 
 BESIDE_OTHERS = (

@@ -31,12 +31,11 @@ import console
 NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
-import bench_peers
 import dump_hf
 import golden_file
 import model_config
-import model_peers
 from console import Refusal
+from peers import model_bench, model_peers, programs, timing
 
 PARTS = ("model", "ops", "clusterfusion")
 # The models that ClusterFusion's port has calls for, and how their names begin.
@@ -180,11 +179,11 @@ def timed_calls(call, calls, rewind=lambda: None):
     for _ in range(DEVICE_BLOCKS):
         time_us = device_us(call, BLOCK, rewind)
         on_device += [] if time_us is None else [time_us]
-    device = {"device_us": bench_peers.spread(on_device)["median_us"]} if on_device else {}
-    found = bench_peers.spread([time_us for block in host[1:] for time_us in block])
+    device = {"device_us": timing.spread(on_device)["median_us"]} if on_device else {}
+    found = timing.spread([time_us for block in host[1:] for time_us in block])
     return {
         "calls": BLOCK * (len(host) - 1),
-        "call_us": bench_peers.spread(call_to_call[1:])["median_us"],
+        "call_us": timing.spread(call_to_call[1:])["median_us"],
         "host_us": found["median_us"],
         "host_p10_us": found["p10_us"],
         "host_p99_us": found["p99_us"],
@@ -194,7 +193,8 @@ def timed_calls(call, calls, rewind=lambda: None):
 
 def op_calls(dtype="float16"):
     """{name: a call without arguments} of every op, in both of its forms, on the small tensors of the self-check.
-    Before them stands torch's sum of two small tensors: what the host takes for a call that computes next to nothing."""
+    Before them stands torch's sum of two small tensors: what the host takes for a call that computes next to nothing.
+    """
     import torch
 
     from cf_ops import _core, ops, selfcheck, torch_ops
@@ -291,7 +291,7 @@ class LayerCalls:
             self.call("destroy_graph_context")(self.ID)
 
 
-class PythonBench(bench_peers.ModelBench):
+class PythonBench(model_bench.ModelBench):
     """The rows of the package's calls, beside cf-model's."""
 
     WHAT = "the Python package on one GPU, float16: this library beside Hugging Face in one run"
@@ -389,7 +389,7 @@ def parse_arguments(argv):
                         help="seconds that one measurement may take (default 90)")  # fmt: skip
     parser.add_argument("--time-limit-s", type=count, default=400, metavar="N",
                         help="seconds after which nothing more is measured (default 400)")  # fmt: skip
-    parser.add_argument("--cf-model", default=os.path.join(bench_peers.BUILD, "cf-model"), metavar="FILE",
+    parser.add_argument("--cf-model", default=os.path.join(programs.BUILD, "cf-model"), metavar="FILE",
                         help="the program")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write everything there, anew after each measurement")
     args = parser.parse_args(argv)

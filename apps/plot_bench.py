@@ -26,12 +26,11 @@ import console
 NAME = os.path.basename(__file__)
 console.require_numpy(NAME)
 
-import bench_peers
 import bench_python
 import golden_file
 import model_config
-import model_peers
 from console import Refusal
+from peers import model_peers, programs, table, torch_norm
 
 
 def read_json(path):
@@ -65,14 +64,14 @@ def read_report(path):
         raise Refusal(f"{path}: expected a file of bench_peers.py or of cf-layer --backend cuda")
     rows = report["results"]["stack"] if "results" in report else []
     if not rows:
-        rows = [row for p in layers for row in bench_peers.layer_rows(p, p["model"])]
+        rows = [row for p in layers for row in programs.layer_rows(p, p["model"])]
     return [of_today(row) for row in rows if "median_us" in row], layers, layers[0]["gpu"]
 
 
 def curves(rows):
     """{(preset, batch): {system: [(kv_len, time_us)]}}, with the floor as a system of its own."""
     found = {}
-    for row in sorted(rows, key=bench_peers.work):
+    for row in sorted(rows, key=table.work):
         systems = found.setdefault((row["preset"], row["batch"]), {})
         systems.setdefault(row["system"], []).append((row["kv_len"], row["median_us"]))
         if "read_best_gb_per_s" in row:
@@ -86,12 +85,12 @@ def shares(layers):
     longest = {}
     for report in layers:
         for c in report["configurations"]:
-            key = report["model"], c["batch"], bench_peers.impl_of(c)
-            if c["sites"] and bench_peers.kv_len_of(c) >= bench_peers.kv_len_of(longest.get(key, c)):
+            key = report["model"], c["batch"], programs.impl_of(c)
+            if c["sites"] and programs.kv_len_of(c) >= programs.kv_len_of(longest.get(key, c)):
                 longest[key] = c
     return [
         (
-            f"{model}, batch {batch}, {impl}, kv_len {bench_peers.kv_len_of(c)}",
+            f"{model}, batch {batch}, {impl}, kv_len {programs.kv_len_of(c)}",
             [(t["site"] + cause(t["percent_of_read"], t), t["percent_of_read"]) for t in (*c["sites"], c["total"])],
         )
         for (model, batch, impl), c in sorted(longest.items())
@@ -104,9 +103,9 @@ def growths(report):
     found = []
     times = {}
     for c in report["configurations"]:
-        if step := bench_peers.step_of(c):
-            of_impl = times.setdefault((report["model"], c["batch"], bench_peers.impl_of(c)), {})
-            of_impl[c.get("step_layers", c["resident_layers"]), bench_peers.kv_len_of(c)] = step["median_us"]
+        if step := programs.step_of(c):
+            of_impl = times.setdefault((report["model"], c["batch"], programs.impl_of(c)), {})
+            of_impl[c.get("step_layers", c["resident_layers"]), programs.kv_len_of(c)] = step["median_us"]
     for (model, batch, impl), of_impl in times.items():
         most, shortest = max(layers for layers, _ in of_impl), min(kv_len for _, kv_len in of_impl)
         heading = f"{model}, batch {batch}, {impl}"
@@ -270,7 +269,7 @@ def token_times(report):
     found = {}
     for row in report["results"]["model"]:
         if "tpot_ms" in row:
-            found.setdefault(bench_peers.model_peers.work(row), []).append((row["system"], row["tpot_ms"]))
+            found.setdefault(model_peers.work(row), []).append((row["system"], row["tpot_ms"]))
     return [
         (
             f"{preset}, {slots} prompt{'s' if slots > 1 else ''} of {prompt_len}, {new_tokens} new tokens",
@@ -327,13 +326,13 @@ def cell(row, what, ratio):
 
 def stack_table(report):
     """The lines of a table of cf-layer's ways to run a stack: all layers in milliseconds, and the share of the read."""
-    rows = bench_peers.layer_rows(report, report["model"])
+    rows = programs.layer_rows(report, report["model"])
     systems = list(dict.fromkeys(row["system"] for row in rows))
     lines = [f"{report['gpu']}, commit {report['commit']}: `{report['command']}`", ""]
     lines.append(f"| {report['model']} [ms] | batch | kv_len | " + " | ".join(systems) + " |")
     lines.append("|---|---:|---:|" + "---:|" * len(systems))
-    for key in sorted({bench_peers.work(row) for row in rows}):
-        found = {row["system"]: row for row in rows if bench_peers.work(row) == key}
+    for key in sorted({table.work(row) for row in rows}):
+        found = {row["system"]: row for row in rows if table.work(row) == key}
         cells = [cell(found.get(system), "stack", None) for system in systems]
         lines.append("| " + " | ".join([*map(str, key), *cells]) + " |")
     for heading, unit, points in growths(report):
@@ -360,11 +359,11 @@ def tables(path, without=()):
         if not rows or what in without:
             continue
         systems = list(dict.fromkeys(row["system"] for row in rows))
-        ratio = {(*bench_peers.work(r), r["peer"]): r["ratio"] for r in report["ratios"][what]}
+        ratio = {(*table.work(r), r["peer"]): r["ratio"] for r in report["ratios"][what]}
         by_work = {}
         for row in rows:
-            by_work.setdefault(bench_peers.work(row), {})[row["system"]] = row
-        unit, count = "ms" if what == "stack" else "us", "tokens" if what in bench_peers.NORM_PEERS else "batch"
+            by_work.setdefault(table.work(row), {})[row["system"]] = row
+        unit, count = "ms" if what == "stack" else "us", "tokens" if what in torch_norm.NORM_PEERS else "batch"
         lines += ["", f"| {what} [{unit}] | {count} | kv_len | " + " | ".join(systems) + " |"]
         lines.append("|---|---:|---:|" + "---:|" * len(systems))
         for key, found in sorted(by_work.items()):

@@ -13,6 +13,7 @@ namespace cf::cpu_ref {
   Status run(const ops::Op::Args&); \
   Result<Condition> condition(const ops::Op::Args&);
 #include "core/ops/ops.def"
+#include "core/ops/fused.def"
 #undef CF_OP
 
 /// Gives the calling thread's parallel work from now on so many threads, and starts them: memory that is taken later

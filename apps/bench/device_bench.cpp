@@ -283,21 +283,12 @@ class Bench {
       c.report.name = std::move(name);
       return c;
     };
-    std::vector<cuda::PersistentVariant> variants = cuda::persistent_variants(timer_.context().arch(), own.plan());
-    for (std::size_t i = 0; i < variants.size(); ++i) {
-      const cuda::PersistentVariant v = variants[i];
+    for (const cuda::PersistentVariant& v : cuda::persistent_variants(own.plan())) {
       Candidate& c = add(v.choice, v.value);
       Result<PersistentKernel> made = make_kernel(session_, v.choices);
       c.report.plan = made ? to_string(made->plan()) : made.status().message();
       if (!made) continue;
-      const cuda::PersistentPlan plan = made->plan();
-      c.same_bits = cuda::same_bits(plan, own.plan());
-      // Clusters leave SMs out. A variant without clusters on as many blocks tells what that alone costs.
-      if (plan.cluster_merge && plan.grid < own.plan().grid)
-        variants.insert(variants.begin() + std::ptrdiff_t(i) + 1,
-                        {v.choice,
-                         std::to_string(plan.attention_splits) + " splits, in device memory, as many blocks",
-                         {.blocks = plan.grid, .attention_splits = plan.attention_splits}});
+      c.same_bits = cuda::same_bits(made->plan(), own.plan());
       c.step = [this, kernel = std::make_shared<PersistentKernel>(std::move(*made))] {
         return kernel->enqueue(timer_.context().stream(), 0, layers(), session_.tensors(0).hidden,
                                session_.tensors(layers() - 1).output);

@@ -6,9 +6,9 @@
 #include <optional>
 #include <utility>
 
-#include "cuda/model/model.hpp"
-#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/check.hpp"
+#include "cuda/serve/model.hpp"
 
 namespace cf::apps {
 namespace {

@@ -10,7 +10,7 @@
 #include "core/procedural.hpp"
 #include "cuda/graph/capture.hpp"
 #include "cuda/model/linear_scratch.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/range.hpp"

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
 #include "cuda/runtime/memory.hpp"

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "cuda/model/model.hpp"
+#include "cuda/serve/model.hpp"
 
 namespace cf::apps {
 

@@ -31,6 +31,22 @@ inline Example<Linear> make(For<Linear>, Model m, Load w) {
   return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, false, {}, rows_of_output(epilogue)},
           {.epilogue = epilogue}};
 }
+/// The layer's two products whose results are added to the hidden state.
+inline Example<LinearSum> make(For<LinearSum>, Model m, Load w) {
+  return {{w.tokens(), m.shape.attention_size(), m.shape.intermediate_size, m.shape.hidden_size}, {}};
+}
+/// The norm before the MLP, and the MLP's first product.
+inline Example<RmsLinear> make(For<RmsLinear>, Model m, Load w) {
+  const Epilogue epilogue = epilogue_of(m.traits.activation);
+  return {{w.tokens(), m.shape.hidden_size, m.shape.intermediate_size, rows_of_output(epilogue)},
+          {.epilogue = epilogue, .eps = m.traits.layer_norm_eps}};
+}
+inline Example<RmsQkv> make(For<RmsQkv>, Model m, Load w) {
+  const ModelShape& s = m.shape;
+  return {{w.batch, w.q_len, s.hidden_size, s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(),
+           w.cache_capacity()},
+          {.eps = m.traits.layer_norm_eps}};
+}
 inline Example<Rope> make(For<Rope>, Model m, Load w) {
   const ModelShape& s = m.shape;
   return {{w.tokens(), s.num_heads, s.num_kv_heads, s.head_dim, s.rotary_dim, w.cache_capacity(), s.qkv_layout},

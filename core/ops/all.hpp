@@ -3,15 +3,17 @@
 
 #include "core/ops/attention.hpp"
 #include "core/ops/decode_layer.hpp"
-#include "core/ops/dual_layernorm.hpp"
 #include "core/ops/embedding.hpp"
 #include "core/ops/kv_append.hpp"
 #include "core/ops/layernorm.hpp"
 #include "core/ops/layernorm_residual.hpp"
 #include "core/ops/linear.hpp"
+#include "core/ops/linear_sum.hpp"
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/ln_qkv_heads.hpp"
 #include "core/ops/residual_layernorm.hpp"
+#include "core/ops/rms_linear.hpp"
+#include "core/ops/rms_qkv.hpp"
 #include "core/ops/rmsnorm.hpp"
 #include "core/ops/rope.hpp"
 #include "core/ops/rope_append.hpp"
@@ -30,4 +32,12 @@ using All = detail::Tail<void
 #include "core/ops/ops.def"
 #undef CF_OP
                          >::type;
+/// Every op of fused.def.
+using Fused = detail::Tail<void
+#define CF_OP(Op) , Op
+#include "core/ops/fused.def"
+#undef CF_OP
+                           >::type;
+/// Both.
+using Every = decltype(std::tuple_cat(All{}, Fused{}));
 }  // namespace cf::ops

@@ -94,6 +94,23 @@ struct LnQkv {
     CF_TRY(f(Rope::Args{.qkv = w, .cos = a.cos, .sin = a.sin, .positions = a.positions, .q = a.q, .k = a.k, .v = a.v}));
     return f(KvAppend::Args{.k = a.k, .v = a.v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache});
   }
+  /// The inverse of for_each_part. Each part reads what the part before it makes; `linear` has no epilogue.
+  static Args of_parts(const LayerNorm::Args& norm, const Linear::Args& linear, const Rope::Args& rope,
+                       const KvAppend::Args& append) {
+    return {.x = norm.x,
+            .norm = norm.norm,
+            .linear = linear.linear,
+            .cos = rope.cos,
+            .sin = rope.sin,
+            .positions = rope.positions,
+            .kv_len = append.kv_len,
+            .q = rope.q,
+            .k = rope.k,
+            .v = rope.v,
+            .k_cache = append.k_cache,
+            .v_cache = append.v_cache,
+            .eps = norm.eps};
+  }
 };
 
 }  // namespace cf::ops

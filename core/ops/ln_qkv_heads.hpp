@@ -9,7 +9,8 @@ namespace cf::ops {
 ///   q[b,h,s,d] = sum_k z[b,s,k] * W[h * head_dim + d, k] + bias           h < heads
 ///   k[b,h,s,d] = the same with row (heads + h) * head_dim + d of W        h < kv_heads
 ///   v[b,h,s,d] = the same with row (heads + kv_heads + h) * head_dim + d
-/// W is the query, key and value projections one below the other; z is not an output.
+/// W is the query, key and value projections one below the other; z is not an output. For programs that call ops: no model
+/// of this library uses it.
 /// Source: Ainslie et al. 2023 (arXiv:2305.13245); transformers' q_proj, k_proj and v_proj, as in LlamaAttention.
 /// Refuses what LayerNorm and Linear refuse, and heads that kv_heads do not divide.
 struct LnQkvHeads {

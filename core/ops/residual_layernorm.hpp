@@ -5,7 +5,8 @@ namespace cf::ops {
 
 /// h[t,c] = x + a + b;  y[t,c] = LayerNorm(h)[t,c]. Both are returned. The norm reads h as stored: rounded to the
 /// activation's dtype, so that y is the LayerNorm of the h that the caller sees.
-/// With a = attention and b = mlp this is the end of a parallel-residual layer and the beginning of the next.
+/// With a = attention and b = mlp this is the end of a parallel-residual layer and the beginning of the next. For
+/// programs that call ops: no model of this library uses it.
 /// Refuses eps <= 0.
 struct ResidualLayerNorm : NormContract<ResidualLayerNorm> {
   static constexpr std::string_view name = "residual_layernorm";

@@ -19,12 +19,4 @@ __device__ inline std::uint32_t shared_address_in(unsigned rank, const void* p) 
   return there;
 }
 
-/// The pointer to the same element in the shared memory of the cluster's block `rank`.
-template <class T>
-__device__ T* shared_pointer_in(unsigned rank, T* p) {
-  T* there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
-  return there;
-}
-
 }  // namespace cf::cuda

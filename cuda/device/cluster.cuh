@@ -28,12 +28,6 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/// Waits until all threads of the cluster's blocks have come here. Each thread then sees what any of them has stored
-/// before. All threads of a warp call this at once.
-__device__ inline void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 /// Values that the blocks of a cluster send into one block's shared memory; only the receiving block waits for them.
 /// The inbox costs one barrier of the cluster. A block arrives at that barrier in open(), and waits for it only before
 /// its first send. A block may leave when it has sent its values; a block that sends none may

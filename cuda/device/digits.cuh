@@ -10,7 +10,7 @@ namespace cf::cuda {
 /// The largest |v| of an activation. It leaves room for the carry of the low digit.
 inline constexpr float kLargestDigits = 32512;
 
-/// The digits of eight integers, in the order of the codes in a word of cuda/ops/linear/pack_format.hpp: word 0 of
+/// The digits of eight integers, in the order of the codes in a word of cuda/ops/linear/pack/format.hpp: word 0 of
 /// a digit is of elements 0, 2, 1, 3, word 1 of elements 4, 6, 5, 7.
 struct DigitWords {
   std::uint32_t low[2], high[2];

@@ -107,18 +107,6 @@ __device__ inline ulonglong2 load_relaxed(const std::uint64_t* from) {
   return bits;
 }
 
-/// store_relaxed() to a generic address, such as one in the shared memory of another block of the cluster.
-__device__ inline void store_relaxed_anywhere(std::uint64_t* to, std::uint64_t bits) {
-  asm volatile("st.relaxed.gpu.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");
-}
-
-/// load_relaxed() from a generic address.
-__device__ inline ulonglong2 load_relaxed_anywhere(const std::uint64_t* from) {
-  ulonglong2 bits;
-  asm volatile("ld.relaxed.gpu.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(from) : "memory");
-  return bits;
-}
-
 /// Store eight or four bytes to the host's memory. The host sees all of them or none.
 __device__ inline void store_for_host(std::uint64_t* to, std::uint64_t bits) {
   asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(to), "l"(bits) : "memory");

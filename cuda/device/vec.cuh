@@ -215,4 +215,16 @@ __device__ inline void store_scalar(void* p, DType dtype, long i, float v) {
     static_cast<float*>(p)[i] = v;
 }
 
+/// a - b of two pairs of 16-bit numbers, each rounded once.
+__device__ inline std::uint32_t difference(std::uint32_t a, std::uint32_t b, f16) {
+  std::uint32_t d;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ inline std::uint32_t difference(std::uint32_t a, std::uint32_t b, bf16) {
+  std::uint32_t d;
+  asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 }  // namespace cf::cuda

@@ -28,7 +28,7 @@ cudaError_t get_dependencies(cudaStream_t stream, const cudaGraphNode_t** nodes,
 }  // namespace
 
 Status DataflowCapture::add(std::span<const void* const> reads, std::span<const void* const> writes,
-                            const LaunchList& launches, const LaunchMode& mode) {
+                            const LaunchList& launches, bool early) {
   std::vector<const void*> all_writes(writes.begin(), writes.end());
   if (launches.uses_scratch()) all_writes.push_back(launches.scratch().data);
   std::vector<cudaGraphNode_t> after;
@@ -40,13 +40,13 @@ Status DataflowCapture::add(std::span<const void* const> reads, std::span<const 
       after.push_back(node);
       edges.emplace_back();
       // A library's kernel does not wait for its predecessors by itself, and only a kernel lets its successor start.
-      if (!mode.early || launches.has_calls() || type != cudaGraphNodeTypeKernel) continue;
+      if (!early || launches.has_calls() || type != cudaGraphNodeTypeKernel) continue;
       edges.back().from_port = cudaGraphKernelNodePortProgrammatic;
       edges.back().type = cudaGraphDependencyTypeProgrammatic;
     }
   CF_TRY(from_cuda(set_dependencies(context_.stream(), after, edges), "cudaStreamUpdateCaptureDependencies"));
   // The edges say which launches are early; the launches themselves must not.
-  CF_TRY(launches.submit(context_.stream(), {.urgent = mode.urgent, .shared_percent = mode.shared_percent}));
+  CF_TRY(launches.submit(context_.stream()));
 
   const cudaGraphNode_t* nodes = nullptr;
   std::size_t count = 0;

@@ -22,30 +22,27 @@ class DataflowCapture {
   const Arch& arch() const { return context_.arch(); }
 
   /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it
-  /// overwrites. With `mode.early` its kernel may start before these are done, but a library's call never does.
+  /// overwrites. With `early` its kernel may start before these are done, but a library's call never does.
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
-    LaunchList launches(context_, scratch_);
-    if (mode.after_waiting) launches.start_after_waiting();
-    if (mode.shares_sms) launches.share_sms();
-    if (mode.leaves_room) launches.leave_room();
+    LaunchList launches(context_, scratch_, mode);
     CF_TRY(prepare(args, launches));
-    return add(args, launches, mode);
+    return add(args, launches, mode.early);
   }
   /// The same with the launches that the op has prepared.
   template <class Args>
-  Status add(const Args& args, const LaunchList& launches, const LaunchMode& mode) {
+  Status add(const Args& args, const LaunchList& launches, bool early) {
     using Op = typename Args::Op;
     std::vector<const void*> reads, writes;
     Op::tensors(Op::dims(args), args, [&](const TensorSpec& t, const auto& view, const auto&) {
       if (is_read(t.role) || is_index(t.role)) reads.push_back(view.data);
       if (is_written(t.role)) writes.push_back(view.data);
     });
-    return add(reads, writes, launches, mode);
+    return add(reads, writes, launches, early);
   }
   /// Adds launches that read and write the tensors at these addresses, and the scratch memory where the list uses it.
   Status add(std::span<const void* const> reads, std::span<const void* const> writes, const LaunchList& launches,
-             const LaunchMode& mode);
+             bool early);
   /// The last nodes of the op that was added last: of one launch, its node.
   const std::vector<CUgraphNode_st*>& last_nodes() const { return nodes_.back(); }
 

@@ -1,6 +1,6 @@
 #include "cuda/model/layer_ops.hpp"
 
-#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 

@@ -7,7 +7,7 @@
 #include "core/ops/ln_qkv.hpp"
 #include "core/ops/rope_append.hpp"
 #include "cuda/ops/attention/attention.hpp"
-#include "cuda/ops/linear/linear_sum.hpp"
+#include "cuda/ops/linear/packed/sum.hpp"
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/launch_list.hpp"

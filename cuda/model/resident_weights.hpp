@@ -7,7 +7,7 @@
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
 #include "core/weights.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/runtime/context.hpp"
 
 namespace cf::cuda {

@@ -1,6 +1,17 @@
 #include "cuda/ops/run.hpp"
 
+#include "cuda/ops/prepare.hpp"
+#include "cuda/runtime/wgmma.hpp"
+
 namespace cf::cuda {
+
+Target target_of(const LaunchList& launches) {
+  return {.arch = launches.arch(),
+          .scratch = launches.scratch(),
+          .mode = launches.mode(),
+          .has_wgmma = runs_wgmma(launches.device()),
+          .has_gemm = has_gemm};
+}
 
 #define CF_OP(Op)                                                           \
   Status run(const ops::Op::Args& args, Context& context) {                 \

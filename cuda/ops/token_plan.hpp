@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/runtime/plan_text.hpp"
+
 namespace cf::cuda {
 
 /// The most threads of a block that a TokenPlan has.
@@ -13,6 +15,10 @@ struct TokenPlan {
   int threads;  // of a block, whole warps
   int blocks;   // of a token
 };
+
+inline std::string to_string(const TokenPlan& p) {
+  return plan_text({{p.blocks, "blocks a token"}, {p.threads, "threads"}});
+}
 
 constexpr TokenPlan token_plan(std::int64_t vectors) {
   const std::int64_t blocks = (vectors + kTokenThreads - 1) / kTokenThreads;

@@ -37,7 +37,7 @@ struct KeySplit {
     kv_head = by.group_shares.quotient(share);
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
-    splits = min(max(by.split_keys.quotient(kv_len + c.plan.split_keys - 1), 1), c.plan.attention_splits);
+    splits = min(max((kv_len + kSplitKeys - 1) / kSplitKeys, 1), c.plan.attention_splits);
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
     const int each = int((unsigned(kv_len) + unsigned(splits) - 1) / unsigned(splits)),
               keys = (each + kTileKeys - 1) / kTileKeys * kTileKeys;

@@ -104,7 +104,7 @@ class HelperWarps {
 #pragma unroll 1
     for (int item = int(blockIdx.x); item < KeySplit::count(c); item += c.plan.grid) {
       const KeySplit split(c, item, block.token);
-      if (split.is_used() && !merge(split, item)) return false;
+      if (split.is_used() && !merge(split)) return false;
     }
     return true;
   }
@@ -114,22 +114,16 @@ class HelperWarps {
   static __device__ int first_gathered(int of, int splits, int floats) {
     return Grouped ? of / splits * splits * floats : 0;
   }
-  /// Where the partial results of a head's splits meet: in device memory, or, of a cluster merge, in the shared memory
-  /// of the merging block.
-  __device__ Tagged* head_partials(const KeySplit& split, int item, int of, int floats) const {
-    if (!c.plan.cluster_merge)
-      return c.partials + (split.batch_head<Grouped>(c) + of) * c.plan.attention_splits * floats;
-    Tagged* const inbox = block.at<Tagged>(c.layout.inbox) + item / c.plan.grid * c.layout.merged_floats +
-                          first_gathered(of, split.splits, floats);
-    const int at = merger(of, split.splits);
-    return split.split == at ? inbox : shared_pointer_in(unsigned(at), inbox);
+  /// Where the partial results of a head's splits meet in device memory.
+  __device__ Tagged* head_partials(const KeySplit& split, int of, int floats) const {
+    return c.partials + (split.batch_head<Grouped>(c) + of) * c.plan.attention_splits * floats;
   }
   /// Merges the partial results of the block's warps. Where a share's keys have several splits, each split's block
   /// first sends its partial result of a head to the block that merges this head. It then merges its own heads, from
   /// the partial results of all splits. Blocks take key splits in the order of their numbers, and a block has at most
   /// one split of a share, since there are no more splits than blocks. So a split waits for splits of its own share and
   /// of earlier shares alone: no two blocks wait for each other forever.
-  __device__ bool merge(const KeySplit& split, int item) {
+  __device__ bool merge(const KeySplit& split) {
     const int head_dim = c.dims.head_dim, splits = split.splits, floats = partial_floats(head_dim),
               heads = share_heads<Grouped>(c), lane = block.thread() % 32;
     const long first_head = split.batch_head<Grouped>(c);
@@ -151,13 +145,13 @@ class HelperWarps {
     const auto gather = [&](int of) {
       return [tag, keeps = split.split == merger(of, splits),
               kept = all_gathered + first_gathered(of, splits, floats) + split.split * floats,
-              sent = head_partials(split, item, of, floats) + split.split * floats](int d, float sum,
-                                                                                    const SoftmaxState& whole) {
+              sent = head_partials(split, of, floats) + split.split * floats](int d, float sum,
+                                                                              const SoftmaxState& whole) {
         const auto put = [&](int i, float v) {
           if (keeps)
             kept[i] = v;
           else
-            store_tagged_anywhere(sent + i, v, tag);
+            store_tagged(sent + i, v, tag);
         };
         put(2 + d, sum);
         if (d == 0) put(0, whole.max), put(1, whole.sum);
@@ -184,7 +178,7 @@ class HelperWarps {
 #pragma unroll 1
       for (int of = split.split; of < heads; of += splits) {
         float* const gathered = all_gathered + first_gathered(of, splits, floats);
-        if (!await_partials(head_partials(split, item, of, floats), gathered, floats, split)) return false;
+        if (!await_partials(head_partials(split, of, floats), gathered, floats, split)) return false;
         merge_partials(
             block, splits, all,
             [&](int i) {
@@ -212,7 +206,7 @@ class HelperWarps {
         return of_others + (Grouped && of_others < own ? 0 : floats);
       };
       const auto load = [&](int u) {
-        if (in_range(u)) load_tagged_anywhere(partials + at(u), two[u]);
+        if (in_range(u)) load_tagged(partials + at(u), two[u]);
       };
       const auto here = [&](int u) {
         return !in_range(u) || (two[u][0].tag == block.tag(layer) && two[u][1].tag == block.tag(layer));

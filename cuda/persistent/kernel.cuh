@@ -90,7 +90,6 @@
 // epilogue: code behind it would run twice.
 #include <cuda_runtime.h>
 
-#include "cuda/device/cluster.cuh"
 #include "cuda/persistent/helper_warps.cuh"
 #include "cuda/persistent/launch.hpp"
 #include "cuda/persistent/product_warps.cuh"
@@ -130,17 +129,12 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
     }
     block.at<std::uint64_t>(c.layout.best)[thread] = 0;
   }
-  for (int i = thread; i < c.layout.inbox_bytes / 4; i += kBlockThreads)
-    block.at<unsigned>(c.layout.inbox)[i] = 0;  // no launch has the tag 0
   __syncthreads();
-  if (c.plan.cluster_merge) sync_cluster();  // before another block writes to the inbox
 }
 
 /// Leaves the kernel. The last block to leave makes the grid's state ready for the next launch.
 __device__ inline void end_block(const PersistentArguments& c) {
   __syncthreads();
-  // A block's shared memory must exist until the cluster's other blocks have written to it.
-  if (c.plan.cluster_merge) sync_cluster();
   if (threadIdx.x != 0) return;
   GridState* const grid = c.grid_state;
   if (fetch_add(&grid->blocks_left, 1) != unsigned(c.plan.grid) - 1) return;

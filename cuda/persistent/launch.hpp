@@ -28,8 +28,4 @@ Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int de
 Status launch_persistent(const void* kernel, const PersistentArguments& arguments, bool cooperative,
                          CUstream_st* stream);
 
-/// Blocks that the device holds at once in clusters of the plan. A cluster lies within one part of the GPU, so that
-/// fewer blocks may fit than there are SMs.
-Result<int> resident_cluster_blocks(const void* kernel, const PersistentPlan& plan);
-
 }  // namespace cf::cuda

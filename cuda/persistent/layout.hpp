@@ -1,7 +1,7 @@
 #pragma once
 // The shared memory of a block. Without CUDA: the plan depends on it.
 #include "core/host_device.hpp"
-#include "cuda/ops/linear/pack_format.hpp"
+#include "cuda/ops/linear/pack/format.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
 #include "cuda/persistent/protocol.hpp"
@@ -143,7 +143,6 @@ struct PersistentLayout {
   // At the PartialsPlace:
   int warp_values;   // (product warps, share_heads, values_stride) each warp's weighted values
   int gathered;      // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
-  int inbox;         // of a cluster merge: the partial results that the cluster's other blocks send
   int moments;       // (2, product warps) each warp's Welford state
   int norm_weights;  // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;        // (batch, hidden_row) input_layernorm's output, then the context
@@ -153,8 +152,6 @@ struct PersistentLayout {
   int sums;          // partial sums of the products
   int ring;          // (ring_bytes)
 
-  int merged_floats;  // of the partial results that a block merges of a share, at most
-  int inbox_bytes;
   int hidden_row;  // bytes from one token to the next, of hidden and of the context
   int act_row;     // the same of mlp.act: the whole row of one token, a slice of each of several tokens
   int bytes;       // of all
@@ -195,12 +192,8 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = p.act_in_registers ? 0 : ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
-  l.merged_floats = merged_partials(p) * partial_floats(d.head_dim);
-  // A block has a slot of the inbox for each key split that it merges in a layer.
-  const int block_splits = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
-  l.inbox_bytes = p.cluster_merge ? block_splits * l.merged_floats * int(sizeof(Tagged)) : 0;
   const int values_bytes = kProductWarps * p.share_heads * values_stride(d.head_dim, p.share_heads) * 4,
-            gathered_bytes = p.attention_splits > 1 ? l.merged_floats * 4 : 0;
+            gathered_bytes = p.attention_splits > 1 ? merged_partials(p) * partial_floats(d.head_dim) * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
   l.barriers = place((2 * kMaxRingStages + kSignals) * 8);
@@ -228,7 +221,6 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
     return begin;
   };
   if (p.partials_place == PartialsPlace::own) place_partials();
-  l.inbox = place(l.inbox_bytes);
   l.moments = place(2 * kProductWarps * kMomentsBytes);
   l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
   l.attn_x = place_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsPlace::attn_x);

@@ -1,5 +1,5 @@
 #pragma once
-// Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack_format.hpp), from the ring, by integer
+// Products of up to eight tokens with packed GPTQ weights (cuda/ops/linear/pack/format.hpp), from the ring, by integer
 // tensor cores.
 //
 // Activations are quantised to 16-bit integers v. A group of 128 columns has one factor: x[k] = factor * v[k]. The
@@ -16,7 +16,7 @@
 // Where groups of weights are no multiple of 128 columns, each 32 columns have sums of their own. An 8-bit code
 // is stored as two 4-bit codes, in two columns. Both columns multiply the same activation.
 //
-// gptq_fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
+// packed/fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
 // digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
 #include "cuda/device/digits.cuh"
 #include "cuda/persistent/product.cuh"

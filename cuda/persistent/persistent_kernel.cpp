@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/contract.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/persistent/arguments.hpp"
 #include "cuda/persistent/launch.hpp"
 #include "cuda/runtime/check.hpp"
@@ -241,16 +241,6 @@ std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
   return end;
 }
 
-/// The plan. Where it merges in clusters and no number of blocks is chosen, it has as many as the device holds at once.
-Result<PersistentPlan> plan_for_device(const Context& context, const PersistentModel& model, std::int64_t batch,
-                                       PersistentChoices choices, PersistentKernelLookup kernels) {
-  Result<PersistentPlan> plan = plan_persistent(context.arch(), model, batch, choices);
-  if (!plan || !plan->cluster_merge || choices.blocks) return plan;
-  CF_TRY_ASSIGN(const int blocks, resident_cluster_blocks(kernels(*plan, model.dtype), *plan));
-  choices.blocks = std::min(plan->grid, blocks);
-  return plan_persistent(context.arch(), model, batch, choices);
-}
-
 }  // namespace
 
 struct PersistentKernel::State {
@@ -281,14 +271,12 @@ struct PersistentKernel::State {
   PersistentArguments arguments_for(std::int64_t first, std::int64_t last, const ConstAnyView<2>& input,
                                     const AnyView<2>& output) const;
   Status launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream);
-  /// Copies the pointers of all layers to device memory of their own, for the launches that follow.
-  Status add_table(const std::vector<LayerPointers>& all);
 
   Context context;
   PersistentModel model;
   PersistentArguments arguments;        // of every launch, but for its layers, input, output and phases
   std::vector<LayerPointers> pointers;  // of all layers, then of the head
-  std::vector<DeviceMemory> tables;     // the last one holds `pointers`; launches may still read the others
+  DeviceMemory table;                   // holds `pointers`
   std::int64_t first_model_layer = 0;
   const void* kernel = nullptr;
   std::uint64_t launched_wait_limit_ns = 0;
@@ -318,7 +306,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
   const PersistentChoices choices = for_capacity(options.choices, batch, capacity);
-  CF_TRY_ASSIGN(const PersistentPlan plan, plan_for_device(context, model, batch, choices, kernels));
+  CF_TRY_ASSIGN(const PersistentPlan plan, plan_persistent(context.arch(), model, batch, choices));
 
   const PersistentDims dims = persistent_dims(model, batch);
   const ViewCheck check(context, model, dims);
@@ -383,7 +371,10 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   if (a.rms_norm)
     for (LayerPointers& p : pointers)
       for (const char*& beta : p.weights.beta) beta = reinterpret_cast<const char*>(a.no_beta);
-  CF_TRY(state->add_table(pointers));
+  const std::size_t table_bytes = pointers.size() * sizeof(LayerPointers);
+  CF_TRY_ASSIGN(state->table, DeviceMemory::create(context, table_bytes, "the persistent kernel's table of pointers"));
+  CF_TRY(copy_to_device(context, state->table.data(), pointers.data(), table_bytes));
+  a.layer_pointers = reinterpret_cast<const LayerPointers*>(state->table.data());
   state->pointers = std::move(pointers);
   void* shared = nullptr;
   CF_TRY(from_cuda(cudaHostAlloc(&shared, sizeof(State::Shared), cudaHostAllocMapped), "cudaHostAlloc"));
@@ -400,27 +391,6 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     t.made = state->shared->made;
   }
   return PersistentKernel(std::move(state));
-}
-
-Status PersistentKernel::set_caches(std::span<const LayerCache> caches, const PersistentSequences& sequences) {
-  State& s = *state_;
-  if (std::int64_t(caches.size()) != s.layers())
-    return bad("caches must be one for each of " + std::to_string(s.layers()) + " layers, got " +
-               std::to_string(caches.size()));
-  const ViewCheck check(s.context, s.model, s.arguments.dims);
-  const std::int64_t capacity = caches[0].k.shape[2];
-  CF_TRY(check.sequences(sequences));
-  for (std::size_t l = 0; l < caches.size(); ++l)
-    CF_TRY(check.cache(s.first_model_layer + std::int64_t(l), caches[l], capacity));
-
-  std::vector<LayerPointers> pointers = s.pointers;
-  for (std::size_t l = 0; l < caches.size(); ++l) pointers[l].cache = cache_pointers(caches[l]);
-  CF_TRY(s.add_table(pointers));
-  s.pointers = std::move(pointers);
-  s.arguments.capacity = int(capacity);
-  s.arguments.positions = sequences.positions.data;
-  s.arguments.kv_len = sequences.kv_len.data;
-  return {};
 }
 
 const PersistentPlan& PersistentKernel::plan() const { return state_->arguments.plan; }
@@ -448,15 +418,6 @@ PersistentArguments PersistentKernel::State::arguments_for(std::int64_t first, s
   a.output = output.data;
   a.first_pointers = pointers[std::size_t(first)];
   return a;
-}
-
-Status PersistentKernel::State::add_table(const std::vector<LayerPointers>& all) {
-  const std::size_t bytes = all.size() * sizeof(LayerPointers);
-  CF_TRY_ASSIGN(DeviceMemory table, DeviceMemory::create(context, bytes, "the persistent kernel's table of pointers"));
-  CF_TRY(copy_to_device(context, table.data(), all.data(), bytes));
-  tables.push_back(std::move(table));
-  arguments.layer_pointers = reinterpret_cast<const LayerPointers*>(tables.back().data());
-  return {};
 }
 
 Status PersistentKernel::State::launch(const PersistentArguments& a, bool cooperative, CUstream_st* stream) {

@@ -78,9 +78,7 @@ struct PersistentOptions {
 /// it must outlive the object and every launch, captured ones included. Not shared between threads.
 class PersistentKernel {
  public:
-  /// Plans the kernel for the layers and takes its scratch memory. Where the merge is in clusters and no number of
-  /// blocks is chosen, the grid is as many clusters as the device holds at once. Each Linear is dense or packed by
-  /// cuda::pack(). Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a
+  /// Plans the kernel for the layers and takes its scratch memory. Each Linear is dense or packed by cuda::pack(). Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a
   /// grid of more blocks than the device holds at once, views of another dtype than the model's, more layers than
   /// kMaxPersistentLayers, layers packed in more ways, and groups that differ in size or are no multiple of 32 columns;
   /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
@@ -90,11 +88,6 @@ class PersistentKernel {
   PersistentKernel(PersistentKernel&&) noexcept;
   PersistentKernel& operator=(PersistentKernel&&) noexcept;
   ~PersistentKernel();
-
-  /// Makes the launches that follow work on other sequences: a cache a layer, of one capacity, and as many sequences as
-  /// before. Takes memory for a table of pointers, a few KB; earlier launches keep their caches. Refuses what create()
-  /// refuses, and changes nothing then.
-  Status set_caches(std::span<const LayerCache> caches, const PersistentSequences& sequences);
 
   const PersistentPlan& plan() const;
 

@@ -24,8 +24,6 @@ constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
 constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
-/// Fewer keys than these are not split: to merge splits takes longer than to attend to the keys.
-constexpr int kSplitKeys = 128, kMaxSplitKeys = 4096;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 4, 6 and 8 none is faster for Pythia-2.8B on an
 /// H200 at kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 4;
@@ -64,6 +62,10 @@ Status check(const PersistentModel& m, std::int64_t batch) {
         Size{"head_dim", m.head_dim}, Size{"intermediate_size", m.intermediate_size}})
     if (value < 1) return bad(std::string(name) + " must be at least 1, got " + text(value));
   if (!m.adds_residual) return refuse("a rank that adds the residual, got one that leaves it to another rank");
+  if (m.head_norm) return refuse("q and k without a norm of each head, got layers with q_norm and k_norm");
+  if (m.learned_positions || m.rotary_dim == 0)
+    return refuse("rotary position embeddings, got " +
+                  std::string(m.learned_positions ? "learned ones" : "layers without RoPE"));
   CF_TRY((ops::QkvHeads{m.heads, m.kv_heads, m.qkv_layout}.check(kPersistentName)));
   if (m.qkv_layout == ops::QkvLayout::interleaved_by_head && m.hidden_size != m.heads * m.head_dim)
     return bad("hidden_size must be heads * head_dim = " + text(m.heads * m.head_dim) + ", got " + text(m.hidden_size));
@@ -113,8 +115,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   CF_TRY(choose("blocks", choices.blocks, 1, most_blocks, p.grid));
   p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
-  // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200. The merge in clusters
-  // is as fast as the merge in device memory with as many blocks, but clusters leave SMs idle.
+  // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200.
   // The kernels for packed weights are compiled for one head a share alone.
   p.share_heads = choices.shares_keys.value_or(true) && !packed ? share_heads(d) : 1;
   p.group_shares = d.group / p.share_heads;
@@ -123,18 +124,7 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
   const int most_splits = std::min({32, p.grid, gathered_bytes / (partial_floats(d.head_dim) * 4)});
   p.attention_splits = std::clamp(p.grid / (d.batch * p.shares), 1, most_splits);
-  CF_TRY(choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits));
-  p.split_keys = kSplitKeys;
-  CF_TRY(choose("split_keys", choices.split_keys, 1, kMaxSplitKeys, p.split_keys));
-  p.cluster_merge = choices.cluster_merge;
-  if (!p.cluster_merge) return {};
-  if (p.attention_splits < 2 || p.attention_splits > arch.max_cluster_blocks)
-    return bad("cluster_merge takes 2 to " + text(arch.max_cluster_blocks) + " splits of a head's keys, got " +
-               text(p.attention_splits));
-  if (!choices.blocks) p.grid -= p.grid % p.attention_splits;
-  if (p.grid == 0 || p.grid % p.attention_splits)
-    return bad("cluster_merge takes blocks in clusters of " + text(p.attention_splits) + ", got " + text(p.grid));
-  return {};
+  return choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits);
 }
 
 /// Finds the slices of rows, and a ring that fits beside what they need.
@@ -306,7 +296,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   Slicing slicing(arch, d, model, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
   int& splits = slicing.plan.attention_splits;
-  while (!slicing.find() && !choices.attention_splits && !p.cluster_merge && splits > 1) splits /= 2;
+  while (!slicing.find() && !choices.attention_splits && splits > 1) splits /= 2;
   p = slicing.plan;
   if (p.stages < kMinStages)
     return refuse("a hidden of which a ring of " + text(kMinStages) + " stages fits " +
@@ -325,7 +315,6 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   p.divisors = {.attention_splits = Divisor(p.attention_splits),
                 .shares = Divisor(p.shares),
                 .group_shares = Divisor(p.group_shares),
-                .split_keys = Divisor(p.split_keys),
                 .head_rows = Divisor(p.head_rows)};
   return p;
 }
@@ -351,11 +340,10 @@ std::string to_string(const PersistentPlan& p) {
   return text(p.grid) + " blocks, rows in " + text(p.hidden_slices) + " and " + text(p.act_slices) +
          " slices, ring of " + text(p.ring_bytes) + " B, stages of up to " + text(p.stage_bytes) + " B, " +
          text(p.bytes_in_flight) + " B in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
-         to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(p.split_keys) + " or more of " +
-         (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") +
-         (p.cluster_merge ? " merged in a cluster" : "") + ", " + text(p.up_eighths) +
-         " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) + " keys a stage, " +
-         text(p.smem_bytes) + " B of shared memory";
+         to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(kSplitKeys) + " or more of " +
+         (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") + ", " +
+         text(p.up_eighths) + " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) +
+         " keys a stage, " + text(p.smem_bytes) + " B of shared memory";
 }
 
 }  // namespace cf::cuda

@@ -39,6 +39,9 @@ struct PersistentModel {
   NormKind norm;
   ops::QkvLayout qkv_layout;
   DType dtype;
+  // plan_persistent() refuses models with these.
+  bool head_norm = false;          // each head of q and k is normalised before RoPE
+  bool learned_positions = false;  // a vector for the position is added to the embedding
   // Of layers whose matrices are packed by cuda::pack().
   bool packed = false;
   int packed_group = kDigitColumns;  // the fewest columns of a group of weights, a multiple of 32
@@ -83,6 +86,9 @@ inline constexpr int kMaxRingStages = 32;
 inline constexpr int kMaxSlices = 127;
 /// Keys of a tile of attention.
 inline constexpr int kTileKeys = 16;
+/// So many keys have one split, twice as many have two, and so on. To merge splits takes longer than to attend to fewer
+/// keys.
+inline constexpr int kSplitKeys = 128;
 /// Heads of more elements have no shares: registers do not hold the sums of several such heads beside what else a warp
 /// keeps.
 inline constexpr int kMaxShareHeadDim = 128;
@@ -162,7 +168,7 @@ struct Divisor {
 };
 /// The divisors of kernels. Each has the name of the plan's member that it divides by.
 struct Divisors {
-  Divisor attention_splits, shares, group_shares, split_keys, head_rows;
+  Divisor attention_splits, shares, group_shares, head_rows;
 };
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
@@ -192,9 +198,7 @@ struct PersistentPlan {
   int group_shares;  // shares of a group: these have the same keys
   int shares;        // of a token's query heads
   int attention_splits;  // parts that the keys of a share are split into, at most
-  int split_keys;        // so many keys of a share have one split, twice as many have two, and so on
   Divisors divisors;
-  bool cluster_merge;  // the splits of a share are merged in a cluster's shared memory, not in device memory
   PartialsPlace partials_place;
   int stage_keys;   // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;     // rows of hidden that a block owns, at most
@@ -225,10 +229,8 @@ struct PersistentChoices {
   std::optional<int> ahead_stages = {};      // 0 to 32. 0 prefetches nothing
   std::optional<int> up_eighths = {};        // 0 to 8. 0 hides no wait for q, k and v; 8 hides no wait for the context
   std::optional<int> attention_splits = {};  // 1 to 32, to the blocks, or to as many as there is room to gather
-  std::optional<int> split_keys = {};        // 1 to 4096
   std::optional<bool> shares_keys = {};      // whether the query heads of a group share its keys, as far as they can
   bool tile_products = false;                // for one token too
-  bool cluster_merge = false;                // takes 2 to max_cluster_blocks splits, which divide the blocks
 };
 
 /// The choices for `batch` sequences with caches of `capacity` entries: heads share keys in large caches, unless
@@ -240,7 +242,8 @@ inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t ba
 }
 
 /// Plans the persistent kernel for `batch` sequences of one new token each. A pure function of its arguments.
-/// Code::unimplemented, with the reason, for a rank that leaves the residual to another, a dtype other than float16 and
+/// Code::unimplemented, with the reason, for a norm of each head of q and k, learned positions, a layer without RoPE, a
+/// rank that leaves the residual to another, a dtype other than float16 and
 /// bfloat16, a hidden_size, head_dim or intermediate_size that is not a multiple of 8, a head_dim beyond 256, a
 /// hidden_size beyond 6144, more than 8 sequences, and shared memory that does not hold a ring of three stages.
 /// Packed weights are also refused with a head_dim above 80 that is not 128, with columns that are not a multiple of

@@ -18,14 +18,6 @@ __device__ inline void load_tagged(const Tagged* from, Tagged (&two)[2]) {
   const ulonglong2 bits = load_relaxed(reinterpret_cast<const std::uint64_t*>(from));
   two[0] = tagged(bits.x), two[1] = tagged(bits.y);
 }
-/// The same for an address in device memory or in the cluster's shared memory.
-__device__ inline void store_tagged_anywhere(Tagged* to, float value, unsigned tag) {
-  store_relaxed_anywhere(reinterpret_cast<std::uint64_t*>(to), tagged_bits(value, tag));
-}
-__device__ inline void load_tagged_anywhere(const Tagged* from, Tagged (&two)[2]) {
-  const ulonglong2 bits = load_relaxed_anywhere(reinterpret_cast<const std::uint64_t*>(from));
-  two[0] = tagged(bits.x), two[1] = tagged(bits.y);
-}
 
 template <class T>
 __device__ void store_tagged(TaggedElement* to, T value, unsigned tag) {

@@ -8,13 +8,12 @@ namespace cf::cuda {
 
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b) {
   const auto order = [](const PersistentPlan& p) {
-    return std::tuple(p.products, p.hidden_slices, p.context_slices, p.act_slices, p.share_heads, p.attention_splits,
-                      p.split_keys);
+    return std::tuple(p.products, p.hidden_slices, p.context_slices, p.act_slices, p.share_heads, p.attention_splits);
   };
   return order(a) == order(b);
 }
 
-std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan) {
+std::vector<PersistentVariant> persistent_variants(const PersistentPlan& plan) {
   const auto text = [](int n) { return std::to_string(n); };
   const auto kilobytes = [&](int stages) { return text(stages * plan.stage_bytes >> 10) + " KB"; };
   std::vector<PersistentVariant> all;
@@ -42,11 +41,6 @@ std::vector<PersistentVariant> persistent_variants(const Arch& arch, const Persi
   if (plan.share_heads > 1) add("keys", "each query head loads its own", {.shares_keys = false});
   if (plan.share_heads == 1 && plan.group_shares > 1 && !is_packed(plan.products))
     add("keys", "a group's heads share them", {.shares_keys = true});
-  for (int keys : {1, 32, 64, 256, 512})
-    if (plan.attention_splits > 1) add("keys a split", text(keys) + " or more", {.split_keys = keys});
-  for (int splits = 2; splits <= std::min(plan.attention_splits, arch.max_cluster_blocks); splits *= 2)
-    add("attention merge", text(splits) + " splits, in a cluster's shared memory",
-        {.attention_splits = splits, .cluster_merge = true});
   return all;
 }
 

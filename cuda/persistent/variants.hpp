@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "cuda/persistent/plan.hpp"
-#include "cuda/runtime/arch.hpp"
 
 namespace cf::cuda {
 
@@ -20,8 +19,8 @@ struct PersistentVariant {
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b);
 
 /// The plans to compare a given one with, each with one choice made another way: the bytes in flight, the size of the
-/// ring, what work hides which waits between blocks, the products of one token, the splits of a head's keys, and where
-/// these are merged. The first plan is the given one.
-std::vector<PersistentVariant> persistent_variants(const Arch& arch, const PersistentPlan& plan);
+/// ring, what work hides which waits between blocks, the products of one token, and the splits of a head's keys. The
+/// first plan is the given one.
+std::vector<PersistentVariant> persistent_variants(const PersistentPlan& plan);
 
 }  // namespace cf::cuda

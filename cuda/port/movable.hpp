@@ -24,8 +24,8 @@ class MovableGraph {
     CF_TRY_ASSIGN(made.graph_, capture_nodes(stream.get(), [&] {
                     DataflowCapture capture(context.on_stream(stream.get()));
                     return walk([&](const auto& args, const LaunchMode& mode, std::int64_t number) -> Status {
-                      CF_TRY_ASSIGN(LaunchList launches, made.prepared(args));
-                      CF_TRY(capture.add(args, launches, mode));
+                      CF_TRY_ASSIGN(LaunchList launches, made.prepared(args, mode));
+                      CF_TRY(capture.add(args, launches, mode.early));
                       return made.keep(operands_of(args, number), std::move(launches), capture.last_nodes());
                     });
                   }));
@@ -40,13 +40,13 @@ class MovableGraph {
   Result<bool> move(Walk&& walk) {
     std::size_t at = 0;
     bool fits = true;
-    CF_TRY(walk([&](const auto& args, const LaunchMode&, std::int64_t number) -> Status {
+    CF_TRY(walk([&](const auto& args, const LaunchMode& mode, std::int64_t number) -> Status {
       fits = fits && at < ops_.size();
       if (!fits) return {};
       Op& op = ops_[at++];
       Operands operands = operands_of(args, number);
       if (operands == op.operands) return {};
-      CF_TRY_ASSIGN(LaunchList launches, prepared(args));
+      CF_TRY_ASSIGN(LaunchList launches, prepared(args, mode));
       fits = launches.is_like(op.launches);
       if (!fits) return {};
       op.operands = std::move(operands);
@@ -82,8 +82,8 @@ class MovableGraph {
   }
   /// An op's launches. Whoever makes the walk knows where its tensors lie.
   template <class Args>
-  Result<LaunchList> prepared(const Args& args) const {
-    LaunchList launches(context_);
+  Result<LaunchList> prepared(const Args& args, const LaunchMode& mode) const {
+    LaunchList launches(context_, {}, {.urgent = mode.urgent, .shared_percent = mode.shared_percent});
     launches.trust_addresses();
     CF_TRY(prepare(args, launches));
     return launches;

@@ -1,5 +1,10 @@
 #pragma once
 #include <string>
+#include <string_view>
+
+#include "cuda/tuning/h100.hpp"
+#include "cuda/tuning/h200.hpp"
+#include "cuda/tuning/rtx5090.hpp"
 
 namespace cf::cuda {
 
@@ -13,9 +18,30 @@ struct Arch {
   int threads_per_sm;
   int registers_per_sm;
   int l2_bytes;
-  int max_cluster_blocks;      // portable thread-block cluster size
-  int largest_cluster_blocks;  // with what a kernel must be allowed: allow_cluster()
+  int max_cluster_blocks;               // portable thread-block cluster size
+  int largest_cluster_blocks;           // with what a kernel must be allowed: allow_cluster()
+  const Tuning* tuning = &kH200Tuning;  // the measured numbers that plans choose by
+
+  /// Whether the device has Hopper's tensor cores: wgmma, with registers that warpgroups give each other.
+  constexpr bool has_wgmma() const { return compute_capability == 90; }
 };
+
+/// The measured numbers of a GPU, by its name as CUDA gives it. A GPU without a file has the H200's.
+constexpr const Tuning& tuning_of(std::string_view gpu) {
+  const auto is = [&](std::string_view name) { return gpu.find(name) != std::string_view::npos; };
+  return is("H100") ? kH100Tuning : is("RTX 5090") ? kRtx5090Tuning : kH200Tuning;
+}
+
+inline constexpr Arch kH100{.compute_capability = 90,
+                            .sm_count = 132,
+                            .smem_per_block_bytes = 232448,
+                            .smem_per_sm_bytes = 233472,
+                            .threads_per_sm = 2048,
+                            .registers_per_sm = 65536,
+                            .l2_bytes = 50 << 20,
+                            .max_cluster_blocks = 8,
+                            .largest_cluster_blocks = 16,
+                            .tuning = &kH100Tuning};
 
 inline constexpr Arch kH200{.compute_capability = 90,
                             .sm_count = 132,
@@ -25,7 +51,8 @@ inline constexpr Arch kH200{.compute_capability = 90,
                             .registers_per_sm = 65536,
                             .l2_bytes = 60 << 20,
                             .max_cluster_blocks = 8,
-                            .largest_cluster_blocks = 16};
+                            .largest_cluster_blocks = 16,
+                            .tuning = &kH200Tuning};
 inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .sm_count = 170,
                                .smem_per_block_bytes = 101376,
@@ -34,7 +61,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .registers_per_sm = 65536,
                                .l2_bytes = 96 << 20,
                                .max_cluster_blocks = 8,
-                               .largest_cluster_blocks = 8};
+                               .largest_cluster_blocks = 8,
+                               .tuning = &kRtx5090Tuning};
 
 /// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Beside these a block takes some
 /// bytes for itself: those that an SM has more than its largest block can have.

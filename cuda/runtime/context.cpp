@@ -24,15 +24,18 @@ Result<Arch> arch_of(const cudaDeviceProp& p, int device) {
     return Status::error(Code::device_error, "device " + std::to_string(device) + " (" + p.name +
                                                  ") has compute capability " + std::to_string(p.major) + "." +
                                                  std::to_string(p.minor) + ", expected 9.0 or 12.0");
-  return Arch{.compute_capability = cc,
-              .sm_count = p.multiProcessorCount,
-              .smem_per_block_bytes = int(p.sharedMemPerBlockOptin),
-              .smem_per_sm_bytes = int(p.sharedMemPerMultiprocessor),
-              .threads_per_sm = p.maxThreadsPerMultiProcessor,
-              .registers_per_sm = p.regsPerMultiprocessor,
-              .l2_bytes = p.l2CacheSize,
-              .max_cluster_blocks = 8,
-              .largest_cluster_blocks = cc == 90 ? 16 : 8};
+  Arch arch{.compute_capability = cc,
+            .sm_count = p.multiProcessorCount,
+            .smem_per_block_bytes = int(p.sharedMemPerBlockOptin),
+            .smem_per_sm_bytes = int(p.sharedMemPerMultiprocessor),
+            .threads_per_sm = p.maxThreadsPerMultiProcessor,
+            .registers_per_sm = p.regsPerMultiprocessor,
+            .l2_bytes = p.l2CacheSize,
+            .max_cluster_blocks = 8,
+            .largest_cluster_blocks = 8,
+            .tuning = &tuning_of(p.name)};
+  if (arch.has_wgmma()) arch.largest_cluster_blocks = 16;
+  return arch;
 }
 
 Result<Context> Context::create(int device, CUstream_st* stream) {

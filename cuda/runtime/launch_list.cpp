@@ -84,9 +84,9 @@ Status LaunchList::submit_call(const Launch& l, CUstream_st* stream) {
   return {};
 }
 
-Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
+Status LaunchList::submit(CUstream_st* stream, const Submission& how) const {
   int least_priority = 0, greatest_priority = 0;
-  if (mode.urgent)
+  if (mode_.urgent)
     CF_TRY(from_cuda(cudaDeviceGetStreamPriorityRange(&least_priority, &greatest_priority), "stream priorities"));
   for (const Launch& l : launches_) {
     const Range range(l.label);
@@ -101,17 +101,17 @@ Status LaunchList::submit(CUstream_st* stream, const LaunchMode& mode) const {
     config.dynamicSmemBytes = l.smem_bytes;
     config.stream = stream;
     config.attrs = attributes.data();
-    if (mode.early && !(mode.first_waits && &l == launches_.data())) {
+    if (how.early && !(how.first_waits && &l == launches_.data())) {
       attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }
-    if (mode.urgent) {
+    if (mode_.urgent) {
       attributes[config.numAttrs].id = cudaLaunchAttributePriority;
       attributes[config.numAttrs++].val.priority = greatest_priority;
     }
-    if (mode.shared_percent > 0) {
+    if (mode_.shared_percent > 0) {
       attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-      attributes[config.numAttrs++].val.sharedMemCarveout = mode.shared_percent;
+      attributes[config.numAttrs++].val.sharedMemCarveout = mode_.shared_percent;
     }
     if (l.cluster_blocks > 1) {
       attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;

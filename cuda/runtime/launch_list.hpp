@@ -17,15 +17,21 @@ namespace cf::cuda {
 
 struct LaunchShape;  // cuda/runtime/launch.hpp
 
-/// How launches are put onto a stream, apart from what they compute.
+/// How a call's launches stand beside those of the other calls of a step, apart from what they compute.
 struct LaunchMode {
   bool early = false;          // a kernel may start before its predecessor is done (programmatic dependent launch)
   bool after_waiting = false;  // its predecessors let it start only once they have waited for theirs
   bool shares_sms = false;     // its blocks are laid out to run on an SM together with another kernel's
   bool leaves_room = false;    // its blocks take no more shared memory than they use: a successor's fit beside them
-  bool first_waits = false;    // the first one does not: it is ordered behind work that may still write weights
   bool urgent = false;         // its blocks go before those of other kernels that wait for an SM
   int shared_percent = 0;      // of an SM's L1 that is shared memory while it runs; 0 leaves that to the driver
+  bool operator==(const LaunchMode&) const = default;
+};
+
+/// How a list's launches follow each other, and the work before them, on a stream.
+struct Submission {
+  bool early = false;        // each kernel may start before its predecessor is done
+  bool first_waits = false;  // the first one does not: it is ordered behind work that may still write weights
 };
 
 /// Device memory that launches may use while they run, from a multiple of 256 bytes on. What it holds before and after
@@ -42,15 +48,16 @@ struct Scratch {
 class LaunchList {
  public:
   /// An empty list for the context's device and launch plans. An op that wants scratch memory does without where
-  /// there is none or too little.
-  explicit LaunchList(const Context& context, Scratch scratch = {})
-      : arch_(context.arch()), device_(context.device()), scratch_(scratch) {}
+  /// there is none or too little. Ops plan their launches for the mode.
+  explicit LaunchList(const Context& context, Scratch scratch = {}, const LaunchMode& mode = {})
+      : arch_(context.arch()), device_(context.device()), scratch_(scratch), mode_(mode) {}
 
   const Arch& arch() const { return arch_; }
   int device() const { return device_; }
   bool empty() const { return launches_.empty(); }
   std::size_t size() const { return launches_.size(); }
   const Scratch& scratch() const { return scratch_; }
+  const LaunchMode& mode() const { return mode_; }
   /// Says that launches of this list use the scratch memory.
   void use_scratch() { uses_scratch_ = true; }
   bool uses_scratch() const { return uses_scratch_; }
@@ -58,16 +65,6 @@ class LaunchList {
   /// checks ask CUDA where each address lies.
   void trust_addresses() { trusts_addresses_ = true; }
   bool trusts_addresses() const { return trusts_addresses_; }
-  /// Says that an early launch of this list finds what was written before its predecessors began, as they have waited
-  /// for it: LaunchMode::after_waiting.
-  void start_after_waiting() { after_waiting_ = true; }
-  bool after_waiting() const { return after_waiting_; }
-  /// Asks the ops of this list for grids that share SMs with another kernel's blocks: LaunchMode::shares_sms.
-  void share_sms() { shares_sms_ = true; }
-  bool shares_sms() const { return shares_sms_; }
-  /// Asks the ops of this list for no more shared memory than they use: LaunchMode::leaves_room.
-  void leave_room() { leaves_room_ = true; }
-  bool leaves_room() const { return leaves_room_; }
   /// Whether the list holds a library's call.
   bool has_calls() const { return has_calls_; }
 
@@ -80,7 +77,7 @@ class LaunchList {
              std::size_t argument_count);
 
   /// Adds a library's call that puts work onto the stream that it is given. The work starts when all before it is done:
-  /// of LaunchMode, nothing applies to it.
+  /// of LaunchMode and Submission, nothing applies to it.
   using Call = std::function<Status(CUstream_st*)>;
   void add_call(std::string_view op, Call call);
 
@@ -88,8 +85,9 @@ class LaunchList {
   /// the list.
   void set_label(const char* label) { label_ = label; }
 
-  /// Submits everything in order. Code::device_error names the op whose launch failed.
-  Status submit(CUstream_st* stream, const LaunchMode& mode = {}) const;
+  /// Submits everything in order, with the mode's priority and division of the L1. Whether a kernel is early is the
+  /// caller's to say. Code::device_error names the op whose launch failed.
+  Status submit(CUstream_st* stream, const Submission& how = {}) const;
 
   /// Whether another list launches the same kernels in grids, blocks and shared memory of the same sizes: then only the
   /// arguments may differ. A library's call is like no other.
@@ -122,8 +120,8 @@ class LaunchList {
   Arch arch_;
   int device_;
   Scratch scratch_;
-  bool uses_scratch_ = false, trusts_addresses_ = false, after_waiting_ = false, shares_sms_ = false,
-       leaves_room_ = false, has_calls_ = false;
+  LaunchMode mode_;
+  bool uses_scratch_ = false, trusts_addresses_ = false, has_calls_ = false;
   const char* label_ = nullptr;
   std::vector<Launch> launches_;
   std::vector<std::size_t> offsets_;  // where each argument begins in values_

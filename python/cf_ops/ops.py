@@ -47,7 +47,6 @@ __all__ = [
     "attention",
     "budget",
     "decode_layer",
-    "dual_layernorm",
     "embedding",
     "kv_append",
     "layernorm",
@@ -484,7 +483,6 @@ _RMSNORM = _known_calls("rmsnorm", "x gamma", eps=float)
 _LAYERNORM_RESIDUAL = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _LAYERNORM_RESIDUAL_ROWS = _known_calls("layernorm_residual", "x residual gamma beta", eps=float)
 _RESIDUAL_LAYERNORM = _known_calls("residual_layernorm", "x a b gamma beta", eps=float)
-_DUAL_LAYERNORM = _known_calls("dual_layernorm", "x gamma1 beta1 gamma2 beta2", eps=float)
 _LINEAR = _known_calls("linear", "x weight bias residual")
 _ROPE = _known_calls("rope", "qkv cos sin positions")
 _KV_APPEND = _known_calls("kv_append", "k v kv_len k_cache v_cache")
@@ -552,21 +550,6 @@ def residual_layernorm(x: T, a: Tensor, b: Tensor, gamma: Tensor, beta: Tensor, 
         call = _call("residual_layernorm", x, tensors, eps=eps)
         h, y = call.run(like=_Like(_RESIDUAL_LAYERNORM, given, None, (eps,)))
         made = h, y
-    return made
-
-
-@_op
-def dual_layernorm(
-    x: T, gamma1: Tensor, beta1: Tensor, gamma2: Tensor, beta2: Tensor, *, eps: float = 1e-5
-) -> tuple[T, T]:
-    """Returns (y1, y2)."""
-    given = x, gamma1, beta1, gamma2, beta2
-    made: tuple[T, T] | None = _DUAL_LAYERNORM.run(given, None, (eps,))
-    if made is None:
-        tensors: _Tensors = {"x": x, "gamma1": gamma1, "beta1": beta1, "gamma2": gamma2, "beta2": beta2}
-        call = _call("dual_layernorm", x, tensors, eps=eps)
-        y1, y2 = call.run(like=_Like(_DUAL_LAYERNORM, given, None, (eps,)))
-        made = y1, y2
     return made
 
 

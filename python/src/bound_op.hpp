@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "python/src/device_ops.hpp"
 
 namespace cf::python {

@@ -1,8 +1,8 @@
 #include "python/src/device.hpp"
 
-#include "cuda/model/model.hpp"
-#include "cuda/ops/linear/gemm.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/runtime/stream.hpp"
+#include "cuda/serve/model.hpp"
 #include "python/src/device_guard.hpp"
 
 namespace cf::python {

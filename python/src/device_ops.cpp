@@ -10,8 +10,8 @@
 
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/model/resident_weights.hpp"
-#include "cuda/ops/linear/gemm.hpp"
-#include "cuda/ops/linear/linear_gemm.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/port/row_ops.hpp"
 #include "cuda/port/row_steps.hpp"

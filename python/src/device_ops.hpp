@@ -8,7 +8,7 @@
 #include "core/model/site.hpp"
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 
 namespace cf::python {
 

@@ -28,12 +28,13 @@ import bench_busy
 import bench_page
 import bench_peers
 import bench_python
+import bench_versions
 import families
 import hf_model
 import model_config
-import model_peers
 import plot_bench
 import procedural
+from peers import layer_bench, model_bench, model_peers, programs, stacks, table, timing
 
 
 def configuration(kv_len, median_us, impl="graph", sites=()):
@@ -96,17 +97,17 @@ class Files(unittest.TestCase):
 
 class Rows(Files):
     def test_spread_is_per_layer(self):
-        self.assertEqual(bench_peers.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
+        self.assertEqual(timing.spread([10.0, 30.0, 20.0], 10)["median_us"], 2.0)
 
     def test_a_layer_report_becomes_rows(self):
-        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows = programs.layer_rows(LAYER, "pythia-2.8b")
         self.assertEqual([(r["kv_len"], r["median_us"], r["system"]) for r in rows],
                          [(128, 50.0, "cf-layer graph"), (2048, 60.0, "cf-layer graph")])  # fmt: skip
 
     def test_earlier_names_of_impls_are_read_as_today_s(self):
         impls = "fused", "stack", "persistent"
         report = LAYER | {"configurations": [configuration(128, 50.0, impl) for impl in impls]}
-        systems = [row["system"] for row in bench_peers.layer_rows(report, "pythia-2.8b")]
+        systems = [row["system"] for row in programs.layer_rows(report, "pythia-2.8b")]
         self.assertEqual(systems, ["cf-layer layer", "cf-layer persistent", "cf-layer persistent"])
 
     def test_earlier_names_of_fields_are_read_as_today_s(self):
@@ -120,15 +121,15 @@ class Rows(Files):
             ("pythia-2.8b, batch 1, persistent, kv_len 128", "layer", [(1, 50.0), (2, 90.0), (4, 170.0)])
         ])  # fmt: skip
         self.assertEqual(plot_bench.growths(LAYER | {"configurations": earlier}), plot_bench.growths(report))
-        self.assertEqual(bench_peers.layer_rows(LAYER | {"configurations": earlier}, "p"),
-                         bench_peers.layer_rows(report, "p"))  # fmt: skip
+        self.assertEqual(programs.layer_rows(LAYER | {"configurations": earlier}, "p"),
+                         programs.layer_rows(report, "p"))  # fmt: skip
 
     def test_of_the_products_the_four_together_count(self):
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8}
         times |= {"cold": True, "floor_us": 0.5, "limit": "read"}
         results = [{"site": site, "batch": 1, "kv_len": 1} | times for site in ("attention.dense", "layer")]
-        self.assertEqual(len(bench_peers.op_rows({"op": "linear", "results": results}, "p")), 1)
-        self.assertEqual(len(bench_peers.op_rows({"op": "attention", "results": results}, "p")), 2)
+        self.assertEqual(len(programs.op_rows({"op": "linear", "results": results}, "p")), 1)
+        self.assertEqual(len(programs.op_rows({"op": "attention", "results": results}, "p")), 2)
 
     def test_ratios_are_over_our_fastest_on_the_same_work(self):
         rows = [peer("cf-layer graph", 128, median_us=50.0), peer("cf-layer unfused", 128, median_us=80.0),
@@ -136,9 +137,9 @@ class Rows(Files):
                 peer("hf_eager", 128, error="RuntimeError: no")]  # fmt: skip
         rows[0]["code_lines"] = 7
         expected = {"preset": "pythia-2.8b", "batch": 1, "kv_len": 128, "peer": "torch_ops", "ours": "cf-layer graph"}
-        self.assertEqual(bench_peers.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
+        self.assertEqual(table.ratios({"stack": rows}), {"stack": [expected | {"ratio": 4.0}]})
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            bench_peers.print_table({"stack": rows})
+            table.print_table({"stack": rows})
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | cf-layer graph | 50.00 |  | 7 |\n", out.getvalue())
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | torch_ops | 200.00 | 4.00 |  |\n", out.getvalue())
         self.assertIn("| stack | pythia-2.8b | 1 | 128 | hf_eager | RuntimeError: no |  |  |\n", out.getvalue())
@@ -147,13 +148,13 @@ class Rows(Files):
         script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"a": 1}\' >"$2"\n'
         good = self.write("good", script, True)
         bad = self.write("bad", "#!/bin/sh\necho 'cf-op: no CUDA device' >&2\nexit 2\n", True)
-        self.assertEqual(bench_peers.run_program([good, "--runs", "1"], 10), {"a": 1})
+        self.assertEqual(programs.run_program([good, "--runs", "1"], 10), {"a": 1})
         with self.assertRaisesRegex(RuntimeError, "^exit code 2: cf-op: no CUDA device$"):
-            bench_peers.run_program([bad], 10)
+            programs.run_program([bad], 10)
 
     def test_a_measurement_that_takes_too_long_ends(self):
         with self.assertRaisesRegex(TimeoutError, "stopped after 1 s"):
-            with bench_peers.time_limit(1):
+            with timing.time_limit(1):
                 while True:
                     pass
 
@@ -162,7 +163,7 @@ class Rows(Files):
         arguments = argparse.Namespace(runs=1, warmup=0, time_limit_s=60, peer_timeout_s=30, json=path)
         script = '#!/bin/sh\nwhile [ "$1" != --json ]; do shift; done\necho \'{"commit": "abc"}\' >"$2"\n'
         program = self.write("cf-op", script, True)
-        bench = bench_peers.Bench(arguments, {"gpu": "a GPU"})
+        bench = layer_bench.Bench(arguments, {"gpu": "a GPU"})
         rows = lambda report, preset: [peer("cf-op", 128, median_us=10.0)]
         bench.program("attention", "pythia-2.8b", [program], rows)
         with open(path, encoding="utf-8") as file:
@@ -177,13 +178,13 @@ class Rows(Files):
         self.assertEqual(kept[1]["error"], "TimeoutError: not begun: the run's 60 s are over")
 
     def test_an_error_is_one_line(self):
-        self.assertEqual(bench_peers.one_line(ValueError("a\nb")), "ValueError: a")
-        self.assertEqual(bench_peers.one_line(MemoryError()), "MemoryError: no message")
+        self.assertEqual(timing.one_line(ValueError("a\nb")), "ValueError: a")
+        self.assertEqual(timing.one_line(MemoryError()), "MemoryError: no message")
         raised = OSError("it raised:\n\n  no compiler\nmore")
-        self.assertEqual(bench_peers.one_line(raised), "OSError: it raised: no compiler")
+        self.assertEqual(timing.one_line(raised), "OSError: it raised: no compiler")
         compiler = RuntimeError("backend raised:\nno more")  # as torch wraps what stopped its compiler
         compiler.inner_exception = TimeoutError("stopped after 9 s")
-        self.assertEqual(bench_peers.one_line(compiler), "TimeoutError: stopped after 9 s")
+        self.assertEqual(timing.one_line(compiler), "TimeoutError: stopped after 9 s")
 
 
 def model_row(system, total_ms, **fields):
@@ -246,7 +247,7 @@ class Models(Files):
         arguments = {"runs": 2, "warmup": 1, "time_limit_s": 60, "peer_timeout_s": 30, "json": None}
         arguments |= {"cf_model": program, "impl": "auto", "slots": [1], "prompt_len": [3, 5], "new_tokens": [4]}
         arguments |= {"peers": list(model_peers.PEERS), "agreement_preset": "pythia-14m"}
-        bench = bench_peers.ModelBench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
+        bench = model_bench.ModelBench(argparse.Namespace(**(arguments | fields)), {"gpu": "a GPU"})
         bench.free = lambda: None
         return bench
 
@@ -452,8 +453,7 @@ class Models(Files):
                     run()
                 of_a_pass = 2 * model.num_hidden_layers + 1
                 last = torch.cat([of_norm[:, -1] for of_norm in made[of_a_pass - 1 :: of_a_pass]])
-                self.assertLess(bench_peers.relative_l2(last, expected), 1e-5, (name, peer))
-
+                self.assertLess(stacks.relative_l2(last, expected), 1e-5, (name, peer))
 
     def test_hugging_face_gets_the_weights_that_cf_model_makes(self):
         small = self.small_models()
@@ -551,7 +551,7 @@ class Python(Files):
         self.assertEqual(apart[4:-len(of_port)], [
             *of_others, "", "[`python-port-pythia-2.8b.json`](python-port-pythia-2.8b.json), commit def.", ""
         ])  # fmt: skip
-        self.assertEqual(apart[-len(of_port):], of_port)
+        self.assertEqual(apart[-len(of_port) :], of_port)
 
     def test_calls_are_timed_in_blocks_behind_a_rewind(self):
         made = []
@@ -631,9 +631,7 @@ class Python(Files):
             return model_peers.figures([[1.0 if is_ours else 4.0] * load.new_tokens] * runs, load), [0, 1, 2, 3]
 
         report = types.SimpleNamespace(share=1, hugging_face={})
-        speed_up = types.SimpleNamespace(
-            speed_up=is_ours.append, restore=is_ours.remove, report=lambda model: report
-        )
+        speed_up = types.SimpleNamespace(speed_up=is_ours.append, restore=is_ours.remove, report=lambda model: report)
         package = types.SimpleNamespace(hf=speed_up)
         with mock.patch.dict(sys.modules, {"cf_ops": package, "cf_ops.hf": speed_up}):
             with mock.patch.multiple(model_peers, timed=timed, random_model=lambda preset: preset):
@@ -696,6 +694,49 @@ sys.exit("no such model" if "--preset" in sys.argv else 0)
         self.assertRegex(error, "^bench_busy.py: .*--preset nowhere.*: no such model")
         code, _, error = run(bench_busy, "--cf-model", os.path.join(self.directory, "absent"), "--model", "m")
         self.assertEqual((code, error.count("\n")), (2, 1))
+
+
+class Versions(Files):
+    """bench_versions.py with programs in the place of two builds'."""
+
+    PROGRAM = """#!{python}
+import json, sys
+argv = sys.argv
+report = {{"commit": "{commit}", "gpu": "a GPU"}}
+report["configurations"] = [{{"impl": i, "kv_len": 512, "step": {{"median_us": {us}}}}} for i in ("graph", {impl!r})]
+report["results"] = [{{"prompt_len": 128, "impl": "auto", "ttft_ms": 2.0}}]
+with open(argv[argv.index("--json") + 1], "w") as file:
+    json.dump(report, file)
+sys.exit("no such model" if "nowhere" in argv else 0)
+"""
+
+    def build(self, commit, us, impl="persistent"):
+        for program in ("cf-layer", "cf-model"):
+            text = self.PROGRAM.format(python=sys.executable, commit=commit, us=us, impl=impl)
+            os.makedirs(os.path.join(self.directory, commit, "apps"), exist_ok=True)
+            self.write(os.path.join(commit, "apps", program), text, executable=True)
+        return os.path.join(self.directory, commit)
+
+    def test_a_ratio_is_new_over_old_and_the_exit_code_says_whether_all_are_near(self):
+        out = os.path.join(self.directory, "versions.json")
+        words = [self.build("aaa", 100), self.build("bbb", 103, "split"), "--preset", "pythia-14m"]
+        words += ["--batch", "1", "--prompt-len", "128", "--rounds", "2"]
+        code, printed, error = run(bench_versions, *words, "--json", out)
+        self.assertEqual((code, error), (1, ""))
+        self.assertIn("| pythia-14m | step, batch 1, kv 512 | graph | 100.0 | 103.0 | 1.0300 |", printed)
+        self.assertIn("| pythia-14m | prompt, 128 | auto | 2000.0 | 2000.0 | 1.0000 |", printed)
+        self.assertNotIn("split", printed)  # one build alone has it
+        self.assertIn("1 of 2 within 1.0 %", printed)
+        self.assertEqual(run(bench_versions, *words, "--percent", "4")[0], 0)
+        with open(out, encoding="utf-8") as file:
+            report = json.load(file)
+        self.assertEqual((report["old_commit"], report["commit"], report["gpu"]), ("aaa", "bbb", "a GPU"))
+
+    def test_what_a_program_refuses_is_one_line(self):
+        builds = [self.build("aaa", 1), self.build("bbb", 1)]
+        for words in ([*builds, "--preset", "nowhere"], ["absent", "absent", "--preset", "pythia-14m"]):
+            code, _, error = run(bench_versions, *words)
+            self.assertEqual((code, error.count("\n")), (2, 1))
 
 
 class Refusals(Files):
@@ -890,7 +931,7 @@ class Tables(Files):
         self.assertEqual(bench_page.no_share(early), [])
         times = {"median_us": 1.0, "p10_us": 1.0, "p99_us": 1.0, "bytes": 8, "cold": True, "floor_us": 2.0}
         result = {"site": "rope", "batch": 1, "kv_len": 1, "limit": "read", "limit_note": "fits the L2"} | times
-        (of_op,) = bench_peers.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
+        (of_op,) = programs.op_rows({"op": "rope", "results": [result]}, "pythia-2.8b")
         self.assertEqual(plot_bench.cell(of_op, "rope", None), "1.00 (200 %: fits the L2)")
 
     def test_a_line_is_that_of_least_squares(self):
@@ -899,12 +940,12 @@ class Tables(Files):
         self.assertEqual((slope, intercept, farthest), (0.0, 1.0, 2.0))
 
     def test_times_stand_beside_their_floor_and_peers_beside_ours(self):
-        stack = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        stack = programs.layer_rows(LAYER, "pythia-2.8b")
         stack += [peer("torch_graph", 128, median_us=110.0), peer("hf_compile", 128, error="TimeoutError: no")]
         linear = [peer("cf-op", 1, median_us=40.0, floor_us=34.0), peer("cuBLAS in a graph", 1, median_us=52.0)]
         results = {"stack": stack, "linear": linear, "attention": []}
         report = {"gpu": "a GPU", "versions": {"torch": "2"}, "commit": "abc", "command": "bench_peers.py"}
-        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        report |= {"results": results, "ratios": table.ratios(results), "programs": [LAYER]}
         code, out, error = run(plot_bench, "--tables", self.write("r.json", json.dumps(report)))
         self.assertEqual((code, error), (0, ""))
         self.assertEqual(out.splitlines(), [
@@ -919,7 +960,6 @@ class Tables(Files):
             "|---|---:|---:|---:|---:|",
             "| pythia-2.8b | 1 | 1 | 40.00 (85 %) | 52.00 (1.30x) |",
         ])  # fmt: skip
-
 
     def test_lines_of_code_stand_behind_the_times(self):
         row = peer("cf-op", 1, median_us=40.0, floor_us=34.0, code_lines=1969)
@@ -1100,7 +1140,7 @@ class Page(Files):
             report = json.load(file) | {"gpu": "another GPU"}
         self.write("stack-pythia-410m-h100.json", json.dumps(report))
         after = bench_page.ways_to_step(bench_page.Figures(directory))
-        self.assertEqual(after[:len(before)], before)
+        self.assertEqual(after[: len(before)], before)
         self.assertEqual(after[len(before) + 1:len(before) + 4], [
             "| all layers [ms] | GPU | kv_len | `graph` | `persistent` |",
             "|---|---:|---:|---:|---:|",
@@ -1111,7 +1151,12 @@ class Page(Files):
         directory = self.recorded()
         self.assertEqual(bench_page.quality(bench_page.Figures(directory)), ["Not recorded."])
         mean = {"mean": 2.5e-6, "error": 2e-8}
-        figures = {"kl": mean, "kl_p99_9": 2.6e-5, "perplexity": {"mean": 11.01}, "reference_perplexity": {"mean": 11.0}}
+        figures = {
+            "kl": mean,
+            "kl_p99_9": 2.6e-5,
+            "perplexity": {"mean": 11.01},
+            "reference_perplexity": {"mean": 11.0},
+        }
         figures |= {"logits_rel_l2": 5.9e-4}
         report = {"command": "eval_hf.py", "figures": {"float16:eager": figures}, "beside": {"graph.json": figures}}
         report |= {"programs": [{"impl": "graph", "commit": "abc"}]}
@@ -1125,12 +1170,12 @@ class Page(Files):
         ])  # fmt: skip
 
     def test_a_report_without_a_program_s_run_names_the_commit_it_was_built_from(self):
-        program = self.write("cf-model", "#!/bin/sh\nfor last; do :; done\necho '{\"commit\": \"abc\"}' > \"$last\"\n")
+        program = self.write("cf-model", '#!/bin/sh\nfor last; do :; done\necho \'{"commit": "abc"}\' > "$last"\n')
         os.chmod(program, 0o755)
-        self.assertEqual(bench_peers.commit_of(program), "abc")
+        self.assertEqual(programs.commit_of(program), "abc")
         self.write("cf-model", "#!/bin/sh\nexit 2\n")
-        self.assertEqual(bench_peers.commit_of(program), "unknown")
-        self.assertEqual(bench_peers.commit_of(program + "-2"), "unknown")
+        self.assertEqual(programs.commit_of(program), "unknown")
+        self.assertEqual(programs.commit_of(program + "-2"), "unknown")
 
     def test_a_file_s_way_to_the_first_token_stands_among_whole_models(self):
         report = {"model": "pythia-2.8b", "gpu": "a GPU", "load_s": 2.125, "commit": "abc"}
@@ -1168,7 +1213,7 @@ class Page(Files):
                 peer("torch int4pack, bfloat16, in a graph", 1, error="AttributeError: no such op")]  # fmt: skip
         report = {"gpu": "a GPU", "versions": {"triton": "3"}, "commit": "abc", "command": "bench_peers.py"}
         results = {"gptq_linear": rows}
-        report |= {"results": results, "ratios": bench_peers.ratios(results), "programs": [LAYER]}
+        report |= {"results": results, "ratios": table.ratios(results), "programs": [LAYER]}
         directory = os.path.dirname(self.write("pythia-2.8b.json", json.dumps(report)))
         self.assertNotIn(bench_page.PEERS_OF_KERNELS, bench_page.peers(bench_page.Figures(directory)))
         for row, lines in zip(rows, (1969, 40)):
@@ -1190,7 +1235,7 @@ class Page(Files):
         # Where a later run has timed the kernels alone, the page shows that run and no other.
         self.write("kernel-peers-pythia-2.8b.json", json.dumps(report))
         stack = {"stack": [peer("cf-layer graph", 128, median_us=50.0, bytes=158_000_000, read_best_gb_per_s=4000.0)]}
-        report |= {"results": results | stack, "ratios": bench_peers.ratios(results | stack)}
+        report |= {"results": results | stack, "ratios": table.ratios(results | stack)}
         self.write("pythia-2.8b.json", json.dumps(report))
         both = bench_page.peers(bench_page.Figures(directory))
         self.assertEqual(both[:7], ["### Pythia-2.8B", "", "| stack [ms] | batch | kv_len | cf-layer graph |",
@@ -1220,9 +1265,13 @@ class Page(Files):
         self.assertEqual(bench_page.updated(os.path.join(root, "README.md"), bench_page.front(figures)), front)
         with open(os.path.join(root, "data", "bench", "README.md"), encoding="utf-8") as file:
             self.assertEqual(bench_page.page(figures), file.read())
-        (token,) = [rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)]
+        (token,) = [
+            rows for model, gpu, rows in bench_page.shown(figures) if (model, gpu) == ("pythia-2.8b", figures.gpu)
+        ]
         with open(os.path.join(root, "data", "bench", "hero.svg"), encoding="utf-8") as file:
-            self.assertIn(f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's")
+            self.assertIn(
+                f"{token['ours']['tpot_ms']:.2f} ms a token", file.read(), "the picture's figure is the table's"
+            )
         with open(os.path.join(root, "python", "README.md"), encoding="utf-8") as file:
             package = file.read()
         lines = bench_page.python_headline(figures, os.path.join(root, "python"))
@@ -1245,7 +1294,7 @@ class Page(Files):
 
 class Pictures(Files):
     def recorded(self):
-        rows = bench_peers.layer_rows(LAYER, "pythia-2.8b")
+        rows = programs.layer_rows(LAYER, "pythia-2.8b")
         rows += [peer("torch_graph", 128, median_us=110.0), peer("hf_eager", 128, error="no")]
         return self.write("h200.json", json.dumps({"results": {"stack": rows}, "programs": [LAYER]}))
 

@@ -68,14 +68,14 @@ void check_repeats(const Setup& s) {
 
 }  // namespace
 
-OP_TEST_CASE("The float backend agrees with the oracle within the derived budget", "[ops]", ops::All) {
+OP_TEST_CASE("The float backend agrees with the oracle within the derived budget", "[ops]", ops::Every) {
   for (const Setup& s : setups(DType::f32)) {
     INFO(TestType::name << ": " << describe(s));
     check_against_oracle<TestType>(s, example_of<TestType>(s));
   }
 }
 
-OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[ops]", ops::All) {
+OP_TEST_CASE("The bits do not depend on the run or on the number of threads", "[ops]", ops::Every) {
   for (DType activation : {DType::f64, DType::f32})
     for (const Setup& s : setups(activation)) {
       INFO(TestType::name << ": " << describe(s));

@@ -5,7 +5,7 @@
 #include <span>
 #include <utility>
 
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/op_problem.hpp"

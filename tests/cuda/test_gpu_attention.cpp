@@ -22,7 +22,8 @@ Setup attention_setup(std::int64_t heads, std::int64_t head_dim, const Workload&
 bool agrees(const Setup& s) { return check_on_device<ops::Attention>(s, example_of<ops::Attention>(s)); }
 /// The same with the plan of a large cache: the heads of a group share their keys, although these are few.
 bool agrees_shared(Setup s) {
-  s.load.capacity = std::max<std::int64_t>(s.load.cache_capacity(), 2 * cuda::kUnsharedElements / s.model.head_dim());
+  s.load.capacity = std::max<std::int64_t>(s.load.cache_capacity(),
+                                           2 * context().arch().tuning->unshared_elements / s.model.head_dim());
   Problem<ops::Attention> untouched(s, example_of<ops::Attention>(s));
   return check_on_device<ops::Attention>(s, untouched, {}, [](auto& a) { a.max_kv_len = a.k_cache.shape[2]; });
 }

@@ -8,12 +8,13 @@
 
 #include "cpu_ref/dequantise.hpp"
 #include "cuda/graph/capture.hpp"
-#include "cuda/ops/linear/gemm.hpp"
-#include "cuda/ops/linear/gemm_plan.hpp"
-#include "cuda/ops/linear/launches.hpp"
-#include "cuda/ops/linear/linear_gemm.hpp"
-#include "cuda/ops/linear/linear_tiles.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/cublaslt/cublaslt.hpp"
+#include "cuda/ops/linear/cublaslt/library.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/tiles.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
 #include "tests/cuda/device_check.hpp"
@@ -28,9 +29,11 @@ using Args = ops::Linear::Args;
 namespace {
 
 constexpr Epilogue kGelus[] = {Epilogue::gelu_erf, Epilogue::gelu_tanh};
+/// The numbers are the same for all GPUs.
+constexpr const cuda::Tuning& kTuning = cuda::kH200Tuning;
 /// The fewest tokens that cuBLASLt takes of any weight by library_context(), and other numbers of tokens.
-constexpr std::int64_t kMany = std::max({cuda::kGemmTokens, cuda::kGptqGemmTokens, cuda::kLinearWgmmaTokens}) + 1;
-constexpr std::int64_t kTokens[] = {cuda::kGemmTokens + 1, 17, 31, cuda::kGptqGemmTokens + 1, kMany, 512};
+constexpr std::int64_t kMany = std::max({kTuning.gemv_tokens, kTuning.packed_tokens, kTuning.wgmma_tokens}) + 1;
+constexpr std::int64_t kTokens[] = {kTuning.gemv_tokens + 1, 17, 31, kTuning.packed_tokens + 1, kMany, 512};
 
 /// Scratch memory with room for these tests' products.
 class DeviceScratch {
@@ -367,7 +370,7 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
           REQUIRE(layout);
           REQUIRE(cuda::for_each_gptq_launch(context().arch(), cuda::gptq_sizes(*layout, tokens), tokens, count));
         } else {
-          REQUIRE(cuda::for_each_linear_launch(tokens, count));
+          REQUIRE(cuda::for_each_gemv_launch(tokens, count));
         }
         CAPTURE(to_string(dtype), gptq.bits, tokens, counted);
         const bool codes = cuda::is_gptq_wgmma(context().arch(), tokens, 640, 72, dtype, gptq.bits, false);
@@ -375,7 +378,8 @@ TEST_CASE("linear: a call's list has the launches that are counted for it, each 
         if (tiles) counted = codes ? std::size_t(tokens + cuda::kGptqWgmmaTile - 1) / cuda::kGptqWgmmaTile : 1;
         CHECK(prepared(p.args(), {}).size() == counted);
         const cuda::LaunchList launches = prepared(p.args(), scratch.get());
-        CHECK(launches.has_calls() == (!tiles && cuda::is_gemm(tokens, 640, dtype, packed != nullptr)));
+        CHECK(launches.has_calls() ==
+              (!tiles && cuda::is_gemm(context().arch(), tokens, 640, dtype, packed != nullptr)));
         // The library's call; before it a quantised weight is made a dense one, and x is copied.
         CHECK(launches.size() == (!launches.has_calls() ? counted : packed ? 3 : 1));
       }
@@ -402,7 +406,7 @@ TEST_CASE("linear of many tokens: without scratch memory, or with too little, it
                         {"linear: the scratch memory is misaligned, expected a multiple of 256 bytes"}) == "");
   }
   // Few tokens, and float32 activations.
-  const std::int64_t few = std::min(cuda::kGemmTokens, cuda::kGptqGemmTokens);
+  const std::int64_t few = std::min(kTuning.gemv_tokens, kTuning.packed_tokens);
   for (const auto& [s, tokens] :
        {std::pair{setup(DType::f16), few}, {setup(DType::f16, {4, 32}), few}, {setup(DType::f32), kMany + 23}}) {
     DeviceProblem<ops::Linear> p(s, linear(tokens, 64, 64));
@@ -428,7 +432,7 @@ namespace {
 
 /// Whether the test's GPU has Hopper's tensor cores; says so where it has none.
 bool has_wgmma() {
-  if (context().arch().compute_capability == 90) return true;
+  if (context().arch().has_wgmma()) return true;
   WARN("no GPU of compute capability 9.0: nothing is tested");
   return false;
 }

@@ -1,5 +1,5 @@
 // ln_qkv on the GPU gives the bits of the four ops that it is made of.
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "tests/cuda/device_check.hpp"
 #include "tests/support/refusal.hpp"
 

@@ -14,7 +14,7 @@
 #include "core/procedural.hpp"
 #include "cpu_ref/model.hpp"
 #include "cpu_ref/sample.hpp"
-#include "cuda/model/model.hpp"
+#include "cuda/serve/model.hpp"
 #include "tests/cuda/device_tensors.hpp"
 #include "tests/cuda/occupy.hpp"
 #include "tests/support/refusal.hpp"

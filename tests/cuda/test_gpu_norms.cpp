@@ -12,8 +12,7 @@ using namespace cf::test;
 
 namespace {
 
-using Norms =
-    std::tuple<ops::LayerNorm, ops::RmsNorm, ops::LayerNormResidual, ops::ResidualLayerNorm, ops::DualLayerNorm>;
+using Norms = std::tuple<ops::LayerNorm, ops::RmsNorm, ops::LayerNormResidual, ops::ResidualLayerNorm>;
 
 Setup setup(DType activation, Fill fill = Fill::normal) {
   Setup s{.model = model_of(1, 2, 2, 2), .activation = activation, .fill = fill};
@@ -178,20 +177,4 @@ TEST_CASE("rmsnorm on the GPU: an eps beside which the mean of squares is small,
         std::memset(x.data(), 0, x.bytes());
         CHECK(check_on_device<ops::RmsNorm>(s, p));
       }
-}
-
-TEST_CASE("dual_layernorm on the GPU is two layernorms, bit by bit", "[gpu][norms]") {
-  for (DType activation : {DType::f16, DType::bf16, DType::f32})
-    for (auto [tokens, hidden] :
-         {std::pair<std::int64_t, std::int64_t>{1, 2560}, {3, 264}, {16, 5120}, {850, 2560}, {2, 8200}, {2, 32768}}) {
-      INFO(to_string(activation) << ", " << tokens << " tokens of " << hidden);
-      cuda::Context c = context();
-      const std::pair<ops::DualLayerNorm::Dims, ops::DualLayerNorm::Args> sizes{{tokens, hidden}, {}};
-      DeviceProblem<ops::DualLayerNorm> dual(setup(activation), sizes), single(setup(activation), sizes);
-      const auto& a = single.args();
-      REQUIRE(cuda::run(ops::LayerNorm::Args{.x = a.x, .norm = a.norm1, .y = a.y1, .eps = a.eps}, c));
-      REQUIRE(cuda::run(ops::LayerNorm::Args{.x = a.x, .norm = a.norm2, .y = a.y2, .eps = a.eps}, c));
-      require_cuda(cudaDeviceSynchronize());
-      CHECK(dual.run(c).bytes() == single.fetch().bytes());
-    }
 }

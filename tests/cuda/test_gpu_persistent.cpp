@@ -137,9 +137,8 @@ TEST_CASE("persistent: the plans of an RTX 5090 have more blocks than an H200 ha
 
 namespace {
 
-/// Every tap of a layer, and what it appends to the cache, against the double oracle. Few keys have several splits too.
-void check_taps(const HostLayers& host, int kv_len, Plans plans, cuda::PersistentChoices choices = {}) {
-  if (!choices.split_keys) choices.split_keys = 16;
+/// Every tap of a layer, and what it appends to the cache, against the double oracle.
+void check_taps(const HostLayers& host, int kv_len, Plans plans, const cuda::PersistentChoices& choices = {}) {
   const cuda::Context c = planned(plans);
   DeviceLayers on(c, host);
   PersistentKernel kernel = kernel_of(plans, c, on, choices);
@@ -158,7 +157,7 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
   const bool parallel = GENERATE(true, false);
   for (const ModelConfig& shape : {model_of(4, 32, 8, 96), model_of(4, 64, 16, 512), model_of(3, 80, 20, 200),
                                    model_of(2, 128, 128, 1000), model_of(2, 256, 64, 4096), model_of(3, 8, 2, 24)})
-    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 130}, {3, 17}, {8, 66}}) {
+    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
       ModelConfig m = shape;
       m.dtype = dtype;
       m.use_parallel_residual = parallel;
@@ -167,7 +166,7 @@ TEST_CASE("persistent: every tap of a layer is the oracle's within its budget", 
         m.attention_bias = false;
       }
       CAPTURE(to_string(plans), m.name, batch, kv_len, parallel, to_string(dtype));
-      check_taps({m, {.batch = batch, .capacity = 131}}, kv_len, plans);
+      check_taps({m, {.batch = batch, .capacity = 291}}, kv_len, plans);
     }
 }
 
@@ -205,7 +204,7 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
                          .original_max_positions = 32};
   models.push_back(biased);
   for (ModelConfig& m : models)
-    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 130}, {3, 17}, {8, 66}}) {
+    for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
       // The widest of several tokens leave no room for a ring on an RTX 5090.
       if (const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), batch);
           !plan && plans == Plans::rtx5090 && batch > 1) {
@@ -214,7 +213,7 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
       }
       m.dtype = dtype;
       CAPTURE(to_string(plans), m.name, m.hidden_size, m.kv_heads(), batch, kv_len, to_string(dtype));
-      check_taps({m, {.batch = batch, .capacity = 131}}, kv_len, plans, {.shares_keys = dtype == DType::bf16});
+      check_taps({m, {.batch = batch, .capacity = 291}}, kv_len, plans, {.shares_keys = dtype == DType::bf16});
     }
 }
 
@@ -261,13 +260,13 @@ TEST_CASE("persistent: every tap of a layer of packed weights is the oracle's wi
   models.push_back(gated_model_of(qwen2, 8, 4, 128, 256, 384));  // heads that do not make up hidden_size
   for (ModelConfig& m : models)
     for (std::int64_t group_size : {128, 256, -1})
-      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 130}, {3, 17}, {8, 66}}) {
+      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 1}, {1, 2}, {1, 290}, {3, 17}, {8, 290}}) {
         if (group_size == 256 && (m.hidden_size % 256 || m.intermediate_size % 256)) continue;
         m.dtype = dtype;
         CAPTURE(to_string(plans), m.name, m.hidden_size, m.use_parallel_residual, group_size, batch, kv_len,
                 to_string(dtype));
         const WeightFormat linears{.bits = 4, .group_size = group_size};
-        check_packed_taps({m, {.batch = batch, .capacity = 131}, "", linears}, group_size, kv_len, plans);
+        check_packed_taps({m, {.batch = batch, .capacity = 291}, "", linears}, group_size, kv_len, plans);
       }
 }
 
@@ -281,11 +280,11 @@ TEST_CASE("persistent: taps of packed weights with small groups, 8 bits or an ac
     for (const WeightFormat& linears :
          {WeightFormat{4, 32}, WeightFormat{4, 64}, WeightFormat{4, 96}, WeightFormat{4, 128}, WeightFormat{8, 32},
           WeightFormat{8, 128}, WeightFormat{8, 96}, WeightFormat{8, -1}})
-      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 130}, {4, 17}, {7, 66}}) {
+      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 290}, {4, 17}, {7, 290}}) {
         m.dtype = dtype;
         CAPTURE(to_string(plans), m.hidden_size, m.intermediate_size, linears.bits, linears.group_size, shuffled, batch,
                 kv_len, to_string(dtype));
-        HostLayers host(m, {.batch = batch, .capacity = 131}, "", linears);
+        HostLayers host(m, {.batch = batch, .capacity = 291}, "", linears);
         if (shuffled) host.shuffle_groups();
         check_packed_taps(host, linears.group_size, kv_len, plans);
       }
@@ -298,11 +297,11 @@ TEST_CASE("persistent: taps of packed weights beside dense ones are within their
   const bool shuffled = GENERATE(false, true);
   for (ModelConfig m : packed_models(2688))
     for (unsigned dense = 1; dense < 15; ++dense)  // a bit for each Linear; one at least is packed
-      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 130}, {4, 17}}) {
+      for (const auto& [batch, kv_len] : {std::pair<std::int64_t, int>{1, 290}, {4, 17}}) {
         m.dtype = dtype;
         CAPTURE(to_string(plans), m.hidden_size, m.intermediate_size, shuffled, batch, kv_len, to_string(dtype), dense);
         constexpr WeightFormat formats[]{{4, 128}, {8, 32}, {4, 96}, {4, 64}};
-        HostLayers host(m, {.batch = batch, .capacity = 131});
+        HostLayers host(m, {.batch = batch, .capacity = 291});
         for (std::size_t i = 0; i < 4; ++i)
           if (!(dense >> i & 1)) host.set_format(0, HostLayers::kLinears[i], formats[i]);
         if (shuffled) host.shuffle_groups();
@@ -362,25 +361,27 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     REQUIRE(plan);
     CHECK(plan->share_heads == h.share_heads);
     CHECK(cuda::is_rows(plan->products) == (hidden >= 1024));
-    const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530});
+    const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530}),
+        many_keys(m, {.batch = 1, .capacity = 4100});
     const auto check = [&](const HostLayers& host, int kv_len, const cuda::PersistentChoices& choices) {
       CAPTURE(to_string(plans), h.heads, h.kv_heads, h.head_dim, host.load.batch, kv_len, to_string(dtype));
       check_taps(host, kv_len, plans, choices);
     };
     // The newest key ends a tile, and begins one, a split's first one.
     for (int kv_len : {16, 17, 33, 512, 513}) check(one, kv_len, {});
-    // With split_keys 1 there are as many splits as the plan allows, and some of them have no keys.
-    for (int split_keys : {1, 48, 128})
-      for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {.split_keys = split_keys});
+    // Keys that are just not split, and just are; as many splits as the plan allows, some of them without keys.
+    for (int kv_len : {5, 128, 129, 289}) check(one, kv_len, {});
+    check(many_keys, 4100, {});
     // With few splits a warp has several tiles, a split several stages, and a block merges several heads of a share.
     for (int splits : {1, 2, 3})
       for (int kv_len : {15, 97, 289}) check(one, kv_len, {.attention_splits = splits});
-    check(one, 97, {.attention_splits = 4, .cluster_merge = true});
-    check(one, 97, {.attention_splits = 2, .tile_products = true, .cluster_merge = true});
+    check(one, 289, {.attention_splits = 2, .tile_products = true});
     // A block has several key splits, or several sequences have.
-    check(one, 97, {.blocks = 12, .attention_splits = 7});
-    check(three, 97, {.blocks = 12, .attention_splits = 4});
-    check(three, 97, {.blocks = 12, .split_keys = 32});
+    for (int kv_len : {97, 529}) {
+      check(one, kv_len, {.blocks = 12, .attention_splits = 7});
+      check(three, kv_len, {.blocks = 12, .attention_splits = 4});
+    }
+    check(three, 289, {.blocks = 12});
   }
 }
 
@@ -643,7 +644,7 @@ void check_variants(Plans plans, const ModelConfig& m, std::int64_t batch) {
   const auto expected = on.results();
   const Budget one =
       Layer::budget(ops::example<Layer>(m, {.batch = batch, .kv_len = load.capacity}).first, {DType::f32, m.dtype});
-  for (const cuda::PersistentVariant& v : cuda::persistent_variants(c.arch(), own.plan())) {
+  for (const cuda::PersistentVariant& v : cuda::persistent_variants(own.plan())) {
     on.reset();
     on.scrub_output();
     PersistentKernel kernel = kernel_of(plans, c, on, v.choices);
@@ -675,48 +676,6 @@ TEST_CASE("persistent: plans that choose otherwise compute the same", "[gpu][per
   check_variants(plans, small_model(DType::f16, 1), 3);
   check_variants(plans, small_model(DType::f16, 1, Kind::gated), 3);
   check_variants(plans, gated_model_of(ModelType::llama, 8, 2, 128, 1024, 11008), 1);
-}
-
-TEST_CASE("persistent: a head's key splits meet in a cluster's shared memory, many layers and runs long",
-          "[gpu][persistent][variants]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  // One key split a block, and several.
-  for (const auto& [kind, heads, batch, splits] :
-       {std::tuple<Kind, std::int64_t, std::int64_t, int>{Kind::parallel, 8, 1, 8},
-        {Kind::parallel, 32, 1, 4},
-        {Kind::parallel, 32, 2, 4},
-        {Kind::parallel, 5, 4, 2},
-        {Kind::gated, 32, 1, 4},
-        {Kind::gated, 8, 2, 2}}) {
-    ModelConfig m = model_of_kind(kind, heads, 64, 16, 512);
-    m.num_hidden_layers = 4;
-    const Workload load{.batch = batch, .capacity = 130};
-    const HostLayers host(m, load);
-    const cuda::Context c = planned(plans);
-    DeviceLayers on(c, host);
-    on.set_kv_len(lengths(load, 129));
-    PersistentKernel own = kernel_of(plans, c, on, {.attention_splits = splits});
-    PersistentKernel kernel = kernel_of(plans, c, on, {.attention_splits = splits, .cluster_merge = true});
-    CAPTURE(to_string(plans), to_string(kind), heads, batch, splits, to_string(kernel.plan()));
-    CHECK(kernel.plan().grid % splits == 0);
-    require_ok(run(own, c, on));
-    const auto expected = on.results();
-    for (unsigned i = 1; i <= 100; ++i) {
-      require_ok(kernel.set_probe({.delay_seed = i % 4 ? 0 : i}));
-      require_ok(run(kernel, c, on));
-      if (i % 10 == 0) REQUIRE(same_bits(on.results(), expected));
-    }
-    // Blocks that have given up leave together, and the next launch is sound.
-    require_ok(
-        kernel.set_probe({.withheld_layer = 1, .withheld_site = names_of(m.spec()).context.name, .wait_limit_ms = 20}));
-    require_ok(run(kernel, c, on));
-    require_cuda(cudaDeviceSynchronize());
-    require_ok(kernel.set_probe({}));
-    const std::string missing = "layer 1: " + std::string(names_of(m.spec()).context.name);
-    CHECK(refusal_fault(run(kernel, c, on), Code::device_error, {missing}) == "");
-    require_ok(run(kernel, c, on));
-    CHECK(same_bits(on.results(), expected));
-  }
 }
 
 TEST_CASE("persistent: waits for SMs that another kernel holds", "[gpu][persistent]") {
@@ -1118,46 +1077,6 @@ TEST_CASE("persistent: a report that nobody has taken stops the next launch, onc
     require_ok(run(kernel, c, on, launches));
     CHECK(same_bits(on.results(), expected));
   }
-}
-
-TEST_CASE("persistent: the same weights serve other caches, of another capacity", "[gpu][persistent][caches]") {
-  const Plans plans = GENERATE(Plans::own, Plans::rtx5090);
-  const std::int64_t batch = GENERATE(1, 3);
-  const ModelConfig m = small_model(DType::f16);
-  const Workload short_load{.batch = batch, .capacity = 20}, long_load{.batch = batch, .capacity = 70};
-  const HostLayers short_host(m, short_load), long_host(m, long_load, "other ");
-  const cuda::Context c = planned(plans);
-  DeviceLayers first(c, short_host), second(c, long_host);
-  first.set_kv_len(lengths(short_load, 20));
-  second.set_kv_len(lengths(long_load, 60));
-  PersistentKernel kernel = kernel_of(plans, c, first), other = kernel_of(plans, c, second);
-  require_ok(run(kernel, c, first));
-  require_ok(run(other, c, second));
-  const auto of_first = first.results(), of_second = second.results();
-
-  first.reset();
-  second.reset();
-  second.scrub_output();
-  const auto untouched = first.results();
-  require_ok(kernel.set_caches(second.caches(), second.sequences()));
-  require_ok(run(kernel, c, second));
-  CHECK(same_bits(second.results(), of_second));
-  CHECK(same_bits(first.results(), untouched));
-
-  // A refusal names the layer and changes nothing.
-  std::vector<LayerCache> caches = first.caches();
-  caches[1].v = caches[1].k, caches[1].v.shape[2] = 19;
-  CHECK(refusal_fault(kernel.set_caches(caches, first.sequences()), Code::invalid_argument,
-                      {"persistent: layer 1: 'v_cache' has shape", "19"}) == "");
-  CHECK(refusal_fault(kernel.set_caches(std::span(caches).first(2), first.sequences()), Code::invalid_argument,
-                      {"one for each of 3 layers, got 2"}) == "");
-  second.reset();
-  require_ok(run(kernel, c, second));
-  CHECK(same_bits(second.results(), of_second));
-  require_ok(kernel.set_caches(first.caches(), first.sequences()));
-  first.scrub_output();
-  require_ok(run(kernel, c, first));
-  CHECK(same_bits(first.results(), of_first));
 }
 
 namespace {

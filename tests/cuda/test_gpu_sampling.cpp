@@ -114,10 +114,10 @@ class Call {
     bring(chosen_, bytes_of(Ids(slots_.size() + 2 * kGuard, kUntouched)));
   }
 
-  Status submit(const cuda::Context& c, const cuda::LaunchMode& mode = {}) const {
+  Status submit(const cuda::Context& c, const cuda::Submission& how = {}) const {
     cuda::LaunchList launches(c);
     CF_TRY(cuda::prepare(args(), launches));
-    return launches.submit(c.stream(), mode);
+    return launches.submit(c.stream(), how);
   }
   /// The chosen ids, once all of the device's work is done.
   Ids chosen() const {

@@ -6,7 +6,7 @@
 #include "core/compare.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
-#include "cuda/ops/linear/pack.hpp"
+#include "cuda/ops/linear/pack/pack.hpp"
 #include "tests/support/catch.hpp"
 #include "tests/support/refusal.hpp"
 #include "tests/support/setups.hpp"
@@ -24,7 +24,7 @@ struct Quantised : Problem<ops::Linear> {
   GptqWeight& weight() { return std::get<GptqWeight>(args().linear.weight); }
 };
 
-/// The matrix (out, in) that a packed weight holds, read by the words of pack_format.hpp.
+/// The matrix (out, in) that a packed weight holds, read by the words of pack/format.hpp.
 Tensor unpack(const PackedWeight& w, const GptqLayout& l) {
   Tensor matrix(DType::f64, {w.out, w.in});
   const auto* const codes = reinterpret_cast<const std::uint32_t*>(w.data.data);

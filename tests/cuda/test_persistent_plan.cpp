@@ -70,7 +70,7 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
   if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
   const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
-  if ((own_place ? l.warp_values : l.inbox) - l.new_token < new_token_bytes) return "new token";
+  if ((own_place ? l.warp_values : l.moments) - l.new_token < new_token_bytes) return "new token";
   if (l.gathered - l.warp_values < kProductWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
   // Every head of a share is merged by one split's block, which has a place for each that it merges.
   int most = 0;
@@ -83,13 +83,11 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
     }
     if (merged != heads) return "merged heads";
   }
-  if (most != merged_partials(p) || l.merged_floats != most * floats) return "merged partial results";
+  if (most != merged_partials(p)) return "merged partial results";
   const int partials = p.attention_splits > 1 ? most * floats : 0;
   const bool before_mlp_x = p.partials_place == PartialsPlace::attn_x && !p.act_in_registers;
-  const int behind = own_place ? l.inbox : before_mlp_x ? l.mlp_x : l.residual;
+  const int behind = own_place ? l.moments : before_mlp_x ? l.mlp_x : l.residual;
   if (behind - l.gathered < partials * 4) return "gathered partial results";
-  const int items = (d.batch * p.shares * p.attention_splits + p.grid - 1) / p.grid;
-  if (l.moments - l.inbox < (p.cluster_merge ? items * partials * int(sizeof(Tagged)) : 0)) return "inbox";
   if (!own_place && l.warp_values != (p.partials_place == PartialsPlace::attn_x ? l.attn_x : l.mlp_x))
     return "place of other tokens";
   return "";
@@ -119,7 +117,6 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   const int sums_bytes = (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (is_rows(p.products) ? 8 : 1) * 4;
   if (l.ring - l.sums < sums_bytes) return "sums";
   if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
-  if (p.cluster_merge && (p.attention_splits < 2 || p.grid % p.attention_splits)) return "clusters";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
   if (p.stages_in_flight < 1 || p.stages < p.stages_in_flight + 2) return "stages";
   if (p.ring_bytes % 128 || p.ring_bytes < p.stages * p.stage_bytes) return "the ring's bytes";
@@ -163,9 +160,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
                                                {"warp_states", l.warp_states},
                                                {"angles", l.angles},
                                                {"new_token", l.new_token},
-                                               {"warp_values", own_place ? l.warp_values : l.inbox},
-                                               {"gathered", own_place ? l.gathered : l.inbox},
-                                               {"inbox", l.inbox},
+                                               {"warp_values", own_place ? l.warp_values : l.moments},
+                                               {"gathered", own_place ? l.gathered : l.moments},
                                                {"moments", l.moments},
                                                {"norm_weights", l.norm_weights},
                                                {"attn_x", l.attn_x},
@@ -291,7 +287,7 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
     for (const Arch& arch : {kH200, kRtx5090}) {
       const auto own = plan_persistent(arch, persistent_model(m, m.dtype), 1);
       REQUIRE(own);
-      const std::vector<PersistentVariant> variants = persistent_variants(arch, *own);
+      const std::vector<PersistentVariant> variants = persistent_variants(*own);
       std::set<std::string> plans;
       for (const PersistentVariant& v : variants) {
         CAPTURE(m.name, arch.sm_count, v.choice, v.value);
@@ -300,8 +296,8 @@ TEST_CASE("persistent: every variant of a preset's plan is a plan, and another o
         REQUIRE(plan);
         CHECK(fault(arch, m, 1, *plan) == "");
         CHECK(plans.insert(to_string(*plan)).second);
-        const bool sums_alike = plan->attention_splits == own->attention_splits && !v.choices.split_keys &&
-                                !v.choices.shares_keys && !v.choices.tile_products;
+        const bool sums_alike =
+            plan->attention_splits == own->attention_splits && !v.choices.shares_keys && !v.choices.tile_products;
         if (!sums_alike) CHECK(!same_bits(*plan, *own));
         // A choice that leaves less or more shared memory to the slices may change them where there is little.
         const bool leaves_slices =
@@ -348,14 +344,6 @@ TEST_CASE("persistent: choices that cannot be are refused by name") {
   CHECK(refused({.up_eighths = 9}, {"up_eighths must be 0 to 8, got 9"}) == "");
   CHECK(refused({.attention_splits = 0}, {"attention_splits must be 1 to ", "got 0"}) == "");
   CHECK(refused({.blocks = 3, .attention_splits = 4}, {"attention_splits must be 1 to 3, got 4"}) == "");
-  CHECK(refused({.split_keys = 0}, {"split_keys must be 1 to 4096, got 0"}) == "");
-  CHECK(refused({.attention_splits = 1, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 1"}) == "");
-  CHECK(refused({.attention_splits = 9, .cluster_merge = true}, {"cluster_merge takes 2 to 8 splits", "got 9"}) == "");
-  CHECK(refused({.blocks = 130, .cluster_merge = true}, {"in clusters of 4, got 130"}) == "");
-  const auto clusters =
-      plan_persistent(kH200, persistent_model(*m, m->dtype), 1, {.attention_splits = 8, .cluster_merge = true});
-  REQUIRE(clusters);
-  CHECK(clusters->grid == 128);
 }
 
 TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one token, on an RTX 5090 where a ring fits") {
@@ -414,16 +402,13 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
       CHECK(fault(kH200, m, batch, *plan) == "");
       CHECK((to_string(*plan).find("the keys of " + std::to_string(e.share_heads) + " heads") != std::string::npos) ==
             (e.share_heads > 1));
-      // Every number of splits, also fewer than a share has heads, and in clusters.
-      for (int chosen = 1; chosen <= splits; ++chosen)
-        for (bool cluster_merge : {false, true}) {
-          if (cluster_merge && (chosen < 2 || chosen > kH200.max_cluster_blocks)) continue;
-          const auto other = plan_persistent(kH200, persistent_model(m, m.dtype), batch,
-                                             {.attention_splits = chosen, .cluster_merge = cluster_merge});
-          REQUIRE(other);
-          CAPTURE(to_string(*other));
-          CHECK(fault(kH200, m, batch, *other) == "");
-        }
+      // Every number of splits, also fewer than a share has heads.
+      for (int chosen = 1; chosen <= splits; ++chosen) {
+        const auto other = plan_persistent(kH200, persistent_model(m, m.dtype), batch, {.attention_splits = chosen});
+        REQUIRE(other);
+        CAPTURE(to_string(*other));
+        CHECK(fault(kH200, m, batch, *other) == "");
+      }
     }
     // With a parallel residual up's tokens lie in mlp_x.
     m.use_parallel_residual = true;
@@ -718,7 +703,17 @@ TEST_CASE("persistent: what the kernel does not take is refused by name") {
                 Code::invalid_argument) == "");
   CHECK(refused([](ModelConfig& m) { m.intermediate_size = 0; }, 1, {"intermediate_size must be at least 1, got 0"},
                 Code::invalid_argument) == "");
+  CHECK(refused([](ModelConfig& m) { m.rotary_dim = 0; }, 1, {"rotary position embeddings, got layers without RoPE"}) ==
+        "");
   PersistentModel model = persistent_model(good, good.dtype);
+  model.learned_positions = true;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"rotary position embeddings, got learned ones"}) == "");
+  model = persistent_model(good, good.dtype);
+  model.head_norm = true;
+  CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::unimplemented,
+                      {"q and k without a norm of each head, got layers with q_norm and k_norm"}) == "");
+  model = persistent_model(good, good.dtype);
   model.hidden_size = 512;
   CHECK(refusal_fault(plan_persistent(kH200, model, 1).status(), Code::invalid_argument,
                       {"hidden_size must be heads * head_dim = 256, got 512"}) == "");

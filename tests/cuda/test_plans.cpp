@@ -12,10 +12,10 @@
 #include "core/model/workload.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/attention/attention.hpp"
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/linear/linear_gptq.hpp"
-#include "cuda/ops/linear/linear_tiles_plan.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/rope/rope.hpp"
@@ -135,10 +135,10 @@ Launch wgmma_prefill_launch(const Arch& arch, std::int64_t head_dim, std::int64_
 }
 
 Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const Workload& w) {
-  const LinearPlan plan = linear_plan(arch, in, out, w.tokens());
+  const GemvPlan plan = gemv_plan(arch, in, out, w.tokens());
   const std::int64_t tiles = (out + kTileRows - 1) / kTileRows;
   return {.grid = {plan.grid, 1, 1},
-          .threads = kLinearThreads,
+          .threads = kGemvThreads,
           .blocks_per_sm = plan.blocks_per_sm,
           .items = tiles,
           .sharers = plan.grid,
@@ -146,12 +146,12 @@ Launch linear_launch(const Arch& arch, std::int64_t in, std::int64_t out, const 
 }
 
 Launch ln_qkv_launch(const Arch& arch, const ModelConfig& m, const Workload& w) {
-  constexpr int static_smem_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;
+  constexpr int static_smem_bytes = 2 * kGemvWarps * kMmaTokens * kTileRows * 4;
   const std::int64_t out = 3 * m.hidden_size, tiles = (out + kTileRows - 1) / kTileRows;
   const LnQkvPlan plan = ln_qkv_plan(arch, m.hidden_size, out, w.tokens(), 2, 2);
   if (plan.tokens == 0) return {.threads = 32, .share = {}};  // no token fits: the call is refused
   return {.grid = {plan.product.grid, 1, 1},
-          .threads = kLinearThreads,
+          .threads = kGemvThreads,
           .smem_bytes = plan.smem_bytes + static_smem_bytes,
           .items = tiles,
           .sharers = plan.product.grid,
@@ -343,7 +343,7 @@ TEST_CASE("attention: query heads of a group share keys, and splits and blocks c
             const AttentionPlan plan = attention_plan(arch, d, DType::bf16),
                                 plan_of_f32 = attention_plan(arch, d, DType::f32);
             const std::string found = fault(arch, attention_launch(arch, m, w));
-            const bool is_large = kv_len * m.head_dim() > kUnsharedElements;
+            const bool is_large = kv_len * m.head_dim() > arch.tuning->unshared_elements;
             const bool shares = plan.share_heads == (is_large ? share_heads : 1) && plan_of_f32.share_heads == 1;
             if (found.empty() && shares && plan.stages > 0 && plan_of_f32.splits <= plan.splits) continue;
             FAIL(preset << ", sm_" << arch.compute_capability << ", batch " << batch << ", q_len " << q_len
@@ -376,7 +376,7 @@ TEST_CASE("attention: shares are equal, and of every size and head_dim they fit"
                                                    .capacity = 4096,
                                                    .max_kv_len = 4096},
                                                   DType::f16);
-        CHECK(plan.share_heads == (4096 * head_dim > kUnsharedElements ? heads : 1));
+        CHECK(plan.share_heads == (4096 * head_dim > arch.tuning->unshared_elements ? heads : 1));
         CHECK(plan.splits <=
               (plan.share_heads == 1 || head_dim > 128 ? arch.max_cluster_blocks : arch.largest_cluster_blocks));
         CHECK(plan.stages >= 1);
@@ -637,11 +637,11 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   for (auto [in, out] :
        {std::pair{2560, 7680}, {2560, 10240}, {10240, 2560}, {4096, 12288}, {4096, 16384}, {16384, 4096}}) {
     const GptqPlan p = gptq_plan(kH200, {out / 16, in / 64, 4, true}, 1, kLinearGptqTurns, kLinearGptqBlocksPerSm);
-    const bool is_far = p.tiles >= kGptqFarAhead.many_tiles;
+    const bool is_far = p.tiles >= kH200Tuning.packed_ahead_of_many.many_tiles;
     CHECK(is_far == (in == 16384));
-    // kGptqAhead has two stages. kGptqFarAhead has four, but shared memory has room for two of 16,384 columns.
+    // Few tiles have two stages. Many have four, but shared memory has room for two of 16,384 columns.
     CHECK(p.stages == 2);
-    CHECK(p.early == (is_far ? 2 : kGptqAhead.early));
+    CHECK(p.early == (is_far ? 2 : kH200Tuning.packed_ahead.early));
     CHECK(p.grid >= 200);
     CHECK(p.grid <= kLinearGptqBlocksPerSm * kH200.sm_count);
     const int smem_bytes = linear_gptq_smem_bytes(kH200, p) + 1024;
@@ -729,9 +729,9 @@ TEST_CASE("gemm: a model's scratch memory has room for each of its products, and
     for (DType dtype : {DType::f16, DType::bf16})
       for (bool quantised : {false, true}) {
         CAPTURE(m.name, to_string(dtype), quantised);
-        CHECK(linear_scratch_bytes(m, dtype, std::min(kGemmTokens, kGptqGemmTokens), quantised) == 0);
+        CHECK(linear_scratch_bytes(m, dtype, kH200Tuning.gemv_tokens, quantised) == 0);
         CHECK(linear_scratch_bytes(m, DType::f32, 4096, quantised) == 0);
-        for (std::int64_t tokens : {std::max(kGemmTokens, kGptqGemmTokens) + 1, std::int64_t(2048)}) {
+        for (std::int64_t tokens : {kH200Tuning.packed_tokens + 1, std::int64_t(2048)}) {
           const std::size_t bytes = linear_scratch_bytes(m, dtype, tokens, quantised);
           CHECK(bytes % 4 == 0);
           CHECK(bytes >= kGemmWorkspaceBytes + std::size_t(tokens * m.intermediate_size * 4));
@@ -799,4 +799,76 @@ TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
   CHECK(found([](Launch& l) { l.share = [](std::int64_t) { return run_of(0, 1, 20); }; }) == "item 0 not covered once");
   CHECK(found([](Launch& l) { l.share = [](std::int64_t block) { return dealt(block, 9, 20); }; }) ==
         "item 8 not covered once");
+}
+
+TEST_CASE("a plan prints in one line, with every number that a choice changes", "[plans]") {
+  const GptqPlan gptq{.split = 2,
+                      .tiles = 3,
+                      .share = 16,
+                      .stages = 4,
+                      .full = 1,
+                      .early = 3,
+                      .stage_bytes = 2560,
+                      .chunks = 4,
+                      .longer = 1,
+                      .halves_a_group = 4,
+                      .halves_magic = 0,
+                      .digit_bytes = 640,
+                      .turns = 1,
+                      .tokens = 1,
+                      .token_bits = 0,
+                      .grid = 264,
+                      .smem_bytes = 77824};
+  const std::string of_gptq =
+      "1 tokens a launch, 264 blocks, 2 splits, 3 tiles a cluster, 5 chunks a part, 4 stages, 3 of them early, 77824 B "
+      "of shared memory";
+  CHECK(to_string(gptq) == of_gptq);
+  CHECK(to_string(GptqSumPlan{gptq, gptq}) == "first: " + of_gptq + "; second: " + of_gptq);
+  CHECK(to_string(LnQkvGptqPlan{gptq, 90000}) == of_gptq + ", 90000 with the tokens");
+  const GemvPlan gemv{.depth = 5, .blocks_per_sm = 3, .grid = 320};
+  CHECK(to_string(gemv) == "320 blocks, 3 blocks an SM, 5 loads ahead");
+  CHECK(to_string(LnQkvPlan{gemv, 4, 30000}) ==
+        "4 tokens a launch, 320 blocks, 3 blocks an SM, 5 loads ahead, 30000 B of shared memory");
+  CHECK(to_string(LinearWgmmaPlan{64, 80, 2, 6, 150000}) ==
+        "80 row tiles, 2 splits, 64 tokens a tile, 6 stages, 150000 B of shared memory");
+  CHECK(to_string(LinearTilesPlan{{true, 128}, 4, 40, 66, 200000}) ==
+        "66 clusters, 3 rounds, 4 token groups, 40 feature groups, 128 features a tile, 200000 B of shared memory, "
+        "warpgroups in turn");
+  CHECK(to_string(LinearTilesPlan{{false, 160}, 1, 64, 64, 200000}) ==
+        "64 clusters, 1 rounds, 1 token groups, 64 feature groups, 160 features a tile, 200000 B of shared memory, "
+        "warpgroups share tiles");
+  CHECK(to_string(AttentionPlan{4, 8, 3, 60000}) == "4 heads a share, 8 splits, 3 stages, 60000 B of shared memory");
+  CHECK(to_string(WgmmaPlan{2, 5, 70000}) == "5 blocks a kv head, 2 warpgroups, 70000 B of shared memory");
+  CHECK(to_string(LayerNormPlan{8, 320}) == "320 threads a row, 8 elements a thread");
+  CHECK(to_string(TokenPlan{128, 8}) == "8 blocks a token, 128 threads");
+  CHECK(to_string(RopePlan{1, 32, 8, 10, 4, {128, 4}}) ==
+        "1 heads a thread, 480 units a token, 4 turning vectors a head, 4 blocks a token, 128 threads");
+}
+
+TEST_CASE("a GPU's measured numbers are found by its name, and say where they were measured", "[plans]") {
+  CHECK(&tuning_of("NVIDIA H100 80GB HBM3") == &kH100Tuning);
+  CHECK(&tuning_of("NVIDIA H200") == &kH200Tuning);
+  CHECK(&tuning_of("NVIDIA GeForce RTX 5090") == &kRtx5090Tuning);
+  CHECK(&tuning_of("a GPU of next year") == &kH200Tuning);
+  CHECK((kH100.tuning == &kH100Tuning && kH200.tuning == &kH200Tuning && kRtx5090.tuning == &kRtx5090Tuning));
+  for (const Arch& arch : {kH100, kH200, kRtx5090}) CHECK(arch.tuning->measured_on == "NVIDIA H200");
+  CHECK((kH100.has_wgmma() && kH200.has_wgmma() && !kRtx5090.has_wgmma()));
+}
+
+TEST_CASE("a plan follows the numbers of its GPU", "[plans]") {
+  Tuning tuning = kH200Tuning;
+  Arch arch = kH200;
+  arch.tuning = &tuning;
+  CHECK(is_linear_wgmma(arch, 9, 64, 64, DType::f16, false));
+  CHECK(is_gemm(arch, 65, 64, DType::f16, true));
+  CHECK_FALSE(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
+  CHECK_FALSE(prefill_pays(arch, 15));
+  tuning.gemv_tokens = 16;
+  tuning.packed_tokens = 80;
+  tuning.wgmma_tokens = 64;
+  tuning.prefill_queries = 8;
+  CHECK_FALSE(is_linear_wgmma(arch, 9, 64, 64, DType::f16, false));
+  CHECK_FALSE(is_gemm(arch, 65, 64, DType::f16, true));
+  CHECK(is_linear_tiles(arch, 128, 64, 64, DType::f16, false, ops::Epilogue::gelu_erf));
+  CHECK(prefill_pays(arch, 15));
 }

@@ -14,10 +14,11 @@
 #include "core/procedural.hpp"
 #include "cuda/model/layer_ops.hpp"
 #include "cuda/ops/attention/attention.hpp"
-#include "cuda/ops/linear/gemm_plan.hpp"
-#include "cuda/ops/linear/launches.hpp"
-#include "cuda/ops/linear/linear_tiles_plan.hpp"
-#include "cuda/ops/linear/linear_wgmma_plan.hpp"
+#include "cuda/ops/linear/cublaslt/plan.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
+#include "cuda/ops/linear/tiles/plan.hpp"
+#include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "tests/support/catch.hpp"
 
@@ -105,7 +106,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
     if (is_gptq_wgmma(arch, d.tokens, d.in, d.rows(), a.x.dtype, packed->format.bits, layout.has_order))
       return (d.tokens + kGptqWgmmaTile - 1) / kGptqWgmmaTile;
   }
-  if (library && is_gemm(d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
+  if (library && is_gemm(arch, d.tokens, d.in, a.x.dtype, packed != nullptr)) return std::int64_t(1);
   std::int64_t launches = 0, tokens = 0;
   if (packed) {
     CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
@@ -117,7 +118,7 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
                                   return Status();
                                 }));
   } else {
-    CF_TRY(for_each_linear_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+    CF_TRY(for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
       CHECK(first == tokens);
       tokens += count;
       ++launches;
@@ -235,7 +236,7 @@ TEST_CASE("a step on a GPU reads each weight once for all slots, or once for all
           // H200's beside those of so many rows.
           const bool is_short = arch.compute_capability == 120 || m.spec().mlp_rows() > 32768;
           for (const std::int64_t slots : {1, 3, 8, 16, 64}) {
-            const bool on_hopper = arch.compute_capability == 90;
+            const bool on_hopper = arch.has_wgmma();
             const std::int64_t a_launch = format.bits ? (on_hopper && slots > 16 ? 64 : is_short ? 8 : 16) : 16;
             const Step step(m, slots, dtype, format);
             for (const bool graph : {false, true})

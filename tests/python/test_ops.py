@@ -134,21 +134,6 @@ def outcomes(g):
                 },
                 *((name, nth(i), by_head[i]) for i, name in enumerate("qkv")),
             )
-        if parallel:
-            first, second = norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden)
-            yield Outcome(
-                ops.dual_layernorm,
-                {
-                    "x": hidden,
-                    "gamma1": first["gamma"],
-                    "beta1": first["beta"],
-                    "gamma2": second["gamma"],
-                    "beta2": second["beta"],
-                    "eps": eps,
-                },
-                ("input_layernorm", nth(0), attn_in),
-                ("post_attention_layernorm", nth(1), tap["post_attention_layernorm"]),
-            )
         yield Outcome(
             ops.layernorm_residual,
             norm("input_layernorm", hidden, residual=hidden),

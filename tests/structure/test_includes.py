@@ -10,7 +10,8 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
 # room: the rooms that its files may include beside their own. "core/*" is core and every room below it.
-OP_FAMILY = ["core/*", "cuda/runtime", "cuda/device", "cuda/ops"]
+OP_FAMILY = ["core/*", "cuda/tuning", "cuda/runtime", "cuda/device", "cuda/ops"]
+PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
@@ -20,6 +21,9 @@ ROOMS = {
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
+    # The walk as a list of calls.
+    "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
+    "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
     "core/procedural": ["core", "core/ops", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
@@ -27,20 +31,34 @@ ROOMS = {
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
     # A whole model, which runs ops.
     "cpu_ref/model": ["core/*", "cpu_ref", "cpu_ref/ops"],
-    "cuda/runtime": ["core/*"],
+    "cuda/tuning": ["core/*"],
+    "cuda/runtime": ["core/*", "cuda/tuning"],
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
+    # The list of all kernels.
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
-    "cuda/ops/linear": OP_FAMILY,
+    # What is done with a product's sums; a room a kernel of linear; and the choice among them.
+    "cuda/ops/linear/output": OP_FAMILY,
+    "cuda/ops/linear/pack": OP_FAMILY,
+    "cuda/ops/linear/gemv": PRODUCT,
+    "cuda/ops/linear/packed": PRODUCT,
+    "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
+    "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,
     "cuda/ops/rope": OP_FAMILY,
     "cuda/ops/sample": OP_FAMILY,
-    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
-    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear", "cuda/ops/norm"],
+    "cuda/ops/ln_qkv": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
+    "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    # What users hold.
+    "cuda/serve": ["core/*", "cuda/model", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What the calls of ClusterFusion's port need and no model does.
     "cuda/port": ["core/*", "cuda/model", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp

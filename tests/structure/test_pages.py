@@ -42,10 +42,12 @@ class Pages(unittest.TestCase):
     def test_a_map_names_each_file(self):
         for folder in MAPS:
             text = read(os.path.join(ROOT, folder, "README.md"))
-            for name in os.listdir(os.path.join(ROOT, folder)):
-                if name != "README.md":
-                    self.assertRegex(text, rf"[`(]{re.escape(name)}[`)]", folder)
-            named = re.findall(r"`(\w+\.(?:cpp|hpp|cu|cuh))`", text.partition("| file | what |")[2])
+            for below, _, names in os.walk(os.path.join(ROOT, folder)):
+                for name in names:
+                    path = os.path.relpath(os.path.join(below, name), os.path.join(ROOT, folder))
+                    if path != "README.md":
+                        self.assertRegex(text, rf"[`(]{re.escape(path)}[`)]", folder)
+            named = re.findall(r"`([\w/]+\.(?:cpp|hpp|cu|cuh|def))`", text.partition("| file | what |")[2])
             self.assertEqual([n for n in named if not os.path.exists(os.path.join(ROOT, folder, n))], [], folder)
 
     def test_anchors_are_those_of_headings(self):

@@ -144,6 +144,7 @@ class Problem {
       l.weight = GptqWeight{.bits = q.bits, .group_size = q.group_size, .zero_offset = q.zero_offset};
     };
     if constexpr (requires { args_.linear; }) set(args_.linear);
+    if constexpr (requires { args_.linear2; }) set(args_.linear2);
     if constexpr (requires { args_.weights; })
       for_each_linear(setup_.model, args_.weights, [&](const Site&, LinearParams& l, auto...) { set(l); });
   }

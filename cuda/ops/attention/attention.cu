@@ -224,8 +224,8 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
     if constexpr (dtype_of<T> == DType::f32) {
       return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
     } else {
-      if (prefill_pays(d.q_len)) {
-        const Arch& arch = launches.arch();
+      const Arch& arch = launches.arch();
+      if (prefill_pays(arch, d.q_len)) {
         if (wgmma_pays(arch, d.head_dim, call.rows()) && runs_wgmma(launches.device()))
           return prepare_wgmma_prefill(call, wgmma_plan(arch, d.head_dim, call.rows(), d.batch * d.kv_heads), a.q.dtype,
                                        d.batch, launches);
@@ -234,7 +234,7 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);
       // With one token a sequence all keys but the newest are older than the predecessors.
-      const bool after_waiting = launches.after_waiting() && d.q_len == 1;
+      const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
       const auto kernel =
           plan.share_heads > 1 ? decode_kernel_for<T, true>(call.head_dim) : decode_kernel_for<T, false>(call.head_dim);
       return launch(ops::Attention::name, launches, shape, kernel, call, plan.share_heads, plan.splits, plan.stages,

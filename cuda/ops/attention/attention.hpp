@@ -6,6 +6,7 @@
 #include "core/ops/attention.hpp"
 #include "cuda/device/share.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -68,9 +69,8 @@ constexpr int prefill_smem_bytes(int padded_head_dim) {
 }
 
 /// Whether a prefill kernel is faster than the decode kernel, which gives each query of a share blocks of its own. The
-/// heads of a group do not count: for eight queries of four heads to 1,024 keys the decode kernel takes a fifth of the
-/// time on an H200.
-constexpr bool prefill_pays(std::int64_t q_len) { return q_len >= 16; }
+/// heads of a group do not count.
+constexpr bool prefill_pays(const Arch& arch, std::int64_t q_len) { return q_len >= arch.tuning->prefill_queries; }
 
 /// The prefill on Hopper's tensor cores. A warpgroup attends with kWgmmaQueryRows rows to kWgmmaKeys keys at once.
 inline constexpr int kWgmmaQueryRows = 64, kWgmmaKeys = 64;
@@ -79,7 +79,7 @@ inline constexpr int kWgmmaTileBytes = kWgmmaKeys * 128;  // a tile's row has 64
 /// Whether that kernel is faster than the other prefill kernel: the rows of a kv head fill a warpgroup. `head_dim` is a
 /// multiple of 8.
 constexpr bool wgmma_pays(const Arch& arch, std::int64_t head_dim, std::int64_t rows) {
-  return arch.compute_capability == 90 && head_dim <= 128 && rows >= kWgmmaQueryRows;
+  return arch.has_wgmma() && head_dim <= 128 && rows >= kWgmmaQueryRows;
 }
 
 /// Tiles side by side that hold a key or value.
@@ -100,6 +100,11 @@ struct WgmmaPlan {
   int row_blocks;  // blocks that share a kv head's rows
   int smem_bytes;  // of a block
 };
+
+inline std::string to_string(const WgmmaPlan& p) {
+  return plan_text(
+      {{p.row_blocks, "blocks a kv head"}, {p.warpgroups, "warpgroups"}, {p.smem_bytes, "B of shared memory"}});
+}
 
 /// The plan with blocks of this many warpgroups. The rings begin at a multiple of 1024 bytes.
 constexpr WgmmaPlan wgmma_plan_of(int warpgroups, std::int64_t head_dim, std::int64_t rows) {
@@ -130,27 +135,28 @@ struct AttentionPlan {
   bool operator==(const AttentionPlan&) const = default;
 };
 
+inline std::string to_string(const AttentionPlan& p) {
+  return plan_text({{p.share_heads, "heads a share"},
+                    {p.splits, "splits"},
+                    {p.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
+
 /// Blocks that the plan expects on an SM. Heads above 128 elements take so many registers that one block fits.
 constexpr int decode_blocks_per_sm(int padded_head_dim) { return padded_head_dim > 128 ? 1 : 2; }
 
-/// Where a kv head's keys have at most so many elements, each query head loads them by itself. In larger caches the
-/// heads of a share load them once. On an H200 shared loads are faster in the graph of Llama-3.1-8B from 512 entries
-/// on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on: data/bench/shared-keys-graph.json. In
-/// small caches lone heads are faster, as they have more blocks.
-inline constexpr std::int64_t kUnsharedElements = 65536;
-/// The query heads of a share. The float32 kernel has one head a block.
-constexpr int share_heads_of(const ops::Attention::Dims& d, DType activation) {
-  const bool shares = activation != DType::f32 && d.max_kv_len * d.head_dim > kUnsharedElements;
+/// The query heads of a share: in small caches each query head loads keys by itself, in larger ones the heads of a share
+/// load them once. The float32 kernel has one head a block.
+constexpr int share_heads_of(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
+  const bool shares = activation != DType::f32 && d.max_kv_len * d.head_dim > arch.tuning->unshared_elements;
   return shares ? largest_share(int(d.heads / d.kv_heads)) : 1;
 }
 
-/// The largest cache, in entries, where a share has up to kMaxSplits splits.
-inline constexpr std::int64_t kFewSplitsEntries = 1024;
 /// The most splits of a share's keys. Where an SM holds two blocks, a cluster of kMaxShareSplits blocks fits half of a
-/// GPC's SMs. With such clusters Llama-3.1-8B's attention to 32768 entries takes 48 us instead of 60 on an H200.
+/// GPC's SMs.
 constexpr int most_splits(const Arch& arch, const ops::Attention::Dims& d, int share_heads) {
-  const bool many =
-      share_heads > 1 && d.max_kv_len > kFewSplitsEntries && decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
+  const bool many = share_heads > 1 && d.max_kv_len > arch.tuning->few_splits_entries &&
+                    decode_blocks_per_sm(padded_head_dim(d.head_dim)) > 1;
   return many ? std::min(kMaxShareSplits, arch.largest_cluster_blocks) : std::min(kMaxSplits, arch.max_cluster_blocks);
 }
 
@@ -163,15 +169,16 @@ constexpr int parts_beside_ring(int share_heads) {
   return inbox_parts(share_heads) + (share_heads > 1 ? 0 : kAttentionWarps);
 }
 
-/// The number of splits doubles while each split has at least one tile of max_kv_len keys and there are at most three
-/// blocks for two SMs: an H200 holds fewer whole clusters than it has room for blocks, and clusters that wait for a
-/// second turn double the time. The ring is as long as shared memory allows, but no longer than a split.
+/// The number of splits doubles while each split has at least one tile of max_kv_len keys and all clusters have their
+/// SMs at once. The ring is as long as shared memory allows, but no longer than a split.
 constexpr AttentionPlan attention_plan(const Arch& arch, const ops::Attention::Dims& d, DType activation) {
   const int padded = padded_head_dim(d.head_dim), keys = decode_tile(padded), stage_bytes = tile_bytes(keys, padded);
-  const int share_heads = share_heads_of(d, activation), most = most_splits(arch, d, share_heads);
+  const int share_heads = share_heads_of(arch, d, activation), most = most_splits(arch, d, share_heads);
   const std::int64_t shares = d.batch * d.q_len * (d.heads / share_heads);
   int splits = 1;
-  while (splits < most && d.max_kv_len > splits * keys && shares * splits * 2 <= arch.sm_count * 3 / 2) splits *= 2;
+  while (splits < most && d.max_kv_len > splits * keys &&
+         shares * splits * 2 <= arch.sm_count * arch.tuning->split_blocks_on_two_sms / 2)
+    splits *= 2;
 
   const int parts_bytes = parts_beside_ring(share_heads) * part_floats(padded) * 4;
   // The driver and the kernel's static variables take 2 KB of a block's shared memory.

@@ -8,8 +8,8 @@
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/ops/linear/gptq_block.cuh"
-#include "cuda/ops/linear/linear.cuh"
+#include "cuda/ops/linear/gemv/block.cuh"
+#include "cuda/ops/linear/packed/block.cuh"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -157,16 +157,16 @@ __device__ auto begun_element(const Op& op, int token, int r) {
 }
 
 template <class T>
-inline constexpr int kLnQkvWarps = std::is_same_v<T, float> ? kTileRows / 2 : kLinearWarps;
+inline constexpr int kLnQkvWarps = std::is_same_v<T, float> ? kTileRows / 2 : kGemvWarps;
 
 extern __shared__ __align__(128) char ln_qkv_smem[];
 
 template <template <class, int> class Op, class T, int Depth, bool TwoTokens>
-__global__ void __launch_bounds__(kLinearThreads, linear_blocks_per_sm(kCompiledFor, TwoTokens))
-    ln_qkv_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c) {
-  __shared__ LinearSmem smem;
-  const Op<T, kLinearWarps> op(c, ln_qkv_smem);
-  linear_block<T, Depth, TwoTokens, true>(
+__global__ void __launch_bounds__(kGemvThreads, gemv_blocks_per_sm(kCompiledFor, TwoTokens))
+    ln_qkv_kernel(const __grid_constant__ typename Op<T, kGemvWarps>::Call c) {
+  __shared__ GemvSmem smem;
+  const Op<T, kGemvWarps> op(c, ln_qkv_smem);
+  gemv_block<T, Depth, TwoTokens, true>(
       static_cast<const T*>(c.weight), op.rows(), c.norm.hidden, c.norm.count, [&](int r) { return op.row(r); },
       [&] {
         op.load_weights();
@@ -206,8 +206,8 @@ struct LnQkvEpilogue {
 /// chunks.
 template <template <class, int> class Op, class T, GptqTokens Tokens, bool HalfChunks, int Chunks>
 __global__ void __launch_bounds__(ln_qkv_register_threads(Tokens == GptqTokens::one, Chunks), 1)
-    ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kLinearWarps>::Call c,
-                       const __grid_constant__ GptqMatrix m, const __grid_constant__ GptqPlan plan) {
+    ln_qkv_gptq_kernel(const __grid_constant__ typename Op<T, kGemvWarps>::Call c, const __grid_constant__ GptqMatrix m,
+                       const __grid_constant__ GptqPlan plan) {
   constexpr GptqConfig config{.tokens = Tokens,
                               .turns = kLnQkvGptqTurns,
                               .half_chunks = HalfChunks,

@@ -2,19 +2,25 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/gemv/plan.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
 /// How the kernel of LayerNorm fused into the QKV product is laid out: like linear's, with all normalised tokens in
 /// every block's shared memory.
 struct LnQkvPlan {
-  LinearPlan product;
+  GemvPlan product;
   int tokens;  // of a launch
   int smem_bytes = 0;
 };
+
+inline std::string to_string(const LnQkvPlan& p) {
+  return plan_text({{p.tokens, "tokens a launch"}}) + ", " + to_string(p.product) + ", " +
+         plan_text({{p.smem_bytes, "B of shared memory"}});
+}
 
 /// The longest row that a block of layernorm takes at eight elements a thread.
 inline constexpr std::int64_t kMaxLnQkvHidden = max_layernorm_threads(8) * 8;
@@ -34,12 +40,12 @@ constexpr int ln_qkv_token_bytes(std::int64_t hidden, std::int64_t element_bytes
 /// The plan for as many tokens as fit beside the norm's weights, up to 16; for 0 tokens where not even one fits.
 constexpr LnQkvPlan ln_qkv_plan(const Arch& arch, std::int64_t hidden, std::int64_t out, std::int64_t tokens,
                                 std::int64_t element_bytes, std::int64_t weight_bytes) {
-  constexpr int static_bytes = 2 * kLinearWarps * kMmaTokens * kTileRows * 4;  // LinearSmem
+  constexpr int static_bytes = 2 * kGemvWarps * kMmaTokens * kTileRows * 4;  // GemvSmem
   const int a_token = ln_qkv_token_bytes(hidden, element_bytes);
   LnQkvPlan p{.product = {}, .tokens = int(std::min<std::int64_t>(tokens, kMmaTokens))};
   if (hidden > kMaxLnQkvHidden) p.tokens = 0;
   for (; p.tokens > 0; --p.tokens) {
-    p.product = linear_plan(arch, hidden, out, p.tokens);
+    p.product = gemv_plan(arch, hidden, out, p.tokens);
     p.smem_bytes = int(2 * hidden * weight_bytes) + p.tokens * a_token;
     if (p.smem_bytes + static_bytes <= arch.smem_per_block_bytes) break;
   }
@@ -51,6 +57,10 @@ struct LnQkvGptqPlan {
   GptqPlan product;
   int smem_bytes;
 };
+
+inline std::string to_string(const LnQkvGptqPlan& p) {
+  return to_string(p.product) + ", " + plan_text({{p.smem_bytes, "with the tokens"}});
+}
 
 constexpr LnQkvGptqPlan ln_qkv_gptq_plan(const Arch& arch, const GptqSizes& sizes, std::int64_t hidden,
                                          std::int64_t tokens, std::int64_t weight_bytes) {

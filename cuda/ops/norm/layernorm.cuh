@@ -1,7 +1,5 @@
 #pragma once
 // The kernel of every op with a LayerNorm or an RMSNorm. An op's Row says what the kernel loads and stores of a row.
-#include <algorithm>
-
 #include "core/weights.hpp"
 #include "cuda/device/math.cuh"
 #include "cuda/device/norm.cuh"
@@ -13,17 +11,16 @@
 namespace cf::cuda {
 
 /// The arguments of a norm's kernel beside the op's own tensors.
-template <int Norms>
 struct LayerNormParams {
-  NormParams norm[Norms];
+  NormParams norm;
   int hidden;
   float eps, inverse_hidden;
 };
 
-/// A block normalises one row: y[k] = Norm(x; norm[k]). A Row has
+/// A block normalises one row: y = Norm(x; norm). A Row has
 ///   Norm                        LayerNormOfRow or RmsNormOfRow
 ///   Element                     the activations' type; an access is 16 bytes, kLane<Element> elements
-///   inputs, norms               the number of tensors that x is the sum of; the number of results y
+///   inputs                      the number of tensors that x is the sum of
 ///   Input load(at)              loads the inputs of x[at ..)
 ///   input(loaded, x)            computes x from the loaded inputs
 ///   begin(at, x)                stores what the op wants of x before the norm
@@ -32,7 +29,7 @@ struct LayerNormParams {
 /// `at` is the number of an element, counted from the first element of row 0.
 template <class Row, int Elements>
 __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm_blocks(Elements))
-    layernorm_kernel(const __grid_constant__ Row row, const __grid_constant__ LayerNormParams<Row::norms> params) {
+    layernorm_kernel(const __grid_constant__ Row row, const __grid_constant__ LayerNormParams params) {
   constexpr int lane_elements = kLane<typename Row::Element>, pieces = Elements / lane_elements;
   constexpr int max_warps = max_layernorm_threads(Elements) / 32;
   // The loads of weights and side inputs are in flight together with those of x where registers can hold the results.
@@ -41,7 +38,7 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
   using Norm = typename Row::Norm;
   __shared__ typename Norm::WarpState warp_states[max_warps];
   using Weight = StoredWeight<lane_elements>;
-  Weight gamma[Row::norms][weights_ahead ? pieces : 1], beta[Row::norms][weights_ahead ? pieces : 1];
+  Weight gamma[weights_ahead ? pieces : 1], beta[weights_ahead ? pieces : 1];
   typename Row::Side side[side_ahead ? pieces : 1];
   float x[pieces][lane_elements];
 
@@ -53,13 +50,10 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
       if (const int i = (p * int(blockDim.x) + int(threadIdx.x)) * lane_elements; i < params.hidden) f(p, i);
   };
   const auto load_weights = [&](int p, int i, auto type) {
-#pragma unroll
-    for (int k = 0; k < Row::norms; ++k) {
-      gamma[k][p].load(static_cast<const decltype(type)*>(params.norm[k].gamma.data) + i);
-      if constexpr (Norm::has_beta) beta[k][p].load(static_cast<const decltype(type)*>(params.norm[k].beta.data) + i);
-    }
+    gamma[p].load(static_cast<const decltype(type)*>(params.norm.gamma.data) + i);
+    if constexpr (Norm::has_beta) beta[p].load(static_cast<const decltype(type)*>(params.norm.beta.data) + i);
   };
-  const DType weight = params.norm[0].gamma.dtype;
+  const DType weight = params.norm.gamma.dtype;
 
   let_successor_start();
   if constexpr (weights_ahead)
@@ -85,20 +79,16 @@ __global__ void __launch_bounds__(max_layernorm_threads(Elements), min_layernorm
     for_each_piece([&](int p, int i) {
       if constexpr (!weights_ahead) load_weights(0, i, type);
       if constexpr (!side_ahead) side[0] = row.side(begin + i);
-      float y[Row::norms][lane_elements];
+      float y[lane_elements], g[lane_elements];
+      gamma[weights_ahead ? p : 0].unpack(g, type);
+      if constexpr (Norm::has_beta) {
+        float b[lane_elements];
+        beta[weights_ahead ? p : 0].unpack(b, type);
 #pragma unroll
-      for (int k = 0; k < Row::norms; ++k) {
-        float g[lane_elements];
-        gamma[k][weights_ahead ? p : 0].unpack(g, type);
-        if constexpr (Norm::has_beta) {
-          float b[lane_elements];
-          beta[k][weights_ahead ? p : 0].unpack(b, type);
+        for (int e = 0; e < lane_elements; ++e) y[e] = normalised(x[p][e], g[e], b[e]);
+      } else {
 #pragma unroll
-          for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e], b[e]);
-        } else {
-#pragma unroll
-          for (int e = 0; e < lane_elements; ++e) y[k][e] = normalised(x[p][e], g[e]);
-        }
+        for (int e = 0; e < lane_elements; ++e) y[e] = normalised(x[p][e], g[e]);
       }
       row.finish(begin + i, side[side_ahead ? p : 0], y);
     });
@@ -113,7 +103,7 @@ struct LayerNormRow {
   using Input = uint4;
   struct Side {};
   using Piece = float[kLane<T>];
-  static constexpr int inputs = 1, norms = 1;
+  static constexpr int inputs = 1;
 
   const T* x;
 
@@ -123,19 +113,13 @@ struct LayerNormRow {
   __device__ Side side(long) const { return {}; }
 };
 
-/// Adds the launch of one block for each token. Refuses a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
+/// Adds the launch of one block for each token.
 template <class Row>
-Status prepare_layernorm(std::string_view op, LaunchList& launches, const Row& row,
-                         const NormParams (&norm)[Row::norms], const ConstAnyView<2>& x, double eps) {
+Status launch_norm(std::string_view op, LaunchList& launches, const LayerNormPlan& plan, const Row& row,
+                   const NormParams& norm, const ConstAnyView<2>& x, double eps) {
   const auto [tokens, hidden] = x.shape;
-  if (hidden % 8 || hidden > kMaxLayerNormHidden)
-    return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
-                                                  std::to_string(kMaxLayerNormHidden) + ", got " +
-                                                  std::to_string(hidden));
-  LayerNormParams<Row::norms> params{
-      .norm = {}, .hidden = int(hidden), .eps = float(eps), .inverse_hidden = 1 / float(hidden)};
-  std::copy(std::begin(norm), std::end(norm), params.norm);
-  const LayerNormPlan plan = layernorm_plan(launches.arch(), tokens, hidden, Row::inputs);
+  const LayerNormParams params{
+      .norm = norm, .hidden = int(hidden), .eps = float(eps), .inverse_hidden = 1 / float(hidden)};
   auto kernel = plan.elements == 8 ? layernorm_kernel<Row, 8> : layernorm_kernel<Row, 64>;
   if constexpr (Row::inputs == 1)
     if (plan.elements == 16) kernel = layernorm_kernel<Row, 16>;

@@ -1,7 +1,10 @@
 #pragma once
 #include <cstdint>
+#include <string>
 
+#include "cuda/ops/kernel.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -12,7 +15,13 @@ struct LayerNormPlan {
   int threads;   // of a block, whole warps
 };
 
+inline std::string to_string(const LayerNormPlan& p) {
+  return plan_text({{p.threads, "threads a row"}, {p.elements, "elements a thread"}});
+}
+
 inline constexpr std::int64_t kMaxLayerNormHidden = 32768;
+/// The tensors that the normalised row of residual_layernorm is the sum of.
+inline constexpr int kResidualLayerNormInputs = 3;
 
 /// The most threads of a block, and the number of such blocks that an SM must have registers for; with 0 the compiler
 /// decides. A thread then has at most 64 registers, or 128 with 64 elements.
@@ -31,5 +40,16 @@ constexpr LayerNormPlan layernorm_plan(const Arch& arch, std::int64_t tokens, st
   if (threads(hidden, elements) > max_layernorm_threads(elements)) elements = 64;
   return {.elements = elements, .threads = threads(hidden, elements)};
 }
+
+/// The plans of the norms' kernels. Refused: a hidden that is no multiple of 8 or above kMaxLayerNormHidden.
+Result<LayerNormPlan> plan_layernorm(const Target&, const ops::LayerNorm::Args&);
+Result<LayerNormPlan> plan_rmsnorm(const Target&, const ops::RmsNorm::Args&);
+Result<LayerNormPlan> plan_layernorm_residual(const Target&, const ops::LayerNormResidual::Args&);
+Result<LayerNormPlan> plan_residual_layernorm(const Target&, const ops::ResidualLayerNorm::Args&);
+
+Status launch_layernorm(const ops::LayerNorm::Args&, const LayerNormPlan&, LaunchList&);
+Status launch_rmsnorm(const ops::RmsNorm::Args&, const LayerNormPlan&, LaunchList&);
+Status launch_layernorm_residual(const ops::LayerNormResidual::Args&, const LayerNormPlan&, LaunchList&);
+Status launch_residual_layernorm(const ops::ResidualLayerNorm::Args&, const LayerNormPlan&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 #include "cuda/ops/norm/layernorm.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -6,7 +7,7 @@ namespace {
 
 template <class T>
 struct Row : LayerNormRow<T> {
-  static constexpr int inputs = 3;
+  static constexpr int inputs = kResidualLayerNormInputs;
   struct Input {
     uint4 x, a, b;
   };
@@ -23,20 +24,20 @@ struct Row : LayerNormRow<T> {
     for (int e = 0; e < kLane<T>; ++e) v[e] = to_float(from_float<T>(v[e] + p[e] + q[e]));
   }
   __device__ void begin(long at, const typename Row::Piece& v) const { store_vec(h + at, v); }
-  __device__ void finish(long at, typename Row::Side, const typename Row::Piece (&v)[1]) const {
-    store_vec(y + at, v[0]);
-  }
+  __device__ void finish(long at, typename Row::Side, const typename Row::Piece& v) const { store_vec(y + at, v); }
 };
 
 }  // namespace
 
-Status prepare(const ops::ResidualLayerNorm::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::ResidualLayerNorm::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_residual_layernorm(const ops::ResidualLayerNorm::Args& a, const LayerNormPlan& plan,
+                                 LaunchList& launches) {
   return with_activation(ops::ResidualLayerNorm::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const Row<T> row{
         {a.x.as<const T>().data}, a.a.as<const T>().data, a.b.as<const T>().data, a.h.as<T>().data, a.y.as<T>().data};
-    return prepare_layernorm(ops::ResidualLayerNorm::name, launches, row, {a.norm}, a.x, a.eps);
+    return launch_norm(ops::ResidualLayerNorm::name, launches, plan, row, a.norm, a.x, a.eps);
   });
 }
 

@@ -20,7 +20,7 @@ GptqPlan plan_of(const Arch& arch, const ops::RmsNorm::Args& norm, const ops::Li
   // One stage is early, of many tiles, too: the loads of the token, which all warps wait for, queue up behind early
   // stages.
   return gptq_plan(arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm, {.bytes = kRmsStaticBytes},
-                   kGptqAhead);
+                   arch.tuning->packed_ahead);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include "core/cache_view.hpp"
 #include "cuda/device/math.cuh"
 #include "cuda/device/norm.cuh"
-#include "cuda/ops/linear/gptq_call.cuh"
+#include "cuda/ops/linear/packed/call.cuh"
 
 namespace cf::cuda {
 namespace {

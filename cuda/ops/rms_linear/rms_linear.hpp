@@ -1,6 +1,6 @@
 #pragma once
 #include "core/ops/rope_append.hpp"
-#include "cuda/ops/linear/linear_gptq.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 #include "cuda/ops/run.hpp"
 

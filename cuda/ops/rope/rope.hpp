@@ -6,6 +6,7 @@
 #include "core/ops/rope.hpp"
 #include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
 
 namespace cf::cuda {
 
@@ -60,6 +61,11 @@ struct RopePlan {
     return {group - part * groups, part, nth - group * of_head + (turns ? 0 : turning), turns};
   }
 };
+
+inline std::string to_string(const RopePlan& p) {
+  return plan_text({{p.heads, "heads a thread"}, {p.units(), "units a token"}, {p.turning, "turning vectors a head"}}) +
+         ", " + to_string(p.blocks);
+}
 
 /// Blocks that an SM has registers for at least, by the heads of a group.
 constexpr int rope_blocks_per_sm(int heads) { return heads == 1 ? 8 : 6; }

@@ -1,0 +1,161 @@
+#include "core/model/passes.hpp"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+namespace cf {
+namespace {
+
+using Nodes = std::vector<Node>;
+
+bool has(const std::vector<const void*>& tensors, const void* tensor) {
+  return std::ranges::find(tensors, tensor) != tensors.end();
+}
+
+/// The node that reads what node `i` writes to a tensor, where it is one node alone.
+std::optional<std::size_t> sole_reader(const Nodes& nodes, std::size_t i, const void* tensor) {
+  std::optional<std::size_t> reader;
+  for (std::size_t j = i + 1; j < nodes.size(); ++j) {
+    if (has(nodes[j].reads, tensor)) {
+      if (reader) return {};
+      reader = j;
+    }
+    if (has(nodes[j].writes, tensor)) break;
+  }
+  return reader;
+}
+
+template <class Args>
+const Args* call_of(const Nodes& nodes, std::optional<std::size_t> i) {
+  return i ? std::get_if<Args>(&nodes[*i].call) : nullptr;
+}
+
+/// Whether a part may run with the last of the parts instead: no other node between the two writes what it touches, or
+/// reads what it writes.
+bool may_wait(const Nodes& nodes, const std::vector<std::size_t>& parts, std::size_t i) {
+  for (std::size_t k = i + 1; k < parts.back(); ++k) {
+    if (std::ranges::find(parts, k) != parts.end()) continue;
+    for (const void* tensor : nodes[k].writes)
+      if (has(nodes[i].reads, tensor) || has(nodes[i].writes, tensor)) return false;
+    for (const void* tensor : nodes[k].reads)
+      if (has(nodes[i].writes, tensor)) return false;
+  }
+  return true;
+}
+
+/// The parts of a fused call by their numbers in order, and the node that takes their place: the last one's.
+struct Fusion {
+  std::vector<std::size_t> parts;
+  Node node;
+};
+
+/// Asks `find(nodes, i)` for the fusion that begins with each node in turn, and rewrites the program for each wanted.
+template <class Find>
+Program rewrite(Program program, const Wanted& wanted, Find&& find) {
+  Nodes& nodes = program.nodes;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    std::optional<Fusion> fusion = find(nodes, i);
+    if (!fusion) continue;
+    const std::vector<std::size_t>& parts = fusion->parts;
+    const bool fits = std::ranges::all_of(parts, [&](std::size_t p) { return may_wait(nodes, parts, p); });
+    if (!fits || !wanted(fusion->node.call)) continue;
+    nodes[parts.back()] = std::move(fusion->node);
+    for (std::size_t p = parts.size() - 1; p-- > 0;) nodes.erase(nodes.begin() + std::ptrdiff_t(parts[p]));
+    --i;  // what followed node i has moved to its place
+  }
+  return program;
+}
+
+/// The product that reads all that a norm makes, and no residual of it.
+template <class Norm>
+std::optional<std::size_t> product_of(const Nodes& nodes, std::size_t norm, const Norm& args) {
+  const auto at = sole_reader(nodes, norm, args.y.data);
+  const auto* linear = call_of<ops::Linear::Args>(nodes, at);
+  const bool fits = linear && linear->x.data == args.y.data && linear->x.shape == args.y.shape && !linear->residual;
+  return fits ? at : std::nullopt;
+}
+
+/// The append of what a Rope makes.
+std::optional<std::size_t> append_of(const Nodes& nodes, std::size_t rope, const ops::Rope::Args& args) {
+  const auto at = sole_reader(nodes, rope, args.k.data);
+  const auto* append = call_of<ops::KvAppend::Args>(nodes, at);
+  const bool fits = append && append->k.data == args.k.data && append->v.data == args.v.data &&
+                    sole_reader(nodes, rope, args.v.data) == at;
+  return fits ? at : std::nullopt;
+}
+
+}  // namespace
+
+Program with_rope_append(Program program, const Wanted& wanted) {
+  return rewrite(std::move(program), wanted, [](const Nodes& nodes, std::size_t i) -> std::optional<Fusion> {
+    const auto* rope = call_of<ops::Rope::Args>(nodes, i);
+    const auto append = rope ? append_of(nodes, i, *rope) : std::nullopt;
+    if (!append) return {};
+    const auto& to = std::get<ops::KvAppend::Args>(nodes[*append].call);
+    return Fusion{{i, *append}, make_node(nodes[*append].at, ops::RopeAppend::of_parts(*rope, to))};
+  });
+}
+
+Program with_ln_qkv(Program program, const Wanted& wanted) {
+  return rewrite(std::move(program), wanted, [](const Nodes& nodes, std::size_t i) -> std::optional<Fusion> {
+    const auto* norm = call_of<ops::LayerNorm::Args>(nodes, i);
+    const auto product = norm ? product_of(nodes, i, *norm) : std::nullopt;
+    if (!product) return {};
+    const auto& linear = std::get<ops::Linear::Args>(nodes[*product].call);
+    const auto turn = sole_reader(nodes, *product, linear.y.data);
+    const auto* rope = call_of<ops::Rope::Args>(nodes, turn);
+    if (!rope || linear.epilogue != ops::Epilogue::none || rope->qkv.data != linear.y.data ||
+        rope->qkv.size() != linear.y.size() || rope->layout != ops::QkvLayout::interleaved_by_head)
+      return {};
+    // LnQkv writes k and v, so that others may read them.
+    std::optional<std::size_t> append;
+    for (std::size_t j = *turn + 1; j < nodes.size() && !append && !has(nodes[j].writes, rope->k.data); ++j)
+      if (const auto* to = call_of<ops::KvAppend::Args>(nodes, j);
+          to && to->k.data == rope->k.data && to->v.data == rope->v.data)
+        append = j;
+    if (!append) return {};
+    const auto& to = std::get<ops::KvAppend::Args>(nodes[*append].call);
+    return Fusion{{i, *product, *turn, *append},
+                  make_node(nodes[*product].at, ops::LnQkv::of_parts(*norm, linear, *rope, to))};
+  });
+}
+
+Program with_linear_sum(Program program, const Wanted& wanted) {
+  return rewrite(std::move(program), wanted, [](const Nodes& nodes, std::size_t i) -> std::optional<Fusion> {
+    const auto* first = call_of<ops::Linear::Args>(nodes, i);
+    if (!first || (first->epilogue != ops::Epilogue::none && first->epilogue != ops::Epilogue::residual)) return {};
+    for (std::size_t j = i + 1; j < nodes.size(); ++j) {
+      const auto* second = call_of<ops::Linear::Args>(nodes, j);
+      if (second && second->residual.data == first->y.data && second->x.data != first->y.data)
+        return Fusion{{i, j}, make_node(nodes[j].at, ops::LinearSum::of_parts(*first, *second))};
+      if (has(nodes[j].writes, first->y.data)) return {};
+    }
+    return {};
+  });
+}
+
+Program with_rms_linear(Program program, const Wanted& wanted) {
+  return rewrite(std::move(program), wanted, [](const Nodes& nodes, std::size_t i) -> std::optional<Fusion> {
+    const auto* norm = call_of<ops::RmsNorm::Args>(nodes, i);
+    const auto product = norm ? product_of(nodes, i, *norm) : std::nullopt;
+    if (!product) return {};
+    const auto& linear = std::get<ops::Linear::Args>(nodes[*product].call);
+    return Fusion{{i, *product}, make_node(nodes[*product].at, ops::RmsLinear::of_parts(*norm, linear))};
+  });
+}
+
+Program with_rms_qkv(Program program, const Wanted& wanted) {
+  return rewrite(std::move(program), wanted, [](const Nodes& nodes, std::size_t i) -> std::optional<Fusion> {
+    const auto* linear = call_of<ops::RmsLinear::Args>(nodes, i);
+    if (!linear || linear->epilogue != ops::Epilogue::none) return {};
+    const auto turn = sole_reader(nodes, i, linear->y.data);
+    const auto* rope = call_of<ops::RopeAppend::Args>(nodes, turn);
+    if (!rope || rope->qkv.data != linear->y.data || rope->qkv.size() != linear->y.size() ||
+        rope->layout != ops::QkvLayout::separate)
+      return {};
+    return Fusion{{i, *turn}, make_node(nodes[*turn].at, ops::RmsQkv::of_parts(*linear, *rope))};
+  });
+}
+
+}  // namespace cf

@@ -1,0 +1,27 @@
+#pragma once
+// Passes over programs. Each puts one op into the place of several wherever their calls fit each other and the op's
+// call is wanted; all other nodes pass through. The tensors between the replaced calls are not written any more: a pass
+// leaves calls alone whose intermediate tensors another node reads.
+#include <functional>
+
+#include "core/model/program.hpp"
+
+namespace cf {
+
+/// Whether a fused call is wanted in the place of its parts, as where a backend has a kernel for it.
+using Wanted = std::function<bool(const Call&)>;
+inline bool always(const Call&) { return true; }
+
+/// RopeAppend, at kv_append, in the place of Rope and of the KvAppend of its keys and values.
+Program with_rope_append(Program program, const Wanted& wanted = always);
+/// LnQkv, at query_key_value, in the place of LayerNorm, the product behind it, Rope and KvAppend. Their q, k and v are
+/// interleaved by head.
+Program with_ln_qkv(Program program, const Wanted& wanted = always);
+/// LinearSum, at the second product, in the place of two products of which the second adds what the first makes.
+Program with_linear_sum(Program program, const Wanted& wanted = always);
+/// RmsLinear, at the product, in the place of RmsNorm and of the product behind it.
+Program with_rms_linear(Program program, const Wanted& wanted = always);
+/// RmsQkv, at kv_append, in the place of RmsLinear and of the RopeAppend of what it makes. Its q, k and v are separate.
+Program with_rms_qkv(Program program, const Wanted& wanted = always);
+
+}  // namespace cf

@@ -1,0 +1,96 @@
+#pragma once
+// How an op's kernel is chosen: the op has a list of kernels, best first, and the first that takes a call runs it.
+// Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/ops/all.hpp"
+#include "core/status.hpp"
+#include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/launch_list.hpp"
+
+namespace cf::cuda {
+
+/// What a plan depends on beside the call.
+struct Target {
+  Arch arch;
+  Scratch scratch{};
+  LaunchMode mode{};                         // how the call's launches stand beside those of other calls
+  bool has_wgmma = true;                     // the device runs this build's code for Hopper's tensor cores
+  bool (*has_gemm)() = [] { return true; };  // whether cuBLASLt is there. A call, as it loads the library
+};
+
+/// A call that a kernel has planned. The plan is made once: prepare() holds it.
+struct Planned {
+  std::function<std::string()> text;           // the plan
+  std::function<Status(LaunchList&)> prepare;  // adds the plan's launches
+};
+
+/// One way to run an op.
+template <class Args>
+struct Kernel {
+  std::string_view name;
+  /// The plan of a call that the op's check() took. Code::unimplemented with the reason where the kernel does not take
+  /// the call, or where a kernel behind it in the list is faster.
+  Result<Planned> (*plan)(const Target&, const Args&);
+};
+
+/// A kernel made of a function that plans and one that launches. `plan_of`(target, args) returns a Result<Plan>;
+/// `launch`(args, plan, launches) adds the launches; to_string(plan) prints the plan.
+template <class Args, auto plan_of, auto launch>
+constexpr Kernel<Args> make_kernel(std::string_view name) {
+  return {name, [](const Target& target, const Args& args) -> Result<Planned> {
+            CF_TRY_ASSIGN(const auto plan, plan_of(target, args));
+            return Planned{[plan] { return to_string(plan); },
+                           [args, plan](LaunchList& launches) { return launch(args, plan, launches); }};
+          }};
+}
+
+/// A kernel that did not take a call.
+struct PassedOver {
+  std::string_view kernel;
+  std::string reason;
+};
+
+/// The kernel that takes a call, and those before it in the list.
+struct Choice {
+  std::string_view kernel;
+  Planned planned;
+  std::vector<PassedOver> passed_over;
+};
+
+/// The first kernel of a list that takes a call. Where none does, the last one's reason is the refusal.
+template <class Args>
+Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& target, const Args& args) {
+  Choice choice;
+  Status refusal = Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda has no kernel");
+  for (const Kernel<Args>& kernel : kernels) {
+    Result<Planned> planned = kernel.plan(target, args);
+    if (planned) {
+      choice.kernel = kernel.name;
+      choice.planned = *std::move(planned);
+      return choice;
+    }
+    if (planned.status().code() != Code::unimplemented) return planned.status();
+    refusal = planned.status();
+    choice.passed_over.push_back({kernel.name, refusal.message()});
+  }
+  return refusal;
+}
+
+/// An op's kernels, best first.
+#define CF_OP(Op) std::span<const Kernel<ops::Op::Args>> kernels_of(const ops::Op::Args&);
+#include "core/ops/ops.def"
+#undef CF_OP
+
+/// Chooses a kernel for a call that the op's check() took.
+template <class Args>
+Result<Choice> choose(const Target& target, const Args& args) {
+  return choose_from(kernels_of(args), target, args);
+}
+
+}  // namespace cf::cuda

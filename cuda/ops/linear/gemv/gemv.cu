@@ -1,0 +1,129 @@
+#include "cuda/ops/linear/gemv/gemv.hpp"
+
+#include "cuda/device/sync.cuh"
+#include "cuda/ops/linear/gemv/block.cuh"
+#include "cuda/ops/linear/output.cuh"
+#include "cuda/runtime/launch.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// One launch of a call, for up to 16 tokens. The pointers are those of the launch's first token.
+struct Product {
+  const void* x;
+  const void* weight;
+  long in, rows;
+  int tokens;
+  DType activation, weight_dtype;
+  LinearOutput output;
+};
+
+template <class T, int Depth, bool TwoTokens, bool Gated>
+__global__ void __launch_bounds__(kGemvThreads, gemv_blocks_per_sm(kCompiledFor, TwoTokens))
+    linear_kernel(const __grid_constant__ Product p) {
+  __shared__ GemvSmem smem;
+  let_successor_start();
+  const T* x = static_cast<const T*>(p.x);
+  gemv_block<T, Depth, TwoTokens, false>(
+      static_cast<const T*>(p.weight), int(p.rows), int(p.in), p.tokens, [](int r) { return long(r); },
+      [] { wait_for_predecessors(); },
+      [=](int token, int column) { return *reinterpret_cast<const uint4*>(x + token * p.in + column); },
+      [&](int token, int row) {
+        if constexpr (Gated)
+          return gate_addends(p.output, row);
+        else
+          return addends(p.output, token, row);
+      },
+      [&](int token, int row, auto sum, AddendsOf<Gated> add) {
+        if constexpr (!Gated)
+          finish(p.output, token, row, sum(row), add);
+        else if (row % 2 == 0)
+          finish_gate(p.output, token, row, sum(row), sum(row ^ 1), add);
+      },
+      smem);
+}
+
+template <class T, bool Gated>
+auto kernel_for(int depth, bool two_tokens) {
+  if (two_tokens) return linear_kernel<T, 4, true, Gated>;
+  return depth == 5 ? linear_kernel<T, 5, false, Gated> : linear_kernel<T, 4, false, Gated>;
+}
+
+/// Float32 activations: a warp takes the row of an element of y, or both rows, with plain multiply-adds. Weights of any
+/// dtype are exact in float32.
+template <bool Gated>
+__global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constant__ Product p) {
+  constexpr int rows = Gated ? 2 : 1;
+  let_successor_start();
+  wait_for_predecessors();
+  const long row = (long(blockIdx.x) * 8 + threadIdx.x / 32) * rows;
+  const int lane = threadIdx.x % 32;
+  if (row >= p.rows) return;
+  const float* x = static_cast<const float*>(p.x);
+  float sum[rows][kMmaTokens] = {};
+  for (long c = lane * kVec; c < p.in; c += 32 * kVec) {
+    float w[rows][kVec];
+#pragma unroll
+    for (int r = 0; r < rows; ++r) load_vec(p.weight, p.weight_dtype, (row + r) * p.in + c, w[r]);
+#pragma unroll
+    for (int token = 0; token < kMmaTokens; ++token) {
+      if (token >= p.tokens) break;
+      float v[kVec];
+      load_vec(x + token * p.in + c, v);
+#pragma unroll
+      for (int r = 0; r < rows; ++r)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) sum[r][token] += w[r][e] * v[e];
+    }
+  }
+#pragma unroll
+  for (int token = 0; token < kMmaTokens; ++token) {
+    if (token >= p.tokens) break;
+    const float s = warp_sum(sum[0][token]);
+    if constexpr (Gated) {
+      const float up = warp_sum(sum[1][token]);
+      if (lane == 0) finish_gate(p.output, token, row, s, up, gate_addends(p.output, row));
+    } else {
+      if (lane == 0) finish(p.output, token, row, s, addends(p.output, token, row));
+    }
+  }
+}
+
+template <bool Gated>
+Status prepare_tokens(const Product& p, LaunchList& launches) {
+  if (p.activation == DType::f32)
+    return launch("linear", launches, {.grid = unsigned((p.output.out + 7) / 8), .block = 256},
+                  linear_f32_kernel<Gated>, p);
+  const GemvPlan plan = gemv_plan(launches.arch(), p.in, p.rows, p.tokens);
+  const auto kernel = p.activation == DType::f16 ? kernel_for<f16, Gated>(plan.depth, p.tokens > 8)
+                                                 : kernel_for<bf16, Gated>(plan.depth, p.tokens > 8);
+  return launch("linear", launches, {.grid = unsigned(plan.grid), .block = kGemvThreads}, kernel, p);
+}
+
+}  // namespace
+
+Status prepare_gemv(const ops::Linear::Args& a, LaunchList& launches) {
+  const auto d = ops::Linear::dims(a);
+  const auto& dense = std::get<DenseWeight>(a.linear.weight);
+  return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    Product p{.x = a.x.data,
+              .weight = dense.weight.data,
+              .in = d.in,
+              .rows = d.rows(),
+              .tokens = 0,
+              .activation = a.x.dtype,
+              .weight_dtype = dense.weight.dtype,
+              .output = linear_output(a)};
+    return for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
+      p.tokens = int(count);
+      p.x = static_cast<const T*>(a.x.data) + first * d.in;
+      p.output.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      return a.epilogue == ops::Epilogue::swiglu ? prepare_tokens<true>(p, launches)
+                                                 : prepare_tokens<false>(p, launches);
+    });
+  });
+}
+
+}  // namespace cf::cuda

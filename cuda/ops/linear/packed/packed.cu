@@ -1,0 +1,70 @@
+#include "cuda/ops/linear/packed/packed.hpp"
+
+#include "cuda/ops/linear/packed/call.cuh"
+
+namespace cf::cuda {
+namespace {
+
+extern __shared__ __align__(128) char gptq_smem[];
+
+template <class T, GptqTokens Tokens, bool HalfChunks, int Rows, bool Gated, int Chunks>
+__global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
+    linear_gptq_kernel(const __grid_constant__ GptqCall c) {
+  constexpr GptqConfig config = linear_gptq_config(Tokens, HalfChunks, Rows, Chunks);
+  let_successor_start();
+  gptq_block<T, config>(c.matrix, c.plan, c.tokens, LinearEpilogue<T, Rows, Gated>{{c}}, gptq_smem);
+}
+
+template <class T, int Rows, bool Gated>
+struct LinearGptqKernels {
+  static constexpr int rows(GptqTokens tokens, bool half_chunks) {
+    if (tokens == GptqTokens::sixteen || half_chunks) return 1;
+    return tokens == GptqTokens::one ? std::min(Rows, 2) : Rows;
+  }
+  template <GptqTokens Tokens, bool HalfChunks, int Chunks = kGptqMaxChunks>
+  static constexpr auto kernel = linear_gptq_kernel<T, Tokens, HalfChunks, rows(Tokens, HalfChunks), Gated, Chunks>;
+};
+
+/// The kernel for a plan whose elements may have up to `rows` rows.
+template <class T, bool Gated>
+auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
+  return rows == 1   ? gptq_kernel_for<LinearGptqKernels<T, 1, Gated>>(plan, sizes)
+         : rows == 2 ? gptq_kernel_for<LinearGptqKernels<T, 2, Gated>>(plan, sizes)
+                     : gptq_kernel_for<LinearGptqKernels<T, 4, Gated>>(plan, sizes);
+}
+
+}  // namespace
+
+Status prepare_packed(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
+  const auto d = ops::Linear::dims(a);
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
+  const GptqSizes sizes = gptq_sizes(layout, d.tokens);
+  const bool gated = a.epilogue == ops::Epilogue::swiglu, in_order = layout.pairs == RopePairs{};
+  if (gated && !in_order)
+    return Status::error(Code::unimplemented,
+                         "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
+  return with_gptq_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
+    using T = decltype(zero);
+    GptqCall c = gptq_call(a, weight, layout);
+    const bool is_plain = gptq_is_plain(a, layout, {}, 4);
+    return for_each_gptq_launch(launches.arch(), sizes, d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
+      c.plan = plan;
+      if (launches.mode().shares_sms) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
+      c.tokens = plan.tokens;
+      // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
+      // there an element has four rows.
+      const bool pairs_fit =
+          c.plan.split == 1 && (c.plan.tiles * kGptqRows << c.plan.token_bits) <= 2 * gptq_threads(kLinearGptqTurns);
+      const int rows = !is_plain ? 1 : pairs_fit ? 2 : 4;
+      c.x = static_cast<const T*>(a.x.data) + first * d.in;
+      c.output.y = static_cast<T*>(a.y.data) + first * d.out;
+      if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      return launch(ops::Linear::name, launches,
+                    linear_gptq_shape(c.plan, launches.mode().leaves_room ? c.plan.smem_bytes
+                                                                     : linear_gptq_smem_bytes(launches.arch(), c.plan)),
+                    gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c);
+    });
+  });
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,105 @@
+#include "cuda/ops/linear/packed/sum.hpp"
+
+#include "cuda/ops/linear/packed/call.cuh"
+
+namespace cf::cuda {
+namespace {
+
+constexpr int kRows = kLinearSumRows;
+
+/// The first product and the second.
+struct SumCall {
+  GptqMatrix matrix[2];
+  GptqPlan plan[2];
+  const void* x[2];
+  LinearOutput output[2];
+  int tokens;
+};
+
+template <class T>
+struct SumEpilogue {
+  const SumCall& c;
+  int product;  // the block's
+
+  struct Element {
+    long place;
+    StoredWeight<kRows> bias[2], residual;
+  };
+
+  __device__ void ready() const { wait_for_predecessors(); }
+  __device__ void apart() const {}
+  __device__ const T* x(int token) const {
+    return static_cast<const T*>(c.x[product]) + long(token) * c.matrix[product].in;
+  }
+  __device__ Element prepare(int token, int row) const {
+    Element e{.place = token * c.output[0].out + row, .bias = {}, .residual = {}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (c.output[i].bias) e.bias[i].load(static_cast<const T*>(c.output[i].bias) + row);
+    return e;
+  }
+  __device__ void begin(Element& e) const {
+    if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.place);
+  }
+  __device__ void finish(const Element& e, float (&first)[kRows], float (&second)[kRows]) const {
+    const auto add = [](float(&v)[kRows], const StoredWeight<kRows>& stored) {
+      float added[kRows];
+      stored.unpack(added, T{});
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) v[i] += added[i];
+    };
+    if (c.output[0].bias) add(first, e.bias[0]);
+    if (c.output[0].residual) add(first, e.residual);
+    store_few(static_cast<T*>(c.output[0].y) + e.place, first);
+    if (c.output[1].bias) add(second, e.bias[1]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) second[i] += to_float(from_float<T>(first[i]));
+    store_few(static_cast<T*>(c.output[1].y) + e.place, second);
+  }
+};
+
+extern __shared__ __align__(128) char gptq_smem[];
+
+template <class T, GptqTokens Tokens, int Chunks>
+__global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlocksPerSm)
+    linear_sum_kernel(const __grid_constant__ SumCall c) {
+  constexpr GptqConfig config = linear_gptq_config(Tokens, false, kRows, Chunks);
+  let_successor_start();
+  const int product = cluster_rank() >= c.plan[1].first_rank;
+  gptq_block<T, config>(c.matrix[product], c.plan[product], c.tokens, SumEpilogue<T>{c, product}, gptq_smem);
+}
+
+template <class T>
+auto kernel_for(const GptqSumPlan& plan) {
+  if (plan.second.digit_bytes == 0) return linear_sum_kernel<T, GptqTokens::eight, kGptqMaxChunks>;
+  const int chunks = std::max(gptq_slice_chunks(plan.first), gptq_slice_chunks(plan.second));
+  return chunks > kGptqMaxChunks ? linear_sum_kernel<T, GptqTokens::one, kGptqOneTokenChunks>
+                                 : linear_sum_kernel<T, GptqTokens::one, kGptqMaxChunks>;
+}
+
+}  // namespace
+
+Status prepare(const LinearSum::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a.first, launches));
+  CF_TRY(check_call(a.second, launches));
+  const GptqSumPlan plan = linear_sum_plan(launches.arch(), a);
+  const ops::Linear::Args* const calls[] = {&a.first, &a.second};
+  SumCall c{.matrix = {},
+            .plan = {plan.first, plan.second},
+            .x = {a.first.x.data, a.second.x.data},
+            .output = {linear_output(a.first), linear_output(a.second)},
+            .tokens = plan.second.tokens};
+  for (int i = 0; i < 2; ++i) {
+    const auto& weight = std::get<PackedWeight>(calls[i]->linear.weight);
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(LinearSum::name, weight));
+    c.matrix[i] = gptq_matrix(weight, layout);
+  }
+  return with_gptq_activation(LinearSum::name, a.first.x.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return launch(LinearSum::name, launches,
+                  linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
+                  kernel_for<T>(plan), c);
+  });
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,235 @@
+#pragma once
+// A block multiplies 128 rows of a weight by up to 128 tokens on Hopper's tensor cores. This file has the ring's
+// barriers, the sum over a cluster's blocks and the epilogue. The caller makes operand a of the weights.
+#include "cuda/device/barrier.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/ops/linear/output.cuh"
+#include "cuda/ops/linear/wgmma/ring.cuh"
+#include "cuda/runtime/tensor_map.hpp"
+
+namespace cf::cuda {
+
+inline constexpr int kWgmmaConsumers = 32 * kLinearWgmmaWarps;
+inline constexpr int kWgmmaThreads = kWgmmaConsumers + 32;  // the last warp starts the copies
+
+struct WgmmaCall {
+  LinearOutput output;
+  int tokens, steps, splits, stages;
+};
+
+inline WgmmaCall wgmma_call(const ops::Linear::Args& a, const LinearWgmmaPlan& plan) {
+  const auto d = ops::Linear::dims(a);
+  return {.output = linear_output(a),
+          .tokens = int(d.tokens),
+          .steps = int((d.in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns),
+          .splits = plan.splits,
+          .stages = plan.stages};
+}
+
+// Other devices' code has no use for what follows.
+#ifdef CF_HAVE_WGMMA
+/// The steps of a tile that block `rank` of its cluster takes.
+struct Steps {
+  int first, count;
+  __device__ Steps(const WgmmaCall& c, int rank) : first(c.steps * rank / c.splits) {
+    count = c.steps * (rank + 1) / c.splits - first;
+  }
+};
+
+/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, filled) copies a lane's part of
+/// the step's weights. The ring's first weights need no predecessor and come before all x.
+template <class Ring, class CopyWeight>
+__device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
+  const int lane = threadIdx.x % 32;
+  const auto copy_a = [&](int i, int stage) {
+    if (lane == 0) arrive_expecting(ring.filled + stage, ring.stage_bytes);
+    __syncwarp();
+    copy_weight(lane, steps.first + i, ring.a(stage), ring.filled + stage);
+  };
+  const auto copy_b = [&](int i, int stage) {
+    if (lane == 0)
+      copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
+  };
+  const int ahead = min(steps.count, ring.stages);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy_a(i, i);
+  wait_for_predecessors();
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) copy_b(i, i);
+  WgmmaPlace place;
+#pragma unroll 1
+  for (int i = ahead; i < steps.count; ++i, place.next(ring.stages)) {
+    wait_barrier(ring.free + place.stage, place.parity);
+    copy_a(i, place.stage);
+    copy_b(i, place.stage);
+  }
+}
+
+/// The sums of the rows that a block finishes, in the place of its ring: a part (Tokens, 16 rows) for each warp that
+/// has such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has
+/// no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
+template <int Tokens>
+struct Parts {
+  // Eight tokens' sums of eight rows, as wgmma() leaves them in a warp, lie in 32 banks.
+  static constexpr int pitch = kLinearWgmmaPartPitch, floats = Tokens * pitch;
+  float* first;
+  int splits;
+
+  /// The part of the `warp`-th of these warps, from block `rank`.
+  __device__ float* part(int warp, int rank) const { return first + (warp * splits + rank) * floats; }
+};
+
+/// Hands a warp's sums to store(i, sum), with i the place in a part.
+template <int Tokens, class Store>
+__device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < Tokens / 2; ++i)
+    store((i / 4 * 8 + 2 * t + i % 2) * Parts<Tokens>::pitch + i % 4 / 2 * 8 + g, sum[i]);
+}
+
+/// Threads take rows by fours.
+constexpr int kQuad = 4, kQuads = kLinearWgmmaWarpRows / kQuad;
+
+/// The matrix's row that is row r of the tiles.
+struct InOrder {
+  static constexpr bool always = true;  // that of the same number
+  __device__ bool holds() const { return true; }
+  __device__ int row(int r) const { return r; }
+};
+
+/// Finishes the rows of `warps` warps. A thread takes four rows of every step-th token, with gates two elements of y.
+/// Bias and residual are loaded before the sums are there. Rows in another order have neither residual nor gates.
+template <class T, int Tokens, bool Gated, class Order>
+struct Finish {
+  static constexpr int rows_of_output = Gated ? 2 : 1;
+  static constexpr int most_rounds = Tokens * kLinearWgmmaWarps * kQuads / kWgmmaConsumers;
+  const LinearOutput& to;
+  const Order& order;
+  int quad, token, step;  // the thread's rows, its first token, and from one token to the next
+  int rounds;             // the thread's tokens
+  int row;                // the first of the thread's rows
+  long at;                // the thread's first element of y
+  float bias[kQuad];
+  uint2 residual[most_rounds];
+
+  __device__ Finish(const LinearOutput& to, const Order& order, int warps, int first_row, int tokens)
+      : to(to), order(order) {
+    const int quads = warps * kQuads;
+    quad = threadIdx.x % quads;
+    token = threadIdx.x / quads;
+    step = kWgmmaConsumers / quads;
+    row = first_row + quad * kQuad;
+    at = token * to.out + row / rows_of_output;
+    rounds = token < min(step, tokens) && row < to.out * rows_of_output ? (tokens - token + step - 1) / step : 0;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e)
+      bias[e] = to.bias && rounds > 0 ? from_bits(bias_bits(to, order.row(row + e)), to.bias_dtype) : 0;
+    if constexpr (!Gated)
+      if (to.residual)
+#pragma unroll
+        for (int i = 0; i < most_rounds; ++i)
+          if (i < rounds)
+            residual[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(to.residual) + at + i * step * to.out);
+  }
+
+  /// sums(quad, token) are the sums of a quad of rows.
+  template <class SumsOf>
+  __device__ void store(SumsOf sums) {
+    T* y = static_cast<T*>(to.y) + at;
+#pragma unroll 2
+    for (int i = 0; i < rounds; ++i, y += step * to.out) {
+      const float4 sum = sums(quad, token + i * step);
+      float v[] = {sum.x + bias[0], sum.y + bias[1], sum.z + bias[2], sum.w + bias[3]};
+      if constexpr (Gated) {
+        float of_pairs[kQuad / 2];
+        apply_gates(v, of_pairs);
+        store_few(y, of_pairs);
+      } else {
+        if (to.residual) {
+          const float2 low = unpack(residual[0].x, T{}), high = unpack(residual[0].y, T{});
+          v[0] += low.x;
+          v[1] += low.y;
+          v[2] += high.x;
+          v[3] += high.y;
+          // An index that is known at run time alone would put the array into memory.
+#pragma unroll
+          for (int r = 1; r < most_rounds; ++r) residual[r - 1] = residual[r];
+        }
+        apply(to.epilogue, v);
+        if (Order::always || order.holds())
+          store_few(y, v);
+        else
+#pragma unroll
+          for (int e = 0; e < kQuad; ++e) y[order.row(row + e) - row] = from_float<T>(v[e]);
+      }
+    }
+  }
+};
+
+/// Makes the block's rows of the product. One warp calls copy(ring, steps, first_row), which fills the ring; the
+/// consumer warps call multiply(ring, steps, first_row, sum), which empties it.
+template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
+__device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
+  extern __shared__ unsigned char smem[];
+  __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
+  const Ring ring{
+      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = c.stages};
+  if (threadIdx.x < c.stages) {
+    init_barrier(filled + threadIdx.x, 1);
+    init_barrier(free + threadIdx.x, kLinearWgmmaWarps);
+    publish_barriers();
+  }
+  __syncthreads();
+  let_successor_start();
+
+  const int warp = threadIdx.x / 32, rank = c.splits > 1 ? cluster_rank() : 0;
+  const int first_row = int(blockIdx.x) / c.splits * kLinearWgmmaTileRows;
+  const Steps steps(c, rank);
+  float sum[Tokens / 2] = {};
+  if (warp == kLinearWgmmaWarps) {
+    copy(ring, steps, first_row);
+  } else {
+    multiply(ring, steps, first_row, sum);
+  }
+
+  const Parts<Tokens> parts{reinterpret_cast<float*>(ring.first), c.splits};
+  ClusterInbox inbox(&arrived);
+  __syncthreads();  // no warp reads the ring any more
+  if (c.splits > 1) {
+    inbox.open();
+    inbox.connect();
+  }
+  if (warp == kLinearWgmmaWarps) return;
+  const int owner = warp * c.splits / kLinearWgmmaWarps;
+  float* const to = parts.part(warp - linear_wgmma_first_warp(c.splits, owner), rank);
+  if (owner == rank)
+    for_each_sum<Tokens>(sum, [&](int i, float v) { to[i] = v; });
+  else
+    for_each_sum<Tokens>(sum, [out = ClusterOutbox(inbox, owner, to)](int i, float v) { out.send(i, v); });
+
+  const int first_warp = linear_wgmma_first_warp(c.splits, rank),
+            warps = linear_wgmma_first_warp(c.splits, rank + 1) - first_warp;
+  wait_for_predecessors();
+  Finish<T, Tokens, Gated, Order> finish(c.output, order, warps, first_row + first_warp * kLinearWgmmaWarpRows,
+                                         c.tokens);
+  named_barrier(1, kWgmmaConsumers);
+  if (c.splits > 1) inbox.receive(warps * (c.splits - 1) * Tokens * kLinearWgmmaWarpRows * int(sizeof(float)));
+  finish.store([&](int quad, int token) {
+    const float* from = parts.part(quad / kQuads, 0) + token * parts.pitch + quad % kQuads * kQuad;
+    float4 total{};
+    for (int split = 0; split < c.splits; ++split, from += parts.floats) {
+      const float4 v = *reinterpret_cast<const float4*>(from);
+      total.x += v.x;
+      total.y += v.y;
+      total.z += v.z;
+      total.w += v.w;
+    }
+    return total;
+  });
+}
+#endif
+
+}  // namespace cf::cuda

@@ -1,0 +1,101 @@
+#include "cuda/ops/linear/wgmma/wgmma.hpp"
+
+#include "cuda/ops/linear/wgmma/block.cuh"
+#include "cuda/runtime/launch.hpp"
+#include "cuda/runtime/tensor_map.hpp"
+#include "cuda/runtime/wgmma.hpp"
+
+namespace cf::cuda {
+namespace {
+
+// Other devices' code has no use for what follows.
+#ifdef CF_HAVE_WGMMA
+/// A warpgroup's sums of 64 rows for Tokens tokens, over the block's steps.
+template <class T, int Tokens>
+__device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
+  const int group = threadIdx.x / 128;
+  WgmmaPlace place;
+  int last_stage = 0;
+#pragma unroll 1
+  for (int i = 0; i < steps.count; ++i, place.next(ring.stages)) {
+    wait_barrier(ring.filled + place.stage, place.parity);
+    const std::uint64_t a = tile_along_k(ring.a(place.stage) + group * 64 * kTileRowBytes),
+                        b = tile_along_k(ring.b(place.stage));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
+      wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.free + last_stage);
+    last_stage = place.stage;
+  }
+  wgmma_wait<0>();
+  keep_in_registers(sum);
+}
+
+#endif
+
+template <class T, int Tokens, bool Gated>
+__global__ void __launch_bounds__(kWgmmaThreads, 1)
+    linear_wgmma_kernel([[maybe_unused]] const __grid_constant__ CUtensorMap weight,
+                        [[maybe_unused]] const __grid_constant__ CUtensorMap x,
+                        [[maybe_unused]] const __grid_constant__ WgmmaCall c) {
+#ifdef CF_HAVE_WGMMA
+  if (threadIdx.x == kWgmmaConsumers) {
+    prefetch_map(&weight);
+    prefetch_map(&x);
+  }
+  using Ring = WgmmaRing<Tokens>;
+  multiply_rows<T, Tokens, Gated, Ring>(
+      c, InOrder{},
+      [&](const Ring& ring, const Steps& steps, int first_row) {
+        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
+          if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, filled);
+        });
+      },
+      [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) { multiply_steps<T>(ring, steps, sum); });
+#endif
+}
+
+template <class T, bool Gated>
+auto kernel_for(int token_tile) {
+  switch (token_tile) {
+    case 16: return linear_wgmma_kernel<T, 16, Gated>;
+    case 32: return linear_wgmma_kernel<T, 32, Gated>;
+    case 64: return linear_wgmma_kernel<T, 64, Gated>;
+    default: return linear_wgmma_kernel<T, 128, Gated>;
+  }
+}
+template <class T>
+auto kernel_for(int token_tile, bool gated) {
+  return gated ? kernel_for<T, true>(token_tile) : kernel_for<T, false>(token_tile);
+}
+
+}  // namespace
+
+Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launches) {
+  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+  const auto d = ops::Linear::dims(a);
+  const DType dtype = a.x.dtype;
+  const bool gated = a.epilogue == ops::Epilogue::swiglu;
+  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, !dense) || !runs_wgmma(launches.device()))
+    return false;
+  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.rows());
+  CUtensorMap weight, x;
+  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.rows()},
+                         kLinearWgmmaTileRows, weight));
+  CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens}, plan.token_tile, x));
+  const WgmmaCall c = wgmma_call(a, plan);
+  CF_TRY(
+      launch(ops::Linear::name, launches,
+             {.grid = unsigned(plan.row_tiles * plan.splits),
+              .block = kWgmmaThreads,
+              .smem_bytes = std::size_t(plan.smem_bytes),
+              .cluster_blocks = plan.splits},
+             dtype == DType::f16 ? kernel_for<f16>(plan.token_tile, gated) : kernel_for<bf16>(plan.token_tile, gated),
+             weight, x, c));
+  return true;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,112 @@
+#pragma once
+// How the product of 9 to 128 tokens with a 16-bit weight matrix is laid out for Hopper's tensor cores.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/dtype.hpp"
+#include "cuda/runtime/arch.hpp"
+#include "cuda/runtime/plan_text.hpp"
+
+namespace cf::cuda {
+
+/// The most tokens of a launch.
+inline constexpr std::int64_t kLinearWgmmaTokens = 128;
+
+/// Whether a product goes to Hopper's tensor cores in this way, where the device has them: one of more tokens than gemv
+/// takes best, in 16 bits, whose rows are aligned.
+constexpr bool is_linear_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                               DType activation, bool packed) {
+  return arch.has_wgmma() && !packed && tokens > arch.tuning->gemv_tokens && tokens <= arch.tuning->wgmma_tokens &&
+         in % 8 == 0 && out % 8 == 0 && (activation == DType::f16 || activation == DType::bf16);
+}
+
+/// A tile is kLinearWgmmaTileRows rows of the weight, for all tokens. The blocks of a cluster divide the columns of a
+/// tile among them, and add up their sums in the cluster's shared memory. A block's ring has `stages` stages; a stage
+/// holds kLinearWgmmaColumns columns of the tile's weights and of the activations.
+struct LinearWgmmaPlan {
+  int token_tile;  // 16, 32, 64 or 128: the tokens, rounded up
+  int row_tiles;   // of the weight
+  int splits;      // of a tile's columns: the blocks of its cluster
+  int stages;
+  int smem_bytes;  // of a block
+};
+
+inline std::string to_string(const LinearWgmmaPlan& p) {
+  return plan_text({{p.row_tiles, "row tiles"},
+                    {p.splits, "splits"},
+                    {p.token_tile, "tokens a tile"},
+                    {p.stages, "stages"},
+                    {p.smem_bytes, "B of shared memory"}});
+}
+
+inline constexpr int kLinearWgmmaTileRows = 128, kLinearWgmmaColumns = 64, kMostLinearWgmmaStages = 12;
+/// Warps of a block that multiply: two warpgroups.
+inline constexpr int kLinearWgmmaWarps = 8, kLinearWgmmaWarpRows = kLinearWgmmaTileRows / kLinearWgmmaWarps;
+
+constexpr int linear_wgmma_token_tile(std::int64_t tokens) {
+  return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128;
+}
+/// Bytes of a stage's weights, of `bits` bits each, and of the whole stage.
+constexpr int linear_wgmma_weight_bytes(int bits) { return kLinearWgmmaTileRows * kLinearWgmmaColumns * bits / 8; }
+constexpr int linear_wgmma_stage_bytes(int token_tile, int bits = 16) {
+  return linear_wgmma_weight_bytes(bits) + token_tile * kLinearWgmmaColumns * 2;
+}
+/// The first warp whose rows block `rank` of a cluster finishes; the warps before it are other blocks'.
+constexpr int linear_wgmma_first_warp(int splits, int rank) { return (rank * kLinearWgmmaWarps + splits - 1) / splits; }
+
+/// Floats from one token to the next of the sums of a warp's rows, and the bytes of the sums that come together in a
+/// block. They lie where the ring was.
+inline constexpr int kLinearWgmmaPartPitch = kLinearWgmmaWarpRows + 4;
+constexpr int linear_wgmma_parts_bytes(int token_tile, int splits) {
+  return (kLinearWgmmaWarps + splits - 1) / splits * splits * token_tile * kLinearWgmmaPartPitch * 4;
+}
+
+/// One block an SM at most. Up to 64 tokens an SM has room for a block of the next launch, too: its copies of weights
+/// begin while this launch ends. The products of 128 tokens need the longer ring more. All clusters have their SMs at
+/// once; the blocks of one lie on SMs of one group of 16 or more. A split has at least kLeastSteps steps of
+/// kLinearWgmmaColumns columns.
+constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                            int bits = 16) {
+  constexpr std::int64_t kLeastSteps = 4;
+  constexpr int kGroupSms = 16, kMostRingBytes = 6 * linear_wgmma_stage_bytes(128);
+  // A stage begins at a multiple of 1024 bytes; beside the ring a block has its barriers.
+  constexpr int extra_bytes = 1024, static_bytes = 256;
+  const int token_tile = linear_wgmma_token_tile(tokens), stage_bytes = linear_wgmma_stage_bytes(token_tile, bits);
+  const std::int64_t row_tiles = (out + kLinearWgmmaTileRows - 1) / kLinearWgmmaTileRows,
+                     steps = (in + kLinearWgmmaColumns - 1) / kLinearWgmmaColumns;
+  const int room_bytes = smem_per_block_bytes(arch, token_tile > 64 ? 1 : 2) - extra_bytes - static_bytes;
+  const int stages = std::min({kMostLinearWgmmaStages, room_bytes / stage_bytes, kMostRingBytes / stage_bytes});
+  const auto fits = [&](std::int64_t splits) {
+    return arch.sm_count / kGroupSms * (kGroupSms / splits) >= row_tiles &&
+           linear_wgmma_parts_bytes(token_tile, int(splits)) <= stages * stage_bytes;
+  };
+  std::int64_t splits = std::max<std::int64_t>(
+      1, std::min({std::int64_t(arch.max_cluster_blocks), std::int64_t(kLinearWgmmaWarps), steps / kLeastSteps}));
+  while (splits > 1 && !fits(splits)) --splits;
+  return {.token_tile = token_tile,
+          .row_tiles = int(row_tiles),
+          .splits = int(splits),
+          .stages = stages,
+          .smem_bytes = extra_bytes + stages * stage_bytes};
+}
+
+/// Tokens of a launch with a packed GPTQ weight: more leave no registers.
+inline constexpr std::int64_t kGptqWgmmaTile = 64;
+
+/// Whether a product of a packed weight goes there: codes of 4 bits, whose columns are the inputs in their order.
+constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
+                             int bits, bool has_order) {
+  return arch.has_wgmma() && bits == 4 && !has_order && tokens >= arch.tuning->packed_wgmma_first &&
+         tokens <= arch.tuning->packed_wgmma_tokens && in % 8 == 0 && out % 8 == 0 &&
+         (activation == DType::f16 || activation == DType::bf16);
+}
+
+/// The plan of one such launch.
+constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
+  return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
+}
+
+static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
+static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);
+
+}  // namespace cf::cuda

@@ -1,0 +1,222 @@
+#include "cuda/serve/model.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/cache_view.hpp"
+#include "core/resources.hpp"
+#include "cuda/model/fastest_impl.hpp"
+#include "cuda/model/linear_scratch.hpp"
+#include "cuda/model/place.hpp"
+#include "cuda/serve/model_state.hpp"
+
+namespace cf::cuda {
+namespace {
+
+Result<Pinned> make_pinned(std::int64_t count) {
+  void* data = nullptr;
+  CF_TRY(from_cuda(cudaMallocHost(&data, std::size_t(count) * sizeof(std::int32_t)), "cudaMallocHost"));
+  return Pinned(static_cast<std::int32_t*>(data));
+}
+
+Result<Event> make_event() {
+  cudaEvent_t event = nullptr;
+  CF_TRY(from_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate"));
+  return Event(event);
+}
+
+/// The dtype of a model's weights outside its Linears, which its activations have too.
+DType dtype_of_weights(const ModelWeights& w) { return w.embed_in.dtype; }
+
+/// Whether any Linear is quantised.
+bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
+  bool found = false;
+  for (const LayerWeights& layer : w.layers)
+    for_each_linear(m, layer, [&](const Site&, const LinearParams& l, const LinearSize&) {
+      found |= !std::holds_alternative<DenseWeight>(l.weight);
+    });
+  return found;
+}
+
+std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
+
+/// The distance of a prompt's ids, positions and length in their block. Tensors begin at multiples of 16 bytes.
+std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
+
+/// The rows of the RoPE table. A slot that a step leaves out has the position behind the cache's last entry.
+std::int64_t table_rows(const Model::Options& o) { return o.capacity + 1; }
+
+}  // namespace
+
+std::size_t Model::State::lay_out(std::byte* block) {
+  Arena arena(block);
+  const std::int64_t chunk = prompt_stride(options), slots = options.slots, vocab = spec.shape.vocab_size;
+  const DType dtype = workspace.activation();
+  for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.place(*v, extents(slots), DType::i32);
+  // The host copies the three as one.
+  View<std::int32_t, 1> prompt;
+  arena.place(prompt, extents(2 * chunk + 1), DType::i32);
+  prompt_ids = {prompt.data, {chunk}};
+  prompt_positions = {prompt.data + chunk, {chunk}};
+  prompt_kv_len = {prompt.data + 2 * chunk, {1}};
+  arena.place(seen, extents(slots * seen_words(vocab)), DType::i32);
+  for (auto& s : settings)
+    arena.place(s, extents(slots * std::int64_t(sizeof(SlotSampling) / sizeof(std::int32_t))), DType::i32);
+  arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
+  for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
+  arena.place(prompt_logits, extents(1, vocab), dtype);
+  return arena.bytes();
+}
+
+ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& arrays,
+                                   AnyView<2> logits_to, std::vector<LayerCache>& caches) const {
+  const std::int64_t tokens = batch * q_len;
+  ModelTensors t;
+  t.ids = arrays.ids;
+  for (std::size_t i = 0; i < 2; ++i) t.hidden[i] = rows_of(hidden[i], 0, tokens);
+  t.layer = workspace.tensors(cache, 0, 0, 1);
+  for_each_activation(
+      spec.shape, {.batch = batch, .q_len = q_len},
+      [&](const TensorSpec& s, auto& view, const auto& shape) {
+        if (s.role == Role::output) view.shape = shape;
+      },
+      t.layer);
+  t.layer.positions = arrays.positions;
+  t.layer.kv_len = arrays.kv_len;
+  caches.clear();
+  for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
+    const LayerCache c = cache.layer(l);
+    caches.push_back({cache_of(c.k, slot, batch), cache_of(c.v, slot, batch)});
+  }
+  t.caches = caches;
+  t.logits = logits_to;
+  t.final_norm = rows_of(final_norm, 0, logits_to.shape[0]);
+  return t;
+}
+
+Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots) {
+  return fastest_impl(arch, model, dtype_of_weights(weights), is_quantised(model, weights), slots);
+}
+
+ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& o) {
+  const ModelShape& s = m.shape;
+  const auto element = double(size_bytes(dtype_of_weights(weights)));
+  ModelBytes b;
+  b.weights = o.in_place ? 0 : double(weight_bytes(m, weights));
+  b.cache = 2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * double(o.capacity) *
+            double(s.head_dim) * element;
+  const auto tokens = double(most_tokens(o));
+  double elements = tokens * 3 * double(s.hidden_size) + kLogitsBuffers * double(o.slots) * double(s.vocab_size);
+  LayerTensors views;
+  for_each_activation(
+      s, {},
+      [&](const TensorSpec& spec, auto&, const auto& shape) {
+        if (spec.role != Role::output) return;
+        double n = 1;
+        for (std::int64_t d : shape) n *= double(d);
+        elements += tokens * n;
+      },
+      views);
+  b.workspace = elements * element + double(table_rows(o)) * double(s.rotary_dim) * double(sizeof(float)) +
+                double(linear_scratch_bytes(m, dtype_of_weights(weights), most_tokens(o), is_quantised(m, weights)));
+  return b;
+}
+
+Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights, const Options& o) {
+  const ModelBytes needed = bytes(m, weights, o);
+  std::size_t free = 0, total = 0;
+  CF_TRY(from_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo"));
+  if (needed.total() <= double(free)) return {};
+  return Status::error(Code::out_of_memory,
+                       name + ": " + std::to_string(o.slots) + " slots of " + std::to_string(o.capacity) +
+                           " entries need " + gigabytes(needed.weights) + " of device memory for the weights, " +
+                           gigabytes(needed.cache) + " for the cache and " + gigabytes(needed.workspace) +
+                           " for activations, " + gigabytes(double(free)) + " are free");
+}
+
+Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::string& name, const ModelSpec& spec,
+                                             const ModelWeights& host, const Options& o) {
+  CF_TRY(check_model_weights(spec, host));
+  constexpr std::int64_t most = std::int64_t(1) << 26;
+  CF_TRY(check_sizes({{"slots", o.slots, kMaxSlots}, {"capacity", o.capacity, most}, {"chunk", o.chunk, most}}));
+  CF_TRY(check_memory(name, spec, host, o));
+
+  CF_TRY_ASSIGN(Stream stream, make_stream());
+  Context context = on.on_stream(stream.get());
+  // The weights do not change while a model runs: whoever writes those in place calls run_after().
+  context.set_overlap(true);
+  const DType dtype = dtype_of_weights(host);
+  const auto make_weights = o.in_place ? &ResidentWeights::in_place : &ResidentWeights::load;
+  CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
+  CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
+  CF_TRY_ASSIGN(Workspace workspace,
+                Workspace::create(context, spec, dtype, most_tokens(o), table_rows(o), is_quantised(spec, host)));
+  const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
+  auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
+                                       std::move(workspace));
+  State& s = *state;
+  CF_TRY_ASSIGN(s.memory, DeviceMemory::create(context, s.lay_out(nullptr), "logits and ids"));
+  s.lay_out(s.memory.data());
+  CF_TRY(from_cuda(cudaMemsetAsync(s.memory.data(), 0, s.memory.bytes(), s.stream.get()), "cudaMemset"));
+  s.step.positions = s.cache.writable_positions();
+  s.step.kv_len = s.cache.writable_kv_len();
+  const std::int64_t tokens = most_tokens(o);
+  // The walk's layer i reads hidden[i % 2] and writes the other. An executor's last layer writes where the walk's does:
+  // with an even number of layers that is hidden[0], which the first layer reads.
+  const auto output_of = [&](std::int64_t layer) {
+    return rows_of(s.workspace.tensors(s.cache, 0, layer, 1).output, 0, tokens);
+  };
+  s.hidden = {spec.shape.num_layers % 2 ? s.workspace.hidden(tokens) : output_of(1), output_of(0)};
+  s.seen_size.resize(std::size_t(o.slots));
+  CF_TRY_ASSIGN(s.pinned_prompt, make_pinned(2 * prompt_stride(o) + 1));
+  CF_TRY_ASSIGN(s.told, make_pinned(o.slots));
+  CF_TRY_ASSIGN(s.prompt_copied, make_event());
+  CF_TRY_ASSIGN(s.handover, make_event());
+  Status prepared = s.prepare_layers();
+  if (!o.impl && prepared.code() == Code::unimplemented) {
+    // What the persistent kernel does not take, such as more blocks than the device holds at once, the graph does.
+    s.impl = Impl::graph;
+    s.executor = Executor(context, Impl::graph);
+    prepared = s.prepare_layers();
+  }
+  CF_TRY(prepared);
+  CF_TRY(s.prepare_steps());
+  s.pipeline.set_launches({.launches = s.whole.has_value(), .most_stop_ids = PersistentKernel::most_stop_ids()});
+  s.taken = {.weights = double(s.weights.device_bytes()),
+             .cache = double(s.cache.device_bytes()),
+             .workspace = double(s.workspace.device_bytes() + s.memory.bytes())};
+  return std::unique_ptr<Model>(new Model(std::move(state)));
+}
+
+Model::Model(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Model::~Model() = default;
+
+const ModelSpec& Model::model() const { return state_->spec; }
+std::int64_t Model::slots() const { return state_->options.slots; }
+std::int64_t Model::capacity() const { return state_->options.capacity; }
+DType Model::activation() const { return state_->workspace.activation(); }
+Impl Model::impl() const { return state_->impl; }
+const ModelBytes& Model::bytes() const { return state_->taken; }
+void Model::release(std::int64_t slot) { state_->pipeline.release(slot); }
+void Model::watch(Visit visit) { state_->visit = std::move(visit); }
+void Model::check_between(Check check) { state_->go_on = std::move(check); }
+
+Status Model::run_after(CUstream_st* stream) {
+  State& s = *state_;
+  CF_TRY(s.take_report());
+  s.pipeline.give_up();  // what runs ahead has not waited for that stream
+  CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), stream), "cudaEventRecord"));
+  return from_cuda(cudaStreamWaitEvent(s.stream.get(), s.handover.get()), "cudaStreamWaitEvent");
+}
+
+Status Model::run_before(CUstream_st* stream) {
+  State& s = *state_;
+  CF_TRY(from_cuda(cudaEventRecord(s.handover.get(), s.stream.get()), "cudaEventRecord"));
+  return from_cuda(cudaStreamWaitEvent(stream, s.handover.get()), "cudaStreamWaitEvent");
+}
+
+Status Model::fetch(const SiteTensor& tensor, void* to) {
+  return copy_to_host(state_->context, to, tensor.data, std::size_t(tensor.bytes()));
+}
+
+}  // namespace cf::cuda

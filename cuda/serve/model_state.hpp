@@ -1,0 +1,208 @@
+#pragma once
+// What a model on a GPU holds, and how its calls share it. Private to cuda/serve.
+//   model.cpp          creation
+//   model_prompts.cpp  prompts, chunk by chunk
+//   model_steps.cpp    steps of all slots
+//   model_choices.cpp  the next ids, and why there is none
+//   pipeline.hpp       which steps run before they are asked for, and where the logits lie
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "cuda/model/extend.hpp"
+#include "cuda/ops/run.hpp"
+#include "cuda/ops/sample/sample.hpp"
+#include "cuda/persistent/persistent_kernel.hpp"
+#include "cuda/runtime/check.hpp"
+#include "cuda/runtime/memory.hpp"
+#include "cuda/runtime/stream.hpp"
+#include "cuda/serve/model.hpp"
+#include "cuda/serve/pipeline.hpp"
+
+namespace cf::cuda {
+
+inline constexpr std::string_view kModelName = "model";
+
+/// Memory of the host that a device copies from and to without waiting.
+struct FreePinned {
+  void operator()(std::int32_t* p) const { (void)cudaFreeHost(p); }
+};
+using Pinned = std::unique_ptr<std::int32_t, FreePinned>;
+
+inline Status copy_async(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, CUstream_st* stream) {
+  return from_cuda(cudaMemcpyAsync(to, from, bytes, kind, stream), "cudaMemcpyAsync");
+}
+
+/// Rows [first, first + count) of a matrix.
+inline AnyView<2> rows_of(AnyView<2> matrix, std::int64_t first, std::int64_t count = 1) {
+  matrix.data = static_cast<std::byte*>(matrix.data) + first * matrix.shape[1] * std::int64_t(size_bytes(matrix.dtype));
+  matrix.shape[0] = count;
+  return matrix;
+}
+
+/// Puts the site's name before the message of a Status that is not ok.
+inline Status name_site(const ModelSite& site, const Status& status) {
+  return status ? status : Status::error(status.code(), site.name() + ": " + status.message());
+}
+
+/// What `told` holds until the device has made the choice.
+inline constexpr std::int32_t kNotChosen = -2;
+
+struct Model::State final : PipelineDevice {
+  State(const Context& c, Stream s, const ModelSpec& m, const Options& o, Impl i, ResidentWeights w, KvCache k,
+        Workspace a)
+      : stream(std::move(s)),
+        context(c),
+        spec(m),
+        options(o),
+        impl(i),
+        weights(std::move(w)),
+        cache(std::move(k)),
+        workspace(std::move(a)),
+        executor(context, i),
+        pipeline(*this, o.slots, m, o.capacity) {}
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State() override {
+    pipeline.give_up();
+    (void)cudaDeviceSynchronize();
+  }
+
+  std::size_t lay_out(std::byte* block);
+  /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
+  Status prepare_layers();
+  Status prepare_steps();
+  /// Calls add(site, args) for the sites that belong to no layer: the embedding, the final LayerNorm and the LM head.
+  template <class Add>
+  Status for_each_outer_site(LogitsBuffer to, Add&& add) const;
+  /// A step as one graph. executor_step() captures what the executor puts onto a stream for the layers.
+  /// dataflow_step() adds every op by itself: an op waits for the ops whose data it needs, and for no other.
+  Result<GraphExec> executor_step(LogitsBuffer to, Start start);
+  Result<GraphExec> dataflow_step(LogitsBuffer to, Start start);
+  /// whole_step() captures one launch for the whole model.
+  Result<GraphExec> whole_step(LogitsBuffer to, Start start);
+  /// Puts what such a step begins with onto the stream that is being captured.
+  Status begin_step(LogitsBuffer to, Start start, const Submission& how);
+  /// What the first layer of a step reads.
+  ConstAnyView<2> step_input() const { return rows_of(hidden[0], 0, options.slots); }
+
+  /// The walk's tensors for q_len new tokens of each of `batch` slots from `slot` on. `caches` holds what the result
+  /// points to.
+  ModelTensors tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& step,
+                       AnyView<2> logits, std::vector<LayerCache>& caches) const;
+  /// The arrays of a pass of `tokens` tokens of one slot.
+  StepArrays prompt_arrays(std::int64_t tokens) const {
+    return {.ids = {prompt_ids.data, {tokens}},
+            .positions = {prompt_positions.data, {tokens}},
+            .kv_len = {prompt_kv_len.data, {1}}};
+  }
+  /// Puts a chunk's ids, positions and length onto the stream, and then its pass.
+  Status pass(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// The pass of these tensors as a graph.
+  Result<GraphExec> pass_graph(const ModelTensors& t);
+  /// The pass of these tensors site by site, each with a call of `visit_site`.
+  Status walk(const ModelTensors& t, const Visit& visit_site);
+  /// Puts the tokens of a call through the model, chunk by chunk. `logits_of(first, count)` is where rows
+  /// [first, first + count) of the call's last `rows` tokens go; `done` is called with them after each chunk.
+  template <class LogitsOf, class Done>
+  Status feed(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
+              LogitsOf&& logits_of, Done&& done);
+  /// Refuses what cannot hold rows of logits.
+  Status check_logits(const AnyView<2>& logits) const;
+  /// Model::forward(), whose rows of logits `copy(to, from, bytes)` takes from the device.
+  template <class Copy>
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
+                 Copy&& copy);
+
+  // What the pipeline asks for.
+  Status place(std::span<const Token> tokens) override;
+  Status run(Start start, LogitsBuffer to) override;
+  Status keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) override;
+  Status prepare_choice(LogitsBuffer from, std::span<const Draw> draws) override;
+  Status choose(LogitsBuffer from) override;
+  Status await(std::span<const Draw> draws, std::span<std::int32_t> ids) override;
+  Result<unsigned> launch(std::int64_t count, LogitsBuffer to, std::span<const SlotEnd> ends) override;
+  Status await_launched(unsigned number, std::span<const Draw> draws, std::span<std::int32_t> ids) override;
+  void end_before(unsigned number) override { whole->end_before(number); }
+
+  static LogitsBuffer step_buffer(std::size_t parity) {
+    return parity == 0 ? LogitsBuffer::even_steps : LogitsBuffer::odd_steps;
+  }
+  static LogitsBuffer other_buffer(LogitsBuffer step) {
+    return step == LogitsBuffer::even_steps ? LogitsBuffer::odd_steps : LogitsBuffer::even_steps;
+  }
+  Status take_report();
+  /// Waits until made(draw) has an id for each draw, and writes these ids.
+  template <class Made>
+  Status await_ids(std::span<const Draw> draws, std::span<std::int32_t> ids, Made&& made) {
+    for (std::size_t i = 0; i < draws.size(); ++i)
+      for (unsigned polls = 1;; ++polls) {
+        if (const std::optional<std::int32_t> id = made(draws[i])) {
+          ids[i] = *id;
+          break;
+        }
+        if (polls % 1024) continue;
+        const cudaError_t running = cudaStreamQuery(stream.get());
+        if (running == cudaErrorNotReady) continue;
+        CF_TRY(from_cuda(running, "cudaStreamQuery"));
+        CF_TRY(take_report());
+        if (!made(draws[i])) return Status::error(Code::device_error, "model: the stream has ended without a choice");
+      }
+    return take_report();
+  }
+  Result<std::int32_t> chosen_id(const Draw& draw);
+  std::string first_nan(std::int64_t slot);
+  AnyView<2> logits_at(LogitsBuffer buffer) const { return logits[std::size_t(buffer)]; }
+  AnyView<2> logits_of_slot(std::int64_t slot) const { return rows_of(logits_at(pipeline.buffer_of(slot)), slot); }
+  Result<Tensor> fetch_logits(std::int64_t slot);
+
+  Stream stream;
+  Context context;  // on `stream`
+  ModelSpec spec;
+  Options options;
+  Impl impl;
+  ModelBytes taken;
+  ResidentWeights weights;
+  KvCache cache;
+  Workspace workspace;
+  Executor executor;
+
+  Visit visit;
+  Check go_on;
+  Pipeline pipeline;
+
+  // On the device.
+  DeviceMemory memory, forward_memory;
+  StepArrays step;  // of all slots
+  View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
+  AnyView<2> final_norm;
+  AnyView<2> prompt_logits;                       // (1, vocab): a slot's row of `logits` is not aligned for every vocab
+  std::array<AnyView<2>, 2> hidden;               // the embedding and the layers' outputs, in turn
+  std::array<AnyView<2>, kLogitsBuffers> logits;  // (slots, vocab)
+  std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
+  View<std::int32_t, 1> seen;
+
+  // On the host.
+  std::array<std::vector<SlotSampling>, kLogitsBuffers> sent;  // what `settings` hold
+  std::vector<std::size_t> seen_size;  // by slot: the size of the history that `seen` holds, or 0
+  Pinned pinned_prompt;
+  Pinned told;  // by slot: the choice that is on its way, or that was made last
+  Event prompt_copied, handover;
+
+  std::vector<LaunchList> sample;  // by the logits' buffer
+  // A step of all slots, by its start and by the parity of where its logits go.
+  std::array<std::array<GraphExec, 2>, kStarts> steps;
+  using PassKey = std::tuple<std::int64_t, std::int64_t, const void*, std::int64_t>;
+  // The passes of prompts' chunks so far, by slot, tokens, logits and their rows. From its second time on a pass is a
+  // graph, whose branches run side by side.
+  std::map<PassKey, GraphExec> passes;
+  std::optional<PersistentKernel> whole;  // of the persistent impl
+};
+
+}  // namespace cf::cuda

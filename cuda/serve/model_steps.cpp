@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <utility>
+
+#include "cuda/graph/capture.hpp"
+#include "cuda/model/layer_graph.hpp"
+#include "cuda/model/place.hpp"
+#include "cuda/serve/model_state.hpp"
+
+namespace cf::cuda {
+
+Status Model::State::prepare_layers() {
+  if (impl != Impl::persistent)
+    return executor.prepare(weights, cache, workspace, {.stream = stream.get(), .input = step_input()});
+  const ModelWeights model = weights.model_weights();
+  std::vector<PersistentLayer> layers;
+  for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) layers.push_back({weights.layer(l), cache.layer(l)});
+  const LayerTensors t = workspace.tensors(cache, 0, 0, 1);
+  const auto* const head = std::get_if<DenseWeight>(&model.embed_out.weight);
+  CF_TRY_ASSIGN(whole,
+                PersistentKernel::create(context, persistent_model(spec, workspace.activation()), layers,
+                                         {t.positions, t.kv_len}, {t.cos, t.sin},
+                                         {.ends = PersistentEnds{.embed_in = model.embed_in,
+                                                                 .final_layer_norm = model.final_layer_norm,
+                                                                 .embed_out = head ? head->weight : ConstAnyView<2>(),
+                                                                 .ids = step.ids,
+                                                                 .positions = step.positions,
+                                                                 .kv_len = step.kv_len,
+                                                                 .chosen = chosen}}));
+  return from_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+Status Model::State::prepare_steps() {
+  for (std::size_t i = 0; i < kLogitsBuffers; ++i) {
+    LaunchList launches(context);
+    CF_TRY(prepare(
+        SampleArgs{.logits = logits[i],
+                   .settings = reinterpret_cast<const SlotSampling*>(settings[i].data),
+                   .positions = LogitsBuffer(i) == LogitsBuffer::prompts ? prompt_lengths.data : step.kv_len.data,
+                   .seen = reinterpret_cast<std::uint32_t*>(seen.data),
+                   .chosen = chosen.data,
+                   .told = told.get()},
+        launches));
+    sample.push_back(std::move(launches));
+    sent[i].resize(std::size_t(options.slots));
+  }
+  for (std::size_t parity : {0, 1})
+    for (Start start : {Start::placed, Start::follows, Start::chooses}) {
+      const LogitsBuffer to = step_buffer(parity);
+      CF_TRY_ASSIGN(GraphExec graph, impl == Impl::graph        ? dataflow_step(to, start)
+                                     : impl == Impl::persistent ? whole_step(to, start)
+                                                                : executor_step(to, start));
+      CF_TRY(from_cuda(cudaGraphUpload(graph.get(), stream.get()), "cudaGraphUpload"));
+      steps[std::size_t(start)][parity] = std::move(graph);
+    }
+  return {};
+}
+
+Status Model::State::begin_step(LogitsBuffer to, Start start, const Submission& how) {
+  if (start == Start::chooses) CF_TRY(sample[std::size_t(other_buffer(to))].submit(stream.get(), how));
+  if (start == Start::placed) return {};
+  LaunchList follow(context);
+  CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), follow));
+  return follow.submit(stream.get(), how);
+}
+
+template <class Add>
+Status Model::State::for_each_outer_site(LogitsBuffer to, Add&& add) const {
+  std::vector<LayerCache> caches;
+  const ModelTensors t = tensors(0, options.slots, 1, step, logits_at(to), caches);
+  return for_each_model_site(spec, weights.model_weights(), t, [&](const ModelSite& site, const auto& args) -> Status {
+    return site.layer >= 0 ? Status() : name_site(site, add(site.site, args));
+  });
+}
+
+Result<GraphExec> Model::State::executor_step(LogitsBuffer to, Start start) {
+  LaunchList before(context, workspace.scratch()), after(context, workspace.scratch());
+  CF_TRY(for_each_outer_site(to, [&](const Site& site, const auto& args) {
+    LaunchList& launches = site.id == SiteId::embed_in ? before : after;
+    launches.set_label(site.name.data());  // a literal, which ends in a zero byte
+    return prepare(args, launches);
+  }));
+  const Submission how{.early = context.overlap()};
+  return capture(stream.get(), [&]() -> Status {
+    CF_TRY(begin_step(to, start, how));
+    CF_TRY(before.submit(stream.get(), how));
+    CF_TRY(executor.step(weights, cache, workspace, {.stream = stream.get(), .input = step_input()}));
+    return after.submit(stream.get(), how);
+  });
+}
+
+Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
+  const auto record = [&](DataflowCapture& graph) -> Status {
+    if (start == Start::chooses) {
+      const LogitsBuffer from = other_buffer(to);
+      const void *const reads[] = {logits_at(from).data, step.kv_len.data}, *const writes[] = {chosen.data};
+      CF_TRY(graph.add(reads, writes, sample[std::size_t(from)], true));
+    }
+    if (start != Start::placed) {
+      LaunchList launches(context);
+      CF_TRY(add_follow(step, chosen, std::int32_t(options.capacity), launches));
+      const void *const reads[] = {chosen.data}, *const writes[] = {step.ids.data, step.positions.data,
+                                                                    step.kv_len.data};
+      CF_TRY(graph.add(reads, writes, launches, true));
+    }
+    return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
+      // The LM head starts late. If its blocks come one by one to SMs where the last layer's kernels still run, it may
+      // read more slowly until its end, as it does on an H200 for Llama-3.1-8B with packed weights.
+      CF_TRY(graph.run(args, {.early = site.id != SiteId::embed_out}));
+      if (site.id != SiteId::embed_in) return {};
+      for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
+        LayerTensors t = workspace.tensors(cache, 0, l, 1);
+        if (l == 0) t.hidden = step_input();
+        if (Status captured = capture_layer(spec, weights.layer(l), t, graph); !captured)
+          return Status::error(captured.code(), layer_prefix(l) + captured.message());
+      }
+      return {};
+    });
+  };
+  return capture_dataflow(context, record, workspace.scratch());
+}
+
+Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
+  return capture(stream.get(), [&]() -> Status {
+    CF_TRY(begin_step(to, start, {}));
+    return whole->enqueue_token(stream.get(), logits_at(to));
+  });
+}
+
+Status Model::State::place(std::span<const Token> tokens) {
+  SlotTokens placed{};
+  std::fill(std::begin(placed.position), std::end(placed.position), std::int32_t(options.capacity));
+  for (const Token& t : tokens) {
+    placed.id[t.slot] = t.id;
+    placed.position[t.slot] = std::int32_t(t.position);
+  }
+  return enqueue_place(step, placed, context);
+}
+
+Status Model::State::run(Start start, LogitsBuffer to) {
+  const std::size_t parity = to == LogitsBuffer::even_steps ? 0 : 1;
+  return from_cuda(cudaGraphLaunch(steps[std::size_t(start)][parity].get(), stream.get()), "cudaGraphLaunch");
+}
+
+Status Model::State::keep(std::int64_t slot, LogitsBuffer from, std::int64_t length) {
+  const AnyView<2> row = rows_of(logits_at(from), slot), to = rows_of(logits_at(LogitsBuffer::prompts), slot);
+  CF_TRY(copy_async(to.data, row.data, std::size_t(row.bytes()), cudaMemcpyDeviceToDevice, stream.get()));
+  const auto entries = std::int32_t(length);
+  return copy_async(prompt_lengths.data + slot, &entries, sizeof entries, cudaMemcpyHostToDevice, stream.get());
+}
+
+Result<unsigned> Model::State::launch(std::int64_t count, LogitsBuffer to, std::span<const SlotEnd> ends) {
+  std::vector<PersistentEnd> sequence_ends;
+  for (const SlotEnd& end : ends) sequence_ends.push_back({.tokens = end.tokens, .stop_ids = end.stop_ids});
+  CF_TRY(begin_step(to, Start::follows, {}));
+  return whole->enqueue_tokens(stream.get(), count, logits_at(to), sequence_ends);
+}
+
+Status Model::step(std::span<const Token> tokens) {
+  State& s = *state_;
+  for (const Token& t : tokens) CF_TRY(check_ids(kModelName, "ids", std::span(&t.id, 1), s.spec.shape.vocab_size));
+  if (s.visit && !tokens.empty())
+    return Status::error(Code::unimplemented,
+                         "model: step: expected no visitor of sites on a GPU, which has them for "
+                         "prompts alone; watch() takes an empty one");
+  return s.pipeline.step(tokens);
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,61 @@
+#pragma once
+// NVIDIA H200. A record is a file of data/bench, or the commit that measured the number.
+#include "cuda/tuning/tuning.hpp"
+
+namespace cf::cuda {
+
+inline constexpr Tuning kH200Tuning{
+    .measured_on = "NVIDIA H200",
+
+    // Record: commits 3c98421, 5d78502. A prompt of 16 ids takes Pythia-2.8B 2.9 ms by gemv, 2.4 ms by cuBLASLt and
+    // 2.0 ms by wgmma.
+    .gemv_tokens = 8,
+    // Record: commit 3c98421. Dequantising writes and reads two or three 16-bit matrices. A layer of Pythia-2.8B's
+    // products takes 55 us for 16 tokens by packed, which takes 16 tokens a launch, and 228 us for 64 tokens by
+    // cuBLASLt.
+    .packed_tokens = 64,
+    // Record: commit 5d78502. A prompt of 128 ids takes Pythia-2.8B 2.7 ms by wgmma and 2.9 ms by cuBLASLt; the 32
+    // layers take 64 sequences 2.6 and 3.0 ms. Alone, cuBLASLt's products of 64 and 128 tokens are faster: wgmma leaves
+    // room on an SM for the next kernel and for the other branch of a layer. Of more tokens, with Pythia-2.8B's sizes:
+    // without GELU cuBLASLt is faster. QKV of 512 tokens, dense of 2048 and down of 512 take 30.2, 37.5 and 41.1 us by
+    // cuBLASLt, and 33.1, 40.0 and 47.0 us by the best of five widths of tiles.
+    // With GELU tiles are faster. 256, 512 and 2048 tokens take cuBLASLt's two passes 30.1, 53.1 and 199 us, and tiles
+    // 27.8, 51.3 and 188 us: 512 tokens in two rounds of 160 features (55.2 us in three of 128), 2048 in ten of 128.
+    .wgmma_tokens = 128,
+    .packed_wgmma_first = 17,
+    .packed_wgmma_tokens = 128,
+
+    // Record: commit fd8fe5a. A long matrix is read fastest with three blocks; with two and four it is slower.
+    .gemv_blocks_per_sm = 3,
+
+    // Record: commit 819d395. The activations' loads queue up behind early stages, so more of them are slower.
+    .packed_ahead = {.stages = 2, .early = 1},
+    // Record: commit 819d395. The blocks of many tiles wait longer for the kernel beside theirs.
+    .packed_ahead_of_many = {.stages = 4, .early = 3, .many_tiles = 5},
+    // Record: commit 28c3561. The fastest of 1 to 4 early stages of 2 to 4, for a layer of Pythia-2.8B.
+    .packed_ahead_of_sum = {.stages = 4, .early = 2, .many_tiles = 4},
+    // Record: commit 40f747c. With two warps a part each has half the registers, and the next kernel's first tiles have
+    // room to arrive; that is slower for the four linears of a Pythia-2.8B layer.
+    .packed_turns = 1,
+    // Record: commit 40f747c. There are blocks for 66 clusters of four and for 33 of eight. The device holds 62 and 30.
+    .packed_clusters_elevenths = 10,
+
+    // Record: commit e38a708. For eight queries of four heads to 1,024 keys the decode kernel takes a fifth of the
+    // prefill kernels' time.
+    .prefill_queries = 16,
+    // Record: shared-keys-graph.json. Loads that heads share are faster in the graph of Llama-3.1-8B from 512 entries
+    // on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on. In small caches lone heads are
+    // faster, as they have more blocks.
+    .unshared_elements = 65536,
+    // Record: shared-keys-graph.json. With 16 splits Llama-3.1-8B's attention to 32768 entries takes 48 us instead of
+    // 60.
+    .few_splits_entries = 1024,
+    // Record: commit 378db60. The device holds fewer whole clusters than there are blocks for, and clusters that wait
+    // for a second turn double the time.
+    .split_blocks_on_two_sms = 3,
+};
+
+/// Kernels are compiled with one GPU's numbers, for all architectures.
+inline constexpr const Tuning& kCompiledTuning = kH200Tuning;
+
+}  // namespace cf::cuda

@@ -1,0 +1,43 @@
+#pragma once
+// What was measured of a GPU, as numbers that launch plans choose by. A file for each GPU holds its numbers and says
+// which record each comes from.
+#include <cstdint>
+#include <string_view>
+
+namespace cf::cuda {
+
+/// How far a warp's copies of packed weights run ahead of its products.
+struct GptqAhead {
+  int stages;          // of the ring, at most
+  int early;           // stages that are asked for before the activations are there
+  int many_tiles = 0;  // for so many tiles a block or more
+};
+
+struct Tuning {
+  std::string_view measured_on;  // the GPU that the numbers were measured on
+
+  // Which of linear's kernels multiplies: cuda/ops/linear/kernels.def.
+  std::int64_t gemv_tokens;          // the most tokens of gemv, where another kernel takes more
+  std::int64_t packed_tokens;        // the same of packed, before cuBLASLt takes more
+  std::int64_t wgmma_tokens;         // the most tokens of wgmma with dense weights
+  std::int64_t packed_wgmma_first;   // the fewest tokens of wgmma with packed weights,
+  std::int64_t packed_wgmma_tokens;  // and the most
+
+  // linear's gemv: cuda/ops/linear/gemv/plan.hpp.
+  int gemv_blocks_per_sm;  // of up to eight tokens on Hopper; kernels are compiled with it
+
+  // linear's packed kernel: cuda/ops/linear/packed/plan.hpp.
+  GptqAhead packed_ahead;          // few tiles, or several tokens
+  GptqAhead packed_ahead_of_many;  // one token and many tiles
+  GptqAhead packed_ahead_of_sum;   // of LinearSum's two products in one launch
+  int packed_turns;                // warps of a part, which take a block's tiles in turn; kernels are compiled with it
+  int packed_clusters_elevenths;   // of the larger clusters that there are blocks for, those that the device holds
+
+  // attention: cuda/ops/attention/attention.hpp.
+  std::int64_t prefill_queries;     // the fewest queries a sequence of the prefill kernels
+  std::int64_t unshared_elements;   // of a kv head's keys: up to so many, each query head loads them by itself
+  std::int64_t few_splits_entries;  // the largest cache where a share has no more splits than a lone head
+  int split_blocks_on_two_sms;      // the most blocks for two SMs that keys are split into
+};
+
+}  // namespace cf::cuda
