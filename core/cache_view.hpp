@@ -84,7 +84,8 @@ class CacheView {
 
 /// The tensor of keys or of values of sequences [first, first + count) alone.
 template <class V>
-requires std::is_void_v<V> View<V, 4> cache_of(View<V, 4> storage, std::int64_t first, std::int64_t count) {
+requires std::is_void_v<std::remove_const_t<V>> View<V, 4> cache_of(View<V, 4> storage, std::int64_t first,
+                                                                    std::int64_t count) {
   using Byte = std::conditional_t<std::is_const_v<V>, const std::byte, std::byte>;
   const std::int64_t before = CacheView(storage).entry(first, 0, 0);
   storage.data = static_cast<Byte*>(storage.data) + before * std::int64_t(size_bytes(storage.dtype));

@@ -23,7 +23,9 @@ bool takes_ln_qkv(const Arch& arch, const ModelSpec& m, const LayerWeights& w, c
   constexpr std::int64_t most_tokens = 4;
   const std::int64_t tokens = t.hidden.shape[0], h = m.shape.hidden_size,
                      weight_bytes = std::int64_t(size_bytes(w.input_layernorm.gamma.dtype));
-  if (!begins_as_ln_qkv(m) || tokens > most_tokens || layernorm_plan(arch, tokens, h, 1).elements != 8) return false;
+  if (!begins_as_ln_qkv(m) || tokens > most_tokens || !t.runs.empty() ||
+      layernorm_plan(arch, tokens, h, 1).elements != 8)
+    return false;
   if (const auto* packed = std::get_if<PackedWeight>(&w.query_key_value.weight)) {
     const GptqPlan plan = packed_ln_qkv_plan(arch, m, w, t, *packed).product;
     return plan.grid > 0 && plan.tokens == tokens;
@@ -130,7 +132,8 @@ AttentionPlan attention_plan(const Arch& arch, const LayerTensors& t) {
                                   .v_cache = t.v_cache,
                                   .kv_len = t.kv_len,
                                   .y = t.context,
-                                  .max_kv_len = t.max_kv_len};
+                                  .max_kv_len = t.max_kv_len,
+                                  .runs = t.runs};
   return attention_plan(arch, ops::Attention::dims(args), t.q.dtype);
 }
 
@@ -185,7 +188,8 @@ ops::LnQkv::Args ln_qkv_args(const ModelSpec& m, const LayerWeights& w, const La
           .v = t.v,
           .k_cache = t.k_cache,
           .v_cache = t.v_cache,
-          .eps = m.traits.layer_norm_eps};
+          .eps = m.traits.layer_norm_eps,
+          .runs = t.runs};
 }
 
 }  // namespace cf::cuda

@@ -1,3 +1,4 @@
+#include "core/call_groups.hpp"
 #include "cuda/ops/attention/attention.cuh"
 #include "cuda/ops/run.hpp"
 
@@ -194,10 +195,9 @@ auto decode_kernel_for(int head_dim) {
   }
 }
 
-}  // namespace
-
-Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+/// Adds the launch of a checked call without runs. With `after_waiting` the predecessors have waited for theirs before
+/// the kernel starts: LaunchMode::after_waiting.
+Status prepare_equal(const ops::Attention::Args& a, LaunchList& launches, bool after_waiting) {
   const auto d = ops::Attention::dims(a);
   CF_TRY(check_multiple_of_8(ops::Attention::name, "head_dim", d.head_dim));
   if (d.head_dim > kMaxHeadDim)
@@ -233,14 +233,21 @@ Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
       }
       shape.block = kDecodeThreads;
       shape.smem_bytes = std::size_t(plan.smem_bytes);
-      // With one token a sequence all keys but the newest are older than the predecessors.
-      const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
       const auto kernel =
           plan.share_heads > 1 ? decode_kernel_for<T, true>(call.head_dim) : decode_kernel_for<T, false>(call.head_dim);
       return launch(ops::Attention::name, launches, shape, kernel, call, plan.share_heads, plan.splits, plan.stages,
-                    after_waiting);
+                    after_waiting && d.q_len == 1);  // then all keys but the newest are older than the predecessors
     }
   });
+}
+
+}  // namespace
+
+Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
+  CF_TRY(check_call(a, launches));
+  if (a.runs.empty()) return prepare_equal(a, launches, launches.mode().after_waiting);
+  // The predecessor of a later group's launch is the launch before, which lets it start at once.
+  return for_each_group(a, [&](const ops::Attention::Args& part) { return prepare_equal(part, launches, false); });
 }
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 #include "core/cache_view.hpp"
+#include "core/call_groups.hpp"
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/token_plan.hpp"
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(kTokenThreads)
 
 Status prepare(const ops::KvAppend::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
+  if (!a.runs.empty()) return for_each_group(a, [&](const auto& part) { return prepare(part, launches); });
   const auto d = ops::KvAppend::dims(a);
   CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
   const std::int64_t vector_elements = 16 / std::int64_t(size_bytes(a.k.dtype)),

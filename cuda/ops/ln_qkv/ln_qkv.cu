@@ -1,4 +1,5 @@
 #include "core/cache_view.hpp"
+#include "core/call_groups.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.cuh"
 #include "cuda/ops/run.hpp"
 
@@ -126,6 +127,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 
 Status prepare(const ops::LnQkv::Args& a, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
+  if (!a.runs.empty()) return for_each_group(a, [&](const auto& part) { return prepare(part, launches); });
   return prepare_ln_qkv<RopeAndAppend>(a, launches);
 }
 

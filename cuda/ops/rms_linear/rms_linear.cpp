@@ -29,7 +29,7 @@ GptqPlan rms_linear_plan(const Arch& arch, const RmsLinear::Args& a) { return pl
 
 GptqPlan rms_qkv_plan(const Arch& arch, const RmsQkv::Args& a) {
   if (a.rope.layout != ops::QkvLayout::separate || a.rope.qkv.data != a.linear.y.data ||
-      a.linear.epilogue != ops::Epilogue::none || a.rope.q.dtype != a.linear.y.dtype)
+      a.linear.epilogue != ops::Epilogue::none || a.rope.q.dtype != a.linear.y.dtype || !a.rope.runs.empty())
     return {};
   const auto d = ops::RopeAppend::dims(a.rope);
   const bool fits = d.tokens() == 1 && a.linear.y.shape[1] == (d.heads + 2 * d.kv_heads) * d.head_dim;
