@@ -8,7 +8,7 @@ namespace cf::cuda {
 
 Impl fastest_impl(const Arch& arch, const ModelSpec& model, DType dtype, bool is_quantised, std::int64_t slots) {
   // The bounds are chosen by the times of all layers: in ms, on an H200, of one slot at kv_len 128 where a row names
-  // nothing else. The records are data/bench/stack-*.json and, for several slots of Llama and Qwen, llama-batches.json.
+  // nothing else. Records: data/bench/stack-*.json; for several slots of Llama and Qwen TRIALS.md there, llama-batches.
   //
   //   model                         persistent  graph
   //   parallel residual:

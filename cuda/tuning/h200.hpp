@@ -1,5 +1,5 @@
 #pragma once
-// NVIDIA H200. A record is a file of data/bench, or the commit that measured the number.
+// NVIDIA H200. A record is a file of data/bench, a section of TRIALS.md there, or the commit that measured the number.
 #include "cuda/tuning/tuning.hpp"
 
 namespace cf::cuda {
@@ -43,12 +43,12 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit e38a708. For eight queries of four heads to 1,024 keys the decode kernel takes a fifth of the
     // prefill kernels' time.
     .prefill_queries = 16,
-    // Record: shared-keys-graph.json. Loads that heads share are faster in the graph of Llama-3.1-8B from 512 entries
-    // on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on. In small caches lone heads are
-    // faster, as they have more blocks.
+    // Record: TRIALS.md, shared-keys-graph. Loads that heads share are faster in the graph of Llama-3.1-8B from 512
+    // entries on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on. In small caches lone heads
+    // are faster, as they have more blocks.
     .unshared_elements = 65536,
-    // Record: shared-keys-graph.json. With 16 splits Llama-3.1-8B's attention to 32768 entries takes 48 us instead of
-    // 60.
+    // Record: TRIALS.md, shared-keys-graph. With 16 splits Llama-3.1-8B's attention to 32768 entries takes 48 us and
+    // not 60.
     .few_splits_entries = 1024,
     // Record: commit 378db60. The device holds fewer whole clusters than there are blocks for, and clusters that wait
     // for a second turn double the time.
