@@ -1,4 +1,5 @@
 #pragma once
+#include "core/cache_view.hpp"
 #include "core/contract.hpp"
 #include "core/row_runs.hpp"
 

@@ -43,9 +43,6 @@ std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std
 /// The distance of a prompt's ids, positions and length in their block. Tensors begin at multiples of 16 bytes.
 std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
 
-/// The rows of the RoPE table. A slot that a step leaves out has the position behind the cache's last entry.
-std::int64_t table_rows(const Model::Options& o) { return o.capacity + 1; }
-
 }  // namespace
 
 std::size_t Model::State::lay_out(std::byte* block) {
@@ -117,7 +114,7 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
         elements += tokens * n;
       },
       views);
-  b.workspace = elements * element + double(table_rows(o)) * double(s.rotary_dim) * double(sizeof(float)) +
+  b.workspace = elements * element + double(o.capacity) * double(s.rotary_dim) * double(sizeof(float)) +
                 double(linear_scratch_bytes(m, dtype_of_weights(weights), most_tokens(o), is_quantised(m, weights)));
   return b;
 }
@@ -150,7 +147,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
   CF_TRY_ASSIGN(Workspace workspace,
-                Workspace::create(context, spec, dtype, most_tokens(o), table_rows(o), is_quantised(spec, host)));
+                Workspace::create(context, spec, dtype, most_tokens(o), o.capacity, is_quantised(spec, host)));
   const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
