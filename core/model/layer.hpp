@@ -28,7 +28,7 @@ struct LayerCache {
 struct LayerTensors {
   ConstAnyView<2> hidden{};                 // (tokens, hidden)
   View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
-  View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append; kIdleLength: none of its rows
+  View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append; kIdleLength where idle
   View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
   AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
   AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
@@ -41,7 +41,8 @@ struct LayerTensors {
   AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU or SwiGLU of the MLP's first product
   AnyView<2> output{};                      // (tokens, hidden)
   std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
-  RowRuns runs{};                           // which rows are which sequence's; none: as many of each, in order
+  /// Which rows are which sequence's; none: as many of each sequence, in order.
+  RowRuns runs{};
 };
 
 /// The sizes that the shapes of a step's tensors are made of, beside those of the model.

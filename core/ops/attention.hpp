@@ -35,7 +35,8 @@ struct Attention {
     AnyView<3> y{};                        // (tokens, heads, head_dim)
     double scale = 1;
     std::int64_t max_kv_len = 0;  // the largest kv_len[b] allowed: launch plans cannot read kv_len from a device
-    RowRuns runs{};               // which rows are which sequence's; none: as many of each, in order
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {

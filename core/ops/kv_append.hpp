@@ -25,7 +25,8 @@ struct KvAppend {
     ConstAnyView<3> k{}, v{};              // (tokens, kv_heads, head_dim)
     View<const std::int32_t, 1> kv_len{};  // (batch)
     AnyView<4> k_cache{}, v_cache{};       // (batch, kv_heads, capacity, head_dim)
-    RowRuns runs{};                        // which rows are which sequence's; none: as many of each, in order
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {

@@ -27,7 +27,8 @@ struct RopeAppend {
     AnyView<3> q{};                           // (tokens, heads, head_dim)
     AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
     QkvLayout layout = QkvLayout::interleaved_by_head;
-    RowRuns runs{};  // which rows are which sequence's; none: as many of each, in order
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {
