@@ -486,10 +486,11 @@ The GPU is an {gpu} where no other is named. {commits}
 
 ## How to read them
 
-Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best streaming read of the
-same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at the best copy by a
-kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's factor is its time
-over our fastest in the same run; a dash is what was not measured or did not finish.
+Weights come cold from memory. A percentage is the roofline's time over the measured time. The roofline is the memory's:
+the time of the compulsory bytes at the best streaming read of the same run, a kernel that reads 2 GiB once; of an op
+that writes a fifth or more of its bytes, at the best copy by a kernel. A row above 100 % names its cause, such as
+tensors that stay in the L2. `2.7x`: the peer takes 2.7 times as long as our fastest in the same run. A dash is what was
+not measured or did not finish.
 
 Runs of one build differ, by 0.7 % for all layers of Pythia-2.8B in two runs on an H200 ([`layer-waits`](TRIALS.md#layer-waits)). So builds are compared in one run.
 
@@ -526,7 +527,7 @@ window at once. `scripts/bench_gpu --only quality data/bench` records them again
 
 ## Several sequences
 
-All layers, kv_len 128. The sequences share one pass over the weights.
+All layers, kv_len 128. All sequences' products read the weights once.
 
 {batches}
 

@@ -12,7 +12,8 @@
 
 namespace cf::cuda {
 
-/// Hands out consecutive parts of a block, each aligned to 256 bytes. Without a block it measures the block's size.
+/// Hands out consecutive parts of a block, each aligned to 256 bytes. Without a block it measures how many bytes the
+/// block needs.
 class Arena {
  public:
   explicit Arena(std::byte* block) : block_(block) {}

@@ -39,7 +39,7 @@ class Workspace {
   /// The tensors of a layer's step of q_len tokens a sequence. The layer `first` reads hidden(), every other the output
   /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
-  /// What launches of a step may use while they run; empty where no product wants any.
+  /// Scratch memory for the launches of a step; empty where no product wants any.
   Scratch scratch() const;
   std::size_t device_bytes() const;
   /// A number that no other workspace has.

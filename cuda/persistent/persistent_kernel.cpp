@@ -19,7 +19,7 @@ namespace cf::cuda {
 namespace {
 
 /// The sites whose outputs blocks wait for, by Dependency.
-std::array<Site, kDependencies> awaited_sites(ModelFamily family) {
+std::array<Site, kDependencies> awaited_sites(ModelType family) {
   const ModelNames& n = names_of(family);
   return {n.query_key_value, n.context, n.dense, n.dense_h_to_4h, n.dense_4h_to_h, n.embed_out};
 }

@@ -24,7 +24,7 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
-  ModelFamily family;  // whose names errors use
+  ModelType family;  // whose names errors use
   std::int64_t hidden_size;
   std::int64_t heads;
   std::int64_t kv_heads;  // divides heads
@@ -62,7 +62,9 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .hidden_act = m.traits.activation,
           .norm = m.traits.norm,
           .qkv_layout = m.shape.qkv_layout,
-          .dtype = dtype};
+          .dtype = dtype,
+          .head_norm = m.traits.head_norm,
+          .learned_positions = m.traits.positions == Positions::learned};
 }
 
 /// The warps of a block. Product warps multiply by the weights and attend to keys. Helper warps merge partial attention

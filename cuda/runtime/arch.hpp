@@ -24,6 +24,8 @@ struct Arch {
 
   /// Whether the device has Hopper's tensor cores: wgmma, with registers that warpgroups give each other.
   constexpr bool has_wgmma() const { return compute_capability == 90; }
+  /// Whether blocks form clusters, which reach into each other's shared memory, and have a copy engine.
+  constexpr bool has_clusters() const { return compute_capability >= 90; }
 };
 
 /// The measured numbers of a GPU, by its name as CUDA gives it. A GPU without a file has the H200's.
@@ -64,8 +66,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .largest_cluster_blocks = 8,
                                .tuning = &kRtx5090Tuning};
 
-/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Beside these a block takes some
-/// bytes for itself: those that an SM has more than its largest block can have.
+/// The dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Each block also takes some
+/// bytes for the system: the difference between an SM's memory and that of its largest block.
 constexpr int smem_per_block_bytes(const Arch& arch, int blocks) {
   return arch.smem_per_sm_bytes / blocks - (arch.smem_per_sm_bytes - arch.smem_per_block_bytes);
 }

@@ -40,7 +40,8 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
 
 std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
 
-/// The distance of a prompt's ids, positions and length in their block. Tensors begin at multiples of 16 bytes.
+/// The bytes from one to the next of a prompt's ids, positions and length in their block. Tensors begin at multiples of
+/// 16 bytes.
 std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
 
 }  // namespace

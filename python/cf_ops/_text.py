@@ -52,8 +52,8 @@ def first_stop(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _rewrites_joined_text(tokenizer: Tokenizer) -> bool:
-    """Whether the decoder replaces more than single characters in text that it has joined: any id may then change the
-    text of those before it."""
+    """Whether the decoder replaces text longer than single characters after joining it: any id may then change the text
+    of the ids before it."""
     if tokenizer.decoder is None:
         return False
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])

@@ -67,7 +67,8 @@ Status run(const DeviceStream& at, const DeviceScratch& scratch, Add&& add) {
     cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
     launches.trust_addresses();
     CF_TRY(add(launches));
-    // Later launches read only weights ahead, which the stream's work before the first one has written by then.
+    // Later launches read only weights before they wait, and the work before the first launch has written those by
+    // then.
     return launches.submit(context.stream(), {.early = true, .first_waits = true});
   });
 }
@@ -77,7 +78,7 @@ cuda::TokenRows rows_of(const RowsLayer& a) { return {.k = a.k_rows, .v = a.v_ro
 /// Whether nothing is said against a launch of a graph on the stream.
 bool takes_graphs(CUstream_st* stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  // A default stream that a capture elsewhere forbids is an error here, which the launches then name.
+  // On the default stream, a capture on another stream makes this an error, which the launches then name.
   return cuda::from_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing") &&
          capture == cudaStreamCaptureStatusNone;
 }

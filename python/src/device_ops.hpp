@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/families/site.hpp"
 #include "core/model/shape.hpp"
-#include "core/model/site.hpp"
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"

@@ -42,7 +42,7 @@ class SharedModel {
   std::int64_t free_slots();
   Turns& turns() { return turns_; }
 
-  /// What follows must be called in turn.
+  /// Call the members below only while holding turns().
 
   /// The model, or an error once it is closed.
   Result<DeviceRunner*> runner();

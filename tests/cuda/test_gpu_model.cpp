@@ -160,6 +160,8 @@ Continued continued(Decoder& d, const std::vector<Ids>& prompts, const SequenceO
   return c;
 }
 
+const SiteList sites = names_of(ModelType::gpt_neox).sites();
+
 }  // namespace
 
 TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle's within the budget",

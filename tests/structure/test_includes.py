@@ -15,9 +15,11 @@ PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
-    "core/model": ["core", "core/ops"],
+    # What a family of models is.
+    "core/families": ["core", "core/ops"],
+    "core/model": ["core", "core/ops", "core/families"],
     # The op that is the walk of a layer, and the list that has it too.
-    "core/ops/decode_layer": ["core", "core/ops", "core/model"],
+    "core/ops/decode_layer": ["core", "core/ops", "core/families", "core/model"],
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
@@ -25,7 +27,7 @@ ROOMS = {
     "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
     "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
-    "core/procedural": ["core", "core/ops", "core/model"],
+    "core/procedural": ["core", "core/ops", "core/families", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
     "cpu_ref/simd": ["core/*"],
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],
@@ -36,8 +38,10 @@ ROOMS = {
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
-    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
-    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/linear/*", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": [
+        "core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/linear/*", "cuda/ops/norm",
+    ],  # fmt: skip,
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.
@@ -46,7 +50,7 @@ ROOMS = {
     "cuda/ops/linear/gemv": PRODUCT,
     "cuda/ops/linear/packed": PRODUCT,
     "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
-    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed"],
     "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
     "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,

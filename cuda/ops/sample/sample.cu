@@ -124,7 +124,8 @@ template <bool kWeights>
 __device__ void add_to_bin(Shared& s, std::uint32_t bin, std::uint64_t weight) {
   if constexpr (kWeights) {
     const auto low = std::uint32_t(weight);
-    // The addition that overflows the lower half carries into the upper one, whatever the order of the additions.
+    // Whichever addition overflows the lower half carries into the upper half, so the order of the additions does not
+    // matter.
     const bool carry = atomicAdd(&s.low[bin], low) > ~low;
     atomicAdd(&s.high[bin], std::uint32_t(weight >> 32) + carry);
   }
@@ -138,9 +139,9 @@ __device__ std::uint64_t amount_of(const Shared& s, int bin) {
   return s.count[bin];
 }
 
-/// The lowest order key that a cut-off keeps of the tokens whose key is `floor` or more. top_p (kWeights) keeps the
+/// The lowest order key that a cut-off keeps, of the tokens whose key is `floor` or more. top_p (kWeights) keeps the
 /// fewest highest tokens whose weights reach kept_sum(). top_k keeps the top_k highest tokens; there must be as many.
-/// Between the key and that of the lowest kept token lies no other token's, but for tokens whose weight is 0.
+/// The result may lie below the lowest kept token's own key. Between the two lie only keys of tokens whose weight is 0.
 template <bool kWeights, class T>
 __device__ std::uint64_t lowest_kept_key(Shared& s, const Row<T>& row, const SamplingRule& rule, float highest,
                                          std::uint64_t floor) {
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
                    .repetition_penalty = settings.rule.repetition_penalty,
                    .temperature = settings.rule.temperature};
   const std::int32_t chosen = choose(shared, row, settings, a.positions[slot]);
-  // Every thread has read `seen`: a barrier lies between its last score and the choice.
+  // Every thread has read `seen` by now: a barrier lies between its last score and the choice.
   if (threadIdx.x != 0) return;
   a.chosen[slot] = chosen;
   if (a.told) store_for_host(reinterpret_cast<std::uint32_t*>(a.told + slot), std::uint32_t(chosen));

@@ -241,7 +241,7 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
         self._select([row for row in range(len(self.ids)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: ids of all places are kept."""
+        """Nothing to do: the ids of all entries are kept, so that any past state can be made again."""
 
     def _select(self, rows: list[int]) -> None:
         with self.lock:

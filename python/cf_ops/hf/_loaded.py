@@ -114,7 +114,8 @@ def _backend(model: Module, joined: Joined) -> Backend:
     _core.check_config(config)
     device = model.get_output_embeddings().weight.device
     check_device(device)
-    # Aliases: a parameter whose data is set to another tensor would free the memory that a runner may be reading.
+    # These aliases keep the memory alive: if a caller sets a parameter's data to another tensor, a runner may still be
+    # reading the old memory.
     tensors = joined.join(model)
     parts = parts_of(model)
     for name, tensor in (*_dense_tensors(model), *quantised_tensors(model)):

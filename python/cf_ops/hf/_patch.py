@@ -363,7 +363,8 @@ class Patch:
             if cache.theirs is not None:
                 raise _Fallback("a cache that went on at Hugging Face's")
             return cache
-        # generate() makes an empty one for each call. One of the caller's is to be filled, and so is not ours.
+        # generate() makes an empty cache for each call. A cache of the caller's is to be filled, so it is not replaced
+        # by ours.
         generation = self._generation
         if (
             type(cache) is DynamicCache
@@ -595,7 +596,7 @@ def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
 def _generate_batch(
     self: Model, inputs: Any, generation_config: Any = None, *_: Any, max_new_tokens: int | None = None, **__: Any
 ) -> Any:
-    """What else transformers' own takes says how it shares a GPU's memory, and shows progress."""
+    """transformers' own method takes further arguments: how a GPU's memory is shared, and whether progress is shown."""
     return generate_batch(self, inputs, generation_config, max_new_tokens)
 
 

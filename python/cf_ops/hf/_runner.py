@@ -35,7 +35,7 @@ class Source:
 
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
-_ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need another one
+_ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need a larger one
 
 
 class Runner(Protocol):
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the runner has its cache still. A backend may take it for another runner."""
+        """Whether the runner still has its cache. A backend may take it away for another runner."""
 
     def new_logits(self, *shape: int) -> Tensor:
         """Memory for logits, (*shape, vocab), without values."""
@@ -88,8 +88,8 @@ class Backend(Protocol):
 
     @property
     def is_checked_again(self) -> bool:
-        """Whether a value that is changed in place asks for another backend: runners read a copy of it, or a code's
-        group that was looked at."""
+        """Whether an in-place change of a value makes another backend necessary. It does where runners read a copy of
+        the value, or of what was made from it."""
 
     def runner(self, slots: int, capacity: int) -> Runner: ...
 

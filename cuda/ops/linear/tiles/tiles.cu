@@ -9,7 +9,6 @@
 #include "cuda/ops/linear/wgmma/ring.cuh"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/tensor_map.hpp"
-#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -41,8 +40,8 @@ struct Tile {
   }
 };
 
-/// Copies the steps of a block's tiles; one lane calls. Of what the cluster's blocks share, each copies a half to both.
-/// The ring's first weights need no predecessor and come before all x.
+/// One lane issues the TMA copies of a block's tiles. What both blocks of a cluster need is multicast: each block loads
+/// one half for both. The first weight tiles are requested before the wait for the previous kernel, x after it.
 template <bool InTurn>
 __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const TilesCall& c, int rank, int first_group,
                            const CUtensorMap& weight, const CUtensorMap& x) {
@@ -89,7 +88,7 @@ __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const 
     wait_barrier(ring.free + place.stage, place.parity ^ 1);
 }
 
-/// Tells both blocks, which copy to this one, that a warp is done with a stage. A lane tells a block.
+/// Tells both blocks of the cluster that a warp is done with a stage, since both copy to it. One lane tells one block.
 struct Release {
   bool tells;
   std::uint32_t free;  // the first stage's barrier there
@@ -250,8 +249,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int f = threadIdx.x % 128; f < width; f += 128)
         bias[group][f] =
             tile.feature + f < c.output.out ? from_bits(bias_bits(c.output, tile.feature + f), c.output.bias_dtype) : 0;
-      // A warpgroup waits for a stage's phases in their order: by its parity alone a phase is not told from the next
-      // but one.
+      // A warpgroup waits for every phase of a stage in order: the parity alone does not tell a phase from the next but
+      // one.
       if (InTurn && i != first_group) named_barrier(kTurnBarrier + group, kConsumers);
       multiply_tile<T, width, blocks>(
           ring, c.steps, InTurn ? 0 : group * 64, place, release,
@@ -262,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       named_barrier(kGroupBarrier + group, 128);
     }
     wait_for_predecessors();
-    // The last tile's end is hidden by no products: the other warpgroup takes half of it. Its sums lie where the ring
-    // was.
+    // No products hide the epilogue of the last tile, so the other warpgroup takes half of it. The sums lie where the
+    // ring was.
     constexpr int row_chunks = width / kLinearTilesChunk;
     float* const half = reinterpret_cast<float*>(ring.first) + warp % 4 * row_chunks * kLinearTilesChunkFloats;
     if (InTurn && is_last) {
@@ -291,15 +290,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, const LinearTilesPlan& plan, LaunchList& launches) {
-  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+Status launch_tiles(const ops::Linear::Args& a, const LinearTilesPlan& plan, LaunchList& launches) {
+  const auto& dense = std::get<DenseWeight>(a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
-  if (!is_linear_tiles(launches.arch(), d.tokens, d.in, d.out, dtype, !dense, a.epilogue) ||
-      !runs_wgmma(launches.device()))
-    return false;
   CUtensorMap weight, x;
-  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
+  CF_TRY(make_tensor_map({.data = dense.weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
                          plan.shape.width / plan.shape.token_blocks(), weight));
   CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens},
                          kLinearTilesTokenRows / plan.shape.feature_blocks(), x));
@@ -318,13 +314,7 @@ Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, const LinearTilesP
                    .cluster_blocks = kLinearTilesBlocks},
                   plan.shape.in_turn ? linear_tiles_kernel<T, true> : linear_tiles_kernel<T, false>, weight, x, c);
   };
-  CF_TRY(dtype == DType::f16 ? add(f16{}) : add(bf16{}));
-  return true;
-}
-
-Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, LaunchList& launches) {
-  const auto d = ops::Linear::dims(a);
-  return prepare_linear_tiles(a, linear_tiles_plan(launches.arch(), d.tokens, d.out), launches);
+  return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }
 
 }  // namespace cf::cuda
