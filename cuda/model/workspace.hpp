@@ -24,6 +24,9 @@ class Workspace {
   /// Refuses a model that describes no layer, sizes below 1, and a dtype other than float16, bfloat16 and float32.
   static Result<Workspace> create(const Context& context, const ModelSpec& model, DType activation, std::int64_t tokens,
                                   std::int64_t table_rows, bool quantised = false);
+  /// The bytes that create() takes. May be called with sizes that create() refuses.
+  static double bytes(const ModelSpec& model, DType activation, std::int64_t tokens, std::int64_t table_rows,
+                      bool quantised);
   Workspace(Workspace&&) noexcept;
   Workspace& operator=(Workspace&&) noexcept;
   /// Waits for the device: the memory may be in use.

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace cf::python {
 namespace {
 
-/// What a word of a call begins with where no tensor stands.
+/// The first number of a call's description where no tensor stands.
 enum Kind : std::int64_t { kNothing = -1, kWeight = -2, kDict = -3, kLeftOut = -4, kGiven = -5 };
 
 /// How many budgets are measured: these look at every call.

@@ -24,7 +24,7 @@
 #include "python/src/bindings.hpp"
 #include "python/src/bound_op.hpp"
 #include "python/src/known_calls.hpp"
-#include "python/src/port_layer.hpp"
+#include "python/src/port/port_layer.hpp"
 #include "python/src/work.hpp"
 
 namespace nb = nanobind;

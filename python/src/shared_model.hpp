@@ -57,7 +57,7 @@ class SharedModel {
   friend class LeasedRunner;
   /// Takes slots that no runner has, and forgets their entries. Refuses more than are free.
   Result<std::vector<std::int64_t>> take_slots(std::int64_t count);
-  /// May be called out of turn: a runner ends where Python says.
+  /// May be called without holding turns(): Python decides when a runner ends.
   void give_slots(const std::vector<std::int64_t>& slots);
 
   std::shared_ptr<const void> weights_;
@@ -121,7 +121,7 @@ class LeasedRunner final : public ModelRunner {
   /// Runs pass(). Python handles signals meanwhile, and this runner's visitor is called for the sites of the model.
   template <class Pass>
   Status watched(ModelRunner& model, Pass&& pass);
-  /// Runs pass() between what is on the stream and what comes there later.
+  /// Runs pass() after all that is on the stream, and before all that comes there later.
   template <class Pass>
   Status ordered(DeviceRunner& model, std::uintptr_t stream, Pass&& pass);
   /// Runs pass(model, slot of the model), which gives a slot entries up to first + tokens.

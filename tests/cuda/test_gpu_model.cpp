@@ -901,7 +901,10 @@ TEST_CASE("model on the GPU: its bytes are what it takes, and all are given back
   const double before = free_bytes();
   {
     const auto model = small.model(options);
-    const double told = Model::bytes(small.config, small.weights->weights, options).total();
+    const cuda::ModelBytes bytes = Model::bytes(small.config, small.weights->weights, options);
+    const double told = bytes.total();
+    CHECK(model->bytes().cache == bytes.cache);
+    CHECK(model->bytes().workspace == bytes.workspace);
     CHECK(std::abs(model->bytes().total() - told) <= 0.01 * told + 1e6);
     // The driver takes memory in pieces of 2 MB; a graph has some of its own.
     CHECK(before - free_bytes() <= told + 64e6);

@@ -9,7 +9,7 @@ namespace cf::cuda {
 namespace {
 
 constexpr int kDecodeThreads = 32 * kAttentionWarps;
-// The float32 kernel's threads of a block, and the keys whose loads each of its groups has in flight.
+// The threads of a block of the float32 kernel, and how many keys each of its groups loads at once.
 constexpr int kThreads = 256, kKeysAtOnce = 4;
 
 /// A block attends with one query of each head of a share to one split of their keys. The blocks of a share's splits

@@ -71,7 +71,7 @@ struct GateAddends {
 template <bool Gated>
 using AddendsOf = std::conditional_t<Gated, GateAddends, Addends>;
 
-/// `row` is either of the two.
+/// `row` is the gate's row or the up row.
 __device__ inline GateAddends gate_addends(const LinearOutput& to, long row) {
   const long gate = row & ~1L;
   return {bias_bits(to, gate), bias_bits(to, gate + 1)};

@@ -214,7 +214,7 @@ __device__ std::int32_t draw(Shared& s, const Row<T>& row, const SamplingRule& r
     const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (end - begin == row.vocab) target = sampling::target(random, __shfl_sync(~0u, of_warps, 31));
     const unsigned beyond = __ballot_sync(~0u, of_warps > target);
-    if (beyond == 0) return kNoToken;  // the rule is none of Sampling::rule(): nothing is kept
+    if (beyond == 0) return kNoToken;  // settings that Sampling::rule() does not make: no token is kept
     const int chosen = __ffs(int(beyond)) - 1;
     const std::uint64_t before = __shfl_sync(~0u, of_warps, (chosen + 31) % 32);
     if (chosen > 0) target -= before;
@@ -289,7 +289,7 @@ Status check(const SampleArgs& a, const LaunchList& launches) {
   if (const std::int64_t vocab = a.logits.shape[1]; vocab > sampling::kMostTokens)
     return bad_argument(
         kName, "vocab must be 1 to " + std::to_string(sampling::kMostTokens) + ", got " + std::to_string(vocab));
-  // Of the settings alone the alignment is not that of an element.
+  // Only the settings need another alignment than that of their elements.
   DeviceCheck elements(kName, launches.device(), 1), structs(kName, launches.device(), alignof(SlotSampling));
   tensors(a, [&](const TensorSpec& t, const auto& view, const auto& shape) {
     (t.name == "settings" ? structs : elements)(t, view, shape);

@@ -35,7 +35,7 @@ class Loaded:
     def __init__(self, model: Module, joined: Joined) -> None:
         self.error: Exception | None = None
         self.backend: Backend | None = None
-        self.device: Any = None  # of the parameters, where there is a backend
+        self.device: Any = None  # where the parameters lie; None without a backend
         self.dtype: Any = None
         try:
             self.backend = _backend(model, joined)
@@ -96,7 +96,7 @@ class Loaded:
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
 
     def _copied_versions(self) -> tuple[int, ...]:
-        """The counters where a change in place asks for another reading."""
+        """The counters of the tensors that must be read again after a change in place."""
         return self.value_versions() if self.backend is not None and self.backend.is_checked_again else ()
 
 

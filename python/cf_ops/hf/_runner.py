@@ -30,7 +30,7 @@ class Source:
     config: str  # config.json's text
     tensors: Mapping[str, Tensor]  # by the library's names, contiguous; they keep their memory
     rope_table: RopeTable
-    copied_bytes: int = 0  # of tensors that are copies of parameters
+    copied_bytes: int = 0  # of the copies of parameters among the tensors
     gptq: str | None = None  # quantize_config.json's text
 
 
@@ -180,14 +180,14 @@ class _CudaBackend:
             held = model.slots - model.free_slots
             if model.capacity >= capacity and (model.free_slots >= slots if held else model.slots == slots):
                 return model
-            # The others make their entries again when they go on.
+            # The other runners make their entries again when they go on.
             model.close()
             self._model = None
         shared = (held + slots, capacity if model is None else max(capacity, model.capacity))
         try:
             self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
         except MemoryError:
-            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            torch.cuda.empty_cache()  # memory that torch caches for later tensors
             self._model = self._make(slots, capacity)
         return self._model
 

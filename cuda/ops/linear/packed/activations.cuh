@@ -106,7 +106,7 @@ class GptqOneTokenX {
       if (v >= warp_.slice.count * kChunkVectors) continue;
       float x[kVec];
       unpack(loaded_[i], x, T{});
-      unsigned whole[kVec];  // floats of this size have the bits of an integer in their lowest bits
+      unsigned whole[kVec];  // a float of this size holds an integer in its lowest bits
 #pragma unroll
       for (int e = 0; e < kVec; ++e) whole[e] = __float_as_uint(fmaf(x[e], inverse, 0x1.8p23f + 128));
       const DigitWords words = digit_words(whole);
@@ -308,7 +308,7 @@ class GptqRegisterX {
 template <class T, GptqConfig C>
 class GptqSharedX {
  public:
-  static constexpr int vectors = kGptqTokenBytes / 16;  // of 16 bytes, from one token to the next
+  static constexpr int vectors = kGptqTokenBytes / 16;  // the distance of two tokens, in units of 16 bytes
 
   __device__ GptqSharedX(const GptqMatrix& m, const GptqPlan&, const GptqWarp& warp, const GptqChunkOrder<C>&,
                          const GptqSmem& at, int tokens)
