@@ -18,12 +18,14 @@ namespace cf::cuda {
 ///              memory for it; on Hopper those with a dense weight and GELU have a kernel of their own
 ///   attention  head_dim up to 256
 #define CF_OP(Op) Status run(const ops::Op::Args&, Context&);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 
 /// The same checks and plans without a launch: the op's launches are added to the list, to be submitted later and as
 /// often as one likes. After a refusal the list may hold a part of the call: drop it.
 #define CF_OP(Op) Status prepare(const ops::Op::Args&, LaunchList&);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 

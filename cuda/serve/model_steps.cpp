@@ -3,7 +3,7 @@
 
 #include "core/cache_view.hpp"
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_graph.hpp"
+#include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 

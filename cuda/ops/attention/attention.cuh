@@ -44,10 +44,7 @@ struct AttentionCall {
   }
 };
 
-/// Attention of many new tokens, 16-bit activations: cuda/ops/attention/attention_prefill.cu.
-Status prepare_prefill(const AttentionCall&, DType activation, std::int64_t batch, LaunchList&);
-/// The same on Hopper's tensor cores, where wgmma_pays(): cuda/ops/attention/attention_wgmma.cu.
-Status prepare_wgmma_prefill(const AttentionCall&, const WgmmaPlan&, DType activation, std::int64_t batch, LaunchList&);
+AttentionCall attention_call(const ops::Attention::Args& a);
 
 /// Copies a tile of keys and values into shared memory; the cache holds `keys` of them. All warps of a block call. Each
 /// run is one copy of the copy engine, which is fastest with few long copies. Values beyond `keys` become zeros,

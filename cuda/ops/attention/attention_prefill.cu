@@ -91,14 +91,15 @@ auto kernel_for(int padded) {
 
 }  // namespace
 
-Status prepare_prefill(const AttentionCall& c, DType activation, std::int64_t batch, LaunchList& launches) {
-  const int padded = padded_head_dim(c.head_dim), block_rows = prefill_rows(padded);
+Status launch_attention_prefill(const ops::Attention::Args& a, const PrefillPlan& plan, LaunchList& launches) {
+  const AttentionCall c = attention_call(a);
+  const int padded = padded_head_dim(c.head_dim);
   const LaunchShape shape{
-      .grid = dim3(unsigned((c.rows() + block_rows - 1) / block_rows), unsigned(c.cache.heads()), unsigned(batch)),
+      .grid = dim3(unsigned(plan.row_blocks), unsigned(c.cache.heads()), unsigned(a.kv_len.shape[0])),
       .block = kThreads,
-      .smem_bytes = std::size_t(prefill_smem_bytes(padded))};
+      .smem_bytes = std::size_t(plan.smem_bytes)};
   return launch(ops::Attention::name, launches, shape,
-                activation == DType::f16 ? kernel_for<f16>(padded) : kernel_for<bf16>(padded), c);
+                a.q.dtype == DType::f16 ? kernel_for<f16>(padded) : kernel_for<bf16>(padded), c);
 }
 
 }  // namespace cf::cuda

@@ -305,8 +305,10 @@ auto kernel_for(int padded, int warpgroups) {
 
 }  // namespace
 
-Status prepare_wgmma_prefill(const AttentionCall& c, const WgmmaPlan& plan, DType activation, std::int64_t batch,
-                             LaunchList& launches) {
+Status launch_attention_wgmma(const ops::Attention::Args& a, const WgmmaPlan& plan, LaunchList& launches) {
+  const AttentionCall c = attention_call(a);
+  const DType activation = a.q.dtype;
+  const std::int64_t batch = a.kv_len.shape[0];
   const auto map_of = [&](const void* cache, CUtensorMap& map) {
     return make_tensor_map({.data = cache,
                             .dtype = activation,

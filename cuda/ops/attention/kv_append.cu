@@ -1,8 +1,9 @@
+#include "cuda/ops/attention/kv_append.hpp"
+
 #include "core/cache_view.hpp"
-#include "core/call_groups.hpp"
 #include "cuda/device/sync.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
-#include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/launch.hpp"
 
 namespace cf::cuda {
@@ -33,14 +34,12 @@ __global__ void __launch_bounds__(kTokenThreads)
 
 }  // namespace
 
-Status prepare(const ops::KvAppend::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  if (!a.runs.empty()) return for_each_group(a, [&](const auto& part) { return prepare(part, launches); });
+Status prepare(const ops::KvAppend::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_kv_append(const ops::KvAppend::Args& a, const TokenPlan& plan, LaunchList& launches) {
   const auto d = ops::KvAppend::dims(a);
-  CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
   const std::int64_t vector_elements = 16 / std::int64_t(size_bytes(a.k.dtype)),
                      row_vectors = d.head_dim / vector_elements;
-  const TokenPlan plan = token_plan(d.kv_heads * row_vectors);
   return launch(ops::KvAppend::name, launches,
                 {.grid = dim3(unsigned(d.batch * d.q_len), unsigned(plan.blocks)), .block = unsigned(plan.threads)},
                 kv_append_kernel, a, unsigned(d.q_len), unsigned(row_vectors),

@@ -1,6 +1,6 @@
 #include "core/cache_view.hpp"
-#include "core/call_groups.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -125,10 +125,13 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
 
 }  // namespace
 
-Status prepare(const ops::LnQkv::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  if (!a.runs.empty()) return for_each_group(a, [&](const auto& part) { return prepare(part, launches); });
-  return prepare_ln_qkv<RopeAndAppend>(a, launches);
+Status prepare(const ops::LnQkv::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_ln_qkv_packed(const ops::LnQkv::Args& a, const LnQkvPacked& plan, LaunchList& launches) {
+  return launch_packed_of<RopeAndAppend>(a, plan, launches);
+}
+Status launch_ln_qkv_dense(const ops::LnQkv::Args& a, const LnQkvDense& plan, LaunchList& launches) {
+  return launch_dense_of<RopeAndAppend>(a, plan.plan, launches);
 }
 
 }  // namespace cf::cuda

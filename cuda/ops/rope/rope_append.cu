@@ -1,5 +1,4 @@
 #include "core/cache_view.hpp"
-#include "core/call_groups.hpp"
 #include "cuda/ops/rope/rope.cuh"
 
 namespace cf::cuda {
@@ -37,12 +36,10 @@ __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
 
 }  // namespace
 
-Status prepare(const ops::RopeAppend::Args& a, LaunchList& launches) {
-  if (!a.runs.empty()) {
-    CF_TRY(check_call(a, launches));
-    return for_each_group(a, [&](const auto& part) { return prepare(part, launches); });
-  }
-  return prepare_rope(a, launches, [&](auto zero, auto layout, const RopePlan& plan, const LaunchShape& shape) {
+Status prepare(const ops::RopeAppend::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_rope_append(const ops::RopeAppend::Args& a, const RopePlan& plan, LaunchList& launches) {
+  return launch_rope_of(a, plan, [&](auto zero, auto layout, const LaunchShape& shape) {
     using T = decltype(zero);
     constexpr ops::QkvLayout kLayout = decltype(layout)::value;
     return launch(ops::RopeAppend::name, launches, shape,

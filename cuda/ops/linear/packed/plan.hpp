@@ -311,6 +311,11 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
                                                 std::string(to_string(dtype)));
 }
 
+/// Refuses what with_gptq_activation() refuses.
+inline Status check_gptq_activation(std::string_view op, DType dtype) {
+  return with_gptq_activation(op, dtype, [](auto) { return Status(); });
+}
+
 /// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens
 /// there are. The kernel of one multiplies activations as digits. Calls of one token take it, because it is faster.
 enum class GptqTokens { one, eight, sixteen };

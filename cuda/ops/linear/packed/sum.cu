@@ -1,6 +1,8 @@
 #include "cuda/ops/linear/packed/sum.hpp"
 
 #include "cuda/ops/linear/packed/call.cuh"
+#include "cuda/ops/prepare.hpp"
+#include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -79,25 +81,26 @@ auto kernel_for(const GptqSumPlan& plan) {
 
 }  // namespace
 
-Status prepare(const LinearSum::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a.first, launches));
-  CF_TRY(check_call(a.second, launches));
-  const GptqSumPlan plan = linear_sum_plan(launches.arch(), a);
-  const ops::Linear::Args* const calls[] = {&a.first, &a.second};
+Status prepare(const ops::LinearSum::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_linear_sum(const ops::LinearSum::Args& a, const GptqSumPlan& plan, LaunchList& launches) {
+  constexpr std::string_view name = ops::LinearSum::name;
   SumCall c{.matrix = {},
             .plan = {plan.first, plan.second},
-            .x = {a.first.x.data, a.second.x.data},
-            .output = {linear_output(a.first), linear_output(a.second)},
+            .x = {a.x.data, a.x2.data},
+            .output = {},
             .tokens = plan.second.tokens};
-  for (int i = 0; i < 2; ++i) {
-    const auto& weight = std::get<PackedWeight>(calls[i]->linear.weight);
-    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(LinearSum::name, weight));
+  int i = 0;
+  CF_TRY(ops::LinearSum::for_each_part(a, [&](const ops::Linear::Args& part) -> Status {
+    const auto& weight = std::get<PackedWeight>(part.linear.weight);
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, weight));
     c.matrix[i] = gptq_matrix(weight, layout);
-  }
-  return with_gptq_activation(LinearSum::name, a.first.x.dtype, [&](auto zero) {
+    c.output[i++] = linear_output(part);
+    return {};
+  }));
+  return with_gptq_activation(name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return launch(LinearSum::name, launches,
-                  linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
+    return launch(name, launches, linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
                   kernel_for<T>(plan), c);
   });
 }
