@@ -25,8 +25,8 @@ using RowRuns = std::span<const RowRun>;
 /// "attention: runs[1]: expected a sequence of 0 to 3, got 4".
 Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequences, std::int64_t rows);
 
-/// How many rows a step has, as an op's dims() say it: of `batch` sequences each has q_len rows, or, where `mixed` is not
-/// 0, each has at most q_len and all have `mixed`.
+/// How many rows a step has, as an op's dims() say it: each of `batch` sequences has q_len rows, or, where `mixed` is
+/// not 0, each has at most q_len and all have `mixed`.
 struct StepRows {
   std::int64_t batch = 0, q_len = 0, mixed = 0;
 };

@@ -69,8 +69,8 @@ struct Attention {
                                     std::to_string(d.capacity) + ", got " + std::to_string(a.max_kv_len));
     return {};
   }
-  /// Counts max_kv_len cache entries for each sequence, also for one without rows. A prefill's earlier queries see fewer
-  /// keys, so its flops are fewer than q_len * max_kv_len would give.
+  /// Counts max_kv_len cache entries for each sequence, also for one without rows. A prefill's earlier queries see
+  /// fewer keys, so its flops are fewer than q_len * max_kv_len would give.
   static Cost cost(const Dims& d, DType activation, DType) {
     const double queries = double(d.tokens() * d.heads), kv_heads = double(d.batch * d.kv_heads), q = double(d.q_len),
                  kv = double(d.max_kv_len), hd = double(d.head_dim);

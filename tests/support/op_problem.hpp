@@ -39,7 +39,7 @@ struct Setup {
   Fill fill = Fill::normal;
   GptqSetup gptq{};
   std::uint64_t seed = 1;
-  /// A mixed step's runs, of which none has more than load.q_len rows; ops without runs take load.q_len of each sequence.
+  /// A mixed step's runs, none of more than load.q_len rows. Ops without runs take load.q_len of each sequence.
   std::vector<RowRun> runs{};
 };
 
