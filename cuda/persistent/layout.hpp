@@ -137,7 +137,7 @@ struct PersistentLayout {
   int best;            // (batch) the highest order key among the block's rows of the LM head
   int warp_states;     // (consumer warps, gqa_heads) each warp's maximum and sum of weights
   int best_of_warps;   // (batch, consumer warps) the highest order key among the blocks' that a warp has read; in the
-                       // memory of warp_states: attention and the choice of a token do not meet
+                       // memory of warp_states: attention and the choice of a token never run at once
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (gqa_heads, query_stride) q, then (2, head_dim) k and v of a GQA tile's new token
   // At the PartialsIn:

@@ -140,7 +140,7 @@ class PersistentKernel {
     std::string_view withheld_site = {};    // output of this site
     std::int64_t wait_limit_ms = kWaitLimitMs;
   };
-  static constexpr std::int64_t kWaitLimitMs = 2000;  // far more than a block waits for another that runs
+  static constexpr std::int64_t kWaitLimitMs = 2000;  // a block waits far less for one that runs
   /// Applies to the launches that follow. Refuses a site that no block waits for.
   Status set_probe(const Probe& probe);
 
