@@ -24,7 +24,7 @@ struct SumEpilogue {
   int product;  // the block's
 
   struct Element {
-    long place;
+    long offset;  // in y
     StoredWeight<kRows> bias[2], residual;
   };
 
@@ -34,14 +34,14 @@ struct SumEpilogue {
     return static_cast<const T*>(c.x[product]) + long(token) * c.matrix[product].in;
   }
   __device__ Element prepare(int token, int row) const {
-    Element e{.place = token * c.output[0].out + row, .bias = {}, .residual = {}};
+    Element e{.offset = token * c.output[0].out + row, .bias = {}, .residual = {}};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (c.output[i].bias) e.bias[i].load(static_cast<const T*>(c.output[i].bias) + row);
     return e;
   }
   __device__ void begin(Element& e) const {
-    if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.place);
+    if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.offset);
   }
   __device__ void finish(const Element& e, float (&first)[kRows], float (&second)[kRows]) const {
     const auto add = [](float(&v)[kRows], const StoredWeight<kRows>& stored) {
@@ -52,11 +52,11 @@ struct SumEpilogue {
     };
     if (c.output[0].bias) add(first, e.bias[0]);
     if (c.output[0].residual) add(first, e.residual);
-    store_few(static_cast<T*>(c.output[0].y) + e.place, first);
+    store_few(static_cast<T*>(c.output[0].y) + e.offset, first);
     if (c.output[1].bias) add(second, e.bias[1]);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) second[i] += to_float(from_float<T>(first[i]));
-    store_few(static_cast<T*>(c.output[1].y) + e.place, second);
+    store_few(static_cast<T*>(c.output[1].y) + e.offset, second);
   }
 };
 
