@@ -7,7 +7,6 @@ Every table names its files, with the commit of their figures. The commands stan
 GPU.
 """
 
-import json
 import os
 import re
 import shlex
@@ -34,8 +33,11 @@ OTHER_FAMILIES = (*LLAMAS, "llama-2.8b-shape", "llama-3.1-8b-gptq")
 IMPLS = ("unfused", "graph", "split", "layer", "persistent")
 # The headline's peers, by their names in records.
 PEERS = {"torch_graph": "torch in CUDA graphs", "hf_static_compile": "torch.compile", "hf_generate": "`generate()`"}
-# What stands in the command of a trial's record for a value of each row.
-OF_EACH_ROW = r"\b(MODEL|DTYPE|KV|P|BATCH)\b"
+
+
+def commit_of(report):
+    """The commit that a record's programs were built from. A comparison of texts has it in its programs' own reports."""
+    return report.get("commit") or next((p["commit"] for p in report.get("programs", ())), "unknown")
 
 
 class Figures:
@@ -46,6 +48,8 @@ class Figures:
         names = sorted(name.removesuffix(".json") for name in os.listdir(directory) if name.endswith(".json"))
         gpus = [gpu for name in names if (gpu := self[name].get("gpu"))]
         self.gpu = max(dict.fromkeys(gpus), key=gpus.count) if gpus else "GPU"
+        found = {commit_of(self[name]) for name in names}
+        self.commit = found.pop() if len(found) == 1 else None
 
     def __getitem__(self, name):
         path = os.path.join(self.directory, name + ".json")
@@ -65,9 +69,14 @@ class Figures:
         """What says where a file's figures come from. The page's commands have the file then, too."""
         if name not in self.named:
             self.named.append(name)
+        return self.origin(name)
+
+    def origin(self, name):
+        """The same of a file that the page's commands do not have: more than one makes it."""
         report = self[name]
-        gpu = report.get("gpu", self.gpu)
-        return f"[`{name}.json`]({name}.json), commit {report['commit']}" + f", {gpu}" * (gpu != self.gpu)
+        gpu, commit = report.get("gpu", self.gpu), commit_of(report)
+        about = [f"commit {commit}"] * (commit != self.commit) + [gpu] * (gpu != self.gpu)
+        return ", ".join([f"[`{name}.json`]({name}.json)", *about])
 
     def sources(self, names):
         """The line that names the files of a table."""
@@ -196,11 +205,6 @@ def batches(figures):
             both = (share(steps.get((impl, batch, 128))) for impl in ("graph", "persistent"))
             rows.append([f"Pythia-2.8B, {batch}", *both])
             sources.append(name)
-    if llamas := figures["llama-batches"]:
-        for row in llamas["rows"]:
-            times = (f"{row[key] * 1e-3:.3f}" for key in ("graph_us", "persistent_us"))
-            rows.append([f"{row['model'].title()}, {row['batch']}", *times])
-        sources.append("llama-batches")
     if not rows:
         return ["Not recorded."]
     return [*table(["sequences at once", "`graph` [ms]", "`persistent` [ms]"], rows), "", figures.sources(sources)]
@@ -234,54 +238,6 @@ def quantised(figures):
     ]
 
 
-def gptq_tried(figures):
-    """The graph of packed weights with a change that is not in it, over the time without."""
-    report = figures["gptq-graph-tried"]
-    if not report:
-        return ["Not recorded."]
-    rows = [
-        [f"{change['change']}: {variant}", f"{row['model']}, kv_len {row['kv_len']}", f"{us / row['us']:.2f}x"]
-        for change in report["changes"]
-        for row in change["rows"]
-        if row["us"]
-        for variant, us in zip(change["variants"], row["variant_us"])
-        if us
-    ]
-    source = figures.sources(["gptq-graph-tried"])
-    return [*table(["not in the graph", "all layers of", "over the graph"], rows), "", source]
-
-
-def shared_keys(figures):
-    """All layers in the graph where the heads of a group share loads of keys, over the time where each head loads."""
-    report = figures["shared-keys-graph"]
-    if not report:
-        return ["Not recorded."]
-    ratios = {}
-    for row in report["rows"]:
-        ratios.setdefault((row["model"], row["weights"]), {})[row["kv_len"]] = row["ratio"]
-    kv_lens = sorted({kv_len for of in ratios.values() for kv_len in of})
-    rows = [[f"{model}, {weights}", *(f"{of[k]:.2f}x" if k in of else "-" for k in kv_lens)]
-            for (model, weights), of in ratios.items()]  # fmt: skip
-    headers = ["shared loads over own, kv_len", *(f"{k:,}" for k in kv_lens)]
-    return [*table(headers, rows), "", figures.sources(["shared-keys-graph"])]
-
-
-def first_tokens(figures):
-    """How long the first tokens behind a prompt take, and those that follow."""
-    report = figures["first-tokens"]
-    if not report:
-        return ["Not recorded."]
-    rows = []
-    for run in report["runs"]:
-        ms = {row["new_tokens"]: row["behind_first_ms"] for row in run["rows"]}
-        most = max(ms)
-        third = f"{ms[3] - ms[2]:.2f}" if 3 in ms else "-"
-        later = (ms[most] - ms[5]) / (most - 5)
-        rows.append([f"{run['model']}, {run['prompt_len']} ids", f"{ms[2]:.2f}", third, f"{later:.2f}"])
-    headers = ["ms a token behind a prompt", "second", "third", "mean behind the fifth"]
-    return [*table(headers, rows), "", figures.sources(["first-tokens"])]
-
-
 def ablation(figures):
     report = figures["ablation-pythia-2.8b"]
     if not report:
@@ -300,36 +256,6 @@ def ablation(figures):
         "|---|---|" + "---:|" * len(kv_lens),
     ]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), "", figures.sources(["ablation-pythia-2.8b"])]
-
-
-def timeline(figures):
-    """When a layer's events come, of one build or of an earlier and a later one."""
-    lines = []
-    for model in ("pythia-2.8b", "pythia-2.8b-gptq", "llama-3.1-8b"):
-        report = figures[f"timeline-{model}"]
-        if not report:
-            continue
-        rows = [[f"{e['phase']}: {e['event']}", *(f"{us:.1f}" for us in e["us"])] for e in report["events"]]
-        headers = [f"{model}, kv_len {report['kv_len']} [us]", *(f"commit {c}" for c in report["commits"])]
-        lines += [*table(headers, rows), "", f"`{report['command']}`, {report['gpu']}. {report['method']}", ""]
-    return lines[:-1] or ["Not recorded."]
-
-
-def waits(figures):
-    """All layers with parts of the kernel taken out, and the events from q, k and v to the MLP, model by model."""
-    report = figures["layer-waits"]
-    if not report:
-        return ["Not recorded."]
-    parts, chains = report["parts"]["rows"], report["chains"]["rows"]
-    us = {(row["model"], row["variant"]): row["us"] for row in parts}
-    models = list(dict.fromkeys(model for model, _ in us))
-    variants = dict.fromkeys(variant for _, variant in us)
-    rows = [[variant, *(f"{us[model, variant]:.0f}" for model in models)] for variant in variants]
-    events = [[e["event"], *(f"{c['events'][i]['mean_us']:.1f} ({c['events'][i]['last_us']:.1f})" for c in chains)]
-              for i, e in enumerate(chains[0]["events"])]  # fmt: skip
-    return [*table(["all layers [us]", *models], rows), "",
-            *table(["from the last q, k and v on: mean (last block) [us]", *(c["model"] for c in chains)], events), "",
-            figures.sources(["layer-waits"])]  # fmt: skip
 
 
 def growth(figures):
@@ -377,27 +303,6 @@ def no_share(report):
     probes = [p["copy_best_gb_per_s"] for p in report["programs"] if "copy_best_gb_per_s" in p]
     return [f"No share: the op was faster than the copy that this early run took for the memory's speed, "
             f"{max(probes):.0f} GB/s.", ""]  # fmt: skip
-
-
-def cpu(figures):
-    report = figures["cpu-layer"]
-    if not report:
-        return ["Not recorded."]
-    rows = []
-    for run in report["runs"]:
-        total = run["cf_layer"]["configurations"][0]["total"]
-        hf = {r["dtype"]: r["median_us"] for r in run["hugging_face"]["results"]}
-        best = min(hf, key=hf.get)
-        rows.append([
-            str(run["threads"]),
-            f"{total['median_us'] * 1e-3:.2f} ms",
-            f"{total['percent_of_read']:.0f} %",
-            f"{hf['float16'] * 1e-3:.2f} ms",
-            f"{hf[best] * 1e-3:.2f} ms ({best})",
-        ])  # fmt: skip
-    headers = ["threads", "cf-layer", "of the streaming read", "Hugging Face, float16", "Hugging Face, best dtype"]
-    about = f"{report['what']}; {report['machine']}; commit {report['commit']} ([`cpu-layer.json`](cpu-layer.json))."
-    return [about, "", *table(headers, rows)]
 
 
 def model_table(results):
@@ -461,8 +366,7 @@ def quality(figures):
                 f"{100 * (f['perplexity']['mean'] / f['reference_perplexity']['mean'] - 1):+.3f} %",
                 f"{f['logits_rel_l2']:.2e}",
             ])  # fmt: skip
-        commit = report["programs"][0]["commit"]
-        sources.append(f"[`quality-{name}.json`](quality-{name}.json), commit {commit}")
+        sources.append(figures.origin(f"quality-{name}"))
     if not rows:
         return ["Not recorded."]
     headers = ["text", "run", "KL from float64", "KL, 99.9 %", "perplexity", "from float64's", "logits' relative L2"]
@@ -509,9 +413,6 @@ def gpu_model(figures):
     single = whole_models(figures, ("pythia-2.8b", "pythia-2.8b-gptq", "pythia-6.9b", *OTHER_FAMILIES))
     several = whole_models(figures, ("pythia-2.8b-slots", "pythia-2.8b-gptq-slots", "llama-3.1-8b-slots"))
     lines = [*single, *["Several prompts go through the model one after the other.", ""] * bool(several), *several]
-    if several and not figures["model-llama-3.1-8b-slots"]:
-        lines += ["Llama's tokens with 8 to 64 slots are not recorded; its layers with 2 to 8 sequences are, under "
-                  "[Several sequences](#several-sequences).", ""]  # fmt: skip
     if report := figures["load-pythia-2.8b"]:
         (sequence,) = report["sequences"]
         ms = 1e3 * sequence["first_token_s"]
@@ -576,22 +477,22 @@ BESIDE_OTHERS = (
 PAGE = """# Recorded figures
 
 Made from the JSON files beside this page by `apps/bench_page.py data/bench README.md`. `scripts/bench_gpu data/bench`
-records them again, but for those of trial builds, in about half an hour, and needs a GPU with 80 GB, torch,
-transformers and matplotlib; [Commands](#commands) has each file's own.
+records them again in about half an hour, and needs a GPU with 80 GB, torch, transformers and matplotlib;
+[Commands](#commands) has each file's own. [Trials](TRIALS.md) chose some of the numbers in the code.
 
-The GPU is an {gpu} where no other is named.
+The GPU is an {gpu} where no other is named. {commits}
 
 {contents}
 
 ## How to read them
 
-Weights come cold from memory. A percentage is the share of the compulsory bytes' time at the best streaming read of the
-same run, a kernel that reads 2 GiB once; of an op that writes a fifth or more of its bytes, at the best copy by a
-kernel. A share above 100 % names its cause in its row, such as tensors that stay in the L2. A peer's factor is its time
-over our fastest in the same run; a dash is what was not measured or did not finish.
+Weights come cold from memory. A percentage is the roofline's time over the measured time. The roofline is the memory's:
+the time of the compulsory bytes at the best streaming read of the same run, a kernel that reads 2 GiB once; of an op
+that writes a fifth or more of its bytes, at the best copy by a kernel. A row above 100 % names its cause, such as
+tensors that stay in the L2. `2.7x`: the peer takes 2.7 times as long as our fastest in the same run. A dash is what was
+not measured or did not finish.
 
-Runs of one build differ, by 0.7 % for all layers of Pythia-2.8B in two runs on an H200 (`eased` in
-[`layer-waits.json`](layer-waits.json)). So builds are compared in one run.
+Runs of one build differ, by 0.7 % for all layers of Pythia-2.8B in two runs on an H200 ([`layer-waits`](TRIALS.md#layer-waits)). So builds are compared in one run.
 
 ## Ways to step a model
 
@@ -604,9 +505,8 @@ host's clock.
 
 {gpu_model}
 
-The second and the third token behind a short prompt take longer than the rest, and count in TPOT.
-
-{first_tokens}
+The second and the third token behind a short prompt take longer than the rest
+([`first-tokens`](TRIALS.md#first-tokens)), and count in TPOT.
 
 ## From Python
 
@@ -627,16 +527,9 @@ window at once. `scripts/bench_gpu --only quality data/bench` records them again
 
 ## Several sequences
 
-All layers, kv_len 128. The sequences share one pass over the weights.
+All layers, kv_len 128. All sequences' products read the weights once.
 
 {batches}
-
-## Query heads that share keys
-
-In the graph the query heads of a kv head attend in one block in caches of more than 65,536 elements a kv head. In
-smaller ones each head has blocks of its own (`small`), which run at once. A step of all layers:
-
-{shared_keys}
 
 ## Quantised weights
 
@@ -645,41 +538,11 @@ wait for each other.
 
 {quantised}
 
-Changes that were tried:
-
-{gptq_tried}
-
 ## What each choice of the persistent kernel is worth
 
 Pythia-2.8B: a layer's time with one choice of the plan another way, over its time with the plan's own.
 
 {ablation}
-
-## Where a layer's time goes
-
-In the persistent kernel no weights are multiplied while a block waits. Meanwhile the ring takes the weights that the
-memory delivers in 5 to 6 us. Longer waits are those for hidden with the norms behind it, and Llama's from the rows of
-q, k and v to the MLP: two more waits lie between them. The kernel then prefetches the weights that follow into the L2
-([`prefetches.json`](prefetches.json)).
-
-Without copies and waits the kernel still takes half to three quarters of the time, and nearly all of a small model's.
-A phase has 1 to 2 us beside its waits and its product (`phases` in `layer-waits.json`). A layer runs through more code
-than the instruction cache holds ([`instruction-cache.json`](instruction-cache.json)).
-
-A load of what other blocks have made waits behind the weights in flight. With Llama-3.1-8B and 48 KB in flight it takes
-0.4 to 1.5 us. Fewer bytes in flight make it faster and the memory slower (`polls` and `eased` there).
-
-{waits}
-
-The timelines below are of earlier kernels. They do not prefetch. Llama's is the last one that loaded keys with bank
-conflicts.
-
-The 4-bit layers of Pythia-2.8B are the graph's. The later build multiplies activations as digits, which takes fewer
-instructions: from activations in registers to the product it needs 0.2 to 0.5 us less in each kernel. All its kernels
-divide an SM's memory alike, so that their blocks start 1 to 1.6 us earlier. The longest waits left are those of ln_qkv
-for its activations and of linear_sum for the context.
-
-{timeline}
 
 ## How a step's time grows
 
@@ -691,10 +554,6 @@ Layers and kernels. torch_ops is torch op by op, torch_graph the same captured i
 transformers, hf_compile the same with a static cache and torch.compile.
 
 {peers}
-## The CPU backend, one layer
-
-{cpu}
-
 ## The CPU backend, tokens from a whole model
 
 {cpu_model}
@@ -746,15 +605,15 @@ def typed(name, command):
 
 def commands(figures):
     """Those of the files that the page has named so far."""
-    found = {name: figures[name]["command"] for name in figures.named}
-    trials = {name: command for name, command in found.items() if re.search(OF_EACH_ROW, command)}
-    lines = [line for name, command in found.items() if name not in trials for line in typed(name, command)]
-    text = ["```sh", *lines, "```"] if lines else []
-    if trials:
-        text += ["", "Of several runs each, some of them of trial builds, whose changes are not in the tree. Capitals "
-                 "stand for what differs from row to row:", ""]  # fmt: skip
-        text += [f"- `{name}.json`: `{command}`" for name, command in trials.items()]
-    return text or ["Not recorded."]
+    lines = [line for name in figures.named for line in typed(name, figures[name]["command"])]
+    return ["```sh", *lines, "```"] if lines else ["Not recorded."]
+
+
+def commits(figures):
+    """The one commit of all figures; where there are several, that each table names its own."""
+    if figures.commit:
+        return f"The commit is {figures.commit}."
+    return "Each table names the commit of its files; one run of the script gives all of them one."
 
 
 def contents(text):
@@ -764,10 +623,10 @@ def contents(text):
 
 
 def page(figures):
-    parts = (ways_to_step, gpu_model, first_tokens, python, quality, batches, shared_keys, quantised, gptq_tried,
-             ablation, waits, timeline, growth, peers, cpu, cpu_model, cpu_busy, commands)  # fmt: skip
+    parts = (ways_to_step, gpu_model, python, quality, batches, quantised, ablation, growth, peers, cpu_model, cpu_busy,
+             commands)  # fmt: skip
     made = {part.__name__: "\n".join(part(figures)) for part in parts}
-    text = PAGE.format(**made, gpu=figures.gpu, contents=contents(PAGE))
+    text = PAGE.format(**made, gpu=figures.gpu, commits=commits(figures), contents=contents(PAGE))
     code, lines = False, []
     for line in text.split("\n"):
         code ^= line.startswith("```")

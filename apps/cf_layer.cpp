@@ -77,7 +77,13 @@ class Source {
   Status check_files() const { return checkpoint_ ? checkpoint_->check_files() : Status(); }
   std::vector<std::string> changes() const { return checkpoint_ ? checkpoint_->changes() : std::vector<std::string>(); }
 
+  /// Keeps the weights of a layer that was loaded and checked, for the next load() of that layer.
+  void hold(std::int64_t layer, golden::GoldenWeights weights) { held_ = {layer, std::move(weights)}; }
+  void release() { held_.reset(); }
+
+  /// A layer's weights. May be called from several threads.
   Result<golden::GoldenWeights> load(std::int64_t layer) const {
+    if (held_ && held_->first == layer) return held_->second;
     if (!checkpoint_) {
       auto owned =
           std::make_shared<OwnedLayerWeights>(procedural_layer(config_, config_.dtype, layer, seed_, linears_));
@@ -97,13 +103,14 @@ class Source {
   ModelConfig config_;
   WeightFormat linears_;
   std::optional<checkpoint::Checkpoint> checkpoint_;  // empty for procedural weights
+  std::optional<std::pair<std::int64_t, golden::GoldenWeights>> held_;
 };
 
 /// The configurations that the options ask for.
 struct Plan {
   std::optional<Source> source{};
   std::vector<std::int64_t> layers{}, first_layers{}, kv_lens{};  // an empty first_layers stands for all layers
-  std::optional<DeviceDescription> device{};                      // with --backend cuda
+  std::unique_ptr<DeviceBench> device{};                          // with --backend cuda
   DType activation = kActivation;                                 // on a GPU the dtype of the stored weights
   std::vector<std::string> notes{};                               // of the checkpoint
 };
@@ -161,8 +168,6 @@ Status check_memory(const Source& source, const Options& o, std::int64_t longest
 DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
   DeviceBenchRequest request{.config = plan.source->config(),
                              .load = [&](std::int64_t layer) { return plan.source->load(layer); },
-                             .procedural = !plan.source->is_checkpoint(),
-                             .layer = plan.layers.front(),
                              .whole_model = o.whole_model,
                              .first_layers = plan.first_layers,
                              .kv_lens = plan.kv_lens,
@@ -180,23 +185,22 @@ DeviceBenchRequest device_request(const Options& o, const Plan& plan) {
 /// Refuses, before any output, what would fail later: layers that cannot be loaded, too little memory, and on a GPU
 /// what an implementation does not take.
 Status check_run(const Options& o, Plan& plan) {
-  const Source& source = *plan.source;
+  Source& source = *plan.source;
   CF_TRY(check_memory(source, o, *std::max_element(plan.kv_lens.begin(), plan.kv_lens.end())));
   CF_TRY(cpu_ref::start_threads("--threads, or OMP_NUM_THREADS", o.threads));
   if (source.is_checkpoint())
     for (std::int64_t layer : plan.layers) {
-      CF_TRY_ASSIGN(const golden::GoldenWeights loaded, source.load(layer));
+      CF_TRY_ASSIGN(golden::GoldenWeights loaded, source.load(layer));
       plan.notes.insert(plan.notes.end(), loaded.notes.begin(), loaded.notes.end());
       if (o.cuda()) plan.activation = loaded.dtype;
+      if (layer == plan.layers.front()) source.hold(layer, std::move(loaded));
     }
   if (!o.cuda()) return {};
   if (!source.is_checkpoint()) plan.activation = source.config().dtype;
-  CF_TRY_ASSIGN(plan.device, describe_device(o.device));
-  DeviceBenchRequest request = device_request(o, plan);
+  CF_TRY_ASSIGN(plan.device, DeviceBench::create(device_request(o, plan)));
   for (std::int64_t layer : plan.layers) {
-    request.layer = layer;
-    CF_TRY(check_on_device(request));
-    if (request.procedural) break;  // the others have the same sizes and formats
+    CF_TRY(plan.device->check(layer));
+    if (!source.is_checkpoint()) break;  // the others have the same sizes and formats
   }
   return {};
 }
@@ -288,14 +292,15 @@ std::string reproduce_line(const Options& o, const LayerReport& r) {
 }
 
 /// Measures all configurations on the CPU, one after the other, with one layer in memory at a time.
-Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
+Status measure_on_cpu(const Options& o, Plan& plan, const RunInfo& info,
                       const std::function<Status(const LayerReport&)>& report) {
-  const Source& source = *plan.source;
+  Source& source = *plan.source;
   const std::size_t count = plan.layers.size() * plan.kv_lens.size();
   std::size_t place = 0;
   for (std::int64_t layer : plan.layers) {
     std::optional<Progress> loading(std::in_place, fmt::format("loading layer {}", layer), 1);
     CF_TRY_ASSIGN(const golden::GoldenWeights weights, source.load(layer));
+    source.release();
     const std::uint64_t checksum = weights_checksum(source.config(), weights.weights);
     loading.reset();
     for (std::int64_t kv_len : plan.kv_lens) {
@@ -315,12 +320,8 @@ Status measure_on_cpu(const Options& o, const Plan& plan, const RunInfo& info,
 }
 
 /// Measures all configurations on a GPU, with as many layers in its memory as make each layer's weights cold.
-Status measure_on_device(const Options& o, const Plan& plan, const DeviceBenchSink& sink) {
-  DeviceBenchRequest request = device_request(o, plan);
-  for (std::int64_t layer : plan.layers) {
-    request.layer = layer;
-    CF_TRY(bench_on_device(request, sink));
-  }
+Status measure_on_device(const Plan& plan, const DeviceBenchSink& sink) {
+  for (std::int64_t layer : plan.layers) CF_TRY(plan.device->time(layer, sink));
   return {};
 }
 
@@ -342,8 +343,8 @@ int run(const Options& o, Plan& plan, const std::string& command) {
                .device = {},
                .launch_plan = {}};
   if (plan.device) {
-    info.device = plan.device->info;
-    info.launch_plan = plan.device->launch_plan;
+    info.device = plan.device->device().info;
+    info.launch_plan = plan.device->device().launch_plan;
   }
   print_header(stdout, info);
 
@@ -376,7 +377,7 @@ int run(const Options& o, Plan& plan, const std::string& command) {
     sink.dump = [&](const LayerReport& report, LayerState& inputs, const SiteWalk& walk) {
       return write_dump(o, source, info, report, inputs, walk);
     };
-  if (const Status s = plan.device ? measure_on_device(o, plan, sink) : measure_on_cpu(o, plan, info, sink.report); !s)
+  if (const Status s = plan.device ? measure_on_device(plan, sink) : measure_on_cpu(o, plan, info, sink.report); !s)
     return fail(s);
   if (std::fflush(stdout) != 0 || std::ferror(stdout)) return fail("standard output: cannot be written");
   print_notes(source.changes());

@@ -61,18 +61,6 @@ std::int64_t resident_layers(const DeviceBenchRequest& r, const LayerWeights& li
   return std::min(r.config.num_hidden_layers, std::int64_t(2 * double(l2_bytes) / product_bytes) + 1);
 }
 
-std::int64_t first_layer(const DeviceBenchRequest& r) { return r.whole_model ? 0 : r.layer; }
-
-/// A session of `layers` layers for the request, with the weight formats of `like`. Its layers are slots: slot i holds
-/// layer first_layer() + i of the model, and layer 0 follows the last.
-Result<cuda::Session> make_session(const DeviceBenchRequest& r, DeviceTimer& timer, const LayerWeights& like,
-                                   std::int64_t layers) {
-  const std::int64_t capacity = *std::max_element(r.kv_lens.begin(), r.kv_lens.end());
-  return cuda::Session::create(timer.context(), r.config, {0, layers},
-                               {.batch = r.batch, .q_len = r.q_len, .kv_len = capacity, .capacity = capacity},
-                               r.config.dtype, r.config.dtype, like);
-}
-
 /// A persistent kernel of its own for the session's layers.
 Result<cuda::PersistentKernel> make_kernel(const cuda::Session& session, const cuda::PersistentChoices& choices = {}) {
   std::vector<cuda::PersistentLayer> layers;
@@ -84,47 +72,77 @@ Result<cuda::PersistentKernel> make_kernel(const cuda::Session& session, const c
                                         {t.positions, t.kv_len}, {t.cos, t.sin}, {.choices = choices});
 }
 
-/// A request's layers on the device.
-class Bench {
+class Bench final : public DeviceBench {
  public:
-  Bench(const DeviceBenchRequest& request, DeviceTimer& timer, cuda::Session session)
-      : r_(request), timer_(timer), session_(std::move(session)) {}
+  Bench(DeviceBenchRequest request, std::vector<Impl> impls, DeviceTimer timer)
+      : r_(std::move(request)),
+        impls_(std::move(impls)),
+        timer_(std::move(timer)),
+        device_{timer_.info(), to_string(timer_.context().arch())} {}
 
-  /// Loads layer `first` and those after it; layer 0 follows the last. Several threads make procedural weights.
-  Status load(std::int64_t first) {
+  const DeviceDescription& device() const override { return device_; }
+  Status check(std::int64_t layer) override;
+  Status time(std::int64_t layer, const DeviceBenchSink& sink) override;
+
+ private:
+  /// Brings a layer to the device where it is not there yet. There is room for layers beside it, which make its weights
+  /// cold.
+  Status bring(std::int64_t layer) {
+    if (session_ && layer == layer_) return {};
+    CF_TRY_ASSIGN(weights_, r_.load(layer));
+    layer_ = layer;
+    if (!session_ || !resident().contains(layer)) {
+      session_.reset();  // its memory is free before the next one takes its own
+      const std::int64_t all = r_.config.num_hidden_layers,
+                         count = resident_layers(r_, weights_.weights, timer_.info().l2_bytes),
+                         first = std::min(layer, all - count),
+                         capacity = *std::max_element(r_.kv_lens.begin(), r_.kv_lens.end());
+      const Workload load{.batch = r_.batch, .q_len = r_.q_len, .kv_len = capacity, .capacity = capacity};
+      CF_TRY_ASSIGN(cuda::Session made, cuda::Session::create(timer_.context(), r_.config, {first, first + count}, load,
+                                                              r_.config.dtype, r_.config.dtype, weights_.weights));
+      session_.emplace(std::move(made));
+    }
+    return session_->weights.is_loaded(layer) ? Status() : session_->weights.load_layer(layer, weights_.weights);
+  }
+
+  /// Loads the resident layers that are not there yet. Several threads make procedural weights.
+  Status load_the_others() {
+    std::vector<std::int64_t> missing;
+    for (std::int64_t l = resident().first; l < resident().last; ++l)
+      if (!session_->weights.is_loaded(l)) missing.push_back(l);
+    if (missing.empty()) return {};
     const std::size_t window = std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, 16);
     std::deque<std::future<Result<golden::GoldenWeights>>> ahead;
-    Progress progress("loading layers", layers());
-    for (std::int64_t next = 0, slot = 0; slot < layers(); ++slot) {
-      for (; next < layers() && ahead.size() < window; ++next)
-        ahead.push_back(std::async(std::launch::async, r_.load, (first + next) % r_.config.num_hidden_layers));
+    Progress progress("loading layers", std::int64_t(missing.size()));
+    for (std::size_t next = 0, at = 0; at < missing.size(); ++at) {
+      for (; next < missing.size() && ahead.size() < window; ++next)
+        ahead.push_back(std::async(std::launch::async, r_.load, missing[next]));
       CF_TRY_ASSIGN(const golden::GoldenWeights weights, ahead.front().get());
       ahead.pop_front();
-      CF_TRY(session_.weights.load_layer(slot, weights.weights));
-      if (slot == 0) weights_ = weights;
-      progress.set(slot + 1);
+      CF_TRY(session_->weights.load_layer(missing[at], weights.weights));
+      progress.set(std::int64_t(at) + 1);
     }
     return {};
   }
 
-  const LayerWeights& first_weights() const { return weights_.weights; }
-
   /// Fills hidden and every layer's cache for a step at that kv_len.
   Status fill(std::int64_t kv_len) {
-    load_ = {.batch = r_.batch, .q_len = r_.q_len, .kv_len = kv_len, .capacity = session_.cache.capacity()};
+    load_ = {.batch = r_.batch, .q_len = r_.q_len, .kv_len = kv_len, .capacity = session_->cache.capacity()};
     const LayerState state = inputs(r_.config.dtype);
-    CF_TRY(session_.workspace.set_hidden(state.hidden));
-    for (std::int64_t l = 0; l < layers(); ++l) CF_TRY(session_.cache.set_layer(l, state.k_cache, state.v_cache));
-    return session_.set_kv_len(std::vector<std::int32_t>(std::size_t(load_.batch), std::int32_t(load_.kv_len)));
+    CF_TRY(session_->workspace.set_hidden(state.hidden));
+    for (std::int64_t l = resident().first; l < resident().last; ++l)
+      CF_TRY(session_->cache.set_layer(l, state.k_cache, state.v_cache));
+    return session_->set_kv_len(std::vector<std::int32_t>(std::size_t(load_.batch), std::int32_t(load_.kv_len)));
   }
-  const Workload& workload() const { return load_; }
 
-  /// Steps the first layer, and waits for it. An error names the implementation.
+  /// Steps the layer alone, and waits for it.
+  Status step_layer(Impl impl) {
+    CF_TRY(session_->step(impl, cuda::LayerRange{layer_, layer_ + 1}, tensors().hidden));
+    return session_->synchronize();
+  }
+  /// The same. An error names the implementation.
   Status try_step(Impl impl) {
-    const Status status = [&]() -> Status {
-      CF_TRY(session_.step(impl, cuda::LayerRange{0, 1}));
-      return session_.synchronize();
-    }();
+    const Status status = step_layer(impl);
     if (status) return {};
     return Status::error(status.code(), "--impl " + std::string(to_string(impl)) + ": " + status.message());
   }
@@ -134,7 +152,7 @@ class Bench {
     for (const Site& site : names_of(r_.config).sites()) {
       const cuda::Range range(site.name.data());  // a literal, which ends in a zero byte
       Timing timing{.site = std::string(site.name), .op = {}, .time_us = {}};
-      CF_TRY(walk(site, counted(0), 0, [&]<class Args>(const Args& args) -> Status {
+      CF_TRY(walk(site, counted(), layer_, [&]<class Args>(const Args& args) -> Status {
         using Op = typename Args::Op;
         timing.op = Op::name;
         timing.bytes = Op::cost(Op::dims(args), r_.config.dtype, r_.config.dtype).bytes;
@@ -142,12 +160,12 @@ class Bench {
         return {};
       }));
       const auto all_layers = [&]() -> Status {
-        for (std::int64_t l = 0; l < layers(); ++l)
-          CF_TRY(walk(site, session_.tensors(l), l, [&](const auto& args) { return run(args); }));
+        for (std::int64_t l = resident().first; l < resident().last; ++l)
+          CF_TRY(walk(site, session_->tensors(l), l, [&](const auto& args) { return run(args); }));
         return {};
       };
       CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_graph_us(r_.bench, all_layers));
-      timing.time_us = spread(a_layer(series, layers()));
+      timing.time_us = spread(a_layer(series, resident().count()));
       result.sites.push_back(std::move(timing));
     }
     CF_TRY_ASSIGN(std::vector<double> read, timer_.read_bytes_per_s(r_.bench));
@@ -155,13 +173,12 @@ class Bench {
     return {};
   }
 
-  /// Times a step through the first `layers` layers.
+  /// Times a step through the first `layers` resident layers.
   Status time_step(Impl impl, std::int64_t layers, LayerTiming& result) {
     using Layer = ops::DecodeLayer;
-    CF_TRY_ASSIGN(const std::vector<double> series, timer_.time_us(r_.bench, [&] {
-      return session_.step(impl, cuda::LayerRange{0, layers});
-    }));
-    const Layer::Args args{.model = r_.config, .weights = session_.weights.layer(0), .t = counted(0)};
+    CF_TRY_ASSIGN(const std::vector<double> series,
+                  timer_.time_us(r_.bench, [&] { return session_->step(impl, first_layers(layers)); }));
+    const Layer::Args args{.model = r_.config, .weights = session_->weights.layer(layer_), .t = counted()};
     const double bytes = Layer::cost(Layer::dims(args), r_.config.dtype, r_.config.dtype).bytes;
     const double own_bytes = own_bytes_of(result.sites), count = double(layers);
     result.total = {"total", std::string(Layer::name), spread(a_layer(series, layers)), bytes, own_bytes};
@@ -171,17 +188,17 @@ class Bench {
     return {};
   }
 
-  /// The host's time to put a step through the first `layers` layers onto an idle stream, in microseconds. A step of
+  /// The host's time to put a step through the first `layers` resident layers onto an idle stream, in microseconds. A step of
   /// hundreds of launches fits the driver's queue, so that the host does not wait for the device.
   Result<Spread> time_host(Impl impl, std::int64_t layers) {
     std::vector<double> series_us;
     for (std::int64_t run = 0; run < r_.bench.runs; ++run) {
-      CF_TRY(session_.synchronize());
+      CF_TRY(session_->synchronize());
       const auto begin = std::chrono::steady_clock::now();
-      CF_TRY(session_.step(impl, cuda::LayerRange{0, layers}));
+      CF_TRY(session_->step(impl, first_layers(layers)));
       series_us.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
     }
-    CF_TRY(session_.synchronize());
+    CF_TRY(session_->synchronize());
     return spread(std::move(series_us));
   }
 
@@ -189,31 +206,30 @@ class Bench {
   template <class Args>
   Status run(const Args& args) {
     const cuda::Context& context = timer_.context();
-    cuda::LaunchList launches(context, session_.workspace.scratch());
+    cuda::LaunchList launches(context, session_->workspace.scratch());
     CF_TRY(cuda::prepare(args, launches));
     return launches.submit(context.stream(), {.early = context.overlap()});
   }
 
-  /// Checks the first layer's step against the oracle on the same inputs.
-  Result<LayerCheck> check(Impl impl) {
-    CF_TRY(session_.step(impl, cuda::LayerRange{0, 1}));
-    CF_TRY(session_.synchronize());
-    CF_TRY_ASSIGN(const Tensor output, fetch_output(0));
+  /// Checks the layer's step against the oracle on the same inputs.
+  Result<LayerCheck> compare_step(Impl impl) {
+    CF_TRY(step_layer(impl));
+    CF_TRY_ASSIGN(const Tensor output, fetch_output(layer_));
     LayerState oracle = inputs(DType::f64);
-    return check_layer(r_.config, first_weights(), output, {DType::f32, r_.config.dtype}, oracle);
+    return check_layer(r_.config, weights_.weights, output, {DType::f32, r_.config.dtype}, oracle);
   }
 
-  /// The first layer's inputs, of that dtype.
+  /// The layer's inputs, of that dtype.
   LayerState inputs(DType dtype) const {
     LayerState state(r_.config, load_, dtype);
     fill_inputs(r_.config, load_, r_.seed, r_.config.dtype, state);
     return state;
   }
 
-  /// Runs the first layer site by site. `add` sees each site's outputs in host memory.
+  /// Runs the layer site by site. `add` sees each site's outputs in host memory.
   Status walk_taps(const AddTap& add) {
     return for_each_site(
-        r_.config, session_.weights.layer(0), session_.tensors(0), [&](const Site& site, const auto& args) {
+        r_.config, session_->weights.layer(layer_), tensors(), [&](const Site& site, const auto& args) {
           CF_TRY(run(args));
           for (SiteOutput output : site_outputs(site, args)) {
             Tensor host(output.data.dtype, {output.data.size()});
@@ -231,7 +247,7 @@ class Bench {
   Result<AblationReport> ablate(const LayerTiming& timing) {
     CF_TRY_ASSIGN(std::vector<Candidate> candidates, make_candidates());
     AblationReport result{.load = load_,
-                          .resident_layers = layers(),
+                          .resident_layers = resident().count(),
                           .layer_bytes = timing.total.bytes,
                           .layer_own_bytes = timing.total.own_bytes,
                           .read_best_bytes_per_s = timing.best_read(),
@@ -240,7 +256,7 @@ class Bench {
     for (Candidate& c : candidates) {
       if (!c.step) continue;
       CF_TRY(c.step());
-      CF_TRY_ASSIGN(Tensor output, fetch_output(layers() - 1));
+      CF_TRY_ASSIGN(Tensor output, fetch_output(resident().last - 1));
       if (!expected) expected.emplace(output.clone());
       CF_TRY_ASSIGN(const Comparison error, compare(output, *expected));
       c.report.rel_l2 = error.rel_l2;
@@ -257,15 +273,15 @@ class Bench {
         c.series.insert(c.series.end(), series.begin(), series.end());
       }
     for (Candidate& c : candidates) {
-      if (c.step) c.report.time_us = spread(a_layer(std::move(c.series), layers()));
+      if (c.step) c.report.time_us = spread(a_layer(std::move(c.series), resident().count()));
       result.variants.push_back(std::move(c.report));
     }
     return result;
   }
 
-  std::int64_t layers() const { return session_.layers().count(); }
+  cuda::LayerRange resident() const { return session_->layers(); }
+  cuda::LayerRange first_layers(std::int64_t layers) const { return {resident().first, resident().first + layers}; }
 
- private:
   /// A variant of the persistent kernel.
   struct Candidate {
     VariantReport report;
@@ -275,7 +291,7 @@ class Bench {
   };
   Result<std::vector<Candidate>> make_candidates() {
     using cuda::PersistentKernel;
-    CF_TRY_ASSIGN(const PersistentKernel own, make_kernel(session_));
+    CF_TRY_ASSIGN(const PersistentKernel own, make_kernel(*session_));
     std::vector<Candidate> all;
     const auto add = [&](std::string part, std::string name) -> Candidate& {
       Candidate& c = all.emplace_back();
@@ -285,40 +301,47 @@ class Bench {
     };
     for (const cuda::PersistentVariant& v : cuda::persistent_variants(own.plan())) {
       Candidate& c = add(v.choice, v.value);
-      Result<PersistentKernel> made = make_kernel(session_, v.choices);
+      Result<PersistentKernel> made = make_kernel(*session_, v.choices);
       c.report.plan = made ? to_string(made->plan()) : made.status().message();
       if (!made) continue;
       c.same_bits = cuda::same_bits(made->plan(), own.plan());
       c.step = [this, kernel = std::make_shared<PersistentKernel>(std::move(*made))] {
-        return kernel->enqueue(timer_.context().stream(), 0, layers(), session_.tensors(0).hidden,
-                               session_.tensors(layers() - 1).output);
+        return kernel->enqueue(timer_.context().stream(), 0, resident().count(),
+                               session_->tensors(resident().first).hidden,
+                               session_->tensors(resident().last - 1).output);
       };
     }
     for (const auto& [impl, name] : {std::pair{Impl::layer, "one a layer"}, {Impl::split, "two a layer"}}) {
       Candidate& c = add("launches", name);
       c.report.plan = to_string(own.plan());
-      c.step = [this, impl = impl] { return session_.step(impl); };
+      c.step = [this, impl = impl] { return session_->step(impl); };
     }
     return all;
   }
 
   Result<Tensor> fetch_output(std::int64_t layer) {
-    const ConstAnyView<2> made = session_.tensors(layer).output;
+    const ConstAnyView<2> made = session_->tensors(layer).output;
     Tensor output(made.dtype, Shape(made.shape.begin(), made.shape.end()));
     CF_TRY(cuda::copy_to_host(timer_.context(), output.data(), made.data, std::size_t(output.size_bytes())));
     return output;
   }
-  /// A layer's tensors, from which a cost is counted. A step moves only valid cache entries, so max_kv_len is the
-  /// step's own; the session's is the capacity.
-  LayerTensors counted(std::int64_t layer) const {
-    LayerTensors t = session_.tensors(layer);
+  /// The layer's tensors in a step of its own, which reads what the first resident layer reads.
+  LayerTensors tensors() const {
+    LayerTensors t = session_->tensors(layer_);
+    t.hidden = session_->tensors(resident().first).hidden;
+    return t;
+  }
+  /// The same, from which a cost is counted. A step moves only valid cache entries, so max_kv_len is the step's own; the
+  /// session's is the capacity.
+  LayerTensors counted() const {
+    LayerTensors t = tensors();
     t.max_kv_len = load_.kv_len;
     return t;
   }
   /// Calls f(args) for the `wanted` site of the walk.
   template <class F>
   Status walk(const Site& wanted, const LayerTensors& t, std::int64_t layer, F&& f) const {
-    return for_each_site(r_.config, session_.weights.layer(layer), t, [&](const Site& site, const auto& args) {
+    return for_each_site(r_.config, session_->weights.layer(layer), t, [&](const Site& site, const auto& args) {
       return site.name == wanted.name ? f(args) : Status();
     });
   }
@@ -327,88 +350,74 @@ class Bench {
     return series;
   }
 
-  const DeviceBenchRequest& r_;
-  DeviceTimer& timer_;
-  cuda::Session session_;
-  golden::GoldenWeights weights_;  // the first layer's
+  const DeviceBenchRequest r_;
+  const std::vector<Impl> impls_;
+  DeviceTimer timer_;
+  DeviceDescription device_;
+  std::optional<cuda::Session> session_;  // the resident layers
+  std::int64_t layer_ = 0;                // the one of them that is checked and reported
+  golden::GoldenWeights weights_;         // its weights
   Workload load_;
 };
 
-}  // namespace
-
-Result<DeviceDescription> describe_device(const DeviceOptions& options) {
-  CF_TRY(parse_impls(options.impls).status());
-  CF_TRY_ASSIGN(DeviceTimer timer, make_timer(options));
-  return DeviceDescription{timer.info(), to_string(timer.context().arch())};
+Status Bench::check(std::int64_t layer) {
+  CF_TRY(bring(layer));
+  CF_TRY(fill(r_.kv_lens.front()));
+  for (Impl impl : impls_) CF_TRY(try_step(impl));
+  if (r_.ablate) CF_TRY(try_step(Impl::persistent));
+  return load_the_others();
 }
 
-Status check_on_device(const DeviceBenchRequest& r) {
-  CF_TRY_ASSIGN(const std::vector<Impl> impls, parse_impls(r.device.impls));
-  CF_TRY_ASSIGN(DeviceTimer timer, make_timer(r.device));
-  CF_TRY_ASSIGN(const golden::GoldenWeights like, r.load(first_layer(r)));
-  const std::int64_t resident = resident_layers(r, like.weights, timer.info().l2_bytes);
-  if (!r.procedural)
-    for (std::int64_t slot = 1; slot < resident; ++slot)
-      CF_TRY(r.load((first_layer(r) + slot) % r.config.num_hidden_layers).status());
-  // Takes all memory, and gives it back.
-  CF_TRY(make_session(r, timer, like.weights, resident).status());
-  CF_TRY_ASSIGN(cuda::Session one, make_session(r, timer, like.weights, 1));
-  Bench bench(r, timer, std::move(one));
-  CF_TRY(bench.load(first_layer(r)));
-  CF_TRY(bench.fill(r.kv_lens.front()));
-  for (Impl impl : impls) CF_TRY(bench.try_step(impl));
-  return r.ablate ? bench.try_step(Impl::persistent) : Status();
-}
-
-Status bench_on_device(const DeviceBenchRequest& r, const DeviceBenchSink& sink) {
-  CF_TRY_ASSIGN(const std::vector<Impl> impls, parse_impls(r.device.impls));
-  CF_TRY_ASSIGN(DeviceTimer timer, make_timer(r.device));
-  const std::int64_t first = first_layer(r);
-  CF_TRY_ASSIGN(const golden::GoldenWeights like, r.load(first));
-  CF_TRY_ASSIGN(cuda::Session session,
-                make_session(r, timer, like.weights, resident_layers(r, like.weights, timer.info().l2_bytes)));
-  Bench bench(r, timer, std::move(session));
-  CF_TRY(bench.load(first));
-  const std::uint64_t checksum = weights_checksum(r.config, bench.first_weights());
-
+Status Bench::time(std::int64_t layer, const DeviceBenchSink& sink) {
+  CF_TRY(bring(layer));
+  CF_TRY(load_the_others());
+  const std::uint64_t checksum = weights_checksum(r_.config, weights_.weights);
   std::vector<std::pair<Impl, std::int64_t>> steps;
-  for (Impl impl : impls)
-    for (std::int64_t layers : r.first_layers.empty() ? std::vector{bench.layers()} : r.first_layers)
+  for (Impl impl : impls_)
+    for (std::int64_t layers : r_.first_layers.empty() ? std::vector{resident().count()} : r_.first_layers)
       steps.emplace_back(impl, layers);
 
-  for (std::int64_t kv_len : r.kv_lens) {
-    CF_TRY(bench.fill(kv_len));
+  for (std::int64_t kv_len : r_.kv_lens) {
+    CF_TRY(fill(kv_len));
     LayerTiming timing;
-    CF_TRY(bench.time_sites(timing));
+    CF_TRY(time_sites(timing));
     for (const auto& [impl, layers] : steps) {
-      CF_TRY(bench.time_step(impl, layers, timing));
-      CF_TRY_ASSIGN(const Spread host_us, bench.time_host(impl, layers));
-      LayerReport done{.layer = first,
-                       .load = bench.workload(),
-                       .weights_dtype = r.config.dtype,
+      CF_TRY(time_step(impl, layers, timing));
+      CF_TRY_ASSIGN(const Spread host_us, time_host(impl, layers));
+      LayerReport done{.layer = layer,
+                       .load = load_,
+                       .weights_dtype = r_.config.dtype,
                        .weights_checksum = checksum,
                        .timing = timing,
                        .check = {},
                        .device = DeviceRun{.impl = std::string(to_string(impl)),
-                                           .resident_layers = bench.layers(),
+                                           .resident_layers = resident().count(),
                                            .step_layers = layers,
                                            .host_us = host_us}};
-      if (r.check) {
-        CF_TRY_ASSIGN(LayerCheck check, bench.check(impl));
+      if (r_.check) {
+        CF_TRY_ASSIGN(LayerCheck check, compare_step(impl));
         done.check = std::move(check);
       }
       if (sink.dump) {
-        LayerState inputs = bench.inputs(r.config.dtype);
-        CF_TRY(sink.dump(done, inputs, [&](const AddTap& add) { return bench.walk_taps(add); }));
+        LayerState inputs = this->inputs(r_.config.dtype);
+        CF_TRY(sink.dump(done, inputs, [&](const AddTap& add) { return walk_taps(add); }));
       }
       CF_TRY(sink.report(done));
     }
-    if (r.ablate) {
-      CF_TRY_ASSIGN(const AblationReport ablated, bench.ablate(timing));
+    if (r_.ablate) {
+      CF_TRY_ASSIGN(const AblationReport ablated, ablate(timing));
       CF_TRY(sink.ablation(ablated));
     }
   }
   return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceBench>> DeviceBench::create(DeviceBenchRequest request) {
+  CF_TRY_ASSIGN(std::vector<Impl> impls, parse_impls(request.device.impls));
+  CF_TRY_ASSIGN(DeviceTimer timer, make_timer(request.device));
+  return std::unique_ptr<DeviceBench>(std::make_unique<Bench>(std::move(request), std::move(impls), std::move(timer)));
 }
 
 }  // namespace cf::apps

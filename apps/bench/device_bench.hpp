@@ -2,6 +2,7 @@
 // Times and checks a model's layers on a GPU. Like device_timer.hpp this header holds no CUDA types.
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,15 +26,10 @@ struct DeviceDescription {
   std::string launch_plan;
 };
 
-/// Refuses values that DeviceOptions does not list, and what DeviceTimer::create() refuses.
-Result<DeviceDescription> describe_device(const DeviceOptions& options);
-
-/// What is timed: one layer, or all of a model's.
+/// What is timed: layers one by one, or all of a model's together.
 struct DeviceBenchRequest {
   ModelConfig config;                                               // its dtype is the activations', too
   std::function<Result<golden::GoldenWeights>(std::int64_t)> load;  // a layer's weights; called from several threads
-  bool procedural = false;                                          // weights, which cannot fail to load
-  std::int64_t layer = 0;                                           // ignored with `whole_model`
   bool whole_model = false;                                         // a step goes through all layers
   std::vector<std::int64_t> first_layers;  // with `whole_model`: steps through so many first layers; empty for all
   std::vector<std::int64_t> kv_lens;       // the largest is the cache's capacity
@@ -45,7 +41,7 @@ struct DeviceBenchRequest {
   DeviceOptions device;
 };
 
-/// What bench_on_device() hands its results to, as soon as each is there. An error ends the run.
+/// What DeviceBench::time() hands its results to, as soon as each is there. An error ends the run.
 struct DeviceBenchSink {
   std::function<Status(const LayerReport&)> report;
   std::function<Status(const AblationReport&)> ablation;
@@ -54,17 +50,26 @@ struct DeviceBenchSink {
   std::function<Status(const LayerReport&, LayerState& inputs, const SiteWalk&)> dump;
 };
 
-/// Refuses what bench_on_device() would refuse after its first measurement: creates the same executors, which takes the
-/// same memory, and steps one layer with each of request.device.impls. The error names the implementation. Weights that
-/// are not procedural are loaded once, for all resident layers.
-Status check_on_device(const DeviceBenchRequest& request);
+/// A model's layers on a GPU. The device, the layers' memory and the executors are made once, for checks and timings
+/// alike. Layers have the model's numbers.
+class DeviceBench {
+ public:
+  /// Refuses values that DeviceOptions does not list, and what DeviceTimer::create() refuses.
+  static Result<std::unique_ptr<DeviceBench>> create(DeviceBenchRequest request);
+  virtual ~DeviceBench() = default;
 
-/// Calls sink.report for every kv_len and every implementation. As many layers are resident as make a product's weights
-/// cold: those of the smallest product take twice the L2. With bench.warm one layer is resident. A site's time is that
-/// of a graph that runs the site for every resident layer, divided by their number. The total's time is that of a step
-/// through all resident layers, or through so many first layers as first_layers says, divided by the step's layers. A
-/// step through few layers is cold only as far as their weights exceed the L2. With request.ablate sink.ablation is
-/// called for every kv_len, after sink.report.
-Status bench_on_device(const DeviceBenchRequest& request, const DeviceBenchSink& sink);
+  virtual const DeviceDescription& device() const = 0;
+  /// Refuses what time() would refuse after its first measurement: takes the memory of all resident layers, steps the
+  /// layer once with each of the request's implementations, and loads the layers beside it. An error names the
+  /// implementation. What is on the device stays there for time().
+  virtual Status check(std::int64_t layer) = 0;
+  /// Calls sink.report for every kv_len and every implementation. As many layers are resident as make a product's
+  /// weights cold: those of the smallest product take twice the L2. With bench.warm one layer is resident. A site's
+  /// time is that of a graph that runs the site for every resident layer, divided by their number. The total's time is
+  /// that of a step through all resident layers, or through so many first layers as first_layers says, divided by the
+  /// step's layers. A step through few layers is cold only as far as their weights exceed the L2. With the request's
+  /// `ablate` sink.ablation is called for every kv_len, after sink.report.
+  virtual Status time(std::int64_t layer, const DeviceBenchSink& sink) = 0;
+};
 
 }  // namespace cf::apps

@@ -17,9 +17,7 @@ Result<DeviceTimer> DeviceTimer::create(int) { return no_cuda(); }
 const DeviceInfo& DeviceTimer::info() const { return state_->info; }
 Result<std::vector<double>> DeviceTimer::read_bytes_per_s(const BenchOptions&) { return no_cuda(); }
 
-Result<DeviceDescription> describe_device(const DeviceOptions&) { return no_cuda(); }
-Status check_on_device(const DeviceBenchRequest&) { return no_cuda(); }
-Status bench_on_device(const DeviceBenchRequest&, const DeviceBenchSink&) { return no_cuda(); }
+Result<std::unique_ptr<DeviceBench>> DeviceBench::create(DeviceBenchRequest) { return no_cuda(); }
 
 Result<DeviceModelPlan> plan_device_model(DeviceTimer&, const ModelSpec&, const ModelWeights&,
                                           const DeviceModelOptions&) {

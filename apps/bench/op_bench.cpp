@@ -246,7 +246,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
     for (const Step& s : steps) {
       cuda::LaunchList launches(context, scratch);
       CF_TRY(s.prepare(launches, layer));
-      CF_TRY(graph->add(s.reads, s.writes, launches, {.early = true}));
+      CF_TRY(graph->add(s.reads, s.writes, launches, /*early=*/true));
     }
     return {};
   };

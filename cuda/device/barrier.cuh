@@ -76,7 +76,7 @@ __device__ inline bool test_barrier(std::uint32_t barrier, std::uint32_t parity)
   return done != 0;
 }
 
-/// Waits a short while for the phase of this parity, about 4 us on an H200. True where it is complete.
+/// Waits for the phase of this parity, but only for some microseconds. True where it is complete.
 __device__ inline bool try_wait_barrier(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"

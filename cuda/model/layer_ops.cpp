@@ -38,7 +38,7 @@ constexpr std::int64_t kSharedSmsEntries = 1024;
 
 /// Whether ln_qkv and the MLP's first product, both with packed weights, share SMs. On an H200 the layers of
 /// Pythia-410M, 1.4B and 2.8B are 3 to 7 % faster so in caches of up to 512 entries:
-/// data/bench/old-and-new-gptq.json. Pythia-6.9B's ln_qkv leaves no room for the product's blocks.
+/// data/bench/TRIALS.md, old-and-new-gptq. Pythia-6.9B's ln_qkv leaves no room for the product's blocks.
 bool share_sms(const Arch& arch, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t) {
   if (t.max_kv_len > kSharedSmsEntries) return false;
   const auto* const qkv = std::get_if<PackedWeight>(&w.query_key_value.weight);
@@ -68,7 +68,7 @@ constexpr int kDenseSharedPercent = 58;
 /// - Packed weights of one token that ln_qkv takes are faster with all of the memory shared.
 /// - Packed weights of one token that RmsQkv and RmsLinear take are faster with all of the memory shared, together with
 ///   LaunchMode::leaves_room. They are slower so where lone heads' clusters have kMaxSplits blocks, as those of
-///   Llama-3.2-3B (data/bench/old-and-new-llama-gptq.json).
+///   Llama-3.2-3B (data/bench/TRIALS.md, old-and-new-llama-gptq).
 int shared_percent(const LayerOps& ops, const LayerWeights& w, std::int64_t tokens) {
   if (ops.norms) return ops.share_heads > 1 || ops.key_splits < kMaxSplits ? 100 : 0;
   if (!ops.few) return 0;

@@ -31,12 +31,13 @@ class Session {
   /// Adds q_len to every kv_len on the device.
   Status extend() { return cache.extend(context_.stream(), q_len_); }
 
-  /// Prepares a step, and puts one onto the context's stream: through all layers, or a range of them.
+  /// Prepares a step, and puts one onto the context's stream: through all layers, or a range of them. `input` takes the
+  /// place of what the range's first layer reads.
   Status prepare(Impl impl, std::optional<LayerRange> layers = {}) {
     return executor(impl).prepare(weights, cache, workspace, step_of(layers));
   }
-  Status step(Impl impl, std::optional<LayerRange> layers = {}) {
-    return executor(impl).step(weights, cache, workspace, step_of(layers));
+  Status step(Impl impl, std::optional<LayerRange> layers = {}, const ConstAnyView<2>& input = {}) {
+    return executor(impl).step(weights, cache, workspace, step_of(layers, input));
   }
   /// Waits for the context's stream; reports a step that was given up.
   Status synchronize();
@@ -52,8 +53,8 @@ class Session {
  private:
   Session(const Context& context, std::int64_t q_len, ResidentWeights w, KvCache c, Workspace s);
   Executor& executor(Impl impl) { return executors_[std::size_t(impl)]; }
-  Step step_of(std::optional<LayerRange> layers) const {
-    return {.q_len = q_len_, .layers = layers, .stream = context_.stream()};
+  Step step_of(std::optional<LayerRange> layers, const ConstAnyView<2>& input = {}) const {
+    return {.q_len = q_len_, .layers = layers, .stream = context_.stream(), .input = input};
   }
 
   Context context_;

@@ -34,8 +34,9 @@ struct Planned {
 template <class Args>
 struct Kernel {
   std::string_view name;
-  /// The plan of a call that the op's check() took. Code::unimplemented with the reason where the kernel does not take
-  /// the call, or where a kernel behind it in the list is faster.
+  /// The plan of a call that the op's check() took, or why there is none: Code::not_found where the kernel is for other
+  /// calls, as where one behind it in the list is faster (not_taken()); Code::unimplemented where it has no code for
+  /// this one.
   Result<Planned> (*plan)(const Target&, const Args&);
 };
 
@@ -63,11 +64,13 @@ struct Choice {
   std::vector<PassedOver> passed_over;
 };
 
-/// The first kernel of a list that takes a call. Where none does, the last one's reason is the refusal.
+/// The first kernel of a list that takes a call. Where none does, the refusal is that of the last kernel without code
+/// for the call, or else of the last kernel.
 template <class Args>
 Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& target, const Args& args) {
   Choice choice;
-  Status refusal = Status::error(Code::unimplemented, std::string(Args::Op::name) + ": cuda has no kernel");
+  const std::string name(Args::Op::name);
+  Status refusal = Status::error(Code::not_found, "has no kernel");
   for (const Kernel<Args>& kernel : kernels) {
     Result<Planned> planned = kernel.plan(target, args);
     if (planned) {
@@ -75,11 +78,13 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
       choice.planned = *std::move(planned);
       return choice;
     }
-    if (planned.status().code() != Code::unimplemented) return planned.status();
-    refusal = planned.status();
-    choice.passed_over.push_back({kernel.name, refusal.message()});
+    const Status why = planned.status();
+    if (why.code() != Code::unimplemented && why.code() != Code::not_found) return why;
+    if (why.code() == Code::unimplemented || refusal.code() == Code::not_found) refusal = why;
+    choice.passed_over.push_back({kernel.name, why.message()});
   }
-  return refusal;
+  if (refusal.code() == Code::unimplemented) return refusal;
+  return Status::error(Code::unimplemented, name + ": cuda " + refusal.message());
 }
 
 /// An op's kernels, best first.

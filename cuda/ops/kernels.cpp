@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/ops/kernel.hpp"
+#include "cuda/ops/linear/linear.hpp"
 #include "cuda/ops/norm/layernorm.hpp"
 
 namespace cf::cuda {

@@ -84,9 +84,9 @@
 //
 // Instructions bound small models. A layer runs through more code than the 32 KB that an SM of an H200 holds, most of
 // it once. One build missed the instruction cache 727 times a layer. Another build missed it 1010 times. The second one
-// was 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/instruction-cache.json). So all phases
-// share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With code
-// of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
+// was 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/TRIALS.md, instruction-cache). So all
+// phases share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With
+// code of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
 // epilogue: code behind it would run twice.
 #include <cuda_runtime.h>
 

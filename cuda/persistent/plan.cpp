@@ -19,7 +19,7 @@ constexpr int kBytesInFlight = 60 << 10;
 /// The most stages that the stream warp prefetches while the ring is full, and the rate of these prefetches. The memory
 /// of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without prefetches:
 /// its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain less
-/// (data/bench/prefetches.json). Other GPUs are not measured.
+/// (data/bench/TRIALS.md, prefetches). Other GPUs are not measured.
 constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
 /// more blocks to fill.
@@ -185,7 +185,7 @@ class Slicing {
     if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
     // Where each product warp has a slice of mlp.act of its own, the warp loads that slice to registers. With a
     // parallel residual the helper warps fetch mlp.act while the product warps multiply. Slices of 1024 columns are
-    // slower in registers: their stages are many and short (data/bench/act-in-registers.json).
+    // slower in registers: their stages are many and short (data/bench/TRIALS.md, act-in-registers).
     const int own_slice = d_.intermediate % (8 * kProductWarps) ? 0 : d_.intermediate / kProductWarps;
     plan.act_in_registers = sequential_ && row_chunks(own_slice) >= kMinRowChunks && own_slice <= kMaxSliceColumns;
     if (plan.act_in_registers) plan.act_slices = kProductWarps, plan.act_columns = own_slice;

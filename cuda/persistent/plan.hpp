@@ -93,9 +93,9 @@ inline constexpr int kSplitKeys = 128;
 /// keeps.
 inline constexpr int kMaxShareHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
-/// kv head share one load. The bound is for one sequence, by measurements on an H200 (data/bench/shared-keys.json).
-/// With Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up
-/// to 2048 and faster from 4096 on.
+/// kv head share one load. The bound is for one sequence, measured on an H200: data/bench/TRIALS.md, shared-keys. With
+/// Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up to
+/// 2048 and faster from 4096 on.
 inline constexpr std::int64_t kUnsharedEntries = 4096;
 /// The bound for several sequences. Nobody has measured a larger one: their keys are more bytes beside the same
 /// weights.
@@ -109,7 +109,7 @@ enum class Products : int {
   packed_tiles      // up to eight tokens, packed weights in tiles of sixteen rows
 };
 /// Whether a plan has row products. Each kind of residual has kernels of its own, without the other kind's code: a
-/// layer runs through more code than the instruction cache holds (data/bench/instruction-cache.json).
+/// layer runs through more code than the instruction cache holds (data/bench/TRIALS.md, instruction-cache).
 CF_HD constexpr bool is_rows(Products p) { return p == Products::rows || p == Products::sequential_rows; }
 /// Whether a plan of these products takes packed weights. Weights beside them that are not packed, such as the LM head,
 /// have tile products.

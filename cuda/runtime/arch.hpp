@@ -24,6 +24,8 @@ struct Arch {
 
   /// Whether the device has Hopper's tensor cores: wgmma, with registers that warpgroups give each other.
   constexpr bool has_wgmma() const { return compute_capability == 90; }
+  /// Whether blocks form clusters, which reach into each other's shared memory, and have a copy engine.
+  constexpr bool has_clusters() const { return compute_capability >= 90; }
 };
 
 /// The measured numbers of a GPU, by its name as CUDA gives it. A GPU without a file has the H200's.

@@ -5,6 +5,7 @@
 #include "core/contract.hpp"
 #include "cuda/runtime/context.hpp"
 #include "cuda/runtime/launch_list.hpp"
+#include "cuda/runtime/refusals.hpp"
 
 namespace cf::cuda {
 
@@ -44,43 +45,20 @@ class DeviceCheck {
   Status status_;
 };
 
-/// Checks a call by its contract, and then where its tensors lie.
+/// Checks where the tensors of a call lie, which the op's check() took.
 template <class Args>
-Status check_call(const Args& args, const LaunchList& launches) {
+Status check_addresses(const Args& args, const LaunchList& launches) {
   using Op = typename Args::Op;
-  CF_TRY(Op::check(args));
   DeviceCheck check(Op::name, launches);
   Op::tensors(Op::dims(args), args, check);
   return check.status();
 }
 
-/// Refuses a size that is not a multiple of 8: kernels read 16 bytes at a time, eight elements of a 16-bit type.
-inline Status check_multiple_of_8(std::string_view op, std::string_view name, std::int64_t size) {
-  if (size % 8 == 0) return {};
-  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(name) +
-                                                " a multiple of 8, got " + std::to_string(size));
-}
-
-/// Refuses weights of another dtype than the activations': tensor cores multiply elements of one dtype.
-inline Status check_weight_dtype(std::string_view op, DType activation, DType weight) {
-  if (weight == activation) return {};
-  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes " + std::string(to_string(activation)) +
-                                                " activations with weights of the same dtype, got " +
-                                                std::string(to_string(weight)));
-}
-
-/// Calls f with the C++ type of a 16- or 32-bit floating-point dtype; anything else is unimplemented.
-template <class F>
-Status with_activation(std::string_view op, DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::f16: return f(f16{});
-    case DType::bf16: return f(bf16{});
-    case DType::f32: return f(float{});
-    default:
-      return Status::error(Code::unimplemented, std::string(op) +
-                                                    ": cuda takes float16, bfloat16 or float32 activations, got " +
-                                                    std::string(to_string(dtype)));
-  }
+/// Checks a call by its contract, and then where its tensors lie.
+template <class Args>
+Status check_call(const Args& args, const LaunchList& launches) {
+  CF_TRY(Args::Op::check(args));
+  return check_addresses(args, launches);
 }
 
 }  // namespace cf::cuda

@@ -8,9 +8,8 @@
 namespace cf::cuda {
 
 /// Lets a kernel take `bytes` of dynamic shared memory on the current device, beside what earlier calls let it take.
-/// Called when a launch is prepared. A kernel is allowed no more than its launches ask for. With the device's whole
-/// memory allowed to every kernel, Pythia-2.8B's kernels launched one by one took 3 % longer on an H200; presumably the
-/// driver divides an SM's memory by what a kernel may take.
+/// Called when a launch is prepared. A kernel is allowed no more than its launches ask for:
+/// presumably the driver divides an SM's memory by what a kernel may take (kH200Tuning).
 Status allow_shared_memory(std::string_view op, const void* kernel, std::size_t bytes);
 
 /// Lets a kernel's clusters have `blocks` blocks on the current device, also more than Arch::max_cluster_blocks.

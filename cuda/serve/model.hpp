@@ -32,7 +32,7 @@ class Model final : public ModelRunner {
     bool in_place = false;         // whether the weights lie on the device and are read there, without a copy
   };
 
-  /// The fastest impl for steps of so many slots on a GPU of this kind, by what was measured on an H200 and an H100.
+  /// The fastest impl for steps of so many slots on a GPU of this kind, by its measured bounds.
   /// Of the weights it looks at formats and dtypes. A pure function of its arguments.
   static Impl auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeights& weights, std::int64_t slots);
   /// What create() takes on the device for these weights. Their values may be on the host, on a device or nowhere.

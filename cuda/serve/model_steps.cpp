@@ -104,7 +104,7 @@ Result<GraphExec> Model::State::dataflow_step(LogitsBuffer to, Start start) {
     }
     return for_each_outer_site(to, [&](const Site& site, const auto& args) -> Status {
       // The LM head starts late. If its blocks come one by one to SMs where the last layer's kernels still run, it may
-      // read more slowly until its end, as it does on an H200 for Llama-3.1-8B with packed weights.
+      // read more slowly until its end (kH200Tuning).
       CF_TRY(graph.run(args, {.early = site.id != SiteId::embed_out}));
       if (site.id != SiteId::embed_in) return {};
       for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {

@@ -1,5 +1,5 @@
 #pragma once
-// NVIDIA H200. A record is a file of data/bench, or the commit that measured the number.
+// NVIDIA H200. A record is a file of data/bench, a section of TRIALS.md there, or the commit that measured the number.
 #include "cuda/tuning/tuning.hpp"
 
 namespace cf::cuda {
@@ -43,17 +43,51 @@ inline constexpr Tuning kH200Tuning{
     // Record: commit e38a708. For eight queries of four heads to 1,024 keys the decode kernel takes a fifth of the
     // prefill kernels' time.
     .prefill_queries = 16,
-    // Record: shared-keys-graph.json. Loads that heads share are faster in the graph of Llama-3.1-8B from 512 entries
-    // on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on. In small caches lone heads are
-    // faster, as they have more blocks.
+    // Record: TRIALS.md, shared-keys-graph. Loads that heads share are faster in the graph of Llama-3.1-8B from 512
+    // entries on, and in that of Llama-3.2-1B, whose heads are half as large, from 1024 on. In small caches lone heads
+    // are faster, as they have more blocks.
     .unshared_elements = 65536,
-    // Record: shared-keys-graph.json. With 16 splits Llama-3.1-8B's attention to 32768 entries takes 48 us instead of
-    // 60.
+    // Record: TRIALS.md, shared-keys-graph. With 16 splits Llama-3.1-8B's attention to 32768 entries takes 48 us and
+    // not 60.
     .few_splits_entries = 1024,
     // Record: commit 378db60. The device holds fewer whole clusters than there are blocks for, and clusters that wait
     // for a second turn double the time.
     .split_blocks_on_two_sms = 3,
+
+    // Records: stack-*.json; for several slots of Llama and Qwen TRIALS.md, llama-batches. The times of all layers in
+    // ms, of one slot at kv_len 128 where a row names nothing else:
+    //
+    //   model                         persistent  graph
+    //   parallel residual:
+    //   Pythia-410M                         0.38   0.39
+    //   Pythia-410M, on an H100            0.413  0.418
+    //   Pythia-1.4B                         0.60   0.79
+    //   Pythia-2.8B, four slots             1.52   1.68
+    //   Pythia-2.8B, eight slots            1.85   1.80
+    //   sequential residual, where no work hides the waits between blocks:
+    //   Llama-3.2-3B, two slots             2.04   1.78
+    //   Qwen2.5-7B, two slots               3.62   3.70
+    //   Llama-3.1-8B, two slots             3.85   4.04
+    //   Llama-3.1-8B, four slots            4.15   4.08
+    //   packed weights:
+    //   Pythia-2.8B                         0.92   0.51
+    //   Pythia-2.8B, four slots             1.93   0.74
+    //   Pythia-6.9B                         1.40   1.02
+    //   Llama-3.1-8B, kv_len 512            1.77   1.25
+    .persistent_parallel = {{{.most_slots = 1, .least_hidden = 1024}, {.most_slots = 4, .least_hidden = 2048}}},
+    .persistent_sequential = {{{.most_slots = 1, .least_hidden = 2048}, {.most_slots = 2, .least_hidden = 3584}}},
 };
+
+// What else was measured on an H200, without a number that a plan reads:
+//   cuda/ops/attention/attention.cu   Code for several heads in the kernel of lone heads makes the packed layers of
+//                                     Pythia-2.8B 3 % slower.
+//   cuda/ops/rms_linear               With RmsQkv and RmsLinear the packed layers of Llama models are 1 to 5 % faster:
+//                                     TRIALS.md, old-and-new-llama-gptq.
+//   cuda/runtime/shared_memory.hpp    With the device's whole memory allowed to every kernel, Pythia-2.8B's kernels
+//                                     launched one by one take 3 % longer.
+//   cuda/serve/model_steps.cpp        An LM head that starts early reads more slowly until its end, for Llama-3.1-8B
+//                                     with packed weights.
+//   cuda/device/barrier.cuh           try_wait_barrier() waits for about 4 us.
 
 /// Kernels are compiled with one GPU's numbers, for all architectures.
 inline constexpr const Tuning& kCompiledTuning = kH200Tuning;

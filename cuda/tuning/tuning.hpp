@@ -1,6 +1,7 @@
 #pragma once
 // What was measured of a GPU, as numbers that launch plans choose by. A file for each GPU holds its numbers and says
 // which record each comes from.
+#include <array>
 #include <cstdint>
 #include <string_view>
 
@@ -11,6 +12,12 @@ struct GptqAhead {
   int stages;          // of the ring, at most
   int early;           // stages that are asked for before the activations are there
   int many_tiles = 0;  // for so many tiles a block or more
+};
+
+/// The persistent kernel is faster than the graph for up to `most_slots` slots of a model whose hidden_size is at least
+/// `least_hidden`.
+struct PersistentBound {
+  std::int64_t most_slots, least_hidden;
 };
 
 struct Tuning {
@@ -38,6 +45,10 @@ struct Tuning {
   std::int64_t unshared_elements;   // of a kv head's keys: up to so many, each query head loads them by itself
   std::int64_t few_splits_entries;  // the largest cache where a share has no more splits than a lone head
   int split_blocks_on_two_sms;      // the most blocks for two SMs that keys are split into
+
+  // Whether steps run in the persistent kernel: any of the bounds for the model's kind of residual. Models of packed
+  // weights run in the graph.
+  std::array<PersistentBound, 2> persistent_parallel, persistent_sequential;
 };
 
 }  // namespace cf::cuda

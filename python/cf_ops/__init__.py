@@ -1,4 +1,4 @@
-"""Decodes GPT-NeoX, Llama, Mistral and Qwen2 models; each operator is proven against a float64 oracle."""
+"""Decodes language models at the speed of memory; each operator is proven against a float64 oracle."""
 
 try:
     from cf_ops import _waiting  # first: it loads OpenMP

@@ -316,7 +316,7 @@ class Generation(Iterator[Piece]):
 
 
 class Model:
-    """A GPT-NeoX model, on the CPU or on a GPU. Calls from several threads do not disturb each other.
+    """A language model, on the CPU or on a GPU. Calls from several threads do not disturb each other.
 
     On the CPU weights are read where they lie in the mapped files, and each call takes the memory of its own cache. On a
     GPU the model has a copy of the weights and a cache of `slots` sequences of `capacity` entries; a call takes free
@@ -666,8 +666,8 @@ def load(
     On a terminal stderr shows how far a preset's weights are made.
 
     Raises FileNotFoundError for a directory or file that is missing, OSError for a download that fails, TypeError for
-    arguments of other types, ValueError for a checkpoint that is damaged, is no
-    GPT-NeoX model or has a weight that is not finite, and for arguments that the device or the model does not take;
+    arguments of other types, ValueError for a checkpoint that is damaged, is of no
+    family that cf_ops has or has a weight that is not finite, and for arguments that the device or the model does not take;
     for a GPU MemoryError where its memory does not hold the model, NotImplementedError where this build has no CUDA
     backend or the impl does not take the model, and CfError where there is no such GPU.
     """

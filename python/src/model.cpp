@@ -762,7 +762,7 @@ void bind_weights(nb::module_& m) {
         for (const ModelConfig& preset : presets()) names.push_back(preset.name);
         return names;
       },
-      "The names of the models of the Pythia suite.");
+      "The names of the models whose shapes the library has: Pythia, Llama, Qwen and others.");
   m.def(
       "check_config",
       [](const std::string& config) { check(checkpoint::parse_hf_config(config, "tensors: config").status()); },
@@ -777,7 +777,7 @@ void bind_weights(nb::module_& m) {
           "preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
           nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "
                   "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
-          "A model of the Pythia suite, such as \"pythia-70m\", with procedural weights of a dtype. `progress` is "
+          "A preset, such as \"pythia-70m\", with procedural weights of a dtype. `progress` is "
           "told the bytes that are made and those of all weights, after each tensor. Raises "
           "FileNotFoundError for another name, with the names that there are, and MemoryError.")
       .def_static(

@@ -809,99 +809,6 @@ class Tables(Files):
         self.assertEqual(len(lines), 6)
         self.assertTrue(lines[4].startswith("| pythia-2.8b | 1 | 128 | 1.600 ("), lines[4])
 
-    def check_part(self, part, name, report, lines):
-        """Checks what a part of the page makes of one file: the lines and the file's source, or nothing without it."""
-        report = report | {"gpu": "a GPU", "commit": "abc", "command": "cf-layer"}
-        path = self.write(name + ".json", json.dumps(report))
-        figures = bench_page.Figures(os.path.dirname(path))
-        source = f"[`{name}.json`]({name}.json), commit abc."
-        self.assertEqual(part(figures), [*lines, "", source])
-        os.remove(path)
-        self.assertEqual(part(figures), ["Not recorded."])
-
-    def test_changes_to_the_int4_graph_stand_over_the_graph_of_their_run(self):
-        row = {"model": "a", "kv_len": 128, "us": 500, "variant_us": [510, None]}
-        change = {"change": "counters", "variants": ["one", "two"], "rows": [row, row | {"us": None}]}
-        report = {"changes": [change]}
-        self.check_part(bench_page.gptq_tried, "gptq-graph-tried", report, [
-            "| not in the graph | all layers of | over the graph |",
-            "|---|---:|---:|",
-            "| counters: one | a, kv_len 128 | 1.02x |",
-        ])  # fmt: skip
-
-    def test_shared_loads_of_keys_stand_over_own_loads_model_by_model(self):
-        def row(model, kv_len, ratio):
-            return {"model": model, "weights": "bfloat16", "kv_len": kv_len, "ratio": ratio}
-
-        report = {"rows": [row("a", 2048, 0.95), row("a", 640, 0.985), row("b", 2048, 1.004)]}
-        self.check_part(bench_page.shared_keys, "shared-keys-graph", report, [
-            "| shared loads over own, kv_len | 640 | 2,048 |",
-            "|---|---:|---:|",
-            "| a, bfloat16 | 0.98x | 0.95x |",
-            "| b, bfloat16 | - | 1.00x |",
-        ])  # fmt: skip
-
-    def test_the_first_tokens_stand_beside_those_that_follow(self):
-        def rows(*pairs):
-            return [{"new_tokens": n, "behind_first_ms": ms} for n, ms in pairs]
-
-        runs = [{"model": "a", "prompt_len": 128, "rows": rows((2, 1.4), (3, 2.75), (5, 5.0), (9, 9.0))},
-                {"model": "a", "prompt_len": 512, "rows": rows((2, 1.5), (5, 6.0), (9, 12.0))}]  # fmt: skip
-        report = {"runs": runs}
-        self.check_part(bench_page.first_tokens, "first-tokens", report, [
-            "| ms a token behind a prompt | second | third | mean behind the fifth |",
-            "|---|---:|---:|---:|",
-            "| a, 128 ids | 1.40 | 1.35 | 1.00 |",
-            "| a, 512 ids | 1.50 | - | 1.50 |",
-        ])  # fmt: skip
-
-    def test_waits_have_each_part_and_each_event_model_by_model(self):
-        report = {
-            "parts": {"rows": [{"model": model, "variant": variant, "us": us} for model, variant, us in (
-                ("a", "whole", 10.4), ("a", "no waits", 9.6), ("b", "whole", 20), ("b", "no waits", 8))]},
-            "chains": {"rows": [{"model": model, "events": [{"event": "begins", "mean_us": mean, "last_us": 2.25}]}
-                                for model, mean in (("a", -1.64), ("b", 0.5))]}}  # fmt: skip
-        self.check_part(bench_page.waits, "layer-waits", report, [
-            "| all layers [us] | a | b |",
-            "|---|---:|---:|",
-            "| whole | 10 | 20 |",
-            "| no waits | 10 | 8 |",
-            "",
-            "| from the last q, k and v on: mean (last block) [us] | a | b |",
-            "|---|---:|---:|",
-            "| begins | -1.6 (2.2) | 0.5 (2.2) |",
-        ])  # fmt: skip
-
-    def test_a_timeline_has_each_event_of_its_kernels_model_by_model(self):
-        events = [{"phase": "qkv", "event": "its product is done", "us": [10.22, 9.89]},
-                  {"phase": "layer", "event": "the next layer begins", "us": [40.31, 39.41]}]  # fmt: skip
-        directory = os.path.dirname(self.write("timeline-pythia-2.8b.json", json.dumps({
-            "gpu": "a GPU", "commits": ["abc", "def"], "command": "cf-layer", "method": "Stamps.",
-            "kv_len": 128, "events": events})))  # fmt: skip
-        first = [
-            "| pythia-2.8b, kv_len 128 [us] | commit abc | commit def |",
-            "|---|---:|---:|",
-            "| qkv: its product is done | 10.2 | 9.9 |",
-            "| layer: the next layer begins | 40.3 | 39.4 |",
-            "",
-            "`cf-layer`, a GPU. Stamps.",
-        ]  # fmt: skip
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), first)
-        self.write("timeline-llama-3.1-8b.json", json.dumps({
-            "gpu": "a GPU", "commits": ["abc"], "command": "cf-layer", "method": "Stamps.",
-            "kv_len": 512, "events": [{"phase": "attention", "event": "ends", "us": [21.55]}]}))  # fmt: skip
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), [
-            *first, "",
-            "| llama-3.1-8b, kv_len 512 [us] | commit abc |",
-            "|---|---:|",
-            "| attention: ends | 21.6 |",
-            "",
-            "`cf-layer`, a GPU. Stamps.",
-        ])  # fmt: skip
-        for model in ("pythia-2.8b", "llama-3.1-8b"):
-            os.remove(os.path.join(directory, f"timeline-{model}.json"))
-        self.assertEqual(bench_page.timeline(bench_page.Figures(directory)), ["Not recorded."])
-
     def test_growth_is_a_line_with_its_largest_residual(self):
         lines = plot_bench.tables(self.write("r.json", json.dumps(GROWTH)))
         self.assertEqual([line for line in lines if "us a" in line], [
@@ -1012,9 +919,9 @@ class Page(Files):
         with open(os.path.join(directory, "README.md"), encoding="utf-8") as file:
             page = file.read()
         self.assertIn("| pythia-2.8b | 128 | - | - | - | - | 1.600\u00a0(80\u00a0%) |", page)
-        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), commit abc, a GPU.", page)
+        self.assertIn("[`stack-pythia-2.8b.json`](stack-pythia-2.8b.json), a GPU.", page)
         self.assertIn("\n```sh\nbuild/release/apps/cf-layer\napps/bench_peers.py\n```\n", page)
-        self.assertIn("\n- [Where a layer's time goes](#where-a-layers-time-goes)\n", page)
+        self.assertIn("\n- [How a step's time grows](#how-a-steps-time-grows)\n", page)
         self.assertNotIn("E: no", page)
 
     def test_the_headline_has_each_gpu_and_what_else_is_recorded(self):
@@ -1058,12 +965,27 @@ class Page(Files):
                 "build/release/apps/cf-model generate --model /dev/shm/pythia-2.8b --prompt-ids 1,2"]),
         ):  # fmt: skip
             self.assertEqual(bench_page.typed("name", recorded), lines)
-        directory = os.path.dirname(self.write("first-tokens.json", json.dumps(
-            {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench --preset MODEL"})))  # fmt: skip
+        directory = os.path.dirname(self.write("model-a.json", json.dumps(
+            {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench --preset a"})))  # fmt: skip
         figures = bench_page.Figures(directory)
         self.assertEqual(bench_page.commands(figures), ["Not recorded."])
-        figures.source("first-tokens")
-        self.assertEqual(bench_page.commands(figures)[-1], "- `first-tokens.json`: `cf-model bench --preset MODEL`")
+        figures.source("model-a")
+        self.assertEqual(bench_page.commands(figures),
+                         ["```sh", "build/release/apps/cf-model bench --preset a", "```"])  # fmt: skip
+
+    def test_a_commit_that_all_figures_have_stands_once(self):
+        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-model bench"}
+        directory = os.path.dirname(self.write("model-a.json", json.dumps(report)))
+        self.write("quality-b.json", json.dumps({"programs": [{"commit": "abc"}]}))
+        figures = bench_page.Figures(directory)
+        self.assertEqual(bench_page.commits(figures), "The commit is abc.")
+        self.assertEqual(figures.sources(["model-a", "quality-b"]),
+                         "[`model-a.json`](model-a.json); [`quality-b.json`](quality-b.json).")  # fmt: skip
+        self.write("model-c.json", json.dumps(report | {"commit": "def"}))
+        figures = bench_page.Figures(directory)
+        self.assertIn("Each table names the commit", bench_page.commits(figures))
+        self.assertEqual(figures.sources(["model-a", "model-c"]),
+                         "[`model-a.json`](model-a.json), commit abc; [`model-c.json`](model-c.json), commit def.")  # fmt: skip
 
     def test_cells_do_not_break_between_a_number_and_its_share(self):
         lines = ["| a b | 1.5 (34 %) | 6.00 ms (bfloat16) | 2.0x (3 lines) |", "1.5 (34 %)"]
@@ -1084,7 +1006,7 @@ class Page(Files):
         head = ["| model | dtype | impl | prompt | new | slots | TTFT ms | TPOT ms | p99 ms | tokens/s | "
                 "decode, of the streaming read |", "|---|" + "---:|" * 10]  # fmt: skip
         rest = " | persistent | 16 | 32 | 1 | 3.46 | 1.50 | 1.62 | 612.3 | 85 % |"
-        sources = [f"[`model-{name}.json`](model-{name}.json), commit abc" for name in models]
+        sources = [f"[`model-{name}.json`](model-{name}.json)" for name in models]
         lines = bench_page.gpu_model(bench_page.Figures(directory))
         self.assertEqual(lines, [
             *head,
@@ -1100,26 +1022,6 @@ class Page(Files):
             "| Pythia-2.8B | float16" + rest,
             "",
             sources[3] + ".",
-            "",
-            "Llama's tokens with 8 to 64 slots are not recorded; its layers with 2 to 8 sequences are, under "
-            "[Several sequences](#several-sequences).",
-        ])  # fmt: skip
-        self.write("model-llama-3.1-8b-slots.json", json.dumps(report | {"model": "llama-3.1-8b"}))
-        lines = bench_page.gpu_model(bench_page.Figures(directory))
-        self.assertIn("| Llama-3.1-8B | float16" + rest, lines)
-        self.assertFalse([line for line in lines if "not recorded" in line])
-
-    def test_layers_of_llama_with_several_sequences_stand_below_pythia_s(self):
-        self.assertEqual(bench_page.batches(bench_page.Figures(self.directory)), ["Not recorded."])
-        directory = self.recorded()
-        row = {"model": "llama-3.1-8b", "batch": 8, "graph_us": 4304, "persistent_us": 11280}
-        report = {"gpu": "a GPU", "commit": "abc", "command": "cf-layer", "rows": [row]}
-        self.write("llama-batches.json", json.dumps(report))
-        self.assertEqual(bench_page.batches(bench_page.Figures(directory))[:4], [
-            "| sequences at once | `graph` [ms] | `persistent` [ms] |",
-            "|---|---:|---:|",
-            "| Pythia-2.8B, 1 | - | 1.600 (80 %) |",
-            "| Llama-3.1-8B, 8 | 4.304 | 11.280 |",
         ])  # fmt: skip
 
     def test_a_llama_s_stack_stands_among_the_ways_to_step(self):
@@ -1166,7 +1068,7 @@ class Page(Files):
             "| stdlib-4m | Hugging Face, float16:eager" + rest,
             "| stdlib-4m | `graph`" + rest,
             "",
-            "[`quality-stdlib-4m.json`](quality-stdlib-4m.json), commit abc.",
+            "[`quality-stdlib-4m.json`](quality-stdlib-4m.json).",
         ])  # fmt: skip
 
     def test_a_report_without_a_program_s_run_names_the_commit_it_was_built_from(self):
@@ -1183,7 +1085,7 @@ class Page(Files):
         directory = os.path.dirname(self.write("load-pythia-2.8b.json", json.dumps(report)))
         self.assertEqual(bench_page.gpu_model(bench_page.Figures(directory)), [
             "Pythia-2.8B from files in the page cache, a prompt of 3 ids: opened in 2.12 s, first id 62.5 ms after that. "
-            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json), commit abc.",
+            "[`load-pythia-2.8b.json`](load-pythia-2.8b.json).",
         ])  # fmt: skip
 
     def test_peers_of_whole_models_have_one_table_for_each_gpu(self):
@@ -1193,7 +1095,7 @@ class Page(Files):
         lines = bench_page.gpu_model(bench_page.Figures(directory))
         self.assertEqual(lines[:2], [bench_page.BESIDE_OTHERS, ""])
         rows = model_peers.table(bench_page.measured(report)["results"]["model"])
-        source = "[`model-peers-{0}.json`](model-peers-{0}.json), commit abc"
+        source = "[`model-peers-{0}.json`](model-peers-{0}.json)"
         first = source.format("pythia-2.8b")
         self.assertEqual(lines[2:], [*rows, "", f"On an a GPU. With torch 2: {first}."])
         self.assertEqual(len(rows), len(MODEL_ROWS) + 1, "what was not measured has no row")
@@ -1225,7 +1127,7 @@ class Page(Files):
             "|---|---:|---:|---:|---:|---:|",
             "| pythia-2.8b | 1 | 1 | 40.00 (85 %), 1969 lines | 52.00 (1.30x), 40 lines | - |",
             "",
-            "triton 3. [`pythia-2.8b.json`](pythia-2.8b.json), commit abc.",
+            "triton 3. [`pythia-2.8b.json`](pythia-2.8b.json).",
             "",
             bench_page.PEERS_OF_KERNELS,
             "",

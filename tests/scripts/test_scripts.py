@@ -421,7 +421,7 @@ class BenchGpu(Scripts):
         scratch = os.path.join(self.root, "scratch")  # the calls that name it are the same in each run
         self.stub("bin/mktemp", f"mkdir {scratch} && echo {scratch}", log=False)
         for name in ("apps/bench_peers.py", "apps/plot_bench.py", "apps/bench_page.py", "apps/bench_python.py",
-                     "golden/tools/eval_hf.py", "golden/tools/make_checkpoints.py"):  # fmt: skip
+                     "apps/bench_busy.py", "golden/tools/eval_hf.py", "golden/tools/make_checkpoints.py"):  # fmt: skip
             self.stub(name)
         result = self.run_script("bench_gpu", *arguments)
         self.assertTrue(os.path.isdir(os.path.join(self.root, "out")))
@@ -448,6 +448,28 @@ class BenchGpu(Scripts):
         for part in ("", "all"):
             self.refused(self.run_script("bench_gpu", "--only", part, "out"), "--only: expected one of layers", f"'{part}'")
         self.refused(self.run_script("bench_gpu", "--only", "peers"), "expected OUT_DIR")
+
+    def files_of(self, *arguments):
+        """The names of the files that the script's programs are told to write, without .json."""
+        if os.path.exists(self.log):
+            os.remove(self.log)
+        _, calls = self.measure(arguments=(*arguments, "out"))
+        words = [call.split() for call in calls]
+        files = [call[call.index("--json") + 1] for call in words if "--json" in call]
+        return [os.path.basename(f).removesuffix(".json") for f in files if os.path.dirname(f) == "out"]
+
+    def test_each_recorded_file_is_made_by_the_script(self):
+        found = {name for name in os.listdir(os.path.join(ROOT, "data", "bench")) if name.endswith(".json")}
+        self.assertGreater(len(found), 50)
+        made = [*self.files_of(), *self.files_of("--only", "cpu")]
+        made += self.files_of("--suffix", "-h100")
+        self.assertEqual(sorted(found - {name + ".json" for name in made}), [])
+
+    def test_a_suffix_ends_every_name(self):
+        plain = self.files_of()
+        self.assertEqual(self.files_of("--suffix", "-h100"), [name + "-h100" for name in plain])
+        for text in ("", "h100", "-a/b"):
+            self.refused(self.run_script("bench_gpu", "--suffix", text, "out"), "--suffix: expected a text such as -h100")
 
     def test_each_model_beside_pythia_s_runs_in_its_own_dtype(self):
         _, calls = self.measure()

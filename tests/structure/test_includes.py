@@ -36,8 +36,10 @@ ROOMS = {
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
-    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/norm"],
-    "cuda/ops/no_kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/norm"],
+    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/linear/*", "cuda/ops/norm"],
+    "cuda/ops/no_kernels": [
+        "core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/linear/*", "cuda/ops/norm",
+    ],  # fmt: skip,
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.
@@ -46,7 +48,7 @@ ROOMS = {
     "cuda/ops/linear/gemv": PRODUCT,
     "cuda/ops/linear/packed": PRODUCT,
     "cuda/ops/linear/cublaslt": [*PRODUCT, "cuda/ops/linear/packed"],
-    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed", "cuda/ops/linear/cublaslt"],
+    "cuda/ops/linear/wgmma": [*PRODUCT, "cuda/ops/linear/packed"],
     "cuda/ops/linear/tiles": [*PRODUCT, "cuda/ops/linear/wgmma"],
     "cuda/ops/linear": [*OP_FAMILY, "cuda/ops/linear/*"],
     "cuda/ops/norm": OP_FAMILY,

@@ -6,6 +6,7 @@ import re
 import unittest
 
 ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
+TRIALS = "data/bench/TRIALS.md"
 MAPS = ("cuda/ops/linear", "cuda/persistent")
 
 
@@ -38,6 +39,21 @@ class Pages(unittest.TestCase):
                 self.assertTrue(os.path.exists(target), where)
                 if anchor:
                     self.assertIn(anchor, anchors(read(target)), where)
+
+    def test_records_that_comments_cite_are_there(self):
+        cited = 0
+        for top in ("core", "cpu_ref", "cuda"):
+            for folder, _, files in os.walk(os.path.join(ROOT, top)):
+                for name in (name for name in files if re.search(r"\.(hpp|cpp|cuh|cu|py|md)$", name)):
+                    path = os.path.join(folder, name)
+                    text = re.sub(r"\s*\n\s*(//+)?\s*", " ", read(path))
+                    for record in re.findall(r"\bdata/bench/([\w.-]+\.(?:json|svg|md))", text):
+                        self.assertTrue(os.path.exists(os.path.join(ROOT, "data", "bench", record)), (path, record))
+                        cited += 1
+                    for section in re.findall(r"\bTRIALS\.md, ([\w-]+)", text):
+                        self.assertIn(section, anchors(read(os.path.join(ROOT, TRIALS))), path)
+                        cited += 1
+        self.assertGreater(cited, 10)
 
     def test_a_map_names_each_file(self):
         for folder in MAPS:

@@ -8,7 +8,7 @@ namespace cf::cuda {
 
 // Products with packed GPTQ weights whose kernels normalise the one token themselves, in every block. The bits are
 // those of the ops one after the other. The tensors between the ops are not written. On an H200 the layers of Llama
-// models are 1 to 5 % faster with fewer launches: data/bench/old-and-new-llama-gptq.json.
+// models are 1 to 5 % faster with fewer launches: data/bench/TRIALS.md, old-and-new-llama-gptq.
 
 /// Calls f for an op's tensors but for the one of this name.
 template <class Args, class F>

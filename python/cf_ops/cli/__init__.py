@@ -13,8 +13,8 @@ from cf_ops.cli import bench, evaluate, generate, info
 __all__ = ["main"]
 
 _DESCRIPTION = (
-    "Makes tokens with a whole GPT-NeoX model, scores texts, and times both. Without a command it prints versions and "
-    "backends, and checks every op against the oracle."
+    "Makes tokens with a whole model, scores texts, and times both. Without a command it prints versions and backends, "
+    "and checks every op against the oracle."
 )
 
 

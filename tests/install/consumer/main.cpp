@@ -10,8 +10,6 @@
 #include <cstdio>
 #include <vector>
 
-#include "core/status.hpp"  // the old root, which goes with 0.3
-
 int main() {
   const auto model =
       cf::checkpoint::parse_hf_config(cf::checkpoint::to_hf_json(*cf::find_preset("pythia-2.8b")), "pythia-2.8b");

@@ -185,44 +185,37 @@ Status add_finish(const ops::Linear::Args& a, const float* sums, LaunchList& lau
 
 }  // namespace
 
-Result<bool> prepare_gemm(const ops::Linear::Args& a, LaunchList& launches) {
+Result<bool> add_gemm(const ops::Linear::Args& a, const GemmPlan& plan, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
   const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
-  const Scratch scratch = launches.scratch();
-  if (!scratch.data || !is_gemm(launches.arch(), d.tokens, d.in, dtype, packed != nullptr)) return false;
-  if (reinterpret_cast<std::uintptr_t>(scratch.data) % 256)
-    return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
-
-  GptqLayout layout;
-  if (packed) {
-    CF_TRY_ASSIGN(layout, gptq_layout(ops::Linear::name, *packed));
-    if (dtype == DType::f16 && !layout.fits_f16) return false;
-  }
-  const auto [parts, has_sums, at] = gemm_plan(a);
-  if (scratch.bytes < at.bytes) return false;
-  auto* const sums = reinterpret_cast<float*>(scratch.data + at.sums);
+  const auto& [parts, has_sums, at] = plan;
+  std::byte* const scratch = launches.scratch().data;
+  auto* const sums = reinterpret_cast<float*>(scratch + at.sums);
   const Gemm gemm{.tokens = d.tokens,
                   .in = packed ? parts * d.in : d.in,
                   .out = d.rows(),
                   .dtype = dtype,
                   .output = has_sums ? DType::f32 : dtype,
-                  .x = packed ? scratch.data + at.x : a.x.data,
-                  .weight = packed ? scratch.data + at.weight : std::get<DenseWeight>(a.linear.weight).weight.data,
+                  .x = packed ? scratch + at.x : a.x.data,
+                  .weight = packed ? scratch + at.weight : std::get<DenseWeight>(a.linear.weight).weight.data,
                   .bias = has_sums ? nullptr : a.linear.bias.data,
                   .residual = has_sums ? nullptr : a.residual.data,
                   .y = has_sums ? sums : a.y.data,
-                  .workspace = scratch.data};
+                  .workspace = scratch};
   CF_TRY_ASSIGN(LaunchList::Call multiply, make_gemm(gemm, launches.device()));
   if (!multiply) return false;
 
   launches.use_scratch();
   const auto add = [&](auto zero) -> Status {
     using T = decltype(zero);
-    if (packed)
-      CF_TRY(add_dequantise<T>(a, *packed, layout, parts, scratch.data + at.weight, scratch.data + at.x, launches));
+    if (packed) {
+      CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
+      CF_TRY(
+          add_dequantise<T>(a, *packed, layout, plan.parts, scratch + plan.at.weight, scratch + plan.at.x, launches));
+    }
     launches.add_call(ops::Linear::name, std::move(multiply));
-    if (!has_sums) return {};
+    if (!plan.has_sums) return {};
     return a.epilogue == ops::Epilogue::swiglu ? add_finish<T, true>(a, sums, launches)
                                                : add_finish<T, false>(a, sums, launches);
   };

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <variant>
 
 #include "core/dtype.hpp"
@@ -14,15 +15,22 @@
 
 namespace cf::cuda {
 
-/// Whether cuBLASLt multiplies rows of x of this size and dtype.
-constexpr bool is_gemm_row(std::int64_t in, DType activation) {
-  return in % 8 == 0 && (activation == DType::f16 || activation == DType::bf16);
+/// Why cuBLASLt does not multiply rows of x of this size and dtype. Empty where it does.
+constexpr std::string_view why_no_gemm_row(std::int64_t in, DType activation) {
+  if (activation != DType::f16 && activation != DType::bf16) return "takes 16-bit activations";
+  return in % 8 == 0 ? "" : "takes rows of a multiple of 8";
 }
 
-/// Whether a product goes through cuBLASLt, where the library, an algorithm and scratch memory are there: one of many
-/// tokens, in 16 bits, whose rows of x are aligned. A packed weight is dequantised first: see gptq_parts().
+/// Why a product does not go through cuBLASLt where the library, an algorithm and scratch memory are there. Empty where
+/// it does: one of many tokens, in 16 bits, whose rows of x are aligned. A packed weight is dequantised first: see
+/// gptq_parts().
+constexpr std::string_view why_no_gemm(const Arch& arch, std::int64_t tokens, std::int64_t in, DType activation,
+                                       bool packed) {
+  if (tokens <= (packed ? arch.tuning->packed_tokens : arch.tuning->gemv_tokens)) return "takes more tokens";
+  return why_no_gemm_row(in, activation);
+}
 constexpr bool is_gemm(const Arch& arch, std::int64_t tokens, std::int64_t in, DType activation, bool packed) {
-  return tokens > (packed ? arch.tuning->packed_tokens : arch.tuning->gemv_tokens) && is_gemm_row(in, activation);
+  return why_no_gemm(arch, tokens, in, activation, packed).empty();
 }
 
 /// The most tokens for which no GPU multiplies by cuBLASLt. Scratch memory is asked for before there is a device.
@@ -79,7 +87,7 @@ inline std::string to_string(const GemmPlan& p) {
          (p.has_sums ? ", float32 sums" : "");
 }
 
-/// The plan of a call whose rows are is_gemm_row(). cuBLASLt adds a bias of the output's dtype alone. For rows of y that
+/// The plan of a call that is_gemm(). cuBLASLt adds a bias of the output's dtype alone. For rows of y that
 /// are not aligned it has kernels that round the product before they add.
 inline GemmPlan gemm_plan(const ops::Linear::Args& a) {
   const auto d = ops::Linear::dims(a);
@@ -96,7 +104,8 @@ inline GemmPlan gemm_plan(const ops::Linear::Args& a) {
 inline std::size_t gemm_scratch_bytes(const ops::Linear::Args& a) {
   const auto d = ops::Linear::dims(a);
   const bool is_packed = std::holds_alternative<PackedWeight>(a.linear.weight);
-  return d.tokens > tokens_without_gemm(is_packed) && is_gemm_row(d.in, a.x.dtype) ? gemm_plan(a).at.bytes : 0;
+  return d.tokens > tokens_without_gemm(is_packed) && why_no_gemm_row(d.in, a.x.dtype).empty() ? gemm_plan(a).at.bytes
+                                                                                               : 0;
 }
 
 }  // namespace cf::cuda

@@ -90,11 +90,9 @@ __global__ void __launch_bounds__(256, 2) linear_f32_kernel(const __grid_constan
 }
 
 template <bool Gated>
-Status prepare_tokens(const Product& p, LaunchList& launches) {
+Status launch_tokens(const Product& p, const GemvPlan& plan, LaunchList& launches) {
   if (p.activation == DType::f32)
-    return launch("linear", launches, {.grid = unsigned((p.output.out + 7) / 8), .block = 256},
-                  linear_f32_kernel<Gated>, p);
-  const GemvPlan plan = gemv_plan(launches.arch(), p.in, p.rows, p.tokens);
+    return launch("linear", launches, {.grid = unsigned(plan.grid), .block = 256}, linear_f32_kernel<Gated>, p);
   const auto kernel = p.activation == DType::f16 ? kernel_for<f16, Gated>(plan.depth, p.tokens > 8)
                                                  : kernel_for<bf16, Gated>(plan.depth, p.tokens > 8);
   return launch("linear", launches, {.grid = unsigned(plan.grid), .block = kGemvThreads}, kernel, p);
@@ -102,7 +100,7 @@ Status prepare_tokens(const Product& p, LaunchList& launches) {
 
 }  // namespace
 
-Status prepare_gemv(const ops::Linear::Args& a, LaunchList& launches) {
+Status launch_gemv(const ops::Linear::Args& a, const GemvLaunches& plan, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
   const auto& dense = std::get<DenseWeight>(a.linear.weight);
   return with_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
@@ -115,14 +113,15 @@ Status prepare_gemv(const ops::Linear::Args& a, LaunchList& launches) {
               .activation = a.x.dtype,
               .weight_dtype = dense.weight.dtype,
               .output = linear_output(a)};
-    return for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t count) {
-      p.tokens = int(count);
-      p.x = static_cast<const T*>(a.x.data) + first * d.in;
-      p.output.y = static_cast<T*>(a.y.data) + first * d.out;
-      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
-      return a.epilogue == ops::Epilogue::swiglu ? prepare_tokens<true>(p, launches)
-                                                 : prepare_tokens<false>(p, launches);
-    });
+    for (const auto& l : plan.launches) {
+      p.tokens = int(l.tokens);
+      p.x = static_cast<const T*>(a.x.data) + l.first * d.in;
+      p.output.y = static_cast<T*>(a.y.data) + l.first * d.out;
+      if (a.residual) p.output.residual = static_cast<const T*>(a.residual.data) + l.first * d.out;
+      CF_TRY(a.epilogue == ops::Epilogue::swiglu ? launch_tokens<true>(p, l.plan, launches)
+                                                 : launch_tokens<false>(p, l.plan, launches));
+    }
+    return {};
   });
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/status.hpp"
+#include "cuda/ops/token_launches.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -12,7 +13,7 @@ namespace cf::cuda {
 /// block's warps divide the columns of a tile among them in steps of 32. A warp keeps the weights and activations of
 /// `depth` steps in flight in registers, also across the end of a tile.
 struct GemvPlan {
-  int depth;          // 16-byte loads of W that a lane has in flight
+  int depth;          // 16-byte loads of W that a lane has in flight; 0 for float32 activations
   int blocks_per_sm;  // resident at once
   int grid;           // tile i belongs to block i % grid
 };
@@ -42,6 +43,13 @@ constexpr GemvPlan gemv_plan(const Arch& arch, long in, long out, long tokens) {
           .blocks_per_sm = blocks,
           .grid = int((tiles + a_block - 1) / a_block)};
 }
+
+/// The plan with float32 activations, for y of `out` columns: a warp takes an element of y.
+constexpr GemvPlan gemv_f32_plan(std::int64_t out) {
+  return {.depth = 0, .blocks_per_sm = 2, .grid = int((out + kGemvWarps - 1) / kGemvWarps)};
+}
+
+using GemvLaunches = TokenLaunches<GemvPlan>;
 
 /// Calls f(first, count) for every launch of linear's own kernels with a dense weight, which takes tokens [first,
 /// first + count), and stops at the first Status that is not ok.

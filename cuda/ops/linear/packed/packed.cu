@@ -35,35 +35,33 @@ auto kernel_for(int rows, const GptqPlan& plan, const GptqSizes& sizes) {
 
 }  // namespace
 
-Status prepare_packed(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
+Status launch_packed(const ops::Linear::Args& a, const PackedLaunches& plan, LaunchList& launches) {
   const auto d = ops::Linear::dims(a);
+  const auto& weight = std::get<PackedWeight>(a.linear.weight);
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
   const GptqSizes sizes = gptq_sizes(layout, d.tokens);
-  const bool gated = a.epilogue == ops::Epilogue::swiglu, in_order = layout.pairs == RopePairs{};
-  if (gated && !in_order)
-    return Status::error(Code::unimplemented,
-                         "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
+  const bool gated = a.epilogue == ops::Epilogue::swiglu, is_plain = gptq_is_plain(a, layout, {}, 4);
   return with_gptq_activation(ops::Linear::name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
     GptqCall c = gptq_call(a, weight, layout);
-    const bool is_plain = gptq_is_plain(a, layout, {}, 4);
-    return for_each_gptq_launch(launches.arch(), sizes, d.tokens, [&](std::int64_t first, const GptqPlan& plan) {
-      c.plan = plan;
+    for (const auto& l : plan.launches) {
+      c.plan = l.plan;
       if (launches.mode().shares_sms) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
-      c.tokens = plan.tokens;
+      c.tokens = int(l.tokens);
       // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
       // there an element has four rows.
       const bool pairs_fit =
           c.plan.split == 1 && (c.plan.tiles * kGptqRows << c.plan.token_bits) <= 2 * gptq_threads(kLinearGptqTurns);
       const int rows = !is_plain ? 1 : pairs_fit ? 2 : 4;
-      c.x = static_cast<const T*>(a.x.data) + first * d.in;
-      c.output.y = static_cast<T*>(a.y.data) + first * d.out;
-      if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
-      return launch(ops::Linear::name, launches,
-                    linear_gptq_shape(c.plan, launches.mode().leaves_room ? c.plan.smem_bytes
-                                                                     : linear_gptq_smem_bytes(launches.arch(), c.plan)),
-                    gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c);
-    });
+      c.x = static_cast<const T*>(a.x.data) + l.first * d.in;
+      c.output.y = static_cast<T*>(a.y.data) + l.first * d.out;
+      if (a.residual) c.output.residual = static_cast<const T*>(a.residual.data) + l.first * d.out;
+      const int smem_bytes =
+          launches.mode().leaves_room ? c.plan.smem_bytes : linear_gptq_smem_bytes(launches.arch(), c.plan);
+      CF_TRY(launch(ops::Linear::name, launches, linear_gptq_shape(c.plan, smem_bytes),
+                    gated ? kernel_for<T, true>(rows, c.plan, sizes) : kernel_for<T, false>(rows, c.plan, sizes), c));
+    }
+    return {};
   });
 }
 

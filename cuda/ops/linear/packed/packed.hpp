@@ -1,11 +1,11 @@
 #pragma once
 #include "core/ops/linear.hpp"
+#include "cuda/ops/linear/packed/plan.hpp"
 #include "cuda/runtime/launch_list.hpp"
 
 namespace cf::cuda {
 
-/// linear with a packed GPTQ weight by launches of up to 16 tokens. The arguments have been checked, but for the
-/// weight's layout.
-Status prepare_packed(const ops::Linear::Args& args, const PackedWeight& weight, LaunchList& launches);
+/// linear with a packed GPTQ weight by launches of up to 16 tokens.
+Status launch_packed(const ops::Linear::Args& args, const PackedLaunches& plan, LaunchList& launches);
 
 }  // namespace cf::cuda

@@ -6,6 +6,7 @@
 #include "core/ops/linear.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
+#include "cuda/ops/token_launches.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -340,6 +341,8 @@ inline Status unpacked_gptq(std::string_view op) {
   return Status::error(Code::unimplemented, std::string(op) + ": cuda takes GPTQ weights packed by " +
                                                 std::string(kCudaPacker) + ", got one as checkpoints store it");
 }
+
+using PackedLaunches = TokenLaunches<GptqPlan>;
 
 /// Calls f(first, plan) for every launch of linear's own kernels with a packed GPTQ weight, which takes tokens [first,
 /// first + plan.tokens), and stops at the first Status that is not ok. Refuses a weight of too many columns.

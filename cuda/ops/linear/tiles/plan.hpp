@@ -13,13 +13,18 @@ namespace cf::cuda {
 /// Up to this many tokens, whose rows and tiles an int counts.
 inline constexpr std::int64_t kLinearTilesTokens = std::int64_t(1) << 24;
 
-/// Whether tiles take a product, where the device has Hopper's tensor cores: one with GELU and more tokens than wgmma
-/// takes. cuBLASLt has no GELU by erf: a second pass over float32 sums does it. Without GELU cuBLASLt is faster.
+/// Why tiles do not take a product. Empty where they do: one with GELU and more tokens than wgmma takes. cuBLASLt has no
+/// GELU by erf: a second pass over float32 sums does it. Without GELU cuBLASLt is faster.
+constexpr std::string_view why_no_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                               DType activation, ops::Epilogue epilogue) {
+  if (tokens <= arch.tuning->wgmma_tokens) return "takes more tokens";
+  if (tokens > kLinearTilesTokens) return "takes fewer tokens";
+  if (!ops::is_gelu(epilogue)) return "takes products with GELU";
+  return why_no_wgmma(arch, in, out, activation);
+}
 constexpr bool is_linear_tiles(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                DType activation, bool packed, ops::Epilogue epilogue) {
-  return arch.has_wgmma() && !packed && ops::is_gelu(epilogue) && tokens > arch.tuning->wgmma_tokens &&
-         tokens <= kLinearTilesTokens && in % 8 == 0 && out % 8 == 0 &&
-         (activation == DType::f16 || activation == DType::bf16);
+  return !packed && why_no_linear_tiles(arch, tokens, in, out, activation, epilogue).empty();
 }
 
 /// A tile is kLinearTilesTokenRows tokens and `width` features: the product's rows and columns. The two warpgroups of a

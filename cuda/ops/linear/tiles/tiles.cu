@@ -9,7 +9,6 @@
 #include "cuda/ops/linear/wgmma/ring.cuh"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/tensor_map.hpp"
-#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -291,15 +290,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, const LinearTilesPlan& plan, LaunchList& launches) {
-  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+Status launch_tiles(const ops::Linear::Args& a, const LinearTilesPlan& plan, LaunchList& launches) {
+  const auto& dense = std::get<DenseWeight>(a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
-  if (!is_linear_tiles(launches.arch(), d.tokens, d.in, d.out, dtype, !dense, a.epilogue) ||
-      !runs_wgmma(launches.device()))
-    return false;
   CUtensorMap weight, x;
-  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
+  CF_TRY(make_tensor_map({.data = dense.weight.data, .dtype = dtype, .columns = d.in, .rows = d.out},
                          plan.shape.width / plan.shape.token_blocks(), weight));
   CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens},
                          kLinearTilesTokenRows / plan.shape.feature_blocks(), x));
@@ -318,13 +314,7 @@ Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, const LinearTilesP
                    .cluster_blocks = kLinearTilesBlocks},
                   plan.shape.in_turn ? linear_tiles_kernel<T, true> : linear_tiles_kernel<T, false>, weight, x, c);
   };
-  CF_TRY(dtype == DType::f16 ? add(f16{}) : add(bf16{}));
-  return true;
-}
-
-Result<bool> prepare_linear_tiles(const ops::Linear::Args& a, LaunchList& launches) {
-  const auto d = ops::Linear::dims(a);
-  return prepare_linear_tiles(a, linear_tiles_plan(launches.arch(), d.tokens, d.out), launches);
+  return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }
 
 }  // namespace cf::cuda

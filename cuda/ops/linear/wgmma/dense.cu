@@ -3,7 +3,6 @@
 #include "cuda/ops/linear/wgmma/block.cuh"
 #include "cuda/runtime/launch.hpp"
 #include "cuda/runtime/tensor_map.hpp"
-#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -74,28 +73,24 @@ auto kernel_for(int token_tile, bool gated) {
 
 }  // namespace
 
-Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, LaunchList& launches) {
-  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+Status launch_wgmma(const ops::Linear::Args& a, const LinearWgmmaPlan& plan, LaunchList& launches) {
+  const auto& dense = std::get<DenseWeight>(a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
   const bool gated = a.epilogue == ops::Epilogue::swiglu;
-  if (!is_linear_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, !dense) || !runs_wgmma(launches.device()))
-    return false;
-  const LinearWgmmaPlan plan = linear_wgmma_plan(launches.arch(), d.tokens, d.in, d.rows());
   CUtensorMap weight, x;
-  CF_TRY(make_tensor_map({.data = dense->weight.data, .dtype = dtype, .columns = d.in, .rows = d.rows()},
+  CF_TRY(make_tensor_map({.data = dense.weight.data, .dtype = dtype, .columns = d.in, .rows = d.rows()},
                          kLinearWgmmaTileRows, weight));
   CF_TRY(make_tensor_map({.data = a.x.data, .dtype = dtype, .columns = d.in, .rows = d.tokens}, plan.token_tile, x));
   const WgmmaCall c = wgmma_call(a, plan);
-  CF_TRY(
-      launch(ops::Linear::name, launches,
-             {.grid = unsigned(plan.row_tiles * plan.splits),
-              .block = kWgmmaThreads,
-              .smem_bytes = std::size_t(plan.smem_bytes),
-              .cluster_blocks = plan.splits},
-             dtype == DType::f16 ? kernel_for<f16>(plan.token_tile, gated) : kernel_for<bf16>(plan.token_tile, gated),
-             weight, x, c));
-  return true;
+  return launch(
+      ops::Linear::name, launches,
+      {.grid = unsigned(plan.row_tiles * plan.splits),
+       .block = kWgmmaThreads,
+       .smem_bytes = std::size_t(plan.smem_bytes),
+       .cluster_blocks = plan.splits},
+      dtype == DType::f16 ? kernel_for<f16>(plan.token_tile, gated) : kernel_for<bf16>(plan.token_tile, gated), weight,
+      x, c);
 }
 
 }  // namespace cf::cuda

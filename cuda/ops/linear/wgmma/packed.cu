@@ -3,7 +3,6 @@
 #include "cuda/ops/linear/wgmma/block.cuh"
 #include "cuda/ops/linear/wgmma/wgmma.hpp"
 #include "cuda/runtime/launch.hpp"
-#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -163,40 +162,35 @@ auto kernel_for(int token_tile) {
 
 }  // namespace
 
-Result<bool> prepare_linear_wgmma(const ops::Linear::Args& a, const PackedWeight& weight, LaunchList& launches) {
+Status launch_wgmma_packed(const ops::Linear::Args& a, const WgmmaPackedLaunches& plan, LaunchList& launches) {
+  const auto& weight = std::get<PackedWeight>(a.linear.weight);
   const auto d = ops::Linear::dims(a);
   const DType dtype = a.x.dtype;
   const bool gated = a.epilogue == ops::Epilogue::swiglu;
   CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, weight));
-  if (!is_gptq_wgmma(launches.arch(), d.tokens, d.in, d.rows(), dtype, weight.format.bits, layout.has_order) ||
-      (layout.pairs != RopePairs{} && (a.residual || gated)) || !runs_wgmma(launches.device()))
-    return false;
   const auto add = [&](auto zero) -> Status {
     using T = decltype(zero);
-    for (std::int64_t first = 0; first < d.tokens; first += kGptqWgmmaTile) {
-      const std::int64_t tokens = std::min(kGptqWgmmaTile, d.tokens - first);
-      const LinearWgmmaPlan plan = gptq_wgmma_plan(launches.arch(), tokens, d.in, d.rows());
-      const T* const x = static_cast<const T*>(a.x.data) + first * d.in;
+    for (const auto& l : plan.launches) {
+      const T* const x = static_cast<const T*>(a.x.data) + l.first * d.in;
       CUtensorMap map;
-      CF_TRY(make_tensor_map({.data = x, .dtype = dtype, .columns = d.in, .rows = tokens}, plan.token_tile, map));
-      GptqWgmmaCall c{.product = wgmma_call(a, plan),
+      CF_TRY(make_tensor_map({.data = x, .dtype = dtype, .columns = d.in, .rows = l.tokens}, l.plan.token_tile, map));
+      GptqWgmmaCall c{.product = wgmma_call(a, l.plan),
                       .matrix = gptq_matrix(weight, layout),
                       .pairs = layout.pairs,
                       .halves_a_group = layout.columns_per_group / 32};
-      c.product.tokens = int(tokens);
-      c.product.output.y = static_cast<T*>(a.y.data) + first * d.out;
-      if (a.residual) c.product.output.residual = static_cast<const T*>(a.residual.data) + first * d.out;
+      c.product.tokens = int(l.tokens);
+      c.product.output.y = static_cast<T*>(a.y.data) + l.first * d.out;
+      if (a.residual) c.product.output.residual = static_cast<const T*>(a.residual.data) + l.first * d.out;
       CF_TRY(launch(ops::Linear::name, launches,
-                    {.grid = unsigned(plan.row_tiles * plan.splits),
+                    {.grid = unsigned(l.plan.row_tiles * l.plan.splits),
                      .block = kWgmmaThreads,
-                     .smem_bytes = std::size_t(plan.smem_bytes),
-                     .cluster_blocks = plan.splits},
-                    gated ? kernel_for<T, true>(plan.token_tile) : kernel_for<T, false>(plan.token_tile), map, c));
+                     .smem_bytes = std::size_t(l.plan.smem_bytes),
+                     .cluster_blocks = l.plan.splits},
+                    gated ? kernel_for<T, true>(l.plan.token_tile) : kernel_for<T, false>(l.plan.token_tile), map, c));
     }
     return {};
   };
-  CF_TRY(dtype == DType::f16 ? add(f16{}) : add(bf16{}));
-  return true;
+  return dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }
 
 }  // namespace cf::cuda

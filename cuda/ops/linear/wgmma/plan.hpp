@@ -2,8 +2,10 @@
 // How the product of 9 to 128 tokens with a 16-bit weight matrix is laid out for Hopper's tensor cores.
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 #include "core/dtype.hpp"
+#include "cuda/ops/token_launches.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -12,12 +14,26 @@ namespace cf::cuda {
 /// The most tokens of a launch.
 inline constexpr std::int64_t kLinearWgmmaTokens = 128;
 
-/// Whether a product goes to Hopper's tensor cores in this way, where the device has them: one of more tokens than gemv
-/// takes best, in 16 bits, whose rows are aligned.
+/// Why no kernel on Hopper's tensor cores takes a product.
+inline constexpr std::string_view kNoWgmma = "needs wgmma";
+/// The same for what all of these kernels ask for: 16 bits, and rows whose copies are aligned. Empty where they take it.
+constexpr std::string_view why_no_wgmma(const Arch& arch, std::int64_t in, std::int64_t out, DType activation) {
+  if (!arch.has_wgmma()) return kNoWgmma;
+  if (activation != DType::f16 && activation != DType::bf16) return "takes 16-bit activations";
+  return in % 8 == 0 && out % 8 == 0 ? "" : "takes rows of a multiple of 8";
+}
+
+/// Why a product with a dense weight does not go to Hopper's tensor cores in this way. Empty where it does: more tokens
+/// than gemv takes best.
+constexpr std::string_view why_no_linear_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                               DType activation) {
+  if (tokens <= arch.tuning->gemv_tokens) return "takes more tokens";
+  if (tokens > arch.tuning->wgmma_tokens) return "takes fewer tokens";
+  return why_no_wgmma(arch, in, out, activation);
+}
 constexpr bool is_linear_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
                                DType activation, bool packed) {
-  return arch.has_wgmma() && !packed && tokens > arch.tuning->gemv_tokens && tokens <= arch.tuning->wgmma_tokens &&
-         in % 8 == 0 && out % 8 == 0 && (activation == DType::f16 || activation == DType::bf16);
+  return !packed && why_no_linear_wgmma(arch, tokens, in, out, activation).empty();
 }
 
 /// A tile is kLinearWgmmaTileRows rows of the weight, for all tokens. The blocks of a cluster divide the columns of a
@@ -93,18 +109,27 @@ constexpr LinearWgmmaPlan linear_wgmma_plan(const Arch& arch, std::int64_t token
 /// Tokens of a launch with a packed GPTQ weight: more leave no registers.
 inline constexpr std::int64_t kGptqWgmmaTile = 64;
 
-/// Whether a product of a packed weight goes there: codes of 4 bits, whose columns are the inputs in their order.
+/// Why a product of a packed weight does not go there. Empty where it does: codes of 4 bits, whose columns are the inputs
+/// in their order.
+constexpr std::string_view why_no_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out,
+                                             DType activation, int bits, bool has_order) {
+  if (tokens < arch.tuning->packed_wgmma_first) return "takes more tokens";
+  if (tokens > arch.tuning->packed_wgmma_tokens) return "takes fewer tokens";
+  if (bits != 4) return "takes codes of 4 bits";
+  if (has_order) return "takes columns in the inputs' order";
+  return why_no_wgmma(arch, in, out, activation);
+}
 constexpr bool is_gptq_wgmma(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out, DType activation,
                              int bits, bool has_order) {
-  return arch.has_wgmma() && bits == 4 && !has_order && tokens >= arch.tuning->packed_wgmma_first &&
-         tokens <= arch.tuning->packed_wgmma_tokens && in % 8 == 0 && out % 8 == 0 &&
-         (activation == DType::f16 || activation == DType::bf16);
+  return why_no_gptq_wgmma(arch, tokens, in, out, activation, bits, has_order).empty();
 }
 
 /// The plan of one such launch.
 constexpr LinearWgmmaPlan gptq_wgmma_plan(const Arch& arch, std::int64_t tokens, std::int64_t in, std::int64_t out) {
   return linear_wgmma_plan(arch, std::max<std::int64_t>(tokens, 17), in, out, 4);
 }
+
+using WgmmaPackedLaunches = TokenLaunches<LinearWgmmaPlan>;
 
 static_assert(kH200Tuning.wgmma_tokens <= kLinearWgmmaTokens);
 static_assert(linear_wgmma_parts_bytes(128, 1) <= linear_wgmma_plan(kH200, 128, 64, 128).smem_bytes - 1024);

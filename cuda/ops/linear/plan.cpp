@@ -1,0 +1,124 @@
+// What each of linear's kernels takes, and why it leaves a call to those behind it in kernels.def.
+#include <utility>
+
+#include "cuda/ops/linear/linear.hpp"
+#include "cuda/runtime/refusals.hpp"
+
+namespace cf::cuda {
+namespace {
+
+/// Why a kernel leaves a call to others. Ok where there is no reason.
+Status leave(std::string_view why) { return why.empty() ? Status() : Status::error(Code::not_found, std::string(why)); }
+
+/// What no kernel of dense weights takes.
+Status check_dense(const ops::Linear::Args& a) {
+  const auto* const dense = std::get_if<DenseWeight>(&a.linear.weight);
+  if (!dense) return leave("takes dense weights");
+  CF_TRY(check_multiple_of_8(ops::Linear::name, "in", ops::Linear::dims(a).in));
+  CF_TRY(check_activation(ops::Linear::name, a.x.dtype));
+  return a.x.dtype == DType::f32 ? Status() : check_weight_dtype(ops::Linear::name, a.x.dtype, dense->weight.dtype);
+}
+
+/// The packed weight, and how it is laid out.
+struct PackedMatrix {
+  const PackedWeight* weight;
+  GptqLayout layout;
+};
+Result<PackedMatrix> packed_of(const ops::Linear::Args& a) {
+  if (std::holds_alternative<DenseWeight>(a.linear.weight)) return leave("takes packed weights");
+  const auto* const packed = std::get_if<PackedWeight>(&a.linear.weight);
+  if (!packed) return unpacked_gptq(ops::Linear::name);
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(ops::Linear::name, *packed));
+  return PackedMatrix{packed, layout};
+}
+
+/// cuBLASLt's plan, for a dense or a packed weight.
+Result<GemmPlan> plan_gemm(const Target& target, const ops::Linear::Args& a, bool fits_dtype) {
+  const auto d = ops::Linear::dims(a);
+  CF_TRY(leave(
+      why_no_gemm(target.arch, d.tokens, d.in, a.x.dtype, std::holds_alternative<PackedWeight>(a.linear.weight))));
+  if (!target.scratch.data) return leave("needs scratch memory");
+  if (reinterpret_cast<std::uintptr_t>(target.scratch.data) % 256)
+    return bad_argument(ops::Linear::name, "the scratch memory is misaligned, expected a multiple of 256 bytes");
+  if (!fits_dtype) return leave("takes weights within float16's range");
+  const GemmPlan plan = gemm_plan(a);
+  if (target.scratch.bytes < plan.at.bytes)
+    return leave("needs " + std::to_string(plan.at.bytes) + " B of scratch memory, got " +
+                 std::to_string(target.scratch.bytes));
+  if (!target.has_gemm()) return leave("needs cuBLASLt");
+  return plan;
+}
+
+}  // namespace
+
+Result<LinearWgmmaPlan> plan_wgmma(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY(check_dense(a));
+  const auto d = ops::Linear::dims(a);
+  CF_TRY(leave(target.has_wgmma ? why_no_linear_wgmma(target.arch, d.tokens, d.in, d.rows(), a.x.dtype) : kNoWgmma));
+  return linear_wgmma_plan(target.arch, d.tokens, d.in, d.rows());
+}
+
+Result<LinearTilesPlan> plan_tiles(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY(check_dense(a));
+  const auto d = ops::Linear::dims(a);
+  CF_TRY(leave(target.has_wgmma ? why_no_linear_tiles(target.arch, d.tokens, d.in, d.out, a.x.dtype, a.epilogue)
+                                : kNoWgmma));
+  return linear_tiles_plan(target.arch, d.tokens, d.out);
+}
+
+Result<GemmPlan> plan_cublaslt(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY(check_dense(a));
+  return plan_gemm(target, a, true);
+}
+
+Result<GemvLaunches> plan_gemv(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY(check_dense(a));
+  const auto d = ops::Linear::dims(a);
+  GemvLaunches all;
+  CF_TRY(for_each_gemv_launch(d.tokens, [&](std::int64_t first, std::int64_t tokens) {
+    all.launches.push_back(
+        {first, tokens,
+         a.x.dtype == DType::f32 ? gemv_f32_plan(d.out) : gemv_plan(target.arch, d.in, d.rows(), tokens)});
+    return Status();
+  }));
+  return all;
+}
+
+Result<WgmmaPackedLaunches> plan_wgmma_packed(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
+  const auto d = ops::Linear::dims(a);
+  CF_TRY(leave(target.has_wgmma ? why_no_gptq_wgmma(target.arch, d.tokens, d.in, d.rows(), a.x.dtype,
+                                                    m.weight->format.bits, m.layout.has_order)
+                                : kNoWgmma));
+  if (m.layout.pairs != RopePairs{} && (a.residual || a.epilogue == ops::Epilogue::swiglu))
+    return leave("takes rows in RoPE's order without residual and gates");
+  WgmmaPackedLaunches all;
+  for (std::int64_t first = 0; first < d.tokens; first += kGptqWgmmaTile) {
+    const std::int64_t tokens = std::min(kGptqWgmmaTile, d.tokens - first);
+    all.launches.push_back({first, tokens, gptq_wgmma_plan(target.arch, tokens, d.in, d.rows())});
+  }
+  return all;
+}
+
+Result<GemmPlan> plan_cublaslt_packed(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
+  return plan_gemm(target, a, a.x.dtype != DType::f16 || m.layout.fits_f16);
+}
+
+Result<PackedLaunches> plan_packed(const Target& target, const ops::Linear::Args& a) {
+  CF_TRY_ASSIGN(const PackedMatrix m, packed_of(a));
+  if (a.epilogue == ops::Epilogue::swiglu && m.layout.pairs != RopePairs{})
+    return Status::error(Code::unimplemented,
+                         "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
+  CF_TRY(with_gptq_activation(ops::Linear::name, a.x.dtype, [](auto) { return Status(); }));
+  const std::int64_t tokens = ops::Linear::dims(a).tokens;
+  const GptqSizes sizes = gptq_sizes(m.layout, tokens);
+  PackedLaunches all;
+  CF_TRY(for_each_gptq_launch(target.arch, sizes, tokens, [&](std::int64_t first, const GptqPlan& plan) {
+    all.launches.push_back({first, plan.tokens, plan});
+    return Status();
+  }));
+  return all;
+}
+
+}  // namespace cf::cuda

@@ -1,0 +1,231 @@
+// Which of linear's kernels takes a call, without a GPU: for every kind of weight, epilogue, number of tokens and size,
+// with and without scratch memory and cuBLASLt, on every GPU that plans are made for.
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda/ops/linear/linear.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace cf;
+using namespace cf::cuda;
+using ops::Epilogue;
+using Args = ops::Linear::Args;
+
+namespace {
+
+/// An address that no plan reads from.
+void* address(std::uintptr_t n = 4096) { return reinterpret_cast<void*>(n); }
+
+/// A packed weight's properties that the choice depends on.
+struct Packing {
+  int bits = 4;
+  bool has_order = false, fits_f16 = true, in_rope_order = false;
+};
+
+struct Call {
+  DType activation = DType::f16;
+  std::int64_t tokens = 1, in = 2560, out = 7680;
+  Epilogue epilogue = Epilogue::none;
+  std::optional<Packing> packing = {};
+};
+
+PackedWeight packed_weight(const Call& c, std::int64_t rows) {
+  const Packing& p = *c.packing;
+  const std::int64_t planes = p.bits / 4, columns = planes * c.in;
+  GptqLayout layout{.row_tiles = std::int32_t((rows + 15) / 16),
+                    .chunks = std::int32_t((columns + 63) / 64),
+                    .groups = std::int32_t((columns + 127) / 128),
+                    .columns_per_group = 128,
+                    .inputs = std::int32_t(c.in),
+                    .has_order = p.has_order || planes > 1,
+                    .in_order = !p.has_order,
+                    .fits_f16 = p.fits_f16};
+  if (p.in_rope_order) layout.pairs = {80, 20};
+  PackedWeight w{.packer = kCudaPacker,
+                 .format = {p.bits, 128},
+                 .out = rows,
+                 .in = c.in,
+                 .data = {static_cast<const std::int32_t*>(address()), {layout.words()}},
+                 .layout = {}};
+  std::memcpy(w.layout.data(), &layout, sizeof layout);
+  return w;
+}
+
+Args args_of(const Call& c) {
+  const std::int64_t rows = c.out * ops::rows_of_output(c.epilogue);
+  Args a;
+  a.x = {address(), {c.tokens, c.in}, c.activation};
+  a.y = {address(), {c.tokens, c.out}, c.activation};
+  a.epilogue = c.epilogue;
+  if (c.epilogue == Epilogue::residual) a.residual = {address(), {c.tokens, c.out}, c.activation};
+  if (c.packing)
+    a.linear.weight = packed_weight(c, rows);
+  else
+    a.linear.weight = DenseWeight{{address(), {rows, c.in}, c.activation}};
+  return a;
+}
+
+/// What the choice depends on beside the call.
+struct Place {
+  Arch arch;
+  bool scratch, library, wgmma;
+
+  Target target() const {
+    return {.arch = arch,
+            .scratch = {scratch ? static_cast<std::byte*>(address()) : nullptr, std::size_t(1) << 40},
+            .has_wgmma = wgmma,
+            .has_gemm = library ? [] { return true; } : [] { return false; }};
+  }
+};
+
+/// The kernel that takes a call, said in another way than by plans: the rows of cuda/ops/linear/README.md with the
+/// numbers of tokens written out.
+std::string expected(const Place& p, const Call& c) {
+  const bool half = c.activation != DType::f32, hopper = p.arch.compute_capability == 90 && p.wgmma;
+  const bool aligned = c.in % 8 == 0 && c.out * ops::rows_of_output(c.epilogue) % 8 == 0;
+  const bool library = half && p.scratch && p.library && c.in % 8 == 0;
+  if (!c.packing) {
+    if (half && hopper && aligned && c.tokens >= 9 && c.tokens <= 128) return "wgmma";
+    if (half && hopper && aligned && c.tokens > 128 && ops::is_gelu(c.epilogue)) return "tiles";
+    return library && c.tokens > 8 ? "cublaslt" : "gemv";
+  }
+  const bool is_odd = c.packing->in_rope_order && (c.epilogue == Epilogue::residual || c.epilogue == Epilogue::swiglu);
+  if (half && hopper && aligned && c.tokens >= 17 && c.tokens <= 128 && c.packing->bits == 4 && !c.packing->has_order &&
+      !is_odd)
+    return "wgmma_packed";
+  const bool fits = c.packing->fits_f16 || c.activation != DType::f16;
+  return library && c.tokens > 64 && fits ? "cublaslt_packed" : "packed";
+}
+
+std::vector<Place> places() {
+  std::vector<Place> all;
+  for (const Arch& arch : {kH100, kH200, kRtx5090})
+    for (bool scratch : {false, true})
+      for (bool library : {false, true})
+        for (bool wgmma : {false, true}) all.push_back({arch, scratch, library, wgmma});
+  return all;
+}
+
+constexpr Epilogue kEpilogues[] = {Epilogue::none, Epilogue::gelu_erf, Epilogue::gelu_tanh, Epilogue::residual,
+                                   Epilogue::swiglu};
+constexpr std::int64_t kTokens[] = {1, 2, 7, 8, 9, 15, 16, 17, 31, 64, 65, 127, 128, 129, 300, 512, 2048};
+/// Inputs and outputs: of Pythia-410M, 2.8B and Llama-3.1-8B, a small one, and one whose rows of y are not aligned.
+constexpr std::pair<std::int64_t, std::int64_t> kSizes[] = {{1024, 3072},  {2560, 7680}, {10240, 2560},
+                                                            {4096, 14336}, {128, 128},   {2560, 50252}};
+
+}  // namespace
+
+TEST_CASE("linear: the kernel that takes a call is the first of the list that can", "[plans][kernels]") {
+  std::map<std::string, int> taken;
+  int calls = 0, faults = 0;
+  for (const Place& place : places()) {
+    const Target target = place.target();
+    for (const auto& [in, out] : kSizes)
+      for (std::int64_t tokens : kTokens)
+        for (Epilogue epilogue : kEpilogues)
+          for (DType dtype : {DType::f16, DType::bf16, DType::f32})
+            for (int packing = 0; packing < 17; ++packing) {
+              Call c{.activation = dtype, .tokens = tokens, .in = in, .out = out, .epilogue = epilogue};
+              if (packing > 0) {
+                const int i = packing - 1;
+                c.packing = Packing{i & 1 ? 8 : 4, (i & 2) != 0, (i & 4) == 0, (i & 8) != 0};
+                // What no kernel takes: float32 activations, and gates in RoPE's order.
+                if (dtype == DType::f32 || (c.packing->in_rope_order && epilogue == Epilogue::swiglu)) continue;
+              }
+              const Result<Choice> choice = choose(target, args_of(c));
+              ++calls;
+              const std::string want = expected(place, c),
+                                got = choice ? std::string(choice->kernel) : choice.status().message();
+              ++taken[got];
+              if (got == want && !choice->planned.text().empty()) continue;
+              INFO("sm_" << place.arch.compute_capability << ", scratch " << place.scratch << ", library "
+                         << place.library << ", wgmma " << place.wgmma << ": " << tokens << " tokens of " << in
+                         << " to " << out << ", packing " << packing << ", epilogue " << int(epilogue));
+              CHECK(got == want);
+              if (++faults > 10) FAIL("more than ten faults");
+            }
+  }
+  CHECK(calls > 200'000);
+  std::set<std::string> kernels;
+  for (const auto& [kernel, count] : taken) kernels.insert(kernel);
+  CHECK(kernels ==
+        std::set<std::string>{"wgmma", "tiles", "cublaslt", "gemv", "wgmma_packed", "cublaslt_packed", "packed"});
+}
+
+TEST_CASE("linear: a choice says what it plans, and why the kernels before it leave the call", "[plans][kernels]") {
+  const auto chosen = [](const Place& place, const Call& c) {
+    const Result<Choice> choice = choose(place.target(), args_of(c));
+    if (!choice) return choice.status().message();
+    std::string text;
+    for (const PassedOver& p : choice->passed_over) text += std::string(p.kernel) + " " + p.reason + "; ";
+    return text + std::string(choice->kernel) + ": " + choice->planned.text();
+  };
+  const Place h200{kH200, true, true, true}, rtx5090{kRtx5090, true, true, true};
+  CHECK(chosen(h200, {}) == "wgmma takes more tokens; tiles takes more tokens; cublaslt takes more tokens; gemv: " +
+                                to_string(gemv_plan(kH200, 2560, 7680, 1)));
+  CHECK(chosen(h200, {.tokens = 300, .epilogue = Epilogue::gelu_erf}) ==
+        "wgmma takes fewer tokens; tiles: " + to_string(linear_tiles_plan(kH200, 300, 7680)));
+  CHECK(chosen(h200, {.tokens = 300}) ==
+        "wgmma takes fewer tokens; tiles takes products with GELU; cublaslt: 0 matrices of a dequantised weight, " +
+            std::to_string(kGemmWorkspaceBytes) + " B of scratch memory");
+  CHECK(chosen(rtx5090, {.tokens = 64}).starts_with("wgmma needs wgmma; tiles takes more tokens; cublaslt: "));
+  CHECK(chosen({kRtx5090, true, false, true}, {.tokens = 20}) ==
+        "wgmma needs wgmma; tiles takes more tokens; cublaslt needs cuBLASLt; gemv: 2 launches: " +
+            to_string(gemv_plan(kRtx5090, 2560, 7680, 16)) +
+            "; the last: " + to_string(gemv_plan(kRtx5090, 2560, 7680, 4)));
+  CHECK(
+      chosen({kH200, false, true, true}, {.tokens = 300, .packing = Packing{}})
+          .starts_with("wgmma takes dense weights; tiles takes dense weights; cublaslt takes dense weights; gemv takes "
+                       "dense weights; wgmma_packed takes fewer tokens; cublaslt_packed needs scratch memory; packed: "
+                       "19 launches: 16 tokens a launch, "));
+  CHECK(chosen(h200, {.tokens = 40, .packing = Packing{.has_order = true}})
+            .find("wgmma_packed takes columns in the inputs' order; cublaslt_packed takes more tokens; packed: ") !=
+        std::string::npos);
+  CHECK(chosen(h200, {.tokens = 40, .packing = Packing{.bits = 8}}).find("wgmma_packed takes codes of 4 bits; ") !=
+        std::string::npos);
+  CHECK(chosen(h200, {.tokens = 300, .packing = Packing{.fits_f16 = false}})
+            .find("cublaslt_packed takes weights within float16's range; ") != std::string::npos);
+}
+
+TEST_CASE("linear: a call that no kernel takes is refused in the words of the kernel of few tokens",
+          "[plans][kernels]") {
+  const Target target = Place{kH200, true, true, true}.target();
+  const auto refusal = [&](const Args& a, Code code = Code::unimplemented, const Target* at = nullptr) {
+    const Result<Choice> choice = choose(at ? *at : target, a);
+    REQUIRE_FALSE(choice);
+    CHECK(choice.status().code() == code);
+    return choice.status().message();
+  };
+  CHECK(refusal(args_of({.tokens = 64, .in = 60})) == "linear: cuda takes in a multiple of 8, got 60");
+  Args mixed = args_of({});
+  std::get<DenseWeight>(mixed.linear.weight).weight.dtype = DType::bf16;
+  CHECK(refusal(mixed) == "linear: cuda takes float16 activations with weights of the same dtype, got bfloat16");
+  Args doubles = args_of({.activation = DType::f64});
+  CHECK(refusal(doubles) == "linear: cuda takes float16, bfloat16 or float32 activations, got float64");
+  CHECK(refusal(args_of({.activation = DType::f32, .packing = Packing{}})) ==
+        "linear: cuda takes float16 or bfloat16 activations with GPTQ weights, got float32");
+  CHECK(refusal(args_of({.epilogue = Epilogue::swiglu, .packing = Packing{.in_rope_order = true}})) ==
+        "linear: cuda takes rows that are packed in order with Epilogue::swiglu, got RoPE's order");
+  CHECK(refusal(args_of({.in = 2 * kGptqMaxColumns, .packing = Packing{}})) ==
+        "linear: cuda takes GPTQ weights of up to " + std::to_string(kGptqMaxColumns) + " columns, got " +
+            std::to_string(2 * kGptqMaxColumns));
+  Args unpacked = args_of({});
+  unpacked.linear.weight = GptqWeight{};
+  CHECK(refusal(unpacked) == unpacked_gptq("linear").message());
+  Args foreign = args_of({.packing = Packing{}});
+  std::get<PackedWeight>(foreign.linear.weight).packer = "another";
+  CHECK(refusal(foreign) == "linear: cuda takes weights packed by cf::cuda::pack(), got a weight packed by another");
+  // These are the caller's faults, whatever kernels are behind.
+  Args short_block = args_of({.packing = Packing{}});
+  std::get<PackedWeight>(short_block.linear.weight).data.shape[0] -= 1;
+  CHECK(refusal(short_block, Code::invalid_argument).starts_with("linear: 'packed' has "));
+  Target misaligned = target;
+  misaligned.scratch.data += 16;
+  CHECK(refusal(args_of({.tokens = 300}), Code::invalid_argument, &misaligned) ==
+        "linear: the scratch memory is misaligned, expected a multiple of 256 bytes");
+  CHECK(choose(misaligned, args_of({})));
+}
