@@ -396,7 +396,7 @@ DType coarser(DType a, DType b) { return unit_roundoff(a) < unit_roundoff(b) ? b
 double compare_budget(DType dtype, const GoldenMeta& m) {
   const DType compute = size_bytes(dtype) < size_bytes(DType::f32) ? DType::f32 : dtype;
   const std::int64_t longest = std::max({m.config.hidden_size, m.config.intermediate_size, m.load.kv_len});
-  return std::sqrt(double(sites.size())) * reduction_budget(longest, {compute, dtype}, {}).rel_l2;
+  return std::sqrt(double(names_of(m.config).sites().size())) * reduction_budget(longest, {compute, dtype}, {}).rel_l2;
 }
 
 /// What an input may differ by. In one dtype both files hold the same bits, in two dtypes one rounding is between them.
@@ -521,8 +521,8 @@ void explain_table(CommandLine& line, const std::string& title, const std::vecto
 
 std::vector<std::string> site_names() {
   std::vector<std::string> names;
-  for (ModelFamily family : {ModelFamily::gpt_neox, ModelFamily::llama})
-    for (const Site& s : names_of(family).sites())
+  for (const FamilySpec* family : kFamilies)
+    for (const Site& s : family->names.sites())
       if (!std::count(names.begin(), names.end(), s.name)) names.emplace_back(s.name);
   return names;
 }

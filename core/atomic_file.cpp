@@ -20,7 +20,7 @@ Status cannot_write(const std::string& path, int error) {
 }
 
 /// The file to replace: the target of a symbolic link, so that the link stays, also where the target does not exist.
-/// What /dev/stdout links to may have no path: then the link itself is it.
+/// Where the target has no path, as /dev/stdout's may, it is the link itself.
 std::string resolved(const std::string& path) {
   constexpr int most_links = 40;  // as Linux
   fs::path target(path);
@@ -63,7 +63,7 @@ class OpenFile {
   void set_mode(mode_t mode) {
     if (!error_ && ::fchmod(fd_, mode) != 0) errno = 0;
   }
-  /// Gives a file without a name one. Returns 0, or errno; EEXIST where the name is taken.
+  /// Names an unnamed file. Returns 0, or errno; EEXIST where the name is taken.
   int link(const std::string& name) const {
     const std::string self = "/proc/self/fd/" + std::to_string(fd_);
     return ::linkat(AT_FDCWD, self.c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) == 0 ? 0 : errno;
@@ -99,8 +99,8 @@ int rename(const std::string& from, const std::string& to) {
   return error;
 }
 
-/// Writes by a file that has no name until it is whole, of which no signal leaves anything. Nothing where the file
-/// system has no such files.
+/// Writes to an unnamed file (O_TMPFILE) and names it when it is complete: a signal leaves no partial file. Returns
+/// nothing where the file system has no unnamed files.
 std::optional<int> write_unnamed(const std::string& target, std::optional<mode_t> mode,
                                  std::initializer_list<std::string_view> parts) {
   const std::string directory = directory_of(target);

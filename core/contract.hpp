@@ -71,8 +71,8 @@ struct TensorInfo {
   int rank;
 };
 
-/// The check of one op's tensors: each is there, aligned, of its role's dtype and of the expected shape. The first
-/// fault stays in status().
+/// Checks one op's tensors: each is there, aligned, of its role's dtype and of the expected shape. status() has the
+/// first fault.
 class TensorCheck {
  public:
   explicit TensorCheck(std::string_view op) : op_(op) {}

@@ -58,7 +58,7 @@ struct OwnedModelWeights {
 /// Joined matrices are made as they are joined.
 OwnedModelWeights procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears = {});
 
-/// Is told the bytes that are made and those of all weights; an error ends the work.
+/// Called with the bytes that are made so far and with those of all weights. An error ends the work.
 using WeightsProgress = std::function<Status(std::int64_t made_bytes, std::int64_t all_bytes)>;
 /// The same, which calls `progress` after each tensor: large models take a minute. Returns its error.
 Result<OwnedModelWeights> procedural_model(const ModelSpec& m, DType dtype, std::uint64_t seed, WeightFormat linears,

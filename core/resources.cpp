@@ -28,8 +28,8 @@ std::vector<std::string> lines_of(const std::string& path) {
   return lines;
 }
 
-/// The number that a text begins with, behind spaces. Without a stream's operator>>, which crashes in a process that has
-/// two versions of libstdc++, as Python can.
+/// Parses the number at the beginning of a text, after spaces. Without a stream's operator>>, which crashes in a
+/// process that has two versions of libstdc++, as Python can.
 std::optional<double> number_at(std::string_view text) {
   text.remove_prefix(std::min(text.find_first_not_of(" \t"), text.size()));
   std::uint64_t value = 0;
@@ -61,8 +61,9 @@ struct CgroupFiles {
   const char *limit, *usage, *file_pages;  // file_pages: the line of memory.stat with pages that can be dropped
 };
 
-/// The least that the cgroup `path` below `root` or one around it has left. Inside a container `root` may be the
-/// container's own cgroup, and `path` the one that the host knows: then there is nothing at `path`, and `root` counts.
+/// The least free memory of the cgroup `path` below `root` and of the cgroups that contain it. Inside a container
+/// `root` may be the container's own cgroup, and `path` the one that the host knows: then there is nothing at `path`,
+/// and `root` counts.
 double cgroup_left(const std::string& root, std::string path, const CgroupFiles& files) {
   double left = kNoLimit;
   while (true) {

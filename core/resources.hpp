@@ -25,7 +25,7 @@ std::string gigabytes(double bytes);
 /// 3.20 GB", and ends with the memory that is free.
 Status check_free_memory(double bytes, std::string_view needs);
 
-/// Refuses more bytes than the machine has memory: what is mapped from files and read again for each token.
+/// Refuses more bytes than the machine's memory: for weights that are mapped from files and read again for each token.
 Status check_total_memory(double bytes, std::string_view needs);
 
 /// The most threads that a program is asked for.

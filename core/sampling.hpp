@@ -73,8 +73,8 @@ CF_HD constexpr std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
   return std::uint64_t(UInt128(a) * b >> 64);
 }
 
-/// a * b, a / b and a - b, each rounded to float32 by itself. On the host the product passes through a volatile, so a
-/// difference finds nothing to be contracted with.
+/// a * b, a / b and a - b, each rounded to float32 by itself. On the host `volatile` keeps the compiler from fusing the
+/// product and a following subtraction into one FMA.
 CF_HD inline float product(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -117,7 +117,7 @@ CF_HD inline std::uint64_t order_key(float score, std::int32_t id) {
   const std::uint32_t place = bits <= sign ? bits | sign : ~bits;
   return std::uint64_t(place) << 32 | ~std::uint32_t(id);
 }
-/// The place of a logit that is NaN or +infinity among order keys: above that of every score below +infinity.
+/// The order key of a logit that is NaN or +infinity: above that of every other score.
 inline constexpr std::uint64_t kRefusedKey = ~std::uint64_t(0);
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 /// The order key of any logit: kRefusedKey where no token can be chosen beside it, 0 where it is -infinity.

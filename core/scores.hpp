@@ -1,5 +1,5 @@
 #pragma once
-// The scores of a row of logits on the host: what a token is chosen by, and why none can be.
+// Scores of a row of logits on the host. A token is chosen by its score; a Status says why none can be chosen.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

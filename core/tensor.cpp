@@ -25,7 +25,7 @@ std::string to_string(const Shape& shape) {
 void Tensor::Free::operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{kAlignment}); }
 
 Tensor::Tensor(DType dtype, Shape shape) : dtype_(dtype), shape_(std::move(shape)), size_(element_count(shape_)) {
-  // One cache line more, so that an empty tensor has an address too.
+  // One cache line more than needed, so that an empty tensor has an address, too.
   const std::size_t bytes = std::size_t(size_bytes()) + kAlignment;
   data_.reset(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kAlignment})));
   std::memset(data_.get(), 0, bytes);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "core/model/taps.hpp"
@@ -41,25 +42,37 @@ Result<std::unique_ptr<Model>> Model::create(const ModelSpec& model, ModelWeight
   return std::unique_ptr<Model>(new Model(model, std::move(weights), std::move(owner), o));
 }
 
-ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+template <class F>
+void Model::for_each_tensor(const ModelSpec& m, const Options& o, F&& f) {
   const ModelShape& s = m.shape;
-  const auto element = double(size_bytes(o.activation)), entries = double(o.capacity) + 1;
-  const std::int64_t tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
-  ModelBytes b;
-  b.cache =
-      2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * entries * double(s.head_dim) * element;
-  double elements = double(tokens) * 3 * double(s.hidden_size) + 2 * double(o.slots) * double(s.vocab_size);
+  // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.
+  const std::int64_t entries = o.capacity + 1, tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
+  for (std::int64_t i = 0; i < s.num_layers; ++i)
+    for (auto caches : {&Model::k_caches_, &Model::v_caches_})
+      f(caches, o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
   LayerTensors views;
   for_each_activation(
       s, {.batch = tokens},
       [&](const TensorSpec& spec, auto&, const auto& shape) {
-        if (!is_made(spec)) return;
-        double n = 1;
-        for (std::int64_t d : shape) n *= double(d);
-        elements += n;
+        if (is_made(spec)) f(&Model::activations_, o.activation, Shape(shape.begin(), shape.end()));
       },
       views);
-  b.workspace = elements * element + entries * double(s.rotary_dim) * double(sizeof(float));
+  for (int i = 0; i < 2; ++i) f(&Model::hidden_, o.activation, Shape{tokens, s.hidden_size});
+  f(&Model::final_norm_, o.activation, Shape{tokens, s.hidden_size});
+  for (auto logits : {&Model::logits_, &Model::step_logits_}) f(logits, o.activation, Shape{o.slots, s.vocab_size});
+  for (auto table : {&Model::cos_, &Model::sin_}) f(table, DType::f32, Shape{entries, s.rotary_dim / 2});
+}
+
+ModelBytes Model::bytes(const ModelSpec& m, const Options& o) {
+  ModelBytes b;
+  for_each_tensor(m, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
+    double bytes = double(size_bytes(dtype));
+    for (std::int64_t d : shape) bytes *= double(d);
+    bool is_cache = false;
+    if constexpr (std::is_same_v<Member, std::vector<Tensor> Model::*>)
+      is_cache = member == &Model::k_caches_ || member == &Model::v_caches_;
+    (is_cache ? b.cache : b.workspace) += bytes;
+  });
   return b;
 }
 
@@ -78,26 +91,12 @@ Model::Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const
       owner_(std::move(owner)),
       lengths_(o.slots, model, o.capacity),
       last_ids_(std::size_t(o.slots)) {
-  const ModelShape& s = spec_.shape;
-  // A slot that a step leaves out gets an entry behind its own, which no one reads: there is room for one more.
-  const std::int64_t entries = o.capacity + 1, tokens = std::max(o.slots, std::min(o.chunk, o.capacity));
-  for (std::int64_t i = 0; i < s.num_layers; ++i) {
-    k_caches_.emplace_back(o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
-    v_caches_.emplace_back(o.activation, Shape{o.slots, s.num_kv_heads, entries, s.head_dim});
-  }
-  LayerTensors views;
-  for_each_activation(
-      s, {.batch = tokens},
-      [&](const TensorSpec& spec, auto&, const auto& shape) {
-        if (is_made(spec)) activations_.emplace_back(o.activation, Shape(shape.begin(), shape.end()));
-      },
-      views);
-  for (Tensor& h : hidden_) h = Tensor(o.activation, {tokens, s.hidden_size});
-  final_norm_ = Tensor(o.activation, {tokens, s.hidden_size});
-  logits_ = Tensor(o.activation, {o.slots, s.vocab_size});
-  step_logits_ = Tensor(o.activation, {o.slots, s.vocab_size});
-  cos_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
-  sin_ = Tensor(DType::f32, {entries, s.rotary_dim / 2});
+  for_each_tensor(spec_, o, [&]<class Member>(Member member, DType dtype, const Shape& shape) {
+    if constexpr (std::is_same_v<Member, Tensor Model::*>)
+      this->*member = Tensor(dtype, shape);
+    else
+      (this->*member).emplace_back(dtype, shape);
+  });
   ops::rope_table({cos_.as<float>(), cos_.view<2>().shape}, {sin_.as<float>(), sin_.view<2>().shape},
                   spec_.traits.rope_theta, spec_.traits.rope_scaling);
 }

@@ -65,6 +65,9 @@ class Model final : public ModelRunner {
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
+  /// Calls f(member, dtype, shape) for each tensor that a model takes memory for. `member` is a Tensor or a list of them.
+  template <class F>
+  static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
   /// last rows. `kv_len` is each slot's, with the new tokens.
   Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
@@ -85,7 +88,8 @@ class Model final : public ModelRunner {
   std::vector<std::int32_t> last_ids_;       // by slot: the token of its last entry
   std::vector<Tensor> k_caches_, v_caches_;  // by layer: (slots, kv_heads, capacity + 1, head_dim)
   std::vector<Tensor> activations_;          // the layer's outputs, in the order of for_each_activation
-  Tensor cos_, sin_, hidden_[2], final_norm_, logits_, step_logits_;
+  std::vector<Tensor> hidden_;               // the embedding and the layers' outputs, in turn
+  Tensor cos_, sin_, final_norm_, logits_, step_logits_;
 };
 
 }  // namespace cf::cpu_ref

@@ -92,7 +92,7 @@ class Walk {
         kv_len_(kv_len),
         device_(device),
         drift_(options.own_rope_table ? kTableBudget : 0),
-        progress_(file.path(), std::int64_t(sites.size())) {}
+        progress_(file.path(), std::int64_t(names_of(file.meta().config).sites().size())) {}
 
   template <class Args>
   Status operator()(const Site& site, const Args& args) {

@@ -59,24 +59,15 @@ ModelConfig gated(ModelType type, const char* name, std::string_view dtype, std:
 
 }  // namespace
 
-std::string_view to_string(ModelType type) {
-  switch (type) {
-    case ModelType::gpt_neox: return "gpt_neox";
-    case ModelType::llama: return "llama";
-    case ModelType::mistral: return "mistral";
-    case ModelType::qwen2: return "qwen2";
-  }
-  return "";
-}
+std::string_view to_string(ModelType type) { return family_of(type).model_type; }
 
 std::optional<ModelType> model_type_from_string(std::string_view name) {
-  for (ModelType type : {ModelType::gpt_neox, ModelType::llama, ModelType::mistral, ModelType::qwen2})
-    if (name == to_string(type)) return type;
+  for (std::size_t type = 0; type < kFamilies.size(); ++type)
+    if (name == kFamilies[type]->model_type) return ModelType(type);
   return std::nullopt;
 }
 
 ModelSpec ModelConfig::spec() const {
-  const bool neox = family() == ModelFamily::gpt_neox;
   return {.shape = {.hidden_size = hidden_size,
                     .num_layers = num_hidden_layers,
                     .num_heads = num_attention_heads,
@@ -86,14 +77,16 @@ ModelSpec ModelConfig::spec() const {
                     .vocab_size = vocab_size,
                     .rotary_dim = rotary_dim,
                     .max_positions = max_position_embeddings,
-                    .qkv_layout = neox ? ops::QkvLayout::interleaved_by_head : ops::QkvLayout::separate},
-          .traits = {.family = family(),
-                     .norm = neox ? NormKind::layernorm : NormKind::rmsnorm,
+                    .qkv_layout = family().qkv_layout},
+          .traits = {.family = model_type,
+                     .norm = family().norm,
                      .layer_norm_eps = layer_norm_eps,
                      .activation = hidden_act,
                      .residual = use_parallel_residual ? Residual::parallel : Residual::sequential,
+                     .positions = family().positions,
+                     .head_norm = family().head_norm,
                      .qkv_bias = attention_bias,
-                     .dense_bias = attention_bias && model_type != ModelType::qwen2,
+                     .dense_bias = attention_bias && family().dense_bias_as_qkv,
                      .mlp_bias = mlp_bias,
                      .tied_embeddings = tie_word_embeddings,
                      .window = sliding_window,
@@ -127,7 +120,7 @@ Status ModelConfig::validate() const {
                   " heads and hidden_size " + std::to_string(hidden_size));
   if (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32)
     return refuse("dtype must be float16, bfloat16 or float32, got " + std::string(to_string(dtype)));
-  const bool neox = family() == ModelFamily::gpt_neox;
+  const bool neox = model_type == ModelType::gpt_neox;
   if (!neox) CF_TRY(check_sizes({{"num_key_value_heads", num_key_value_heads, 1 << 16}}));
   const auto has = [](bool bias) { return bias ? "one" : "none"; };
   if (neox && (num_key_value_heads || attention_head_dim || rope_scaling != ops::RopeScaling{}))

@@ -7,13 +7,11 @@
 #include <vector>
 
 #include "core/dtype.hpp"
+#include "core/families/all.hpp"
 #include "core/model/shape.hpp"
 #include "core/status.hpp"
 
 namespace cf {
-
-/// config.json's model_type. A family may have several: llama, mistral and qwen2 differ in their biases.
-enum class ModelType : std::uint8_t { gpt_neox, llama, mistral, qwen2 };
 
 std::string_view to_string(ModelType);
 /// The type of that name, or none.
@@ -32,7 +30,7 @@ struct ModelConfig {
   std::int64_t intermediate_size = 0;
   std::int64_t vocab_size = 0;
   std::int64_t max_position_embeddings = 2048;
-  std::int64_t rotary_dim = 0;      // leading elements of each head that RoPE rotates; even
+  std::int64_t rotary_dim = 0;      // leading elements of each head that RoPE rotates; even, 0 without RoPE
   std::int64_t sliding_window = 0;  // keys that a query sees; 0: all
   double rope_theta = 10000;
   ops::RopeScaling rope_scaling{};
@@ -46,7 +44,7 @@ struct ModelConfig {
 
   std::int64_t head_dim() const { return attention_head_dim ? attention_head_dim : hidden_size / num_attention_heads; }
   std::int64_t kv_heads() const { return num_key_value_heads ? num_key_value_heads : num_attention_heads; }
-  ModelFamily family() const { return model_type == ModelType::gpt_neox ? ModelFamily::gpt_neox : ModelFamily::llama; }
+  const FamilySpec& family() const { return family_of(model_type); }
   /// The positions that a sequence may have: max_position_embeddings, or the window where that is less.
   std::int64_t most_positions() const {
     return sliding_window ? std::min(sliding_window, max_position_embeddings) : max_position_embeddings;

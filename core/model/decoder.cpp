@@ -163,7 +163,7 @@ Result<std::vector<Decoder::Emitted>> Decoder::decode(std::int64_t steps) {
   if (steps < 1) return refused("steps: expected at least 1, got " + std::to_string(steps));
   std::vector<Emitted> emitted;
   for (std::int64_t i = 0; i < steps && active(); ++i) {
-    // Those that run before the prefill: a step gives a sequence one id, be it the prefill's or the step's.
+    // The sequences that ran before the prefill: a turn gives each sequence one id, from its prefill or from the step.
     std::vector<Sequence> running;
     for (const auto& [sequence, e] : state_->entries)
       if (e.slot >= 0 && e.prefilled) running.push_back(sequence);

@@ -45,7 +45,7 @@ std::vector<Tap> model_taps(const ModelSpec& m, const ModelWeights& w) {
 Budget model_budget(const ModelSpec& m, DType activation, Condition c) {
   const DType compute = size_bytes(activation) == 2 ? DType::f32 : activation;
   Budget b = reduction_budget(1, {compute, activation}, c);
-  const double stores = double(sites.size()) * double(m.shape.num_layers) * unit_roundoff(activation);
+  const double stores = double(names_of(m).sites().size()) * double(m.shape.num_layers) * unit_roundoff(activation);
   return b += {stores, stores};
 }
 

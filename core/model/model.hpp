@@ -15,7 +15,7 @@ namespace cf {
 struct ModelSite {
   std::int64_t layer = -1;  // -1 outside the layers
   Site site{};
-  const ModelNames* names = &kGptNeoxNames;  // the family's
+  const ModelNames* names = nullptr;  // the family's
 
   /// Hugging Face's module: "gpt_neox.layers.3.attention.dense", "gpt_neox.embed_in", "embed_out".
   std::string name() const;

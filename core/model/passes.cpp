@@ -62,7 +62,7 @@ Program rewrite(Program program, const Wanted& wanted, Find&& find) {
     if (!fits || !wanted(fusion->node.call)) continue;
     nodes[parts.back()] = std::move(fusion->node);
     for (std::size_t p = parts.size() - 1; p-- > 0;) nodes.erase(nodes.begin() + std::ptrdiff_t(parts[p]));
-    --i;  // what followed node i has moved to its place
+    --i;  // the node behind node i is now at index i
   }
   return program;
 }

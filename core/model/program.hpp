@@ -13,7 +13,7 @@ namespace cf {
 namespace detail {
 template <class Ops>
 struct CallOf;
-/// DecodeLayer is a walk itself.
+/// DecodeLayer is left out: it is a walk itself
 template <class... Ops>
 struct CallOf<std::tuple<Ops...>> {
   template <class... Args>
@@ -31,7 +31,7 @@ using Call = detail::CallOf<ops::Every>::type;
 /// that is written in part, as a cache is, counts as written alone. Weights and tables, which no call writes, are left
 /// out.
 struct Node {
-  ModelSite at;  // its `layer` is -1 outside the layers
+  ModelSite at;  // `layer` is -1 outside the layers
   Call call;
   std::vector<const void*> reads{}, writes{};
 };

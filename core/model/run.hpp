@@ -37,7 +37,7 @@ std::vector<std::int32_t> positions_of(std::span<const Run> runs);
 /// Runs that a call with one q_len for all takes.
 struct RunGroup {
   RowGroup rows;
-  std::span<const Run> runs;  // of the list that was divided
+  std::span<const Run> runs;  // the group's part of the divided list
 };
 
 /// Divides a step into groups, as few as its order allows: neighbouring runs of equal count whose sequences follow each

@@ -47,7 +47,10 @@ Status ModelSpec::validate() const {
   if (shape.num_heads % shape.num_kv_heads)
     return refuse("num_kv_heads must divide num_heads " + std::to_string(shape.num_heads) + ", got " +
                   std::to_string(shape.num_kv_heads));
-  if (shape.rotary_dim < 2 || shape.rotary_dim > shape.head_dim || shape.rotary_dim % 2)
+  const bool rotates = traits.positions == Positions::rope;
+  if (!rotates && shape.rotary_dim != 0)
+    return refuse("rotary_dim must be 0 where positions are learned, got " + std::to_string(shape.rotary_dim));
+  if (rotates && (shape.rotary_dim < 2 || shape.rotary_dim > shape.head_dim || shape.rotary_dim % 2))
     return refuse("rotary_dim must be even, 2 to head_dim " + std::to_string(shape.head_dim) + ", got " +
                   std::to_string(shape.rotary_dim));
   if (!(traits.layer_norm_eps > 0) || !std::isfinite(traits.layer_norm_eps))

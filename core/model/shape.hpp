@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/families/traits.hpp"
 #include "core/ops/rope.hpp"
 #include "core/status.hpp"
 
@@ -19,7 +20,7 @@ struct ModelShape {
   std::int64_t head_dim = 0;
   std::int64_t intermediate_size = 0;  // of this rank's part of the MLP
   std::int64_t vocab_size = 0;
-  std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even
+  std::int64_t rotary_dim = 0;     // leading elements of each head that RoPE rotates; even, 0 without RoPE
   std::int64_t max_positions = 0;  // of the texts that the model was made for
   ops::QkvLayout qkv_layout = ops::QkvLayout::interleaved_by_head;
 
@@ -33,30 +34,17 @@ struct ModelShape {
   bool operator==(const ModelShape&) const = default;
 };
 
-/// Whose names a model's modules have (core/model/names.hpp). The arithmetic is in the other traits.
-enum class ModelFamily : std::uint8_t { gpt_neox, llama };
-
-/// The norms that a layer may have: ops::LayerNorm, ops::RmsNorm. RMSNorm has no beta.
-enum class NormKind : std::uint8_t { layernorm, rmsnorm };
-
-/// gelu_erf: x/2 (1 + erf(x/sqrt 2)), Hugging Face's "gelu".
-/// gelu_tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), its "gelu_new", "gelu_fast" and "gelu_pytorch_tanh".
-/// swiglu: silu(gate(x)) * up(x) of two products, Hugging Face's "silu" with gate_proj and up_proj.
-enum class Activation : std::uint8_t { gelu_erf, gelu_tanh, swiglu };
-
 std::string_view to_string(Activation);
-
-/// parallel:   out = x + attention(norm1(x)) + mlp(norm2(x))
-/// sequential: h = x + attention(norm1(x)),  out = h + mlp(norm2(h))
-enum class Residual : std::uint8_t { parallel, sequential };
 
 /// The arithmetic of a model, whatever its sizes.
 struct ModelTraits {
-  ModelFamily family = ModelFamily::gpt_neox;
+  ModelType family{};  // whose names its modules have (core/families); the arithmetic is in the other traits
   NormKind norm = NormKind::layernorm;
   double layer_norm_eps = 1e-5;
   Activation activation = Activation::gelu_erf;
   Residual residual = Residual::parallel;
+  Positions positions = Positions::rope;
+  bool head_norm = false;        // RMSNorm of each head of q and of k, before RoPE
   bool qkv_bias = true;          // of the query, key and value product
   bool dense_bias = true;        // of the attention's output product
   bool mlp_bias = true;          // of the MLP's two products
@@ -81,8 +69,8 @@ struct ModelSpec {
   /// Rows of the MLP's first matrix: with SwiGLU gate and up together.
   std::int64_t mlp_rows() const { return (traits.activation == Activation::swiglu ? 2 : 1) * shape.intermediate_size; }
   /// Refuses sizes below 1 or so large that a product of them leaves 64 bits, kv heads that do not divide the heads, a
-  /// rotary_dim that is odd or beyond head_dim, an eps or theta that is not positive, and a scaling of RoPE whose
-  /// factors are not positive or whose high_freq_factor is not above low_freq_factor, and a window below 0.
+  /// rotary_dim that is odd or beyond head_dim, or without RoPE not 0, an eps or theta that is not positive, a scaling of
+  /// RoPE whose factors are not positive or whose high_freq_factor is not above low_freq_factor, and a window below 0.
   Status validate() const;
   /// The part of the model that rank `rank` of `ranks` holds. The parts' heads and intermediate sizes sum up to the
   /// whole's. Refuses ranks that do not divide both kinds of heads and intermediate_size.

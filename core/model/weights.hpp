@@ -17,6 +17,7 @@ namespace cf {
 struct LayerWeights {
   NormParams input_layernorm{};
   NormParams post_attention_layernorm{};
+  NormParams q_norm{}, k_norm{};   // gamma of head_dim; none without head_norm
   LinearParams query_key_value{};  // ((heads + 2 * kv_heads) * head_dim, hidden), in the order of the qkv_layout
   LinearParams dense{};            // (hidden, heads * head_dim)
   LinearParams dense_h_to_4h{};    // (intermediate, hidden); with SwiGLU twice the rows, gate's and up's in turn
@@ -26,6 +27,7 @@ struct LayerWeights {
 /// A model's parameters.
 struct ModelWeights {
   ConstAnyView<2> embed_in{};          // (vocab, hidden)
+  ConstAnyView<2> embed_positions{};   // (max_positions, hidden); none but with learned positions
   std::vector<LayerWeights> layers{};  // num_layers
   NormParams final_layer_norm{};
   LinearParams embed_out{};  // (vocab, hidden), no bias; where the embeddings are tied, a view of embed_in
@@ -47,6 +49,10 @@ struct StoredPart {
 struct StoredParts {
   std::vector<StoredPart> parts;
   bool interleaved = false;  // row i of every part in turn; otherwise the parts lie one below the other
+  bool transposed = false;   // dense weights of the parts are (in, rows)
+
+  /// Whether the parts are the Linear's own tensors.
+  bool is_whole() const { return parts.size() == 1 && !transposed; }
 
   /// Where row `row` of part `part` lies in the Linear.
   std::int64_t place(std::size_t part, std::int64_t row) const {
@@ -57,15 +63,23 @@ struct StoredParts {
 };
 
 inline StoredParts stored_parts(const ModelSpec& m, const Site& site, const LinearSize& size) {
-  const ModelNames& n = names_of(m);
-  const ModelShape& s = m.shape;
-  if (site.id == SiteId::query_key_value && !n.stored_qkv[0].empty())
-    return {{{n.stored_qkv[0], s.attention_size()},
-             {n.stored_qkv[1], s.num_kv_heads * s.head_dim},
-             {n.stored_qkv[2], s.num_kv_heads * s.head_dim}}};
-  if (site.id == SiteId::dense_h_to_4h && !n.stored_mlp[0].empty())
-    return {{{n.stored_mlp[0], s.intermediate_size}, {n.stored_mlp[1], s.intermediate_size}}, true};
-  return {{{site.name, size.out}}};
+  StoredParts found;
+  for (const StoredLinear& stored : family_of(m).stored) {
+    if (stored.site != site.id) continue;
+    found.interleaved = stored.interleaved;
+    found.transposed = stored.transposed;
+    const bool is_qkv = site.id == SiteId::query_key_value;
+    const std::int64_t kv_rows = m.shape.num_kv_heads * m.shape.head_dim;
+    for (std::string_view part : stored.parts) {
+      const bool is_q = found.parts.empty();
+      const std::int64_t rows = !is_qkv ? size.out / std::int64_t(stored.parts.size())
+                                : is_q  ? m.shape.attention_size()
+                                        : kv_rows;
+      found.parts.push_back({part, rows});
+    }
+  }
+  if (found.parts.empty()) found.parts = {{site.name, size.out}};
+  return found;
 }
 
 /// Calls f(site, params, size) for every Linear of a layer, in the order of the walk.
@@ -80,20 +94,25 @@ void for_each_linear(const ModelSpec& m, W&& w, F&& f) {
   f(n.dense_4h_to_h, w.dense_4h_to_h, LinearSize{s.hidden_size, s.intermediate_size, t.mlp_bias});
 }
 
-/// Calls f(spec, view, shape) for the weights of a norm, below its module's name.
+/// Calls f(spec, view, shape) for the weights of a norm of `size` elements, below its module's name.
 template <class N, class F>
-void for_each_norm_weight(const ModelSpec& m, const Site& site, N& norm, F&& f) {
+void for_each_norm_weight(const Site& site, NormKind kind, std::int64_t size, N& norm, F&& f) {
   const std::string gamma = std::string(site.name) + ".weight", beta = std::string(site.name) + ".bias";
-  f(TensorSpec{Role::gain, gamma}, norm.gamma, extents(m.shape.hidden_size));
-  if (m.traits.norm == NormKind::layernorm) f(TensorSpec{Role::weight, beta}, norm.beta, extents(m.shape.hidden_size));
+  f(TensorSpec{Role::gain, gamma}, norm.gamma, extents(size));
+  if (kind == NormKind::layernorm) f(TensorSpec{Role::weight, beta}, norm.beta, extents(size));
 }
 
 /// Calls f(spec, view, shape) for every weight of a layer, by its name below the layer: the one list that loaders,
 /// generators and dumps read.
 template <class W, class F>
 void for_each_weight(const ModelSpec& m, W& w, F&& f) {
-  for_each_norm_weight(m, names_of(m).input_layernorm, w.input_layernorm, f);
-  for_each_norm_weight(m, names_of(m).post_attention_layernorm, w.post_attention_layernorm, f);
+  const ModelNames& n = names_of(m);
+  for_each_norm_weight(n.input_layernorm, m.traits.norm, m.shape.hidden_size, w.input_layernorm, f);
+  for_each_norm_weight(n.post_attention_layernorm, m.traits.norm, m.shape.hidden_size, w.post_attention_layernorm, f);
+  if (m.traits.head_norm) {
+    for_each_norm_weight(n.q_norm, NormKind::rmsnorm, m.shape.head_dim, w.q_norm, f);
+    for_each_norm_weight(n.k_norm, NormKind::rmsnorm, m.shape.head_dim, w.k_norm, f);
+  }
   for_each_linear(m, w, [&](const Site& site, auto& l, const LinearSize& size) {
     const std::string prefix = std::string(site.name) + ".", weight = prefix + "weight", bias = prefix + "bias";
     if (auto* dense = std::get_if<DenseWeight>(&l.weight))
@@ -116,6 +135,10 @@ void for_each_model_weight(const ModelSpec& m, W& w, F&& f) {
   const std::string embedding = std::string(names.embed_in.name) + ".weight",
                     head = std::string(names.embed_out.name) + ".weight";
   f(TensorSpec{Role::weight, embedding}, w.embed_in, extents(s.vocab_size, s.hidden_size));
+  if (m.traits.positions == Positions::learned) {
+    const std::string positions = std::string(names.embed_positions.name) + ".weight";
+    f(TensorSpec{Role::weight, positions}, w.embed_positions, extents(s.max_positions, s.hidden_size));
+  }
   for (std::size_t i = 0; i < w.layers.size(); ++i) {
     const std::string prefix = names.layer(std::int64_t(i));
     for_each_weight(m, w.layers[i], [&](const TensorSpec& t, auto& view, auto shape) {
@@ -123,7 +146,7 @@ void for_each_model_weight(const ModelSpec& m, W& w, F&& f) {
       f(TensorSpec{t.role, name}, view, shape);
     });
   }
-  for_each_norm_weight(m, names.final_layer_norm, w.final_layer_norm, f);
+  for_each_norm_weight(names.final_layer_norm, m.traits.norm, s.hidden_size, w.final_layer_norm, f);
   if (m.traits.tied_embeddings) return;
   if (auto* dense = std::get_if<DenseWeight>(&w.embed_out.weight))
     f(TensorSpec{Role::weight, head}, dense->weight, extents(s.vocab_size, s.hidden_size));

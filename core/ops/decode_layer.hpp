@@ -77,9 +77,9 @@ struct DecodeLayer {
   }
   /// To first order each site passes on the relative error of its input and adds its own. `condition` is the sum over
   /// the sites of their conditions times sqrt(terms), as cpu_ref::condition() measures it.
-  static Budget budget(const Dims&, Precision p, Condition c = {}) {
+  static Budget budget(const Dims& d, Precision p, Condition c = {}) {
     Budget b = reduction_budget(1, p, c);
-    const double stores = double(sites.size() - 1) * unit_roundoff(p.output);
+    const double stores = double(names_of(d.model).sites().size() - 1) * unit_roundoff(p.output);
     return b += {stores, stores};
   }
 };

@@ -81,7 +81,7 @@ class ClusterInbox {
 /// An array in another block's inbox, for many sends to it.
 class ClusterOutbox {
  public:
-  /// `to` is the array's place in this block's shared memory, and at the same offset in that of block `rank`.
+  /// `to` is an array in this block's shared memory. The values go to the same offset in block `rank`'s.
   __device__ ClusterOutbox(const ClusterInbox& inbox, unsigned rank, float* to)
       : to_(shared_address_in(rank, to)), arrived_(shared_address_in(rank, inbox.arrived_)) {}
 

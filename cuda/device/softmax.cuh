@@ -12,8 +12,8 @@ namespace cf::cuda {
 struct SoftmaxState {
   float max = -INFINITY, sum = 0;
 
-  /// The factor that brings this state's sums to the maximum `larger`. An empty state's factor is 0, under the maximum
-  /// of other empty states too: the difference of two infinities would make it NaN.
+  /// The factor that rescales this state's sums to the maximum `larger`. An empty state's factor is 0, even if `larger`
+  /// is an empty state's maximum: the difference of two infinities would be NaN.
   CF_HD float factor(float larger) const { return max == -INFINITY ? 0.f : expf(max - larger); }
 
   /// The factors for the caller's two weighted sums of values, before it adds them.

@@ -7,8 +7,8 @@ namespace cf::cuda {
 // Kernels that overlap (programmatic dependent launch).
 
 /// Waits until the kernels before this one on the stream are complete and their writes are visible. Before this call a
-/// kernel may read only what no kernel of the stream writes, which is weights, and what LaunchMode::after_waiting says
-/// to be there. In a launch that may not overlap this call does nothing.
+/// kernel may read only what no kernel of the stream writes: weights, and what LaunchMode::after_waiting names. In a
+/// launch that may not overlap this call does nothing.
 __device__ inline void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 /// Allows the next kernel's blocks to start where this kernel's blocks leave room.
@@ -26,7 +26,7 @@ __device__ inline void arrive_at_named_barrier(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// named_barrier() that returns, in all threads, whether `yes` is true in none of them.
+/// named_barrier() with a vote: returns, in all threads, whether `yes` is false in every thread.
 __device__ inline bool named_barrier_none(int id, int threads, bool yes) {
   std::uint32_t any;
   asm volatile(

@@ -103,8 +103,8 @@ __device__ inline void store_vec(float* p, const float (&x)[4]) {
   *reinterpret_cast<float4*>(p) = *reinterpret_cast<const float4*>(x);
 }
 
-/// store_vec() to device memory, as one access for certain: the compiler divides that of store_vec() where it loses
-/// track of the address's alignment.
+/// store_vec() to device memory in exactly one access. The compiler may split the access of store_vec() where it cannot
+/// prove the address's alignment.
 template <class T>
 __device__ void store_vec_whole(T* p, const float (&x)[kVec]) {
   static_assert(sizeof(T) == 2);
@@ -113,7 +113,7 @@ __device__ void store_vec_whole(T* p, const float (&x)[kVec]) {
                "r"(pack_pair<T>(x[6], x[7]))
                : "memory");
 }
-/// Two floats to shared memory at a multiple of eight bytes, as one access for certain.
+/// Stores two floats to shared memory in exactly one access. The address is a multiple of eight bytes.
 __device__ inline void store_pair_shared(float* p, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(p)), "f"(first), "f"(second) : "memory");
 }

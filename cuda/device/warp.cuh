@@ -52,7 +52,7 @@ __device__ inline bool elected() {
 /// Lane 0's value in all lanes. The compiler then knows that all lanes have the same value.
 __device__ inline int same_in_warp(int v) { return __shfl_sync(~0u, v, 0); }
 
-/// threadIdx.x, read again at each call: a value that is held over a long loop costs a register.
+/// threadIdx.x, read again at each call: a value that is kept during a long loop costs a register.
 __device__ inline int thread_index() {
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));

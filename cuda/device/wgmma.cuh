@@ -69,7 +69,8 @@ __device__ void keep_in_registers(std::uint32_t (&a)[N]) {
 }
 
 /// to = from, by an instruction of its own. It makes a new operand a out of registers that were written while other
-/// products were running: without it the compiler takes these for the operand itself, and lets no products run beside.
+/// products were running. Without the copy the compiler takes these registers for the operand itself, and lets no
+/// products run at the same time.
 template <int N>
 __device__ void copy_registers(std::uint32_t (&to)[N], const std::uint32_t (&from)[N]) {
 #pragma unroll
@@ -80,7 +81,7 @@ __device__ void copy_registers(std::uint32_t (&to)[N], const std::uint32_t (&fro
 /// the products wait for this thread after the call.
 __device__ inline void let_products_see() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// Gives registers of the calling warpgroup's threads away, until each has Registers left, a multiple of 8.
+/// Releases registers until each of the calling warpgroup's threads has Registers left, a multiple of 8.
 template <int Registers>
 __device__ void give_registers() {
 #ifdef CF_HAVE_WGMMA

@@ -6,8 +6,8 @@
 
 namespace cf::cuda {
 
-/// Tasks in the order in which they are added, each with the tensors that it reads and writes. A tensor is known by its
-/// first byte: two of them are the same or have no byte in common.
+/// Tasks in program order, each with the tensors that it reads and writes. A tensor is identified by its address; two
+/// tensors are identical or do not overlap.
 class Dataflow {
  public:
   /// Adds a task, and returns the numbers of the tasks that it must wait for, in order and counted from 0: those that

@@ -15,29 +15,37 @@ namespace {
 
 constexpr std::string_view kName = "kv_cache";
 
+/// What a cache holds.
+struct CacheTensors {
+  std::vector<LayerCache> layers;
+  View<std::int32_t, 1> kv_len, positions;
+
+  void place(Arena& arena, const ModelShape& shape, DType dtype, std::int64_t batch, std::int64_t capacity) {
+    for (LayerCache& layer : layers)
+      for (AnyView<4>* v : {&layer.k, &layer.v})
+        arena.place(*v, extents(batch, shape.num_kv_heads, capacity, shape.head_dim), dtype);
+    arena.place(kv_len, extents(batch), DType::i32);
+    arena.place(positions, extents(batch * capacity), DType::i32);
+  }
+};
+
 }  // namespace
 
-struct KvCache::State {
+struct KvCache::State : CacheTensors {
   State(const Context& c, const ModelSpec& m, DType d, LayerRange r, std::int64_t b, std::int64_t n)
-      : context(c),
+      : CacheTensors{.layers = std::vector<LayerCache>(std::size_t(r.count())), .kv_len = {}, .positions = {}},
+        context(c),
         shape(m.shape),
         dtype(d),
         range(r),
         batch(b),
         capacity(n),
-        limit(entry_limit(m, n)),
-        layers(std::size_t(r.count())) {}
+        limit(entry_limit(m, n)) {}
   ~State() { (void)cudaDeviceSynchronize(); }
 
   std::size_t lay_out(std::byte* block) {
     Arena arena(block);
-    const auto size = extents(batch, shape.num_kv_heads, capacity, shape.head_dim);
-    for (LayerCache& layer : layers) {
-      arena.place(layer.k, size, dtype);
-      arena.place(layer.v, size, dtype);
-    }
-    arena.place(kv_len, extents(batch), DType::i32);
-    arena.place(positions, extents(batch * capacity), DType::i32);
+    place(arena, shape, dtype, batch, capacity);
     return arena.bytes();
   }
 
@@ -47,8 +55,6 @@ struct KvCache::State {
   LayerRange range;
   std::int64_t batch, capacity, q_len = 0;
   EntryLimit limit;
-  std::vector<LayerCache> layers;
-  View<std::int32_t, 1> kv_len, positions;
   DeviceMemory memory;
   std::uint64_t version = next_version();
 };
@@ -82,6 +88,14 @@ Result<KvCache> KvCache::create(const Context& context, const ModelSpec& model, 
   state->lay_out(state->memory.data());
   CF_TRY(from_cuda(cudaMemset(state->kv_len.data, 0, std::size_t(state->kv_len.bytes())), "cudaMemset"));
   return KvCache(std::move(state));
+}
+
+double KvCache::bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity) {
+  CacheTensors tensors{
+      .layers = std::vector<LayerCache>(std::size_t(model.shape.num_layers)), .kv_len = {}, .positions = {}};
+  Arena arena(nullptr);
+  tensors.place(arena, model.shape, dtype, batch, capacity);
+  return arena.measured();
 }
 
 Status KvCache::set_layer(std::int64_t layer, const Tensor& k_cache, const Tensor& v_cache) {

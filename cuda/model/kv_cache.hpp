@@ -27,6 +27,8 @@ class KvCache {
   /// than float16, bfloat16 and float32. Code::out_of_memory says how much was needed and how much is free.
   static Result<KvCache> create(const Context& context, const ModelSpec& model, DType dtype, LayerRange layers,
                                 std::int64_t batch, std::int64_t capacity);
+  /// The bytes that create() takes for all layers of a model. May be called with sizes that create() refuses.
+  static double bytes(const ModelSpec& model, DType dtype, std::int64_t batch, std::int64_t capacity);
   KvCache(KvCache&&) noexcept;
   KvCache& operator=(KvCache&&) noexcept;
   /// Waits for the device: the cache may be in use.

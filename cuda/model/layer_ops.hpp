@@ -119,7 +119,7 @@ Status for_each_site_with_norms(const ModelSpec& m, const LayerWeights& w, const
 /// with LinearSum, or with RmsQkv and RmsLinear, where these take the layer's weights.
 template <class F>
 Status for_each_layer_op(const LayerOps& ops, const ModelSpec& m, const LayerWeights& w, const LayerTensors& t, F&& f) {
-  if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, site::query_key_value, w)));
+  if (ops.few) CF_TRY(f(ln_qkv_args(m, w, t), mode_of(ops, names_of(m).query_key_value, w)));
   const auto visit = [&](const Site& site, const auto& args) {
     return ops.few && is_part_of_ln_qkv(site) ? Status() : f(args, mode_of(ops, site, w));
   };

@@ -2,6 +2,7 @@
 // Memory of a device in parts, and host tensors copied into them. Private to cuda/model.
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <string>
 
@@ -12,7 +13,8 @@
 
 namespace cf::cuda {
 
-/// Hands out consecutive parts of a block, each aligned to 256 bytes. Without a block it measures the block's size.
+/// Hands out consecutive parts of a block, each aligned to 256 bytes. Without a block it measures how many bytes the
+/// block needs.
 class Arena {
  public:
   explicit Arena(std::byte* block) : block_(block) {}
@@ -22,14 +24,18 @@ class Arena {
     using Element = typename V::element;
     v.shape = shape;
     if constexpr (std::is_void_v<std::remove_const_t<Element>>) v.dtype = dtype;
-    v.data = block_ ? reinterpret_cast<Element*>(block_ + bytes_) : nullptr;
-    bytes_ += (std::size_t(v.size()) * size_bytes(dtype) + 255) / 256 * 256;
+    v.data = block_ ? reinterpret_cast<Element*>(block_ + std::size_t(bytes_)) : nullptr;
+    double bytes = double(size_bytes(dtype));
+    for (std::int64_t d : shape) bytes *= double(d);
+    bytes_ += std::ceil(bytes / 256) * 256;
   }
-  std::size_t bytes() const { return bytes_; }
+  std::size_t bytes() const { return std::size_t(bytes_); }
+  /// The same; a block that is only measured may be larger than 64 bits can count.
+  double measured() const { return bytes_; }
 
  private:
   std::byte* block_;
-  std::size_t bytes_ = 0;
+  double bytes_ = 0;  // exact below 2^53
 };
 
 /// Refuses a tensor that has no data, or whose shape or dtype is not the expected one. The message names `owner` and

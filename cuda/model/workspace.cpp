@@ -16,44 +16,50 @@ namespace {
 
 constexpr std::string_view kName = "workspace";
 
+/// What a workspace holds.
+struct StepTensors {
+  LayerTensors all;                   // the outputs of all tokens
+  AnyView<2> hidden;                  // what the first layer reads
+  std::array<AnyView<2>, 2> outputs;  // layer i writes outputs[i % 2]
+  View<float, 2> cos, sin;
+  View<std::int32_t, 1> scratch;
+
+  void place(Arena& arena, const ModelShape& shape, DType activation, std::int64_t tokens, std::int64_t table_rows,
+             std::size_t scratch_bytes) {
+    for_each_activation(
+        shape, {.batch = tokens, .q_len = 1},
+        [&](const TensorSpec& t, auto& view, auto size) {
+          if (t.role == Role::output) arena.place(view, size, activation);
+        },
+        all);
+    outputs[0] = all.output;
+    for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
+    for (View<float, 2>* v : {&cos, &sin}) arena.place(*v, extents(table_rows, shape.rotary_dim / 2), DType::f32);
+    arena.place(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
+  }
+};
+
 }  // namespace
 
-struct Workspace::State {
+struct Workspace::State : StepTensors {
   State(const Context& c, const ModelSpec& m, DType d, std::int64_t t, std::int64_t rows, std::size_t scratch)
       : context(c), shape(m.shape), activation(d), tokens(t), table_rows(rows), scratch_bytes(scratch) {}
   ~State() { (void)cudaDeviceSynchronize(); }
 
-  std::size_t lay_out(std::byte* block);
+  std::size_t lay_out(std::byte* block) {
+    Arena arena(block);
+    place(arena, shape, activation, tokens, table_rows, scratch_bytes);
+    return arena.bytes();
+  }
 
   Context context;
   ModelShape shape;
   DType activation;
   std::int64_t tokens, table_rows;
   std::size_t scratch_bytes;
-  LayerTensors all;                   // the outputs of `tokens` tokens
-  AnyView<2> hidden;                  // what the first layer reads
-  std::array<AnyView<2>, 2> outputs;  // layer i writes outputs[i % 2]
-  View<float, 2> cos, sin;
-  View<std::int32_t, 1> scratch;
   DeviceMemory memory;
   std::uint64_t version = next_version();
 };
-
-std::size_t Workspace::State::lay_out(std::byte* block) {
-  Arena arena(block);
-  for_each_activation(
-      shape, {.batch = tokens, .q_len = 1},
-      [&](const TensorSpec& t, auto& view, auto size) {
-        if (t.role == Role::output) arena.place(view, size, activation);
-      },
-      all);
-  outputs[0] = all.output;
-  for (AnyView<2>* v : {&hidden, &outputs[1]}) arena.place(*v, all.output.shape, activation);
-  arena.place(cos, extents(table_rows, shape.rotary_dim / 2), DType::f32);
-  arena.place(sin, extents(table_rows, shape.rotary_dim / 2), DType::f32);
-  arena.place(scratch, extents(std::int64_t(scratch_bytes / 4)), DType::i32);
-  return arena.bytes();
-}
 
 Workspace::Workspace(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Workspace::Workspace(Workspace&&) noexcept = default;
@@ -80,6 +86,15 @@ Result<Workspace> Workspace::create(const Context& context, const ModelSpec& mod
   CF_TRY(copy_in<2>(context, kName, "cos", state->cos, cos));
   CF_TRY(copy_in<2>(context, kName, "sin", state->sin, sin));
   return Workspace(std::move(state));
+}
+
+double Workspace::bytes(const ModelSpec& model, DType activation, std::int64_t tokens, std::int64_t table_rows,
+                        bool quantised) {
+  StepTensors tensors;
+  Arena arena(nullptr);
+  tensors.place(arena, model.shape, activation, tokens, table_rows,
+                linear_scratch_bytes(model, activation, tokens, quantised));
+  return arena.measured();
 }
 
 Status Workspace::set_hidden(const Tensor& hidden) {

@@ -24,6 +24,9 @@ class Workspace {
   /// Refuses a model that describes no layer, sizes below 1, and a dtype other than float16, bfloat16 and float32.
   static Result<Workspace> create(const Context& context, const ModelSpec& model, DType activation, std::int64_t tokens,
                                   std::int64_t table_rows, bool quantised = false);
+  /// The bytes that create() takes. May be called with sizes that create() refuses.
+  static double bytes(const ModelSpec& model, DType activation, std::int64_t tokens, std::int64_t table_rows,
+                      bool quantised);
   Workspace(Workspace&&) noexcept;
   Workspace& operator=(Workspace&&) noexcept;
   /// Waits for the device: the memory may be in use.
@@ -39,7 +42,7 @@ class Workspace {
   /// The tensors of a layer's step of q_len tokens a sequence. The layer `first` reads hidden(), every other the output
   /// of the layer before it. Outputs lie in two buffers in turn.
   LayerTensors tensors(const KvCache& cache, std::int64_t first, std::int64_t layer, std::int64_t q_len) const;
-  /// What launches of a step may use while they run; empty where no product wants any.
+  /// Scratch memory for the launches of a step; empty where no product wants any.
   Scratch scratch() const;
   std::size_t device_bytes() const;
   /// A number that no other workspace has.

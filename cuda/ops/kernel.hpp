@@ -34,9 +34,8 @@ struct Planned {
 template <class Args>
 struct Kernel {
   std::string_view name;
-  /// The plan of a call that the op's check() took, or why there is none: Code::not_found where the kernel is for other
-  /// calls, as where one behind it in the list is faster (not_taken()); Code::unimplemented where it has no code for
-  /// this one.
+  /// The plan of a call that the op's check() took, or why there is none. Code::not_found: the kernel leaves the call
+  /// to a faster one behind it in the list (not_taken()). Code::unimplemented: the kernel has no code for this call.
   Result<Planned> (*plan)(const Target&, const Args&);
 };
 
@@ -64,8 +63,8 @@ struct Choice {
   std::vector<PassedOver> passed_over;
 };
 
-/// The first kernel of a list that takes a call. Where none does, the refusal is that of the last kernel without code
-/// for the call, or else of the last kernel.
+/// The first kernel of a list that takes a call. Where none does, the refusal is the last one with Code::unimplemented,
+/// a kernel that has no code for the call. Without such a one it is the last kernel's.
 template <class Args>
 Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& target, const Args& args) {
   Choice choice;

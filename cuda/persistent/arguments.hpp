@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "cuda/persistent/deal.hpp"
+#include "cuda/persistent/exchange.hpp"
 #include "cuda/persistent/layout.hpp"
+#include "cuda/persistent/phases.hpp"
 #include "cuda/persistent/plan.hpp"
-#include "cuda/persistent/protocol.hpp"
 
 namespace cf::cuda {
 
@@ -24,8 +25,6 @@ struct TokenArguments {
   int vocab = 0;                   // rows of embed_in and of the LM head
   const void* embed_in = nullptr;  // (vocab, hidden)
   void* logits = nullptr;          // (batch, vocab) of the token that was made last
-  Tagged* candidates = nullptr;    // (grid, batch, 2) a block's highest order key, its halves as floats; then (2) of
-                                   // block 0: whether the launch ends
 
   // A launch of one token reads the sequences' state and leaves it as it is. A launch that chooses leaves the state of
   // the last token that it made. A sequence that has ended is left at the position `capacity`.
@@ -40,7 +39,7 @@ struct TokenArguments {
   const unsigned* end_serial = nullptr;  // tokens from this serial number on are not wanted
 };
 
-/// A launch tells the host each choice in one word: the token's serial number above, its id below. Token n has place
+/// A launch tells the host each choice in one word: the token's serial number above, its id below. Token n has word
 /// n % kMadeTokens.
 inline constexpr unsigned kMadeTokens = 256;
 CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
@@ -49,7 +48,7 @@ CF_HD constexpr std::uint64_t made_token(unsigned serial, std::int32_t id) {
 
 /// The most stop ids of a sequence that a launch looks for.
 inline constexpr int kMaxStopIds = 8;
-/// An id that is never chosen. It fills the places of stop ids that a sequence does not have.
+/// An id that is never chosen. It stands for stop ids that a sequence does not have.
 inline constexpr std::int32_t kNoStopId = -2;
 /// Where a launch that chooses ends a sequence by itself.
 struct SequenceEnd {
@@ -74,11 +73,12 @@ struct alignas(16) ProductShape {
   bool operator==(const ProductShape&) const = default;
 };
 
-/// Where a packed matrix's scales and its inputs' places lie, in bytes from its begin, and which columns share a scale.
-/// An input has one column, or two with 8 bits: first all inputs' high codes, then the low ones. All is 0 where the
-/// matrix is dense.
+/// Where a packed matrix's scales and its inputs' columns lie, in bytes from its begin, and which columns share a
+/// scale. An input has one column, or two with 8 bits: first all inputs' high codes, then the low ones. All is 0 where
+/// the matrix is dense.
 struct alignas(16) PackedShape {
-  std::int64_t scales, places;  // (inputs) int32, each input's column; `places` is 0 where column k is input k
+  std::int64_t scales;
+  std::int64_t input_columns;  // (inputs) int32, each input's column; 0 where column k is input k
   int inputs, columns;
   int groups;         // scales of a row
   int group_columns;  // a multiple of 32
@@ -91,25 +91,30 @@ struct alignas(16) PackedShape {
 
 using PackedShapes = std::array<PackedShape, kWeights>;  // by Weight
 
+/// The shape of each matrix's product: its columns are what the phase multiplies by.
 constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDims& d, const PersistentPlan& p,
                                                              const PackedShapes& packed_shapes) {
-  const auto shape = [&](int matrix, int columns, int slice_columns, int together) {
+  std::array<ProductShape, kMatrices> shapes{};
+  const auto add = [&](const PhaseSpec& phase) {
+    if (phase.is_attention()) return;
+    int columns = d.hidden, slice_columns = p.hidden_columns;
+    if (phase.input == Input::context) columns = d.attention, slice_columns = p.context_columns;
+    if (phase.input == Input::mlp_act) columns = d.intermediate, slice_columns = p.act_columns;
     int stage_bytes = kStageSlices * slice_columns * 2;
-    if (matrix != kHeadMatrix && packed_shapes[std::size_t(matrix)].is_packed()) {
-      const PackedShape& packed = packed_shapes[std::size_t(matrix)];
+    if (phase.matrix != kHeadMatrix && packed_shapes[phase.matrix].is_packed()) {
+      const PackedShape& packed = packed_shapes[phase.matrix];
       columns = packed.columns;
       stage_bytes = packed_stage_bytes(slice_columns, packed.group_columns);
     }
     // A product of smaller slices has smaller stages: more of them make the same bytes.
-    const int slices = (columns + slice_columns - 1) / slice_columns;
-    return ProductShape{columns, std::int16_t(slice_columns), std::int8_t(slices), std::int8_t(together),
-                        ring_stage(p, stage_bytes)};
+    const int slices = (columns + slice_columns - 1) / slice_columns,
+              together = phase.publishes == Dependency::mlp_act ? d.rows_of_act : 1;
+    shapes[phase.matrix] = {columns, std::int16_t(slice_columns), std::int8_t(slices), std::int8_t(together),
+                            ring_stage(p, stage_bytes)};
   };
-  return {shape(int(Weight::qkv), d.hidden, p.hidden_columns, 1),
-          shape(int(Weight::up), d.hidden, p.hidden_columns, d.rows_of_act),
-          shape(int(Weight::dense), d.attention, p.context_columns, 1),
-          shape(int(Weight::down), d.intermediate, p.act_columns, 1),
-          shape(kHeadMatrix, d.hidden, p.hidden_columns, 1)};
+  for (const PhaseSpec& phase : kSequentialLayer) add(phase);
+  add(kHead);
+  return shapes;
 }
 
 /// How a layer's weights are stored. A kernel of packed weights takes layers of up to kMaxLayerKinds kinds; the LM head
@@ -117,7 +122,7 @@ constexpr std::array<ProductShape, kMatrices> product_shapes(const PersistentDim
 struct LayerKind {
   std::array<ProductShape, kMatrices> shapes;  // by matrix, as LayerDeals::of
   PackedShapes packed;
-  // RopePairs of the rows of qkv; 0 where rows keep their places.
+  // RopePairs of the rows of qkv; 0 where rows keep their order.
   int pairs_head_dim = 0, pairs_rotary = 0, pairs_turned_heads = 0;
 
   bool operator==(const LayerKind&) const = default;
@@ -133,17 +138,14 @@ struct PersistentArguments {
   int table_rows;  // rows of cos and sin
   LayerDeals deals;
   float attention_scale, eps;
-  bool parallel_residual, rms_norm;
+  bool rms_norm;
   Activation activation;
 
-  PhaseOrder phases = {};
+  PhaseTable phases = {};
   // With several tokens: the slices of mlp.act lie in mlp_x and attn_x in turn, not in mlp_x alone.
-  bool two_act_places = false;
-  // Whether the product warps fetch the context and mlp.act, with one token and a sequential residual. They have no
-  // other work meanwhile. They are more threads than the helper warps, so more loads are in flight at once.
-  bool product_warps_fetch = false;
-  bool continues = false;       // the second launch of a layer, which reads the first one's tags
-  int layers = 0;               // all that launches may run; a token has one tag more than these
+  bool two_act_buffers = false;
+  bool continues = false;       // the second launch of a layer, which reads the first one's epochs
+  int layers = 0;               // all that launches may run; a token has one epoch more than these
   int head_layer = -1;          // the number of the head, behind the last layer; -1 where there is none
   int first_layer = 0;          // of the launch
   int end_layer = 0;            // one past the launch's final layer
@@ -154,20 +156,7 @@ struct PersistentArguments {
   const std::int32_t* kv_len = nullptr;        // (batch)
   const float *cos = nullptr, *sin = nullptr;  // (table_rows, half_rotary)
 
-  // Scratch memory, through which blocks hand each other results. With several tokens the elements of context and
-  // mlp_act have no tags: context_done and act_done say when they are complete, and the copy engine then fetches them.
-  Tagged* hidden[2] = {};          // (batch, hidden): layer l reads hidden[l % 2]
-  float* attn_residual = nullptr;  // (batch, hidden), of a sequential residual; who reads an element has made it
-  // (batch, hidden) The elements of `hidden` and of attn_residual, as the norms read them. One norm_hidden is enough
-  // for all layers: no block ends a layer before all blocks have normalised the layer's input.
-  TaggedNormInput *norm_hidden = nullptr, *norm_attn_residual = nullptr;
-  TaggedElement* qkv = nullptr;      // (batch, qkv_rows)
-  TaggedElement* context = nullptr;  // (batch, heads, head_dim)
-  TaggedElement* mlp_act = nullptr;  // (batch, intermediate)
-  unsigned* context_done = nullptr;  // (batch, heads) the tag of a complete head
-  unsigned* act_done = nullptr;      // (grid) the tag of a block whose rows of mlp.act are complete
-  Tagged* partials = nullptr;        // (batch, heads, attention_splits, partial_floats)
-  GridState* grid_state = nullptr;
+  Exchange exchange = {};            // in scratch memory
   std::uint16_t* no_beta = nullptr;  // (hidden) of RMSNorm: zeros, which nobody writes
 
   TokenArguments token = {};
@@ -183,24 +172,12 @@ struct PersistentArguments {
   LayerPointers first_pointers = {};
   const LayerPointers* layer_pointers = nullptr;  // (layers) in device memory
 
-  CF_HD constexpr PhaseOrder phases_of(int layer) const {
-    return layer == head_layer ? PhaseOrder{Phase::head} : phases;
-  }
+  /// Where in `phases` those of a layer begin.
+  CF_HD constexpr int first_phase(int layer) const { return layer == head_layer ? kLayerPhases : 0; }
 
-  DigitPlaces digit_places = {};                                    // of packed weights
+  DigitOffsets digit_offsets = {};                                  // of packed weights
   std::array<LayerKind, kMaxLayerKinds> kinds = {};                 // by LayerPointers::kind; kind 0 is dense
   std::array<SequenceEnd, kMaxPersistentBatch> sequence_ends = {};  // of a launch that chooses
 };
-
-/// Whether the residual is parallel. A kernel of row products is compiled for one kind of residual.
-template <Products Kind>
-CF_HD constexpr bool has_parallel_residual(const PersistentArguments& c) {
-  return is_rows(Kind) ? Kind == Products::rows : c.parallel_residual;
-}
-/// Whether the product warps fetch the context and mlp.act. Those of row products do with a sequential residual.
-template <Products Kind>
-CF_HD constexpr bool product_warps_fetch(const PersistentArguments& c) {
-  return is_rows(Kind) ? Kind == Products::sequential_rows : c.product_warps_fetch;
-}
 
 }  // namespace cf::cuda

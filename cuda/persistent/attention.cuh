@@ -1,27 +1,27 @@
 #pragma once
-// Decode attention over key splits. The product warps of a block attend to the keys of a split on tensor cores, with
-// all query heads of a share at once; its helper warps merge the warps' partial results. The helper warps of a share's
-// splits then merge the splits' partial results, each those of its own heads of the share.
+// Decode attention over key splits. The consumer warps of a block attend to the keys of a split on tensor cores, with
+// all query heads of a GQA tile at once; its auxiliary warps merge the warps' partial results. The auxiliary warps of a
+// GQA tile's splits then merge the splits' partial results, each those of its own heads of the GQA tile.
 #include "cuda/device/softmax.cuh"
 #include "cuda/persistent/block.cuh"
 #include "cuda/persistent/ring.cuh"
 
 namespace cf::cuda {
 
-/// The query heads of a share. `Grouped` says whether that is more than one: it is known when a kernel is compiled.
+/// The query heads of a GQA tile. `Grouped` says whether that is more than one: it is known when a kernel is compiled.
 template <bool Grouped>
-__device__ int share_heads(const PersistentArguments& c) {
+__device__ int gqa_heads(const PersistentArguments& c) {
   if constexpr (!Grouped) return 1;
-  int heads = c.plan.share_heads;
+  int heads = c.plan.gqa_heads;
   make_anew(heads);  // no register holds it, or what is computed from it, from layer to layer
   return heads;
 }
 
-/// One split of the keys that a share of a sequence's query heads attends to. The cached keys come through the ring;
+/// One split of the keys that a GQA tile of a sequence's query heads attends to. The cached keys come through the ring;
 /// the newest key is made by this launch. Key split i belongs to block i % grid.
 struct KeySplit {
-  int sequence, share, split;
-  int splits;         // of the share's keys; this one has keys if `split` is below
+  int sequence, gqa_tile, split;
+  int splits;         // of the GQA tile's keys; this one has keys if `split` is below
   int kv_head;        // whose keys and values these are
   int kv_len;         // 0 where it is below 1 or beyond the capacity
   int begin, end;     // keys
@@ -30,11 +30,11 @@ struct KeySplit {
   /// `token` counts the launch's tokens: each has one key more than the one before.
   __device__ KeySplit(const PersistentArguments& c, int item, int token) {
     const Divisors& by = c.plan.divisors;
-    const int of_all = by.attention_splits.quotient(item);  // the share's number among those of all sequences
+    const int of_all = by.attention_splits.quotient(item);  // the GQA tile's number among those of all sequences
     split = item - of_all * c.plan.attention_splits;
-    sequence = by.shares.quotient(of_all);
-    share = of_all - sequence * c.plan.shares;
-    kv_head = by.group_shares.quotient(share);
+    sequence = by.gqa_tiles.quotient(of_all);
+    gqa_tile = of_all - sequence * c.plan.gqa_tiles;
+    kv_head = by.group_gqa_tiles.quotient(gqa_tile);
     const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
     kv_len = length < 1 || length > c.capacity ? 0 : length;
     splits = min(max((kv_len + kSplitKeys - 1) / kSplitKeys, 1), c.plan.attention_splits);
@@ -45,23 +45,25 @@ struct KeySplit {
     end = min(begin + keys, kv_len);
     end_of_cached = begin < end && end == kv_len ? end - 1 : end;
   }
-  /// Key splits of all shares and sequences, those without keys too.
+  /// Key splits of all GQA tiles and sequences, those without keys too.
   static __device__ int count(const PersistentArguments& c) {
-    return c.dims.batch * c.plan.shares * c.plan.attention_splits;
+    return c.dims.batch * c.plan.gqa_tiles * c.plan.attention_splits;
   }
   __device__ bool is_used() const { return split < splits; }
   __device__ bool has_newest() const { return end_of_cached < end; }
-  /// The number of the share's first head among the query heads of all sequences.
+  /// The number of the GQA tile's first head among the query heads of all sequences.
   template <bool Grouped>
   __device__ long batch_head(const PersistentArguments& c) const {
-    return (long(sequence) * c.plan.shares + share) * share_heads<Grouped>(c);
+    return (long(sequence) * c.plan.gqa_tiles + gqa_tile) * gqa_heads<Grouped>(c);
   }
   /// The kv head's number among those of all sequences.
   __device__ long batch_kv_head(const PersistentArguments& c) const {
     return long(sequence) * c.dims.kv_heads + kv_head;
   }
-  /// Whether the share is the first of its group: that one stores k and v. Most groups are one share.
-  __device__ bool leads_group(const PersistentArguments& c) const { return kv_head * c.plan.group_shares == share; }
+  /// Whether the GQA tile is the first of its group: that one stores k and v. Most groups are one GQA tile.
+  __device__ bool leads_group(const PersistentArguments& c) const {
+    return kv_head * c.plan.group_gqa_tiles == gqa_tile;
+  }
   /// The row of the cache (batch, kv_heads, capacity, head_dim) that holds a key.
   __device__ long row(const PersistentArguments& c, int key) const { return batch_kv_head(c) * c.capacity + key; }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
@@ -103,8 +105,8 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 ///
 /// A weight is the sum of two elements of T: the weight rounded to T, and the remainder. Without Grouped all rows of Q
 /// are the one query. Even columns of the second product are then the rounded weights, odd columns the remainders. With
-/// Grouped row g and column g are query g of the share. Rows and columns beyond the share's queries repeat its last
-/// query. A third product adds the remainders.
+/// Grouped row g and column g are query g of the GQA tile. Rows and columns beyond the GQA tile's queries repeat its
+/// last query. A third product adds the remainders.
 template <class T, int Blocks, bool Grouped>
 struct AttentionTile {
   static constexpr int kKeys = kTileKeys;
@@ -295,24 +297,24 @@ struct DiagonalTile {
 };
 
 /// Waits for q, k and v of a head's new token, rotates q and k by RoPE, rounds them to T and stores all three in the
-/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of shares that have
-/// the same, that of the first share. A position outside the RoPE table makes the rotated elements NaN. False where the
-/// wait took too long.
+/// block's shared memory. The block of the split with the newest key appends k and v to the cache: of GQA tiles that
+/// have the same, that of the first GQA tile. A position outside the RoPE table makes the rotated elements NaN. False
+/// where the wait took too long.
 template <class T>
 __device__ bool prepare_head(const Block& block, const KeySplit& split, int layer) {
   const PersistentArguments& c = block.c;
   const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, d = block.thread();
-  static_assert(kProductThreads >= kMaxPersistentHeadDim);
-  const unsigned tag = block.tag(layer);
+  static_assert(kConsumerThreads >= kMaxPersistentHeadDim);
+  const unsigned epoch = block.epoch(layer);
   // A thread has one element each of q, k and v, and the partners that RoPE rotates those of q and k with.
   const bool has_element = d < head_dim, rotated = has_element && d < 2 * half;
-  const QkvPlaces& places = c.dims.places;
-  const TaggedElement* const qkv = c.qkv + long(split.sequence) * c.dims.qkv_rows;
-  const TaggedElement* const of_head[3] = {qkv + split.share * places.q_step,
-                                           qkv + places.k_first + split.kv_head * places.kv_step,
-                                           qkv + places.v_first + split.kv_head * places.kv_step};
+  const QkvOffsets& at = c.dims.qkv_offsets;
+  const ElementWord* const qkv = c.exchange.qkv + long(split.sequence) * c.dims.qkv_rows;
+  const ElementWord* const of_head[3] = {qkv + split.gqa_tile * at.q_step,
+                                         qkv + at.k_first + split.kv_head * at.kv_step,
+                                         qkv + at.v_first + split.kv_head * at.kv_step};
   const int other = d < half ? d + half : d - half;
-  TaggedElement element[3] = {}, partner[2] = {};
+  ElementWord element[3] = {}, partner[2] = {};
   block.poll(layer, Dependency::qkv, [&] {
     bool here = true;
 #pragma unroll
@@ -322,8 +324,8 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
     }
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
-      if (has_element) here = here && has_tag(element[of], tag);
-      if (of < 2 && rotated) here = here && has_tag(partner[of], tag);
+      if (has_element) here = here && has_epoch(element[of], epoch);
+      if (of < 2 && rotated) here = here && has_epoch(partner[of], epoch);
     }
     return here;
   });
@@ -358,24 +360,23 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   return block.sync_unless_stopped();
 }
 
-/// prepare_head() for a share of several query heads, which have one k and one v. Each half of a warp takes one row: a
-/// query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the
+/// prepare_head() for a GQA tile of several query heads, which have one k and one v. Each half of a warp takes one row:
+/// a query, k or v. The half stores its row in shared memory, rotates a query or k there, and appends k or v to the
 /// cache.
 template <class T>
-__device__ bool prepare_share(const Block& block, const KeySplit& split, int layer) {
-  constexpr int lanes = 16, at_once = kMaxShareHeadDim / (4 * lanes);
-  static_assert((kMaxShareHeads + 2) * lanes <= kProductThreads);
+__device__ bool prepare_tile(const Block& block, const KeySplit& split, int layer) {
+  constexpr int lanes = 16, at_once = kMaxGqaHeadDim / (4 * lanes);
+  static_assert((kMaxShareHeads + 2) * lanes <= kConsumerThreads);
   const PersistentArguments& c = block.c;
-  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, heads = share_heads<true>(c);
+  const int head_dim = c.dims.head_dim, half = c.dims.half_rotary, heads = gqa_heads<true>(c);
   const int row = block.thread() / lanes, lane = block.thread() % lanes, stride = query_stride(head_dim, heads);
   const bool is_query = row < heads, is_key = row == heads, is_value = row == heads + 1;
   const bool has_row = is_query || is_key || is_value;
-  const QkvPlaces& places = c.dims.places;
-  const TaggedElement* const from =
-      c.qkv + long(split.sequence) * c.dims.qkv_rows +
-      (is_query ? (split.share * heads + row) * places.q_step
-                : (is_key ? places.k_first : places.v_first) + split.kv_head * places.kv_step);
-  const unsigned tag = block.tag(layer);
+  const QkvOffsets& at = c.dims.qkv_offsets;
+  const ElementWord* const from = c.exchange.qkv + long(split.sequence) * c.dims.qkv_rows +
+                                  (is_query ? (split.gqa_tile * heads + row) * at.q_step
+                                            : (is_key ? at.k_first : at.v_first) + split.kv_head * at.kv_step);
+  const unsigned epoch = block.epoch(layer);
   uint4 four[at_once] = {};
   const auto column = [&](int u) { return (u * lanes + lane) * 4; };
   const auto in_row = [&](int u) { return has_row && column(u) < head_dim; };
@@ -383,7 +384,7 @@ __device__ bool prepare_share(const Block& block, const KeySplit& split, int lay
     if (in_row(u)) four[u] = load_relaxed_quad(from + column(u));
   };
   await_pieces<at_once>(block, layer, Dependency::qkv, load,
-                        [&](int u) { return !in_row(u) || have_tag(four[u], tag); });
+                        [&](int u) { return !in_row(u) || have_epoch(four[u], epoch); });
   block.sync();  // all warps have read the new token of the split before
 
   T* const to = block.at<T>(c.layout.new_token) + (is_query ? row * stride : heads * stride + is_value * head_dim);

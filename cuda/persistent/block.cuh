@@ -10,12 +10,19 @@
 #include "cuda/device/vec.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/persistent/arguments.hpp"
-#include "cuda/persistent/tagged.cuh"
+#include "cuda/persistent/exchange.cuh"
 
 namespace cf::cuda {
 
 /// The block's dynamic shared memory, laid out by PersistentLayout.
 extern __shared__ __align__(128) char block_smem[];
+
+/// A phase of the launch's table, loaded in one access.
+__device__ inline PhaseSpec load_phase(const PersistentArguments& c, int at) {
+  unsigned bits = *reinterpret_cast<const unsigned*>(&c.phases[std::size_t(at)]);
+  asm volatile("" : "+r"(bits));
+  return __builtin_bit_cast(PhaseSpec, bits);
+}
 
 struct Block {
   const PersistentArguments& c;
@@ -23,14 +30,14 @@ struct Block {
   unsigned parities = 0;  // a bit for each signal: the parity of its barrier's next phase
   int token = 0;          // of the launch
 
-  static constexpr int kProductBarrier = 1, kHelperBarrier = 2;
-  /// The product warps wait for partials_taken before they store a key split's partial results. Their first wait must
+  static constexpr int kConsumerBarrier = 1, kAuxiliaryBarrier = 2;
+  /// The consumer warps wait for partials_taken before they store a key split's partial results. Their first wait must
   /// return at once: it is for the phase before the barrier's first, which counts as complete.
-  static __device__ Block products(const PersistentArguments& c) {
-    return {c, 0, kProductThreads, kProductBarrier, 1u << int(Signal::partials_taken)};
+  static __device__ Block consumers(const PersistentArguments& c) {
+    return {c, 0, kConsumerThreads, kConsumerBarrier, 1u << int(Signal::partials_taken)};
   }
-  static __device__ Block helpers(const PersistentArguments& c) {
-    return {c, kProductThreads, kHelperThreads, kHelperBarrier};
+  static __device__ Block auxiliaries(const PersistentArguments& c) {
+    return {c, kConsumerThreads, kAuxiliaryThreads, kAuxiliaryBarrier};
   }
 
   __device__ int thread() const { return thread_index() - first_thread; }
@@ -45,12 +52,12 @@ struct Block {
 
   __device__ BlockNotice& notice() const { return *at<BlockNotice>(c.layout.notice); }
   __device__ volatile int& stopped() const { return notice().stopped; }
-  __device__ volatile int& product_warps() const { return notice().product_warps; }
+  __device__ volatile int& consumer_warps() const { return notice().consumer_warps; }
   __device__ volatile int& tokens_begun() const { return notice().tokens_begun; }
   __device__ volatile int& asked_to_end() const { return notice().asked_to_end; }
   __device__ volatile int& asked_all_to_end() const { return notice().asked_all_to_end; }
 
-  /// The layer's pointers. The helper warps copy the next layer's while the product warps are in this layer.
+  /// The layer's pointers. The auxiliary warps copy the next layer's while the consumer warps are in this layer.
   __device__ LayerPointers& pointers(int layer) const { return pointers_of(layer, token); }
   __device__ LayerPointers& pointers_of(int layer, int of_token) const {
     return at<LayerPointers>(c.layout.layer_pointers)[(of_token * c.layers + layer) & 1];
@@ -58,9 +65,9 @@ struct Block {
   /// How the layer's weights are stored.
   __device__ const LayerKind& kind(int layer) const { return c.kinds[pointers(layer).kind]; }
   /// The column of each input of a packed matrix; null where column k is input k.
-  __device__ const int* input_places(const LayerKind& kind, Weight w, int layer) const {
-    const std::int64_t places = kind.packed[int(w)].places;
-    return places ? reinterpret_cast<const int*>(pointers(layer).weights.matrix[int(w)] + places) : nullptr;
+  __device__ const int* input_columns(const LayerKind& kind, Weight w, int layer) const {
+    const std::int64_t at = kind.packed[int(w)].input_columns;
+    return at ? reinterpret_cast<const int*>(pointers(layer).weights.matrix[int(w)] + at) : nullptr;
   }
   /// Copies a layer's pointers from device memory to shared memory. Of the threads that call, each of the first
   /// kLayerPointers copies one pointer.
@@ -70,13 +77,14 @@ struct Block {
         reinterpret_cast<const std::uint64_t*>(c.layer_pointers + layer)[thread];
   }
 
-  /// The tag of everything that a layer reads. What the layer makes has the same tag, but for the hidden state, which
-  /// has the next layer's. A token has a tag for each layer and one more; no other token uses any of them.
-  __device__ unsigned tag(int layer) const { return notice().first_tag + unsigned(token * (c.layers + 1) + layer); }
-  /// The tag to store with. Where a test withholds the dependency, it is a tag that nobody waits for, in its lowest
-  /// eight bits too.
-  __device__ unsigned tag(int layer, Dependency d) const {
-    return tag(d == Dependency::hidden ? layer + 1 : layer) ^ (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
+  /// The epoch of everything that a layer reads. What the layer makes has the same epoch, but for the hidden state,
+  /// which has the next layer's. A token has an epoch for each layer and one more; no other token uses any of them.
+  __device__ unsigned epoch(int layer) const { return c.exchange.epoch(notice().first_epoch, token, layer); }
+  /// The epoch to store with. Where a test withholds the dependency, it is an epoch that nobody waits for, in its
+  /// lowest eight bits too.
+  __device__ unsigned epoch(int layer, Dependency d) const {
+    return epoch(d == Dependency::hidden ? layer + 1 : layer) ^
+           (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
   /// Ends sequence s. Its next token lies beyond the cache: nothing is appended for it, and it attends to no key. The
@@ -134,7 +142,7 @@ struct Block {
       if (start == 0) start = time_ns();
       // A dependency that comes later in a layer has a longer limit, so that the report names the first one missing.
       const std::uint64_t limit_ns = c.wait_limit_ns + unsigned(d) * c.wait_limit_ns / 4;
-      if (waited_too_long(c.grid_state, c.report, start + limit_ns, dependency_code(layer, d))) {
+      if (waited_too_long(c.exchange.grid_state, c.report, start + limit_ns, dependency_code(layer, d))) {
         stopped() = 1;
         return;
       }
@@ -175,18 +183,18 @@ __device__ void store_angles(const Block& block, int thread, int threads, Positi
 }
 
 /// Where a slice of mlp.act lies in shared memory, and the signals that it is there and that it is used. Where there
-/// are two places, the next slice may be there before this one is used.
-struct ActPlace {
+/// are two buffers, the next slice may be there before this one is used.
+struct ActBuffer {
   int offset;
   Signal here, used;
 
-  __device__ ActPlace(const PersistentArguments& c, int slice)
+  __device__ ActBuffer(const PersistentArguments& c, int slice)
       : offset(is_second(c, slice) ? c.layout.attn_x : c.layout.mlp_x),
         here(is_second(c, slice) ? Signal::act_here_too : Signal::act_here),
         used(is_second(c, slice) ? Signal::act_used_too : Signal::act_used) {}
 
  private:
-  static __device__ bool is_second(const PersistentArguments& c, int slice) { return c.two_act_places && slice % 2; }
+  static __device__ bool is_second(const PersistentArguments& c, int slice) { return c.two_act_buffers && slice % 2; }
 };
 
 /// Loads a thread's pieces 0 to AtOnce - 1. load(u) issues the loads of piece u; here(u) is true where the piece is
@@ -214,21 +222,21 @@ inline constexpr int kUnsampledHidden = 4096, kUnsampledColumns = 2048;
 /// Lanes of a warp that poll a sample, one element each. Polls by all 32 lanes would delay the weights.
 inline constexpr int kSampleLanes = 4;
 
-/// Waits for all elements of mlp.act, or of the context, of one token. Stores them in shared memory without their tags.
-/// False where that took too long, in all lanes of a warp alike.
+/// Waits for all elements of mlp.act, or of the context, of one token. Stores them in shared memory without their
+/// epochs. False where that took too long, in all lanes of a warp alike.
 __device__ inline bool fetch_token(const Block& block, int layer, bool is_act) {
   const PersistentArguments& c = block.c;
   const Dependency d = is_act ? Dependency::mlp_act : Dependency::context;
-  const TaggedElement* const from = is_act ? c.mlp_act : c.context;
+  const ElementWord* const from = is_act ? c.exchange.mlp_act : c.exchange.context;
   const int columns = is_act ? c.dims.intermediate : c.dims.attention;  // a multiple of eight
   char* const to = block.at<char>(is_act ? c.layout.mlp_x : c.layout.attn_x);
   constexpr int at_once = 7;  // pieces of eight elements whose loads are in flight together
-  const unsigned tag = block.tag(layer);
+  const unsigned epoch = block.epoch(layer);
   const int thread = block.thread(), step = block.threads * kVec, lane = thread % 32;
   if (columns > kUnsampledColumns && lane < kSampleLanes) {
     // The warps' samples lie between each other.
-    const int sample = columns / (kSampleLanes * kProductWarps) * (lane * kProductWarps + thread / 32);
-    block.poll(layer, d, [&] { return has_tag(load_relaxed(from + sample), tag); });
+    const int sample = columns / (kSampleLanes * kConsumerWarps) * (lane * kConsumerWarps + thread / 32);
+    block.poll(layer, d, [&] { return has_epoch(load_relaxed(from + sample), epoch); });
   }
   __syncwarp();
 #pragma unroll 1
@@ -240,7 +248,7 @@ __device__ inline bool fetch_token(const Block& block, int layer, bool is_act) {
       high[u] = load_relaxed_quad(from + begin + u * step + 4);
     };
     const auto here = [&](int u) {
-      return begin + u * step >= columns || (have_tag(low[u], tag) && have_tag(high[u], tag));
+      return begin + u * step >= columns || (have_epoch(low[u], epoch) && have_epoch(high[u], epoch));
     };
     if (!await_pieces<at_once>(block, layer, d, load, here)) break;
     const auto pair = [](unsigned a, unsigned b) { return __byte_perm(a, b, 0x5410); };
@@ -255,31 +263,31 @@ __device__ inline bool fetch_token(const Block& block, int layer, bool is_act) {
 
 /// Stores `count` words, `step` apart, that tell other blocks that what this block's threads of this kind have stored
 /// before is complete.
-__device__ inline void publish_done(const Block& block, unsigned* words, unsigned tag, int count = 1, int step = 1) {
+__device__ inline void publish_done(const Block& block, unsigned* words, unsigned epoch, int count = 1, int step = 1) {
   block.sync();
   if (block.thread() != 0) return;
   __threadfence();
-  for (int i = 0; i < count; ++i) store_relaxed(words + i * step, tag);
+  for (int i = 0; i < count; ++i) store_relaxed(words + i * step, epoch);
 }
-/// Waits until all words have the layer's tag; what was stored before them is visible then. False where that took too
+/// Waits until all words have the layer's epoch; what was stored before them is visible then. False where that took too
 /// long.
 __device__ inline bool await_done(const Block& block, int layer, Dependency d, const unsigned* words, int count) {
-  const unsigned tag = block.tag(layer);
+  const unsigned epoch = block.epoch(layer);
 #pragma unroll 1
   for (int i = block.thread(); i < count; i += block.threads)
-    block.poll(layer, d, [&] { return load_relaxed(words + i) == tag; });
+    block.poll(layer, d, [&] { return load_relaxed(words + i) == epoch; });
   __threadfence();
   return block.sync_unless_stopped();
 }
 /// Copies `bytes` bytes of each token to shared memory, and waits for them. The tokens lie `from_row` bytes apart in
-/// device memory and `to_row` bytes apart in shared memory. All helper warps call.
+/// device memory and `to_row` bytes apart in shared memory. All auxiliary warps call.
 __device__ inline void copy_tokens(Block& block, const char* from, long from_row, int bytes, char* to, int to_row) {
   const int warp = block.thread() / 32, tokens = block.c.dims.batch;
   if (block.thread() % 32 == 0) {
     std::uint64_t* const copied = block.signal_barrier(Signal::copied);
     let_copies_see();
-    arrive_expecting(copied, (max(tokens - warp, 0) + kHelperWarps - 1) / kHelperWarps * bytes);
-    for (int token = warp; token < tokens; token += kHelperWarps)
+    arrive_expecting(copied, (max(tokens - warp, 0) + kAuxiliaryWarps - 1) / kAuxiliaryWarps * bytes);
+    for (int token = warp; token < tokens; token += kAuxiliaryWarps)
       copy_bulk(to + token * to_row, from + token * from_row, bytes, copied);
   }
   block.wait_for_copy(Signal::copied);

@@ -21,10 +21,10 @@ struct alignas(16) DealtRows {
 
 /// The four products of a layer, by the weights' names. A block owns the same rows of dense and of down: the sum of the
 /// two is one row of the output.
-enum class Weight : int { qkv, up, dense, down };
+enum class Weight : unsigned { qkv, up, dense, down };
 inline constexpr int kWeights = 4;
-/// The LM head's place behind these in tables of dealt matrices.
-inline constexpr int kHeadMatrix = kWeights, kMatrices = kWeights + 1;
+/// The LM head's number behind these in tables of dealt matrices.
+inline constexpr unsigned kHeadMatrix = kWeights, kMatrices = kWeights + 1;
 
 /// The rows of a layer's products. mlp.act has `act` elements, each made of rows_of_act consecutive rows: with SwiGLU
 /// of two, the gate's and the up row. `out` counts the rows of dense, which are also those of down.

@@ -6,26 +6,27 @@
 // Who does what in a layer with a parallel residual, one token, float16. h: hidden, i: intermediate, b: batch, n:
 // kv_len, d: head_dim. A formula counts the bytes of the whole grid; in the column of who waits, those of each block.
 // The figures are Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for
-// counts tags: 8 bytes a float32, 4 bytes an element, and 4 bytes an element of the residual stream that a norm reads.
+// counts epochs: 8 bytes a float32, 4 bytes an element, and 4 bytes an element of the residual stream that a norm
+// reads.
 //
-// phase      the stream warp brings      the product warps make      who waits for other blocks  what others wait for
+// phase      the producer warp brings    the consumer warps make     who waits for other blocks  what others wait for
 // ---------  --------------------------  --------------------------  --------------------------  ---------------------
-// qkv        W_qkv: 3 h h 2              both norms, then the        product warps, for all of   q, k, v: 3 h b 4
+// qkv        W_qkv: 3 h h 2              both norms, then the        consumer warps, for all of  q, k, v: 3 h b 4
 //            39.3 MB, 298 KB a block     block's rows of q, k, v     hidden: 4 h b               30.7 KB
 //                                                                    10.2 KB a block
 // up_first   W_up, about half of h i 2   36 of the block's 77 or 78  nobody                      mlp.act of these rows
 //            24.3 MB, 184 KB a block     rows of mlp.act                                         19.0 KB
-// attention  cached keys and values:     RoPE and the append of the  product warps, for q, k, v  partial results:
+// attention  cached keys and values:     RoPE and the append of the  consumer warps, for q, k, v partial results:
 //            4 h (n - 1) b               newest key, attention over  of one head: 12 d, 960 B    8 (d + 2) a key split
-//            1.3 MB at n 128,            the block's key splits;     helper warps of split 0,    656 B
-//            41 KB a split of 128 keys   helper warps: the merge     for the head's others       context: 4 h b
+//            1.3 MB at n 128,            the block's key splits;     auxiliary warps of split 0, 656 B
+//            41 KB a split of 128 keys   auxiliary warps: the merge  for the head's others       context: 4 h b
 //                                                                                                10.2 KB
 // up_rest    W_up, the other rows        the block's other rows of   nobody                      mlp.act of these rows
 //            28.1 MB, 213 KB a block     mlp.act                                                 22.0 KB
-// dense      W_dense: h h 2              the block's rows of the     helper warps, for all of    nothing
+// dense      W_dense: h h 2              the block's rows of the     auxiliary warps, for all of nothing
 //            13.1 MB, 99 KB a block      layer's input + attention,  the context: 4 h b
 //                                        kept in shared memory       10.2 KB a block
-// down       W_down: h i 2               the same rows of the MLP,   helper warps, for all of    hidden: 4 h b
+// down       W_down: h i 2               the same rows of the MLP,   auxiliary warps, for all of hidden: 4 h b
 //            52.4 MB, 397 KB a block     plus what dense has kept    mlp.act: 4 i b              10.2 KB
 //                                                                    41.0 KB a block
 //
@@ -34,50 +35,50 @@
 //
 // Few keys have one split. Its block makes the context itself, without partial results in device memory.
 //
-// In large caches (kUnsharedEntries), query heads with the same keys and values form shares of up to eight heads. A key
-// split then belongs to a share. The ring brings its keys and values once, and the product warps attend to them with
-// all heads of the share. The product warps wait for 4 (s + 2) d bytes of q, k and v; a share has s heads. With n
-// splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the share. Kernels for one head a share
-// are compiled separately: all rows of the tensor cores' operand hold its query.
+// In large caches (kUnsharedEntries), query heads with the same keys and values form GQA tiles of up to eight heads. A
+// key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps attend to them
+// with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA tile has s heads.
+// With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile. Kernels for one
+// head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
-// (4 h b), and the product warps wait for all of it before up_first, whose input is its norm. Down adds
-// attn_residual. With one token the product warps fetch the context and mlp.act themselves. Slices of mlp.act that are
-// long enough go to registers, one slice to each product warp. The ring then gets the shared memory of mlp.act. Row
+// (4 h b), and the consumer warps wait for all of it before up_first, whose input is its norm. Down adds
+// attn_residual. With one token the consumer warps fetch the context and mlp.act themselves. Slices of mlp.act that are
+// long enough go to registers, one slice to each consumer warp. The ring then gets the shared memory of mlp.act. Row
 // products have a kernel for each kind of residual.
 //
 // A launch of whole tokens (TokenArguments) reads its input from the embedding, and has the head behind the last layer
 // (v: vocab):
 //
-// head       W_head: v h 2               the final norm, then the    product warps, for all of   the block's best token
+// head       W_head: v h 2               the final norm, then the    consumer warps, for all of  the block's best token
 //            257.6 MB, 1.95 MB a block   block's rows of logits      hidden: 4 h b               of a sequence: 16 b
 //
 // Every block then reads the best tokens of all blocks, and goes on with the best of these. A sequence ends behind a
 // stop id or at its limit (SequenceEnd), as every block sees for itself; the launch ends with its last sequence. The
-// stream warp has brought the next token's first weights meanwhile: which token it is does not matter to them. Keys
-// that a token has appended are brought once the product warps have begun the next one.
+// producer warp has brought the next token's first weights meanwhile: which token it is does not matter to them. Keys
+// that a token has appended are brought once the consumer warps have begun the next one.
 //
-// With several sequences the context and mlp.act have no tags and 2 bytes an element. The helper warps then wait for
-// one word a head or a block, and the copy engine brings the elements.
+// With several sequences the context and mlp.act have no epochs and 2 bytes an element. The auxiliary warps then wait
+// for one word a head or a block, and the copy engine brings the elements.
 //
 // Packed weights (packed.cuh) are dealt in tiles of sixteen rows, and a stage brings codes and scales of one tile. A
 // block converts the activations in its shared memory to digits. Blocks hand each other the same as above. A matrix may
-// have its columns in another order than its inputs: then the warp that makes an input stores it at its column's place.
+// have its columns in another order than its inputs: then the warp that makes an input stores it in its column.
 // A dense matrix beside packed ones is dealt in tiles of sixteen rows too. Its product is a tile product.
 //
-// While product warps wait for other blocks, the ring fills up. The stream warp then prefetches the dense weights that
-// follow into the L2, from where the ring gets them faster than from the memory. Packed weights are not prefetched:
-// product warps, not the memory, bound their kernels.
+// While consumer warps wait for other blocks, the ring fills up. The producer warp then prefetches the dense weights
+// that follow into the L2, from where the ring gets them faster than from the memory. Packed weights are not
+// prefetched: consumer warps, not the memory, bound their kernels.
 //
 // Every block reads all that the others make, while weights stream in. Fewer bytes to read make a shorter wait: for
 // this reason the norms read rounded elements. Loads that poll in vain make waits longer, too.
 //
 // Four rules hold the kernel together.
-// - The stream warp never waits for activations: the order of its stages is known at the launch.
-// - What a block makes for another carries its tag in the same access, or is announced by a word behind a fence.
+// - The producer warp never waits for activations: the order of its stages is known at the launch.
+// - What a block makes for another carries its epoch in the same access, or is announced by a word behind a fence.
 // - Every block makes rows of q, k and v, and rows of each layer's output. So no block ends a layer before all blocks
 //   have normalised the layer's input. And no block falls a layer behind: what it waits for would be overwritten with a
-//   later tag, and its wait would not end.
+//   later epoch, and its wait would not end.
 // - No warp leaves while others wait for it at a named barrier. Block::wait() receives every signal that was given
 //   before a stop. Block::sync_unless_stopped() lets all threads of a barrier go on, or none. Copies are awaited even
 //   after a stop.
@@ -90,10 +91,10 @@
 // epilogue: code behind it would run twice.
 #include <cuda_runtime.h>
 
-#include "cuda/persistent/helper_warps.cuh"
+#include "cuda/persistent/auxiliary_warps.cuh"
+#include "cuda/persistent/consumer_warps.cuh"
 #include "cuda/persistent/launch.hpp"
-#include "cuda/persistent/product_warps.cuh"
-#include "cuda/persistent/stream_warp.cuh"
+#include "cuda/persistent/producer_warp.cuh"
 
 namespace cf::cuda {
 
@@ -103,18 +104,18 @@ template <bool Together>
 __device__ void begin_block(const Block& block, const Ring& ring, const PersistentArguments& c) {
   const int thread = int(threadIdx.x);
   if (thread < kMaxRingStages) {
-    ring.init(unsigned(thread), Together ? kProductWarps : kProductWarps / 2);
+    ring.init(unsigned(thread), Together ? kConsumerWarps : kConsumerWarps / 2);
     publish_barriers();
   }
   if (thread == 0) {
     for (int s = 0; s < kSignals; ++s) init_barrier(block.signal_barrier(Signal(s)), arrivals(Signal(s)));
     publish_barriers();
     block.notice() = {.stopped = 0,
-                      .product_warps = kProductWarps,
+                      .consumer_warps = kConsumerWarps,
                       .tokens_begun = 0,
                       .asked_to_end = 0,
                       .asked_all_to_end = 0,
-                      .first_tag = (c.grid_state->launches - c.continues) * unsigned(c.layers + 1) + 1};
+                      .first_epoch = c.exchange.first_epoch(c.exchange.grid_state->launches, c.continues)};
   }
   if (thread == 0) block.pointers(c.first_layer) = c.first_pointers;
   store_angles(block, thread, kBlockThreads, [&](int sequence) { return c.positions[sequence]; });
@@ -136,36 +137,36 @@ __device__ void begin_block(const Block& block, const Ring& ring, const Persiste
 __device__ inline void end_block(const PersistentArguments& c) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  GridState* const grid = c.grid_state;
+  GridState* const grid = c.exchange.grid_state;
   if (fetch_add(&grid->blocks_left, 1) != unsigned(c.plan.grid) - 1) return;
   grid->blocks_left = grid->stopped = 0;
   grid->launches += unsigned(max(c.token.count, 1));
 }
 
-/// T: the dtype of weights and activations. Grouped: whether a share has several heads.
+/// T: the dtype of weights and activations. Grouped: whether a GQA tile has several heads.
 /// BlocksPerSm: blocks that an SM must have registers for; the plan has one, tests ask for two.
 template <class T, Products Kind, bool Grouped, int BlocksPerSm>
 __global__ void __launch_bounds__(kBlockThreads, BlocksPerSm)
     persistent_kernel(const __grid_constant__ PersistentArguments c) {
   const Ring ring(c);
-  const Block block = Block::products(c);
+  const Block block = Block::consumers(c);
   begin_block<is_tiled(Kind) || is_packed(Kind)>(block, ring, c);
-  if (threadIdx.x < kProductThreads) {
-    ProductWarps<T, Kind, Grouped> product_warps(c);
+  if (threadIdx.x < kConsumerThreads) {
+    ConsumerWarps<T, Kind, Grouped> consumer_warps(c);
     bool go = true;
     do
 #pragma unroll 1
-      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = product_warps.run(layer);
-    while (go && product_warps.next_token());
-    if (threadIdx.x % 32 == 0) atomicSub(&block.notice().product_warps, 1);
-  } else if (threadIdx.x < kProductThreads + kHelperThreads) {
-    HelperWarps<T, Kind, Grouped> helper_warps(c);
+      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = consumer_warps.run(layer);
+    while (go && consumer_warps.next_token());
+    if (threadIdx.x % 32 == 0) atomicSub(&block.notice().consumer_warps, 1);
+  } else if (threadIdx.x < kConsumerThreads + kAuxiliaryThreads) {
+    AuxiliaryWarps<T, Kind, Grouped> auxiliary_warps(c);
     const int tokens = max(c.token.count, 1);
     bool go = true;
 #pragma unroll 1
-    for (int token = 0; go && token < tokens; ++token, helper_warps.next_token())
+    for (int token = 0; go && token < tokens; ++token, auxiliary_warps.next_token())
 #pragma unroll 1
-      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = helper_warps.run(layer);
+      for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) go = auxiliary_warps.run(layer);
   } else {
     stream_layers<Kind>(block, ring, c);
   }

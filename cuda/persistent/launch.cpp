@@ -9,8 +9,8 @@ namespace cf::cuda {
 const void* persistent_kernels(const PersistentPlan& plan, DType dtype) {
   const auto of_dtype = [&](auto* f16, auto* bf16) { return (dtype == DType::f16 ? f16 : bf16)(plan.products); };
   if (is_packed(plan.products)) return of_dtype(packed_kernels_f16, packed_kernels_bf16);
-  return plan.share_heads > 1 ? of_dtype(grouped_kernels_f16, grouped_kernels_bf16)
-                              : of_dtype(persistent_kernels_f16, persistent_kernels_bf16);
+  return plan.gqa_heads > 1 ? of_dtype(grouped_kernels_f16, grouped_kernels_bf16)
+                            : of_dtype(persistent_kernels_f16, persistent_kernels_bf16);
 }
 
 Status prepare_persistent(const void* kernel, const PersistentPlan& plan, int device) {

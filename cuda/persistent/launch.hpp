@@ -9,9 +9,9 @@ namespace cf::cuda {
 
 /// The library's compiled kernel for a plan. The dtype is float16 or bfloat16.
 const void* persistent_kernels(const PersistentPlan& plan, DType dtype);
-// Each function returns the kernel of one dtype for a plan's products. persistent_kernels_* are for shares of one head,
-// grouped_kernels_* for shares of several heads, packed_kernels_* for packed weights. Each function has a file of its
-// own, so that the files compile side by side.
+// Each function returns the kernel of one dtype for a plan's products. persistent_kernels_* are for GQA tiles of one
+// head, grouped_kernels_* for GQA tiles of several heads, packed_kernels_* for packed weights. Each function has a file
+// of its own, so that the files compile side by side.
 const void* persistent_kernels_f16(Products products);
 const void* persistent_kernels_bf16(Products products);
 const void* grouped_kernels_f16(Products products);

@@ -4,7 +4,7 @@
 #include "cuda/ops/linear/pack/format.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/plan.hpp"
-#include "cuda/persistent/protocol.hpp"
+#include "cuda/persistent/signals.hpp"
 
 namespace cf::cuda {
 
@@ -29,16 +29,16 @@ inline constexpr int kLayerPointers = int(sizeof(LayerPointers) / sizeof(void*))
 /// What all threads of a block are told while the launch runs.
 struct BlockNotice {
   int stopped;           // 1 where a wait took too long: all warps leave
-  int product_warps;     // that have not left: at 0 nobody empties the ring any more
-  int tokens_begun;      // tokens that the product warps have begun after the launch's first
+  int consumer_warps;    // that have not left: at 0 nobody empties the ring any more
+  int tokens_begun;      // tokens that the consumer warps have begun after the launch's first
   int asked_to_end;      // of block 0: 1 where the host wants no more tokens
   int asked_all_to_end;  // 1 where block 0 has said so
-  unsigned first_tag;    // the tag of layer 0 in this launch
+  unsigned first_epoch;  // the epoch of layer 0 in this launch
 };
 
 /// Where the heads of q, k and v begin among a token's rows of qkv: head h of q at h * q_step, head g of k at
 /// k_first + g * kv_step, head g of v at v_first + g * kv_step.
-struct QkvPlaces {
+struct QkvOffsets {
   int q_step, k_first, v_first, kv_step;
 };
 
@@ -49,7 +49,7 @@ struct PersistentDims {
   int group;        // query heads that share a head of k and v
   int qkv_rows;     // of qkv's matrix
   int rows_of_act;  // of up's matrix for an element of mlp.act: 2 with SwiGLU, else 1
-  QkvPlaces places;
+  QkvOffsets qkv_offsets;
 
   /// `packed`: the layers' weights are packed codes, and their rows are dealt in tiles.
   constexpr LayerRows rows(bool packed = false) const {
@@ -63,7 +63,7 @@ struct PersistentDims {
 
 inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t batch) {
   const ops::QkvHeads qkv{m.heads, m.kv_heads, m.qkv_layout};
-  const auto place = [&](int part, std::int64_t head) { return int(qkv.place(part, head) * m.head_dim); };
+  const auto offset = [&](int part, std::int64_t head) { return int(qkv.place(part, head) * m.head_dim); };
   return {.hidden = int(m.hidden_size),
           .heads = int(m.heads),
           .kv_heads = int(m.kv_heads),
@@ -75,17 +75,17 @@ inline PersistentDims persistent_dims(const PersistentModel& m, std::int64_t bat
           .group = int(m.heads / m.kv_heads),
           .qkv_rows = int((m.heads + 2 * m.kv_heads) * m.head_dim),
           .rows_of_act = m.hidden_act == Activation::swiglu ? 2 : 1,
-          .places = {.q_step = place(0, 1) - place(0, 0),
-                     .k_first = place(1, 0),
-                     .v_first = place(2, 0),
-                     .kv_step = place(1, 1) - place(1, 0)}};
+          .qkv_offsets = {.q_step = offset(0, 1) - offset(0, 0),
+                          .k_first = offset(1, 0),
+                          .v_first = offset(2, 0),
+                          .kv_step = offset(1, 1) - offset(1, 0)}};
 }
 
-/// A tile product divides a slice's columns among the product warps in lines of 64 columns. A warp has kMaxLines lines
+/// A tile product divides a slice's columns among the consumer warps in lines of 64 columns. A warp has kMaxLines lines
 /// at most.
-inline constexpr int kLineColumns = 64, kMaxLines = kMaxSliceColumns / kLineColumns / kProductWarps;
+inline constexpr int kLineColumns = 64, kMaxLines = kMaxSliceColumns / kLineColumns / kConsumerWarps;
 CF_HD constexpr int warp_lines(int slice_columns) {
-  constexpr int columns = kProductWarps * kLineColumns;
+  constexpr int columns = kConsumerWarps * kLineColumns;
   return (slice_columns + columns - 1) / columns;
 }
 
@@ -106,20 +106,20 @@ constexpr int packed_stage_bytes(int slice_columns, int group_columns) {
 
 /// Floats of a partial attention result: the maximum of the scores, the sum of the weights, head_dim weighted values.
 CF_HD constexpr int partial_floats(int head_dim) { return head_dim + 2; }
-/// Elements of T from one query of a share to the next. A warp reads eight queries in one access. The padding puts the
-/// eight into different banks of shared memory.
-CF_HD constexpr int query_stride(int head_dim, int share_heads) { return head_dim + (share_heads > 1 ? 8 : 0); }
+/// Elements of T from one query of a GQA tile to the next. A warp reads eight queries in one access. The padding puts
+/// the eight into different banks of shared memory.
+CF_HD constexpr int query_stride(int head_dim, int gqa_heads) { return head_dim + (gqa_heads > 1 ? 8 : 0); }
 /// Floats from a warp's weighted values of one query to those of the next: head_dim rounded up to a multiple of 16, and
 /// the same kind of padding.
-CF_HD constexpr int values_stride(int head_dim, int share_heads) {
-  return (head_dim + 15) / 16 * 16 + (share_heads > 1 ? 4 : 0);
+CF_HD constexpr int values_stride(int head_dim, int gqa_heads) {
+  return (head_dim + 15) / 16 * 16 + (gqa_heads > 1 ? 4 : 0);
 }
-/// The most partial results of a share that one block merges. With n splits, the block of split s merges every n-th
-/// head of the share, beginning with head s. Each of these heads has n partial results.
+/// The most partial results of a GQA tile that one block merges. With n splits, the block of split s merges every n-th
+/// head of the GQA tile, beginning with head s. Each of these heads has n partial results.
 constexpr int merged_partials(const PersistentPlan& p) {
   int most = 0;
   for (int splits = 1; splits <= p.attention_splits; ++splits) {
-    const int partials = (p.share_heads + splits - 1) / splits * splits;
+    const int partials = (p.gqa_heads + splits - 1) / splits * splits;
     most = partials > most ? partials : most;
   }
   return most;
@@ -130,20 +130,20 @@ constexpr int merged_partials(const PersistentPlan& p) {
 struct PersistentLayout {
   int barriers;        // two of each stage, then one of each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
-  int layer_pointers;  // (2) LayerPointers: layer l's are at place l % 2
+  int layer_pointers;  // (2) LayerPointers: layer l's at index l % 2
   int lengths;         // (batch) kv_len of the launch's first token; beyond the capacity where the sequence has ended
   int positions;       // (batch) of the launch's first token; of a sequence that has ended, the capacity
   int ids;             // (batch) the token that is run, where the launch makes whole tokens
   int best;            // (batch) the highest order key among the block's rows of the LM head
-  int warp_states;     // (product warps, share_heads) each warp's maximum and sum of weights
-  int best_of_warps;   // (batch, product warps) the highest order key among the blocks' that a warp has read; at the
-                       // place of warp_states: attention and the choice of a token do not meet
+  int warp_states;     // (consumer warps, gqa_heads) each warp's maximum and sum of weights
+  int best_of_warps;   // (batch, consumer warps) the highest order key among the blocks' that a warp has read; in the
+                       // memory of warp_states: attention and the choice of a token do not meet
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
-  int new_token;       // (share_heads, query_stride) q, then (2, head_dim) k and v of a share's new token
-  // At the PartialsPlace:
-  int warp_values;   // (product warps, share_heads, values_stride) each warp's weighted values
+  int new_token;       // (gqa_heads, query_stride) q, then (2, head_dim) k and v of a GQA tile's new token
+  // At the PartialsIn:
+  int warp_values;   // (consumer warps, gqa_heads, values_stride) each warp's weighted values
   int gathered;      // (merged heads, splits, partial_floats) the partial results of the heads that the block merges
-  int moments;       // (2, product warps) each warp's Welford state
+  int moments;       // (2, consumer warps) each warp's Welford state
   int norm_weights;  // (2, 2, hidden) gamma and beta of both norms, with shared_norms
   int attn_x;        // (batch, hidden_row) input_layernorm's output, then the context
   int mlp_x;         // (batch, max(hidden_row, act_row)) post_attention_layernorm's output, then mlp.act; attn_x where
@@ -168,10 +168,10 @@ inline constexpr int kDigitScaleBytes = 8;
 /// With packed weights: where the DigitScales of the tokens in attn_x and in mlp_x lie, behind mlp_x. The next token's
 /// lie `row` bytes further. These are no members of the layout: with two members more nvcc 13.0 spills registers of
 /// kernels that do not read them.
-struct DigitPlaces {
+struct DigitOffsets {
   int attn, mlp, row, end;
 };
-constexpr DigitPlaces digit_places(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l) {
+constexpr DigitOffsets digit_offsets(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l) {
   if (!is_packed(p.products)) return {};
   const int x_row = l.hidden_row > l.act_row ? l.hidden_row : l.act_row;
   const int row = (x_row / 2 / kDigitColumns * kDigitScaleBytes + 127) / 128 * 128, attn = l.mlp_x + d.batch * x_row,
@@ -192,7 +192,7 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.hidden_row = ((d.hidden > d.attention ? d.hidden : d.attention) * 2 + 127) / 128 * 128 + skew;
   l.act_row = p.act_in_registers ? 0 : ((tiles ? p.act_columns : d.intermediate) * 2 + 127) / 128 * 128 + skew;
   const int token_bytes = d.batch * (l.hidden_row > l.act_row ? l.hidden_row : l.act_row);
-  const int values_bytes = kProductWarps * p.share_heads * values_stride(d.head_dim, p.share_heads) * 4,
+  const int values_bytes = kConsumerWarps * p.gqa_heads * values_stride(d.head_dim, p.gqa_heads) * 4,
             gathered_bytes = p.attention_splits > 1 ? merged_partials(p) * partial_floats(d.head_dim) * 4 : 0;
 
   // Small parts lie close together: wasted bytes could cost the ring a stage.
@@ -203,31 +203,31 @@ constexpr PersistentLayout persistent_layout(const PersistentDims& d, const Pers
   l.positions = place(d.batch * 4, 16);
   l.ids = place(d.batch * 4, 16);
   l.best = place(d.batch * 8, 16);
-  l.warp_states = place(kProductWarps * (p.share_heads > d.batch ? p.share_heads : d.batch) * 8, 16);
+  l.warp_states = place(kConsumerWarps * (p.gqa_heads > d.batch ? p.gqa_heads : d.batch) * 8, 16);
   l.best_of_warps = l.warp_states;
   l.angles = place(d.batch * 2 * d.half_rotary * 4);
-  l.new_token = place((p.share_heads * query_stride(d.head_dim, p.share_heads) + 2 * d.head_dim) * 2);
-  const auto place_partials = [&] {
+  l.new_token = place((p.gqa_heads * query_stride(d.head_dim, p.gqa_heads) + 2 * d.head_dim) * 2);
+  const auto add_partials = [&] {
     l.warp_values = place(values_bytes);
     l.gathered = place(gathered_bytes);
   };
-  // Places tokens. Where the plan says so, the partial results of attention have the same place.
-  const auto place_tokens = [&](int bytes, PartialsPlace at) {
+  // Places tokens. Where the plan says so, the partial results of attention have the same memory.
+  const auto add_tokens = [&](int bytes, PartialsIn at) {
     const int begin = place(bytes), end_of_tokens = end;
-    if (p.partials_place != at) return begin;
+    if (p.partials_in != at) return begin;
     end = begin;
-    place_partials();
+    add_partials();
     if (end < end_of_tokens) end = end_of_tokens;
     return begin;
   };
-  if (p.partials_place == PartialsPlace::own) place_partials();
-  l.moments = place(2 * kProductWarps * kMomentsBytes);
+  if (p.partials_in == PartialsIn::own) add_partials();
+  l.moments = place(2 * kConsumerWarps * kMomentsBytes);
   l.norm_weights = place(p.shared_norms ? 4 * d.hidden * 2 : 0);
-  l.attn_x = place_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsPlace::attn_x);
-  l.mlp_x = p.act_in_registers ? l.attn_x : place_tokens(token_bytes, PartialsPlace::mlp_x);
-  place(packed ? digit_places(d, p, l).end - end : 0);
+  l.attn_x = add_tokens(tiles ? token_bytes : d.batch * l.hidden_row, PartialsIn::attn_x);
+  l.mlp_x = p.act_in_registers ? l.attn_x : add_tokens(token_bytes, PartialsIn::mlp_x);
+  place(packed ? digit_offsets(d, p, l).end - end : 0);
   l.residual = place(p.out_rows * d.batch * 4);
-  l.sums = place((kProductWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
+  l.sums = place((kConsumerWarps * p.warp_rows + p.shared_sums) * d.batch * (tiles || packed ? 1 : 8) * 4);
   l.ring = place(p.ring_bytes);
   l.bytes = (end + 127) / 128 * 128;
   if (!is_rows(p.products)) l.bytes += 512;  // a tile product may load so many bytes beyond a slice's columns

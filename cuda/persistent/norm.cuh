@@ -9,9 +9,9 @@ namespace cf::cuda {
 /// Vectors of eight elements of a row that a thread holds, at most: kMaxNormPieces where registers hold the norms'
 /// weights too, kTokensNormPieces where they do not, as with several tokens.
 inline constexpr int kMaxNormPieces = 3, kTokensNormPieces = 5;
-static_assert(kMaxPersistentHidden <= kMaxNormPieces * kVec * kProductThreads);
+static_assert(kMaxPersistentHidden <= kMaxNormPieces * kVec * kConsumerThreads);
 
-/// How the product warps share the tokens' rows: they normalise `tokens` rows at once, a power of two, with equally
+/// How the consumer warps share the tokens' rows: they normalise `tokens` rows at once, a power of two, with equally
 /// many warps a row.
 struct RowWarps {
   int tokens;
@@ -19,12 +19,12 @@ struct RowWarps {
   /// As many rows at once as the batch has and as registers hold.
   static __device__ RowWarps for_batch(int hidden, int batch) {
     int tokens = 1;
-    while (tokens < min(batch, kProductWarps) && hidden * 2 * tokens <= kTokensNormPieces * kVec * kProductThreads)
+    while (tokens < min(batch, kConsumerWarps) && hidden * 2 * tokens <= kTokensNormPieces * kVec * kConsumerThreads)
       tokens *= 2;
     return {tokens};
   }
   /// Threads of a row; the calling thread's number among them; its row.
-  __device__ int threads() const { return kProductThreads / tokens; }
+  __device__ int threads() const { return kConsumerThreads / tokens; }
   __device__ int thread() const { return thread_index() & (threads() - 1); }
   __device__ int token() const { return thread_index() / threads(); }
 };
@@ -78,7 +78,7 @@ __device__ void prefetch_norm(const RowWarps& of, int hidden, const char* gamma,
 }
 
 /// The mean and the reciprocal standard deviation of a row: two passes over a thread's own elements, then Welford's
-/// merge over lanes and over warps, in a fixed order. All product warps call, each for its own row. `side` alternates
+/// merge over lanes and over warps, in a fixed order. All consumer warps call, each for its own row. `side` alternates
 /// from call to call between 0 and 1, so that one barrier a call is enough. The norms are on the layer's critical path,
 /// so the second pass runs beside the sum over the lanes; in centre_warp() it would wait for that sum. Divisions are
 /// approximate, as in centre_warp(): their error is that of a few roundings of the mean. RMSNorm is LayerNorm about the
@@ -104,12 +104,12 @@ __device__ RowMoments moments(const Block& block, const RowWarps& of, const RowP
     warp.count += float(kVec * min(max(vectors - (p * of.threads() + of.thread() / 32 * 32), 0), 32));
   warp.mean = warp.count > 0 ? __fdividef(warp_sum(sum), warp.count) : 0;
   warp.m2 = warp_sum(state.m2_about(warp.mean));
-  Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kProductWarps;
+  Welford* const states = block.at<Welford>(block.c.layout.moments) + side * kConsumerWarps;
   if (of.thread() % 32 == 0) states[thread_index() / 32] = warp;
   block.sync();
   const int warps = of.threads() / 32;
-  return merge_warps<kProductWarps>(states + of.token() * warps, warps, of.thread() % kProductWarps, 1 / float(hidden),
-                                    block.c.eps);
+  return merge_warps<kConsumerWarps>(states + of.token() * warps, warps, of.thread() % kConsumerWarps,
+                                     1 / float(hidden), block.c.eps);
 }
 
 /// y = (x - mean) * rstd * gamma + beta of a piece.
@@ -123,18 +123,18 @@ __device__ void normalise_piece(const float (&x)[kVec], const RowMoments& m, con
   for (int e = 0; e < kVec; ++e) y[e] = (x[e] - m.mean) * m.rstd * gamma[e] + beta[e];
 }
 
-/// Stores the thread's pieces of the normalised row at `to`, with `places` each element at its own place; block 0
+/// Stores the thread's pieces of the normalised row at `to`, with `columns` each element in its own column; block 0
 /// stores the row at `tap` too, if there is one.
 template <class T, int Pieces, class Weights>
 __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces>& row, const RowMoments& m,
-                          const Weights& weights, char* to, const int* places, T* tap) {
+                          const Weights& weights, char* to, const int* columns, T* tap) {
   for_each_norm_piece<Pieces>(of, hidden, [&](int p, int column) {
     float y[kVec];
     normalise_piece<T>(row.x[p], m, weights.at(p, column), y);
     T* const row_at = reinterpret_cast<T*>(to);
-    if (places)
+    if (columns)
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) row_at[__ldg(places + column + e)] = from_float<T>(y[e]);
+      for (int e = 0; e < kVec; ++e) row_at[__ldg(columns + column + e)] = from_float<T>(y[e]);
     else
       store_vec(row_at + column, y);
     if (tap && blockIdx.x == 0) store_vec(tap + column, y);
@@ -156,17 +156,17 @@ __device__ void normalise(const RowWarps& of, int hidden, const RowPieces<Pieces
   }
 }
 
-/// Loads a row of the residual stream that other blocks make, and waits for each element's tag unless the row is
+/// Loads a row of the residual stream that other blocks make, and waits for each element's epoch unless the row is
 /// complete. `d` is the dependency that a wait which takes too long reports.
 template <int Pieces>
-__device__ void await_row(const Block& block, const RowWarps& of, const TaggedNormInput* from, bool complete, int layer,
+__device__ void await_row(const Block& block, const RowWarps& of, const NormWord* from, bool complete, int layer,
                           Dependency d, RowPieces<Pieces>& row) {
-  const unsigned tag = block.tag(layer);
+  const unsigned epoch = block.epoch(layer);
   const int made_in = d == Dependency::hidden ? layer - 1 : layer;
   // Of a long row one lane of each warp polls the warp's first elements.
   if (!complete && block.c.dims.hidden > kUnsampledHidden && of.thread() % 32 == 0)
     block.poll(made_in, d, [&] {
-      return have_norm_tag(load_relaxed_quad(from + min(of.thread() * kVec, block.c.dims.hidden - kVec)), tag);
+      return have_norm_epoch(load_relaxed_quad(from + min(of.thread() * kVec, block.c.dims.hidden - kVec)), epoch);
     });
   __syncwarp();
   constexpr int at_once = Pieces > kMaxNormPieces ? Pieces : 2;  // pieces whose loads are in flight together
@@ -181,7 +181,7 @@ __device__ void await_row(const Block& block, const RowWarps& of, const TaggedNo
       words[p][1] = load_relaxed_quad(from + column(p) + 4);
     };
     const auto here = [&](int p) {
-      return complete || !in_row(p) || (have_norm_tag(words[p][0], tag) && have_norm_tag(words[p][1], tag));
+      return complete || !in_row(p) || (have_norm_epoch(words[p][0], epoch) && have_norm_epoch(words[p][1], epoch));
     };
     await_pieces<at_once>(block, made_in, d, load, here);
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ void await_row(const Block& block, const RowWarps& of, const TaggedNo
         for (int half = 0; half < 2; ++half) {
           const uint4& w = words[p][half];
           float* const x = row.x[begin + p] + 4 * half;
-          x[0] = norm_input(w.x), x[1] = norm_input(w.y), x[2] = norm_input(w.z), x[3] = norm_input(w.w);
+          x[0] = norm_value(w.x), x[1] = norm_value(w.y), x[2] = norm_value(w.z), x[3] = norm_value(w.w);
         }
   }
 }

@@ -37,13 +37,13 @@ struct Digits {
   char* bytes;
   DigitScale* scales;  // of each group
 
-  /// Converts a token's `columns` elements of T to digits, in place. All product warps call it. The sixteen lanes of a
+  /// Converts a token's `columns` elements of T to digits, in place. All consumer warps call it. The sixteen lanes of a
   /// group load all of its elements before one of them stores a digit.
   template <class T>
   __device__ void replace(int columns) const {
     const int thread = thread_index();
 #pragma unroll 2
-    for (int column = thread * kVec; column - thread % 32 * kVec < columns; column += kProductThreads * kVec) {
+    for (int column = thread * kVec; column - thread % 32 * kVec < columns; column += kConsumerThreads * kVec) {
       const bool in_row = column < columns;
       float x[kVec] = {};
       if (in_row) load_vec(reinterpret_cast<const T*>(bytes) + column, x);
@@ -140,7 +140,7 @@ struct PackedSums {
   float row[2] = {};
 
   /// Adds the warp's groups of a stage. The stage holds `columns` columns from `begin` on. `digits` and
-  /// `of_digits` are those of the stage's first group, at the lane's place. `turn` is the warp's next group, counted
+  /// `of_digits` are those of the stage's first group, at the lane's offset. `turn` is the warp's next group, counted
   /// from the stage's first. `whole_groups`: every group of weights is a multiple of kDigitColumns columns.
   __device__ void add_stage(const char* stage, int lane, int begin, int columns, const PackedShape& shape,
                             bool whole_groups, const char* digits, const DigitScale* of_digits, int& turn) {
@@ -150,14 +150,14 @@ struct PackedSums {
     const auto first_column = [&] { return begin + turn * kDigitColumns; };
     if (whole_groups) [[likely]] {
 #pragma unroll 1
-      for (; turn < groups; turn += kProductWarps) {
+      for (; turn < groups; turn += kConsumerWarps) {
         const int group =
             shape.group_columns == kDigitColumns ? turn : shape.group(first_column()) - shape.group(begin);
         add(codes + turn * 2 * kGptqTileBytes, digits + turn * 256, scales + group * kGptqGroupBytes, of_digits[turn]);
       }
     } else {
 #pragma unroll 1
-      for (; turn < groups; turn += kProductWarps)
+      for (; turn < groups; turn += kConsumerWarps)
         add_units(codes + turn * 2 * kGptqTileBytes, digits + turn * 256, scales, of_digits[turn].factor,
                   first_column(), shape.group(begin), shape);
     }

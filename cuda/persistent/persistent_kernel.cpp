@@ -19,7 +19,7 @@ namespace cf::cuda {
 namespace {
 
 /// The sites whose outputs blocks wait for, by Dependency.
-std::array<Site, kDependencies> awaited_sites(ModelFamily family) {
+std::array<Site, kDependencies> awaited_sites(ModelType family) {
   const ModelNames& n = names_of(family);
   return {n.query_key_value, n.context, n.dense, n.dense_h_to_4h, n.dense_4h_to_h, n.embed_out};
 }
@@ -29,7 +29,7 @@ Status refuse(std::string what) {
 }
 Status bad(std::string what) { return bad_argument(kPersistentName, std::move(what)); }
 
-/// Checks shapes, dtypes and places of the tensors that create() gets. `layer` is the layer's number in the model.
+/// Checks shapes, dtypes and memory of the tensors that create() gets. `layer` is the layer's number in the model.
 class ViewCheck {
  public:
   ViewCheck(const Context& context, const PersistentModel& m, const PersistentDims& d)
@@ -159,12 +159,13 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
       return refuse("groups of equally many columns, a multiple of 32, got " + std::to_string(layout.groups) +
                     " groups of up to " + std::to_string(layout.columns_per_group) + " of the " +
                     std::to_string(columns) + " columns of '" + weight + "'");
-    kind.packed[std::size_t(which)] = {.scales = layout.code_words() * 4,
-                                       .places = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
-                                       .inputs = in,
-                                       .columns = columns,
-                                       .groups = layout.groups,
-                                       .group_columns = layout.columns_per_group};
+    kind.packed[std::size_t(which)] = {
+        .scales = layout.code_words() * 4,
+        .input_columns = layout.in_order ? 0 : (layout.words() - layout.place_words()) * 4,
+        .inputs = in,
+        .columns = columns,
+        .groups = layout.groups,
+        .group_columns = layout.columns_per_group};
     if (which != Weight::qkv) return {};
     kind.pairs_head_dim = int(layout.pairs.head_dim);
     kind.pairs_rotary = int(layout.pairs.rotary_dim);
@@ -180,7 +181,7 @@ Result<LayerKind> layer_kind(const PersistentDims& d, const PersistentPlan& plan
   return kind;
 }
 
-/// Returns the place of `kind` in `kinds`, and appends a kind that is not there. Refuses more than kMaxLayerKinds kinds
+/// Returns the index of `kind` in `kinds`, and appends a kind that is not there. Refuses more than kMaxLayerKinds kinds
 /// with Code::unimplemented.
 Result<std::int64_t> number_of_kind(std::vector<LayerKind>& kinds, const LayerKind& kind) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
@@ -216,29 +217,26 @@ CachePointers cache_pointers(const LayerCache& cache) {
   return {.k = static_cast<char*>(cache.k.data), .v = static_cast<char*>(cache.v.data)};
 }
 
-/// Places what blocks write for each other in the scratch memory, and returns the bytes that this takes. Without memory
-/// it only counts them.
+/// The scratch memory: the exchange, then the zeros that are RMSNorm's beta. Gives `a` its pointers to both and returns
+/// the bytes that this takes. Without memory it only counts them.
 std::size_t place_scratch(std::byte* memory, PersistentArguments& a) {
-  std::size_t end = 0;
-  const auto place = [&](auto*& p, std::int64_t count) {
-    p = memory ? reinterpret_cast<std::remove_reference_t<decltype(p)>>(memory + end) : nullptr;
-    end += (std::size_t(count) * sizeof(*p) + 255) / 256 * 256;
-  };
-  const std::int64_t batch = a.dims.batch, hidden = a.dims.hidden, batch_heads = batch * a.dims.heads;
-  for (Tagged*& of_layer : a.hidden) place(of_layer, batch * hidden);
-  place(a.attn_residual, batch * hidden);
-  place(a.norm_hidden, batch * hidden);
-  place(a.norm_attn_residual, batch * hidden);
-  place(a.qkv, batch * a.dims.qkv_rows);
-  place(a.context, batch * a.dims.attention);
-  place(a.mlp_act, batch * a.dims.intermediate);
-  place(a.context_done, batch_heads);
-  place(a.act_done, a.plan.grid);
-  place(a.partials, batch_heads * a.plan.attention_splits * partial_floats(a.dims.head_dim));
-  if (a.head_layer >= 0) place(a.token.candidates, 2 * (a.plan.grid * batch + 1));
-  place(a.grid_state, 1);
-  if (a.rms_norm) place(a.no_beta, hidden);
-  return end;
+  const PersistentDims& d = a.dims;
+  const std::size_t words = place_words(a.exchange,
+                                        {.batch = d.batch,
+                                         .hidden = d.hidden,
+                                         .qkv_rows = d.qkv_rows,
+                                         .heads = d.heads,
+                                         .head_dim = d.head_dim,
+                                         .intermediate = d.intermediate,
+                                         .grid = a.plan.grid,
+                                         .splits = a.plan.attention_splits,
+                                         .partial_floats = partial_floats(d.head_dim),
+                                         .tiled = is_tiled(a.plan.products),
+                                         .has_head = a.head_layer >= 0},
+                                        memory);
+  if (!a.rms_norm) return words;
+  a.no_beta = memory ? reinterpret_cast<std::uint16_t*>(memory + words) : nullptr;
+  return words + std::size_t(d.hidden) * sizeof(*a.no_beta);
 }
 
 }  // namespace
@@ -330,32 +328,31 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
     pointers.push_back(head_pointers(*ends));
   }
 
-  auto state =
-      std::make_unique<State>(context, model,
-                              PersistentArguments{
-                                  .plan = plan,
-                                  .layout = persistent_layout(dims, plan),
-                                  .dims = dims,
-                                  .capacity = int(capacity),
-                                  .table_rows = int(rope.cos.shape[0]),
-                                  .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
-                                  .attention_scale = float(model.attention_scale),
-                                  .eps = float(model.layer_norm_eps),
-                                  .parallel_residual = model.use_parallel_residual,
-                                  .rms_norm = model.norm == NormKind::rmsnorm,
-                                  .activation = model.hidden_act,
-                                  .phases = model.use_parallel_residual ? kParallelPhases : kSequentialPhases,
-                                  .two_act_places = is_tiled(plan.products),
-                                  .product_warps_fetch = !is_tiled(plan.products) && !model.use_parallel_residual,
-                                  .layers = int(pointers.size()),
-                                  .head_layer = ends ? int(layers.size()) : -1,
-                                  .positions = sequences.positions.data,
-                                  .kv_len = sequences.kv_len.data,
-                                  .cos = rope.cos.data,
-                                  .sin = rope.sin.data,
-                                  .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
-                                  .digit_places = digit_places(dims, plan, persistent_layout(dims, plan)),
-                              });
+  auto state = std::make_unique<State>(
+      context, model,
+      PersistentArguments{
+          .plan = plan,
+          .layout = persistent_layout(dims, plan),
+          .dims = dims,
+          .capacity = int(capacity),
+          .table_rows = int(rope.cos.shape[0]),
+          .deals = LayerDeals(dims.rows(model.packed), plan.grid, vocab),
+          .attention_scale = float(model.attention_scale),
+          .eps = float(model.layer_norm_eps),
+          .rms_norm = model.norm == NormKind::rmsnorm,
+          .activation = model.hidden_act,
+          .phases = phase_table(model.use_parallel_residual, is_tiled(plan.products), plan.act_in_registers),
+          .two_act_buffers = is_tiled(plan.products),
+          .layers = int(pointers.size()),
+          .head_layer = ends ? int(layers.size()) : -1,
+          .positions = sequences.positions.data,
+          .kv_len = sequences.kv_len.data,
+          .cos = rope.cos.data,
+          .sin = rope.sin.data,
+          .exchange = {.token_epochs = int(pointers.size()) + 1},
+          .wait_limit_ns = kWaitLimitMs * 1'000'000ull,
+          .digit_offsets = digit_offsets(dims, plan, persistent_layout(dims, plan)),
+      });
   std::copy(kinds.begin(), kinds.end(), state->arguments.kinds.begin());
   state->first_model_layer = options.first_model_layer;
   state->kernel = kernels(plan, model.dtype);
@@ -521,10 +518,10 @@ Status PersistentKernel::enqueue_split(CUstream_st* stream, std::int64_t layer, 
   CF_TRY(take_report());
   PersistentArguments a = s.arguments_for(layer, layer + 1, input, output);
   for (const bool second : {false, true}) {
-    a.phases = (a.parallel_residual ? kParallelSplit : kSequentialSplit)[second];
+    a.phases = phase_table(s.model.use_parallel_residual, is_tiled(a.plan.products), a.plan.act_in_registers,
+                           second ? LayerPart::second_half : LayerPart::first_half);
     a.continues = second;
-    // Where dense comes after down, attn_x takes the context while down still reads mlp.act: mlp.act has one place.
-    a.two_act_places = is_tiled(a.plan.products) && !a.phases.contains(Phase::dense);
+    a.two_act_buffers = is_tiled(a.plan.products) && has_two_act_buffers(a.phases);
     CF_TRY(s.launch(a, false, stream));
   }
   return {};

@@ -49,7 +49,7 @@ struct PersistentEnds {
   View<std::int32_t, 1> chosen{};     // (batch)
 };
 
-/// Returns the compiled kernel for a plan and a dtype. It is compiled for the plan's products, and for shares of one
+/// Returns the compiled kernel for a plan and a dtype. It is compiled for the plan's products, and for GQA tiles of one
 /// head or of several.
 using PersistentKernelLookup = const void* (*)(const PersistentPlan& plan, DType dtype);
 
@@ -78,8 +78,9 @@ struct PersistentOptions {
 /// it must outlive the object and every launch, captured ones included. Not shared between threads.
 class PersistentKernel {
  public:
-  /// Plans the kernel for the layers and takes its scratch memory. Each Linear is dense or packed by cuda::pack(). Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a
-  /// grid of more blocks than the device holds at once, views of another dtype than the model's, more layers than
+  /// Plans the kernel for the layers and takes its scratch memory. Each Linear is dense or packed by cuda::pack().
+  /// Layers may be packed in up to seven ways. Code::unimplemented for what plan_persistent() refuses, a grid of more
+  /// blocks than the device holds at once, views of another dtype than the model's, more layers than
   /// kMaxPersistentLayers, layers packed in more ways, and groups that differ in size or are no multiple of 32 columns;
   /// Code::invalid_argument for no layers and for views of other shapes; Code::out_of_memory without room.
   static Result<PersistentKernel> create(const Context& context, const PersistentModel& model,

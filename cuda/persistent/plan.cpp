@@ -7,6 +7,7 @@
 #include "core/contract.hpp"
 #include "cuda/persistent/deal.hpp"
 #include "cuda/persistent/layout.hpp"
+#include "cuda/persistent/phases.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -16,14 +17,14 @@ constexpr int kMinStages = 3;
 /// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
 /// cannot catch up while others wait for it; more makes every wait between blocks longer.
 constexpr int kBytesInFlight = 60 << 10;
-/// The most stages that the stream warp prefetches while the ring is full, and the rate of these prefetches. The memory
-/// of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without prefetches:
-/// its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain less
-/// (data/bench/TRIALS.md, prefetches). Other GPUs are not measured.
+/// The most stages that the producer warp prefetches while the ring is full, and the rate of these prefetches. The
+/// memory of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without
+/// prefetches: its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain
+/// less (data/bench/TRIALS.md, prefetches). Other GPUs are not measured.
 constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
-/// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a share, which has
-/// more blocks to fill.
-constexpr int kMaxGatheredBytes = 8 << 10, kMaxShareGatheredBytes = 17 << 10;
+/// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a GQA tile, which
+/// has more blocks to fill.
+constexpr int kMaxGatheredBytes = 8 << 10, kMaxGqaGatheredBytes = 17 << 10;
 /// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 4, 6 and 8 none is faster for Pythia-2.8B on an
 /// H200 at kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
 constexpr int kUpEighths = 4;
@@ -102,10 +103,10 @@ int slices(int columns, int most_columns, int least, int limit) {
   return n <= limit ? n : 0;
 }
 
-/// The value of PersistentPlan::share_heads where heads share keys.
-int share_heads(const PersistentDims& d) { return d.head_dim > kMaxShareHeadDim ? 1 : largest_share(d.group); }
+/// The value of PersistentPlan::gqa_heads where heads share keys.
+int gqa_heads(const PersistentDims& d) { return d.head_dim > kMaxGqaHeadDim ? 1 : largest_share(d.group); }
 
-/// Plans the grid, and how a share's keys are split over it.
+/// Plans the grid, and how a GQA tile's keys are split over it.
 Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const PersistentChoices& choices,
                  PersistentPlan& p) {
   // Every block must have rows of q, k and v, and rows of each layer's output: kernel.cuh says why.
@@ -116,14 +117,14 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
   // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200.
-  // The kernels for packed weights are compiled for one head a share alone.
-  p.share_heads = choices.shares_keys.value_or(true) && !packed ? share_heads(d) : 1;
-  p.group_shares = d.group / p.share_heads;
-  p.shares = d.heads / p.share_heads;
-  const int gathered_bytes = p.share_heads > 1 ? kMaxShareGatheredBytes : kMaxGatheredBytes;
+  // The kernels for packed weights are compiled for one head a GQA tile alone.
+  p.gqa_heads = choices.shares_keys.value_or(true) && !packed ? gqa_heads(d) : 1;
+  p.group_gqa_tiles = d.group / p.gqa_heads;
+  p.gqa_tiles = d.heads / p.gqa_heads;
+  const int gathered_bytes = p.gqa_heads > 1 ? kMaxGqaGatheredBytes : kMaxGatheredBytes;
   // A block merges its key splits one after another: with more splits than blocks it would wait for one of its own.
   const int most_splits = std::min({32, p.grid, gathered_bytes / (partial_floats(d.head_dim) * 4)});
-  p.attention_splits = std::clamp(p.grid / (d.batch * p.shares), 1, most_splits);
+  p.attention_splits = std::clamp(p.grid / (d.batch * p.gqa_tiles), 1, most_splits);
   return choose("attention_splits", choices.attention_splits, 1, most_splits, p.attention_splits);
 }
 
@@ -137,7 +138,7 @@ class Slicing {
         tile_products_(tile_products),
         packed_(m.packed),
         sequential_(!m.use_parallel_residual),
-        tokens_place_(grid.partials_place),
+        usual_partials_in_(grid.partials_in),
         d_(d),
         deals_(d.rows(m.packed), grid.grid),
         plan(grid) {
@@ -182,33 +183,34 @@ class Slicing {
   /// `columns`: one of kWholeSliceColumns, which all slices then have except those of mlp.act in registers; or
   /// kAnyColumns.
   bool row_product(int columns) {
-    if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kProductWarps)) return false;
-    // Where each product warp has a slice of mlp.act of its own, the warp loads that slice to registers. With a
-    // parallel residual the helper warps fetch mlp.act while the product warps multiply. Slices of 1024 columns are
+    if (!cut(columns == kAnyColumns ? kMaxSliceColumns : columns, kConsumerWarps)) return false;
+    // Where each consumer warp has a slice of mlp.act of its own, the warp loads that slice to registers. With a
+    // parallel residual the auxiliary warps fetch mlp.act while the consumer warps multiply. Slices of 1024 columns are
     // slower in registers: their stages are many and short (data/bench/TRIALS.md, act-in-registers).
-    const int own_slice = d_.intermediate % (8 * kProductWarps) ? 0 : d_.intermediate / kProductWarps;
+    const int own_slice = d_.intermediate % (8 * kConsumerWarps) ? 0 : d_.intermediate / kConsumerWarps;
     plan.act_in_registers = sequential_ && row_chunks(own_slice) >= kMinRowChunks && own_slice <= kMaxSliceColumns;
-    if (plan.act_in_registers) plan.act_slices = kProductWarps, plan.act_columns = own_slice;
-    plan.partials_place = plan.act_in_registers ? PartialsPlace::attn_x : tokens_place_;
+    if (plan.act_in_registers) plan.act_slices = kConsumerWarps, plan.act_columns = own_slice;
+    plan.partials_in = plan.act_in_registers ? PartialsIn::attn_x : usual_partials_in_;
     const auto fits = [&](int slice) { return columns == kAnyColumns ? has_loop(slice) : slice == columns; };
     if (!fits(plan.hidden_columns) || !fits(plan.context_columns)) return false;
     if (!plan.act_in_registers && !fits(plan.act_columns)) return false;
     plan.products = sequential_ ? Products::sequential_rows : Products::rows;
     plan.shared_norms = false;
-    const int qkv = deals_.most_rows(Weight::qkv), up = most_up_rows(), most = std::max(qkv, up);
-    plan.head_rows = whole_stages(most);
+    int most_hidden_rows = 0;  // of a phase whose rows have hidden's slices
+    for (const PhaseSpec& p : kSequentialLayer)
+      if (!is_fetched(p)) most_hidden_rows = std::max(most_hidden_rows, most_rows(p));
+    plan.head_rows = whole_stages(most_hidden_rows);
     // Warps own the rows of a product that are not sliced, unless two rows make an element.
     int own_rows = 0;
     plan.shared_sums = 0;
-    const auto make_room = [&](int rows, int slices, int together = 1) {
-      int& room = slices == 1 && together == 1 ? own_rows : plan.shared_sums;
-      room = std::max(room, rows * slices);
+    const auto make_room = [&](const PhaseSpec& p, int rows) {
+      const bool pairs = p.publishes == Dependency::mlp_act && d_.rows_of_act == 2;
+      int& room = slices_of(p) == 1 && !pairs ? own_rows : plan.shared_sums;
+      room = std::max(room, rows * slices_of(p));
     };
-    make_room(most, plan.hidden_slices);  // the head's rows among them
-    make_room(up, plan.hidden_slices, d_.rows_of_act);
-    make_room(plan.out_rows, plan.context_slices);
-    make_room(plan.out_rows, plan.act_slices);
-    plan.warp_rows = own_rows ? (own_rows + kProductWarps - 1) / kProductWarps + 1 : 0;
+    for (const PhaseSpec& p : kSequentialLayer) make_room(p, most_rows(p));
+    make_room(kHead, most_hidden_rows);
+    plan.warp_rows = own_rows ? (own_rows + kConsumerWarps - 1) / kConsumerWarps + 1 : 0;
     return ring_fits();
   }
   /// Slices are whole groups of digits. The last slice of a row may be smaller than the others.
@@ -225,22 +227,33 @@ class Slicing {
     plan.products = d_.batch == 1 && !tile_products_ ? Products::packed : Products::packed_tiles;
     plan.shared_norms = false;
     plan.warp_rows = 0;
-    plan.shared_sums = kProductWarps * most_rows();
+    plan.shared_sums = kConsumerWarps * most_rows_of_all();
     return ring_fits();
   }
   bool tile_product(int most_columns, bool shared_norms) {
     if (!cut(most_columns, 64)) return false;
     plan.products = Products::tiles;
     plan.act_in_registers = false;
-    plan.partials_place = tokens_place_;
+    plan.partials_in = usual_partials_in_;
     plan.shared_norms = shared_norms;
     plan.warp_rows = 0;
-    plan.shared_sums = kProductWarps * most_rows();
+    plan.shared_sums = kConsumerWarps * most_rows_of_all();
     return ring_fits();
   }
-  /// The most rows of a phase. Every product warp has partial sums of each row. The head's parts have no more rows.
-  int most_rows() {
-    const int rows = std::max({deals_.most_rows(Weight::qkv), most_up_rows(), plan.out_rows});
+  int slices_of(const PhaseSpec& p) const {
+    return p.input == Input::context   ? plan.context_slices
+           : p.input == Input::mlp_act ? plan.act_slices
+                                       : plan.hidden_slices;
+  }
+  /// The most rows that a block multiplies in a phase.
+  int most_rows(const PhaseSpec& p) const {
+    if (p.is_attention()) return 0;
+    return p.rows == PhaseRows::all ? deals_.most_rows(p.weight()) : most_up_rows();
+  }
+  /// The most rows of any phase. Every consumer warp has partial sums of each row. The head's parts have no more rows.
+  int most_rows_of_all() {
+    int rows = 0;
+    for (const PhaseSpec& p : kSequentialLayer) rows = std::max(rows, most_rows(p));
     plan.head_rows = whole_stages(rows);
     return rows;
   }
@@ -272,7 +285,7 @@ class Slicing {
 
   int smem_bytes_, packed_group_;
   bool tile_products_, packed_, sequential_;
-  PartialsPlace tokens_place_;  // where the partial results lie unless mlp.act is in registers
+  PartialsIn usual_partials_in_;  // where the partial results lie unless mlp.act is in registers
   PersistentDims d_;
   LayerDeals deals_;
 
@@ -289,9 +302,7 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   PersistentPlan p{};
   CF_TRY(plan_grid(arch, d, model.packed, choices, p));
   // With a parallel residual up's tokens lie in mlp_x. Beside packed weights attn_x is digits.
-  p.partials_place = model.packed                  ? PartialsPlace::own
-                     : model.use_parallel_residual ? PartialsPlace::attn_x
-                                                   : PartialsPlace::mlp_x;
+  p.partials_in = model.packed ? PartialsIn::own : model.use_parallel_residual ? PartialsIn::attn_x : PartialsIn::mlp_x;
 
   Slicing slicing(arch, d, model, p, choices.tile_products);
   // Gathered partial results take shared memory too: fewer splits may leave room for the ring.
@@ -313,8 +324,8 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
   p.key_stage = ring_stage(p, p.stage_keys * d.head_dim * 4);
   p.smem_bytes = persistent_layout(d, p).bytes;
   p.divisors = {.attention_splits = Divisor(p.attention_splits),
-                .shares = Divisor(p.shares),
-                .group_shares = Divisor(p.group_shares),
+                .gqa_tiles = Divisor(p.gqa_tiles),
+                .group_gqa_tiles = Divisor(p.group_gqa_tiles),
                 .head_rows = Divisor(p.head_rows)};
   return p;
 }
@@ -341,7 +352,7 @@ std::string to_string(const PersistentPlan& p) {
          " slices, ring of " + text(p.ring_bytes) + " B, stages of up to " + text(p.stage_bytes) + " B, " +
          text(p.bytes_in_flight) + " B in flight, " + text(p.ahead_stages) + " ahead in the L2, " +
          to_string(p.products) + ", " + text(p.attention_splits) + " splits of " + text(kSplitKeys) + " or more of " +
-         (p.share_heads > 1 ? "the keys of " + text(p.share_heads) + " heads" : "a head's keys") + ", " +
+         (p.gqa_heads > 1 ? "the keys of " + text(p.gqa_heads) + " heads" : "a head's keys") + ", " +
          text(p.up_eighths) + " eighths of mlp.dense_h_to_4h before attention, " + text(p.stage_keys) +
          " keys a stage, " + text(p.smem_bytes) + " B of shared memory";
 }

@@ -24,7 +24,7 @@ inline constexpr std::string_view kPersistentName = "persistent";
 /// What the persistent kernel needs to know of a model: the sizes that one rank holds, the layer's arithmetic, and the
 /// dtype of weights and activations.
 struct PersistentModel {
-  ModelFamily family;  // whose names errors use
+  ModelType family;  // whose names errors use
   std::int64_t hidden_size;
   std::int64_t heads;
   std::int64_t kv_heads;  // divides heads
@@ -62,25 +62,27 @@ inline PersistentModel persistent_model(const ModelSpec& m, DType dtype) {
           .hidden_act = m.traits.activation,
           .norm = m.traits.norm,
           .qkv_layout = m.shape.qkv_layout,
-          .dtype = dtype};
+          .dtype = dtype,
+          .head_norm = m.traits.head_norm,
+          .learned_positions = m.traits.positions == Positions::learned};
 }
 
-/// The warps of a block. Product warps multiply by the weights and attend to keys. Helper warps merge partial attention
-/// results and fetch what other blocks have made. The stream warp copies weights, keys and values into the ring. Three
-/// warps a scheduler leave each thread 168 registers.
-inline constexpr int kProductWarps = 8, kHelperWarps = 3, kStreamWarps = 1;
-inline constexpr int kProductThreads = 32 * kProductWarps, kHelperThreads = 32 * kHelperWarps;
-inline constexpr int kBlockThreads = kProductThreads + kHelperThreads + 32 * kStreamWarps;
+/// The warps of a block. Consumer warps multiply by the weights and attend to keys. Auxiliary warps merge partial
+/// attention results and fetch what other blocks have made. The producer warp copies weights, keys and values into the
+/// ring. Three warps a scheduler leave each thread 168 registers.
+inline constexpr int kConsumerWarps = 8, kAuxiliaryWarps = 3, kProducerWarps = 1;
+inline constexpr int kConsumerThreads = 32 * kConsumerWarps, kAuxiliaryThreads = 32 * kAuxiliaryWarps;
+inline constexpr int kBlockThreads = kConsumerThreads + kAuxiliaryThreads + 32 * kProducerWarps;
 
 inline constexpr int kMaxPersistentBatch = 8, kMaxPersistentHeadDim = 256;
-/// The most layers of a kernel. The LM head counts as a layer. The tags of TaggedNormInput set this bound.
+/// The most layers of a kernel. The LM head counts as a layer. The epochs of NormWord set this bound.
 inline constexpr int kMaxPersistentLayers = 84;
 /// A thread normalises up to three vectors of eight elements of a row.
-inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kProductThreads;
+inline constexpr std::int64_t kMaxPersistentHidden = 3 * 8 * kConsumerThreads;
 
 /// A stage of the ring holds a slice of each of four rows. A slice has at most kMaxSliceColumns columns.
 inline constexpr int kStageSlices = 4, kMaxSliceColumns = 2560;
-/// The most stages that the ring has room for. Each has a lane of the stream warp.
+/// The most stages that the ring has room for. Each has a lane of the producer warp.
 inline constexpr int kMaxRingStages = 32;
 /// The most slices of a row: ProductShape has a byte for their number.
 inline constexpr int kMaxSlices = 127;
@@ -89,9 +91,9 @@ inline constexpr int kTileKeys = 16;
 /// So many keys have one split, twice as many have two, and so on. To merge splits takes longer than to attend to fewer
 /// keys.
 inline constexpr int kSplitKeys = 128;
-/// Heads of more elements have no shares: registers do not hold the sums of several such heads beside what else a warp
-/// keeps.
-inline constexpr int kMaxShareHeadDim = 128;
+/// Heads of more elements have no GQA tiles: registers do not hold the sums of several such heads beside what else a
+/// warp keeps.
+inline constexpr int kMaxGqaHeadDim = 128;
 /// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
 /// kv head share one load. The bound is for one sequence, measured on an H200: data/bench/TRIALS.md, shared-keys. With
 /// Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up to
@@ -104,7 +106,7 @@ inline constexpr std::int64_t kUnsharedEntriesOfMany = 2048;
 enum class Products : int {
   rows,             // one token, a parallel residual: a warp multiplies whole slices of rows
   sequential_rows,  // the same for a sequential residual
-  tiles,            // up to eight tokens: all product warps multiply tiles of rows
+  tiles,            // up to eight tokens: all consumer warps multiply tiles of rows
   packed,           // one token, packed weights in tiles of sixteen rows
   packed_tiles      // up to eight tokens, packed weights in tiles of sixteen rows
 };
@@ -129,30 +131,30 @@ inline constexpr int kMaxPackedHeadDim = 80, kWidePackedHeadDim = 128;
 CF_HD constexpr int row_chunks(int slice_columns) { return (slice_columns + kChunkColumns - 1) / kChunkColumns; }
 
 /// Where a block's partial results of attention lie in shared memory. Tokens may lie there at other times: their
-/// place is free from the end of q, k and v until the block fetches the context.
-enum class PartialsPlace {
-  own,     // a place that nothing else has
-  attn_x,  // that of input_layernorm's output and, later, of the context
-  mlp_x    // that of the MLP's tokens, which a sequential residual has after the context alone
+/// memory is free from the end of q, k and v until the block fetches the context.
+enum class PartialsIn {
+  own,     // in memory that nothing else has
+  attn_x,  // in that of input_layernorm's output and, later, of the context
+  mlp_x    // in that of the MLP's tokens, which a sequential residual has after the context alone
 };
 
-/// A kind of stages. The ring is cut into places for them, side by side from its first byte on. A stage lies in a place
+/// A kind of stages. The ring is cut into slots for them, side by side from its first byte on. A stage lies in a slot
 /// of `lines` lines.
 struct RingStage {
   static constexpr int kLineBytes = 128;
   static constexpr int kInverseBits = 20;
 
   std::int16_t lines;
-  std::int8_t places;     // that the ring has
+  std::int8_t slots;      // that the ring has
   std::int8_t in_flight;  // stages that may be in flight
   int inverse;            // 2^kInverseBits / lines, rounded up
 
   CF_HD constexpr int bytes() const { return lines * kLineBytes; }
-  /// The place of a stage whose predecessor, of any kind, ends at byte `at` of the ring: the first place that does not
-  /// begin before `at`, or the ring's first place where there is none. `at` is rounded down to whole lines.
-  CF_HD constexpr int first_place(int at) const {
-    const int place = (at / kLineBytes + lines - 1) * inverse >> kInverseBits;
-    return place < places ? place : 0;
+  /// The slot of a stage whose predecessor, of any kind, ends at byte `at` of the ring: the first slot that does not
+  /// begin before `at`, or the ring's first slot where there is none. `at` is rounded down to whole lines.
+  CF_HD constexpr int first_slot(int at) const {
+    const int slot = (at / kLineBytes + lines - 1) * inverse >> kInverseBits;
+    return slot < slots ? slot : 0;
   }
   bool operator==(const RingStage&) const = default;
 };
@@ -168,7 +170,7 @@ struct Divisor {
 };
 /// The divisors of kernels. Each has the name of the plan's member that it divides by.
 struct Divisors {
-  Divisor attention_splits, shares, group_shares, head_rows;
+  Divisor attention_splits, gqa_tiles, group_gqa_tiles, head_rows;
 };
 
 /// How the persistent kernel is laid out on a device. Every plan computes the same, but for the order of its sums.
@@ -181,7 +183,7 @@ struct PersistentPlan {
   int hidden_columns;     // columns of a slice of a hidden row
   int context_columns;    // columns of a slice of the context
   int act_columns;        // columns of a slice of an intermediate row
-  bool act_in_registers;  // each product warp loads its slice of mlp.act to registers; else mlp.act is in mlp_x
+  bool act_in_registers;  // each consumer warp loads its slice of mlp.act to registers; else mlp.act is in mlp_x
   bool shared_norms;      // of a tile product: gamma and beta are copied to shared memory
   int ring_bytes;
   int stage_bytes;       // of the largest stage
@@ -192,32 +194,32 @@ struct PersistentPlan {
   int ahead_stages;      // stages of dense weights that are prefetched into the L2 while the ring is full, at most
   int ahead_clocks;      // the SM's clocks from one prefetched KiB to the next
   int up_eighths;        // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
-  int head_rows;     // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
-  int share_heads;   // query heads of a share, which attend together to keys that are loaded once: largest_share(), or
-                     // 1 beyond kMaxShareHeadDim and where keys are not shared
-  int group_shares;  // shares of a group: these have the same keys
-  int shares;        // of a token's query heads
-  int attention_splits;  // parts that the keys of a share are split into, at most
+  int head_rows;  // rows of the LM head that a block multiplies at once: as many as the partial sums have room for
+  int gqa_heads;  // query heads of a GQA tile, which attend together to keys that are loaded once: largest_share(), or
+                  // 1 beyond kMaxGqaHeadDim and where keys are not shared
+  int group_gqa_tiles;   // GQA tiles of a group: these have the same keys
+  int gqa_tiles;         // of a token's query heads
+  int attention_splits;  // parts that the keys of a GQA tile are split into, at most
   Divisors divisors;
-  PartialsPlace partials_place;
+  PartialsIn partials_in;
   int stage_keys;   // keys that a stage holds together with their values, a multiple of sixteen
   int out_rows;     // rows of hidden that a block owns, at most
   int warp_rows;    // rows that a warp owns, at most, in products whose rows are not sliced; 0 without such
-  int shared_sums;  // partial sums of a token that a block's product warps share
+  int shared_sums;  // partial sums of a token that a block's consumer warps share
   int smem_bytes;   // dynamic shared memory of a block
 };
 
 /// Stages of `bytes` bytes: of a product, or of keys and values.
 constexpr RingStage ring_stage(const PersistentPlan& p, int bytes) {
-  // Small stages have larger places than they need: the ring holds kMaxRingStages stages at most.
+  // Small stages have larger slots than they need: the ring holds kMaxRingStages stages at most.
   constexpr int line = RingStage::kLineBytes;
   const int least = (p.ring_bytes + kMaxRingStages - 1) / kMaxRingStages,
             lines = ((bytes > least ? bytes : least) + line - 1) / line;
-  const int places = p.ring_bytes / line / lines, stages = p.bytes_in_flight / bytes;
-  return {std::int16_t(lines), std::int8_t(places),
-          std::int8_t(stages < 1            ? 1
-                      : stages > places - 2 ? places - 2
-                                            : stages),
+  const int slots = p.ring_bytes / line / lines, stages = p.bytes_in_flight / bytes;
+  return {std::int16_t(lines), std::int8_t(slots),
+          std::int8_t(stages < 1           ? 1
+                      : stages > slots - 2 ? slots - 2
+                                           : stages),
           ((1 << RingStage::kInverseBits) + lines - 1) / lines};
 }
 

@@ -32,20 +32,21 @@ struct Product {
   Deal deal;
 
   /// Of a layer whose deals begin with block `start`. `part` counts the parts of the LM head.
-  __device__ Product(const PersistentArguments& c, const LayerKind& kind, Phase phase, int start, int part = 0)
-      : first(0), deal(c.deals.deal(matrix_of(phase), start, int(blockIdx.x))) {
-    const ProductShape shape = load_whole(kind.shapes[matrix_of(phase)]);
+  __device__ Product(const PersistentArguments& c, const LayerKind& kind, PhaseSpec phase, int start, int part = 0)
+      : first(0), deal(c.deals.deal(int(phase.matrix), start, int(blockIdx.x))) {
+    const ProductShape shape = load_whole(kind.shapes[phase.matrix]);
     columns = shape.columns, slices = shape.slices, slice_columns = shape.slice_columns, gated = shape.together == 2;
     stage = shape.stage;
     const int up_first = rows_before_attention(c.plan, deal.count);
-    count = phase == Phase::up_first ? up_first : deal.count;
-    if (phase == Phase::up_rest) first = up_first, count -= up_first;
-    if (phase == Phase::head) first = part * c.plan.head_rows, count = min(deal.count - first, c.plan.head_rows);
+    count = phase.rows == PhaseRows::before_attention ? up_first : deal.count;
+    if (phase.rows == PhaseRows::behind_attention) first = up_first, count -= up_first;
+    if (phase.rows == PhaseRows::in_parts)
+      first = part * c.plan.head_rows, count = min(deal.count - first, c.plan.head_rows);
   }
   /// How many parts a phase's product has.
-  static __device__ int parts(const PersistentArguments& c, Phase phase, int start) {
-    if (phase != Phase::head) return 1;
-    const int rows = c.deals.deal(kHeadMatrix, start, int(blockIdx.x)).count;
+  static __device__ int parts(const PersistentArguments& c, PhaseSpec phase, int start) {
+    if (phase.rows != PhaseRows::in_parts) return 1;
+    const int rows = c.deals.deal(int(phase.matrix), start, int(blockIdx.x)).count;
     return c.plan.divisors.head_rows.quotient(rows + c.plan.head_rows - 1);
   }
 
@@ -111,7 +112,7 @@ __device__ bool stream_product(RingWriter& ring, const Product& p, const char* m
 }
 
 /// The partial sums of a product in shared memory. A row product has eight partial sums for each slice of a row, a tile
-/// product has eight for each row and token, one of each product warp.
+/// product has eight for each row and token, one of each consumer warp.
 template <bool Tiles>
 struct Sums {
   float* data;
@@ -125,7 +126,7 @@ struct Sums {
         slices(p.slices),
         rows(p.count) {
     const int warp_floats = Tiles ? 0 : block.c.plan.warp_rows * 8;
-    data += warps_own_rows(p) ? warp * warp_floats : kProductWarps * warp_floats;
+    data += warps_own_rows(p) ? warp * warp_floats : kConsumerWarps * warp_floats;
   }
   static __device__ bool warps_own_rows(const Product& p) { return !Tiles && p.slices == 1 && !p.gated; }
   /// Of a row product: the eight partial sums of row i's slice.
@@ -277,14 +278,14 @@ struct RowTokens {
 /// token[k] is the pair of columns that begins with 256 k + 64 m + 2 lane. Pairs beyond `columns` are zero. A wait that
 /// takes too long stops the block; the slice is then incomplete.
 template <int Chunks, bool Whole>
-__device__ void await_slice(const Block& block, int layer, const TaggedElement* from, int columns,
+__device__ void await_slice(const Block& block, int layer, const ElementWord* from, int columns,
                             uint4 (&token)[Chunks]) {
   constexpr int at_once = Chunks > 8 ? 5 : Chunks;  // chunks whose loads are in flight together
   const int lane = thread_index() % 32;
-  const unsigned tag = block.tag(layer);
+  const unsigned epoch = block.epoch(layer);
   if (lane < kSampleLanes)
     block.poll(layer, Dependency::mlp_act,
-               [&] { return has_tag(load_relaxed(from + columns / kSampleLanes * lane), tag); });
+               [&] { return has_epoch(load_relaxed(from + columns / kSampleLanes * lane), epoch); });
   __syncwarp();
 #pragma unroll
   for (int begin = 0; begin < Chunks; begin += at_once) {
@@ -301,7 +302,7 @@ __device__ void await_slice(const Block& block, int layer, const TaggedElement* 
       unsigned missing = 0;
 #pragma unroll
       for (int m = 0; m < 4; ++m)
-        if (there(u, m)) missing |= (words[u][m].x ^ tag << 16) | (words[u][m].y ^ tag << 16);
+        if (there(u, m)) missing |= (words[u][m].x ^ epoch << 16) | (words[u][m].y ^ epoch << 16);
       return missing < 0x10000;
     };
     await_pieces<at_once>(block, layer, Dependency::mlp_act, load, here);
@@ -337,8 +338,8 @@ __device__ __forceinline__ void consume_rows(Reader& ring, const Product& p, con
 #pragma unroll
     for (int k = 0; k < Chunks; ++k) token[k] = load_matrices(x_lane + k * Row::kChunkBytes);
   } else {
-    await_slice<Chunks, Whole>(from.block, from.layer, from.block.c.mlp_act + slice * slice_columns, slice_columns,
-                               token);
+    await_slice<Chunks, Whole>(from.block, from.layer, from.block.c.exchange.mlp_act + slice * slice_columns,
+                               slice_columns, token);
   }
   std::uint32_t w_last = (Chunks - 1) * Row::kChunkBytes;  // from the lane's place in a slice to that in its last chunk
   if constexpr (!Whole) {

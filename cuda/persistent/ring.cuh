@@ -1,6 +1,6 @@
 #pragma once
-// The ring: shared memory that the stream warp fills with stages of weights, keys and values, in the order in which the
-// product warps empty them. The stages of each product have their own size, so that every product fills the ring.
+// The ring: shared memory that the producer warp fills with stages of weights, keys and values, in the order in which
+// the consumer warps empty them. The stages of each product have their own size, so that every product fills the ring.
 #include "cuda/persistent/block.cuh"
 
 namespace cf::cuda {
@@ -8,8 +8,8 @@ namespace cf::cuda {
 /// The stages' barriers in shared memory. Each stage has two: one completes when the stage is full, the other when the
 /// stage is empty. A launch numbers its stages. Stages n and n + kMaxRingStages have the same barriers.
 ///
-/// Two groups of warps empty the stages of row products: product warps 0 to 3 and product warps 4 to 7. The groups take
-/// stages in turn. All product warps empty every stage of other products.
+/// Two groups of warps empty the stages of row products: consumer warps 0 to 3 and consumer warps 4 to 7. The groups
+/// take stages in turn. All consumer warps empty every stage of other products.
 class Ring {
  public:
   __device__ explicit Ring(const PersistentArguments& c)
@@ -39,26 +39,29 @@ class Ring {
   std::uint32_t first_full_;
 };
 
-/// Fills stages. All lanes of the stream warp call. What it does for a stage bounds how fast the product warps can
+/// Fills stages. All lanes of the producer warp call. What it does for a stage bounds how fast the consumer warps can
 /// catch up after a wait, so it is few instructions.
 ///
-/// A run is consecutive stages of one kind. Its first stage lies in the first place of that kind behind the stage
-/// before (RingStage::first_place()).
+/// A segment is consecutive stages of one kind. Its first stage lies in the first slot of that kind behind the stage
+/// before (RingStage::first_slot()).
 class RingWriter {
  public:
-  /// `product_warps` counts the product warps that have not left. At 0 nobody empties the ring any more. Warps do not
+  /// `consumer_warps` counts the consumer warps that have not left. At 0 nobody empties the ring any more. Warps do not
   /// leave together: each may have rows of its own in the last product.
-  __device__ RingWriter(const Ring& ring, const volatile int& product_warps, const PersistentArguments& c)
-      : ring_(ring), product_warps_(product_warps), plan_(c.plan), begin_(shared_address(block_smem + c.layout.ring)) {}
+  __device__ RingWriter(const Ring& ring, const volatile int& consumer_warps, const PersistentArguments& c)
+      : ring_(ring),
+        consumer_warps_(consumer_warps),
+        plan_(c.plan),
+        begin_(shared_address(block_smem + c.layout.ring)) {}
 
   /// From now on stages are of this kind.
   __device__ void begin(const RingStage& kind) {
     more_ += kind.in_flight - allowed_;
     allowed_ = kind.in_flight;
     if (kind.bytes() == stage_bytes_) return;
-    if (is_round_) blocker_ = next_ - unsigned(places_);
-    stage_bytes_ = kind.bytes(), places_ = kind.places, in_run_ = 0, is_round_ = false;
-    const int at = kind.first_place(at_) * stage_bytes_;
+    if (is_round_) blocker_ = next_ - unsigned(slots_);
+    stage_bytes_ = kind.bytes(), slots_ = kind.slots, in_segment_ = 0, is_round_ = false;
+    const int at = kind.first_slot(at_) * stage_bytes_;
     if (at < at_) passed_ += unsigned(plan_.ring_bytes);
     at_ = at;
   }
@@ -72,7 +75,7 @@ class RingWriter {
       for (bool blocked = find_blocker();;) {
         if ((!blocked || ring_.try_wait_empty(blocker_)) & (!awaits || ring_.try_wait_full(oldest_)))
           if (!(blocked = is_blocked_still(blocked))) break;
-        if (product_warps_ == 0) return false;
+        if (consumer_warps_ == 0) return false;
       }
     take_next(awaits);
     return true;
@@ -91,7 +94,7 @@ class RingWriter {
         const bool is_free = !blocked || (can_prefetch ? ring_.is_empty(blocker_) : ring_.try_wait_empty(blocker_));
         if (is_free && (!awaits || ring_.try_wait_full(oldest_)))
           if (!(blocked = is_blocked_still(blocked))) break;
-        if (product_warps_ == 0) return false;
+        if (consumer_warps_ == 0) return false;
         if (is_free || !can_prefetch || unsigned(clock()) - last < wait) continue;
         const bool has = prefetch(ahead_);
         ahead_ += has;
@@ -129,17 +132,17 @@ class RingWriter {
     ring_.wait_full(oldest_);
     ++oldest_;
   }
-  /// A quick look whether the next stage can be requested. False where stages of earlier runs may lie in its place.
+  /// A quick look whether the next stage can be requested. False where stages of earlier segments may lie in its slot.
   __device__ bool is_ready(bool awaits) const {
-    return is_round_ && ring_.is_empty(next_ - unsigned(places_)) & (!awaits || ring_.is_full(oldest_));
+    return is_round_ && ring_.is_empty(next_ - unsigned(slots_)) & (!awaits || ring_.is_full(oldest_));
   }
   /// Sets blocker_ to the stage that must be empty before the next stage is requested. False where there is none.
   __device__ bool find_blocker() {
     if (!is_round_) return is_blocked();
-    blocker_ = next_ - unsigned(places_);
+    blocker_ = next_ - unsigned(slots_);
     return true;
   }
-  /// Whether the blocker lies in the next stage's place. Then it begins before the end of that place, one round of the
+  /// Whether the blocker lies in the next stage's slot. Then it begins before the end of that slot, one round of the
   /// ring earlier.
   __device__ bool is_blocked() const {
     const unsigned from = __shfl_sync(~0u, from_, int(blocker_ % kMaxRingStages)),
@@ -147,7 +150,7 @@ class RingWriter {
     return blocker_ != next_ && int(from - end_before) < 0;
   }
   /// The blocker has become empty: the stage behind it is the next blocker. True where that stage, too, lies in the
-  /// next stage's place.
+  /// next stage's slot.
   __device__ bool is_blocked_still(bool blocked) {
     if (!blocked) return false;
     ++blocker_;
@@ -162,21 +165,22 @@ class RingWriter {
     if (next_ % kMaxRingStages == threadIdx.x % 32) from_ = passed_ + unsigned(at_);
     stage_ = begin_ + unsigned(at_), full_ = ring_.full(next_);
     at_ += stage_bytes_;
-    if (at_ == places_ * stage_bytes_) at_ = 0, passed_ += unsigned(plan_.ring_bytes);
-    ++next_, ++in_run_;
-    if (!is_round_) is_round_ = in_run_ >= places_ && int(blocker_ + unsigned(in_run_) - next_) >= 0;
+    if (at_ == slots_ * stage_bytes_) at_ = 0, passed_ += unsigned(plan_.ring_bytes);
+    ++next_, ++in_segment_;
+    if (!is_round_) is_round_ = in_segment_ >= slots_ && int(blocker_ + unsigned(in_segment_) - next_) >= 0;
   }
 
   Ring ring_;
-  const volatile int& product_warps_;
+  const volatile int& consumer_warps_;
   const PersistentPlan& plan_;
-  const std::uint32_t begin_;                      // of the ring
-  std::uint32_t stage_ = 0, full_ = 0;             // where the stage that is being filled lies, and its barrier
-  unsigned next_ = 0, oldest_ = 0;                 // the next stage, and the oldest one in flight
-  unsigned blocker_ = 0;                           // unless is_round_, all stages before it are empty
-  int stage_bytes_ = 0, places_ = 0, in_run_ = 0;  // of the run: the bytes of a place, the places, the stages so far
-  // Whether the run has had all its places, and all stages of earlier runs are empty. The next stage then waits for one
-  // stage alone: for that of the same run that had its place.
+  const std::uint32_t begin_;           // of the ring
+  std::uint32_t stage_ = 0, full_ = 0;  // where the stage that is being filled lies, and its barrier
+  unsigned next_ = 0, oldest_ = 0;      // the next stage, and the oldest one in flight
+  unsigned blocker_ = 0;                // unless is_round_, all stages before it are empty
+  int stage_bytes_ = 0, slots_ = 0,
+      in_segment_ = 0;  // of the segment: the bytes of a slot, the slots, the stages so far
+  // Whether the segment has had all its slots, and all stages of earlier segments are empty. The next stage then waits
+  // for one stage alone: for that of the same segment that had its slot.
   bool is_round_ = false;
   int at_ = 0;                  // where in the ring the next stage lies
   unsigned passed_ = 0;         // the ring's bytes times the rounds before
@@ -191,7 +195,7 @@ class RingWriter {
 /// stage n while stage n - kMaxRingStages is in flight. No warp does: stage n - 2 has been requested before, and at
 /// most kMaxRingStages - 2 stages are in flight at once.
 ///
-/// The writer does not say where a stage lies. A reader finds the places as the writer does: both get the same kinds of
+/// The writer does not say where a stage lies. A reader finds the slots as the writer does: both get the same kinds of
 /// stages in the same order.
 template <int Every>
 class RingReader {
@@ -204,8 +208,8 @@ class RingReader {
   __device__ int first() const { return next_ % kLine; }
   /// The next stages are of this kind. Called as often as RingWriter::begin().
   __device__ void begin(const RingStage& kind) {
-    stage_bytes_ = kind.bytes(), bytes_ = kind.places * stage_bytes_;
-    at_ = kind.first_place(next_) * stage_bytes_;
+    stage_bytes_ = kind.bytes(), bytes_ = kind.slots * stage_bytes_;
+    at_ = kind.first_slot(next_) * stage_bytes_;
     next_ = at_ + first();
     if (first() > 0) at_ = at_behind(1);
   }
@@ -241,7 +245,7 @@ class RingReader {
 
   const PersistentArguments& c;
   unsigned stage_;                            // the warp's next one
-  int at_ = 0, stage_bytes_ = 0, bytes_ = 0;  // where that stage lies; the bytes of a place and of all places
+  int at_ = 0, stage_bytes_ = 0, bytes_ = 0;  // where that stage lies; the bytes of a slot and of all slots
   // Between products: where in the ring the next stage of all warps may begin, a multiple of kLine, plus first(). One
   // register holds both.
   int next_;

@@ -8,7 +8,7 @@ namespace cf::cuda {
 
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b) {
   const auto order = [](const PersistentPlan& p) {
-    return std::tuple(p.products, p.hidden_slices, p.context_slices, p.act_slices, p.share_heads, p.attention_splits);
+    return std::tuple(p.products, p.hidden_slices, p.context_slices, p.act_slices, p.gqa_heads, p.attention_splits);
   };
   return order(a) == order(b);
 }
@@ -38,8 +38,8 @@ std::vector<PersistentVariant> persistent_variants(const PersistentPlan& plan) {
   if (!is_tiled(plan.products)) add("products", "tiles, as with several tokens", {.tile_products = true});
   for (int splits : {1, 2, 4})
     if (splits < plan.attention_splits) add("attention splits", text(splits), {.attention_splits = splits});
-  if (plan.share_heads > 1) add("keys", "each query head loads its own", {.shares_keys = false});
-  if (plan.share_heads == 1 && plan.group_shares > 1 && !is_packed(plan.products))
+  if (plan.gqa_heads > 1) add("keys", "each query head loads its own", {.shares_keys = false});
+  if (plan.gqa_heads == 1 && plan.group_gqa_tiles > 1 && !is_packed(plan.products))
     add("keys", "a group's heads share them", {.shares_keys = true});
   return all;
 }

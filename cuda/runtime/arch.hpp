@@ -66,8 +66,8 @@ inline constexpr Arch kRtx5090{.compute_capability = 120,
                                .largest_cluster_blocks = 8,
                                .tuning = &kRtx5090Tuning};
 
-/// Dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Beside these a block takes some
-/// bytes for itself: those that an SM has more than its largest block can have.
+/// The dynamic shared memory, in bytes, that each of `blocks` blocks of an SM can have. Each block also takes some
+/// bytes for the system: the difference between an SM's memory and that of its largest block.
 constexpr int smem_per_block_bytes(const Arch& arch, int blocks) {
   return arch.smem_per_sm_bytes / blocks - (arch.smem_per_sm_bytes - arch.smem_per_block_bytes);
 }

@@ -34,8 +34,8 @@ struct Submission {
   bool first_waits = false;  // the first one does not: it is ordered behind work that may still write weights
 };
 
-/// Device memory that launches may use while they run, from a multiple of 256 bytes on. What it holds before and after
-/// means nothing. Launches that may run at the same time need one each.
+/// Device memory that launches may use while they run, from a multiple of 256 bytes on. Its content before and after
+/// has no meaning. Launches that may run at the same time need one each.
 struct Scratch {
   std::byte* data = nullptr;
   std::size_t bytes = 0;

@@ -5,8 +5,6 @@
 
 #include "core/resources.hpp"
 #include "cuda/model/fastest_impl.hpp"
-#include "cuda/model/linear_scratch.hpp"
-#include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 
 namespace cf::cuda {
@@ -39,7 +37,8 @@ bool is_quantised(const ModelSpec& m, const ModelWeights& w) {
 
 std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std::min(o.chunk, o.capacity)); }
 
-/// The distance of a prompt's ids, positions and length in their block. Tensors begin at multiples of 16 bytes.
+/// The bytes from one to the next of a prompt's ids, positions and length in their block. Tensors begin at multiples of
+/// 16 bytes.
 std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
 
 /// The rows of the RoPE table. A slot that a step leaves out has the position behind the cache's last entry.
@@ -47,10 +46,8 @@ std::int64_t table_rows(const Model::Options& o) { return o.capacity + 1; }
 
 }  // namespace
 
-std::size_t Model::State::lay_out(std::byte* block) {
-  Arena arena(block);
+void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options) {
   const std::int64_t chunk = prompt_stride(options), slots = options.slots, vocab = spec.shape.vocab_size;
-  const DType dtype = workspace.activation();
   for (View<std::int32_t, 1>* v : {&step.ids, &prompt_lengths, &chosen}) arena.place(*v, extents(slots), DType::i32);
   // The host copies the three as one.
   View<std::int32_t, 1> prompt;
@@ -64,7 +61,6 @@ std::size_t Model::State::lay_out(std::byte* block) {
   arena.place(final_norm, extents(most_tokens(options), spec.shape.hidden_size), dtype);
   for (AnyView<2>& l : logits) arena.place(l, extents(slots, vocab), dtype);
   arena.place(prompt_logits, extents(1, vocab), dtype);
-  return arena.bytes();
 }
 
 ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::int64_t q_len, const StepArrays& arrays,
@@ -102,27 +98,14 @@ Impl Model::auto_impl(const Arch& arch, const ModelSpec& model, const ModelWeigh
 }
 
 ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const Options& o) {
-  const ModelShape& s = m.shape;
-  const auto element = double(size_bytes(dtype_of_weights(weights)));
-  ModelBytes b;
-  b.weights = o.in_place ? 0 : double(weight_bytes(m, weights));
-  b.cache = 2 * double(s.num_layers) * double(o.slots) * double(s.num_kv_heads) * double(o.capacity) *
-            double(s.head_dim) * element;
-  const auto tokens = double(most_tokens(o));
-  double elements = tokens * 3 * double(s.hidden_size) + kLogitsBuffers * double(o.slots) * double(s.vocab_size);
-  LayerTensors views;
-  for_each_activation(
-      s, {},
-      [&](const TensorSpec& spec, auto&, const auto& shape) {
-        if (spec.role != Role::output) return;
-        double n = 1;
-        for (std::int64_t d : shape) n *= double(d);
-        elements += tokens * n;
-      },
-      views);
-  b.workspace = elements * element + double(table_rows(o)) * double(s.rotary_dim) * double(sizeof(float)) +
-                double(linear_scratch_bytes(m, dtype_of_weights(weights), most_tokens(o), is_quantised(m, weights)));
-  return b;
+  const DType dtype = dtype_of_weights(weights);
+  OwnTensors own;
+  Arena arena(nullptr);
+  own.place(arena, m, dtype, o);
+  return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
+          .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
+          .workspace =
+              arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), table_rows(o), is_quantised(m, weights))};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights, const Options& o) {

@@ -15,7 +15,7 @@ namespace cf::cuda {
 
 /// The device memory that a model takes.
 struct ModelBytes {
-  double weights = 0, cache = 0, workspace = 0;  // large options ask for more than 64 bits count
+  double weights = 0, cache = 0, workspace = 0;  // may be more than 64 bits can count
   double total() const { return weights + cache + workspace; }
 };
 

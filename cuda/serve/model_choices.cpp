@@ -14,7 +14,7 @@ Status Model::State::prepare_choice(LogitsBuffer from, std::span<const Draw> dra
     wanted[std::size_t(d.slot)] = {
         .rule = d.sampling.rule(), .sequence = d.sequence, .chooses = 1, .penalises = penalises ? 1 : 0};
     if (!penalises) continue;
-    // The sampler marks what it chooses; a history that grew in another way is copied.
+    // The sampler marks the ids that it chooses. A history that grew in another way is copied to the device.
     const std::int64_t words = seen_words(spec.shape.vocab_size);
     std::size_t& known = seen_size[std::size_t(d.slot)];
     if (known == 0 || d.history.size() != known + 1 || d.history.back() != pipeline.chosen(d.slot)) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/model/extend.hpp"
+#include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/ops/sample/sample.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
@@ -54,7 +55,20 @@ inline Status name_site(const ModelSite& site, const Status& status) {
 /// What `told` holds until the device has made the choice.
 inline constexpr std::int32_t kNotChosen = -2;
 
-struct Model::State final : PipelineDevice {
+/// What a model has on the device beside its weights, its cache and its workspace.
+struct OwnTensors {
+  StepArrays step;  // of all slots
+  View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
+  AnyView<2> final_norm;
+  AnyView<2> prompt_logits;                       // (1, vocab): a slot's row of `logits` is not aligned for every vocab
+  std::array<AnyView<2>, kLogitsBuffers> logits;  // (slots, vocab)
+  std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
+  View<std::int32_t, 1> seen;
+
+  void place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options);
+};
+
+struct Model::State final : PipelineDevice, OwnTensors {
   State(const Context& c, Stream s, const ModelSpec& m, const Options& o, Impl i, ResidentWeights w, KvCache k,
         Workspace a)
       : stream(std::move(s)),
@@ -74,7 +88,11 @@ struct Model::State final : PipelineDevice {
     (void)cudaDeviceSynchronize();
   }
 
-  std::size_t lay_out(std::byte* block);
+  std::size_t lay_out(std::byte* block) {
+    Arena arena(block);
+    OwnTensors::place(arena, spec, workspace.activation(), options);
+    return arena.bytes();
+  }
   /// Prepares the layers' steps: those of the persistent impl with what lies outside the layers.
   Status prepare_layers();
   Status prepare_steps();
@@ -180,15 +198,8 @@ struct Model::State final : PipelineDevice {
   Pipeline pipeline;
 
   // On the device.
-  DeviceMemory memory, forward_memory;
-  StepArrays step;  // of all slots
-  View<std::int32_t, 1> prompt_ids, prompt_positions, prompt_kv_len, prompt_lengths, chosen;
-  AnyView<2> final_norm;
-  AnyView<2> prompt_logits;                       // (1, vocab): a slot's row of `logits` is not aligned for every vocab
-  std::array<AnyView<2>, 2> hidden;               // the embedding and the layers' outputs, in turn
-  std::array<AnyView<2>, kLogitsBuffers> logits;  // (slots, vocab)
-  std::array<View<std::int32_t, 1>, kLogitsBuffers> settings;  // SlotSampling of each slot, by the logits' buffer
-  View<std::int32_t, 1> seen;
+  DeviceMemory memory, forward_memory;  // `memory` is that of OwnTensors
+  std::array<AnyView<2>, 2> hidden;     // the embedding and the layers' outputs, in turn
 
   // On the host.
   std::array<std::vector<SlotSampling>, kLogitsBuffers> sent;  // what `settings` hold

@@ -135,7 +135,7 @@ class LogitsLeases {
 
   /// A step writes this buffer.
   void write(LogitsBuffer to) { last_step_ = to; }
-  /// A slot's logits are in a buffer, or were there until a launch's later tokens.
+  /// Records where a slot's logits are. With `token`, that launch has gone on and overwritten them.
   void lease(std::int64_t slot, LogitsBuffer buffer, std::optional<unsigned> token = {}) {
     leases_[std::size_t(slot)] = {buffer, token};
   }

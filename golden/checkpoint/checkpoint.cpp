@@ -16,6 +16,7 @@
 #include "core/resources.hpp"
 #include "golden/checkpoint/cast.hpp"
 #include "golden/checkpoint/hf_config.hpp"
+#include "golden/checkpoint/join_parts.hpp"
 #include "golden/checkpoint/json.hpp"
 #include "golden/checkpoint/mapped_file.hpp"
 
@@ -107,7 +108,7 @@ Result<std::optional<GptqConfig>> read_gptq_config(const std::string& directory,
   std::optional<GptqConfig> first;
   std::string first_source;
   const auto add = [&](std::string_view text, const std::string& source) -> Status {
-    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, m.family(), m.num_hidden_layers));
+    CF_TRY_ASSIGN(GptqConfig c, parse_gptq_config(text, source, m.model_type, m.num_hidden_layers));
     if (first && *first != c) notes.push_back(source + ": differs from " + first_source + ", which counts");
     if (!first) {
       first = std::move(c);
@@ -230,12 +231,12 @@ std::optional<std::int32_t> only_zero(const GptqWeight& w) {
   return first;
 }
 
-/// The Linears that a checkpoint stores in several modules, by their names below the layer.
+/// The Linears that a checkpoint stores in several modules or transposed, by their names below the layer.
 class Joins {
  public:
   explicit Joins(const ModelSpec& m) : layers_(names_of(m).layers) {
     for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
-      if (StoredParts stored = stored_parts(m, site, size); stored.parts.size() > 1)
+      if (StoredParts stored = stored_parts(m, site, size); !stored.is_whole())
         joined_.emplace(site.name, std::move(stored));
     });
   }
@@ -249,6 +250,9 @@ class Joins {
     std::string name(std::size_t part) const {
       return prefix + std::string(stored->parts[part].module) + "." + std::string(kind);
     }
+    /// Whether the files' tensor is this one.
+    bool is_whole() const { return stored->parts.size() == 1 && !is_transposed(); }
+    bool is_transposed() const { return stored->transposed && kind == "weight"; }
   };
   /// What a tensor's name means, where it is one of a joined Linear. The result refers to `name`.
   std::optional<Tensor> find(std::string_view name) const {
@@ -257,7 +261,9 @@ class Joins {
     if (module == 0 || kind <= module) return std::nullopt;
     const auto found = joined_.find(name.substr(module, kind - 1 - module));
     if (found == joined_.end()) return std::nullopt;
-    return Tensor{&found->second, std::string(name.substr(0, module)), name.substr(kind)};
+    Tensor tensor{&found->second, std::string(name.substr(0, module)), name.substr(kind)};
+    if (tensor.is_whole()) return std::nullopt;
+    return tensor;
   }
   /// Calls f(name) for each tensor that a checkpoint stores of the one that is called `name`.
   template <class F>
@@ -272,37 +278,13 @@ class Joins {
   std::map<std::string_view, StoredParts> joined_;
 };
 
-/// Copies a part's elements along `axis` (0 or 1) of a tensor to their places in the joined tensor. A word of packed
-/// codes counts as `codes` places of `32 / codes` bits.
-void copy_part(const StoredParts& stored, std::size_t part, const void* from, void* to, const Shape& whole, int axis,
-               std::size_t element_bytes, std::int64_t codes) {
-  const std::int64_t rows = stored.parts[part].rows, all_rows = whole[std::size_t(axis)] * codes;
-  const std::int64_t outer = axis == 1 ? whole[0] : 1;
-  const std::size_t row_bytes = element_bytes * std::size_t(axis == 0 && whole.size() == 2 ? whole[1] : 1);
-  for (std::int64_t o = 0; o < outer; ++o)
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const std::int64_t source = o * rows + r, target = o * all_rows + stored.place(part, r);
-      if (codes == 1) {
-        std::memcpy(static_cast<char*>(to) + std::size_t(target) * row_bytes,
-                    static_cast<const char*>(from) + std::size_t(source) * row_bytes, row_bytes);
-        continue;
-      }
-      const std::int64_t bits = 32 / codes;
-      const std::uint32_t mask = (1u << bits) - 1;
-      const auto word = std::uint32_t(static_cast<const std::int32_t*>(from)[source / codes]);
-      auto& joined = static_cast<std::uint32_t*>(to)[target / codes];
-      joined |= (word >> (source % codes * bits) & mask) << (target % codes * bits);
-    }
-}
-
 /// The names of tensors in a checkpoint.
 class KnownNames {
  public:
   KnownNames(const ModelConfig& m, const std::optional<GptqConfig>& gptq, bool in_memory)
-      : layers_(m.num_hidden_layers), names_(names_of(m.family())) {
+      : layers_(m.num_hidden_layers), names_(m.family().names) {
     const Joins joins(m.spec());
-    for (std::string_view buffer : names_.buffers)
-      if (!buffer.empty()) in_layer_.emplace(buffer);
+    for (std::string_view buffer : m.family().buffers) in_layer_.emplace(buffer);
     ModelSpec untied = m.spec();  // some checkpoints hold a tied LM head beside the embedding
     untied.traits.tied_embeddings = false;
     ModelWeights rest;
@@ -401,9 +383,9 @@ Result<Checkpoint> Checkpoint::from_memory(std::string_view config, std::optiona
   CF_TRY_ASSIGN(const std::string inner, quantization_config(config, source + ": config"));
   if (gptq) {
     CF_TRY_ASSIGN(c.gptq_,
-                  parse_gptq_config(*gptq, source + ": gptq", c.config_.family(), c.config_.num_hidden_layers));
+                  parse_gptq_config(*gptq, source + ": gptq", c.config_.model_type, c.config_.num_hidden_layers));
   } else if (!inner.empty()) {
-    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.family(),
+    CF_TRY_ASSIGN(c.gptq_, parse_gptq_config(inner, source + ": config" + kQuantizationConfig, c.config_.model_type,
                                              c.config_.num_hidden_layers));
   }
   c.open_files_->files.emplace(c.single_file(), File(std::make_shared<const SafetensorsFile>(SafetensorsFile::in_memory(
@@ -446,7 +428,7 @@ Result<Checkpoint::File> Checkpoint::file(const std::string& name) const {
 std::vector<std::string> Checkpoint::stored_names(const std::string& name) const {
   std::vector<std::string> all{name};
   if (in_memory_) return all;
-  const ModelNames& names = names_of(config_.family());
+  const ModelNames& names = config_.family().names;
   if (name.starts_with(names.base())) all.push_back(name.substr(names.base().size()));
   if (!names.other_head.empty() && name == weight_of(names.embed_out)) all.push_back(weight_of(names.other_head));
   return all;
@@ -472,7 +454,7 @@ Result<std::optional<Checkpoint::Found>> Checkpoint::look_up(const std::string& 
                                                    quote(stored) + " are the same one, expected one of them");
     found = Found{std::move(holder), entry};
   }
-  const ModelNames& names = names_of(config_.family());
+  const ModelNames& names = config_.family().names;
   if (!found && config_.tie_word_embeddings && name == weight_of(names.embed_in))
     return look_up(weight_of(names.embed_out));
   return found;
@@ -480,7 +462,7 @@ Result<std::optional<Checkpoint::Found>> Checkpoint::look_up(const std::string& 
 
 Status Checkpoint::compare_tied() {
   if (!config_.tie_word_embeddings) return {};
-  const ModelNames& names = names_of(config_.family());
+  const ModelNames& names = config_.family().names;
   CF_TRY_ASSIGN(const std::optional<Found> head, look_up(weight_of(names.embed_out)));
   CF_TRY_ASSIGN(const std::optional<Found> embedding, look_up(weight_of(names.embed_in)));
   if (!head || !embedding) return {};
@@ -546,17 +528,17 @@ class Checkpoint::Loader {
     std::optional<DType> first;
     double joined_bytes = 0;
     walk([&]<class V>(const std::string& name, const V&, auto) {
+      const bool in_parts = !checkpoint_.has_whole(name) && joins_.find(name);
       const auto add = [&](const std::string& stored) {
         const auto found = checkpoint_.look_up(stored);
         if (!found || !*found) return;  // load() says what is wrong
         const TensorEntry& entry = *(*found)->entry;
-        const bool is_joined = stored != name;
-        if (is_joined) joined_bytes += double(entry.bytes);
+        if (in_parts) joined_bytes += double(entry.bytes);
         if constexpr (std::is_void_v<std::remove_const_t<typename V::element>>)
           if (const auto dtype = float_dtype(entry.stored_dtype)) {
             if (!first) first_ = name;
             if (!first) first = dtype;
-            elements[*dtype] += is_joined ? 0 : double(element_count(entry.shape));
+            elements[*dtype] += in_parts ? 0 : double(element_count(entry.shape));
           }
       };
       if (checkpoint_.has_whole(name))
@@ -593,6 +575,7 @@ class Checkpoint::Loader {
       V part;
       std::array<std::int64_t, V::rank> part_shape = shape;
       if (joined.kind != "g_idx") part_shape[std::size_t(axis)] = parts[p].rows / codes;
+      if (joined.is_transposed()) std::swap(part_shape.front(), part_shape.back());
       CF_TRY(load_stored(joined.name(p), part, part_shape));
       const auto bytes = std::size_t(part.bytes());
       if (joined.kind == "g_idx") {
@@ -605,11 +588,15 @@ class Checkpoint::Loader {
       }
       if (p == 0) {
         const double needed = double(element_count(Shape(shape.begin(), shape.end()))) * double(size_bytes(part.dtype));
-        CF_TRY(check_free_memory(needed, checkpoint_.directory_ + ": to join " + joined.name(0) +
-                                             " with others needs " + gigabytes(needed)));
+        const std::string what = parts.size() > 1 ? ": to join " + joined.name(0) + " with others needs "
+                                                  : ": to transpose " + joined.name(0) + " needs ";
+        CF_TRY(check_free_memory(needed, checkpoint_.directory_ + what + gigabytes(needed)));
         whole = Tensor(part.dtype, Shape(shape.begin(), shape.end()));
       }
-      copy_part(*joined.stored, p, part.data, whole.data(), whole.shape(), axis, size_bytes(part.dtype), codes);
+      if (joined.is_transposed())
+        transpose_part(*joined.stored, p, part.data, whole.data(), whole.shape().back(), size_bytes(part.dtype));
+      else
+        copy_part(*joined.stored, p, part.data, whole.data(), whole.shape(), axis, size_bytes(part.dtype), codes);
     }
     if (joined.kind == "g_idx") return {};
     point(view, whole.data(), shape, whole.dtype());
@@ -731,7 +718,7 @@ Status Checkpoint::check_values(std::int64_t layer, LayerWeights& weights, std::
   for_each_linear(config_, weights, [&](const Site& site, LinearParams& l, auto...) {
     auto* gptq = std::get_if<GptqWeight>(&l.weight);
     if (!gptq || !status) return;
-    const std::string name = "tensor '" + names_of(config_.family()).layer(layer) + std::string(site.name) + ".";
+    const std::string name = "tensor '" + config_.family().names.layer(layer) + std::string(site.name) + ".";
     if (const std::string fault = gptq_fault(*gptq); !fault.empty()) {
       status = Status::error(Code::invalid_file, directory_ + ": " + name + fault);
       return;
@@ -774,7 +761,7 @@ Result<CheckpointLayer> Checkpoint::layer(std::int64_t index) const {
     Loader loader(*this);
     CF_TRY(loader.load_all([&](auto&& f) {
       for_each_weight(config_, layer.weights, [&](const TensorSpec& t, auto& view, auto shape) {
-        f(names_of(config_.family()).layer(index) + std::string(t.name), view, shape);
+        f(config_.family().names.layer(index) + std::string(t.name), view, shape);
       });
     }));
     loader.add_notes(layer.notes);
@@ -854,7 +841,7 @@ Status Checkpoint::check_finite(const CheckpointLayer& layer) const {
   Status status;
   for_each_weight(config_, layer.weights, [&](const TensorSpec& t, const auto& view, auto) {
     if (status)
-      status = check_finite(names_of(config_.family()).layer(layer.index) + std::string(t.name), view, layer.dtype);
+      status = check_finite(config_.family().names.layer(layer.index) + std::string(t.name), view, layer.dtype);
   });
   CF_TRY(check_files());
   return status;

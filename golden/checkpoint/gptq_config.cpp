@@ -11,7 +11,7 @@ namespace cf::checkpoint {
 namespace {
 
 /// The names of a layer's Linears as checkpoints store them.
-std::vector<std::string> linear_names(ModelFamily family) {
+std::vector<std::string> linear_names(ModelType family) {
   std::vector<std::string> names;
   const ModelSpec m{.shape = {}, .traits = {.family = family}};
   for_each_linear(m, LayerWeights{}, [&](const Site& site, const auto&, const LinearSize& size) {
@@ -41,7 +41,7 @@ bool is_same(const Json& values, const GptqConfig& c) {
 
 /// What is wrong with the rules of `dynamic`: one that changes a quantised Linear, or cannot be read. Otherwise "".
 /// Source: GPTQModel, QuantizeConfig.dynamic_get(): re.match() of the pattern and a module's whole name.
-std::string rule_fault(const Json& rules, const GptqConfig& c, ModelFamily family, std::int64_t layers) {
+std::string rule_fault(const Json& rules, const GptqConfig& c, ModelType family, std::int64_t layers) {
   if (!rules.is_object()) return "is " + shown(rules) + ", expected an object of rules";
   const auto comparisons = std::int64_t(rules.size() * c.modules.size());
   if (comparisons > kMaxComparisons / std::max<std::int64_t>(layers, 1))
@@ -74,7 +74,7 @@ std::string rule_fault(const Json& rules, const GptqConfig& c, ModelFamily famil
 
 }  // namespace
 
-Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source, ModelFamily family,
+Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source, ModelType family,
                                      std::int64_t layers) {
   CF_TRY_ASSIGN(Json document, parse_json_object(text, source));
   Json modules;

@@ -163,7 +163,7 @@ void read_rope(Reading& r) {
     }
   if (scaling && parameters && *scaling != *parameters)
     r.note("'rope_parameters' is not read beside 'rope_scaling', which counts");
-  const bool neox = r.m.family() == ModelFamily::gpt_neox;
+  const bool neox = r.m.model_type == ModelType::gpt_neox;
   const std::string object = r.rope_object() + ".";
   const auto type = r.fields.get_any({object + "rope_type", object + "type"}, std::string("default"));
   r.m.rope_theta = r.rope_value("rope_theta", neox ? "rotary_emb_base" : "rope_theta", 10000.0);
@@ -313,7 +313,7 @@ Result<HfConfig> parse_noted_hf_config(std::string_view text, const std::string&
     m.dtype = *d;
   else
     r.refuse_value("dtype", quote(dtype), "'float16', 'bfloat16' or 'float32'");
-  if (m.family() == ModelFamily::gpt_neox)
+  if (m.model_type == ModelType::gpt_neox)
     read_gpt_neox(r);
   else
     read_gated(r);
@@ -390,7 +390,7 @@ Json llama_json(const ModelConfig& m) {
 }  // namespace
 
 std::string to_hf_json(const ModelConfig& m) {
-  Json j = m.family() == ModelFamily::gpt_neox ? gpt_neox_json(m) : llama_json(m);
+  Json j = m.model_type == ModelType::gpt_neox ? gpt_neox_json(m) : llama_json(m);
   j["model_type"] = to_string(m.model_type);
   j["hidden_size"] = m.hidden_size;
   j["num_hidden_layers"] = m.num_hidden_layers;

@@ -184,7 +184,7 @@ std::string weight_tap(std::string_view module) { return std::string(module) + "
 std::vector<TapDim> tap_dims(const ModelConfig& m, const Workload& load, std::string_view tap) {
   const TapDim token{"token", load.tokens()}, hidden{"hidden", m.hidden_size}, head{"head", m.num_attention_heads},
       kv_head{"head", m.kv_heads()}, d{"d", m.head_dim()};
-  const ModelNames& names = names_of(m.family());
+  const ModelNames& names = m.family().names;
   const auto of = [&](const Site& site, std::string_view output) {
     return tap == std::string(site.tap) + "." + std::string(output);
   };

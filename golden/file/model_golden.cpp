@@ -37,7 +37,7 @@ Status read_meta(const Hdf5Reader& file, ModelGoldenMeta& m, std::vector<std::in
 
 /// Whether a name is one of the schema's taps.
 bool is_tap(const ModelConfig& config, const std::string& name) {
-  const ModelNames& names = names_of(config.family());
+  const ModelNames& names = config.family().names;
   if (name == names.embed_in.tap || name == names.final_layer_norm.tap) return true;
   constexpr std::string_view before = "layers.";
   if (!name.starts_with(before)) return false;
@@ -79,10 +79,9 @@ Status check_taps(const Hdf5Reader& file, const ModelGoldenMeta& m, DType dtype,
   for (const std::string& tap : v.taps) {
     if (!is_tap(m.config, tap))
       return file.refuse(Code::invalid_file, group,
-                         "expected the taps " + std::string(names_of(m.config.family()).embed_in.tap) + ", " +
-                             std::string(names_of(m.config.family()).final_layer_norm.tap) +
-                             " and layers.N.output of " + std::to_string(m.config.num_hidden_layers) + " layers, got " +
-                             checkpoint::quote(tap));
+                         "expected the taps " + std::string(m.config.family().names.embed_in.tap) + ", " +
+                             std::string(m.config.family().names.final_layer_norm.tap) + " and layers.N.output of " +
+                             std::to_string(m.config.num_hidden_layers) + " layers, got " + checkpoint::quote(tap));
     CF_TRY(expect(file, group + "/" + tap, dtype, {m.fed(), m.config.hidden_size}));
   }
   return {};

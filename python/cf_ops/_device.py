@@ -64,7 +64,7 @@ def current_stream(device: int) -> int:
     """The handle of torch's current stream of a GPU."""
     torch: Any = sys.modules["torch"]
     try:
-        # What torch's own generated code asks: no object is made for the stream.
+        # The function that torch's generated code calls: it makes no object for the stream.
         return int(torch._C._cuda_getCurrentRawStream(device))
     except AttributeError:
         return int(torch.cuda.current_stream(device).cuda_stream)

@@ -46,7 +46,7 @@ class PackedForms:
             form = bound.pack(number, device, stream, addresses, allocate)
             forms[key] = state, stream, form
         elif home != stream:
-            # The allocator may use the memory again, once it is freed, in the order of its own stream.
+            # After the memory is freed, the allocator may use it again in the order of its own stream.
             torch: Any = sys.modules["torch"]
             form.memory.record_stream(torch.cuda.current_stream(device))
         return form
@@ -75,7 +75,7 @@ def kept(make: Callable[..., W], qweight: Any, qzeros: Any, scales: Any, g_idx: 
         _kept[number] = weakref.ref(qweight, lambda _: _kept.pop(number, None)), made
     weight: W | None = made.get(key)
     if weight is None:
-        # What is kept shares the tensors' memory, and not the tensors: qweight would live for ever.
+        # The kept object shares the tensors' memory and not the tensors: holding qweight would keep it alive for ever.
         own = {"qweight": qweight.detach(), "qzeros": qzeros.detach(), "scales": scales.detach()}
         weight = made[key] = make(**own, g_idx=g_idx() if is_made else g_idx.detach(), **scalars)
     return weight

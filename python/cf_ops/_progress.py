@@ -21,7 +21,7 @@ class Progress:
         self._begin = time.monotonic()
         try:
             self._terminal = os.isatty(sys.stderr.fileno())
-        except (AttributeError, OSError, ValueError):  # no stderr, or one of another kind
+        except (AttributeError, OSError, ValueError):  # stderr is missing or is no file
             self._terminal = False
 
     def __enter__(self) -> Progress:

@@ -52,8 +52,8 @@ def first_stop(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _rewrites_joined_text(tokenizer: Tokenizer) -> bool:
-    """Whether the decoder replaces more than single characters in text that it has joined: any id may then change the
-    text of those before it."""
+    """Whether the decoder replaces text longer than single characters after joining it: any id may then change the text
+    of the ids before it."""
     if tokenizer.decoder is None:
         return False
     steps = json.loads(tokenizer.decoder.__getstate__()).get("decoders", [])
@@ -81,8 +81,8 @@ class TextStream:
         self._skipped = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._ids: list[int] = []  # those that are part of the text
         self._before = 0  # from this id to `_begin` is the context that a decoder may need, such as for spaces
-        self._begin = 0  # ids from here on are still to be given out
-        self._kept = ""  # text in front of theirs that may begin a stop string
+        self._begin = 0  # the first id whose text was not returned yet
+        self._kept = ""  # text before those ids, kept because a stop string may begin in it
         self._given = 0  # the characters that were given out
         self.stopped = False  # whether the text has ended with a stop string
 

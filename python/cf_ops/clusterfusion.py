@@ -122,7 +122,7 @@ class DecoderCalls:
         self._config = json.dumps(config)
         self._layers: dict[int, ops.CheckedOp] = {}  # of a GPU, by the cache's capacity
         self._port_layer = _core.PortLayer(self._config)  # what looks right on a GPU, in one call
-        self._half = self._head_dim // 8  # a cosine and a sine turn two of the rotated quarter's elements
+        self._half = self._head_dim // 8  # each cosine and sine is of two of the rotated elements
         matrices = {
             "weight_qkv": (3 * hidden, hidden),
             "weight_o": (hidden, hidden),
@@ -305,9 +305,7 @@ class DecoderCalls:
         with context.lock:
             return self._step(named, input, cos, sin, k_cache, v_cache, context.cache, length, index)
 
-    def _step_of(
-        self, context: _Context, given: tuple[Any, ...], current_seq_len: int
-    ) -> tuple[Any, Any, Any] | None:
+    def _step_of(self, context: _Context, given: tuple[Any, ...], current_seq_len: int) -> tuple[Any, Any, Any] | None:
         """A step whose tensors, in PortLayer's order, look right on a GPU. None for any other, which is checked."""
         if given[3] is not context.k_cache or given[4] is not context.v_cache:
             return None
@@ -474,7 +472,7 @@ class _Numbers(NamedTuple):
     most: int
     zero: Any
     all: Any
-    before: Any  # what runs on a stream may read it still
+    before: Any  # kept, since work on a stream may still read it
 
 
 _numbers: dict[int, _Numbers] = {}
@@ -489,8 +487,8 @@ def _numbers_on(index: int, most: int) -> _Numbers:
         room = max(_LEAST_NUMBERS, 2 * most)
         numbers = torch.arange(room, dtype=torch.int32, device=torch.device("cuda", index))
         made = _Numbers(room - 1, numbers[:1], numbers, found)
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is the graph's
-            torch.cuda.current_stream(index).synchronize()  # other streams read them too
+        if not torch.cuda.is_current_stream_capturing():  # memory that a graph captures belongs to the graph
+            torch.cuda.current_stream(index).synchronize()  # other streams read the numbers, too
             _numbers[index] = made
         return made
 

@@ -187,7 +187,7 @@ def _outputs(op: str) -> list[str]:
 
 
 class _Measure:
-    """The precision of a budget that is asked for, and the budget of the last call."""
+    """The precision that a caller asks the budget of, and the budget of the last call."""
 
     def __init__(self, compute: str, output: str) -> None:
         self.precision = compute, output
@@ -315,7 +315,7 @@ class CheckedOp:
         self._names = names
         self._wanted: list[tuple[int, Sequence[int]]] = []
         self._offsets: list[tuple[int, int]] = []
-        self._spare = 0  # elements of the outputs that are not wanted
+        self._spare = 0  # the size of the tensor for unwanted outputs, in elements
         step = _ALIGNMENT // given[0].element_size()
         for place, (name, shape) in enumerate(zip(_outputs(op), outputs)):
             if name in wanted:

@@ -210,7 +210,7 @@ def _check_transformers() -> list[Row]:
         import transformers  # type: ignore[import-not-found, unused-ignore]
 
         kind, config_kind = transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig
-    except Exception:  # of an installation that is not whole
+    except Exception:  # an incomplete installation may raise anything
         return []
     if not hf.is_new_enough(transformers.__version__):
         return []

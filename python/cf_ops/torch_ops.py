@@ -158,7 +158,7 @@ def fused_layernorm_residual(x: Any, residual: Any, weight: Any, bias: Any, eps:
     Raises ValueError for another dtype, number of dimensions or stride, and for what that op refuses.
     """
     given = x, residual, weight, bias
-    is_eager = not (torch.compiler.is_compiling() or _dispatch_modes())  # nobody traces the registered op
+    is_eager = not (torch.compiler.is_compiling() or _dispatch_modes())  # no compiler or mode of torch traces the op
     if is_eager:
         made = ops.run_known_rows(given, eps)
         if made is not None:

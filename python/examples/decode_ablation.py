@@ -93,7 +93,7 @@ class Decoding:
             torch_layer.mlp_half if mlp == "torch" else our_mlp_half,
         ]
         self._layers, self._ends = list(zip(weights[attention].layers, weights[mlp].layers)), weights[mlp]
-        head = weights["torch"].head  # has the dtype in which all compute
+        head = weights["torch"].head  # its dtype is that of all computations
         shape = 1, checkpoint.heads, len(prompt) + new_tokens, checkpoint.head_dim
         self._caches = [[torch.zeros(shape).to(head.device, head.dtype) for _ in "kv"] for _ in self._layers]
         self._table = [torch.from_numpy(half).to(head.device) for half in checkpoint.rope_table(shape[2])]

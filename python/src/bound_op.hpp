@@ -38,7 +38,7 @@ class BoundOp {
   BoundOp& operator=(const BoundOp&) = delete;
   virtual ~BoundOp() = default;
 
-  /// What stands before the names of the tensors of each GPTQ weight.
+  /// The prefix of the names of each GPTQ weight's tensors.
   virtual std::vector<std::string> gptq() const = 0;
   /// The order of rows that the op wants of its GPTQ weights, as (head_dim, rotary_dim) of cuda::RopePairs.
   virtual std::pair<std::int64_t, std::int64_t> row_order() const = 0;

@@ -1,8 +1,5 @@
 #include "python/src/device_ops.hpp"
 
-#include <map>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -13,38 +10,13 @@
 #include "cuda/ops/linear/cublaslt/library.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"
 #include "cuda/ops/run.hpp"
-#include "cuda/port/row_ops.hpp"
-#include "cuda/port/row_steps.hpp"
-#include "cuda/port/token_rows.hpp"
 #include "cuda/runtime/memory.hpp"
 #include "cuda/runtime/stream.hpp"
+#include "python/src/device_context.hpp"
 #include "python/src/device_guard.hpp"
 
 namespace cf::python {
 namespace {
-
-/// A context on a stream that somebody else owns. A device's limits are asked for once, since that takes long.
-Result<cuda::Context> context_on(const DeviceStream& at) {
-  static std::mutex mutex;
-  static std::map<int, cuda::Context> contexts;
-  const std::lock_guard lock(mutex);
-  auto found = contexts.find(at.device);
-  if (found == contexts.end()) {
-    CF_TRY_ASSIGN(const cuda::Context made, cuda::Context::create(at.device));
-    found = contexts.emplace(at.device, made).first;
-  }
-  return found->second.on_stream(reinterpret_cast<CUstream_st*>(at.stream));
-}
-
-/// Calls f with a context, on the device. What f does first loads kernels and libraries, and may be captured.
-template <class F>
-Status with_context(const DeviceStream& at, F&& f) {
-  const DeviceGuard guard(at.device);
-  CF_TRY(guard.status());
-  const cuda::RelaxedCapture relaxed;
-  CF_TRY_ASSIGN(const cuda::Context context, context_on(at));
-  return f(context);
-}
 
 template <class Args>
 std::size_t scratch_bytes(const Args& a) {
@@ -58,28 +30,6 @@ std::size_t scratch_bytes(const Args& a) {
     bytes = cuda::linear_scratch_bytes(a.model, a.t.hidden.dtype, a.t.hidden.shape[0], is_quantised);
   }
   return bytes && cuda::gemm_library() ? bytes : 0;
-}
-
-/// Submits what `add` adds to a list, on the device's stream.
-template <class Add>
-Status run(const DeviceStream& at, const DeviceScratch& scratch, Add&& add) {
-  return with_context(at, [&](const cuda::Context& context) -> Status {
-    cuda::LaunchList launches(context, {reinterpret_cast<std::byte*>(scratch.address), scratch.bytes});
-    launches.trust_addresses();
-    CF_TRY(add(launches));
-    // Later launches read only weights ahead, which the stream's work before the first one has written by then.
-    return launches.submit(context.stream(), {.early = true, .first_waits = true});
-  });
-}
-
-cuda::TokenRows rows_of(const RowsLayer& a) { return {.k = a.k_rows, .v = a.v_rows, .first = a.first, .last = a.last}; }
-
-/// Whether nothing is said against a launch of a graph on the stream.
-bool takes_graphs(CUstream_st* stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  // A default stream that a capture elsewhere forbids is an error here, which the launches then name.
-  return cuda::from_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing") &&
-         capture == cudaStreamCaptureStatusNone;
 }
 
 class OwnedBlock final : public DeviceBlock {
@@ -122,47 +72,13 @@ Result<std::unique_ptr<DeviceBlock>> DeviceBlock::create(int device, std::size_t
   return block;
 }
 
-#define CF_OP(Op)                                                                                         \
-  std::size_t device_scratch_bytes(const ops::Op::Args& args) { return scratch_bytes(args); }             \
-  Status run_on_device(const ops::Op::Args& args, const DeviceStream& at, const DeviceScratch& scratch) { \
-    return run(at, scratch, [&](cuda::LaunchList& launches) { return cuda::prepare(args, launches); });   \
+#define CF_OP(Op)                                                                                                \
+  std::size_t device_scratch_bytes(const ops::Op::Args& args) { return scratch_bytes(args); }                    \
+  Status run_on_device(const ops::Op::Args& args, const DeviceStream& at, const DeviceScratch& scratch) {        \
+    return run_launches(at, scratch, [&](cuda::LaunchList& launches) { return cuda::prepare(args, launches); }); \
   }
 #include "core/ops/ops.def"
 #undef CF_OP
-
-Status run_on_device(const RowsLayer& args, const DeviceStream& at) {
-  return run(at, {},
-             [&](cuda::LaunchList& launches) { return cuda::prepare_layer(args.layer, rows_of(args), launches); });
-}
-
-struct DeviceSteps::State {
-  ~State() {
-    if (!steps) return;
-    const DeviceGuard guard(device);
-    const cuda::RelaxedCapture relaxed;
-    steps.reset();
-  }
-
-  int device = 0;
-  std::optional<cuda::RowSteps> steps;
-};
-
-DeviceSteps::DeviceSteps() : state_(std::make_unique<State>()) {}
-DeviceSteps::~DeviceSteps() = default;
-
-std::size_t DeviceSteps::graphs() const { return state_->steps ? state_->steps->graphs() : 0; }
-
-Status DeviceSteps::run(const RowsLayer& args, const DeviceStream& at) {
-  if (args.first < args.last) return run_on_device(args, at);
-  return with_context(at, [&](const cuda::Context& context) -> Status {
-    if (!takes_graphs(context.stream())) return run_on_device(args, at);
-    if (!state_->steps) {
-      state_->steps.emplace(context);
-      state_->device = at.device;
-    }
-    return state_->steps->step(args.layer, rows_of(args), context.stream());
-  });
-}
 
 Result<cuda::Packed> pack_on_device(const GptqWeight& weight, const cuda::PackHint& hint, const DeviceStream& at) {
   cuda::Packed packed;

@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace cf::python {
 namespace {
 
-/// What a word of a call begins with where no tensor stands.
+/// The first number of a call's description where no tensor stands.
 enum Kind : std::int64_t { kNothing = -1, kWeight = -2, kDict = -3, kLeftOut = -4, kGiven = -5 };
 
 /// How many budgets are measured: these look at every call.
@@ -21,7 +21,7 @@ std::atomic<int> measured = 0;
 
 /// The class of GPTQ weights, and the names of what they are made of.
 struct WeightClass {
-  nb::handle type;  // borrowed: to hold it for ever would hold its module, and all that its functions know
+  nb::handle type;  // borrowed: an owned one would keep its module alive
   std::array<nb::handle, 4> parts;
   std::array<nb::handle, 3> scalars;
   nb::handle forms, version;

@@ -92,7 +92,7 @@ class KnownCalls {
   std::vector<std::pair<std::string, bool>> numbers_;
   std::vector<std::size_t> states_;
   std::vector<std::shared_ptr<const Call>> calls_;
-  std::size_t next_ = 0;  // the one that is forgotten next
+  std::size_t next_ = 0;  // the index of the call that is forgotten next
 };
 
 /// Adds KnownCalls to the module.

@@ -83,7 +83,7 @@ Ids ids_of(const char* what, nb::handle from, std::int64_t vocab_size) {
   return ids;
 }
 
-/// Where weights lie; `none` once drop_values() was called.
+/// Where weights lie: `none` after drop_values().
 enum class Place { host, device, none };
 
 /// A model's config and its weights. `owner` keeps the weights' memory: the mapped files, or a Python object.
@@ -773,13 +773,12 @@ void bind_weights(nb::module_& m) {
           "Maps a checkpoint directory, dense or GPTQ. Raises FileNotFoundError for a directory that is missing "
           "or holds no checkpoint, ValueError for one that is damaged or has a weight that is not finite, and, but for "
           "a GPU, MemoryError for one that is larger than this machine's memory.")
-      .def_static(
-          "preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
-          nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "
-                  "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
-          "A preset, such as \"pythia-70m\", with procedural weights of a dtype. `progress` is "
-          "told the bytes that are made and those of all weights, after each tensor. Raises "
-          "FileNotFoundError for another name, with the names that there are, and MemoryError.")
+      .def_static("preset", &preset, "name"_a, "dtype"_a = "float16", "seed"_a = 0, "progress"_a = nb::none(),
+                  nb::sig("def preset(name: str, dtype: str = 'float16', seed: int = 0, "
+                          "progress: collections.abc.Callable[[int, int], object] | None = None) -> Weights"),
+                  "A preset, such as \"pythia-70m\", with procedural weights of a dtype. `progress` is "
+                  "told the bytes that are made and those of all weights, after each tensor. Raises "
+                  "FileNotFoundError for another name, with the names that there are, and MemoryError.")
       .def_static(
           "from_tensors", &from_tensors, "config"_a, "tensors"_a, "owner"_a.none(), "gptq"_a = nb::none(),
           "on_device"_a = false,

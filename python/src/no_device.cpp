@@ -1,6 +1,7 @@
 // The GPU of a build without the CUDA backend: each call is refused.
 #include "python/src/device.hpp"
 #include "python/src/device_ops.hpp"
+#include "python/src/port/port_steps.hpp"
 
 namespace cf::python {
 namespace {

@@ -24,7 +24,7 @@
 #include "python/src/bindings.hpp"
 #include "python/src/bound_op.hpp"
 #include "python/src/known_calls.hpp"
-#include "python/src/port_layer.hpp"
+#include "python/src/port/port_layer.hpp"
 #include "python/src/work.hpp"
 
 namespace nb = nanobind;
@@ -179,7 +179,8 @@ Status bind_tensor(const std::string& op, std::string_view name, View& view, con
   if (shape.size() != std::size_t(View::rank))
     return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected " +
                                 std::to_string(View::rank) + " dimensions");
-  // Here, since torch's tensors without elements have no address: the contract would take one for none at all.
+  // Checked here, since torch's tensors without elements have no address: the contract would take such a tensor for a
+  // missing one.
   if (std::any_of(shape.begin(), shape.end(), [](std::int64_t size) { return size < 1; }))
     return bad_argument(op, quoted(name) + " has shape " + to_string(shape) + ", expected sizes of at least 1");
   const std::optional<DType> dtype = dtype_from_string(dtype_name);
@@ -348,7 +349,7 @@ class BoundTo final : public BoundOp {
       using Element = typename std::remove_reference_t<decltype(view)>::element;
       if (const int i = *from++; i >= 0) view.data = reinterpret_cast<Element*>(addresses[std::size_t(i)]);
     });
-    // The tensor may go when the op is launched: the memory is used again in the stream's order.
+    // The tensor may be freed once the op is launched: its memory is used again in the stream's order.
     nb::object memory;
     DeviceScratch scratch{.address = 0, .bytes = device_scratch_bytes(args)};
     if (scratch.bytes) {

@@ -42,7 +42,7 @@ class SharedModel {
   std::int64_t free_slots();
   Turns& turns() { return turns_; }
 
-  /// What follows must be called in turn.
+  /// Call the members below only while holding turns().
 
   /// The model, or an error once it is closed.
   Result<ModelRunner*> runner();
@@ -57,7 +57,7 @@ class SharedModel {
   friend class LeasedRunner;
   /// Takes slots that no runner has, and forgets their entries. Refuses more than are free.
   Result<std::vector<std::int64_t>> take_slots(std::int64_t count);
-  /// May be called out of turn: a runner ends where Python says.
+  /// May be called without holding turns(): Python decides when a runner ends.
   void give_slots(const std::vector<std::int64_t>& slots);
 
   std::shared_ptr<const void> weights_;

@@ -68,7 +68,7 @@ std::optional<TorchTensor> Torch::read(nb::handle object) const {
   if (!type.is(tensor_) && !type.is(parameter_)) return {};
   dlpack::Tensor t;
   if (exchange(table_).tensor_from_object(object.ptr(), &t) != 0) {
-    PyErr_Clear();  // such as a sparse tensor's
+    PyErr_Clear();  // a sparse tensor raises, for example
     return {};
   }
   if (t.device_type != dlpack::kCuda || t.lanes != 1 || !t.data) return {};

@@ -37,7 +37,7 @@ class Torch {
   /// the GPU. Nothing where torch makes a tensor of another kind.
   nanobind::object empty(const nanobind::tuple& sizes, const nanobind::tuple& strides, nanobind::handle dtype,
                          nanobind::handle like, int device, TorchTensor& made) const;
-  /// Whether it is not sure that torch records no gradient for the object.
+  /// Whether torch may record gradients for the object. True where this is not known.
   static bool may_require_grad(nanobind::handle object);
 
  private:

@@ -21,8 +21,8 @@ std::atomic<int> threads = omp_get_max_threads();
 
 constexpr long long kNsBetweenChecks = 50'000'000;
 
-std::atomic<int> without_gil = 0;            // threads that are, or that wait for the GIL
-std::atomic<std::thread::id> ends_python{};  // the thread that ends the interpreter, from then on
+std::atomic<int> without_gil = 0;            // threads without the GIL, or waiting for it
+std::atomic<std::thread::id> ends_python{};  // set when the interpreter begins to end: the thread that ends it
 
 /// What Python calls at its end, when threads can still take the GIL. Those that are about to do so take it now; those
 /// that compute find out later.
@@ -39,7 +39,7 @@ void end_python() {
 void shorten_spins() {
   std::thread([] {
 #pragma omp parallel num_threads(2)
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // a region without anything in it is left out
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // keeps the compiler from removing an empty region
     for (;;) ::pause();
   }).detach();
 }
@@ -54,7 +54,7 @@ bool interpreter_ends() {
 void watch_interpreter_end() { nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end_python)); }
 
 WithoutGil::WithoutGil() {
-  ++without_gil;  // before the state is read: end_python() waits for who did not see it
+  ++without_gil;  // counted before the state is read: end_python() waits for threads that did not see it
   state_ = PyEval_SaveThread();
 }
 

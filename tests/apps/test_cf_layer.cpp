@@ -187,6 +187,8 @@ constexpr bool kShadowMemory = true;
 constexpr bool kShadowMemory = false;
 #endif
 
+const SiteList sites = names_of(ModelType::gpt_neox).sites();
+
 }  // namespace
 
 TEST_CASE("the report: header, a table a configuration, a row a site and the total") {

@@ -59,6 +59,8 @@ void check_refusal(const std::string& arguments, const std::string& start) {
   CHECK(r.error_lines() == 1);
 }
 
+const SiteList sites = names_of(ModelType::gpt_neox).sites();
+
 }  // namespace
 
 TEST_CASE("every golden file in data: the GPU meets Hugging Face's float64 at every tap", "[gpu][golden]") {

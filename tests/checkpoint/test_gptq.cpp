@@ -466,14 +466,14 @@ TEST_CASE("gptq: rules that change no Linear of a layer are accepted", "[gptq]")
         R"({".*dense.*":{"sym":true,"desc_act":false}})", R"({"-:gpt_neox\\.layers\\.(2|13)\\..*":{}})"}) {
     CAPTURE(rules);
     const std::string text = R"({"bits":4,"dynamic":)" + std::string(rules) + "}";
-    CHECK(parse_gptq_config(text, "f", ModelFamily::gpt_neox, 2).status().message() == "");
+    CHECK(parse_gptq_config(text, "f", ModelType::gpt_neox, 2).status().message() == "");
   }
   const std::string third = R"({"bits":4,"dynamic":{"-:gpt_neox\\.layers\\.2\\.":{}}})";
-  CHECK(parse_gptq_config(third, "f", ModelFamily::gpt_neox, 2));
-  CHECK(refusal_fault(parse_gptq_config(third, "f", ModelFamily::gpt_neox, 3).status(), Code::invalid_file,
+  CHECK(parse_gptq_config(third, "f", ModelType::gpt_neox, 2));
+  CHECK(refusal_fault(parse_gptq_config(third, "f", ModelType::gpt_neox, 3).status(), Code::invalid_file,
                       {"which changes 'gpt_neox.layers.2.attention.query_key_value'"}) == "");
   // Work that no real model asks for.
-  CHECK(refusal_fault(parse_gptq_config(third, "f", ModelFamily::gpt_neox, 1 << 16).status(), Code::invalid_file,
+  CHECK(refusal_fault(parse_gptq_config(third, "f", ModelType::gpt_neox, 1 << 16).status(), Code::invalid_file,
                       {"'dynamic' has 1 rules for 65536 layers, expected fewer"}) == "");
   // Without a bound on time, which no test has, this pattern would take years.
   CHECK(parse_gptq_config(R"({"bits":4,"dynamic":{"-:(([a-z_.0-9]*)*)*!":{}}})", "f").status().message() == "");

@@ -95,6 +95,8 @@ std::map<Decoder::Sequence, Ids> by_sequence(const Emitted& emitted) {
   return ids;
 }
 
+const SiteList sites = names_of(ModelType::gpt_neox).sites();
+
 }  // namespace
 
 TEST_CASE("The walk of a model names every module in Hugging Face's order", "[model]") {

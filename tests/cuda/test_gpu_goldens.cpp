@@ -137,7 +137,7 @@ TEST_CASE("Every whole model's golden file: the GPU's taps and logits are float6
         CHECK(r.ok());
         CHECK(r.dtype == dtype);
         // Of 16 bits the bound is little more than a store a site: no fault hides in what the sums are allowed.
-        const std::size_t stores = sites.size() * weights->weights.layers.size() + 3;
+        const std::size_t stores = names_of(file->meta().config).sites().size() * weights->weights.layers.size() + 3;
         if (size_bytes(dtype) == 2) CHECK(r.budget < double(stores) * unit_roundoff(dtype));
       }
       CHECK(walk->same + walk->excused == walk->chosen);

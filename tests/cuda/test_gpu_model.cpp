@@ -160,6 +160,8 @@ Continued continued(Decoder& d, const std::vector<Ids>& prompts, const SequenceO
   return c;
 }
 
+const SiteList sites = names_of(ModelType::gpt_neox).sites();
+
 }  // namespace
 
 TEST_CASE("model on the GPU: a prompt's logits at every position are the oracle's within the budget",
@@ -967,7 +969,10 @@ TEST_CASE("model on the GPU: its bytes are what it takes, and all are given back
   const double before = free_bytes();
   {
     const auto model = small.model(options);
-    const double told = Model::bytes(small.config, small.weights->weights, options).total();
+    const cuda::ModelBytes bytes = Model::bytes(small.config, small.weights->weights, options);
+    const double told = bytes.total();
+    CHECK(model->bytes().cache == bytes.cache);
+    CHECK(model->bytes().workspace == bytes.workspace);
     CHECK(std::abs(model->bytes().total() - told) <= 0.01 * told + 1e6);
     // The driver takes memory in pieces of 2 MB; a graph has some of its own.
     CHECK(before - free_bytes() <= told + 64e6);

@@ -193,7 +193,7 @@ TEST_CASE("persistent: every tap of a layer of Llama, Mistral and Qwen2 is the o
   // are.
   models.push_back(gated_model_of(llama, 9, 3, 128, 1160, 2264));
   models.push_back(gated_model_of(qwen2, 20, 4, 128, 2608, 5008));
-  // The product warps load mlp.act to registers. The last chunk of each slice is smaller than the others.
+  // The consumer warps load mlp.act to registers. The last chunk of each slice is smaller than the others.
   models.push_back(gated_model_of(llama, 8, 2, 128, 1024, 11008));
   ModelConfig biased = gated_model_of(llama, 4, 2, 64, 256, 512);
   biased.attention_bias = biased.mlp_bias = true;
@@ -346,7 +346,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
   const DType dtype = GENERATE(DType::f16, DType::bf16);
   struct Heads {
     std::int64_t heads, kv_heads, head_dim;
-    int share_heads;
+    int gqa_heads;
   };
   // Shares of 2, 3, 7 and 8 heads; two shares of a group, of 8 and of 6 heads; a group of which no two heads fit into a
   // share; heads that are too wide for shares.
@@ -359,7 +359,7 @@ TEST_CASE("persistent: heads that share their keys attend to each key, at the en
     m.dtype = dtype;
     const auto plan = cuda::plan_persistent(planned(plans).arch(), cuda::persistent_model(m, dtype), 1);
     REQUIRE(plan);
-    CHECK(plan->share_heads == h.share_heads);
+    CHECK(plan->gqa_heads == h.gqa_heads);
     CHECK(cuda::is_rows(plan->products) == (hidden >= 1024));
     const HostLayers one(m, {.batch = 1, .capacity = 530}), three(m, {.batch = 3, .capacity = 530}),
         many_keys(m, {.batch = 1, .capacity = 4100});
@@ -726,7 +726,7 @@ TEST_CASE("persistent: what no block publishes is an error that names the model'
     for (const Site& of :
          {names.query_key_value, names.context, names.dense, names.dense_h_to_4h, names.dense_4h_to_h}) {
       if (kind == Kind::parallel && of.id == SiteId::dense) continue;  // no block waits for it
-      // The next launch finds the whole hidden state, since only its tags are withheld.
+      // The next launch finds the whole hidden state, since only its epochs are withheld.
       if (launches != Launches::persistent && of.id == SiteId::dense_4h_to_h) continue;
       const std::string site(of.name);
       CAPTURE(to_string(plans), to_string(kind), batch, to_string(launches), site);

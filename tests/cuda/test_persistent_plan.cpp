@@ -1,5 +1,6 @@
-// The persistent kernel's plan, layout and protocol, without CUDA: for an H200 and an RTX 5090 on any machine.
+// The persistent kernel's plan, layout, phases and exchange, without CUDA: for an H200 and an RTX 5090 on any machine.
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 #include <tuple>
@@ -28,7 +29,7 @@ namespace {
 std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
   const bool tiles = p.products == Products::tiles;
   const auto fits = [&](int rows, int slices, bool pairs) {
-    if (tiles) return kProductWarps * rows <= p.shared_sums;
+    if (tiles) return kConsumerWarps * rows <= p.shared_sums;
     if (slices > 1 || pairs) return rows * slices <= p.shared_sums;
     const int stages = (rows + kStageSlices - 1) / kStageSlices;
     return (stages + 1) / 2 <= p.warp_rows;  // a warp has one row of every second stage
@@ -52,26 +53,26 @@ std::string sums_fault(const PersistentDims& d, const PersistentPlan& p) {
 /// The first part of attention for which shared memory has no room; empty where there is room for all.
 std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, const PersistentLayout& l,
                             bool parallel_residual) {
-  const int heads = p.share_heads, floats = partial_floats(d.head_dim);
-  if (heads < 1 || heads > kMaxShareHeads || d.group != p.group_shares * heads || p.shares * heads != d.heads)
+  const int heads = p.gqa_heads, floats = partial_floats(d.head_dim);
+  if (heads < 1 || heads > kMaxShareHeads || d.group != p.group_gqa_tiles * heads || p.gqa_tiles * heads != d.heads)
     return "shares";
-  if (heads > 1 && d.head_dim > kMaxShareHeadDim) return "shares of wide heads";
+  if (heads > 1 && d.head_dim > kMaxGqaHeadDim) return "shares of wide heads";
   if (p.attention_splits < 1 || p.attention_splits > 32) return "splits";
-  const bool own_place = p.partials_place == PartialsPlace::own;
-  if (p.partials_place == PartialsPlace::mlp_x && (parallel_residual || p.act_in_registers))
+  const bool own_place = p.partials_in == PartialsIn::own;
+  if (p.partials_in == PartialsIn::mlp_x && (parallel_residual || p.act_in_registers))
     return "up's tokens lie where attention's results come";
   if (p.act_in_registers &&
-      (parallel_residual || p.products != Products::sequential_rows || p.act_slices != kProductWarps))
+      (parallel_residual || p.products != Products::sequential_rows || p.act_slices != kConsumerWarps))
     return "mlp.act in registers";
   if ((l.mlp_x == l.attn_x) != p.act_in_registers) return "two kinds of tokens in one place";
-  if (l.angles - l.warp_states < kProductWarps * heads * kSoftmaxStateBytes) return "states";
-  if (l.angles - l.best_of_warps < kProductWarps * d.batch * 8 || l.best_of_warps < l.warp_states) return "best keys";
+  if (l.angles - l.warp_states < kConsumerWarps * heads * kSoftmaxStateBytes) return "states";
+  if (l.angles - l.best_of_warps < kConsumerWarps * d.batch * 8 || l.best_of_warps < l.warp_states) return "best keys";
   // The newest key lies behind the queries. ldmatrix reads it at multiples of 16 bytes, which are eight elements.
   if (query_stride(d.head_dim, heads) % 8 || query_stride(d.head_dim, heads) < d.head_dim) return "distance of queries";
   if (values_stride(d.head_dim, heads) < d.head_dim) return "distance of values";
   const int new_token_bytes = (heads * query_stride(d.head_dim, heads) + 2 * d.head_dim) * 2;
   if ((own_place ? l.warp_values : l.moments) - l.new_token < new_token_bytes) return "new token";
-  if (l.gathered - l.warp_values < kProductWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
+  if (l.gathered - l.warp_values < kConsumerWarps * heads * values_stride(d.head_dim, heads) * 4) return "values";
   // Every head of a share is merged by one split's block, which has a place for each that it merges.
   int most = 0;
   for (int splits = 1; splits <= p.attention_splits; ++splits) {
@@ -85,26 +86,26 @@ std::string attention_fault(const PersistentDims& d, const PersistentPlan& p, co
   }
   if (most != merged_partials(p)) return "merged partial results";
   const int partials = p.attention_splits > 1 ? most * floats : 0;
-  const bool before_mlp_x = p.partials_place == PartialsPlace::attn_x && !p.act_in_registers;
+  const bool before_mlp_x = p.partials_in == PartialsIn::attn_x && !p.act_in_registers;
   const int behind = own_place ? l.moments : before_mlp_x ? l.mlp_x : l.residual;
   if (behind - l.gathered < partials * 4) return "gathered partial results";
-  if (!own_place && l.warp_values != (p.partials_place == PartialsPlace::attn_x ? l.attn_x : l.mlp_x))
+  if (!own_place && l.warp_values != (p.partials_in == PartialsIn::attn_x ? l.attn_x : l.mlp_x))
     return "place of other tokens";
   return "";
 }
 
 /// Checks a kind of stages of `bytes` bytes. Returns the first fault, or nothing.
 std::string stage_fault(const PersistentPlan& p, const RingStage& stage, int bytes) {
-  const int most = stage.places - 2;
-  if (stage.bytes() < bytes || stage.places * stage.bytes() > p.ring_bytes) return "places";
-  if (stage.places < 3 || stage.places > kMaxRingStages) return "number of places";
+  const int most = stage.slots - 2;
+  if (stage.bytes() < bytes || stage.slots * stage.bytes() > p.ring_bytes) return "slots";
+  if (stage.slots < 3 || stage.slots > kMaxRingStages) return "number of slots";
   if (stage.in_flight < 1 || stage.in_flight > most) return "stages in flight";
   if (stage.in_flight > 1 && stage.in_flight * bytes > p.bytes_in_flight) return "too many bytes in flight";
   if (stage.in_flight < most && (stage.in_flight + 1) * bytes <= p.bytes_in_flight) return "too few bytes in flight";
   // Wherever a stage ends, the next one lies in the first place behind it, or in the ring's first.
   for (int end = 0; end <= p.ring_bytes; end += 128) {
-    const int place = (end + stage.bytes() - 1) / stage.bytes();
-    if (stage.first_place(end) != (place < stage.places ? place : 0)) return "first place";
+    const int slot = (end + stage.bytes() - 1) / stage.bytes();
+    if (stage.first_slot(end) != (slot < stage.slots ? slot : 0)) return "first place";
   }
   return "";
 }
@@ -114,7 +115,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   const PersistentDims d = persistent_dims(persistent_model(m, m.dtype), batch);
   const PersistentLayout l = persistent_layout(d, p);
   if (const std::string product = sums_fault(d, p); !product.empty()) return "partial sums: " + product;
-  const int sums_bytes = (kProductWarps * p.warp_rows + p.shared_sums) * int(batch) * (is_rows(p.products) ? 8 : 1) * 4;
+  const int sums_bytes =
+      (kConsumerWarps * p.warp_rows + p.shared_sums) * int(batch) * (is_rows(p.products) ? 8 : 1) * 4;
   if (l.ring - l.sums < sums_bytes) return "sums";
   if (p.grid < 1 || p.grid > arch.sm_count) return "grid";
   if (p.smem_bytes > arch.smem_per_block_bytes || p.smem_bytes != l.bytes) return "shared memory";
@@ -136,7 +138,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
   const auto all_columns = {hidden / p.hidden_slices, context / p.context_slices, act / p.act_slices};
   if (p.stage_bytes < kStageSlices * 2 * std::max(all_columns)) return "stage";
   for (const std::int64_t columns : all_columns)
-    if (warp_lines(int(columns)) > kMaxLines || kProductWarps * warp_lines(int(columns)) * kLineColumns < columns)
+    if (warp_lines(int(columns)) > kMaxLines || kConsumerWarps * warp_lines(int(columns)) * kLineColumns < columns)
       return "lines";
   if (std::max(all_columns) > kMaxSliceColumns) return "slice columns";
   for (const std::int64_t columns : all_columns)
@@ -144,7 +146,8 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
         (row_chunks(int(columns)) < kMinRowChunks || row_chunks(int(columns)) > kMaxRowChunks))
       return "chunks of a row product";
   if (is_rows(p.products) && (p.products == Products::rows) != m.use_parallel_residual) return "kind of residual";
-  if (is_rows(p.products) && (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kProductWarps))
+  if (is_rows(p.products) &&
+      (batch > 1 || std::max({p.hidden_slices, p.context_slices, p.act_slices}) > kConsumerWarps))
     return "slices of a row product";
   if (l.hidden_row < 2 * std::max(hidden, context)) return "a token's row";
   if (p.stage_keys < 16 || p.stage_keys % 16 || p.stage_keys * m.head_dim() * 4 > p.stage_bytes)
@@ -153,7 +156,7 @@ std::string fault(const Arch& arch, const ModelConfig& m, std::int64_t batch, co
     return "attention: " + what;
   if (l.barriers != 0) return "the zero that TileTokens relies on";
   // Every part begins behind the one before.
-  const bool own_place = p.partials_place == PartialsPlace::own;
+  const bool own_place = p.partials_in == PartialsIn::own;
   const std::pair<const char*, int> parts[] = {{"notice", l.notice},
                                                {"layer_pointers", l.layer_pointers},
                                                {"lengths", l.lengths},
@@ -197,8 +200,8 @@ TEST_CASE("persistent: presets have plans for an H200 and for an RTX 5090") {
         CAPTURE(to_string(*plan));
         CHECK(fault(arch, m, batch, *plan) == "");
         CHECK(plan->grid == std::min<std::int64_t>(arch.sm_count, m.hidden_size));
-        CHECK(batch * plan->shares * plan->attention_splits <=
-              std::max<std::int64_t>(plan->grid, batch * plan->shares));
+        CHECK(batch * plan->gqa_tiles * plan->attention_splits <=
+              std::max<std::int64_t>(plan->grid, batch * plan->gqa_tiles));
       }
 }
 
@@ -226,7 +229,7 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
       for (int start = 0; start < plan->grid; ++start)
         for (int block = 0; block < plan->grid; ++block) REQUIRE(deals.deal(Weight::down, start, block).count > 0);
       const PersistentLayout l = persistent_layout(d, *plan);
-      const DigitPlaces digits = digit_places(d, *plan, l);
+      const DigitOffsets digits = digit_offsets(d, *plan, l);
       // Of several tokens attn_x has the context or a slice of mlp.act, mlp_x a norm's output or a slice.
       const int act = batch == 1 ? d.intermediate : plan->act_columns, in_attn = std::max(d.hidden, d.attention),
                 in_mlp = std::max(d.hidden, act);
@@ -240,7 +243,7 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
       CHECK(digits.end <= l.residual);
       const auto packed = [](int columns) {
         return PackedShape{.scales = 0,
-                           .places = 0,
+                           .input_columns = 0,
                            .inputs = columns,
                            .columns = columns,
                            .groups = columns / 128,
@@ -256,13 +259,13 @@ TEST_CASE("persistent: presets have plans for packed weights, on an H200 and on 
         CHECK((shape.slices - 1) * shape.slice_columns < shape.columns);
         CHECK(shape.columns <= shape.slices * shape.slice_columns);
         CHECK(packed_stage_bytes(shape.slice_columns, 128) <= plan->stage_bytes);
-        if (w != Weight::up) CHECK(kProductWarps * deals.most_rows(w) <= plan->shared_sums);
+        if (w != Weight::up) CHECK(kConsumerWarps * deals.most_rows(w) <= plan->shared_sums);
         int dealt = 0;
         for (int block = 0; block < plan->grid; ++block) {
           const Deal deal = deals.deal(w, deals.start(3), block);
           CHECK((deal.first % kGptqRows == 0 && deal.count % kGptqRows == 0));
           const int before = rows_before_attention(*plan, deal.count);
-          if (w == Weight::up) CHECK(kProductWarps * std::max(before, deal.count - before) <= plan->shared_sums);
+          if (w == Weight::up) CHECK(kConsumerWarps * std::max(before, deal.count - before) <= plan->shared_sums);
           CHECK(before % kGptqRows == 0);
           dealt += deal.count;
         }
@@ -315,7 +318,7 @@ TEST_CASE("persistent: heads share keys in long caches alone, unless they are to
     const auto plan =
         plan_persistent(kH200, persistent_model(m, m.dtype), batch, for_capacity(choices, batch, capacity));
     REQUIRE(plan);
-    return plan->share_heads;
+    return plan->gqa_heads;
   };
   CHECK(heads(1, 4096) == 1);
   CHECK(heads(1, 4097) == 4);
@@ -374,7 +377,7 @@ TEST_CASE("persistent: Llama's and Qwen2's presets have row products of one toke
 
 TEST_CASE("persistent: the query heads of a kv head share its keys, and more splits of these fill the grid") {
   struct Expected {
-    int heads, kv_heads, head_dim, share_heads, splits_of_one, splits_of_8;
+    int heads, kv_heads, head_dim, gqa_heads, splits_of_one, splits_of_8;
   };
   for (const Expected& e : {Expected{24, 8, 128, 3, 16, 2},
                             {32, 8, 128, 4, 16, 2},
@@ -395,13 +398,13 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
       const auto plan = plan_persistent(kH200, persistent_model(m, m.dtype), batch);
       REQUIRE(plan);
       CAPTURE(batch, to_string(*plan));
-      CHECK(plan->share_heads == e.share_heads);
-      CHECK(plan->shares == e.heads / e.share_heads);
+      CHECK(plan->gqa_heads == e.gqa_heads);
+      CHECK(plan->gqa_tiles == e.heads / e.gqa_heads);
       CHECK(plan->attention_splits == splits);
-      CHECK(plan->partials_place == PartialsPlace::mlp_x);
+      CHECK(plan->partials_in == PartialsIn::mlp_x);
       CHECK(fault(kH200, m, batch, *plan) == "");
-      CHECK((to_string(*plan).find("the keys of " + std::to_string(e.share_heads) + " heads") != std::string::npos) ==
-            (e.share_heads > 1));
+      CHECK((to_string(*plan).find("the keys of " + std::to_string(e.gqa_heads) + " heads") != std::string::npos) ==
+            (e.gqa_heads > 1));
       // Every number of splits, also fewer than a share has heads.
       for (int chosen = 1; chosen <= splits; ++chosen) {
         const auto other = plan_persistent(kH200, persistent_model(m, m.dtype), batch, {.attention_splits = chosen});
@@ -414,7 +417,7 @@ TEST_CASE("persistent: the query heads of a kv head share its keys, and more spl
     m.use_parallel_residual = true;
     const auto parallel = plan_persistent(kH200, persistent_model(m, m.dtype), 1);
     REQUIRE(parallel);
-    CHECK(parallel->partials_place == PartialsPlace::attn_x);
+    CHECK(parallel->partials_in == PartialsIn::attn_x);
     CHECK(fault(kH200, m, 1, *parallel) == "");
   }
 }
@@ -487,8 +490,8 @@ TEST_CASE("persistent: every product has as many stages as the ring has room for
   const RingStage &up = shapes[std::size_t(Weight::up)].stage, &down = shapes[std::size_t(Weight::down)].stage;
   CHECK(up.bytes() == 4 * 1536 * 2);
   CHECK(down.bytes() == 4 * 2048 * 2);
-  CHECK(up.places == plan->ring_bytes / up.bytes());
-  CHECK(down.places == plan->ring_bytes / down.bytes());
+  CHECK(up.slots == plan->ring_bytes / up.bytes());
+  CHECK(down.slots == plan->ring_bytes / down.bytes());
 }
 
 TEST_CASE("persistent: a row of packed weights has as many slices as their number has room for") {
@@ -572,41 +575,202 @@ TEST_CASE("persistent: the plan of Pythia-2.8B prints what it is") {
   }
 }
 
-TEST_CASE("persistent: every order of phases has each phase of a layer once") {
-  const auto phases = [](std::initializer_list<PhaseOrder> orders) {
-    std::vector<Phase> all;
-    for (const PhaseOrder& order : orders)
-      for (int step = 0; step < order.count; ++step) {
-        all.push_back(order.at(step));
-        CHECK(order.contains(order.at(step)));
-      }
-    return all;
-  };
-  const auto before = [](const std::vector<Phase>& all, Phase first, Phase second) {
-    return std::find(all.begin(), all.end(), first) < std::find(all.begin(), all.end(), second);
-  };
-  const auto check = [&](const std::vector<Phase>& all, bool parallel) {
-    CHECK(all.size() == std::size_t(kLayerPhases));
-    CHECK(std::set<Phase>(all.begin(), all.end()).size() == std::size_t(kLayerPhases));
-    CHECK(all.front() == Phase::qkv);
-    CHECK(before(all, Phase::qkv, Phase::attention));
-    CHECK(before(all, Phase::attention, Phase::dense));
-    CHECK(before(all, Phase::up_first, Phase::up_rest));
-    CHECK(before(all, Phase::up_rest, Phase::down));
-    if (!parallel) CHECK(before(all, Phase::dense, Phase::up_first));
-  };
-  check(phases({kParallelPhases}), true);
-  check(phases({kSequentialPhases}), false);
-  check(phases({kParallelSplit[0], kParallelSplit[1]}), true);
-  check(phases({kSequentialSplit[0], kSequentialSplit[1]}), false);
-  // The helper warps bring the next layer's pointers after qkv, and dense tells the product warps.
-  for (const PhaseOrder& order : {kParallelPhases, kSequentialPhases}) {
-    CHECK(order.at(0) == Phase::qkv);
-    CHECK(order.contains(Phase::dense));
-    CHECK(order.final_phase() == Phase::down);
+namespace {
+
+/// The phases of a layer in one launch or in two, as a launch has them.
+std::vector<std::vector<PhaseSpec>> launches_of(bool parallel, bool tiled, bool act_in_registers, bool in_halves) {
+  std::vector<std::vector<PhaseSpec>> launches;
+  const std::vector<LayerPart> parts =
+      in_halves ? std::vector{LayerPart::first_half, LayerPart::second_half} : std::vector{LayerPart::whole};
+  for (LayerPart part : parts) {
+    const PhaseTable table = phase_table(parallel, tiled, act_in_registers, part);
+    const auto last = std::find_if(table.begin(), table.end(), [](const PhaseSpec& p) { return p.is_last != 0; });
+    launches.emplace_back(table.begin(), last + 1);
   }
-  CHECK(kParallelSplit[1].final_phase() == Phase::dense);
-  CHECK_FALSE(kParallelSplit[0].contains(Phase::attention));
+  return launches;
+}
+
+/// The first fault of a launch's phases in the order in which a block goes through them; nothing where there is none.
+/// `made` is what blocks have made for each other before, and what of it nobody has needed yet.
+std::string launch_fault(const std::vector<PhaseSpec>& phases, std::map<Dependency, bool>& made) {
+  bool has_first_norm = false, has_second_norm = false, keeps_rows = false;
+  bool attn_x_is_free = true, mlp_x_is_free = true, has_context = false, has_act = false;
+  for (const PhaseSpec& p : phases) {
+    if (p.awaits != Dependency::none) {
+      if (!made.contains(p.awaits)) return "awaits what nobody has made";
+      made[p.awaits] = true;
+    }
+    if (p.norms != Norms::none && p.awaits != Dependency::hidden && p.awaits != Dependency::attn_residual)
+      return "a norm of nothing";
+    if (unsigned(p.norms) & 1) has_first_norm = true, attn_x_is_free = false;
+    if (unsigned(p.norms) & 2) has_second_norm = true, mlp_x_is_free = false;
+    if (p.brings == Dependency::context) {
+      if (!attn_x_is_free) return "brings the context over input_layernorm's output";
+      if (p.input != Input::context) return "brings the context before it is needed";
+      has_context = true;
+    }
+    if (p.brings == Dependency::mlp_act) {
+      if (!mlp_x_is_free) return "brings mlp.act over up's tokens";
+      if (!made.contains(Dependency::mlp_act)) return "brings what nobody has made";
+      has_act = true;
+    }
+    if (is_fetched(p) && p.awaits != (p.input == Input::context ? Dependency::context : Dependency::mlp_act))
+      return "multiplies by what it does not await";
+    if (!p.is_attention()) {
+      const bool by_consumers = p.fetched_by != Fetcher::auxiliary;
+      if (p.input == Input::first_norm && !has_first_norm) return "multiplies by a norm that is not made";
+      if (p.input == Input::second_norm && !has_second_norm) return "multiplies by a norm that is not made";
+      if (p.input == Input::context && !has_context) return "multiplies by a context that nobody brings";
+      if (p.input == Input::mlp_act && has_act == by_consumers) return "mlp.act is brought twice, or not at all";
+      if (!is_fetched(p) && by_consumers) return "fetches a norm";
+    }
+    if (p.adds == Residuals::attn_residual && !made.contains(Dependency::attn_residual)) return "adds nothing";
+    if (p.adds_kept && !keeps_rows) return "adds rows that no phase has kept";
+    if (p.publishes == Dependency::none)
+      keeps_rows = true;
+    else
+      made.emplace(p.publishes, false);
+    if (p.frees == Frees::attn_x) attn_x_is_free = true;
+    if (p.frees == Frees::mlp_x) mlp_x_is_free = true;
+    if (p.publishes == Dependency::hidden && !p.is_last) return "works behind the output";
+    if (p.is_last != (&p == &phases.back())) return "goes on behind the last phase";
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("persistent: a phase awaits what an earlier one publishes, and every row of every matrix is read once") {
+  for (bool parallel : {true, false})
+    for (bool tiled : {true, false})
+      for (bool act_in_registers : {true, false})
+        for (bool in_halves : {true, false}) {
+          if (act_in_registers && (tiled || parallel)) continue;
+          CAPTURE(parallel, tiled, act_in_registers, in_halves);
+          std::map<Dependency, bool> made{{Dependency::hidden, false}};  // the layer before has made its output
+          std::map<unsigned, std::vector<PhaseRows>> read;
+          std::set<Phase> names;
+          std::vector<Residuals> added;
+          for (const auto& launch : launches_of(parallel, tiled, act_in_registers, in_halves)) {
+            made.erase(Dependency::hidden);
+            if (launch.front().awaits == Dependency::hidden) made[Dependency::hidden] = false;
+            CHECK(launch_fault(launch, made) == "");
+            for (const PhaseSpec& p : launch) {
+              CHECK(names.insert(p.phase).second);
+              if (!p.is_attention()) read[p.matrix].push_back(p.rows);
+              if (p.adds != Residuals::none) added.push_back(p.adds);
+            }
+          }
+          CHECK(names.size() == std::size_t(kLayerPhases));
+          CHECK(read.size() == std::size_t(kWeights));
+          for (const auto& [matrix, rows] : read)
+            CHECK((rows == std::vector{PhaseRows::all} ||
+                   rows == std::vector{PhaseRows::before_attention, PhaseRows::behind_attention}));
+          // Somebody needs whatever is made; the output is the next layer's.
+          for (const auto& [what, is_needed] : made) CHECK((is_needed || what == Dependency::hidden));
+          CHECK(made.contains(Dependency::hidden));
+          CHECK(made.contains(Dependency::attn_residual) == !parallel);
+          CHECK(added ==
+                (parallel ? std::vector{Residuals::input} : std::vector{Residuals::input, Residuals::attn_residual}));
+        }
+}
+
+TEST_CASE("persistent: a fault in the table of phases is found") {
+  const auto fault_of = [](auto change) {
+    std::vector<PhaseSpec> phases = launches_of(true, true, false, false)[0];
+    change(phases);
+    std::map<Dependency, bool> made{{Dependency::hidden, false}};
+    return launch_fault(phases, made);
+  };
+  CHECK(fault_of([](auto&) {}) == "");
+  CHECK(fault_of([](auto& p) { std::swap(p[2], p[4]); }) != "");
+  CHECK(fault_of([](auto& p) { p[0].norms = Norms::first; }) == "multiplies by a norm that is not made");
+  CHECK(fault_of([](auto& p) { p[0].frees = Frees::none; }) == "brings the context over input_layernorm's output");
+  CHECK(fault_of([](auto& p) { p[3].frees = Frees::none; }) == "brings mlp.act over up's tokens");
+  CHECK(fault_of([](auto& p) { p[5].fetched_by = Fetcher::consumer; }) == "mlp.act is brought twice, or not at all");
+  CHECK(fault_of([](auto& p) { p[4].publishes = Dependency::attn_residual; }) == "adds rows that no phase has kept");
+  CHECK(fault_of([](auto& p) { p[2].publishes = Dependency::choice; }) == "awaits what nobody has made");
+}
+
+TEST_CASE("persistent: with a parallel residual what a phase awaits is made two phases earlier") {
+  for (std::size_t at = 1; at < kParallelLayer.size(); ++at) {
+    const Dependency awaited = kParallelLayer[at].awaits;
+    if (awaited != Dependency::none) CHECK(kParallelLayer[at - 1].publishes != awaited);
+  }
+  // The context comes after mlp.act in the second of two launches alone: mlp.act has one place there.
+  CHECK(has_two_act_buffers(phase_table(true, true, false)));
+  CHECK(has_two_act_buffers(phase_table(false, true, false)));
+  CHECK_FALSE(has_two_act_buffers(phase_table(true, true, false, LayerPart::second_half)));
+  CHECK(has_two_act_buffers(phase_table(false, true, false, LayerPart::second_half)));
+}
+
+TEST_CASE("persistent: kernels have the code of their own kind of residual alone") {
+  using Rows = PhaseCode<Products::rows>;
+  using SequentialRows = PhaseCode<Products::sequential_rows>;
+  CHECK((Rows::both_norms && Rows::kept_rows && Rows::auxiliary_fetches));
+  CHECK((!Rows::attn_residual && !Rows::consumers_fetch && !Rows::act_in_registers));
+  CHECK((SequentialRows::attn_residual && SequentialRows::consumers_fetch && SequentialRows::act_in_registers));
+  CHECK((!SequentialRows::both_norms && !SequentialRows::kept_rows && !SequentialRows::auxiliary_fetches));
+  using Packed = PhaseCode<Products::packed>;
+  CHECK((Packed::both_norms && Packed::attn_residual && Packed::consumers_fetch && Packed::auxiliary_fetches));
+  using Tiles = PhaseCode<Products::tiles>;
+  CHECK((Tiles::both_norms && Tiles::attn_residual && Tiles::auxiliary_fetches && !Tiles::consumers_fetch));
+}
+
+TEST_CASE("persistent: words of an exchange do not overlap, and an epoch tells the launches that may meet apart") {
+  for (bool tiled : {false, true})
+    for (bool has_head : {false, true}) {
+      CAPTURE(tiled, has_head);
+      const ExchangeSizes sizes{.batch = tiled ? 3 : 1,
+                                .hidden = 264,
+                                .qkv_rows = 392,
+                                .heads = 9,
+                                .head_dim = 24,
+                                .intermediate = 1000,
+                                .grid = 131,
+                                .splits = 5,
+                                .partial_floats = 26,
+                                .tiled = tiled,
+                                .has_head = has_head};
+      Exchange x;
+      const std::size_t bytes = place_words(x, sizes, nullptr);
+      std::vector<std::byte> memory(bytes + 256);
+      std::byte* const first = memory.data() + 256 - reinterpret_cast<std::uintptr_t>(memory.data()) % 256;
+      CHECK(place_words(x, sizes, first) == bytes);
+      std::byte* end = first;
+      std::set<Dependency> announced;
+      for_each_words(x, sizes, [&](auto* words, std::int64_t count, const WordSpec& spec) {
+        std::byte* const begin = reinterpret_cast<std::byte*>(words);
+        CHECK(begin >= end);
+        CHECK((begin - first) % 256 == 0);
+        CHECK(count > 0);
+        end = begin + std::size_t(count) * sizeof(*words);
+        CHECK(spec.epoch_bits <= int(8 * sizeof(*words)));
+        // What has no epoch is announced by other words, or its writer alone reads it.
+        if (spec.epoch_bits > 0) announced.insert(spec.of);
+      });
+      for_each_words(x, sizes, [&](auto*, std::int64_t, const WordSpec& spec) { CHECK(announced.contains(spec.of)); });
+      CHECK(announced.size() == std::size_t(kDependencies - !has_head));
+      CHECK(reinterpret_cast<std::byte*>(x.grid_state) >= end);
+      CHECK(reinterpret_cast<std::byte*>(x.grid_state + 1) <= first + bytes);
+    }
+  // Two launches of many tokens, one behind the other, and what the launch after them makes of their words.
+  Exchange x;
+  x.token_epochs = kMaxPersistentLayers + 1;
+  std::set<unsigned> epochs;
+  unsigned last = 0;
+  for (unsigned launches : {0u, 5u})
+    for (int token = 0; token < 5; ++token)
+      for (int layer = 0; layer < x.token_epochs; ++layer) {
+        const unsigned epoch = x.epoch(x.first_epoch(launches, false), token, layer);
+        CHECK(epoch > last);  // none is 0, which memory has at first
+        last = epoch;
+      }
+  // The second launch of a layer reads the epochs of the first.
+  CHECK(x.first_epoch(7, true) == x.first_epoch(6, false));
+  // A word is at most two launches of one token old: all its epochs differ in the bits that a NormWord has.
+  for (int layer = 0; layer < 3 * x.token_epochs; ++layer) epochs.insert((last + unsigned(layer)) & 0xff);
+  CHECK(epochs.size() == std::size_t(3 * x.token_epochs));
 }
 
 TEST_CASE("persistent: a dependency's code names its layer, and 0 names none") {
@@ -673,7 +837,7 @@ TEST_CASE("persistent: every row of q, k and v is one head's, where the layout h
     std::vector<int> taken(std::size_t(d.qkv_rows), 0);
     for (int part = 0; part < 3; ++part)
       for (int head = 0; head < (part == 0 ? d.heads : d.kv_heads); ++head) {
-        const QkvPlaces& p = d.places;
+        const QkvOffsets& p = d.qkv_offsets;
         const int first = part == 0   ? head * p.q_step
                           : part == 1 ? p.k_first + head * p.kv_step
                                       : p.v_first + head * p.kv_step;

@@ -150,8 +150,8 @@ inline std::vector<Fault> faults() {
   std::vector<Fault> all;
   all.reserve(64);  // references stay valid
   const auto add = [&](std::string name) -> Fault& { return all.emplace_back(Fault{.name = std::move(name)}); };
-  const auto is_neox = [](const ModelConfig& m) { return m.family() == ModelFamily::gpt_neox; };
-  const auto is_llama = [](const ModelConfig& m) { return m.family() == ModelFamily::llama; };
+  const auto is_neox = [](const ModelConfig& m) { return m.model_type == ModelType::gpt_neox; };
+  const auto is_llama = [](const ModelConfig& m) { return m.model_type != ModelType::gpt_neox; };
   add("the oldest cache entry is dropped").before = [](ModelConfig&, LayerWeights&, LayerState& s, Fault::Scratch&) {
     drop_oldest(s.k_cache);
     drop_oldest(s.v_cache);
@@ -352,7 +352,7 @@ inline std::vector<std::string> gate_files(bool quantised) {
     REQUIRE(weights);
     if (quantised_linears(weights->weights) > 0
             ? quantised
-            : meta.config.head_dim() == 80 || meta.config.family() != ModelFamily::gpt_neox)
+            : meta.config.head_dim() == 80 || meta.config.model_type != ModelType::gpt_neox)
       files.push_back(path);
   }
   return files;

@@ -187,7 +187,7 @@ TEST_CASE("Every fault of a whole model is caught at one tap at least", "[mutati
     CAPTURE(path);
     CHECK(worst_error(*file, nullptr) <= apps::kModelBudget);
     for (const Fault& fault : faults()) {
-      if (fault.norm && file->meta().config.family() != ModelFamily::gpt_neox) continue;
+      if (fault.norm && file->meta().config.model_type != ModelType::gpt_neox) continue;
       CAPTURE(fault.name);
       CHECK(worst_error(*file, &fault) > apps::kModelBudget);
     }

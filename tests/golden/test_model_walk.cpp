@@ -181,7 +181,7 @@ TEST_CASE("A generation is checked within the budget of its runner's dtype, and 
     CHECK(ours.chosen == 6);
     CHECK(ours.budget.rel_l2 > last);
     // Each site of two layers stores once; what the sums in float32 add is little beside 16-bit stores.
-    const double stores = double(sites.size() * 2 + 1) * unit_roundoff(dtype);
+    const double stores = double(names_of(loaded->config).sites().size() * 2 + 1) * unit_roundoff(dtype);
     CHECK(ours.budget.rel_l2 >= stores);
     if (dtype != DType::f32) {
       CHECK(ours.budget.rel_l2 < 1.1 * stores);

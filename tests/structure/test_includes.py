@@ -15,9 +15,11 @@ PRODUCT = [*OP_FAMILY, "cuda/ops/linear/output", "cuda/ops/linear/pack"]
 ROOMS = {
     "core": [],
     "core/ops": ["core"],
-    "core/model": ["core", "core/ops"],
+    # What a family of models is.
+    "core/families": ["core", "core/ops"],
+    "core/model": ["core", "core/ops", "core/families"],
     # The op that is the walk of a layer, and the list that has it too.
-    "core/ops/decode_layer": ["core", "core/ops", "core/model"],
+    "core/ops/decode_layer": ["core", "core/ops", "core/families", "core/model"],
     "core/ops/all": ["core/ops", "core/ops/decode_layer"],
     # Calls of each op for tests and benchmarks.
     "core/model/examples": ["core", "core/ops", "core/ops/all", "core/model"],
@@ -25,7 +27,7 @@ ROOMS = {
     "core/model/program": ["core", "core/ops", "core/ops/all", "core/ops/decode_layer", "core/model"],
     "core/model/passes": ["core", "core/ops", "core/ops/all", "core/model", "core/model/program"],
     # Tensors of a model by their names.
-    "core/procedural": ["core", "core/ops", "core/model"],
+    "core/procedural": ["core", "core/ops", "core/families", "core/model"],
     "cpu_ref": ["core/*", "cpu_ref/simd"],
     "cpu_ref/simd": ["core/*"],
     "cpu_ref/ops": ["core/*", "cpu_ref", "cpu_ref/simd"],

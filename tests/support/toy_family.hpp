@@ -3,7 +3,7 @@
 // knows of it.
 #include <vector>
 
-#include "core/model/site.hpp"
+#include "core/families/site.hpp"
 #include "core/ops/layernorm.hpp"
 #include "core/ops/linear.hpp"
 #include "core/procedural.hpp"

@@ -8,7 +8,7 @@ namespace cf::cuda {
 namespace {
 
 constexpr int kDecodeThreads = 32 * kAttentionWarps;
-// The float32 kernel's threads of a block, and the keys whose loads each of its groups has in flight.
+// The threads of a block of the float32 kernel, and how many keys each of its groups loads at once.
 constexpr int kThreads = 256, kKeysAtOnce = 4;
 
 /// A block attends with one query of each head of a share to one split of their keys. The blocks of a share's splits
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   const int first = warp * warp_keys / 8;  // the warp's first key of each run
   for (int tile = own.begin, s = 0, phase = 0; tile < own.end; ++tile) {
     const int visible = keys - tile * tile_keys;
-    // The zeros behind the last value are stored by lanes that do not arrive at the tile's barrier.
+    // The lanes that store the zeros behind the last value do not arrive at the tile's barrier.
     if (visible < tile_keys) __syncthreads();
     wait_barrier(full + s, phase);
     if (first < visible) rows.attend(ring + s * stage, first, c.scale, [=](int, int) { return visible; });
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
   for (int e = 0; e < kVec; ++e) q[e] *= c.scale;
 
   SoftmaxState state;
-  // All groups of a warp make the same number of rounds: the shuffles need every lane.
+  // All groups of a warp take the same number of rounds, since the shuffles need every lane.
   for (int base = begin; base < end; base += groups * kKeysAtOnce) {
     const int first = base + group;
     float key[kKeysAtOnce][kVec] = {}, value[kKeysAtOnce][kVec] = {}, score[kKeysAtOnce];

@@ -102,7 +102,7 @@ __device__ void load_queries(Fragment (&q)[HeadDim / 16], int head_dim, const Ro
   }
 }
 
-/// Two weights as two pairs of numbers of T: their rounded values and the rests. One rounding alone would cost as much
+/// Two weights, each as two numbers of T: the rounded value and the residual. One rounding alone would cost as much
 /// accuracy as the rounding of the result.
 template <class T>
 struct SplitWeights {
@@ -223,7 +223,7 @@ struct AttentionRows {
   }
 };
 
-/// Vec neighbouring columns of a query's result before the division by the sum of weights. Vec is 1 or 4.
+/// Vec neighbouring columns of a query's weighted sum, not yet divided by the sum of weights. Vec is 1 or 4.
 template <int Vec>
 struct MergedParts {
   float values[Vec] = {};

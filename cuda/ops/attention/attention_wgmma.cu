@@ -28,9 +28,9 @@ struct Turn {
 };
 
 /// A warpgroup's rows: queries and their softmax-weighted sums so far. With g = lane / 4 and t = lane % 4 a lane of
-/// warp w holds rows 16w + g and 16w + g + 8, as wgmma() has them. The products of a start are one group. Its
-/// registers are left alone until the caller has waited for the group and called the end.
-/// Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+/// warp w holds rows 16w + g and 16w + g + 8, as wgmma() has them. Each start_ function issues its products as one
+/// wgmma group. Until the caller has waited for the group and called the matching end_ function, nothing may touch the
+/// group's registers. Source: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 template <class T, int HeadDim>
 struct WarpgroupRows {
   static constexpr int kKeySteps = kWgmmaKeys / 16;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     if (lane == 0) arrive(k_ring.empty + k_turn.stage);
     k_turn.next();
     const int first = tile * kWgmmaKeys;
-    // The same for all warps of the warpgroup, for the reason that rescale_values() gives.
+    // `masked` is the same in all warps of the warpgroup, for the reason that rescale_values() gives.
     const bool masked = first + kWgmmaKeys > sees + c.query_of(own_first);
     return rows.weigh_scores(c.scale, masked, [&](int r) { return sees + query_of(row_of(r)) - first; });
   };

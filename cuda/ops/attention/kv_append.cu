@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kTokenThreads)
     kv_append_kernel(const __grid_constant__ ops::KvAppend::Args a, unsigned q_len, unsigned row_vectors) {
   let_successor_start();
   wait_for_predecessors();
-  // The stores wait for kv_len: its load comes first, and a decode step needs no division for its address.
+  // The stores need kv_len, so its load comes first. A decode step computes its address without a division.
   const unsigned token = blockIdx.x, b = q_len == 1 ? token : token / q_len;
   const int kv_len = a.kv_len.data[b];
   const unsigned kv_heads = unsigned(a.k.shape[1]), token_vectors = kv_heads * row_vectors;

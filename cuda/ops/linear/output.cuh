@@ -8,7 +8,8 @@
 
 namespace cf::cuda {
 
-/// Applies an epilogue's activation function to v: none but GELU's two is of one sum. finish() adds the residual.
+/// Applies the activation function of an epilogue that takes one sum: GELU in either form, or none. finish() adds the
+/// residual.
 template <int N>
 __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
   if (epilogue == ops::Epilogue::gelu_erf)
@@ -19,7 +20,7 @@ __device__ void apply(ops::Epilogue epilogue, float (&v)[N]) {
     for (float& x : v) x = gelu_tanh(x);
 }
 
-/// Elements of y from pairs of neighbouring rows' sums, the gate's and the up row's: silu(gate) * up.
+/// An element of y from the sums of two neighbouring rows, the gate's and the up row's: silu(gate) * up.
 template <int N>
 __device__ void apply_gates(const float (&sums)[N], float (&y)[N / 2]) {
 #pragma unroll
@@ -47,7 +48,8 @@ inline LinearOutput linear_output(const ops::Linear::Args& a) {
           .epilogue = a.epilogue};
 }
 
-/// The bits of what is added to an element's sum. Nothing waits for their loads until finish() converts them.
+/// The stored bits of what is added to an element's sum. finish() converts them; until then nothing waits for their
+/// loads.
 struct Addends {
   std::uint32_t bias, residual;
 };
@@ -69,7 +71,7 @@ struct GateAddends {
 template <bool Gated>
 using AddendsOf = std::conditional_t<Gated, GateAddends, Addends>;
 
-/// `row` is either of the two.
+/// `row` is the gate's row or the up row.
 __device__ inline GateAddends gate_addends(const LinearOutput& to, long row) {
   const long gate = row & ~1L;
   return {bias_bits(to, gate), bias_bits(to, gate + 1)};

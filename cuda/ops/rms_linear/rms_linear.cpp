@@ -17,8 +17,8 @@ GptqPlan plan_of(const Arch& arch, const ops::RmsNorm::Args& norm, const ops::Li
   if (!layout || !gptq_is_plain(linear, *layout, pairs, kRmsRows)) return {};
   const GptqSizes sizes = gptq_sizes(*layout, tokens);
   if (!sizes.one_token) return {};
-  // One stage is early, of many tiles, too: the loads of the token, which all warps wait for, queue up behind early
-  // stages.
+  // One stage is requested early, with many tiles, too: the loads of the token, for which all warps wait, queue behind
+  // early stages.
   return gptq_plan(arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm, {.bytes = kRmsStaticBytes},
                    arch.tuning->packed_ahead);
 }

@@ -85,7 +85,8 @@ struct RmsQkvEpilogue : LinearInput<T> {
     float cos, sin;
   };
 
-  /// The successor, attention, starts no earlier, so that it finds the older keys: LaunchMode::after_waiting.
+  /// attention, the successor, may not start before this point: it would not find the older keys.
+  /// LaunchMode::after_waiting.
   __device__ void ready() const {
     wait_for_predecessors();
     let_successor_start();

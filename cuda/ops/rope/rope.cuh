@@ -85,7 +85,7 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
       if (Heads == 1 || first_head + i < heads) f(i);
   };
   wait_for_predecessors();
-  let_successor_start();  // not before, so that attention finds the older keys: LaunchMode::after_waiting
+  let_successor_start();  // not earlier, so that attention finds the older keys: LaunchMode::after_waiting
   if (index >= plan.units()) return;
 
   rows.begin(token);

@@ -19,13 +19,14 @@ struct RopeUnit {
   bool turns;  // whether rotated elements may lie in the vector
 };
 
-/// How the kernels of rope and rope_append divide a token's units. Those that turn come first: few warps have any.
+/// How the kernels of rope and rope_append divide a token's units. Units that rotate come first, so that few warps have
+/// any.
 struct RopePlan {
   int heads;         // of a group: 1 or 4, a template argument of the kernels
   int groups;        // of q's heads
   int kv_groups;     // of k's heads, and of v's
   int vectors;       // of a head's q, k or v
-  int turning;       // the leading vectors of q and k that turn, in whole 32 bytes where a head has them
+  int turning;       // the leading vectors of q and k that rotate, in whole 32 bytes where a head has them
   TokenPlan blocks;  // of the units
 
   CF_HD constexpr int units() const { return (groups + 2 * kv_groups) * vectors; }

@@ -124,7 +124,8 @@ template <bool kWeights>
 __device__ void add_to_bin(Shared& s, std::uint32_t bin, std::uint64_t weight) {
   if constexpr (kWeights) {
     const auto low = std::uint32_t(weight);
-    // The addition that overflows the lower half carries into the upper one, whatever the order of the additions.
+    // Whichever addition overflows the lower half carries into the upper half, so the order of the additions does not
+    // matter.
     const bool carry = atomicAdd(&s.low[bin], low) > ~low;
     atomicAdd(&s.high[bin], std::uint32_t(weight >> 32) + carry);
   }
@@ -138,9 +139,9 @@ __device__ std::uint64_t amount_of(const Shared& s, int bin) {
   return s.count[bin];
 }
 
-/// The lowest order key that a cut-off keeps of the tokens whose key is `floor` or more. top_p (kWeights) keeps the
+/// The lowest order key that a cut-off keeps, of the tokens whose key is `floor` or more. top_p (kWeights) keeps the
 /// fewest highest tokens whose weights reach kept_sum(). top_k keeps the top_k highest tokens; there must be as many.
-/// Between the key and that of the lowest kept token lies no other token's, but for tokens whose weight is 0.
+/// The result may lie below the lowest kept token's own key. Between the two lie only keys of tokens whose weight is 0.
 template <bool kWeights, class T>
 __device__ std::uint64_t lowest_kept_key(Shared& s, const Row<T>& row, const SamplingRule& rule, float highest,
                                          std::uint64_t floor) {
@@ -213,7 +214,7 @@ __device__ std::int32_t draw(Shared& s, const Row<T>& row, const SamplingRule& r
     const std::uint64_t of_warps = warp_scan(s.warps[lane_index()], lane_index());
     if (end - begin == row.vocab) target = sampling::target(random, __shfl_sync(~0u, of_warps, 31));
     const unsigned beyond = __ballot_sync(~0u, of_warps > target);
-    if (beyond == 0) return kNoToken;  // the rule is none of Sampling::rule(): nothing is kept
+    if (beyond == 0) return kNoToken;  // settings that Sampling::rule() does not make: no token is kept
     const int chosen = __ffs(int(beyond)) - 1;
     const std::uint64_t before = __shfl_sync(~0u, of_warps, (chosen + 31) % 32);
     if (chosen > 0) target -= before;
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
                    .repetition_penalty = settings.rule.repetition_penalty,
                    .temperature = settings.rule.temperature};
   const std::int32_t chosen = choose(shared, row, settings, a.positions[slot]);
-  // Every thread has read `seen`: a barrier lies between its last score and the choice.
+  // Every thread has read `seen` by now: a barrier lies between its last score and the choice.
   if (threadIdx.x != 0) return;
   a.chosen[slot] = chosen;
   if (a.told) store_for_host(reinterpret_cast<std::uint32_t*>(a.told + slot), std::uint32_t(chosen));
@@ -288,7 +289,7 @@ Status check(const SampleArgs& a, const LaunchList& launches) {
   if (const std::int64_t vocab = a.logits.shape[1]; vocab > sampling::kMostTokens)
     return bad_argument(
         kName, "vocab must be 1 to " + std::to_string(sampling::kMostTokens) + ", got " + std::to_string(vocab));
-  // Of the settings alone the alignment is not that of an element.
+  // Only the settings need another alignment than that of their elements.
   DeviceCheck elements(kName, launches.device(), 1), structs(kName, launches.device(), alignof(SlotSampling));
   tensors(a, [&](const TensorSpec& t, const auto& view, const auto& shape) {
     (t.name == "settings" ? structs : elements)(t, view, shape);

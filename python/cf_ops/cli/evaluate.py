@@ -52,7 +52,7 @@ def _read_ids(path: str, limit: int | None, vocab_size: int) -> NDArray[Any]:
     """The first ids of a .npy file. The file is mapped, so that no more of it is read."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of headers that numpy takes and we refuse
+            warnings.simplefilter("ignore")  # numpy warns of headers that are refused below
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None

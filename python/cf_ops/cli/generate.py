@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         settings.stop_ids = args.stop
     prompts: list[str] | list[list[int]] = args.prompt_ids or _texts(args)
     slots, capacity = args.slots or min(MOST_SLOTS, len(prompts)), 0
-    if program.check_device(args) is not None:  # the sizes of a GPU's cache are said when the model is loaded
+    if program.check_device(args) is not None:  # a GPU's cache gets its sizes when the model is loaded
         directory = program.model_directory(args)
         lengths = [len(encode(open_tokenizer(directory), p) if isinstance(p, str) else p) for p in prompts]
         capacity = max(lengths) + args.max_new_tokens - 1

@@ -27,7 +27,7 @@ def generate_batch(
     requests = _requests()
     own = model.generation_config
     config = copy.copy(own if generation_config is None else generation_config)
-    config.cache_implementation = None  # "paged" is how generate() asks for this function
+    config.cache_implementation = None  # "paged" is the value by which generate() calls this function
     if max_new_tokens is not None:
         config.max_new_tokens, config.max_length = max_new_tokens, None
     ends = own.eos_token_id if config.eos_token_id is None else config.eos_token_id

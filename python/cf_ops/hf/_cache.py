@@ -31,7 +31,7 @@ _NO_TENSORS = "a cache of cf_ops holds no keys and values of torch: expected the
 def cache_field(output: type) -> str:
     """The field of an output class of transformers that has the cache: past_key_values, and cache from 5.24 on."""
     names = (field.name for field in dataclasses.fields(output) if "Cache" in str(field.type))
-    return next(names, "past_key_values")  # of which 4.56 says for generate()'s output that it is a tuple
+    return next(names, "past_key_values")  # 4.56 annotates generate()'s output as a tuple: no field is found
 
 
 @functools.cache
@@ -80,13 +80,13 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
         self.patch: Owner | None = patch
         self.ids: list[list[int]] = []  # by sequence, without padding
         self.pads: list[int] = []  # by sequence: masked places before its ids
-        self.revision = 0  # grows where places go or rows change, which forward() does not do
-        self.theirs: Any = None  # the cache that goes on in this one's place on Hugging Face's path
+        self.revision = 0  # counts changes of the entries by other calls than forward()
+        self.theirs: Any = None  # on Hugging Face's path: the cache that replaces this one
         self._spare_entries = _SPARE_ENTRIES if spare_entries is None else min(spare_entries, _MOST_SPARE_ENTRIES)
         self._runner: Runner | None = None
         self._loaded: Loaded | None = None
         self._capacity = 0
-        self._left_out: set[int] = set()  # sequences whose slots lack entries: choose() has left them out
+        self._left_out: set[int] = set()  # sequences that choose() left out: their slots lack entries
 
     @property
     def cache_bytes(self) -> int:
@@ -108,7 +108,7 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
         runner = self._runner
         self.free()
         if runner is not None:
-            with contextlib.suppress(RuntimeError, ValueError):  # of a backend that has ended
+            with contextlib.suppress(RuntimeError, ValueError):  # the backend may have ended before
                 runner.close()
 
     def forward(self, loaded: Loaded, ids: list[list[int]], pads: list[int], rows: int) -> Tensor:
@@ -241,7 +241,7 @@ class RunnerCache(Cache):  # type: ignore[misc, unused-ignore]
         self._select([row for row in range(len(self.ids)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: ids of all places are kept."""
+        """Nothing to do: the ids of all entries are kept, so that any past state can be made again."""
 
     def _select(self, rows: list[int]) -> None:
         with self.lock:

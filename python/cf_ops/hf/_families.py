@@ -162,7 +162,7 @@ def config_text(model: Module) -> str:
         "rope_scaling": _rope_scaling(model),
         "partial_rotary_factor": rotary_dim / head_dim,
     }
-    # The rest of the config says what else a model is asked for, such as a window: the library's reader looks at it.
+    # The rest of the config says what else a model is asked for, such as a window. The library's reader checks it.
     rest = {name: value for name, value in config.to_dict().items() if name not in _HELD_BY_MODULES}
     return json.dumps({**rest, **text}, default=str)
 

@@ -22,7 +22,7 @@ from cf_ops.hf._cache import cache_field
 from cf_ops.hf._runner import Tensor
 
 _CACHE_FIELD = cache_field(GenerateDecoderOnlyOutput)
-_STEP_OUTPUTS = ("scores", "logits")  # of each step, where the config's output_NAME asks for them
+_STEP_OUTPUTS = ("scores", "logits")  # collected at each step if the config asks: output_scores, output_logits
 
 
 class StepByStep(Exception):
@@ -35,7 +35,7 @@ class Generation:
 
     given: Mapping[str, Any]
     config: Any
-    has_own_loop: bool = False  # ours, which hands forward no cache of transformers
+    has_own_loop: bool = False  # the loop is ours: it gives forward no cache of transformers
 
     @classmethod
     def of(cls, model: Any, given: Mapping[str, Any]) -> Generation:
@@ -73,7 +73,7 @@ class Generation:
         if any(getattr(config, "stop_strings", None) is not None for config in configs):
             raise StepByStep("stop_strings of a generation config")
         if self.given.get("tokenizer") is None:
-            raise StepByStep("stop_strings without a tokenizer")  # of which transformers' error speaks
+            raise StepByStep("stop_strings without a tokenizer")  # transformers then raises its own error
         criterion = StopStringCriteria(self.given["tokenizer"], self.config.stop_strings)
         return {
             **given,
@@ -87,8 +87,8 @@ class Steps(Protocol):
     cache: Any  # of the sequences so far
 
     def choose(self, ids: list[int], running: list[int], left: int, stop: list[int]) -> list[int]:
-        """Appends an id to each sequence; the ids of the highest logits behind those that run, which may get `left`
-        more, but none behind an id of `stop`."""
+        """Appends an id to each sequence, and returns the next greedy ids of the sequences that run. A running sequence
+        may get `left` more ids, but none behind an id of `stop`."""
 
     def logits(self, ids: Tensor) -> Tensor:
         """Appends an id to each sequence; the logits (sequences, 1, vocab) behind it."""
@@ -167,7 +167,7 @@ class TokenLoop:
         return {name: () for name in _STEP_OUTPUTS if has_dict and getattr(self.config, f"output_{name}")}
 
     def _pad(self) -> int:
-        """What follows in a sequence that has ended."""
+        """The id that fills the rest of a sequence that has ended."""
         pad, ends = self.config.pad_token_id, self.config.eos_token_id
         if pad is None:
             pad = ends[0] if isinstance(ends, (list, tuple)) else ends
@@ -201,7 +201,7 @@ def _limits(criteria: Any, places: int) -> tuple[int, frozenset[int]]:
             lengths.append(criterion.max_length)
             longest = getattr(criterion, "max_position_embeddings", None)
             if longest is not None and criterion.max_length > longest:
-                raise StepByStep("max_length beyond max_position_embeddings")  # of which the criterion warns
+                raise StepByStep("max_length beyond max_position_embeddings")  # transformers' criterion warns of it
         else:
             raise StepByStep("a stopping criterion")
     if not lengths:

@@ -21,7 +21,7 @@ class Joined:
     """
 
     def __init__(self) -> None:
-        self.copied_bytes = 0  # of what join() has returned a copy of
+        self.copied_bytes = 0  # of the tensors that join() returned as copies
         self._views: list[tuple[Tensor, Tensor]] = []  # a parameter, and the matrix that its memory is a part of
 
     def join(self, model: Module) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ class Joined:
                 matrix = _matrix_of(parts, is_interleaved)
                 if matrix is not None:
                     made[whole] = matrix
-                    # Memory of the caller's own may have the parts where they must be. It stays.
+                    # The caller's own memory may already hold the parts side by side. Then it stays.
                     self._views += [(part, matrix) for part in parts if id(part) in known]
                     continue
                 made[whole] = matrix = _copied_together(parts, is_interleaved)

@@ -35,7 +35,7 @@ class Loaded:
     def __init__(self, model: Module, joined: Joined) -> None:
         self.error: Exception | None = None
         self.backend: Backend | None = None
-        self.device: Any = None  # of the parameters, where there is a backend
+        self.device: Any = None  # where the parameters lie; None without a backend
         self.dtype: Any = None
         try:
             self.backend = _backend(model, joined)
@@ -96,7 +96,7 @@ class Loaded:
         return tuple(0 if t.is_inference() else t._version for _, _, t, _, _ in self._tensors)
 
     def _copied_versions(self) -> tuple[int, ...]:
-        """The counters where a change in place asks for another reading."""
+        """The counters of the tensors that must be read again after a change in place."""
         return self.value_versions() if self.backend is not None and self.backend.is_checked_again else ()
 
 
@@ -114,7 +114,8 @@ def _backend(model: Module, joined: Joined) -> Backend:
     _core.check_config(config)
     device = model.get_output_embeddings().weight.device
     check_device(device)
-    # Aliases: a parameter whose data is set to another tensor would free the memory that a runner may be reading.
+    # These aliases keep the memory alive: if a caller sets a parameter's data to another tensor, a runner may still be
+    # reading the old memory.
     tensors = joined.join(model)
     parts = parts_of(model)
     for name, tensor in (*_dense_tensors(model), *quantised_tensors(model)):

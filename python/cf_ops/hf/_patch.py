@@ -130,7 +130,8 @@ class Patch:
         self._caches.add(cache)
 
     def end(self) -> None:
-        """Frees what caches hold. None of them can go on. The parameters have memory of their own again."""
+        """Frees the memory of all caches, none of which can be continued, and gives the parameters memory of their
+        own."""
         for cache in list(self._caches):
             cache.free()
             cache.patch = None
@@ -186,7 +187,7 @@ class Patch:
         try:
             self._check_generation(model, generation)
             arguments = generation.for_own_loop(model)
-        except _Fallback:  # which each call of forward gives again
+        except _Fallback:  # each call of forward raises it again
             return self._generate_theirs(model, given, generation)
         except StepByStep as reason:
             self.count_step_by_step(reason)
@@ -246,7 +247,7 @@ class Patch:
     def _check_generation(self, model: Model, generation: Generation) -> Loaded:
         """Refuses what transformers' loop is for: with _Fallback where forward would refuse each call."""
         given, config = generation.given, generation.config
-        with torch.no_grad():  # which generate() will have
+        with torch.no_grad():  # as generate() will run
             loaded = self._check_model(model, generation)
         for name in _OUTPUTS:
             if getattr(config, name, False) or getattr(model.config, name, False):
@@ -363,7 +364,8 @@ class Patch:
             if cache.theirs is not None:
                 raise _Fallback("a cache that went on at Hugging Face's")
             return cache
-        # generate() makes an empty one for each call. One of the caller's is to be filled, and so is not ours.
+        # generate() makes an empty cache for each call. A cache of the caller's is to be filled, so it is not replaced
+        # by ours.
         generation = self._generation
         if (
             type(cache) is DynamicCache
@@ -421,7 +423,7 @@ class _Steps:
     """The steps of a loop of ours; where the runner cannot make one, by a call of the model as transformers makes it."""
 
     def __init__(self, patch: Patch, model: Model, generation: Generation, loaded: Loaded, cache: RunnerCache) -> None:
-        self.cache: Any = cache  # of the sequences, which another one follows on Hugging Face's path
+        self.cache: Any = cache  # of the sequences; on Hugging Face's path another one replaces it
         self._patch, self._model, self._generation = patch, model, generation
         self._loaded, self._revision = loaded, cache.revision
         self._pads, self._places = list(cache.pads), cache.get_seq_length()
@@ -455,12 +457,12 @@ class _Steps:
         return chosen
 
     def logits(self, ids: Tensor) -> Tensor:
-        """Launched before the model is checked, which a GPU's step takes longer than."""
+        """Launches the step before it checks the model: the check takes less time than a GPU's step."""
         if not self._may_go_on():
             return self._call(ids)
         try:
             logits = self.cache.forward(self._loaded, [[id] for id in ids.tolist()], self._pads, 1)
-        except _FAILURES:  # which forward meets again, and names
+        except _FAILURES:  # forward meets the same error and names it
             return self._call(ids)
         if self._obstacle() is not None:
             self.cache.take_back()
@@ -500,7 +502,7 @@ class _Steps:
         }
         output = model(**arguments, use_cache=True, return_dict=True)
         self.cache = getattr(output, _CACHE_FIELD)
-        if isinstance(self.cache, RunnerCache):  # the next step may be the runner's
+        if isinstance(self.cache, RunnerCache):  # the runner may take the next step
             self._loaded, self._revision = self._patch.loaded(model), self.cache.revision
         return output.logits
 
@@ -595,7 +597,7 @@ def _generate(self: Model, *args: Any, **kwargs: Any) -> Any:
 def _generate_batch(
     self: Model, inputs: Any, generation_config: Any = None, *_: Any, max_new_tokens: int | None = None, **__: Any
 ) -> Any:
-    """What else transformers' own takes says how it shares a GPU's memory, and shows progress."""
+    """transformers' own method takes further arguments: how a GPU's memory is shared, and whether progress is shown."""
     return generate_batch(self, inputs, generation_config, max_new_tokens)
 
 

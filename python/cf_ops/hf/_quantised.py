@@ -87,8 +87,8 @@ def _check(name: str, module: Module) -> None:
 
 
 def _zeros(name: str, module: Module) -> str:
-    """How a module's qzeros are stored: "gptq" (v1, minus one) or "gptq_v2". GPTQModel changes them when it loads a
-    checkpoint, and keeps account of it; AutoGPTQ has v1 alone, with which its kernels compute."""
+    """How a module's qzeros are stored: "gptq" (v1, minus one) or "gptq_v2". GPTQModel converts them when it loads a
+    checkpoint and records the format; AutoGPTQ's kernels compute with v1 alone."""
     asked = getattr(module, "qzero_format", None)
     known = asked() if callable(asked) else 1 if type(module).__module__.startswith("auto_gptq.") else None
     if known not in (1, 2):

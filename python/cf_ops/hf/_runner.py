@@ -30,12 +30,12 @@ class Source:
     config: str  # config.json's text
     tensors: Mapping[str, Tensor]  # by the library's names, contiguous; they keep their memory
     rope_table: RopeTable
-    copied_bytes: int = 0  # of tensors that are copies of parameters
+    copied_bytes: int = 0  # of the copies of parameters among the tensors
     gptq: str | None = None  # quantize_config.json's text
 
 
 _CHUNK = 512  # tokens of a prompt that go through the model at once
-_ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need another one
+_ENTRIES = 256  # a GPU's cache has a multiple of so many entries a slot, so that few calls need a larger one
 
 
 class Runner(Protocol):
@@ -47,7 +47,7 @@ class Runner(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the runner has its cache still. A backend may take it for another runner."""
+        """Whether the runner still has its cache. A backend may take it away for another runner."""
 
     def new_logits(self, *shape: int) -> Tensor:
         """Memory for logits, (*shape, vocab), without values."""
@@ -88,8 +88,8 @@ class Backend(Protocol):
 
     @property
     def is_checked_again(self) -> bool:
-        """Whether a value that is changed in place asks for another backend: runners read a copy of it, or a code's
-        group that was looked at."""
+        """Whether an in-place change of a value makes another backend necessary. It does where runners read a copy of
+        the value, or of what was made from it."""
 
     def runner(self, slots: int, capacity: int) -> Runner: ...
 
@@ -180,14 +180,14 @@ class _CudaBackend:
             held = model.slots - model.free_slots
             if model.capacity >= capacity and (model.free_slots >= slots if held else model.slots == slots):
                 return model
-            # The others make their entries again when they go on.
+            # The other runners make their entries again when they go on.
             model.close()
             self._model = None
         shared = (held + slots, capacity if model is None else max(capacity, model.capacity))
         try:
             self._model = self._make(*(shared if held and shared[0] <= MOST_SLOTS else (slots, capacity)))
         except MemoryError:
-            torch.cuda.empty_cache()  # what torch keeps for tensors to come
+            torch.cuda.empty_cache()  # memory that torch caches for later tensors
             self._model = self._make(slots, capacity)
         return self._model
 

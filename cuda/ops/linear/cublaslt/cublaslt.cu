@@ -21,7 +21,7 @@ struct DequantiseCall {
   void* weight;
 };
 
-/// The codes of rows g and g + 8 of a tile, columns column .. column + 7. `column` is a multiple of 8.
+/// The codes of rows g and g + 8 of a tile, columns `column` to `column` + 7. `column` is a multiple of 8.
 __device__ uint2 load_codes(const GptqMatrix& m, int tile, int lane, int column) {
   const long at = (long(tile) * m.chunks + column / kGptqColumns) * kGptqTileBytes;
   return *reinterpret_cast<const uint2*>(m.codes + at + 16 * lane + column / 32 % 2 * 8);

@@ -205,7 +205,7 @@ Result<std::optional<cublasLtMatmulHeuristicResult_t>> Product::best(cublasLtHan
 /// The handle of a device. The caller holds the library's mutex.
 Result<cublasLtHandle_t> handle_of(int device) {
   if (const auto found = library().handles.find(device); found != library().handles.end()) return found->second;
-  // A handle is made for the current device.
+  // cuBLASLt makes a handle for the current device.
   int current = 0;
   CF_TRY(from_cuda(cudaGetDevice(&current), "cudaGetDevice"));
   CF_TRY(from_cuda(cudaSetDevice(device), "cudaSetDevice"));

@@ -45,8 +45,8 @@ __device__ uint4 load_columns(const GptqMatrix& m, const T* token, int column) {
   }
 }
 
-/// a or b. They come by value: the compiler would turn a choice between variables into one between their addresses, and
-/// put the variables into local memory.
+/// Returns a or b. Both are passed by value: the compiler would turn a choice between variables into a choice between
+/// their addresses, and put the variables into local memory.
 __device__ inline uint4 choose(bool first, uint4 a, uint4 b) { return first ? a : b; }
 
 /// One token's slice of x in registers, as digits: x[k] = factor * v[k]. The error is at most 1 / 65024 of the slice's
@@ -106,7 +106,7 @@ class GptqOneTokenX {
       if (v >= warp_.slice.count * kChunkVectors) continue;
       float x[kVec];
       unpack(loaded_[i], x, T{});
-      unsigned whole[kVec];  // floats of this size have the bits of an integer in their lowest bits
+      unsigned whole[kVec];  // a float of this size holds an integer in its lowest bits
 #pragma unroll
       for (int e = 0; e < kVec; ++e) whole[e] = __float_as_uint(fmaf(x[e], inverse, 0x1.8p23f + 128));
       const DigitWords words = digit_words(whole);
@@ -123,7 +123,7 @@ class GptqOneTokenX {
       x_[c] = chunks_ >> c & 1 ? *reinterpret_cast<const uint4*>(from + c * kGptqDigitBytes) : uint4{};
     });
   }
-  /// Adds up the integers of each group by products with ones. They run beside the first tile's products.
+  /// Adds up the integers of each group by products with ones. These products run beside those of the first tile.
   __device__ void sum_all() {
     constexpr unsigned ones = 0x01010101u;
     constexpr int fifth = kGptqOneTokenGroups;
@@ -136,8 +136,8 @@ class GptqOneTokenX {
     sums_ = 16 * float(first[0] + second[0] + 256 * (first[1] + second[1])) + (has_fifth_group() ? 0 : of_fifth_);
   }
 
-  /// Calls f(c) for the chunks that are multiplied: those of the slice, and the first four in any case. A branch costs
-  /// more than a product with the zeros of a chunk that a short slice lacks.
+  /// Calls f(c) for the chunks that are multiplied: those of the slice, and always the first four. A product with the
+  /// zeros of a chunk that a short slice lacks is cheaper than a branch.
   template <class F>
   __device__ void for_each_chunk(F f) const {
 #pragma unroll
@@ -179,8 +179,8 @@ class GptqOneTokenX {
     }
   }
 
-  /// Makes the factor, and returns 1 / factor, which makes integers of activations. Where the slice is multiplied by a
-  /// power of two, the factor is too, bit by bit, and the digits stay the same.
+  /// Makes `factor` and returns 1 / factor, by which activations become integers. If all elements of the slice are
+  /// multiplied by 2^n, the factor is multiplied by exactly 2^n, and the digits stay the same.
   __device__ float make_factor() {
     std::uint32_t most = 0;  // as unsigned numbers, the bits of absolute values have the order of the values
 #pragma unroll
@@ -221,8 +221,8 @@ class GptqRegisterX {
   __device__ void load(X x) {
     const auto column_of = [&](int c, int i) { return column(i) + order_(c) * kGptqColumns; };
     const GptqSlice& slice = warp_.slice;
-    // A slice with four or five whole chunks loads every vector unconditionally. For a chunk that it lacks it loads
-    // another of its chunks once more, and nothing reads that.
+    // A slice with four or five whole chunks loads every vector unconditionally. In the place of a chunk that it lacks
+    // it loads another chunk again, which nothing reads.
     const bool is_whole = slice.count + 1 >= kGptqMaxChunks && (slice.first + slice.count) * kGptqColumns <= m_.in;
     if (m_.order || !is_whole) [[unlikely]] {
 #pragma unroll 1
@@ -308,7 +308,7 @@ class GptqRegisterX {
 template <class T, GptqConfig C>
 class GptqSharedX {
  public:
-  static constexpr int vectors = kGptqTokenBytes / 16;  // of 16 bytes, from one token to the next
+  static constexpr int vectors = kGptqTokenBytes / 16;  // the distance of two tokens, in units of 16 bytes
 
   __device__ GptqSharedX(const GptqMatrix& m, const GptqPlan&, const GptqWarp& warp, const GptqChunkOrder<C>&,
                          const GptqSmem& at, int tokens)

@@ -1,5 +1,5 @@
 #pragma once
-// What gptq_block() is compiled for.
+// The compile-time parameters of gptq_block().
 #include "cuda/ops/linear/packed/plan.hpp"
 
 namespace cf::cuda {
@@ -18,7 +18,7 @@ struct GptqConfig {
   constexpr int octets() const { return tokens == GptqTokens::sixteen ? 2 : 1; }
   /// Whether a warp holds its slice of x in registers.
   constexpr bool x_in_registers() const { return octets() == 1 && !half_chunks; }
-  /// How many elements a thread prepares before x is there: as many as registers have room for.
+  /// How many elements of y a thread prepares before x has arrived: as many as its registers have room for.
   constexpr int prepared() const { return half_chunks ? 0 : one_token() || rows > 1 ? 1 : 2; }
 };
 

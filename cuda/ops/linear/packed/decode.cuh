@@ -13,8 +13,8 @@ namespace cf::cuda {
 template <class T>
 struct GptqDecode;
 
-/// float16: the four bits of a code are, as they lie, the subnormal number code * 2^-24. Four bits higher they are 16
-/// times that number. Tensor cores multiply subnormal numbers exactly.
+/// float16: the four bits of a code, taken as a float16, are the subnormal number code * 2^-24. Shifted left by four
+/// they are 16 times that number. Tensor cores multiply subnormal numbers exactly.
 template <>
 struct GptqDecode<f16> {
   static constexpr float unit = 0x1p24f;             // a finished sum is multiplied by this
@@ -33,8 +33,8 @@ struct GptqDecode<f16> {
   }
 };
 
-/// bfloat16: its subnormal numbers have too few bits. The number 128 has room for a code in its last four bits and
-/// becomes 128 + code. So 128 is added to every zero.
+/// bfloat16: its subnormal numbers have too few bits. The number 128 has four free low bits; with a code in them it is
+/// 128 + code. So every zero has 128 added to it.
 template <>
 struct GptqDecode<bf16> {
   static constexpr float unit = 1;

@@ -25,8 +25,8 @@ __device__ void multiply(const uint4& words, int half, const uint4& x, GptqSums&
   mma(sums.high, high[0], high8[0], high[1], high8[1], x.z, x.w, T{});
 }
 
-/// Adds the products of ones and activations. The activations are here the operand of sixteen rows, which takes twice
-/// as many activations as the operand of eight columns.
+/// Adds up the activations: multiplies them by ones. The activations are here the operand with sixteen rows, which
+/// holds twice as many of them as the operand with eight columns.
 template <class T>
 __device__ void add_up(const uint4& x, float (&sums)[4]) {
   constexpr std::uint32_t ones = GptqDecode<T>::ones;

@@ -48,8 +48,8 @@ Status launch_packed(const ops::Linear::Args& a, const PackedLaunches& plan, Lau
       c.plan = l.plan;
       if (launches.mode().shares_sms) fill_places(launches.arch(), sizes.tiles, kLinearGptqBlocksPerSm, c.plan);
       c.tokens = int(l.tokens);
-      // An element has two rows where a thread then has at most one element. A cluster's first block has more elements:
-      // there an element has four rows.
+      // An element has two rows if each thread then has at most one element. The first block of a cluster has more
+      // elements; there an element has four rows.
       const bool pairs_fit =
           c.plan.split == 1 && (c.plan.tiles * kGptqRows << c.plan.token_bits) <= 2 * gptq_threads(kLinearGptqTurns);
       const int rows = !is_plain ? 1 : pairs_fit ? 2 : 4;

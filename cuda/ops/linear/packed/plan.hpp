@@ -58,7 +58,7 @@ inline GptqSizes gptq_sizes(const GptqLayout& layout, std::int64_t call_tokens) 
 
 /// One token's product has columns for four groups of a slice, and a slice's fifth group must be its last chunk.
 inline constexpr int kGptqOneTokenGroups = 4;
-/// The blocks that share a tile's columns where a part has up to `most_chunks` chunks: a power of two.
+/// The number of blocks that divide a tile's columns if a part has up to `most_chunks` chunks: a power of two.
 constexpr int gptq_split(int chunks, int most_chunks) {
   int split = 1;
   while (chunks > split * kGptqParts * most_chunks) split *= 2;
@@ -196,7 +196,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
   p.grid = p.full * p.split;
   for (; p.tokens > 0; p.tokens /= 2) {
     for (p.token_bits = 0; 1 << p.token_bits < p.tokens;) ++p.token_bits;
-    // One block finishes up to four elements a thread. More are finished faster where the cluster's blocks share them.
+    // One block finishes up to four elements a thread. With more elements it is faster if the cluster's blocks divide
+    // them.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
     p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
     const bool many = p.tokens == 1 && p.turns == 1 && p.tiles >= ahead_of_many.many_tiles;
@@ -205,7 +206,7 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
       p.early = std::min(p.stages, ahead.early);
       p.smem_bytes = gptq_smem_bytes(p);
       const int bytes = p.smem_bytes + reserved.bytes + p.tokens * reserved.bytes_a_token;
-      // A ring longer than that of few tiles must leave an SM room for all of its blocks.
+      // Where the ring is longer than that of few tiles, an SM must still have room for all of its blocks.
       if (bytes <= smem_per_block_bytes(arch, p.stages > few.stages ? blocks_per_sm : 1)) return;
     }
   }

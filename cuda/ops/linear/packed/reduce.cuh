@@ -158,7 +158,7 @@ class GptqElements {
       for (float& s : sum) s *= GptqDecode<T>::unit;
   }
 
-  /// The sums of the cluster's blocks, added up in the ranks' order whichever block finishes.
+  /// The sums of the cluster's blocks, added up in the order of their ranks, whichever block finishes the element.
   __device__ void sum_cluster(int e, float (&sum)[C.rows]) const {
     sum_block(first_own_ + e * C.rows, sum);
     if (shared_out_) {
@@ -173,8 +173,8 @@ class GptqElements {
     scale(sum);
   }
 
-  /// Where one lane of a warp has an element, all its lanes call: elements of one row exchange sums with their
-  /// neighbours.
+  /// If one lane of a warp has an element, all lanes of the warp call: lanes with elements of one row exchange sums
+  /// with their neighbours.
   __device__ void finish_element(int e, bool exists, const Element& element) const {
     float sum[C.rows] = {};
     if constexpr (requires { epilogue_.apart(); }) {

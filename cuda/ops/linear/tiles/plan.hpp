@@ -94,8 +94,8 @@ constexpr LinearTilesPlan linear_tiles_layout(const Arch& arch, std::int64_t tok
   return p;
 }
 
-/// The shape whose rounds are the shorter ones, counted in features. Of equal ones warpgroups take turns: only the last
-/// round's sums are finished while the tensor cores wait.
+/// The shape with the shorter rounds, counted in features. If both are equal, warpgroups take tiles in turn: then the
+/// tensor cores wait for the last round's epilogue alone.
 constexpr LinearTilesPlan linear_tiles_plan(const Arch& arch, std::int64_t tokens, std::int64_t out) {
   const LinearTilesPlan shared = linear_tiles_layout(arch, tokens, out, kLinearTilesShared),
                         in_turn = linear_tiles_layout(arch, tokens, out, kLinearTilesInTurn);

@@ -40,8 +40,8 @@ struct Tile {
   }
 };
 
-/// Copies the steps of a block's tiles; one lane calls. Of what the cluster's blocks share, each copies a half to both.
-/// The ring's first weights need no predecessor and come before all x.
+/// One lane issues the TMA copies of a block's tiles. What both blocks of a cluster need is multicast: each block loads
+/// one half for both. The first weight tiles are requested before the wait for the previous kernel, x after it.
 template <bool InTurn>
 __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const TilesCall& c, int rank, int first_group,
                            const CUtensorMap& weight, const CUtensorMap& x) {
@@ -88,7 +88,7 @@ __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const 
     wait_barrier(ring.free + place.stage, place.parity ^ 1);
 }
 
-/// Tells both blocks, which copy to this one, that a warp is done with a stage. A lane tells a block.
+/// Tells both blocks of the cluster that a warp is done with a stage, since both copy to it. One lane tells one block.
 struct Release {
   bool tells;
   std::uint32_t free;  // the first stage's barrier there
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int f = threadIdx.x % 128; f < width; f += 128)
         bias[group][f] =
             tile.feature + f < c.output.out ? from_bits(bias_bits(c.output, tile.feature + f), c.output.bias_dtype) : 0;
-      // A warpgroup waits for a stage's phases in their order: by its parity alone a phase is not told from the next
-      // but one.
+      // A warpgroup waits for every phase of a stage in order: the parity alone does not tell a phase from the next but
+      // one.
       if (InTurn && i != first_group) named_barrier(kTurnBarrier + group, kConsumers);
       multiply_tile<T, width, blocks>(
           ring, c.steps, InTurn ? 0 : group * 64, place, release,
@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       named_barrier(kGroupBarrier + group, 128);
     }
     wait_for_predecessors();
-    // The last tile's end is hidden by no products: the other warpgroup takes half of it. Its sums lie where the ring
-    // was.
+    // No products hide the epilogue of the last tile, so the other warpgroup takes half of it. The sums lie where the
+    // ring was.
     constexpr int row_chunks = width / kLinearTilesChunk;
     float* const half = reinterpret_cast<float*>(ring.first) + warp % 4 * row_chunks * kLinearTilesChunkFloats;
     if (InTurn && is_last) {

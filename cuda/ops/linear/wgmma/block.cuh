@@ -72,7 +72,8 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
 /// no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
 template <int Tokens>
 struct Parts {
-  // Eight tokens' sums of eight rows, as wgmma() leaves them in a warp, lie in 32 banks.
+  // The sums of eight tokens and eight rows, in the order that wgmma() leaves them in a warp, lie in 32 different
+  // banks.
   static constexpr int pitch = kLinearWgmmaPartPitch, floats = Tokens * pitch;
   float* first;
   int splits;

@@ -16,7 +16,8 @@ inline constexpr std::int64_t kLinearWgmmaTokens = 128;
 
 /// Why no kernel on Hopper's tensor cores takes a product.
 inline constexpr std::string_view kNoWgmma = "needs wgmma";
-/// The same for what all of these kernels ask for: 16 bits, and rows whose copies are aligned. Empty where they take it.
+/// What all kernels for Hopper's tensor cores ask for: 16 bits, and rows whose copies are aligned. Empty where they
+/// take the product, else the reason why not.
 constexpr std::string_view why_no_wgmma(const Arch& arch, std::int64_t in, std::int64_t out, DType activation) {
   if (!arch.has_wgmma()) return kNoWgmma;
   if (activation != DType::f16 && activation != DType::bf16) return "takes 16-bit activations";

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "core/model/shape.hpp"
-#include "python/src/device_ops.hpp"
+#include "python/src/port/port_steps.hpp"
 #include "python/src/torch_tensors.hpp"
 
 namespace cf::python {

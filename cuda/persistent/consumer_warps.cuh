@@ -1,5 +1,5 @@
 #pragma once
-// What the product warps of a block do in each phase: norms, products, attention. Behind the head: the greedy choice.
+// What the consumer warps of a block do in each phase: norms, products, attention. Behind the head: the greedy choice.
 #include "core/sampling.hpp"
 #include "cuda/device/warp.cuh"
 #include "cuda/persistent/attention.cuh"
@@ -9,7 +9,7 @@
 namespace cf::cuda {
 
 /// What is added to a row's product: the bias, as stored, and the residual. Of a pair of rows the bias is the gate's.
-/// The up row's bias has the place of the residual, which a pair does not have.
+/// The up row's bias stands in `residual`: a pair has no residual.
 struct Addends {
   std::uint16_t bias;
   float residual;
@@ -18,34 +18,29 @@ struct Addends {
 };
 
 template <class T, Products Kind, bool Grouped>
-class ProductWarps {
-  static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind),
-                        Sequential = Kind == Products::sequential_rows;
-  /// Whether all product warps empty every stage of the ring, and each has partial sums of every row.
+class ConsumerWarps {
+  static constexpr bool Tiles = is_tiled(Kind), Packed = is_packed(Kind);
+  using Code = PhaseCode<Kind>;
+  /// Whether all consumer warps empty every stage of the ring, and each has partial sums of every row.
   static constexpr bool Together = Tiles || Packed;
 
  public:
-  __device__ explicit ProductWarps(const PersistentArguments& arguments)
-      : block(Block::products(arguments)),
+  __device__ explicit ConsumerWarps(const PersistentArguments& arguments)
+      : block(Block::consumers(arguments)),
         c(arguments),
-        reader(arguments, Together ? 0 : thread_index() / (kProductThreads / 2)) {}
+        reader(arguments, Together ? 0 : thread_index() / (kConsumerThreads / 2)) {}
 
   /// Runs a layer. False where a wait took too long.
   __device__ __forceinline__ bool run(int number) {
     start = number == c.first_layer ? c.deals.start(number) : c.deals.next_start(start);
     layer = number;
     if constexpr (Packed) kind_number = int(block.pointers(layer).kind);
-    // The phases that are left, four bits each, the next one lowest. `end` follows the last one.
-    const PhaseOrder phases = c.phases_of(layer);
-    constexpr int end = 0xf;
-    int rest = int(phases.packed | unsigned(end) << (4 * phases.count));
-    make_anew(rest);  // keeps it in a register: the compiler would compute it anew at each step
 #pragma unroll 1
-    for (; rest != end; rest = int(unsigned(rest) >> 4)) {
-      const Phase phase = Phase(rest & 0xf);
-      make_anew(layer);
-      block.maybe_delay(layer * kPhases + int(phase));
-      if (phase == Phase::attention) {
+    for (int step = c.first_phase(layer);; ++step) {
+      make_anew(layer), make_anew(step);
+      const PhaseSpec phase = load_phase(c, step);
+      block.maybe_delay(layer * kPhases + step);
+      if (phase.is_attention()) {
         if (!attend()) return false;
         continue;
       }
@@ -59,8 +54,8 @@ class ProductWarps {
         if (part > 0) work = Work(*this, phase, part), reader.begin(work.product.stage);
         if (!multiply(phase, work)) return false;
       }
+      if (phase.is_last) return true;
     }
-    return true;
   }
 
   /// Publishes the block's best tokens, behind the head, and waits for those of all blocks: the next token of every
@@ -72,13 +67,13 @@ class ProductWarps {
     publish_best();
     const bool is_last = block.token + 1 == c.token.count;
     if (is_last && blockIdx.x != 0) return false;
-    // All product warps have passed the barrier: they do not read the last token's pointers and angles any more.
+    // All consumer warps have passed the barrier: they do not read the last token's pointers and angles any more.
     block.bring_pointers(c.first_layer, block.token + 1, block.thread());
     const int* const positions = block.at<int>(c.layout.positions);
-    store_angles(block, block.thread(), kProductThreads, [&](int s) { return positions[s] + block.token + 1; });
+    store_angles(block, block.thread(), kConsumerThreads, [&](int s) { return positions[s] + block.token + 1; });
     if (!await_choices()) return false;
     if (take_choices(is_last || block.asked_all_to_end())) {
-      if (thread_index() == 0) block.stopped() = 1;  // the helper warps may wait for a layer that does not come
+      if (thread_index() == 0) block.stopped() = 1;  // the auxiliary warps may wait for a layer that does not come
       return false;
     }
     ++block.token;
@@ -89,33 +84,30 @@ class ProductWarps {
  private:
   /// Makes the product's activations or waits for them, except for mlp.act of dense weights, which may arrive slice by
   /// slice.
-  __device__ bool prepare(Phase phase) {
+  __device__ bool prepare(PhaseSpec phase) {
     // Where no row is sliced, the two rows that the output adds, one of dense and one of down, may be two warps'.
-    if (phase == c.phases.final_phase() && c.plan.act_slices == 1) block.sync();
-    const bool of_input = phase == Phase::qkv || phase == Phase::head;
-    if (of_input || (phase == Phase::up_first && !has_parallel_residual<Kind>(c))) {
-      int first = of_input ? 0 : 1, end = phase == Phase::qkv && has_parallel_residual<Kind>(c) ? 2 : first + 1;
+    if (Code::kept_rows && phase.adds_kept && c.plan.act_slices == 1) block.sync();
+    if (phase.norms != Norms::none) {
+      int first = phase.norms == Norms::second, end = phase.norms == Norms::first ? 1 : 2;
       make_anew(first), make_anew(end);  // nvcc would inline a copy of norms() for each pair of values
       if (!norms(first, end)) return false;
     }
-    switch (phase) {
-      case Phase::qkv: return digits_of_norm(Weight::qkv);
-      case Phase::up_first: return digits_of_norm(Weight::up);
-      case Phase::dense:
-      case Phase::down:
-        return (phase == Phase::down && (Tiles || has_act_in_registers())) ||
-               (await_token(phase == Phase::down) && make_digits(weight_of(phase)));
-      default: return true;
+    if (phase.input == Input::context || phase.input == Input::mlp_act) {
+      const bool is_act = phase.input == Input::mlp_act;
+      return (is_act && (Tiles || is_act_in_registers(phase))) ||
+             (await_token(phase, is_act) && make_digits(phase.weight()));
     }
+    return phase.rows == PhaseRows::behind_attention || digits_of_norm(phase.weight());
   }
   /// Waits for mlp.act or for the context, or fetches it.
-  __device__ bool await_token(bool is_act) {
-    // Where the product warps fetch, no signal says that mlp.act is there, and context_here says that the context's
-    // place is free.
-    if (!is_act || !product_warps_fetch<Kind>(c))
+  __device__ bool await_token(PhaseSpec phase, bool is_act) {
+    // Where the consumer warps fetch, no signal says that mlp.act is there, and context_here says that the context's
+    // memory is free.
+    const bool fetches = Code::fetched_by_consumers(phase);
+    if (!is_act || !fetches)
       if (!block.wait(is_act ? Signal::act_here : Signal::context_here)) return false;
-    if (Tiles || !product_warps_fetch<Kind>(c)) return true;
-    if (is_act) block.sync();  // the place is free: no warp needs up's tokens there any more
+    if (Tiles || !fetches) return true;
+    if (is_act) block.sync();  // the memory is free: no warp needs up's tokens there any more
     fetch_token(block, layer, is_act);
     return block.sync_unless_stopped();
   }
@@ -126,20 +118,20 @@ class ProductWarps {
     if constexpr (Tiles)
       return norms<kTokensNormPieces>(first, end);
     else
-      return c.dims.hidden <= 2 * kVec * kProductThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
+      return c.dims.hidden <= 2 * kVec * kConsumerThreads ? norms<2>(first, end) : norms<kMaxNormPieces>(first, end);
   }
   template <int Pieces>
   __device__ bool norms(int first, int end) {
     const int hidden = c.dims.hidden, batch = Tiles ? c.dims.batch : 1;
     const RowWarps rows = Tiles ? RowWarps::for_batch(hidden, batch) : RowWarps{1};
     // How many norms a call may make. Both norms of a sequential residual have the same code.
-    constexpr int kNorms = Sequential ? 1 : 2;
-    const auto norm_of = [&](int i) { return Sequential ? first : i; };
+    constexpr int kNorms = Code::both_norms ? 2 : 1;
+    const auto norm_of = [&](int i) { return Code::both_norms ? i : first; };
     const auto gamma = [&](int norm) { return block.pointers(layer).weights.gamma[norm]; };
     const auto beta = [&](int norm) { return block.pointers(layer).weights.beta[norm]; };
     // With several tokens no registers are left for the norms' weights. With three pieces of one token there is room
     // for one norm's weights while the row is awaited; the other norm's are loaded after that.
-    constexpr bool late = !Sequential && Pieces > 2;
+    constexpr bool late = Code::both_norms && Pieces > 2;
     NormWeights<T, Tiles ? 1 : Pieces> weights[kNorms];
     T* const shared = block.at<T>(c.layout.norm_weights);
     const auto load = [&](int i) {
@@ -156,8 +148,8 @@ class ProductWarps {
         }
       }
     } else {
-      if (Sequential || first == 0) load(0);
-      if (!Sequential && end == 2 && !late) load(1);
+      if (!Code::both_norms || first == 0) load(0);
+      if (Code::both_norms && end == 2 && !late) load(1);
       if (end == 2 && late) prefetch_norm<T, Pieces>(rows, hidden, gamma(1), beta(1));
     }
 #pragma unroll 1
@@ -170,7 +162,7 @@ class ProductWarps {
       } else if (first == 0 && reads_input()) {
         load_row(rows, hidden, input_row(token), row);
       } else {
-        await_row(block, rows, (first == 0 ? c.norm_hidden : c.norm_attn_residual) + at,
+        await_row(block, rows, (first == 0 ? c.exchange.norm_hidden : c.exchange.norm_attn_residual) + at,
                   first == 0 && layer == c.first_layer, layer,
                   first == 0 ? Dependency::hidden : Dependency::attn_residual, row);
       }
@@ -185,11 +177,11 @@ class ProductWarps {
           const auto store = [&](const auto& norm_weights) {
             const Weight w = norm == 0 ? Weight::qkv : Weight::up;
             const bool packed = Packed && kind().packed[int(w)].is_packed();
-            const int* const places = packed ? input_places(w) : nullptr;
-            if (!Tiles && packed && !places)
+            const int* const columns = packed ? input_columns(w) : nullptr;
+            if (!Tiles && packed && !columns)
               normalise(rows, hidden, row, m, norm_weights, digits(w).first, tap ? tap + at : nullptr);
             else
-              normalise(rows, hidden, row, m, norm_weights, to, places, tap ? tap + at : nullptr);
+              normalise(rows, hidden, row, m, norm_weights, to, columns, tap ? tap + at : nullptr);
           };
           if constexpr (Tiles)
             store(are_shared ? StoredNormWeights<T>{shared + 2 * norm * hidden, shared + (2 * norm + 1) * hidden}
@@ -204,7 +196,7 @@ class ProductWarps {
 
   /// The block's part of a product, and the thread's part of its epilogue. An element is the value of one token in one
   /// row; with SwiGLU, in one pair of rows. A worker is a thread that finishes elements. A warp that owns rows has one
-  /// row in each of its stages, and its lanes are the workers of these rows. Otherwise all product threads are the
+  /// row in each of its stages, and its lanes are the workers of these rows. Otherwise all consumer threads are the
   /// workers of all rows.
   struct Work {
     Product product;
@@ -215,7 +207,7 @@ class ProductWarps {
     int lane_bits;    // 2^lane_bits neighbouring lanes finish an element together: one for each slice of its row
     Addends addends;  // of the thread's first element: their loads run beside the product
 
-    __device__ Work(const ProductWarps& of, Phase phase, int part)
+    __device__ Work(const ConsumerWarps& of, PhaseSpec phase, int part)
         : product(of.c, of.kind(), phase, of.start, part),
           sums(of.block, product, thread_index() / 32),
           own_rows(sums.warps_own_rows(product)),
@@ -231,8 +223,8 @@ class ProductWarps {
       const int element = min((own_rows ? thread % 32 : thread) >> lane_bits, elements - 1);
       if (elements > 0) addends = of.load_addends(phase, product, token(of.c, element), row(of.c, element));
     }
-    /// The place of an element's row among the workers' rows.
-    __device__ static int place(const PersistentArguments& c, int element) {
+    /// The number of an element's row among the workers' rows.
+    __device__ static int number(const PersistentArguments& c, int element) {
       return Tiles ? element / c.dims.batch : element;
     }
     __device__ static int token(const PersistentArguments& c, int element) {
@@ -240,37 +232,37 @@ class ProductWarps {
     }
     /// The element's row, or the first one of its pair, counted within the phase.
     __device__ int row(const PersistentArguments& c, int element) const {
-      return first_row + place(c, element) * row_step;
+      return first_row + number(c, element) * row_step;
     }
   };
   /// The phase's product and its epilogue. A warp that owns whole rows finishes them itself. Where rows are sliced, all
-  /// product warps first wait for each other.
-  __device__ bool multiply(Phase phase, const Work& work) {
+  /// consumer warps first wait for each other.
+  __device__ bool multiply(PhaseSpec phase, const Work& work) {
     const Product& product = work.product;
     const Sums<Together>& sums = work.sums;
     const bool own_rows = work.own_rows;
     Addends addends = work.addends;
-    const bool is_down = phase == Phase::down;
-    const bool of_mlp = phase == Phase::up_first || phase == Phase::up_rest || is_down;
+    const bool is_down = phase.input == Input::mlp_act;
     // With several tokens mlp.act arrives slice by slice.
     const auto x_at = [&](int slice) -> char* {
       if (is_down && Tiles) {
-        const ActPlace place(c, slice);
-        return block.wait(place.here) ? block.at<char>(place.offset) : nullptr;
+        const ActBuffer buffer(c, slice);
+        return block.wait(buffer.here) ? block.at<char>(buffer.offset) : nullptr;
       }
-      return block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x) + slice * product.slice_columns * 2;
+      return block.at<char>(is_in_mlp_x(phase.input) ? c.layout.mlp_x : c.layout.attn_x) +
+             slice * product.slice_columns * 2;
     };
     const auto x_used = [&](int slice) {
-      // Signals as often as the helper warps wait for the signal.
+      // Signals as often as the auxiliary warps wait for the signal.
       const int slices = c.plan.act_slices;
-      if (Tiles && is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_places < slices))
-        block.signal(ActPlace(c, slice).used);
+      if (Tiles && is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_buffers < slices))
+        block.signal(ActBuffer(c, slice).used);
     };
-    const Weight weight = weight_of(phase);
-    const bool awaits_slices = is_down && has_act_in_registers();
+    const Weight weight = phase.weight();
+    const bool awaits_slices = is_act_in_registers(phase);
     if constexpr (!Together) {
       const char* const x = awaits_slices ? nullptr : x_at(0);
-      consume_row_product<T, Sequential>(reader, product, sums, RowTokens{block, layer, x});
+      consume_row_product<T, Code::act_in_registers>(reader, product, sums, RowTokens{block, layer, x});
     } else if (Packed && !Tiles && has_digits(weight)) {
       consume_packed(reader, product, kind().packed[int(weight)], sums, digits(weight).first);
     } else {
@@ -296,9 +288,9 @@ class ProductWarps {
       }
     }
     if constexpr (Together) reader.end(0);
-    // Signals as often as the helper warps wait for the signal.
-    if (phase == Phase::qkv || (phase == Phase::up_rest && !product_warps_fetch<Kind>(c)))
-      block.signal(phase == Phase::qkv ? Signal::qkv_done : Signal::up_done);
+    // Signals as often as the auxiliary warps wait for the signal.
+    if (phase.frees != Frees::none)
+      block.signal(phase.frees == Frees::attn_x ? Signal::attn_x_free : Signal::mlp_x_free);
     if (own_rows)
       __syncwarp();
     else if (!awaits_slices)
@@ -306,17 +298,17 @@ class ProductWarps {
     else if (!block.sync_unless_stopped())
       return false;
     std::uint64_t best = 0;  // of one token's elements
-    const bool is_head = phase == Phase::head;
+    const bool is_head = phase.publishes == Dependency::choice;
     // A lane beyond the last element finishes the last element again and stores the same bits. So the lanes of a
     // warp do not diverge.
-    const int step = own_rows ? 32 : kProductThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
+    const int step = own_rows ? 32 : kConsumerThreads, first = own_rows ? 0 : thread_index() / 32 * 32;
 #pragma unroll 1
     for (int begin = first; begin < work.elements << work.lane_bits; begin += step) {
       const int i = min((begin + thread_index() % 32) >> work.lane_bits, work.elements - 1);
       const int token = work.token(c, i), row = work.row(c, i);
       if (begin > first) [[unlikely]]
         addends = load_addends(phase, product, token, row);
-      float v = sums.total(own_rows ? work.place(c, i) : row, token) + to_float(T{addends.bias});
+      float v = sums.total(own_rows ? work.number(c, i) : row, token) + to_float(T{addends.bias});
       int column = matrix_row(phase, product, row);
       if (product.gated) {
         v = silu(v) * (sums.total(row + 1, token) + addends.up_bias());
@@ -333,24 +325,28 @@ class ProductWarps {
       best = warp_max(best);
       if (thread_index() % 32 == 0) keep(0, best);
     }
-    if (Tiles && phase == Phase::up_rest)
-      publish_done(block, c.act_done + blockIdx.x, block.tag(layer, Dependency::mlp_act));
+    if (Tiles && phase.rows == PhaseRows::behind_attention)
+      publish_done(block, c.exchange.act_done + blockIdx.x, block.epoch(layer, Dependency::mlp_act));
     else if (own_rows)
       __syncwarp();
-    else if (Tiles || !is_down || phase != c.phases.final_phase())
-      block.sync();  // where down ends the layer, the barrier in the next norms is enough
+    else if (Tiles || phase.publishes != Dependency::hidden)
+      block.sync();  // behind a layer the barrier in the next norms is enough
     return true;
   }
 
   /// Whether each warp loads its slice of mlp.act from device memory to registers.
-  __device__ bool has_act_in_registers() const { return Sequential && c.plan.act_in_registers; }
+  static __device__ bool is_act_in_registers(PhaseSpec phase) {
+    return Code::act_in_registers && phase.fetched_by == Fetcher::each_consumer;
+  }
 
   /// How the layer's weights are stored.
   __device__ const LayerKind& kind() const { return c.kinds[Packed ? kind_number : 0]; }
   /// Whether the layer's matrix is packed: it is multiplied by digits.
   __device__ bool has_digits(Weight w) const { return Packed && kind().packed[int(w)].is_packed(); }
   /// The column of each input of a matrix; null where column k is input k.
-  __device__ const int* input_places(Weight w) const { return Packed ? block.input_places(kind(), w, layer) : nullptr; }
+  __device__ const int* input_columns(Weight w) const {
+    return Packed ? block.input_columns(kind(), w, layer) : nullptr;
+  }
   /// Makes the digits of a product's activations, which lie in shared memory, where it is packed.
   __device__ bool make_digits(Weight w) {
     if (has_digits(w)) replace_all(digits(w), kind().packed[int(w)].inputs);
@@ -362,15 +358,15 @@ class ProductWarps {
     for (int token = 0; token < (Tiles ? c.dims.batch : 1); ++token) x.of(token).template replace<T>(columns);
     block.sync();
   }
-  /// The norm of one token makes the digits itself, unless it stores its elements at other places.
-  __device__ bool digits_of_norm(Weight w) { return (!Tiles && !input_places(w)) || make_digits(w); }
+  /// The norm of one token makes the digits itself, unless it stores its elements in other columns.
+  __device__ bool digits_of_norm(Weight w) { return (!Tiles && !input_columns(w)) || make_digits(w); }
   /// The digits of a product's activations, in shared memory.
   __device__ DigitRows digits(Weight w) const {
     const bool of_mlp = w == Weight::up || w == Weight::down;
     return {{block.at<char>(of_mlp ? c.layout.mlp_x : c.layout.attn_x),
-             block.at<DigitScale>(of_mlp ? c.digit_places.mlp : c.digit_places.attn)},
+             block.at<DigitScale>(of_mlp ? c.digit_offsets.mlp : c.digit_offsets.attn)},
             c.layout.hidden_row,
-            c.digit_places.row / kDigitScaleBytes};
+            c.digit_offsets.row / kDigitScaleBytes};
   }
   /// The digits of a slice of several tokens, which lies at `x` from column `begin` on; tokens are `row` bytes apart.
   __device__ DigitRows digits_at(char* x, int begin, int row) const {
@@ -381,79 +377,74 @@ class ProductWarps {
   }
 
   /// The checkpoint's row for row `row` of the phase. Packed rows of qkv may lie in the order of RopePairs.
-  __device__ int matrix_row(Phase phase, const Product& product, int row) const {
+  __device__ int matrix_row(PhaseSpec phase, const Product& product, int row) const {
     const int at = product.row(row);
-    if (!Packed || phase != Phase::qkv) return at;
+    if (!Packed || phase.publishes != Dependency::qkv) return at;
     return RopePairs{kind().pairs_head_dim, kind().pairs_rotary, kind().pairs_turned_heads}.row(at);
   }
-  /// Loads what is added to the product of a row or of a pair of rows. Dense adds the layer's input. Down adds
-  /// attn_residual where the residual is sequential; this block has stored that row of attn_residual itself. `row`
-  /// counts the phase's rows.
-  __device__ Addends load_addends(Phase phase, const Product& product, int token, int row) const {
+  /// Loads what is added to the product of a row or of a pair of rows. This block has stored the row of attn_residual
+  /// itself. `row` counts the phase's rows.
+  __device__ Addends load_addends(PhaseSpec phase, const Product& product, int token, int row) const {
     const int matrix_row = this->matrix_row(phase, product, row);
-    const char* const bias = block.pointers(layer).weights.bias[int(weight_of(phase))];
+    const char* const bias = block.pointers(layer).weights.bias[int(phase.weight())];
     const long at = long(token) * c.dims.hidden + matrix_row;
     Addends a{};
     if (bias) a.bias = __ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row);
     if (bias && product.gated)
       a.residual = to_float(T{__ldg(reinterpret_cast<const unsigned short*>(bias) + matrix_row + 1)});
-    if (phase == Phase::dense) a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
-    if (phase == Phase::down && !has_parallel_residual<Kind>(c)) a.residual = __ldcg(c.attn_residual + at);
+    if (phase.adds == Residuals::input)
+      a.residual = reads_input() ? to_float(input_row(token)[matrix_row]) : hidden_of(at);
+    if (Code::attn_residual && phase.adds == Residuals::attn_residual)
+      a.residual = __ldcg(c.exchange.attn_residual + at);
     return a;
   }
-  /// An element of the layer's input. The block has seen the element's TaggedNormInput. The thread that made both
+  /// An element of the layer's input. The block has seen the element's NormWord. The thread that made both
   /// stored this one first, but the two may become visible in either order.
   __device__ float hidden_of(long at) const {
     const bool complete = layer == c.first_layer, is_second = at % 2;
-    Tagged two[2];
-    do load_tagged(c.hidden[layer % 2] + (at - is_second), two);
-    while (!complete && (is_second ? two[1].tag : two[0].tag) != block.tag(layer));
+    FloatWord two[2];
+    do load_words(c.exchange.hidden[layer % 2] + (at - is_second), two);
+    while (!complete && (is_second ? two[1].epoch : two[0].epoch) != block.epoch(layer));
     return is_second ? two[1].value : two[0].value;
   }
   /// Publishes v, a token's element, which becomes element `column` of what the phase makes. `row` counts the phase's
   /// rows.
-  __device__ void finish(Phase phase, int token, int row, int column, float v) const {
+  __device__ void finish(PhaseSpec phase, int token, int row, int column, float v) const {
     const long at = long(token) * c.dims.hidden + column;
     float* const residual = block.at<float>(c.layout.residual) + token * c.plan.out_rows + row;
-    const auto publish = [&](Dependency d, TaggedElement* to, bool with_tag, void* tap, int columns, float value,
-                             const int* places = nullptr) {
+    const auto publish = [&](Dependency d, ElementWord* to, bool with_epoch, void* tap, int columns, float value,
+                             const int* columns_of = nullptr) {
       const T element = from_float<T>(value);
       const long index = long(token) * columns + column;
-      const long at_place = places ? long(token) * columns + __ldg(places + column) : index;
-      if (with_tag)
-        store_tagged(to + at_place, element, block.tag(layer, d));
+      const long to_index = columns_of ? long(token) * columns + __ldg(columns_of + column) : index;
+      if (with_epoch)
+        store_word(to + to_index, element, block.epoch(layer, d));
       else
-        reinterpret_cast<T*>(to)[at_place] = element;
+        reinterpret_cast<T*>(to)[to_index] = element;
       if (tap) [[unlikely]]
         static_cast<T*>(tap)[index] = element;
     };
-    switch (phase) {
-      case Phase::qkv: publish(Dependency::qkv, c.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
-      case Phase::dense:
-        if (c.taps.attn_residual) static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
-        if (!has_parallel_residual<Kind>(c)) {
-          __stcg(c.attn_residual + at, v);
-          store_relaxed(c.norm_attn_residual + at, tagged_norm_input(v, block.tag(layer, Dependency::attn_residual)));
-          break;
-        }
-        [[fallthrough]];
-      case Phase::down:
-        // With a parallel residual the output is the sum of dense and down, which come in either order.
-        if (phase != c.phases.final_phase()) {
-          *residual = v;
-          break;
-        }
-        if (has_parallel_residual<Kind>(c)) v += *residual;
-        {
-          const unsigned tag = block.tag(layer, Dependency::hidden);
-          store_tagged(c.hidden[(layer + 1) % 2] + at, v, tag);
-          store_relaxed(c.norm_hidden + at, tagged_norm_input(v, tag));
-        }
+    if (phase.adds == Residuals::input && c.taps.attn_residual)
+      static_cast<T*>(c.taps.attn_residual)[at] = from_float<T>(v);
+    switch (phase.publishes) {
+      case Dependency::qkv: publish(Dependency::qkv, c.exchange.qkv, true, c.taps.qkv, c.dims.qkv_rows, v); break;
+      case Dependency::mlp_act:
+        publish(Dependency::mlp_act, c.exchange.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate, activated(v),
+                input_columns(Weight::down));
+        break;
+      case Dependency::hidden: {
+        if (Code::kept_rows && phase.adds_kept) v += *residual;
+        const unsigned epoch = block.epoch(layer, Dependency::hidden);
+        publish_hidden(c.exchange, layer + 1, at, v, epoch);
         if (layer + 1 == c.end_layer) static_cast<T*>(c.output)[at] = from_float<T>(v);
         break;
+      }
+      case Dependency::attn_residual:
+        if constexpr (Code::attn_residual)
+          publish_attn_residual(c.exchange, at, v, block.epoch(layer, Dependency::attn_residual));
+        break;
       default:
-        publish(Dependency::mlp_act, c.mlp_act, !Tiles, c.taps.mlp_act, c.dims.intermediate, activated(v),
-                input_places(Weight::down));
+        if constexpr (Code::kept_rows) *residual = v;
     }
   }
   /// mlp.act of a finished sum. SwiGLU's is finished already.
@@ -497,26 +488,26 @@ class ProductWarps {
     if (sequence >= c.dims.batch) return;
     __threadfence();
     std::uint64_t* const best = block.at<std::uint64_t>(c.layout.best) + sequence;
-    const unsigned tag = block.tag(layer, Dependency::choice);
-    Tagged* const to = c.token.candidates + (long(blockIdx.x) * c.dims.batch + sequence) * 2;
-    store_tagged(to, __uint_as_float(unsigned(*best >> 32)), tag);
-    store_tagged(to + 1, __uint_as_float(unsigned(*best)), tag);
+    const unsigned epoch = block.epoch(layer, Dependency::choice);
+    FloatWord* const to = c.exchange.candidates + (long(blockIdx.x) * c.dims.batch + sequence) * 2;
+    store_word(to, __uint_as_float(unsigned(*best >> 32)), epoch);
+    store_word(to + 1, __uint_as_float(unsigned(*best)), epoch);
     *best = 0;
     if (blockIdx.x != 0 || sequence != 0) return;
-    Tagged* const end = c.token.candidates + long(c.plan.grid) * c.dims.batch * 2;
-    store_tagged(end, __uint_as_float(block.asked_to_end() ? 1u : 0u), tag);
-    store_tagged(end + 1, 0.f, tag);
+    FloatWord* const end = c.exchange.candidates + long(c.plan.grid) * c.dims.batch * 2;
+    store_word(end, __uint_as_float(block.asked_to_end() ? 1u : 0u), epoch);
+    store_word(end + 1, 0.f, epoch);
   }
   /// Waits for the best tokens of all blocks. False where that took too long.
   __device__ bool await_choices() const {
     const int thread = thread_index(), batch = c.dims.batch, warp = thread / 32;
-    const unsigned tag = block.tag(layer);
+    const unsigned epoch = block.epoch(layer);
     std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps);
-    const auto await = [&](const Tagged* from) {
-      Tagged two[2] = {};
+    const auto await = [&](const FloatWord* from) {
+      FloatWord two[2] = {};
       block.poll(layer, Dependency::choice, [&] {
-        load_tagged(from, two);
-        return two[0].tag == tag && two[1].tag == tag;
+        load_words(from, two);
+        return two[0].epoch == epoch && two[1].epoch == epoch;
       });
       return std::uint64_t(__float_as_uint(two[0].value)) << 32 | __float_as_uint(two[1].value);
     };
@@ -524,12 +515,12 @@ class ProductWarps {
     for (int sequence = 0; sequence < batch; ++sequence) {
       std::uint64_t key = 0;
 #pragma unroll 1
-      for (int other = thread; other < c.plan.grid; other += kProductThreads)
-        key = max(key, await(c.token.candidates + (long(other) * batch + sequence) * 2));
+      for (int other = thread; other < c.plan.grid; other += kConsumerThreads)
+        key = max(key, await(c.exchange.candidates + (long(other) * batch + sequence) * 2));
       key = warp_max(key);
-      if (thread % 32 == 0) of_warps[sequence * kProductWarps + warp] = key;
+      if (thread % 32 == 0) of_warps[sequence * kConsumerWarps + warp] = key;
     }
-    if (thread == kProductThreads - 1 && await(c.token.candidates + long(c.plan.grid) * batch * 2) != 0)
+    if (thread == kConsumerThreads - 1 && await(c.exchange.candidates + long(c.plan.grid) * batch * 2) != 0)
       block.asked_all_to_end() = 1;
     __threadfence();
     return block.sync_unless_stopped();
@@ -543,10 +534,10 @@ class ProductWarps {
     const bool has_sequence = s < c.dims.batch, tells = has_sequence && blockIdx.x == 0;
     int id = -1, ran = 0;
     if (has_sequence) {
-      const std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps) + s * kProductWarps;
+      const std::uint64_t* const of_warps = block.at<std::uint64_t>(c.layout.best_of_warps) + s * kConsumerWarps;
       std::uint64_t key = 0;
 #pragma unroll
-      for (int w = 0; w < kProductWarps; ++w) key = max(key, of_warps[w]);
+      for (int w = 0; w < kConsumerWarps; ++w) key = max(key, of_warps[w]);
       if (key != 0 && key != sampling::kRefusedKey) id = sampling::id_of(key);
       const unsigned serial = c.token.first_serial + unsigned(block.token);
       if (tells) store_for_host(c.token.made + serial % kMadeTokens * kMaxPersistentBatch + s, made_token(serial, id));
@@ -568,11 +559,11 @@ class ProductWarps {
     return ends;
   }
 
-  /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the helper warps.
+  /// RoPE, the append and attention for the block's key splits. The warps' partial results go to the auxiliary warps.
   __device__ bool attend() {
     const int head_dim = c.dims.head_dim;
     if constexpr (Grouped) {
-      return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxShareHeadDim / 16>>();
+      return head_dim <= 80 ? attend<Tile<5>>() : attend<Tile<kMaxGqaHeadDim / 16>>();
     } else {
       if (head_dim == 64 || head_dim == 128) return attend<DiagonalTile<T>>();
       if constexpr (Packed)
@@ -588,13 +579,13 @@ class ProductWarps {
   static __device__ int tile_lane() { return thread_index() % 32; }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)
-      return prepare_share<T>(block, split, layer);
+      return prepare_tile<T>(block, split, layer);
     else
       return prepare_head<T>(block, split, layer);
   }
   template <class Tile>
   __device__ bool attend() {
-    const int head_dim = c.dims.head_dim, heads = share_heads<Grouped>(c), stride = query_stride(head_dim, heads);
+    const int head_dim = c.dims.head_dim, heads = gqa_heads<Grouped>(c), stride = query_stride(head_dim, heads);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32, unit = warp % kStageSlices;
     const T *const queries = block.at<T>(c.layout.new_token), *const newest_key = queries + heads * stride;
     const T* const query = queries + (Grouped ? min(lane / 4, heads - 1) * stride : 0);
@@ -625,10 +616,10 @@ class ProductWarps {
       }
       reader.end(Together ? 0 : (s - stages) & 1);
       if (!block.wait(Signal::partials_taken)) return false;
-      // A warp's place depends on its keys, not on what the ring has brought before, so that the merge has one order.
-      const int place = first_stage * kStageSlices + unit;
-      tile.store(block.at<float>(c.layout.warp_values) + place * heads * values_stride(head_dim, heads),
-                 block.at<SoftmaxState>(c.layout.warp_states) + place * heads, head_dim, heads);
+      // A warp's number depends on its keys, not on what the ring has brought before, so that the merge has one order.
+      const int number = first_stage * kStageSlices + unit;
+      tile.store(block.at<float>(c.layout.warp_values) + number * heads * values_stride(head_dim, heads),
+                 block.at<SoftmaxState>(c.layout.warp_states) + number * heads, head_dim, heads);
       block.signal(Signal::partials_ready);
     }
     return true;

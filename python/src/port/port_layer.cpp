@@ -1,4 +1,4 @@
-#include "python/src/port_layer.hpp"
+#include "python/src/port/port_layer.hpp"
 
 #include <nanobind/stl/string.h>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What the stream warp of a block does: it fills the ring with the phases' weights, keys and values, in their order,
+// What the producer warp of a block does: it fills the ring with the phases' weights, keys and values, in their order,
 // and never waits for activations.
 #include "cuda/persistent/attention.cuh"
 #include "cuda/persistent/packed.cuh"
@@ -7,13 +7,13 @@
 
 namespace cf::cuda {
 
-/// The pointers of a layer that the stream warp needs and the layer's kind, one a lane. Those of the launch's first
-/// layer are kernel arguments, each read at a constant place: an argument whose place depends on the lane would come by
-/// way of device memory, and the launch's first weights would wait for it. Those of the other layers are loaded one
+/// The pointers of a layer that the producer warp needs and the layer's kind, one a lane. Those of the launch's first
+/// layer are kernel arguments, each read at a constant offset: an argument whose offset depends on the lane would come
+/// by way of device memory, and the launch's first weights would wait for it. Those of the other layers are loaded one
 /// layer ahead.
-class StreamPointers {
+class ProducerPointers {
  public:
-  __device__ explicit StreamPointers(const PersistentArguments& arguments) : c(arguments), next_(first()) {}
+  __device__ explicit ProducerPointers(const PersistentArguments& arguments) : c(arguments), next_(first()) {}
 
   /// Makes the layer the current one, and loads those of the next layer.
   __device__ void begin(int layer) {
@@ -49,11 +49,11 @@ class StreamPointers {
   std::uint64_t current_ = 0, next_;
 };
 
-/// Waits until the product warps have begun a token: all blocks have then appended the token before to the caches.
+/// Waits until the consumer warps have begun a token: all blocks have then appended the token before to the caches.
 /// False where they have left.
 __device__ inline bool await_token(const Block& block, int token) {
   while (block.tokens_begun() < token)
-    if (block.product_warps() == 0) return false;
+    if (block.consumer_warps() == 0) return false;
   let_copies_see();
   return true;
 }
@@ -68,8 +68,8 @@ __device__ bool stream(RingWriter& ring, const PackedShape& packed, const Produc
 
 template <Products Kind>
 __device__ void stream_layers(const Block& block, const Ring& ring, const PersistentArguments& c) {
-  RingWriter writer(ring, block.product_warps(), c);
-  StreamPointers pointers(c);
+  RingWriter writer(ring, block.consumer_warps(), c);
+  ProducerPointers pointers(c);
   const int tokens = max(c.token.count, 1);
   bool go = true;
 #pragma unroll 1
@@ -78,23 +78,23 @@ __device__ void stream_layers(const Block& block, const Ring& ring, const Persis
     for (int layer = c.first_layer; go && layer < c.end_layer; ++layer) {
       pointers.begin(layer);
       const int start = c.deals.start(layer);
-      const PhaseOrder phases = c.phases_of(layer);
       const LayerKind& kind = c.kinds[is_packed(Kind) ? pointers.kind() : 0];
 #pragma unroll 1
-      for (int step = 0; go && step < phases.count; ++step) {
-        const Phase phase = phases.at(step);
-        if (phase == Phase::attention) {
+      for (int step = c.first_phase(layer), is_last = false; go && !is_last; ++step) {
+        const PhaseSpec phase = load_phase(c, step);
+        is_last = phase.is_last;
+        if (phase.is_attention()) {
           writer.begin(c.plan.key_stage);
           go = (token == 0 || layer > c.first_layer || await_token(block, token)) &&
                stream_keys(writer, c, token, pointers.k_cache(), pointers.v_cache());
           continue;
         }
-        writer.begin(kind.shapes[matrix_of(phase)].stage);
+        writer.begin(kind.shapes[phase.matrix].stage);
         const int parts = Product::parts(c, phase, start);
 #pragma unroll 1
         for (int part = 0; go && part < parts; ++part)
-          go = stream<Kind>(writer, kind.packed[int(weight_of(phase))], Product(c, kind, phase, start, part),
-                            pointers.matrix(weight_of(phase)));
+          go = stream<Kind>(writer, kind.packed[int(phase.weight())], Product(c, kind, phase, start, part),
+                            pointers.matrix(phase.weight()));
       }
     }
   writer.drain();

@@ -13,6 +13,8 @@ enum class SiteId : std::uint8_t {
   other,
   input_layernorm,
   query_key_value,
+  q_norm,
+  k_norm,
   rotary_emb,
   kv_append,
   context,
@@ -21,6 +23,7 @@ enum class SiteId : std::uint8_t {
   dense_h_to_4h,
   dense_4h_to_h,
   embed_in,
+  embed_positions,
   final_layer_norm,
   embed_out
 };
