@@ -11,6 +11,7 @@
 #include "apps/bench/layer_bench.hpp"
 #include "apps/bench/layer_report.hpp"
 #include "apps/bench/report_file.hpp"
+#include "apps/bench/step_plan.hpp"
 #include "apps/cli/options.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/cli/sweep.hpp"
@@ -38,7 +39,8 @@ struct Options {
   std::int64_t batch = 1, q_len = 1, threads = omp_get_max_threads();
   BenchOptions bench;
   DeviceOptions device;
-  bool check = false, whole_model = false, ablate = false;
+  bool check = false, whole_model = false, ablate = false, plan = false;
+  std::string gpu = "h200";  // with plan
 
   bool cuda() const { return backend == "cuda"; }
 };
@@ -325,7 +327,26 @@ Status measure_on_device(const Plan& plan, const DeviceBenchSink& sink) {
   return {};
 }
 
+/// Prints the kernels of each layer and kv_len on a GPU that need not be there. A cache has kv_len entries.
+int print_plans(const Options& o, const Plan& plan) {
+  const ModelConfig& m = plan.source->config();
+  for (std::int64_t layer : plan.layers)
+    for (std::int64_t kv_len : plan.kv_lens) {
+      const Result<std::string> text = step_plan_text(
+          o.gpu, {.model = m.spec(),
+                  .dtype = m.dtype,
+                  .linears = plan.source->linears(),
+                  .sizes = {.batch = o.batch, .q_len = o.q_len, .table_rows = kv_len, .capacity = kv_len},
+                  .layer = layer});
+      if (!text) return fail(text.status());
+      fmt::print("{}, layer {}, batch {}, q_len {}, kv_len {} on {}\n{}", m.name, layer, o.batch, o.q_len, kv_len,
+                 o.gpu, *text);
+    }
+  return std::fflush(stdout) == 0 ? kOk : fail("standard output: cannot be written");
+}
+
 int run(const Options& o, Plan& plan, const std::string& command) {
+  if (o.plan) return print_plans(o, plan);
   if (const Status s = check_run(o, plan); !s) return fail(s);
   print_notes(plan.notes);
   const Source& source = *plan.source;
@@ -416,6 +437,10 @@ int run(int argc, const char* const* argv) {
             "How a step is launched: a list of unfused, graph, split, layer and persistent (cuda); graph when left out",
             "LIST");
   line.text("--arch-plan", o.device.arch_plan, "Launch plans of another GPU (cuda)", "ARCH", {"sm_90", "sm_120"});
+  line.flag(
+      "--plan", o.plan,
+      "Time nothing: print the kernel of each node of a graph's step, its plan, and why other kernels are not used");
+  line.choice("--gpu", o.gpu, plan_gpus(), "The GPU of --plan, which need not be there");
   line.group("Timing");
   line.integer("--runs", o.bench.runs, {1, kMaxRuns}, "Timed runs");
   line.integer("--warmup", o.bench.warmup, {0, kMaxRuns}, "Runs before the timed ones");
@@ -437,6 +462,7 @@ int run(int argc, const char* const* argv) {
   line.needs("--group", "--quant");
   line.needs("--first-layers", "--whole-model");
   line.needs("--ablate", "--whole-model");
+  line.needs("--gpu", "--plan");
   line.excludes("--dump", "--whole-model");
   line.check([&](Faults& faults) {
     check_together(o, line, faults);

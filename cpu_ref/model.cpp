@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -137,16 +138,8 @@ Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::sp
   t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
   t.layer.max_kv_len = *std::max_element(kv_len.begin(), kv_len.end());
   std::vector<LayerCache> caches;
-  for (std::size_t i = 0; i < k_caches_.size(); ++i) {
-    const auto slots_of = [&](Tensor& cache) {
-      AnyView<4> v = cache.view<4>();
-      v.data =
-          static_cast<char*>(v.data) + slot * s.num_kv_heads * entries * s.head_dim * std::int64_t(size_bytes(v.dtype));
-      v.shape[0] = batch;
-      return v;
-    };
-    caches.push_back({slots_of(k_caches_[i]), slots_of(v_caches_[i])});
-  }
+  for (std::size_t i = 0; i < k_caches_.size(); ++i)
+    caches.push_back({cache_of(k_caches_[i].view<4>(), slot, batch), cache_of(v_caches_[i].view<4>(), slot, batch)});
   t.caches = caches;
   t.logits = logits;
   t.final_norm = row_of(final_norm_, 0, logits.shape[0]);

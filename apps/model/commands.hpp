@@ -65,6 +65,8 @@ class Info {
 
  private:
   ModelOptions model_;
+  bool plan_ = false;
+  std::string gpu_ = "h200";
 };
 
 }  // namespace cf::apps

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 
 #include "apps/bench/device_model.hpp"
+#include "apps/bench/step_plan.hpp"
 #include "apps/cli/program.hpp"
 #include "apps/cli/table.hpp"
 #include "apps/model/commands.hpp"
@@ -49,10 +51,33 @@ Result<std::string> impls_by_slots(const std::function<Result<std::string>(std::
   return text;
 }
 
+/// Prints the kernels of a token: those of the first layer, whose like the other layers are, and those outside.
+int print_plan(const ModelSpec& spec, const LoadedModel& outline, const std::string& name, const std::string& gpu,
+               std::int64_t positions) {
+  WeightFormat linears;
+  for_each_linear(spec, outline.weights.layers.front(), [&](const Site&, const LinearParams& l, const LinearSize&) {
+    if (const WeightFormat format = format_of(l.weight); format.bits) linears = format;
+  });
+  const std::int64_t entries = std::min<std::int64_t>(positions, 2048);
+  const Result<std::string> text =
+      step_plan_text(gpu, {.model = spec,
+                           .dtype = outline.dtype,
+                           .linears = linears,
+                           .sizes = {.batch = 1, .q_len = 1, .table_rows = entries, .capacity = entries},
+                           .ends = true});
+  if (!text) return fail(text.status());
+  fmt::print("{}, one token, a cache of {} entries, layer 0 of {} on {}\n{}", name, entries, spec.shape.num_layers, gpu,
+             *text);
+  return std::fflush(stdout) == 0 ? kOk : fail("standard output: cannot be written");
+}
+
 }  // namespace
 
 Info::Info(CommandLine& line) {
   declare_model(line, model_, false);
+  line.flag("--plan", plan_, "Print the kernels of a step of one token on a GPU, and why others are not used");
+  line.choice("--gpu", gpu_, plan_gpus(), "The GPU of --plan, which need not be there");
+  line.needs("--gpu", "--plan");
   line.example("What a checkpoint takes", "cf-model info --model data/checkpoints/stdlib-4m");
   line.example("What a preset of 4 bits takes", "cf-model info --preset pythia-2.8b --quant gptq");
 }
@@ -79,6 +104,7 @@ int Info::run() {
   if (!outline) return fail(outline.status());
   print_notes(outline->notes);
   const ModelSpec spec = m.spec();
+  if (plan_) return print_plan(spec, *outline, m.name, gpu_, m.most_positions());
   std::optional<DeviceTimer> device;
   if (model_.cuda()) {
     Result<DeviceTimer> created = DeviceTimer::create();

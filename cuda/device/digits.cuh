@@ -10,10 +10,27 @@ namespace cf::cuda {
 /// The largest |v| of an activation. It leaves room for the carry of the low digit.
 inline constexpr float kLargestDigits = 32512;
 
+/// The bytes of the digits of 64 columns, in shared memory. Byte 64 d + 16 t + 8 u + 4 h + b is digit d (0 low, 1 high)
+/// of column 32 h + 8 t + c, where c is that of byte b of word u of DigitWords.
+inline constexpr int kDigitChunkBytes = 128;
+/// Where the digits of vector `vector` of a row lie, eight columns, from the row's first digit on.
+__device__ inline int digit_offset(int vector) {
+  return vector / 8 * kDigitChunkBytes + vector % 4 * 16 + vector / 4 % 2 * 4;
+}
+
 /// The digits of eight integers, in the order of the codes in a word of cuda/ops/linear/pack/format.hpp: word 0 of
 /// a digit is of elements 0, 2, 1, 3, word 1 of elements 4, 6, 5, 7.
 struct DigitWords {
   std::uint32_t low[2], high[2];
+
+  /// Stores them at a row's digit_offset().
+  __device__ void store(char* to) const {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      *reinterpret_cast<std::uint32_t*>(to + 8 * u) = low[u];
+      *reinterpret_cast<std::uint32_t*>(to + 8 * u + kDigitChunkBytes / 2) = high[u];
+    }
+  }
 };
 
 /// The digits of eight integers. v[e] is the integer plus 128: its lowest byte is the low digit plus 128, the next byte

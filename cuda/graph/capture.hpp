@@ -20,12 +20,14 @@ class DataflowCapture {
   explicit DataflowCapture(const Context& context, Scratch scratch = {}) : context_(context), scratch_(scratch) {}
 
   const Arch& arch() const { return context_.arch(); }
+  /// An empty list for an op's launches.
+  LaunchList launches(const LaunchMode& mode) const { return LaunchList(context_, scratch_, mode); }
 
   /// Adds an op: its node waits for the ops whose outputs it reads, and for those that read or wrote what it
   /// overwrites. With `early` its kernel may start before these are done, but a library's call never does.
   template <class Args>
   Status run(const Args& args, const LaunchMode& mode) {
-    LaunchList launches(context_, scratch_, mode);
+    LaunchList launches = this->launches(mode);
     CF_TRY(prepare(args, launches));
     return add(args, launches, mode.early);
   }

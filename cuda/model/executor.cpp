@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <string>
 #include <tuple>
@@ -9,7 +11,8 @@
 #include <vector>
 
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_graph.hpp"
+#include "cuda/step/capture.hpp"
+#include "cuda/step/lower.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/persistent/persistent_kernel.hpp"
@@ -119,9 +122,13 @@ Result<std::unique_ptr<Prepared>> prepare_graph(const Context& context, const La
 Result<std::unique_ptr<Prepared>> prepare_persistent(const Context& context, Impl impl, DType dtype,
                                                      const Layers& layers) {
   const LayerTensors& t = layers.tensors.front();
-  std::vector<PersistentLayer> resident;
-  for (std::size_t i = 0; i < layers.weights.size(); ++i)
-    resident.push_back({layers.weights[i], {layers.tensors[i].k_cache, layers.tensors[i].v_cache}});
+  Program program;
+  for (std::size_t i = 0; i < layers.weights.size(); ++i) {
+    CF_TRY_ASSIGN(Program layer, record_layer(layers.model, layers.weights[i], layers.tensors[i],
+                                              layers.range.first + std::int64_t(i)));
+    std::ranges::move(layer.nodes, std::back_inserter(program.nodes));
+  }
+  CF_TRY_ASSIGN(const std::vector<PersistentLayer> resident, lower(program));
   CF_TRY_ASSIGN(PersistentKernel kernel, PersistentKernel::create(context, persistent_model(layers.model, dtype),
                                                                   resident, {t.positions, t.kv_len}, {t.cos, t.sin},
                                                                   {.first_model_layer = layers.range.first}));

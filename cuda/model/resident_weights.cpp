@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/model/layer_ops.hpp"
+#include "cuda/step/choose.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/runtime/check.hpp"
 

@@ -1,6 +1,7 @@
 #pragma once
 // How an op's kernel is chosen: the op has a list of kernels, best first, and the first that takes a call runs it.
 // Without CUDA's headers: a choice is a pure function and needs no GPU. Private to cuda.
+#include <any>
 #include <functional>
 #include <span>
 #include <string>
@@ -8,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/call_groups.hpp"
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -19,13 +21,13 @@ namespace cf::cuda {
 struct Target {
   Arch arch;
   Scratch scratch{};
-  LaunchMode mode{};                         // how the call's launches stand beside those of other calls
   bool has_wgmma = true;                     // the device runs this build's code for Hopper's tensor cores
   bool (*has_gemm)() = [] { return true; };  // whether cuBLASLt is there. A call, as it loads the library
 };
 
 /// A call that a kernel has planned. The plan is made once: prepare() holds it.
 struct Planned {
+  std::any plan;                               // the kernel's own Plan
   std::function<std::string()> text;           // the plan
   std::function<Status(LaunchList&)> prepare;  // adds the plan's launches
 };
@@ -45,7 +47,7 @@ template <class Args, auto plan_of, auto launch>
 constexpr Kernel<Args> make_kernel(std::string_view name) {
   return {name, [](const Target& target, const Args& args) -> Result<Planned> {
             CF_TRY_ASSIGN(const auto plan, plan_of(target, args));
-            return Planned{[plan] { return to_string(plan); },
+            return Planned{plan, [plan] { return to_string(plan); },
                            [args, plan](LaunchList& launches) { return launch(args, plan, launches); }};
           }};
 }
@@ -88,12 +90,36 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 
 /// An op's kernels, best first.
 #define CF_OP(Op) std::span<const Kernel<ops::Op::Args>> kernels_of(const ops::Op::Args&);
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
+
+/// The choices for a call of runs that differ, one for each group of equal runs: the kernels take one q_len for all.
+template <class Args>
+Result<Choice> choose_for_groups(const Target& target, const Args& args) {
+  std::vector<Choice> groups;
+  CF_TRY(for_each_group(args, [&](const Args& part) -> Status {
+    CF_TRY_ASSIGN(Choice choice, choose_from(kernels_of(part), target, part));
+    groups.push_back(std::move(choice));
+    return {};
+  }));
+  const auto text = [groups] {
+    std::string all;
+    for (const Choice& c : groups) all += (all.empty() ? "" : "; ") + std::string(c.kernel) + ": " + c.planned.text();
+    return all;
+  };
+  const auto prepare = [groups](LaunchList& launches) -> Status {
+    for (const Choice& c : groups) CF_TRY(c.planned.prepare(launches));
+    return {};
+  };
+  return Choice{.kernel = "one for each group of runs", .planned = {{}, text, prepare}, .passed_over = {}};
+}
 
 /// Chooses a kernel for a call that the op's check() took.
 template <class Args>
 Result<Choice> choose(const Target& target, const Args& args) {
+  if constexpr (requires { args.runs; })
+    if (!args.runs.empty()) return choose_for_groups(target, args);
   return choose_from(kernels_of(args), target, args);
 }
 

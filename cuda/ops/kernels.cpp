@@ -3,8 +3,7 @@
 #include <vector>
 
 #include "cuda/ops/kernel.hpp"
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/ops/kernels.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -27,6 +26,7 @@ std::vector<Kernel<Args>> kernels() {
     static const std::vector<Kernel<ops::Op::Args>> list = kernels<ops::Op::Args>(); \
     return list;                                                                     \
   }
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 

@@ -1,6 +1,5 @@
 // For programs without CUDA, which choose kernels and print plans: kernels.def's launches, none of which runs.
-#include "cuda/ops/linear/linear.hpp"
-#include "cuda/ops/norm/layernorm.hpp"
+#include "cuda/ops/kernels.hpp"
 
 namespace cf::cuda {
 

@@ -8,7 +8,6 @@ namespace cf::cuda {
 Target target_of(const LaunchList& launches) {
   return {.arch = launches.arch(),
           .scratch = launches.scratch(),
-          .mode = launches.mode(),
           .has_wgmma = runs_wgmma(launches.device()),
           .has_gemm = has_gemm};
 }
@@ -19,6 +18,7 @@ Target target_of(const LaunchList& launches) {
     CF_TRY(prepare(args, launches));                                        \
     return launches.submit(context.stream(), {.early = context.overlap()}); \
   }
+#include "core/ops/fused.def"
 #include "core/ops/ops.def"
 #undef CF_OP
 

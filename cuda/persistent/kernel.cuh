@@ -5,7 +5,7 @@
 //
 // Who does what in a layer with a parallel residual, one token, float16. h: hidden, i: intermediate, b: batch, n:
 // kv_len, d: head_dim. A formula counts the bytes of the whole grid; in the column of who waits, those of each block.
-// The figures are Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) on an H200 with 132 blocks. What others wait for
+// The figures are Pythia-2.8B's (h 2560, i 10240, 32 heads, d 80) with 132 blocks. What others wait for
 // counts epochs: 8 bytes a float32, 4 bytes an element, and 4 bytes an element of the residual stream that a norm
 // reads.
 //
@@ -35,11 +35,11 @@
 //
 // Few keys have one split. Its block makes the context itself, without partial results in device memory.
 //
-// In large caches (kUnsharedEntries), query heads with the same keys and values form GQA tiles of up to eight heads. A
-// key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps attend to them
-// with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA tile has s heads.
-// With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile. Kernels for one
-// head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
+// In large caches (Tuning::unshared_entries), query heads with the same keys and values form GQA tiles of up to eight
+// heads. A key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps
+// attend to them with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA
+// tile has s heads. With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile.
+// Kernels for one head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (4 h b), and the consumer warps wait for all of it before up_first, whose input is its norm. Down adds
@@ -83,9 +83,9 @@
 //   before a stop. Block::sync_unless_stopped() lets all threads of a barrier go on, or none. Copies are awaited even
 //   after a stop.
 //
-// Instructions bound small models. A layer runs through more code than the 32 KB that an SM of an H200 holds, most of
-// it once. One build missed the instruction cache 727 times a layer. Another build missed it 1010 times. The second one
-// was 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/TRIALS.md, instruction-cache). So all
+// Instructions bound small models. A layer runs through more code than an SM holds (32 KB on Hopper), most of it once.
+// One build missed the instruction cache 727 times a layer. Another build missed it 1010 times. The second one was
+// 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/TRIALS.md, instruction-cache). So all
 // phases share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With
 // code of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
 // epilogue: code behind it would run twice.

@@ -17,7 +17,7 @@
 // is stored as two 4-bit codes, in two columns. Both columns multiply the same activation.
 //
 // packed/fragment.cuh makes 16-bit operands of codes, which need no digits. That takes 0.6 instructions a weight, and
-// digits take 0.25. A first version of this product with 16-bit operands was slower on an H100.
+// digits take 0.25. A first version of this product with 16-bit operands was slower.
 #include "cuda/device/digits.cuh"
 #include "cuda/persistent/product.cuh"
 

@@ -303,7 +303,7 @@ Result<PersistentKernel> PersistentKernel::create(const Context& context, const 
   for (const PersistentLayer& l : layers) CF_TRY(note_packing(l.weights, model));
   const PersistentKernelLookup kernels = options.kernels ? options.kernels : persistent_kernels;
   const std::int64_t capacity = layers[0].cache.k.shape[2];
-  const PersistentChoices choices = for_capacity(options.choices, batch, capacity);
+  const PersistentChoices choices = for_capacity(context.arch(), options.choices, batch, capacity);
   CF_TRY_ASSIGN(const PersistentPlan plan, plan_persistent(context.arch(), model, batch, choices));
 
   const PersistentDims dims = persistent_dims(model, batch);

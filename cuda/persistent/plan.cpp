@@ -14,23 +14,9 @@ namespace {
 
 /// The fewest stages of the largest size that the ring has room for.
 constexpr int kMinStages = 3;
-/// Of 20, 40, 60, 80, 100, 120 and 140 KB in flight an SM 60 is the fastest on an H200: with less, a block that lags
-/// cannot catch up while others wait for it; more makes every wait between blocks longer.
-constexpr int kBytesInFlight = 60 << 10;
-/// The most stages that the producer warp prefetches while the ring is full, and the rate of these prefetches. The
-/// memory of an H200 delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is slower than without
-/// prefetches: its blocks seldom wait. At 13 bytes a clock it is as fast as without them. At 8 the other models gain
-/// less (data/bench/TRIALS.md, prefetches). Other GPUs are not measured.
-constexpr int kAheadStages = 8, kAheadBytesPerClock = 13;
 /// The most shared memory that a head's gathered partial results take: of a lone head, and of one of a GQA tile, which
 /// has more blocks to fill.
 constexpr int kMaxGatheredBytes = 8 << 10, kMaxGqaGatheredBytes = 17 << 10;
-/// Eighths of the rows of mlp.dense_h_to_4h before attention. Of 0, 2, 4, 6 and 8 none is faster for Pythia-2.8B on an
-/// H200 at kv_len 128 and 2048 (data/bench/ablation-pythia-2.8b.json).
-constexpr int kUpEighths = 4;
-/// The same with packed weights. The whole product then runs while the context travels from block to block. On an H100
-/// 0 was faster than 2, 3, 4, 6 and 8 for Pythia-2.8B at kv_len 128.
-constexpr int kPackedUpEighths = 0;
 
 Status refuse(std::string what) {
   return Status::error(Code::unimplemented, std::string(kPersistentName) + ": cuda takes " + what);
@@ -114,9 +100,8 @@ Status plan_grid(const Arch& arch, const PersistentDims& d, bool packed, const P
   const int most_blocks = std::min({arch.sm_count, rows.qkv / rows.together, rows.out / rows.together});
   p.grid = most_blocks;
   CF_TRY(choose("blocks", choices.blocks, 1, most_blocks, p.grid));
-  p.up_eighths = packed && d.batch == 1 ? kPackedUpEighths : kUpEighths;
+  p.up_eighths = packed && d.batch == 1 ? arch.tuning->packed_up_eighths : arch.tuning->up_eighths;
   CF_TRY(choose("up_eighths", choices.up_eighths, 0, 8, p.up_eighths));
-  // Splits that fill the grid cost little at kv_len 128 and save a seventh at 2048, on an H200.
   // The kernels for packed weights are compiled for one head a GQA tile alone.
   p.gqa_heads = choices.shares_keys.value_or(true) && !packed ? gqa_heads(d) : 1;
   p.group_gqa_tiles = d.group / p.gqa_heads;
@@ -315,12 +300,12 @@ Result<PersistentPlan> plan_persistent(const Arch& arch, const PersistentModel& 
                   text(batch) + " sequences");
   CF_TRY(choose("stages", choices.stages, kMinStages, p.stages, p.stages));
   if (choices.stages) p.ring_bytes = p.stages * p.stage_bytes;
-  p.stages_in_flight = std::clamp(kBytesInFlight / p.stage_bytes, 1, p.stages - 2);
+  p.stages_in_flight = std::clamp(arch.tuning->bytes_in_flight / p.stage_bytes, 1, p.stages - 2);
   CF_TRY(choose("stages_in_flight", choices.stages_in_flight, 1, p.stages - 2, p.stages_in_flight));
-  p.ahead_stages = kAheadStages;
+  p.ahead_stages = arch.tuning->ahead_stages;
   CF_TRY(choose("ahead_stages", choices.ahead_stages, 0, 32, p.ahead_stages));
-  p.ahead_clocks = 1024 / kAheadBytesPerClock;
-  p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : kBytesInFlight;
+  p.ahead_clocks = 1024 / arch.tuning->ahead_bytes_per_clock;
+  p.bytes_in_flight = choices.stages_in_flight ? p.stages_in_flight * p.stage_bytes : arch.tuning->bytes_in_flight;
   p.key_stage = ring_stage(p, p.stage_keys * d.head_dim * 4);
   p.smem_bytes = persistent_layout(d, p).bytes;
   p.divisors = {.attention_splits = Divisor(p.attention_splits),

@@ -94,14 +94,6 @@ inline constexpr int kSplitKeys = 128;
 /// Heads of more elements have no GQA tiles: registers do not hold the sums of several such heads beside what else a
 /// warp keeps.
 inline constexpr int kMaxGqaHeadDim = 128;
-/// In caches of up to this many entries each query head loads its keys by itself. In larger ones the query heads of a
-/// kv head share one load. The bound is for one sequence, measured on an H200: data/bench/TRIALS.md, shared-keys. With
-/// Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192. With Llama-3.2-1B they are slower up to
-/// 2048 and faster from 4096 on.
-inline constexpr std::int64_t kUnsharedEntries = 4096;
-/// The bound for several sequences. Nobody has measured a larger one: their keys are more bytes beside the same
-/// weights.
-inline constexpr std::int64_t kUnsharedEntriesOfMany = 2048;
 /// How a block multiplies its rows by the tokens. Each way has kernels of its own.
 enum class Products : int {
   rows,             // one token, a parallel residual: a warp multiplies whole slices of rows
@@ -238,8 +230,10 @@ struct PersistentChoices {
 /// The choices for `batch` sequences with caches of `capacity` entries: heads share keys in large caches, unless
 /// shares_keys is chosen already. By the capacity and not by kv_len, so that bits do not depend on how launches are
 /// cut.
-inline PersistentChoices for_capacity(PersistentChoices choices, std::int64_t batch, std::int64_t capacity) {
-  if (!choices.shares_keys) choices.shares_keys = capacity > (batch == 1 ? kUnsharedEntries : kUnsharedEntriesOfMany);
+inline PersistentChoices for_capacity(const Arch& arch, PersistentChoices choices, std::int64_t batch,
+                                      std::int64_t capacity) {
+  const std::int64_t unshared = batch == 1 ? arch.tuning->unshared_entries : arch.tuning->unshared_entries_of_many;
+  if (!choices.shares_keys) choices.shares_keys = capacity > unshared;
   return choices;
 }
 

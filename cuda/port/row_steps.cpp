@@ -5,6 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/model/passes.hpp"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/port/row_ops.hpp"
 #include "cuda/runtime/check.hpp"
@@ -13,35 +15,48 @@ namespace cf::cuda {
 namespace {
 
 /// The walk of a step, as MovableGraph takes it.
-auto walk_of(const LayerOps& ops, const ops::DecodeLayer::Args& a, const TokenRows& rows) {
+auto walk_of(const RowOps& ops, const ops::DecodeLayer::Args& a, const TokenRows& rows) {
   return [&ops, &a, &rows](auto&& f) {
-    return for_each_op_of_rows(ops, a, rows, [&]<class Args>(const Args& args, const LaunchMode& mode, const char*) {
+    return for_each_op_of_rows(ops.few, a, rows, [&]<class Args>(const Site& site, const Args& args) {
       std::int64_t number = 0;
       if constexpr (std::is_same_v<Args, ops::Attention::Args>) number = args.max_kv_len;
       if constexpr (std::is_same_v<Args, AppendRows::Args>) number = rows.last;
-      return f(args, mode, number);
+      return f(args, ops.mode(site), number);
     });
   };
 }
 
 }  // namespace
 
+Result<RowOps> row_ops(const Target& target, const ops::DecodeLayer::Args& a) {
+  CF_TRY_ASSIGN(Program program, record_layer(a.model, a.weights, a.t));
+  program = with_ln_qkv(std::move(program), [&](const Call& call) { return takes(target, call); });
+  CF_TRY_ASSIGN(StepPlan plan, choose(target, std::move(program)));
+  set_graph_modes(target.arch, plan);
+  RowOps ops;
+  for (const PlannedNode& n : plan.nodes) {
+    ops.few = ops.few || std::holds_alternative<ops::LnQkv::Args>(n.node.call);
+    ops.modes[n.node.at.site.id] = n.mode;
+  }
+  return ops;
+}
+
 Status prepare_layer(const ops::DecodeLayer::Args& a, const TokenRows& rows, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
-  return for_each_op_of_rows(layer_ops(launches.arch(), a.model, a.weights, a.t), a, rows,
-                             [&](const auto& args, const LaunchMode&, const char* label) {
-                               launches.set_label(label);
-                               return prepare(args, launches);
-                             });
+  CF_TRY_ASSIGN(const RowOps ops, row_ops(target_of(launches), a));
+  return for_each_op_of_rows(ops.few, a, rows, [&](const Site& site, const auto& args) {
+    launches.set_label(ops.few ? nullptr : site.name.data());  // a literal, which ends in a zero byte
+    return prepare(args, launches);
+  });
 }
 
 Status RowSteps::capture(const AttentionPlan& plan, const ops::DecodeLayer::Args& a, const TokenRows& rows) {
   LaunchList checked(context_);
   checked.trust_addresses();
   CF_TRY(check_call(a, checked));
-  const LayerOps ops = layer_ops(context_.arch(), a.model, a.weights, a.t);
+  CF_TRY_ASSIGN(RowOps ops, row_ops(target_of(checked), a));
   CF_TRY_ASSIGN(MovableGraph graph, MovableGraph::create(context_, walk_of(ops, a, rows)));
-  captured_.push_back({.plan = plan, .ops = ops, .graph = std::move(graph)});
+  captured_.push_back({.plan = plan, .ops = std::move(ops), .graph = std::move(graph)});
   return {};
 }
 
@@ -52,7 +67,13 @@ Status RowSteps::step(const ops::DecodeLayer::Args& a, const TokenRows& rows, CU
                                                     std::to_string(rows.first) + " on");
   // The plan divides by kv_heads, before capture() checks the call.
   CF_TRY(check_kv_heads(ops::DecodeLayer::name, a.t.q.shape[1], a.t.k_cache.shape[1]));
-  const AttentionPlan plan = attention_plan(context_.arch(), a.t);
+  const ops::Attention::Args attention{.q = a.t.q,
+                                       .k_cache = a.t.k_cache,
+                                       .v_cache = a.t.v_cache,
+                                       .kv_len = a.t.kv_len,
+                                       .y = a.t.context,
+                                       .max_kv_len = a.t.max_kv_len};
+  const AttentionPlan plan = attention_plan(context_.arch(), ops::Attention::dims(attention), a.t.q.dtype);
   const auto found = std::ranges::find(captured_, plan, &Captured::plan);
   if (found == captured_.end()) {
     CF_TRY(capture(plan, a, rows));

@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "core/ops/decode_layer.hpp"
-#include "cuda/model/layer_ops.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/port/movable.hpp"
+#include "cuda/port/row_ops.hpp"
 #include "cuda/port/token_rows.hpp"
 
 namespace cf::cuda {
@@ -31,7 +31,7 @@ class RowSteps {
   /// A graph for one plan of attention. All other plans of a step follow from what all steps have in common.
   struct Captured {
     AttentionPlan plan;
-    LayerOps ops;
+    RowOps ops;
     MovableGraph graph;
   };
   Status capture(const AttentionPlan& plan, const ops::DecodeLayer::Args& a, const TokenRows& rows);

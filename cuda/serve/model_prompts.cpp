@@ -2,25 +2,27 @@
 #include <iterator>
 #include <utility>
 
+#include "core/model/passes.hpp"
 #include "core/model/taps.hpp"
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_ops.hpp"
 #include "cuda/serve/model_state.hpp"
+#include "cuda/step/capture.hpp"
 
 namespace cf::cuda {
 
 Result<GraphExec> Model::State::pass_graph(const ModelTensors& t) {
   const AnyView<2> layers_output = t.hidden[std::size_t(spec.shape.num_layers) % 2];
   const auto record = [&](DataflowCapture& graph) {
-    return for_each_model_site(
-        spec, weights.model_weights(), t, with_rope_append([&](const ModelSite& site, const auto& args) -> Status {
-          if (site.site.id != SiteId::final_layer_norm) return name_site(site, graph.run(args, {.early = true}));
-          // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
-          LaunchList launches(context, workspace.scratch());
-          CF_TRY(name_site(site, prepare(args, launches)));
-          const void *const reads[] = {layers_output.data}, *const writes[] = {t.final_norm.data};
-          return graph.add(reads, writes, launches, true);
-        }));
+    CF_TRY_ASSIGN(Program program, record_model(spec, weights.model_weights(), t));
+    program = with_rope_append(std::move(program));
+    for (Node& node : program.nodes) {
+      // The final LayerNorm reads the last rows of the layers' output. A graph knows tensors by their first byte.
+      if (node.at.site.id == SiteId::final_layer_norm) node.reads = {layers_output.data};
+      LaunchList launches = graph.launches({.early = true});
+      CF_TRY(name_site(node.at, prepare(node, launches)));
+      CF_TRY(graph.add(node.reads, node.writes, launches, true));
+    }
+    return Status();
   };
   return capture_dataflow(context, record, workspace.scratch());
 }
@@ -64,19 +66,22 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
   }
   // A layer's launches are put onto the stream as soon as they are prepared, so that the device need not wait.
   std::vector<LaunchList> parts;
-  std::int64_t layer = -1;
-  parts.emplace_back(context, workspace.scratch());
-  const auto add = [&](const ModelSite& site, const auto& args) -> Status {
-    if (site.layer != layer) {
-      layer = site.layer;
-      CF_TRY(parts.back().submit(stream.get(), how));
-      parts.emplace_back(context, workspace.scratch());
+  Program part;
+  const auto submit = [&]() -> Status {
+    LaunchList& launches = parts.emplace_back(context, workspace.scratch());
+    for (const Node& node : with_rope_append(std::exchange(part, {})).nodes) {
+      launches.set_label(node.at.site.name.data());  // a literal, which ends in a zero byte
+      CF_TRY(name_site(node.at, prepare(node, launches)));
     }
-    parts.back().set_label(site.site.name.data());  // a literal, which ends in a zero byte
-    return name_site(site, prepare(args, parts.back()));
+    return launches.submit(stream.get(), how);
   };
-  CF_TRY(for_each_model_site(spec, weights.model_weights(), t, with_rope_append(add)));
-  CF_TRY(parts.back().submit(stream.get(), how));
+  const auto add = [&](const ModelSite& site, const auto& args) -> Status {
+    if (!part.nodes.empty() && part.nodes.back().at.layer != site.layer) CF_TRY(submit());
+    part.nodes.push_back(make_node(site, args));
+    return {};
+  };
+  CF_TRY(for_each_model_site(spec, weights.model_weights(), t, add));
+  CF_TRY(submit());
   constexpr std::size_t most_passes = 64;
   if (passes.size() == most_passes) passes.clear();
   passes[key] = {};

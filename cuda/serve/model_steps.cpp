@@ -1,8 +1,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "cuda/graph/capture.hpp"
-#include "cuda/model/layer_graph.hpp"
+#include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
 #include "cuda/serve/model_state.hpp"
 
@@ -127,11 +128,12 @@ Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
 }
 
 Status Model::State::place(std::span<const Token> tokens) {
-  SlotTokens placed{};
-  std::fill(std::begin(placed.position), std::end(placed.position), std::int32_t(options.capacity));
+  SlotTokens placed{};  // every slot idle
+  std::fill(std::begin(placed.length), std::end(placed.length), kIdleLength);
   for (const Token& t : tokens) {
     placed.id[t.slot] = t.id;
     placed.position[t.slot] = std::int32_t(t.position);
+    placed.length[t.slot] = std::int32_t(t.position + 1);
   }
   return enqueue_place(step, placed, context);
 }

@@ -76,6 +76,24 @@ inline constexpr Tuning kH200Tuning{
     //   Llama-3.1-8B, kv_len 512            1.77   1.25
     .persistent_parallel = {{{.most_slots = 1, .least_hidden = 1024}, {.most_slots = 4, .least_hidden = 2048}}},
     .persistent_sequential = {{{.most_slots = 1, .least_hidden = 2048}, {.most_slots = 2, .least_hidden = 3584}}},
+    // Record: commit 0c6a13f. The fastest of 20, 40, 60, 80, 100, 120 and 140 KB: with less, a block that lags cannot
+    // catch up while others wait for it; more makes every wait between blocks longer.
+    .bytes_in_flight = 60 << 10,
+    // Record: TRIALS.md, prefetches. The memory delivers about 20 bytes a clock to each SM. At that rate Pythia-12B is
+    // slower than without prefetches: its blocks seldom wait. At 13 it is as fast as without them. At 8 the others gain
+    // less.
+    .ahead_stages = 8,
+    .ahead_bytes_per_clock = 13,
+    // Record: ablation-pythia-2.8b.json. Of 0, 2, 4, 6 and 8 none is faster at kv_len 128 and 2048.
+    .up_eighths = 4,
+    // Record: commit 4382172, of an H100. 0 is faster than 2, 3, 4, 6 and 8 for Pythia-2.8B at kv_len 128: all of the
+    // product runs while the context travels from block to block.
+    .packed_up_eighths = 0,
+    // Record: TRIALS.md, shared-keys. With Llama-3.1-8B shared loads are slower up to kv_len 4096 and faster at 8192.
+    // With Llama-3.2-1B they are slower up to 2048 and faster from 4096 on.
+    .unshared_entries = 4096,
+    // Nobody has measured a larger bound for several sequences: their keys are more bytes beside the same weights.
+    .unshared_entries_of_many = 2048,
 };
 
 // What else was measured on an H200, without a number that a plan reads:
@@ -87,6 +105,9 @@ inline constexpr Tuning kH200Tuning{
 //                                     launched one by one take 3 % longer.
 //   cuda/serve/model_steps.cpp        An LM head that starts early reads more slowly until its end, for Llama-3.1-8B
 //                                     with packed weights.
+//   cuda/persistent/plan.cpp          Key splits that fill the grid cost little at kv_len 128 and save a seventh at
+//                                     2048.
+//   cuda/persistent/packed.cuh        Of an H100: a first version with 16-bit operands, without digits, was slower.
 //   cuda/device/barrier.cuh           try_wait_barrier() waits for about 4 us.
 
 /// Kernels are compiled with one GPU's numbers, for all architectures.

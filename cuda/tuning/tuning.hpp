@@ -49,6 +49,16 @@ struct Tuning {
   // Whether steps run in the persistent kernel: any of the bounds for the model's kind of residual. Models of packed
   // weights run in the graph.
   std::array<PersistentBound, 2> persistent_parallel, persistent_sequential;
+
+  // The persistent kernel: cuda/persistent/plan.cpp.
+  int bytes_in_flight;        // of weights, an SM
+  int ahead_stages;           // the most that are prefetched into the L2 while the ring is full
+  int ahead_bytes_per_clock;  // the rate of these prefetches
+  int up_eighths;             // eighths of a block's rows of mlp.dense_h_to_4h that come before attention
+  int packed_up_eighths;      // the same of one token with packed weights
+  // In caches of up to this many entries each query head loads its keys by itself; in larger ones the heads of a kv
+  // head share one load. For one sequence, and for several.
+  std::int64_t unshared_entries, unshared_entries_of_many;
 };
 
 }  // namespace cf::cuda

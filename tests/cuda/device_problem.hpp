@@ -94,21 +94,20 @@ class DeviceProblem {
     Op::tensors(host_.dims(), args_, [&](const TensorSpec&, auto& view, auto) {
       view.data = reinterpret_cast<decltype(view.data)>(device_[i++].data() + Problem<Op>::guard_bytes);
     });
-    if constexpr (requires { args_.linear; }) pack_weight();
+    if constexpr (requires { args_.linear; }) pack_weight(args_.linear, host_.args().linear);
+    if constexpr (requires { args_.linear2; }) pack_weight(args_.linear2, host_.args().linear2);
   }
-  /// Puts a packed weight in device memory in place of a quantised one.
-  void pack_weight() {
-    cuda::Packed packed;
-    typename Op::Args host = host_.args();
-    const Status s = cuda::pack_call(host, packed);
-    INFO(s.message());
-    REQUIRE(s);
-    if (!packed.storage) return;
-    const auto* const block = static_cast<const std::byte*>(packed.storage.data());
-    packed_.emplace_back(std::span(block, std::size_t(packed.storage.size_bytes())));
-    auto& weight = std::get<PackedWeight>(packed.weight);
+  /// Puts a packed weight in device memory in place of a quantised one, which lies on the host.
+  void pack_weight(LinearParams& linear, const LinearParams& host) {
+    Result<cuda::Packed> packed = cuda::pack(host.weight, cuda::pack_hint(host_.args()));
+    INFO(packed.status().message());
+    REQUIRE(packed);
+    if (!packed->storage) return;
+    const auto* const block = static_cast<const std::byte*>(packed->storage.data());
+    packed_.emplace_back(std::span(block, std::size_t(packed->storage.size_bytes())));
+    auto& weight = std::get<PackedWeight>(packed->weight);
     weight.data.data = reinterpret_cast<const std::int32_t*>(packed_.back().data());
-    args_.linear.weight = weight;
+    linear.weight = weight;
   }
 
   Problem<Op> host_;

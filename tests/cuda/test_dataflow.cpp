@@ -3,8 +3,8 @@
 
 #include "core/model/config.hpp"
 #include "core/model/layer.hpp"
+#include "core/model/passes.hpp"
 #include "cuda/graph/dataflow.hpp"
-#include "cuda/model/layer_ops.hpp"
 #include "cuda/port/row_ops.hpp"
 #include "tests/support/catch.hpp"
 
@@ -128,13 +128,14 @@ TEST_CASE("dataflow: a parallel residual gives the layer two branches, a sequent
     Dataflow flow;
     std::vector<Tasks> all;
     for (const LayerTensors* t : {&first, &second}) {
-      const auto add = [&]<class Args>(const Site&, const Args& args) {
+      const auto add = [&]<class Args>(const Args& args) {
         all.push_back(add_op(flow, args));
         return Status();
       };
-      const Status walked = joined ? for_each_site(m, LayerWeights{}, *t, cuda::with_rope_append(add))
-                                   : for_each_site(m, LayerWeights{}, *t, add);
-      REQUIRE(walked);
+      Result<Program> program = record_layer(m, LayerWeights{}, *t);
+      REQUIRE(program);
+      if (joined) *program = with_rope_append(*program);
+      REQUIRE(run_program(*program, add));
     }
     return all;
   };
@@ -210,12 +211,11 @@ TEST_CASE("dataflow: rows are stored beside attention where ln_qkv appends, and 
     Dataflow flow;
     std::vector<Tasks> all;
     const cuda::TokenRows given{.k = rows(k_rows), .v = rows(v_rows), .first = first, .last = 2};
-    const auto add = [&]<class Args>(const Args& args, const cuda::LaunchMode&, const char* label) {
-      CHECK((label == nullptr) == few);
+    const auto add = [&]<class Args>(const Site&, const Args& args) {
       all.push_back(add_op(flow, args));
       return Status();
     };
-    REQUIRE(cuda::for_each_op_of_rows({.few = few}, a, given, add));
+    REQUIRE(cuda::for_each_op_of_rows(few, a, given, add));
     return all;
   };
   // ln_qkv 0, the rows 1, context 2, dense 3, post_attention_layernorm 4, dense_h_to_4h 5, dense_4h_to_h 6.
@@ -244,18 +244,16 @@ TEST_CASE("dataflow: products that normalise their token make a chain of five op
   second.output = other.tensors().output;
   second.k_cache = other.tensors().k_cache;
   second.v_cache = other.tensors().v_cache;
-  LayerWeights weights;
-  for (LinearParams* l : {&weights.query_key_value, &weights.dense, &weights.dense_h_to_4h, &weights.dense_4h_to_h})
-    l->weight = PackedWeight{};
   Dataflow flow;
   std::vector<Tasks> all;
-  for (const LayerTensors* t : {&first, &second})
-    REQUIRE(cuda::for_each_layer_op({.norms = true}, m.spec(), weights, *t,
-                                    [&](const auto& args, const cuda::LaunchMode& mode) {
-                                      CHECK(mode.early);
-                                      all.push_back(add_op(flow, args));
-                                      return Status();
-                                    }));
+  for (const LayerTensors* t : {&first, &second}) {
+    const Result<Program> program = record_layer(m.spec(), LayerWeights{}, *t);
+    REQUIRE(program);
+    REQUIRE(run_program(with_rms_qkv(with_rope_append(with_rms_linear(*program))), [&](const auto& args) {
+      all.push_back(add_op(flow, args));
+      return Status();
+    }));
+  }
   // RmsQkv 0, context 1, dense 2, RmsLinear 3, dense_4h_to_h 4; the second layer's from 5.
   CHECK(all == std::vector<Tasks>{{}, {0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}});
   // What is not written is not read either.

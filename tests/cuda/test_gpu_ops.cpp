@@ -32,6 +32,24 @@ OP_TEST_CASE("Every op on the GPU agrees with the oracle at long kv_len", "[gpu]
   for (DType activation : {DType::f16, DType::bf16, DType::f32}) CHECK(check_setups<TestType>(activation, true) >= 5);
 }
 
+OP_TEST_CASE("Every fused op on the GPU agrees with the oracle where a kernel takes it", "[gpu][ops][gptq][small]",
+             ops::Fused) {
+  int ran = 0;
+  for (DType activation : {DType::f16, DType::bf16})
+    for (Fill fill : {Fill::normal, Fill::heavy_tailed})
+      for (const auto& [heads, kv_heads, head_dim, hidden] :
+           {std::tuple<int, int, int, int>{4, 2, 64, 256}, {5, 5, 80, 400}, {8, 2, 128, 1024}}) {
+        Setup s{.model = gated_model_of(ModelType::llama, heads, kv_heads, head_dim, hidden, 512),
+                .load = {.batch = 1, .q_len = 1, .kv_len = 9, .capacity = 12},
+                .activation = activation,
+                .fill = fill,
+                .gptq = {4, 128, 1, false}};
+        s.weight = s.values = activation;
+        ran += check_on_device<TestType>(s, example_of<TestType>(s));
+      }
+  CHECK(ran >= 6);
+}
+
 OP_TEST_CASE("No op on the GPU keeps device memory", "[gpu][alone]", ops::All) {
   cuda::Context c = context();
   const Setup s{

@@ -316,7 +316,7 @@ TEST_CASE("persistent: heads share keys in long caches alone, unless they are to
   const ModelConfig m = gated_model_of(ModelType::llama, 8, 2, 64, 512, 1024);
   const auto heads = [&](std::int64_t batch, std::int64_t capacity, const PersistentChoices& choices = {}) {
     const auto plan =
-        plan_persistent(kH200, persistent_model(m, m.dtype), batch, for_capacity(choices, batch, capacity));
+        plan_persistent(kH200, persistent_model(m, m.dtype), batch, for_capacity(kH200, choices, batch, capacity));
     REQUIRE(plan);
     return plan->gqa_heads;
   };
@@ -461,7 +461,7 @@ TEST_CASE("persistent: mlp.act goes to registers where each warp has a long slic
   const auto plan = [](const char* name, PersistentChoices choices = {}) {
     const auto m = find_preset(name);
     REQUIRE(m);
-    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), 1, for_capacity(choices, 1, 512));
+    const auto p = plan_persistent(kH200, persistent_model(*m, m->dtype), 1, for_capacity(kH200, choices, 1, 512));
     REQUIRE(p);
     return *p;
   };

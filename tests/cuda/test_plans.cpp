@@ -617,7 +617,8 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
           CHECK((p.tokens >= 1 && p.tokens <= tokens && p.tokens <= 1 << p.token_bits));
           CHECK((p.early >= 1 && p.early <= p.stages));
           const int elements = p.tiles * kGptqRows << p.token_bits;
-          CHECK((p.share % kGptqRows == 0 && p.share <= elements && p.share * p.split >= elements));
+          CHECK((p.block_elements % kGptqRows == 0 && p.block_elements <= elements &&
+                 p.block_elements * p.split >= elements));
           CHECK(kGptqOneTokenGroups * kGptqTileBytes <= p.stage_bytes);  // that one token multiplies in any case
           CHECK(bool(p.digit_bytes) == one_token);
           for (int half = 0; half < 2 * chunks; ++half) REQUIRE(gptq_group(p, half) == half / halves);
@@ -658,7 +659,7 @@ TEST_CASE("linear of 4 bits: a part's chunks and groups are what its kernel and 
   const auto finishers = [](std::int64_t in, std::int64_t out, std::int64_t tokens) {
     const GptqPlan p = gptq_plan(kH200, {int(out / 16), int((in + 63) / 64), 4, tokens == 1}, tokens, kLinearGptqTurns,
                                  kLinearGptqBlocksPerSm);
-    return ((p.tiles * kGptqRows << p.token_bits) + p.share - 1) / p.share;
+    return ((p.tiles * kGptqRows << p.token_bits) + p.block_elements - 1) / p.block_elements;
   };
   CHECK(finishers(10240, 2560, 8) == 1);
   CHECK(finishers(16384, 4096, 1) == 1);
@@ -684,7 +685,7 @@ TEST_CASE("two products of 4 bits in one launch: a cluster's blocks take all col
         const GptqPlan& p = *plans[product];
         CHECK((p.grid == plan.second.grid && p.split == plan.second.split && p.tiles == plan.second.tiles));
         CHECK((p.stage_bytes == plan.second.stage_bytes && p.smem_bytes == plan.second.smem_bytes));
-        CHECK((p.tokens == tokens && p.share == p.tiles * kGptqRows << p.token_bits));
+        CHECK((p.tokens == tokens && p.block_elements == p.tiles * kGptqRows << p.token_bits));
         // The columns by the plan that the product alone has, so that its sums have the same order.
         const GptqPlan alone = gptq_plan(kH200, sizes[product], tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm);
         const int blocks = product == 0 ? 1 : p.split - 1;
@@ -804,7 +805,7 @@ TEST_CASE("a launch that does not fit or does not cover is found", "[plans]") {
 TEST_CASE("a plan prints in one line, with every number that a choice changes", "[plans]") {
   const GptqPlan gptq{.split = 2,
                       .tiles = 3,
-                      .share = 16,
+                      .block_elements = 16,
                       .stages = 4,
                       .full = 1,
                       .early = 3,

@@ -1,6 +1,7 @@
 // How often a step of all slots reads each weight, by the ops that it is made of and the launches of each: for every
 // Pythia model, as sites one by one and as a graph, on each device. Nothing runs, and no GPU is needed.
 #include <algorithm>
+#include <any>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -12,7 +13,6 @@
 #include "core/model/config.hpp"
 #include "core/model/model.hpp"
 #include "core/procedural.hpp"
-#include "cuda/model/layer_ops.hpp"
 #include "cuda/ops/attention/attention.hpp"
 #include "cuda/ops/linear/cublaslt/plan.hpp"
 #include "cuda/ops/linear/gemv/plan.hpp"
@@ -20,6 +20,8 @@
 #include "cuda/ops/linear/tiles/plan.hpp"
 #include "cuda/ops/linear/wgmma/plan.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.hpp"
+#include "cuda/step/choose.hpp"
+#include "cuda/step/outline.hpp"
 #include "tests/support/catch.hpp"
 
 using namespace cf;
@@ -27,73 +29,34 @@ using namespace cf::cuda;
 
 namespace {
 
-/// A model's step whose tensors have shapes and addresses, and at these addresses nothing.
-class Step {
- public:
-  Step(const ModelConfig& config, std::int64_t slots, DType dtype, WeightFormat linears)
-      : spec(config.spec()), weights(outline_model(spec, dtype, linears)) {
-    for_each_model_weight(spec, weights, [&](const TensorSpec&, auto& view, const auto&) { place(view); });
-    for (LayerWeights& w : weights.layers)
-      for_each_linear(spec, w, [&](const Site& site, LinearParams& l, const LinearSize& size) {
-        if (linears.bits == 0) return;
-        l.weight = packed(size, linears, site.id == SiteId::query_key_value ? qkv_pairs(spec) : RopePairs{});
-      });
-    tie_embeddings(spec, weights);
-    const std::int64_t capacity = 64;
-    for_each_activation(
-        spec.shape, {.batch = slots, .q_len = 1, .table_rows = capacity, .capacity = capacity},
-        [&](const TensorSpec&, auto& view, const auto& shape) {
-          point(view, nullptr, shape, dtype);
-          place(view);
-        },
-        tensors.layer);
-    tensors.layer.max_kv_len = capacity;
-    tensors.ids.shape = {slots};
-    const auto matrix = [&](AnyView<2>& view, std::int64_t columns) {
-      view = {nullptr, {slots, columns}, dtype};
-      place(view);
-    };
-    for (AnyView<2>& h : tensors.hidden) matrix(h, spec.shape.hidden_size);
-    matrix(tensors.final_norm, spec.shape.hidden_size);
-    matrix(tensors.logits, spec.shape.vocab_size);
-    caches.assign(weights.layers.size(), {tensors.layer.k_cache, tensors.layer.v_cache});
-    tensors.caches = caches;
-  }
-
-  ModelSpec spec;
-  ModelWeights weights;
-  ModelTensors tensors;
-  std::vector<LayerCache> caches;
-
- private:
-  template <class V>
-  void place(V& view) {
-    view.data = reinterpret_cast<typename V::element*>(next_);
-    next_ += std::uintptr_t(view.bytes() + 255) / 256 * 256;
-  }
-
-  PackedWeight packed(const LinearSize& size, WeightFormat format, const RopePairs& pairs) {
-    const auto groups = std::int32_t((size.in + format.group_size - 1) / format.group_size);
-    const GptqLayout layout{.row_tiles = std::int32_t((size.out + kGptqRows - 1) / kGptqRows),
-                            .chunks = std::int32_t((size.in + kGptqColumns - 1) / kGptqColumns),
-                            .groups = groups,
-                            .columns_per_group = std::int32_t(format.group_size),
-                            .fits_f16 = true,
-                            .pairs = pairs};
-    PackedWeight w{.packer = kCudaPacker, .format = format, .out = size.out, .in = size.in, .data = {}, .layout = {}};
-    w.data.shape = {layout.words()};
-    place(w.data);
-    std::memcpy(w.layout.data(), &layout, sizeof layout);
-    return w;
-  }
-
-  std::uintptr_t next_ = 4096;
+/// The outline of a model's step.
+struct Step : StepOutline {
+  Step(const ModelConfig& m, std::int64_t slots, DType dtype, WeightFormat linears, std::int64_t capacity = 64)
+      : StepOutline(m.spec(), {.batch = slots, .q_len = 1, .table_rows = capacity, .capacity = capacity}, dtype,
+                    linears, slots) {}
 };
+
+/// The first layer as a graph has it.
+StepPlan graph_of(const StepOutline& step, const Arch& arch) {
+  Result<Program> program = step.record_layer(0);
+  REQUIRE(program);
+  Result<StepPlan> plan = plan_graph({.arch = arch}, *std::move(program));
+  INFO(plan.status().message());
+  REQUIRE(plan);
+  return *std::move(plan);
+}
+
+/// The number of nodes whose call is of an op.
+template <class Op>
+int count(const StepPlan& plan) {
+  return int(std::ranges::count_if(
+      plan.nodes, [](const PlannedNode& n) { return std::holds_alternative<typename Op::Args>(n.node.call); }));
+}
 
 /// The launches of an op's call that read its weights. `library` says whether cuBLASLt is there.
 template <class Args>
 Result<std::int64_t> launches_of(const Arch&, const Args&, bool) {
-  return std::int64_t(1);  // rows of one token, or no weights
+  return std::int64_t(1);  // rows of one token, no weights, or a fused op's kernel, which takes all tokens at once
 }
 
 Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, bool library) {
@@ -129,20 +92,6 @@ Result<std::int64_t> launches_of(const Arch& arch, const ops::Linear::Args& a, b
   return launches;
 }
 
-Result<std::int64_t> launches_of(const Arch& arch, const cuda::LinearSum::Args& a, bool) {
-  REQUIRE(linear_sum_plan(arch, a).second.tokens == a.first.x.shape[0]);
-  return std::int64_t(1);
-}
-
-Result<std::int64_t> launches_of(const Arch& arch, const cuda::RmsLinear::Args& a, bool) {
-  REQUIRE(rms_linear_plan(arch, a).tokens == a.norm.x.shape[0]);
-  return std::int64_t(1);
-}
-Result<std::int64_t> launches_of(const Arch& arch, const cuda::RmsQkv::Args& a, bool) {
-  REQUIRE(rms_qkv_plan(arch, a).tokens == a.norm.x.shape[0]);
-  return std::int64_t(1);
-}
-
 Result<std::int64_t> launches_of(const Arch& arch, const ops::LnQkv::Args& a, bool) {
   const auto d = ops::LnQkv::dims(a);
   const auto bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));
@@ -171,19 +120,10 @@ Result<Reads> reads_of(const Step& s, const Arch& arch, bool graph, bool library
     });
     return {};
   };
-  CF_TRY(for_each_model_site(s.spec, s.weights, s.tensors, [&](const ModelSite& site, const auto& args) -> Status {
-    if (site.site.id == SiteId::embed_in) {
-      // The table is read by rows. Behind it come the layers of a graph.
-      for (const LayerWeights& w : s.weights.layers)
-        if (graph) {
-          LayerTensors t = s.tensors.layer;
-          t.hidden = s.tensors.hidden[0];
-          CF_TRY(for_each_layer_op(arch, s.spec, w, t, [&](const auto& op, const LaunchMode&) { return add(op); }));
-        }
-      return {};
-    }
-    return graph && site.layer >= 0 ? Status() : add(args);
-  }));
+  CF_TRY_ASSIGN(Program program, s.record());
+  if (graph) program = fuse({.arch = arch}, std::move(program));
+  for (const Node& node : program.nodes)
+    if (node.at.site.id != SiteId::embed_in) CF_TRY(std::visit(add, node.call));  // the table is read by rows
   return reads;
 }
 
@@ -262,18 +202,13 @@ TEST_CASE("a graph's step has ln_qkv in the place of four sites for few slots, a
   m.num_hidden_layers = 1;
   for (const auto& [slots, few] : {std::pair{1, true}, {3, true}, {8, false}, {16, false}, {64, false}}) {
     const Step step(m, slots, DType::f16, {});
-    int ln_qkv = 0, rope_append = 0, ops = 0;
-    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
-                              [&]<class Args>(const Args&, const LaunchMode&) {
-                                ln_qkv += std::is_same_v<Args, ops::LnQkv::Args>;
-                                rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
-                                ++ops;
-                                return Status();
-                              }));
+    const StepPlan plan = graph_of(step, kH200);
+    const int ln_qkv = count<ops::LnQkv>(plan), rope_append = count<ops::RopeAppend>(plan),
+              ops = int(plan.nodes.size());
     CAPTURE(slots);
     CHECK(ln_qkv == int(few));
     CHECK(rope_append == int(!few));
-    CHECK(ops == int(sites.size()) - (few ? 3 : 1));
+    CHECK(ops == int(names_of(step.spec).sites().size()) - (few ? 3 : 1));
   }
 }
 
@@ -296,18 +231,13 @@ TEST_CASE("a graph's step makes attention.dense and mlp.dense_4h_to_h of quantis
     m.use_parallel_residual = parallel;
     for (const WeightFormat format : {WeightFormat{.bits = 4, .group_size = 128}, WeightFormat{}}) {
       const Step step(m, slots, DType::f16, format);
-      int summed = 0, linears = 0;
-      const LayerTensors& tensors = step.tensors.layer;
-      REQUIRE(for_each_layer_op(
-          kH200, step.spec, step.weights.layers[0], tensors, [&]<class Args>(const Args& args, const LaunchMode&) {
-            linears += std::is_same_v<Args, ops::Linear::Args> || std::is_same_v<Args, ops::LnQkv::Args>;
-            if constexpr (std::is_same_v<Args, LinearSum::Args>) {
-              ++summed;
-              CHECK(args.first.y.data == tensors.attn_residual.data);
-              CHECK(args.second.y.data == tensors.output.data);
-            }
-            return Status();
-          }));
+      const StepPlan plan = graph_of(step, kH200);
+      const int summed = count<ops::LinearSum>(plan), linears = count<ops::Linear>(plan) + count<ops::LnQkv>(plan);
+      for (const PlannedNode& n : plan.nodes)
+        if (const auto* sum = std::get_if<ops::LinearSum::Args>(&n.node.call)) {
+          CHECK(sum->sum.data == step.tensors.layer.attn_residual.data);
+          CHECK(sum->y.data == step.tensors.hidden[1].data);
+        }
       CAPTURE(preset, parallel, slots, format.bits, linears);
       CHECK(summed == int(sums && format.bits));
       CHECK(linears + 2 * summed == 4);
@@ -325,80 +255,57 @@ TEST_CASE("a graph's step of RMSNorm and separate q, k and v: kernels of quantis
         for (const WeightFormat format :
              {WeightFormat{}, WeightFormat{.bits = 4, .group_size = 128}, WeightFormat{.bits = 4, .group_size = 32}}) {
           const Step step(m, slots, DType::f16, format);
-          int rms_norm = 0, rope_append = 0, rms_qkv = 0, rms_linear = 0, ops = 0;
-          REQUIRE(for_each_layer_op(arch, step.spec, step.weights.layers[0], step.tensors.layer,
-                                    [&]<class Args>(const Args& args, const LaunchMode&) {
-                                      rms_norm += std::is_same_v<Args, ops::RmsNorm::Args>;
-                                      rope_append += std::is_same_v<Args, ops::RopeAppend::Args>;
-                                      ++ops;
-                                      GptqPlan plan{};
-                                      if constexpr (std::is_same_v<Args, RmsQkv::Args>) {
-                                        ++rms_qkv;
-                                        plan = rms_qkv_plan(arch, args);
-                                        CHECK(args.rope.q.data == step.tensors.layer.q.data);
-                                      }
-                                      if constexpr (std::is_same_v<Args, RmsLinear::Args>) {
-                                        ++rms_linear;
-                                        plan = rms_linear_plan(arch, args);
-                                        CHECK(args.linear.y.data == step.tensors.layer.mlp_act.data);
-                                      }
-                                      CHECK(plan.smem_bytes <= arch.smem_per_block_bytes);
-                                      return Status();
-                                    }));
+          const StepPlan planned = graph_of(step, arch);
+          for (const PlannedNode& n : planned.nodes) {
+            if (const auto* plan = std::any_cast<GptqPlan>(&n.choice.planned.plan))
+              CHECK(plan->smem_bytes <= arch.smem_per_block_bytes);
+            if (const auto* qkv = std::get_if<ops::RmsQkv::Args>(&n.node.call))
+              CHECK(qkv->q.data == step.tensors.layer.q.data);
+            if (const auto* up = std::get_if<ops::RmsLinear::Args>(&n.node.call))
+              CHECK(up->y.data == step.tensors.layer.mlp_act.data);
+          }
           CAPTURE(preset, arch.compute_capability, slots, format.bits, format.group_size);
           const bool normalises = slots == 1 && format.bits && format.group_size == 128;
-          CHECK(rms_norm == (normalises ? 0 : 2));
-          CHECK(rope_append == int(!normalises));
-          CHECK(rms_qkv == int(normalises));
-          CHECK(rms_linear == int(normalises));
-          CHECK(ops == int(names_of(step.spec).sites().size()) - (normalises ? 4 : 1));
+          CHECK(count<ops::RmsNorm>(planned) == (normalises ? 0 : 2));
+          CHECK(count<ops::RopeAppend>(planned) == int(!normalises));
+          CHECK(count<ops::RmsQkv>(planned) == int(normalises));
+          CHECK(count<ops::RmsLinear>(planned) == int(normalises));
+          CHECK(int(planned.nodes.size()) == int(names_of(step.spec).sites().size()) - (normalises ? 4 : 1));
         }
   }
 }
 
-TEST_CASE("products that normalise their token take no calls that do not fit each other", "[plans][model]") {
+TEST_CASE("products that normalise their token take the calls that their kernels take", "[plans][model]") {
   ModelConfig m = *find_preset("llama-3.2-1b");
   m.num_hidden_layers = 1;
   const Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
-  RmsQkv::Args qkv;
-  RmsLinear::Args up;
-  REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
-                            [&]<class Args>(const Args& args, const LaunchMode&) {
-                              if constexpr (std::is_same_v<Args, RmsQkv::Args>) qkv = args;
-                              if constexpr (std::is_same_v<Args, RmsLinear::Args>) up = args;
-                              return Status();
-                            }));
-  const auto takes_qkv = [&](auto change) {
-    RmsQkv::Args a = qkv;
-    change(a);
-    return rms_qkv_plan(kH200, a).grid > 0;
-  };
-  const auto takes_up = [&](auto change) {
-    RmsLinear::Args a = up;
-    change(a);
-    return rms_linear_plan(kH200, a).grid > 0;
-  };
-  CHECK(takes_qkv([](auto&) {}));
-  CHECK(takes_up([](auto&) {}));
-  // A norm of another tensor, of other sizes, or of another dtype.
-  for (const auto change :
-       {+[](ops::RmsNorm::Args& n) { n.y.data = nullptr; }, +[](ops::RmsNorm::Args& n) { n.x.shape[1] += 8; },
-        +[](ops::RmsNorm::Args& n) { n.x.shape[0] = 2; }, +[](ops::RmsNorm::Args& n) { n.gamma.dtype = DType::f32; }}) {
-    CHECK_FALSE(takes_qkv([&](auto& a) { change(a.norm); }));
-    CHECK_FALSE(takes_up([&](auto& a) { change(a.norm); }));
+  ops::RmsQkv::Args qkv;
+  ops::RmsLinear::Args up;
+  for (const PlannedNode& n : graph_of(step, kH200).nodes) {
+    if (const auto* args = std::get_if<ops::RmsQkv::Args>(&n.node.call)) qkv = *args;
+    if (const auto* args = std::get_if<ops::RmsLinear::Args>(&n.node.call)) up = *args;
   }
-  // Sizes that no kernel of 16 bytes an access takes.
-  CHECK_FALSE(takes_up([](auto& a) { a.norm.x.shape[1] = a.linear.x.shape[1] = 2044; }));
-  CHECK_FALSE(takes_qkv([](auto& a) {
-    a.rope.qkv.shape[3] = a.rope.q.shape[2] = 4;
-    a.linear.y.shape[1] = a.rope.qkv.shape[1] * 4;
-  }));
-  // Heads that are not those of the product, or of several tokens.
-  CHECK_FALSE(takes_qkv([](auto& a) { a.linear.y.shape[1] += 64; }));
-  CHECK_FALSE(takes_qkv([](auto& a) { ++a.rope.q.shape[1]; }));
-  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.shape[0] = 2; }));
-  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.qkv.data = nullptr; }));
-  CHECK_FALSE(takes_qkv([](auto& a) { a.rope.layout = ops::QkvLayout::interleaved_by_head; }));
+  const auto reason = [&](auto args, auto change) {
+    change(args);
+    return choose({.arch = kH200}, args).status().message();
+  };
+  const auto check = [&](auto change, std::string_view words) {
+    INFO(reason(qkv, change) << "; " << reason(up, change));
+    CHECK(reason(qkv, change).find(words) != std::string::npos);
+    CHECK(reason(up, change).find(words) != std::string::npos);
+  };
+  CHECK(reason(qkv, [](auto&) {}).empty());
+  CHECK(reason(up, [](auto&) {}).empty());
+  check([](auto& a) { a.x.shape[0] = 2; }, "takes one token, got 2");
+  check([](auto& a) { a.gamma.dtype = DType::f32; }, "takes a gamma of the activations' dtype");
+  check([](auto& a) { a.x.shape[1] = 2044; }, "takes hidden a multiple of 8, got 2044");
+  check([](auto& a) { a.x.shape[1] = 8200; }, "eight elements a thread, got 8200");
+  check([](auto& a) { a.linear.weight = DenseWeight{}; }, "takes packed GPTQ weights");
+  check([](auto& a) { a.linear.bias = {&a, {8}, DType::f32}; }, "a bias of y's dtype");
+  // Rows in the order of other heads.
+  CHECK_FALSE(reason(qkv, [](auto& a) { ++a.q.shape[1]; }).empty());
+  CHECK_FALSE(reason(qkv, [](auto& a) { a.cos.shape[1] -= 8; }).empty());
+  CHECK_FALSE(reason(up, [&](auto& a) { a.linear = qkv.linear; }).empty());
 }
 
 TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone heads' clusters are the largest",
@@ -412,20 +319,16 @@ TEST_CASE("quantised layers of RMSNorm share all of an SM's memory unless lone h
     CAPTURE(name, kv_len);
     ModelConfig m = *find_preset(name);
     m.num_hidden_layers = 1;
-    Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128});
-    LayerTensors& t = step.tensors.layer;
-    t.max_kv_len = kv_len;
-    const AttentionPlan plan = attention_plan(kH200, t);
-    CHECK((plan.share_heads > 1 || plan.splits < kMaxSplits) == shares);
-    int ops = 0;
-    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], t,
-                              [&, shares = shares]<class Args>(const Args&, const LaunchMode& mode) {
-                                ++ops;
-                                CHECK(mode.shared_percent == (shares ? 100 : 0));
-                                CHECK(mode.leaves_room == shares);
-                                return Status();
-                              }));
-    CHECK(ops == 5);
+    const Step step(m, 1, DType::bf16, {.bits = 4, .group_size = 128}, kv_len);
+    const StepPlan planned = graph_of(step, kH200);
+    for (const PlannedNode& n : planned.nodes)
+      if (const auto* plan = std::any_cast<AttentionPlan>(&n.choice.planned.plan))
+        CHECK((plan->share_heads > 1 || plan->splits < kMaxSplits) == shares);
+    for (const PlannedNode& n : planned.nodes) {
+      CHECK(n.mode.shared_percent == (shares ? 100 : 0));
+      CHECK(n.mode.leaves_room == shares);
+    }
+    CHECK(planned.nodes.size() == 5);
   }
 }
 
@@ -449,22 +352,19 @@ TEST_CASE("a graph's attention starts early once its predecessor has waited, and
         Case{"llama-3.1-8b", 0, 1, 64, true, false}, Case{"llama-3.1-8b", 4, 1, 64, true, false}}) {
     ModelConfig m = *find_preset(preset);
     m.num_hidden_layers = 1;
-    Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128});
-    step.tensors.layer.max_kv_len = kv_len;
+    const Step step(m, slots, DType::f16, {.bits = bits, .group_size = 128}, kv_len);
     CAPTURE(preset, bits, slots, kv_len);
     int attentions = 0, sharing = 0;
-    REQUIRE(for_each_layer_op(kH200, step.spec, step.weights.layers[0], step.tensors.layer,
-                              [&, early = early]<class Args>(const Args&, const LaunchMode& mode) {
-                                if constexpr (std::is_same_v<Args, ops::Attention::Args>) {
-                                  ++attentions;
-                                  CHECK(mode.early == early);
-                                  CHECK(mode.after_waiting == early);
-                                } else {
-                                  CHECK_FALSE(mode.after_waiting);
-                                }
-                                sharing += mode.shares_sms;
-                                return Status();
-                              }));
+    for (const PlannedNode& n : graph_of(step, kH200).nodes) {
+      if (std::holds_alternative<ops::Attention::Args>(n.node.call)) {
+        ++attentions;
+        CHECK(n.mode.early == early);
+        CHECK(n.mode.after_waiting == early);
+      } else {
+        CHECK_FALSE(n.mode.after_waiting);
+      }
+      sharing += n.mode.shares_sms;
+    }
     CHECK(attentions == 1);
     CHECK(sharing == int(shares_sms));  // the MLP's first product
   }

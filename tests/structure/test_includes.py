@@ -38,10 +38,9 @@ ROOMS = {
     "cuda/device": ["core/*"],
     "cuda/ops": ["core/*", "cuda/runtime"],
     # The list of all kernels.
-    "cuda/ops/kernels": ["core/*", "cuda/runtime", "cuda/ops", "cuda/ops/linear/*", "cuda/ops/norm"],
-    "cuda/ops/no_kernels": [
-        "core/*", "cuda/runtime", "cuda/ops", "cuda/ops/kernels", "cuda/ops/linear/*", "cuda/ops/norm",
-    ],  # fmt: skip,
+    "cuda/ops/kernels": [*OP_FAMILY, "cuda/ops/attention", "cuda/ops/embedding", "cuda/ops/linear/*", "cuda/ops/norm",
+                         "cuda/ops/rope", "cuda/ops/sample", "cuda/ops/ln_qkv", "cuda/ops/rms_linear"],
+    "cuda/ops/no_kernels": [*OP_FAMILY, "cuda/ops/kernels"],
     "cuda/ops/attention": OP_FAMILY,
     "cuda/ops/embedding": OP_FAMILY,
     # What is done with a product's sums; a room a kernel of linear; and the choice among them.
@@ -60,11 +59,12 @@ ROOMS = {
     "cuda/ops/rms_linear": [*OP_FAMILY, "cuda/ops/linear/*", "cuda/ops/norm"],
     "cuda/graph": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     "cuda/persistent": ["core/*", "cuda/ops/*", "cuda/runtime", "cuda/device"],
-    "cuda/model": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/step": ["core/*", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/model": ["core/*", "cuda/step", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What users hold.
-    "cuda/serve": ["core/*", "cuda/model", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/serve": ["core/*", "cuda/model", "cuda/step", "cuda/graph", "cuda/persistent", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # What the calls of ClusterFusion's port need and no model does.
-    "cuda/port": ["core/*", "cuda/model", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
+    "cuda/port": ["core/*", "cuda/step", "cuda/graph", "cuda/ops/*", "cuda/runtime", "cuda/device"],
     # cuda.hpp
     "cuda": ["core/*", "cuda/*"],
     "golden/checkpoint": ["core/*"],

@@ -1,8 +1,8 @@
 #include "cuda/ops/attention/attention.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 #include "cuda/runtime/launch.hpp"
-#include "cuda/runtime/wgmma.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;
-    const long first = c.cache(b, kv_head) + long(tile) * tile_keys * c.head_dim;
+    const long first = c.cache.rows(b, kv_head, tile * tile_keys, tile_keys).first;
     copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
                          static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to,
                          newest - tile * 8, only_newest);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
   const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, keys);
 
   const bool active = column < c.head_dim;
-  const long first_key = c.cache(b, c.kv_head(head)) + column;
+  const long first_key = c.cache.rows(b, c.kv_head(head), 0, end).first + column;
   const float *k = static_cast<const float*>(c.k_cache) + first_key,
               *v = static_cast<const float*>(c.v_cache) + first_key;
   float q[kVec] = {}, sum[kVec] = {};
@@ -196,52 +196,50 @@ auto decode_kernel_for(int head_dim) {
 
 }  // namespace
 
-Status prepare(const ops::Attention::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
+Status prepare(const ops::Attention::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+AttentionCall attention_call(const ops::Attention::Args& a) {
   const auto d = ops::Attention::dims(a);
-  CF_TRY(check_multiple_of_8(ops::Attention::name, "head_dim", d.head_dim));
-  if (d.head_dim > kMaxHeadDim)
-    return Status::error(Code::unimplemented, "attention: cuda takes head_dim up to " + std::to_string(kMaxHeadDim) +
-                                                  ", got " + std::to_string(d.head_dim));
-  const AttentionCall call{.q = a.q.data,
-                           .k_cache = a.k_cache.data,
-                           .v_cache = a.v_cache.data,
-                           .kv_len = a.kv_len.data,
-                           .y = a.y.data,
-                           .scale = float(a.scale),
-                           .q_len = int(d.q_len),
-                           .heads = int(d.heads),
-                           .kv_heads = int(d.kv_heads),
-                           .head_dim = int(d.head_dim),
-                           .group = HeadGroup(d.heads / d.kv_heads),
-                           .capacity = d.capacity};
-  const AttentionPlan plan = attention_plan(launches.arch(), d, a.q.dtype);
-  LaunchShape shape{
+  return {.q = a.q.data,
+          .k_cache = a.k_cache.data,
+          .v_cache = a.v_cache.data,
+          .kv_len = a.kv_len.data,
+          .y = a.y.data,
+          .scale = float(a.scale),
+          .q_len = int(d.q_len),
+          .heads = int(d.heads),
+          .head_dim = int(d.head_dim),
+          .group = HeadGroup(d.heads / d.kv_heads),
+          .cache = CacheView(a.k_cache)};
+}
+
+Status launch_attention_f32(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches) {
+  const auto d = ops::Attention::dims(a);
+  const LaunchShape shape{.grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads), unsigned(d.batch)),
+                          .block = kThreads,
+                          .cluster_blocks = plan.splits};
+  return launch(ops::Attention::name, launches, shape, float_kernel_for(int(d.head_dim)), attention_call(a),
+                plan.splits);
+}
+
+Status launch_attention_decode(const ops::Attention::Args& a, const AttentionPlan& plan, LaunchList& launches) {
+  const auto d = ops::Attention::dims(a);
+  const LaunchShape shape{
       .grid = dim3(unsigned(d.q_len * plan.splits), unsigned(d.heads / plan.share_heads), unsigned(d.batch)),
-      .block = kThreads,
+      .block = kDecodeThreads,
+      .smem_bytes = std::size_t(plan.smem_bytes),
       .cluster_blocks = plan.splits};
-  return with_activation(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
+  // With one token a sequence all keys but the newest are older than the predecessors.
+  const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
+  const auto add = [&](auto zero) {
     using T = decltype(zero);
-    if constexpr (dtype_of<T> == DType::f32) {
-      return launch(ops::Attention::name, launches, shape, float_kernel_for(call.head_dim), call, plan.splits);
-    } else {
-      const Arch& arch = launches.arch();
-      if (prefill_pays(arch, d.q_len)) {
-        if (wgmma_pays(arch, d.head_dim, call.rows()) && runs_wgmma(launches.device()))
-          return prepare_wgmma_prefill(call, wgmma_plan(arch, d.head_dim, call.rows(), d.batch * d.kv_heads), a.q.dtype,
-                                       d.batch, launches);
-        return prepare_prefill(call, a.q.dtype, d.batch, launches);
-      }
-      shape.block = kDecodeThreads;
-      shape.smem_bytes = std::size_t(plan.smem_bytes);
-      // With one token a sequence all keys but the newest are older than the predecessors.
-      const bool after_waiting = launches.mode().after_waiting && d.q_len == 1;
-      const auto kernel =
-          plan.share_heads > 1 ? decode_kernel_for<T, true>(call.head_dim) : decode_kernel_for<T, false>(call.head_dim);
-      return launch(ops::Attention::name, launches, shape, kernel, call, plan.share_heads, plan.splits, plan.stages,
-                    after_waiting);
-    }
-  });
+    const int head_dim = int(d.head_dim);
+    const auto kernel =
+        plan.share_heads > 1 ? decode_kernel_for<T, true>(head_dim) : decode_kernel_for<T, false>(head_dim);
+    return launch(ops::Attention::name, launches, shape, kernel, attention_call(a), plan.share_heads, plan.splits,
+                  plan.stages, after_waiting);
+  };
+  return a.q.dtype == DType::f16 ? add(f16{}) : add(bf16{});
 }
 
 }  // namespace cf::cuda

@@ -5,6 +5,7 @@
 
 #include "core/ops/attention.hpp"
 #include "cuda/device/share.hpp"
+#include "cuda/ops/kernel.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
 
@@ -219,5 +220,30 @@ static_assert(wgmma_blocks_per_sm(1) * 128 * (wgmma_registers(1) + kWgmmaCopyReg
 // Beside its dynamic shared memory a block has the rings' barriers.
 static_assert(wgmma_plan_of(1, 128, 64).smem_bytes + 256 <= smem_per_block_bytes(kH200, wgmma_blocks_per_sm(1)) &&
               wgmma_plan_of(2, 128, 64).smem_bytes + 256 <= smem_per_block_bytes(kH200, wgmma_blocks_per_sm(2)));
+
+/// How the other prefill kernel divides its work.
+struct PrefillPlan {
+  int row_blocks;  // blocks that share a kv head's rows
+  int smem_bytes;  // of a block
+};
+inline std::string to_string(const PrefillPlan& p) {
+  return plan_text({{p.row_blocks, "blocks for a kv head's rows"}, {p.smem_bytes, "bytes of shared memory"}});
+}
+
+/// How the float32 kernel divides its work: that of one head a block.
+struct FloatAttentionPlan {
+  int splits;  // of a head's keys, which form one cluster
+};
+inline std::string to_string(const FloatAttentionPlan& p) { return plan_text({{p.splits, "splits"}}); }
+
+/// Refused by all: a head_dim that is no multiple of 8 or above kMaxHeadDim.
+Result<WgmmaPlan> plan_attention_wgmma(const Target&, const ops::Attention::Args&);
+Result<PrefillPlan> plan_attention_prefill(const Target&, const ops::Attention::Args&);
+Result<AttentionPlan> plan_attention_decode(const Target&, const ops::Attention::Args&);
+Result<FloatAttentionPlan> plan_attention_f32(const Target&, const ops::Attention::Args&);
+Status launch_attention_wgmma(const ops::Attention::Args&, const WgmmaPlan&, LaunchList&);
+Status launch_attention_prefill(const ops::Attention::Args&, const PrefillPlan&, LaunchList&);
+Status launch_attention_decode(const ops::Attention::Args&, const AttentionPlan&, LaunchList&);
+Status launch_attention_f32(const ops::Attention::Args&, const FloatAttentionPlan&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 #include "core/ops/attention.hpp"
+#include "cuda/device/ring.cuh"
 #include "cuda/device/wgmma.cuh"
 #include "cuda/ops/attention/attention.cuh"
 #include "cuda/runtime/launch.hpp"
@@ -7,24 +8,10 @@
 namespace cf::cuda {
 namespace {
 
-/// A ring's barriers. A stage is full when its copies have arrived, and empty when every warp of the warpgroups is done
-/// with it.
+/// A ring's barriers. A stage is empty when every warp of the warpgroups is done with it.
 template <int Stages>
 struct RingBarriers {
   std::uint64_t full[Stages], empty[Stages];
-};
-
-/// A turn at a ring: its stage, and the parity of the stage's barriers.
-template <int Stages>
-struct Turn {
-  int stage = 0, parity = 0;
-
-  __device__ void next() {
-    if (++stage == Stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 /// A warpgroup's rows: queries and their softmax-weighted sums so far. With g = lane / 4 and t = lane % 4 a lane of
@@ -189,21 +176,21 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     give_registers<kWgmmaCopyRegisters>();
     if (warp > 4 * Warpgroups) return;
     if (elected()) {
-      const int matrix = b * c.kv_heads + kv_head;
       const auto copy = [&](unsigned char* to, const CUtensorMap& map, int tile, std::uint64_t* full) {
+        const auto [matrix, row] = c.cache.matrix_row(b, kv_head, tile * kWgmmaKeys);
         arrive_expecting(full, stage_bytes);
 #pragma unroll
         for (int i = 0; i < columns; ++i)
-          copy_tensor_tile(to + i * kWgmmaTileBytes, &map, i * kTileColumns, tile * kWgmmaKeys, matrix, full);
+          copy_tensor_tile(to + i * kWgmmaTileBytes, &map, i * kTileColumns, int(row), int(matrix), full);
       };
-      Turn<stages> turn;
+      RingSlot slot;
       int tile = 0;
       do {
-        wait_barrier(k_ring.empty + turn.stage, turn.parity ^ 1);  // at once in the first round
-        copy(k_tiles + turn.stage * stage_bytes, k_map, tile, k_ring.full + turn.stage);
-        wait_barrier(v_ring.empty + turn.stage, turn.parity ^ 1);
-        copy(v_tiles + turn.stage * stage_bytes, v_map, tile, v_ring.full + turn.stage);
-        turn.next();
+        wait_barrier(k_ring.empty + slot.stage, slot.parity ^ 1);  // at once in the first round
+        copy(k_tiles + slot.stage * stage_bytes, k_map, tile, k_ring.full + slot.stage);
+        wait_barrier(v_ring.empty + slot.stage, slot.parity ^ 1);
+        copy(v_tiles + slot.stage * stage_bytes, v_map, tile, v_ring.full + slot.stage);
+        slot.next(stages);
       } while (++tile <= last_tile());
     }
     __syncwarp();
@@ -234,29 +221,29 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   const int sees = c.visible_keys(kv_len, 0), last = last_tile();
   const int tiles = own_first < c.rows() ? tiles_up_to(own_first + kWgmmaQueryRows - 1) : 0;
   const bool zeros = kv_len < (last + 1) * kWgmmaKeys;
-  Turn<stages> k_turn, v_turn;
+  RingSlot k_slot, v_slot;
 
   const auto start_scores = [&] {
-    wait_barrier(k_ring.full + k_turn.stage, k_turn.parity);
-    rows.start_scores(k_tiles + k_turn.stage * stage_bytes);
+    wait_barrier(k_ring.full + k_slot.stage, k_slot.parity);
+    rows.start_scores(k_tiles + k_slot.stage * stage_bytes);
   };
   const auto weigh_scores = [&](int tile) {
     rows.end_scores();
-    if (lane == 0) arrive(k_ring.empty + k_turn.stage);
-    k_turn.next();
+    if (lane == 0) arrive(k_ring.empty + k_slot.stage);
+    k_slot.next(stages);
     const int first = tile * kWgmmaKeys;
     // `masked` is the same in all warps of the warpgroup, for the reason that rescale_values() gives.
     const bool masked = first + kWgmmaKeys > sees + c.query_of(own_first);
     return rows.weigh_scores(c.scale, masked, [&](int r) { return sees + query_of(row_of(r)) - first; });
   };
   const auto start_values = [&](int tile) {
-    wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
+    wait_barrier(v_ring.full + v_slot.stage, v_slot.parity);
     if (tile == last && zeros) wait_barrier(&zeros_stored, 0);
-    rows.start_values(v_tiles + v_turn.stage * stage_bytes);
+    rows.start_values(v_tiles + v_slot.stage * stage_bytes);
   };
   const auto release_values = [&] {
-    if (lane == 0) arrive(v_ring.empty + v_turn.stage);
-    v_turn.next();
+    if (lane == 0) arrive(v_ring.empty + v_slot.stage);
+    v_slot.next(stages);
   };
 
   if (tiles > 0) {
@@ -284,12 +271,12 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
   // The tiles that only the block's other rows see are not read, but waited for: no copy outlives the block, and the
   // barriers' phases keep their order.
   for (int tile = tiles; tile <= last; ++tile) {
-    wait_barrier(k_ring.full + k_turn.stage, k_turn.parity);
-    if (lane == 0) arrive(k_ring.empty + k_turn.stage);
-    k_turn.next();
-    wait_barrier(v_ring.full + v_turn.stage, v_turn.parity);
-    if (lane == 0) arrive(v_ring.empty + v_turn.stage);
-    v_turn.next();
+    wait_barrier(k_ring.full + k_slot.stage, k_slot.parity);
+    if (lane == 0) arrive(k_ring.empty + k_slot.stage);
+    k_slot.next(stages);
+    wait_barrier(v_ring.full + v_slot.stage, v_slot.parity);
+    if (lane == 0) arrive(v_ring.empty + v_slot.stage);
+    v_slot.next(stages);
   }
 #endif
 }
@@ -305,17 +292,22 @@ auto kernel_for(int padded, int warpgroups) {
 
 }  // namespace
 
-Status prepare_wgmma_prefill(const AttentionCall& c, const WgmmaPlan& plan, DType activation, std::int64_t batch,
-                             LaunchList& launches) {
+Status launch_attention_wgmma(const ops::Attention::Args& a, const WgmmaPlan& plan, LaunchList& launches) {
+  const AttentionCall c = attention_call(a);
+  const DType activation = a.q.dtype;
+  const std::int64_t batch = a.kv_len.shape[0];
   const auto map_of = [&](const void* cache, CUtensorMap& map) {
-    return make_tensor_map(
-        {.data = cache, .dtype = activation, .columns = c.head_dim, .rows = c.capacity, .matrices = batch * c.kv_heads},
-        kWgmmaKeys, map);
+    return make_tensor_map({.data = cache,
+                            .dtype = activation,
+                            .columns = c.head_dim,
+                            .rows = c.cache.matrix_rows(),
+                            .matrices = c.cache.matrices(batch)},
+                           kWgmmaKeys, map);
   };
   CUtensorMap k_map, v_map;
   CF_TRY(map_of(c.k_cache, k_map));
   CF_TRY(map_of(c.v_cache, v_map));
-  const LaunchShape shape{.grid = dim3(unsigned(c.kv_heads), unsigned(plan.row_blocks), unsigned(batch)),
+  const LaunchShape shape{.grid = dim3(unsigned(c.cache.heads()), unsigned(plan.row_blocks), unsigned(batch)),
                           .block = unsigned(wgmma_threads(plan.warpgroups)),
                           .smem_bytes = std::size_t(plan.smem_bytes)};
   const int padded = padded_head_dim(c.head_dim);

@@ -1,5 +1,8 @@
+#include "cuda/ops/embedding/embedding.hpp"
+
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -28,12 +31,11 @@ __global__ void embedding_kernel(const __grid_constant__ ops::Embedding::Args a)
 
 }  // namespace
 
-Status prepare(const ops::Embedding::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  const auto d = ops::Embedding::dims(a);
-  CF_TRY(check_multiple_of_8(ops::Embedding::name, "hidden", d.hidden));
+Status prepare(const ops::Embedding::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_embedding(const ops::Embedding::Args& a, const EmbeddingPlan& plan, LaunchList& launches) {
   return with_activation(ops::Embedding::name, a.y.dtype, [&](auto zero) {
-    return launch(ops::Embedding::name, launches, {.grid = unsigned(d.tokens), .block = 256},
+    return launch(ops::Embedding::name, launches, {.grid = unsigned(plan.blocks), .block = unsigned(plan.threads)},
                   embedding_kernel<decltype(zero)>, a);
   });
 }

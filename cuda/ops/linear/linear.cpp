@@ -7,8 +7,8 @@ namespace cf::cuda {
 
 Status prepare(const ops::Linear::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
 
-// Whether cuBLASLt has an algorithm is known when the call is prepared for a device. Where it has none, the kernel of few
-// tokens takes the call.
+// Whether cuBLASLt has an algorithm is known when the call is prepared for a device. Where it has none, GEMV takes the
+// call.
 Status launch_cublaslt(const ops::Linear::Args& a, const GemmPlan& plan, LaunchList& launches) {
   CF_TRY_ASSIGN(const bool added, add_gemm(a, plan, launches));
   if (added) return {};

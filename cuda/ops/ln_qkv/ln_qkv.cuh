@@ -274,58 +274,43 @@ inline LaunchShape launch_shape(const LnQkvGptqPlan& p) {
           .cluster_blocks = p.product.split};
 }
 
-/// The refusal of a hidden that no plan has room for.
-inline Status too_wide(std::string_view op, std::int64_t hidden) {
-  return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden up to " +
-                                                std::to_string(kMaxLnQkvHidden) +
-                                                " that fits a block's shared memory, got " + std::to_string(hidden));
+template <class Args>
+LnQkvCall<Args> ln_qkv_call(const Args& a) {
+  return {.args = a,
+          .norm = TokenNorm(a.x.data, a.x.dtype, a.norm, a.eps),
+          .weight = nullptr,
+          .q_len = int(Args::Op::dims(a).q_len)};
 }
 
-/// Prepares the launches of a call that has been checked. Refuses a packed weight with rows in another order than that
-/// of pack_hint().
 template <template <class, int> class Op, class Args>
-Status prepare_ln_qkv(const Args& a, LaunchList& launches) {
+Status launch_packed_of(const Args& a, const LnQkvPacked& plan, LaunchList& launches) {
   constexpr std::string_view name = Args::Op::name;
-  const auto d = Args::Op::dims(a);
-  CF_TRY(check_multiple_of_8(name, "hidden", d.hidden));
-  CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
-  const std::int64_t weight_bytes = std::int64_t(size_bytes(a.norm.gamma.dtype));
-  LnQkvCall<Args> c{
-      .args = a, .norm = TokenNorm(a.x.data, a.x.dtype, a.norm, a.eps), .weight = nullptr, .q_len = int(d.q_len)};
-  if (const auto* packed = std::get_if<PackedWeight>(&a.linear.weight)) {
-    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, *packed));
-    const RopePairs pairs = pack_hint(a).pairs;
-    if (layout.pairs != pairs)
-      return Status::error(Code::unimplemented,
-                           std::string(name) + ": cuda takes packed GPTQ weights with rows in " +
-                               (pairs == RopePairs{} ? "their own order" : "the order of its heads' pairs"));
-    return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
-      const GptqSizes sizes = gptq_sizes(layout, d.tokens());
-      const GptqMatrix matrix = gptq_matrix(*packed, layout);
-      for (; c.norm.first < d.tokens(); c.norm.first += c.norm.count) {
-        const LnQkvGptqPlan plan =
-            ln_qkv_gptq_plan(launches.arch(), sizes, d.hidden, d.tokens() - c.norm.first, weight_bytes);
-        if (plan.product.grid == 0) return too_wide(name, d.hidden);
-        c.norm.count = plan.product.tokens;
-        using Kernels = LnQkvKernels<Op, decltype(zero)>;
-        CF_TRY(launch(name, launches, launch_shape(plan), gptq_kernel_for<Kernels>(plan.product, sizes), c, matrix,
-                      plan.product));
-      }
-      return {};
-    });
-  }
-  const auto* dense = std::get_if<DenseWeight>(&a.linear.weight);
-  if (!dense) return unpacked_gptq(name);
+  const GptqMatrix matrix = gptq_matrix(std::get<PackedWeight>(a.linear.weight), plan.layout);
+  LnQkvCall<Args> c = ln_qkv_call(a);
+  return with_gptq_activation(name, a.x.dtype, [&](auto zero) -> Status {
+    using Kernels = LnQkvKernels<Op, decltype(zero)>;
+    for (const LnQkvGptqPlan& p : plan.launches) {
+      c.norm.count = p.product.tokens;
+      CF_TRY(launch(name, launches, launch_shape(p), gptq_kernel_for<Kernels>(p.product, plan.sizes), c, matrix,
+                    p.product));
+      c.norm.first += c.norm.count;
+    }
+    return {};
+  });
+}
+
+template <template <class, int> class Op, class Args>
+Status launch_dense_of(const Args& a, const LnQkvPlan& plan, LaunchList& launches) {
+  constexpr std::string_view name = Args::Op::name;
+  const std::int64_t tokens = Args::Op::dims(a).tokens();
+  LnQkvCall<Args> c = ln_qkv_call(a);
+  c.weight = std::get<DenseWeight>(a.linear.weight).weight.data;
   return with_activation(name, a.x.dtype, [&](auto zero) -> Status {
     using T = decltype(zero);
-    if (a.x.dtype != DType::f32) CF_TRY(check_weight_dtype(name, a.x.dtype, dense->weight.dtype));
-    const LnQkvPlan plan = ln_qkv_plan(launches.arch(), d.hidden, d.out(), d.tokens(), sizeof(T), weight_bytes);
-    if (plan.tokens == 0) return too_wide(name, d.hidden);
-    c.weight = dense->weight.data;
     const LaunchShape shape{
         .grid = unsigned(plan.product.grid), .block = 32 * kLnQkvWarps<T>, .smem_bytes = std::size_t(plan.smem_bytes)};
-    for (; c.norm.first < d.tokens(); c.norm.first += plan.tokens) {
-      c.norm.count = int(std::min<std::int64_t>(plan.tokens, d.tokens() - c.norm.first));
+    for (; c.norm.first < tokens; c.norm.first += plan.tokens) {
+      c.norm.count = int(std::min<std::int64_t>(plan.tokens, tokens - c.norm.first));
       CF_TRY(launch(name, launches, shape, LnQkvKernels<Op, T>::dense(plan), c));
     }
     return {};

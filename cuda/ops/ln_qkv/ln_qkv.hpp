@@ -1,6 +1,8 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "cuda/ops/linear/gemv/plan.hpp"
 #include "cuda/ops/linear/packed/plan.hpp"
@@ -82,5 +84,30 @@ constexpr int ln_qkv_register_threads(bool one_token, int chunks) {
   const bool shares = one_token && ln_qkv_can_share_sms(chunks);
   return gptq_threads(kLnQkvGptqTurns) + (shares ? gptq_threads(kLinearGptqTurns) : 0);
 }
+
+/// The launches of a call with a dense weight, and with a packed one.
+struct LnQkvDense {
+  LnQkvPlan plan;
+};
+struct LnQkvPacked {
+  GptqLayout layout;
+  GptqSizes sizes;
+  std::vector<LnQkvGptqPlan> launches;
+};
+inline std::string to_string(const LnQkvDense& p) { return to_string(p.plan); }
+inline std::string to_string(const LnQkvPacked& p) {
+  return plan_text({{std::int64_t(p.launches.size()), "launches"}}) + ", " + to_string(p.launches.front());
+}
+
+/// Refused by all: a hidden or head_dim that is no multiple of 8, and a hidden that no plan has room for; with a packed
+/// weight, rows in another order than that of pack_hint().
+Result<LnQkvPacked> plan_ln_qkv_packed(const Target&, const ops::LnQkv::Args&);
+Result<LnQkvDense> plan_ln_qkv_dense(const Target&, const ops::LnQkv::Args&);
+Result<LnQkvPacked> plan_ln_qkv_heads_packed(const Target&, const ops::LnQkvHeads::Args&);
+Result<LnQkvDense> plan_ln_qkv_heads_dense(const Target&, const ops::LnQkvHeads::Args&);
+Status launch_ln_qkv_packed(const ops::LnQkv::Args&, const LnQkvPacked&, LaunchList&);
+Status launch_ln_qkv_dense(const ops::LnQkv::Args&, const LnQkvDense&, LaunchList&);
+Status launch_ln_qkv_heads_packed(const ops::LnQkvHeads::Args&, const LnQkvPacked&, LaunchList&);
+Status launch_ln_qkv_heads_dense(const ops::LnQkvHeads::Args&, const LnQkvDense&, LaunchList&);
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 #include "cuda/ops/ln_qkv/ln_qkv.cuh"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
@@ -48,9 +49,13 @@ struct ByHead : NormalisedTokens<T, Warps> {
 
 }  // namespace
 
-Status prepare(const ops::LnQkvHeads::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a, launches));
-  return prepare_ln_qkv<ByHead>(a, launches);
+Status prepare(const ops::LnQkvHeads::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_ln_qkv_heads_packed(const ops::LnQkvHeads::Args& a, const LnQkvPacked& plan, LaunchList& launches) {
+  return launch_packed_of<ByHead>(a, plan, launches);
+}
+Status launch_ln_qkv_heads_dense(const ops::LnQkvHeads::Args& a, const LnQkvDense& plan, LaunchList& launches) {
+  return launch_dense_of<ByHead>(a, plan.plan, launches);
 }
 
 }  // namespace cf::cuda

@@ -1,5 +1,7 @@
 #include "cuda/ops/norm/layernorm.hpp"
 
+#include "cuda/runtime/refusals.hpp"
+
 namespace cf::cuda {
 namespace {
 
@@ -10,6 +12,7 @@ Result<LayerNormPlan> plan_of(const Target& target, std::string_view op, const C
     return Status::error(Code::unimplemented, std::string(op) + ": cuda takes hidden a multiple of 8 up to " +
                                                   std::to_string(kMaxLayerNormHidden) + ", got " +
                                                   std::to_string(hidden));
+  CF_TRY(check_activation(op, x.dtype));
   return layernorm_plan(target.arch, tokens, hidden, inputs);
 }
 

@@ -1,40 +1,50 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
+#include "cuda/runtime/refusals.hpp"
+
 namespace cf::cuda {
 namespace {
 
-/// The plan for a weight whose rows are in the order of `pairs`.
-GptqPlan plan_of(const Arch& arch, const ops::RmsNorm::Args& norm, const ops::Linear::Args& linear,
-                 const RopePairs& pairs) {
-  const auto& [tokens, hidden] = norm.x.shape;
-  const auto* const weight = std::get_if<PackedWeight>(&linear.linear.weight);
-  const DType dtype = norm.x.dtype;
-  if (!weight || linear.x.data != norm.y.data || linear.x.shape != norm.x.shape || tokens != 1 || hidden % 8 ||
-      size_bytes(dtype) != 2 || norm.gamma.dtype != dtype || linear.x.dtype != dtype || linear.y.dtype != dtype ||
-      layernorm_plan(arch, tokens, hidden, 1).elements != 8)
-    return {};
-  const Result<GptqLayout> layout = gptq_layout(RmsLinear::name, *weight);
-  if (!layout || !gptq_is_plain(linear, *layout, pairs, kRmsRows)) return {};
-  const GptqSizes sizes = gptq_sizes(*layout, tokens);
-  if (!sizes.one_token) return {};
+/// The plan for a weight whose rows are in the order of `pairs`, and y (tokens, out).
+template <class Args>
+Result<GptqPlan> plan_of(const Target& target, const Args& a, const AnyView<2>& y, ops::Epilogue epilogue,
+                         const RopePairs& pairs) {
+  constexpr std::string_view name = Args::Op::name;
+  const auto& [tokens, hidden] = a.x.shape;
+  const auto* const weight = std::get_if<PackedWeight>(&a.linear.weight);
+  if (!weight) return not_taken("packed GPTQ weights", "another weight");
+  CF_TRY(check_gptq_activation(name, a.x.dtype));
+  if (tokens != 1) return not_taken("one token", std::to_string(tokens));
+  CF_TRY(check_multiple_of_8(name, "hidden", hidden));
+  if (a.gamma.dtype != a.x.dtype)
+    return not_taken("a gamma of the activations' dtype", std::string(to_string(a.gamma.dtype)));
+  // Other plans of rmsnorm add a row's squares up in another order.
+  if (layernorm_plan(target.arch, tokens, hidden, 1).elements != 8)
+    return not_taken("rows that rmsnorm gives eight elements a thread", std::to_string(hidden) + " elements");
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, *weight));
+  if (!gptq_is_plain({.x = a.x, .linear = a.linear, .y = y, .epilogue = epilogue}, layout, pairs, kRmsRows))
+    return not_taken("rows in the op's order and of an even number, and a bias of y's dtype", "others");
+  const GptqSizes sizes = gptq_sizes(layout, tokens);
+  if (!sizes.one_token) return not_taken("weights that the kernels of one token take", "others");
   // One stage is requested early, with many tiles, too: the loads of the token, for which all warps wait, queue behind
   // early stages.
-  return gptq_plan(arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm, {.bytes = kRmsStaticBytes},
-                   arch.tuning->packed_ahead);
+  const GptqPlan plan = gptq_plan(target.arch, sizes, tokens, kLinearGptqTurns, kLinearGptqBlocksPerSm,
+                                  {.bytes = kRmsStaticBytes}, target.arch.tuning->packed_ahead);
+  if (plan.grid == 0) return not_taken("products whose columns fit one cluster", std::to_string(hidden) + " columns");
+  return plan;
 }
 
 }  // namespace
 
-GptqPlan rms_linear_plan(const Arch& arch, const RmsLinear::Args& a) { return plan_of(arch, a.norm, a.linear, {}); }
+Result<GptqPlan> plan_rms_linear(const Target& target, const ops::RmsLinear::Args& a) {
+  return plan_of(target, a, a.y, a.epilogue, {});
+}
 
-GptqPlan rms_qkv_plan(const Arch& arch, const RmsQkv::Args& a) {
-  if (a.rope.layout != ops::QkvLayout::separate || a.rope.qkv.data != a.linear.y.data ||
-      a.linear.epilogue != ops::Epilogue::none || a.rope.q.dtype != a.linear.y.dtype)
-    return {};
-  const auto d = ops::RopeAppend::dims(a.rope);
-  const bool fits = d.tokens() == 1 && a.linear.y.shape[1] == (d.heads + 2 * d.kv_heads) * d.head_dim;
-  if (!fits || d.head_dim % 8) return {};
-  return plan_of(arch, a.norm, a.linear, rope_pairs(d.qkv(), d.head_dim, d.rotary_dim));
+Result<GptqPlan> plan_rms_qkv(const Target& target, const ops::RmsQkv::Args& a) {
+  const auto d = ops::RmsQkv::dims(a);
+  CF_TRY(check_multiple_of_8(ops::RmsQkv::name, "head_dim", d.head_dim));
+  const AnyView<2> w(nullptr, {d.tokens(), d.out()}, a.x.dtype);
+  return plan_of(target, a, w, ops::Epilogue::none, rope_pairs(d.qkv(), d.head_dim, d.rotary_dim));
 }
 
 }  // namespace cf::cuda

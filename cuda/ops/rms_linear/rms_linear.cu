@@ -1,8 +1,11 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
+#include "core/cache_view.hpp"
 #include "cuda/device/math.cuh"
 #include "cuda/device/norm.cuh"
 #include "cuda/ops/linear/packed/call.cuh"
+#include "cuda/ops/prepare.hpp"
+#include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -105,7 +108,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
     return scale_of<T>(call.norm, states, [&] {  // here, so that the norm does not wait for the two loads
       if (loads)
         *token = {.position = position >= a.cos.shape[0] ? -1 : position,
-                  .entry = new_entry(kv_len, 1, 0, a.k_cache.shape[2])};
+                  .entry = CacheView(a.k_cache).appended_entry(kv_len, 1, 0)};
     });
   }
   __device__ Element prepare(int, int row) const {
@@ -149,7 +152,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
       if (entry < 0) return;
       const int of_k = e.head - heads, of_v = of_k - kv_heads;
       void* const cache = of_v < 0 ? a.k_cache.data : a.v_cache.data;
-      to = static_cast<T*>(cache) + (long(of_v < 0 ? of_k : of_v) * a.k_cache.shape[2] + entry) * head_dim;
+      to = static_cast<T*>(cache) + CacheView(a.k_cache).entry(0, of_v < 0 ? of_k : of_v, entry);
     }
     to[e.first] = from_float<T>(v[0]);
     to[e.second] = from_float<T>(v[1]);
@@ -180,14 +183,15 @@ __global__ void __launch_bounds__(gptq_threads(kLinearGptqTurns), kLinearGptqBlo
   gptq_block<T, config>(linear.matrix, linear.plan, 1, RmsQkvEpilogue<T>{{linear}, c, states, &token}, gptq_smem);
 }
 
-Result<RmsCall> rms_call(const ops::RmsNorm::Args& norm, const ops::Linear::Args& linear, const GptqPlan& plan) {
-  const auto& weight = std::get<PackedWeight>(linear.linear.weight);
-  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(RmsLinear::name, weight));
-  RmsCall c{.linear = gptq_call(linear, weight, layout),
-            .gamma = norm.gamma.data,
-            .eps = float(norm.eps),
-            .inverse_hidden = 1 / float(norm.x.shape[1])};
-  c.linear.x = norm.x.data;
+/// `y`: what the product would write.
+template <class Args>
+Result<RmsCall> rms_call(const Args& a, const AnyView<2>& y, ops::Epilogue epilogue, const GptqPlan& plan) {
+  const auto& weight = std::get<PackedWeight>(a.linear.weight);
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(Args::Op::name, weight));
+  RmsCall c{.linear = gptq_call({.x = a.x, .linear = a.linear, .y = y, .epilogue = epilogue}, weight, layout),
+            .gamma = a.gamma.data,
+            .eps = float(a.eps),
+            .inverse_hidden = 1 / float(a.x.shape[1])};
   c.linear.plan = plan;
   c.linear.tokens = 1;
   return c;
@@ -203,30 +207,38 @@ auto linear_kernel_for(const GptqPlan& plan) {
 
 }  // namespace
 
-Status prepare(const RmsLinear::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a.norm, launches));
-  CF_TRY(check_call(a.linear, launches));
-  const GptqPlan plan = rms_linear_plan(launches.arch(), a);
-  CF_TRY_ASSIGN(const RmsCall c, rms_call(a.norm, a.linear, plan));
-  return with_gptq_activation(RmsLinear::name, a.norm.x.dtype, [&](auto zero) {
+Status prepare(const ops::RmsLinear::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+Status prepare(const ops::RmsQkv::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_rms_linear(const ops::RmsLinear::Args& a, const GptqPlan& plan, LaunchList& launches) {
+  CF_TRY_ASSIGN(const RmsCall c, rms_call(a, a.y, a.epilogue, plan));
+  return with_gptq_activation(ops::RmsLinear::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const bool gated = a.linear.epilogue == ops::Epilogue::swiglu;
-    return launch(RmsLinear::name, launches, linear_gptq_shape(plan, linear_gptq_smem_bytes(launches.arch(), plan)),
+    const bool gated = a.epilogue == ops::Epilogue::swiglu;
+    return launch(ops::RmsLinear::name, launches,
+                  linear_gptq_shape(plan, linear_gptq_smem_bytes(launches.arch(), plan)),
                   gated ? linear_kernel_for<T, true>(plan) : linear_kernel_for<T, false>(plan), c);
   });
 }
 
-Status prepare(const RmsQkv::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a.norm, launches));
-  CF_TRY(check_call(a.linear, launches));
-  CF_TRY(check_call(a.rope, launches));
-  const GptqPlan plan = rms_qkv_plan(launches.arch(), a);
-  CF_TRY_ASSIGN(const RmsCall norm, rms_call(a.norm, a.linear, plan));
-  return with_gptq_activation(RmsQkv::name, a.norm.x.dtype, [&](auto zero) {
+Status launch_rms_qkv(const ops::RmsQkv::Args& a, const GptqPlan& plan, LaunchList& launches) {
+  const auto d = ops::RmsQkv::dims(a);
+  const AnyView<2> w(nullptr, {d.tokens(), d.out()}, a.x.dtype);  // which the launch does not write
+  CF_TRY_ASSIGN(const RmsCall norm, rms_call(a, w, ops::Epilogue::none, plan));
+  const ops::RopeAppend::Args rope{.qkv = {},
+                                   .cos = a.cos,
+                                   .sin = a.sin,
+                                   .positions = a.positions,
+                                   .kv_len = a.kv_len,
+                                   .q = a.q,
+                                   .k_cache = a.k_cache,
+                                   .v_cache = a.v_cache,
+                                   .layout = ops::QkvLayout::separate};
+  return with_gptq_activation(ops::RmsQkv::name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return launch(RmsQkv::name, launches, linear_gptq_shape(plan, plan.smem_bytes),
+    return launch(ops::RmsQkv::name, launches, linear_gptq_shape(plan, plan.smem_bytes),
                   has_long_slices(plan) ? rms_qkv_kernel<T, kGptqOneTokenChunks> : rms_qkv_kernel<T, kGptqMaxChunks>,
-                  QkvCall{norm, a.rope});
+                  QkvCall{norm, rope});
   });
 }
 

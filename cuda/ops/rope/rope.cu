@@ -21,8 +21,10 @@ __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
 
 }  // namespace
 
-Status prepare(const ops::Rope::Args& a, LaunchList& launches) {
-  return prepare_rope(a, launches, [&](auto zero, auto layout, const RopePlan& plan, const LaunchShape& shape) {
+Status prepare(const ops::Rope::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_rope(const ops::Rope::Args& a, const RopePlan& plan, LaunchList& launches) {
+  return launch_rope_of(a, plan, [&](auto zero, auto layout, const LaunchShape& shape) {
     using T = decltype(zero);
     constexpr ops::QkvLayout kLayout = decltype(layout)::value;
     return launch(ops::Rope::name, launches, shape,

@@ -6,6 +6,7 @@
 #include "cuda/device/sync.cuh"
 #include "cuda/device/vec.cuh"
 #include "cuda/ops/rope/rope.hpp"
+#include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
 #include "cuda/runtime/launch.hpp"
 
@@ -97,24 +98,17 @@ __device__ void rope_unit(const Args& a, const RopePlan& plan, Rows rows) {
   for_each_head([&](int i) { *reinterpret_cast<uint4*>(to.first + i * to.stride + column) = vectors[i]; });
 }
 
-/// Checks a call and prepares its launch. prepare_kernel(zero, layout, plan, shape) adds the kernel for activations of
-/// zero's type and the layout that `layout` has as its value.
-template <class Args, class PrepareKernel>
-Status prepare_rope(const Args& a, LaunchList& launches, PrepareKernel prepare_kernel) {
-  constexpr std::string_view name = Args::Op::name;
-  CF_TRY(check_call(a, launches));
-  const auto d = Args::Op::dims(a);
-  const std::int64_t tokens = a.qkv.shape[0];
-  CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
-  return with_activation(name, a.qkv.dtype, [&](auto zero) {
+/// Adds a plan's launch. launch_kernel(zero, layout, shape) adds the kernel for activations of zero's type and the
+/// layout that `layout` has as its value.
+template <class Args, class LaunchKernel>
+Status launch_rope_of(const Args& a, const RopePlan& plan, LaunchKernel launch_kernel) {
+  return with_activation(Args::Op::name, a.qkv.dtype, [&](auto zero) {
     using ops::QkvLayout;
-    const RopePlan plan =
-        rope_plan(launches.arch(), tokens, d.heads, d.kv_heads, d.head_dim, d.rotary_dim, kLane<decltype(zero)>);
-    const LaunchShape shape{.grid = dim3(unsigned(tokens), unsigned(plan.blocks.blocks)),
+    const LaunchShape shape{.grid = dim3(unsigned(a.qkv.shape[0]), unsigned(plan.blocks.blocks)),
                             .block = unsigned(plan.blocks.threads)};
-    if (d.layout == QkvLayout::separate)
-      return prepare_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::separate>(), plan, shape);
-    return prepare_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::interleaved_by_head>(), plan, shape);
+    if (a.layout == QkvLayout::separate)
+      return launch_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::separate>(), shape);
+    return launch_kernel(zero, std::integral_constant<QkvLayout, QkvLayout::interleaved_by_head>(), shape);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/host_device.hpp"
 #include "core/ops/rope.hpp"
+#include "cuda/ops/kernel.hpp"
 #include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/arch.hpp"
 #include "cuda/runtime/plan_text.hpp"
@@ -89,5 +90,11 @@ constexpr RopePlan rope_plan(const Arch& arch, std::int64_t tokens, std::int64_t
   p.blocks = token_plan(p.units());
   return p;
 }
+
+/// Refused: a head_dim that is no multiple of 8.
+Result<RopePlan> plan_rope(const Target&, const ops::Rope::Args&);
+Result<RopePlan> plan_rope_append(const Target&, const ops::RopeAppend::Args&);
+Status launch_rope(const ops::Rope::Args&, const RopePlan&, LaunchList&);
+Status launch_rope_append(const ops::RopeAppend::Args&, const RopePlan&, LaunchList&);
 
 }  // namespace cf::cuda

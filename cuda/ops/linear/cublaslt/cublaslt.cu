@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, con
   }
 }
 
-/// Adds the launches that make a packed weight a dense one, and copy x as often as the weight has parts.
+/// Adds the launches before the product with a packed weight. The first makes 16-bit matrices, side by side, that add
+/// up to the weight: gptq_parts() of them. The second copies x once for each of them, side by side.
 template <class T>
 Status add_dequantise(const ops::Linear::Args& a, const PackedWeight& packed, const GptqLayout& layout, int parts,
                       void* weight, void* x, LaunchList& launches) {

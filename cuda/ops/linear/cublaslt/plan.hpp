@@ -1,5 +1,5 @@
 #pragma once
-// Products of many tokens: from how many tokens on, and what scratch memory they take.
+// GEMM by cuBLASLt: from how many tokens on, and what scratch memory it takes.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
 #pragma once
-// A block's share of the product of a few tokens with a 16-bit weight matrix that is read once, on tensor cores.
+// GEMV on tensor cores: a block's rows of the product of up to 16 tokens with a 16-bit weight matrix that is read once.
 #include "cuda/device/compiled_for.hpp"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/mma.cuh"
@@ -13,7 +13,7 @@ struct GemvSmem {
   float partial[2][kGemvWarps][kMmaTokens][kTileRows];  // tiles use the two in turn: one barrier a tile is enough
 };
 
-/// A block's share of y = W x for up to 16 tokens, or up to 8 where TwoTokens is false. T is float16 or bfloat16. NearX
+/// A block's rows of y = W x for up to 16 tokens, or up to 8 where TwoTokens is false. T is float16 or bfloat16. NearX
 /// says that x lies in shared memory: its loads are short, and need no registers ahead of their use.
 ///   row_of(r)                      the row of W that is row r of the tiles, r < rows
 ///   ready()                        called by all threads after the first weights' loads, before the first use of x

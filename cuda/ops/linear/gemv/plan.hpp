@@ -9,7 +9,7 @@
 
 namespace cf::cuda {
 
-/// How the product of a few tokens with a weight matrix of 16-bit elements is laid out. A tile is eight rows of W. A
+/// How a GEMV with a weight matrix of 16-bit elements is laid out. A tile is eight rows of W. A
 /// block's warps divide the columns of a tile among them in steps of 32. A warp keeps the weights and activations of
 /// `depth` steps in flight in registers, also across the end of a tile.
 struct GemvPlan {

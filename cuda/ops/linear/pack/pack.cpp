@@ -71,7 +71,7 @@ Result<Columns> columns_of(const GptqWeight& w) {
 Status pack_scales(const GptqWeight& w, const Columns& columns, const GptqLayout& l, std::int64_t r,
                    std::int32_t* scales) {
   const std::int64_t groups = w.scales.shape[0], out = w.scales.shape[1], n = l.pairs.row(r);
-  const std::int64_t place = 2 * (r % kGptqRows % 8) + r % kGptqRows / 8;
+  const std::int64_t word = 2 * (r % kGptqRows % 8) + r % kGptqRows / 8;
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::int32_t zero =
         std::int32_t(code(w.qzeros.data + group * w.qzeros.shape[1], 1, n, w.bits)) + w.zero_offset;
@@ -84,7 +84,7 @@ Status pack_scales(const GptqWeight& w, const Columns& columns, const GptqLayout
                                        ") must be at most 4095 with 8 bits, got " +
                                        std::to_string(widen<double>(scale)));
       const f16 offset = narrow<f16>(columns.planes == 1 ? zero : is_high ? zero >> 4 : zero & 15);
-      scales[(r / kGptqRows * l.groups + plane * groups + group) * kGptqRows + place] =
+      scales[(r / kGptqRows * l.groups + plane * groups + group) * kGptqRows + word] =
           std::int32_t(scaled.bits | std::uint32_t(offset.bits) << 16);
     }
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/ops/ln_qkv.hpp"
+#include "core/ops/rms_qkv.hpp"
 #include "core/status.hpp"
 #include "core/tensor.hpp"
 #include "core/weights.hpp"
@@ -22,7 +23,7 @@ constexpr RopePairs rope_pairs(const ops::QkvHeads& qkv, std::int64_t head_dim, 
 
 /// What the op that will multiply by a weight asks of the packed layout.
 struct PackHint {
-  RopePairs pairs{};  // the order of the rows: ln_qkv wants that of its heads, every other op none
+  RopePairs pairs{};  // the order of the rows: ln_qkv and rms_qkv want that of their heads, every other op none
 };
 
 /// The hint for the weight of an op's call.
@@ -30,6 +31,9 @@ template <class Args>
 PackHint pack_hint(const Args& args) {
   if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
     return {.pairs = {args.q.shape[2], 2 * args.cos.shape[1]}};
+  else if constexpr (std::is_same_v<Args, ops::RmsQkv::Args>)
+    return {.pairs = rope_pairs({args.q.shape[1], args.k_cache.shape[1], ops::QkvLayout::separate}, args.q.shape[2],
+                                2 * args.cos.shape[1])};
   else
     return {};
 }

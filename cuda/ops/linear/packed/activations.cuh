@@ -94,9 +94,7 @@ class GptqOneTokenX {
     }
   }
 
-  /// Makes the digits. The warp's lanes exchange them in shared memory: 128 bytes a chunk, in the order of
-  /// digit_words(). Byte 64 d + 16 t + 8 u + 4 h + b is digit d of column 32 h + 8 t + c, where c is that of byte b of
-  /// word u.
+  /// Makes the digits. The warp's lanes exchange them in shared memory, at digit_offset().
   __device__ void prepare() {
     const float inverse = make_factor();
     char* const bytes = reinterpret_cast<char*>(at_.x);
@@ -109,13 +107,7 @@ class GptqOneTokenX {
       unsigned whole[kVec];  // a float of this size holds an integer in its lowest bits
 #pragma unroll
       for (int e = 0; e < kVec; ++e) whole[e] = __float_as_uint(fmaf(x[e], inverse, 0x1.8p23f + 128));
-      const DigitWords words = digit_words(whole);
-      char* const to = bytes + v / kChunkVectors * kGptqDigitBytes + v % 4 * 16 + v / 4 % 2 * 4;
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        *reinterpret_cast<std::uint32_t*>(to + 8 * u) = words.low[u];
-        *reinterpret_cast<std::uint32_t*>(to + 8 * u + kGptqDigitBytes / 2) = words.high[u];
-      }
+      digit_words(whole).store(bytes + digit_offset(v));
     }
     __syncwarp();
     const char* const from = bytes + warp_.g % 2 * (kGptqDigitBytes / 2) + warp_.t * 16;

@@ -1,5 +1,5 @@
 #pragma once
-// A block's share of the product of a few tokens with a packed 4-bit matrix that is read once. The parts:
+// GEMV: a block's part of the product of up to 16 tokens with a packed 4-bit matrix that is read once. The parts:
 //   config.cuh       what the block is compiled for
 //   decode.cuh       codes as 16-bit operands
 //   fragment.cuh     products of fragments
@@ -14,7 +14,7 @@
 
 namespace cf::cuda {
 
-/// A block's share of y = W x. T is float16 or bfloat16. An Epilogue has
+/// A block's part of y = W x. T is float16 or bfloat16. An Epilogue has
 ///   prepare(token, row)     an element of y, C.rows rows of a token from `row` on, with what it needs of tensors that
 ///                           no earlier kernel writes
 ///   ready()                 called by all threads after the first weights' loads, before the first use of x

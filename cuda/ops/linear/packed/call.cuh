@@ -81,8 +81,8 @@ requires(Rows > 1) struct LinearEpilogue<T, Rows, Gated> : LinearInput<T> {
     StoredWeight<Rows> bias, residual;
   };
 
-  /// Of the first element in y.
-  __device__ long place(const Element& e) const { return e.token * this->c.output.out + (Gated ? e.row / 2 : e.row); }
+  /// The offset of the element in y.
+  __device__ long offset(const Element& e) const { return e.token * this->c.output.out + (Gated ? e.row / 2 : e.row); }
   __device__ Element prepare(int token, int row) const {
     const LinearOutput& output = this->c.output;
     Element e{.token = token, .row = row, .bias = {}, .residual = {}};
@@ -92,7 +92,7 @@ requires(Rows > 1) struct LinearEpilogue<T, Rows, Gated> : LinearInput<T> {
   __device__ void begin(Element& e) const {
     const LinearOutput& output = this->c.output;
     if constexpr (!Gated)
-      if (output.residual) e.residual.load(static_cast<const T*>(output.residual) + place(e));
+      if (output.residual) e.residual.load(static_cast<const T*>(output.residual) + offset(e));
   }
   __device__ void finish(const Element& e, float (&v)[Rows]) const {
     const LinearOutput& output = this->c.output;
@@ -106,11 +106,11 @@ requires(Rows > 1) struct LinearEpilogue<T, Rows, Gated> : LinearInput<T> {
     if constexpr (Gated) {
       float of_pairs[Rows / 2];
       apply_gates(v, of_pairs);
-      store_few(static_cast<T*>(output.y) + place(e), of_pairs);
+      store_few(static_cast<T*>(output.y) + offset(e), of_pairs);
     } else {
       if (output.residual) add(e.residual);
       apply(output.epilogue, v);
-      store_few(static_cast<T*>(output.y) + place(e), v);
+      store_few(static_cast<T*>(output.y) + offset(e), v);
     }
   }
 };

@@ -14,11 +14,12 @@ template <class T>
 struct GptqDecode;
 
 /// float16: the four bits of a code, taken as a float16, are the subnormal number code * 2^-24. Shifted left by four
-/// they are 16 times that number. Tensor cores multiply subnormal numbers exactly.
+/// they are 16 times that number. Tensor cores multiply subnormal numbers exactly. So a sum of products with codes is
+/// 2^24 times too small.
 template <>
 struct GptqDecode<f16> {
-  static constexpr float unit = 0x1p24f;             // a finished sum is multiplied by this
-  static constexpr std::uint32_t ones = 0x00010001;  // a pair of 1 / unit
+  static constexpr float unit = 0x1p24f;             // finished sums are multiplied by it
+  static constexpr std::uint32_t ones = 0x00010001;  // an operand of two codes of one: a pair of 1 / unit
 
   /// The sum of all products from those of low and of high codes.
   __device__ static float whole(float low, float high) { return low + high * (1.f / 16); }

@@ -76,13 +76,13 @@ constexpr int gptq_most_chunks(const Arch& arch, const GptqSizes& m) {
 }
 static_assert(kGptqMaxChunks == kGptqOneTokenGroups + 1);
 
-/// How the product of a few tokens with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
+/// How a GEMV with a packed 4-bit matrix is laid out. A cluster of `split` blocks takes up to
 /// `tiles` tiles of 16 rows: gptq_tiles(). The chunks of 64 columns are divided among the parts of the cluster's
 /// blocks. A warp's ring in shared memory has `stages` stages for the codes and scales of its part of its next tiles.
-/// The cluster's first block sums up and finishes all elements. Where the elements are many, block r finishes `share`
-/// of them, from r * share on.
+/// The cluster's first block sums up and finishes all elements. Where the elements are many, block r finishes
+/// `block_elements` of them, from r * block_elements on.
 struct GptqPlan {
-  int split, tiles, share, stages;
+  int split, tiles, block_elements, stages;
   int full;   // the first `full` clusters take `tiles` tiles, the others one less
   int early;  // stages that are asked for before the activations are there
   int stage_bytes;
@@ -167,7 +167,7 @@ constexpr int gptq_x_bytes(const GptqPlan& p) {
 constexpr int gptq_smem_bytes(const GptqPlan& p) {
   const int elements = p.tiles * kGptqRows << p.token_bits;
   const int bytes = kGptqParts * p.turns * p.stages * (p.stage_bytes + 8) + gptq_x_bytes(p) +
-                    (kGptqParts * elements + (p.split - 1) * p.share) * 4 + 8;
+                    (kGptqParts * elements + (p.split - 1) * p.block_elements) * 4 + 8;
   return (bytes + 15) / 16 * 16;
 }
 
@@ -199,7 +199,8 @@ constexpr void deal_gptq_tiles(const Arch& arch, int tiles, int blocks_per_sm, c
     // One block finishes up to four elements a thread. With more elements it is faster if the cluster's blocks divide
     // them.
     const int runs = p.tiles << p.token_bits;  // of 16 elements
-    p.share = kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
+    p.block_elements =
+        kGptqRows * (kGptqRows * runs <= 4 * gptq_threads(p.turns) ? runs : (runs + p.split - 1) / p.split);
     const bool many = p.tokens == 1 && p.turns == 1 && p.tiles >= ahead_of_many.many_tiles;
     const GptqAhead &few = arch.tuning->packed_ahead, &ahead = many ? ahead_of_many : few;
     for (p.stages = std::min((p.tiles + p.turns - 1) / p.turns, ahead.stages); p.stages > 0; --p.stages) {
@@ -219,7 +220,7 @@ constexpr GptqPlan gptq_plan(const Arch& arch, const GptqSizes& m, std::int64_t 
                              const GptqReserved& reserved, const GptqAhead& ahead_of_many) {
   GptqPlan p{.split = 1,
              .tiles = 0,
-             .share = 0,
+             .block_elements = 0,
              .stages = 0,
              .full = 0,
              .early = 0,
@@ -290,7 +291,7 @@ constexpr GptqSumPlan gptq_sum_plan(const Arch& arch, const GptqSizes& first, co
     both.digit_bytes = std::max(p.first.digit_bytes, p.second.digit_bytes);
     deal_gptq_tiles(arch, first.tiles, kLinearGptqBlocksPerSm, {}, arch.tuning->packed_ahead_of_sum, both);
   }
-  if (!fits || both.tokens < tokens || both.share < both.tiles * kGptqRows << both.token_bits) both.grid = 0;
+  if (!fits || both.tokens < tokens || both.block_elements < both.tiles * kGptqRows << both.token_bits) both.grid = 0;
   both.first_rank = 1;
   GptqPlan of_first = both;
   of_first.chunks = p.first.chunks;
@@ -309,6 +310,11 @@ Status with_gptq_activation(std::string_view op, DType dtype, F&& f) {
   return Status::error(Code::unimplemented, std::string(op) +
                                                 ": cuda takes float16 or bfloat16 activations with GPTQ weights, got " +
                                                 std::string(to_string(dtype)));
+}
+
+/// Refuses what with_gptq_activation() refuses.
+inline Status check_gptq_activation(std::string_view op, DType dtype) {
+  return with_gptq_activation(op, dtype, [](auto) { return Status(); });
 }
 
 /// The most tokens that a kernel takes. The kernels of eight and sixteen give a token the same bits however many tokens

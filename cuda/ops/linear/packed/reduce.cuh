@@ -62,9 +62,9 @@ class GptqElements {
         tokens_(tokens),
         tile_elements_(kGptqRows << plan.token_bits),
         all_(warp.tiles * tile_elements_),
-        shared_out_(!C.one_token() && plan.share < plan.tiles * tile_elements_),
-        first_own_(shared_out_ ? warp.rank * plan.share : 0),
-        count_((shared_out_      ? max(min(all_ - first_own_, plan.share), 0)
+        shared_out_(!C.one_token() && plan.block_elements < plan.tiles * tile_elements_),
+        first_own_(shared_out_ ? warp.rank * plan.block_elements : 0),
+        count_((shared_out_      ? max(min(all_ - first_own_, plan.block_elements), 0)
                 : warp.rank == 0 ? all_
                                  : 0) /
                C.rows) {}
@@ -92,11 +92,11 @@ class GptqElements {
     if (shared_out_ || warp_.rank > 0)
 #pragma unroll 1
       for (int e = 4 * int(threadIdx.x); e < all_; e += 4 * C.threads()) {
-        const int to = shared_out_ ? e / plan_.share : 0;
+        const int to = shared_out_ ? e / plan_.block_elements : 0;
         if (to == warp_.rank) continue;
         float sum[4];
         sum_block(e, sum);
-        inbox.send(to, at_.received + (warp_.rank - (warp_.rank > to) - to) * plan_.share + e, sum);
+        inbox.send(to, at_.received + (warp_.rank - (warp_.rank > to) - to) * plan_.block_elements + e, sum);
       }
     if (count_ == 0) return false;
     inbox.receive((plan_.split - 1) * count_ * C.rows * int(sizeof(float)));
@@ -150,7 +150,7 @@ class GptqElements {
 
   /// Adds what block k of the cluster's other blocks sent.
   __device__ void add_received(int k, int e, float (&sum)[C.rows]) const {
-    add_few(at_.received + k * plan_.share + e * C.rows, sum);
+    add_few(at_.received + k * plan_.block_elements + e * C.rows, sum);
   }
   __device__ static void scale(float (&sum)[C.rows]) {
     if constexpr (!C.one_token())  // one token's sums are scaled already

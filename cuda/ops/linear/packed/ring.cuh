@@ -3,6 +3,7 @@
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/ring.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/ops/linear/packed/plan.hpp"
 
@@ -51,7 +52,7 @@ struct GptqSmem {
     smem += gptq_x_bytes(p);
     partial = reinterpret_cast<float*>(smem);
     received = partial + kGptqParts * elements;
-    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * p.share);
+    arrived = reinterpret_cast<std::uint64_t*>(received + (p.split - 1) * p.block_elements);
     full = arrived + 1 + warp * p.stages;
   }
 };
@@ -87,18 +88,15 @@ class GptqRing {
   }
   /// Waits for the current stage.
   __device__ const char* wait() const {
-    const char* const from_stage = at_.ring + stage_ * plan_.stage_bytes;
-    wait_barrier(at_.full + stage_, parity_);
+    const char* const from_stage = at_.ring + slot_.stage * plan_.stage_bytes;
+    wait_barrier(at_.full + slot_.stage, slot_.parity);
     return from_stage;
   }
   /// Gives the current stage, which held `tile`, to a later tile.
   __device__ void release(int tile) {
     __syncwarp();
-    if (const int next = tile + plan_.stages * Turns; next < warp_.tiles && elected()) request(next, stage_);
-    if (++stage_ == plan_.stages) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
+    if (const int next = tile + plan_.stages * Turns; next < warp_.tiles && elected()) request(next, slot_.stage);
+    slot_.next(plan_.stages);
   }
   /// Bytes of a stage's codes. The stage's scales lie behind them.
   __device__ int code_bytes() const { return code_bytes_; }
@@ -121,7 +119,7 @@ class GptqRing {
   const GptqSmem& at_;
   const int code_bytes_, scale_bytes_, code_tile_bytes_, scale_tile_bytes_;
   const char *const codes_, *const scales_;
-  int stage_ = 0, parity_ = 0;
+  RingSlot slot_;
 };
 
 }  // namespace cf::cuda

@@ -1,27 +1,33 @@
 #include "cuda/ops/linear/packed/sum.hpp"
 
+#include "cuda/runtime/refusals.hpp"
+
 namespace cf::cuda {
-namespace {
 
-const PackedWeight* packed_weight(const ops::Linear::Args& a) { return std::get_if<PackedWeight>(&a.linear.weight); }
-
-}  // namespace
-
-GptqSumPlan linear_sum_plan(const Arch& arch, const LinearSum::Args& a) {
-  GptqSumPlan none{};
-  const PackedWeight* const weights[] = {packed_weight(a.first), packed_weight(a.second)};
-  if (!weights[0] || !weights[1] || a.second.residual.data != a.first.y.data || size_bytes(a.first.y.dtype) != 2 ||
-      a.second.y.dtype != a.first.y.dtype || a.second.y.shape != a.first.y.shape ||
-      a.second.epilogue != ops::Epilogue::residual ||
-      (a.first.epilogue != ops::Epilogue::none && a.first.epilogue != ops::Epilogue::residual))
-    return none;
-  const Result<GptqLayout> first = gptq_layout(LinearSum::name, *weights[0]),
-                           second = gptq_layout(LinearSum::name, *weights[1]);
-  if (!first || !second || !gptq_is_plain(a.first, *first, {}, kLinearSumRows) ||
-      !gptq_is_plain(a.second, *second, {}, kLinearSumRows))
-    return none;
-  const std::int64_t tokens = a.first.x.shape[0];
-  return gptq_sum_plan(arch, gptq_sizes(*first, tokens), gptq_sizes(*second, tokens), tokens);
+Result<GptqSumPlan> plan_linear_sum(const Target& target, const ops::LinearSum::Args& a) {
+  constexpr std::string_view name = ops::LinearSum::name;
+  const auto* const first = std::get_if<PackedWeight>(&a.linear.weight);
+  const auto* const second = std::get_if<PackedWeight>(&a.linear2.weight);
+  if (!first || !second) return not_taken("two packed GPTQ weights", "another weight");
+  CF_TRY(check_gptq_activation(name, a.x.dtype));
+  CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, *first));
+  CF_TRY_ASSIGN(const GptqLayout layout2, gptq_layout(name, *second));
+  Status status;
+  bool plain = true;
+  status = ops::LinearSum::for_each_part(a, [&, is_first = true](const ops::Linear::Args& part) mutable -> Status {
+    plain = plain && gptq_is_plain(part, is_first ? layout : layout2, {}, kLinearSumRows);
+    is_first = false;
+    return {};
+  });
+  CF_TRY(status);
+  if (!plain) return not_taken("rows in their own order and of an even number, and biases of y's dtype", "others");
+  const std::int64_t tokens = a.x.shape[0];
+  const GptqSumPlan plan = gptq_sum_plan(target.arch, gptq_sizes(layout, tokens), gptq_sizes(layout2, tokens), tokens);
+  if (plan.second.grid == 0)
+    return not_taken("products whose columns fit one cluster", std::to_string(a.x.shape[1]) + " and " +
+                                                                   std::to_string(a.x2.shape[1]) + " columns of " +
+                                                                   std::to_string(tokens) + " tokens");
+  return plan;
 }
 
 }  // namespace cf::cuda

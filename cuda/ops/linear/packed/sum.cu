@@ -1,6 +1,8 @@
 #include "cuda/ops/linear/packed/sum.hpp"
 
 #include "cuda/ops/linear/packed/call.cuh"
+#include "cuda/ops/prepare.hpp"
+#include "cuda/ops/run.hpp"
 
 namespace cf::cuda {
 namespace {
@@ -22,7 +24,7 @@ struct SumEpilogue {
   int product;  // the block's
 
   struct Element {
-    long place;
+    long offset;  // in y
     StoredWeight<kRows> bias[2], residual;
   };
 
@@ -32,14 +34,14 @@ struct SumEpilogue {
     return static_cast<const T*>(c.x[product]) + long(token) * c.matrix[product].in;
   }
   __device__ Element prepare(int token, int row) const {
-    Element e{.place = token * c.output[0].out + row, .bias = {}, .residual = {}};
+    Element e{.offset = token * c.output[0].out + row, .bias = {}, .residual = {}};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (c.output[i].bias) e.bias[i].load(static_cast<const T*>(c.output[i].bias) + row);
     return e;
   }
   __device__ void begin(Element& e) const {
-    if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.place);
+    if (c.output[0].residual) e.residual.load(static_cast<const T*>(c.output[0].residual) + e.offset);
   }
   __device__ void finish(const Element& e, float (&first)[kRows], float (&second)[kRows]) const {
     const auto add = [](float(&v)[kRows], const StoredWeight<kRows>& stored) {
@@ -50,11 +52,11 @@ struct SumEpilogue {
     };
     if (c.output[0].bias) add(first, e.bias[0]);
     if (c.output[0].residual) add(first, e.residual);
-    store_few(static_cast<T*>(c.output[0].y) + e.place, first);
+    store_few(static_cast<T*>(c.output[0].y) + e.offset, first);
     if (c.output[1].bias) add(second, e.bias[1]);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) second[i] += to_float(from_float<T>(first[i]));
-    store_few(static_cast<T*>(c.output[1].y) + e.place, second);
+    store_few(static_cast<T*>(c.output[1].y) + e.offset, second);
   }
 };
 
@@ -79,25 +81,26 @@ auto kernel_for(const GptqSumPlan& plan) {
 
 }  // namespace
 
-Status prepare(const LinearSum::Args& a, LaunchList& launches) {
-  CF_TRY(check_call(a.first, launches));
-  CF_TRY(check_call(a.second, launches));
-  const GptqSumPlan plan = linear_sum_plan(launches.arch(), a);
-  const ops::Linear::Args* const calls[] = {&a.first, &a.second};
+Status prepare(const ops::LinearSum::Args& a, LaunchList& launches) { return prepare_chosen(a, launches); }
+
+Status launch_linear_sum(const ops::LinearSum::Args& a, const GptqSumPlan& plan, LaunchList& launches) {
+  constexpr std::string_view name = ops::LinearSum::name;
   SumCall c{.matrix = {},
             .plan = {plan.first, plan.second},
-            .x = {a.first.x.data, a.second.x.data},
-            .output = {linear_output(a.first), linear_output(a.second)},
+            .x = {a.x.data, a.x2.data},
+            .output = {},
             .tokens = plan.second.tokens};
-  for (int i = 0; i < 2; ++i) {
-    const auto& weight = std::get<PackedWeight>(calls[i]->linear.weight);
-    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(LinearSum::name, weight));
+  int i = 0;
+  CF_TRY(ops::LinearSum::for_each_part(a, [&](const ops::Linear::Args& part) -> Status {
+    const auto& weight = std::get<PackedWeight>(part.linear.weight);
+    CF_TRY_ASSIGN(const GptqLayout layout, gptq_layout(name, weight));
     c.matrix[i] = gptq_matrix(weight, layout);
-  }
-  return with_gptq_activation(LinearSum::name, a.first.x.dtype, [&](auto zero) {
+    c.output[i++] = linear_output(part);
+    return {};
+  }));
+  return with_gptq_activation(name, a.x.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return launch(LinearSum::name, launches,
-                  linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
+    return launch(name, launches, linear_gptq_shape(plan.second, linear_gptq_smem_bytes(launches.arch(), plan.second)),
                   kernel_for<T>(plan), c);
   });
 }

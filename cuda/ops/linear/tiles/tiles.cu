@@ -52,12 +52,12 @@ __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const 
   const auto copy = [&](bool shared, unsigned char* to, const CUtensorMap& map, int i, int row, int stage) {
     constexpr std::uint16_t both = 3;
     if (shared)
-      copy_tensor_tile_to(both, to, &map, i * kLinearWgmmaColumns, row, 0, ring.filled + stage);
+      copy_tensor_tile_to(both, to, &map, i * kLinearWgmmaColumns, row, 0, ring.full + stage);
     else
-      copy_tensor_tile(to, &map, i * kLinearWgmmaColumns, row, 0, ring.filled + stage);
+      copy_tensor_tile(to, &map, i * kLinearWgmmaColumns, row, 0, ring.full + stage);
   };
   const auto copy_weight = [&](const Tile<InTurn>& tile, int i, int stage) {
-    arrive_expecting(ring.filled + stage, ring.stage_bytes);
+    arrive_expecting(ring.full + stage, ring.stage_bytes);
     copy(!InTurn, ring.b(stage) + weight_row * kTileRowBytes, weight, i, tile.feature + weight_row, stage);
   };
   const auto copy_x = [&](const Tile<InTurn>& tile, int i, int stage) {
@@ -70,50 +70,49 @@ __device__ void copy_tiles(const WgmmaRing<shape_of<InTurn>.width>& ring, const 
   wait_for_predecessors();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_x(first_tile, i, i);
-  WgmmaPlace place;
-  place.skip(ahead, ring.stages);
+  RingSlot slot;
+  slot.skip(ahead, ring.stages);
 #pragma unroll 1
   for (int group = first_group, i = ahead; group < c.groups; group += c.clusters, i = 0) {
     const Tile<InTurn> tile(c, group, rank);
 #pragma unroll 1
-    for (; i < c.steps; ++i, place.next(ring.stages)) {
-      wait_barrier(ring.free + place.stage, place.parity ^ 1);  // at once in the first round
-      copy_weight(tile, i, place.stage);
-      copy_x(tile, i, place.stage);
+    for (; i < c.steps; ++i, slot.next(ring.stages)) {
+      wait_barrier(ring.empty + slot.stage, slot.parity ^ 1);  // at once in the first round
+      copy_weight(tile, i, slot.stage);
+      copy_x(tile, i, slot.stage);
     }
   }
   // A block stays until the other has arrived at its barriers for the last time.
 #pragma unroll 1
-  for (int i = 0; i < ring.stages; ++i, place.next(ring.stages))
-    wait_barrier(ring.free + place.stage, place.parity ^ 1);
+  for (int i = 0; i < ring.stages; ++i, slot.next(ring.stages)) wait_barrier(ring.empty + slot.stage, slot.parity ^ 1);
 }
 
 /// Tells both blocks of the cluster that a warp is done with a stage, since both copy to it. One lane tells one block.
 struct Release {
   bool tells;
-  std::uint32_t free;  // the first stage's barrier there
+  std::uint32_t empty;  // the first stage's barrier there
 
-  __device__ explicit Release(const std::uint64_t* free_here) {
+  __device__ explicit Release(const std::uint64_t* empty_here) {
     const int lane = threadIdx.x % 32;
     tells = lane < kLinearTilesBlocks;
-    free = tells ? shared_address_in(lane, free_here) : 0;
+    empty = tells ? shared_address_in(lane, empty_here) : 0;
   }
   __device__ void operator()(int stage) const {
-    if (tells) arrive_in_cluster(free + stage * int(sizeof(std::uint64_t)));
+    if (tells) arrive_in_cluster(empty + stage * int(sizeof(std::uint64_t)));
   }
 };
 
 /// A warpgroup's sums of a tile over the block's steps, for 64 * Blocks tokens from row `first_row` of the tile on.
 /// started() is called when the last products have been started.
 template <class T, int Width, int Blocks, class Started>
-__device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first_row, WgmmaPlace& place,
+__device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first_row, RingSlot& slot,
                               const Release& release, Started started, float (&sum)[Blocks][Width / 2]) {
   int last_stage = 0;
 #pragma unroll 1
-  for (int i = 0; i < steps; ++i, place.next(ring.stages)) {
-    wait_barrier(ring.filled + place.stage, place.parity);
-    const std::uint64_t a = tile_along_k(ring.a(place.stage) + first_row * kTileRowBytes),
-                        b = tile_along_k(ring.b(place.stage));
+  for (int i = 0; i < steps; ++i, slot.next(ring.stages)) {
+    wait_barrier(ring.full + slot.stage, slot.parity);
+    const std::uint64_t a = tile_along_k(ring.a(slot.stage) + first_row * kTileRowBytes),
+                        b = tile_along_k(ring.b(slot.stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
@@ -123,7 +122,7 @@ __device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first
     wgmma_commit();
     wgmma_wait<1>();
     if (i > 0) release(last_stage);
-    last_stage = place.stage;
+    last_stage = slot.stage;
   }
   started();
   wgmma_wait<0>();
@@ -132,16 +131,16 @@ __device__ void multiply_tile(const WgmmaRing<Width>& ring, int steps, int first
   release(last_stage);
 }
 
-/// The place of a sum in a chunk, in float32. In the order that the features of a row have, wgmma()'s lanes and the
+/// The offset of a sum in a chunk, in floats. In the order that the features of a row have, wgmma()'s lanes and the
 /// lanes that finish rows use every bank once: the latter are two rows of four, i and i + 4, at a time.
-__device__ int place_in_chunk(int row, int feature) {
+__device__ int offset_in_chunk(int row, int feature) {
   return row * kLinearTilesChunk + (feature ^ 4 * (row % 4 * 2 + row / 4 % 2));
 }
 
 /// v = the eight sums at a row and feature of a chunk.
 __device__ void load_sums(const float* chunk, int row, int feature, float (&v)[kVec]) {
-  *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(chunk + place_in_chunk(row, feature));
-  *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(chunk + place_in_chunk(row, feature + 4));
+  *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(chunk + offset_in_chunk(row, feature));
+  *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(chunk + offset_in_chunk(row, feature + 4));
 }
 
 /// Finishes a warp's sums of 16 tokens and Width features, and of 16 tokens more 64 tokens on where `blocks` is 2. A
@@ -183,8 +182,8 @@ __device__ void store_chunk(const float (&sum)[Blocks][Width / 2], int chunk, fl
 #pragma unroll
       for (int j = 0; j < eights; ++j) {
         const float* const from = sum[i / row_chunks] + 4 * (i % row_chunks * eights + j);
-        store_pair_shared(to + place_in_chunk(g, 8 * j + 2 * t), from[0], from[1]);
-        store_pair_shared(to + place_in_chunk(g + 8, 8 * j + 2 * t), from[2], from[3]);
+        store_pair_shared(to + offset_in_chunk(g, 8 * j + 2 * t), from[0], from[1]);
+        store_pair_shared(to + offset_in_chunk(g + 8, 8 * j + 2 * t), from[2], from[3]);
       }
 }
 
@@ -202,19 +201,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int width = shape_of<InTurn>.width, stages = linear_tiles_stages(width), blocks = InTurn ? 2 : 1;
   static_assert(width % kLinearTilesChunk == 0);
   extern __shared__ unsigned char smem[];
-  __shared__ std::uint64_t filled[stages], free[stages], half_stored;
+  __shared__ std::uint64_t full[stages], empty[stages], half_stored;
   __shared__ alignas(16) float bias[2][width];
-  static_assert(sizeof filled + sizeof free + sizeof half_stored + sizeof bias <= kLinearTilesStaticBytes);
+  static_assert(sizeof full + sizeof empty + sizeof half_stored + sizeof bias <= kLinearTilesStaticBytes);
   const WgmmaRing<width> ring{
-      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = stages};
+      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .full = full, .empty = empty, .stages = stages};
   const int warp = threadIdx.x / 32, group = warp / 4, rank = cluster_rank();
   if (threadIdx.x == kConsumers) {
     prefetch_map(&weight);
     prefetch_map(&x);
   }
   if (threadIdx.x < stages) {
-    init_barrier(filled + threadIdx.x, 1);
-    init_barrier(free + threadIdx.x, kLinearTilesWarps / blocks * kLinearTilesBlocks);
+    init_barrier(full + threadIdx.x, 1);
+    init_barrier(empty + threadIdx.x, kLinearTilesWarps / blocks * kLinearTilesBlocks);
     if (threadIdx.x == 0) init_barrier(&half_stored, 128);
     publish_barriers();
   }
@@ -228,19 +227,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   take_registers<kRegisters>();
-  const Release release(free);
+  const Release release(empty);
   const int warp_row = (InTurn ? 0 : group * 64) + warp % 4 * 16;  // of a tile
   float* const chunk_sums =
       reinterpret_cast<float*>(ring.a(stages)) + warp * kLinearTilesChunkFloats;  // behind the ring
   float sum[blocks][width / 2] = {};
-  WgmmaPlace place;
+  RingSlot slot;
   bool next_is_own = !InTurn || group == 0;
 #pragma unroll 1
   for (int i = first_group; i < c.groups; i += c.clusters) {
     const bool is_own = next_is_own, is_last = i + c.clusters >= c.groups;
     if (InTurn) next_is_own = !is_own;
     if (!is_own && !is_last) {
-      place.skip(c.steps, stages);
+      slot.skip(c.steps, stages);
       continue;
     }
     const Tile<InTurn> tile(c, i, rank);
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // one.
       if (InTurn && i != first_group) named_barrier(kTurnBarrier + group, kConsumers);
       multiply_tile<T, width, blocks>(
-          ring, c.steps, InTurn ? 0 : group * 64, place, release,
+          ring, c.steps, InTurn ? 0 : group * 64, slot, release,
           [&] {
             if (InTurn && !is_last) arrive_at_named_barrier(kTurnBarrier + 1 - group, kConsumers);
           },

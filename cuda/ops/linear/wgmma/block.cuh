@@ -38,19 +38,19 @@ struct Steps {
   }
 };
 
-/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, filled) copies a lane's part of
+/// Copies the steps of a block; all lanes of a warp call. copy_weight(lane, step, to, full) copies a lane's part of
 /// the step's weights. The ring's first weights need no predecessor and come before all x.
 template <class Ring, class CopyWeight>
 __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorMap& x, CopyWeight copy_weight) {
   const int lane = threadIdx.x % 32;
   const auto copy_a = [&](int i, int stage) {
-    if (lane == 0) arrive_expecting(ring.filled + stage, ring.stage_bytes);
+    if (lane == 0) arrive_expecting(ring.full + stage, ring.stage_bytes);
     __syncwarp();
-    copy_weight(lane, steps.first + i, ring.a(stage), ring.filled + stage);
+    copy_weight(lane, steps.first + i, ring.a(stage), ring.full + stage);
   };
   const auto copy_b = [&](int i, int stage) {
     if (lane == 0)
-      copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.filled + stage);
+      copy_tensor_tile(ring.b(stage), &x, (steps.first + i) * kLinearWgmmaColumns, 0, 0, ring.full + stage);
   };
   const int ahead = min(steps.count, ring.stages);
 #pragma unroll 1
@@ -58,16 +58,16 @@ __device__ void copy_steps(const Ring& ring, const Steps& steps, const CUtensorM
   wait_for_predecessors();
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) copy_b(i, i);
-  WgmmaPlace place;
+  RingSlot slot;
 #pragma unroll 1
-  for (int i = ahead; i < steps.count; ++i, place.next(ring.stages)) {
-    wait_barrier(ring.free + place.stage, place.parity);
-    copy_a(i, place.stage);
-    copy_b(i, place.stage);
+  for (int i = ahead; i < steps.count; ++i, slot.next(ring.stages)) {
+    wait_barrier(ring.empty + slot.stage, slot.parity);
+    copy_a(i, slot.stage);
+    copy_b(i, slot.stage);
   }
 }
 
-/// The sums of the rows that a block finishes, in the place of its ring: a part (Tokens, 16 rows) for each warp that
+/// The sums of the rows that a block finishes, in the ring's memory: a part (Tokens, 16 rows) for each warp that
 /// has such rows and each block of the cluster. Loops read the parts. Code that finishes the sums in the registers has
 /// no loops: it is thousands of instructions that run once, and their fetch takes longer than the product.
 template <int Tokens>
@@ -82,7 +82,7 @@ struct Parts {
   __device__ float* part(int warp, int rank) const { return first + (warp * splits + rank) * floats; }
 };
 
-/// Hands a warp's sums to store(i, sum), with i the place in a part.
+/// Hands a warp's sums to store(i, sum), with i the offset in a part.
 template <int Tokens, class Store>
 __device__ void for_each_sum(const float (&sum)[Tokens / 2], Store store) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -175,12 +175,12 @@ struct Finish {
 template <class T, int Tokens, bool Gated, class Ring, class Order, class Copy, class Multiply>
 __device__ void multiply_rows(const WgmmaCall& c, const Order& order, Copy copy, Multiply multiply) {
   extern __shared__ unsigned char smem[];
-  __shared__ std::uint64_t filled[kMostLinearWgmmaStages], free[kMostLinearWgmmaStages], arrived;
+  __shared__ std::uint64_t full[kMostLinearWgmmaStages], empty[kMostLinearWgmmaStages], arrived;
   const Ring ring{
-      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .filled = filled, .free = free, .stages = c.stages};
+      .first = smem + (1024 - shared_address(smem) % 1024) % 1024, .full = full, .empty = empty, .stages = c.stages};
   if (threadIdx.x < c.stages) {
-    init_barrier(filled + threadIdx.x, 1);
-    init_barrier(free + threadIdx.x, kLinearWgmmaWarps);
+    init_barrier(full + threadIdx.x, 1);
+    init_barrier(empty + threadIdx.x, kLinearWgmmaWarps);
     publish_barriers();
   }
   __syncthreads();

@@ -13,21 +13,21 @@ namespace {
 template <class T, int Tokens>
 __device__ void multiply_steps(const WgmmaRing<Tokens>& ring, const Steps& steps, float (&sum)[Tokens / 2]) {
   const int group = threadIdx.x / 128;
-  WgmmaPlace place;
+  RingSlot slot;
   int last_stage = 0;
 #pragma unroll 1
-  for (int i = 0; i < steps.count; ++i, place.next(ring.stages)) {
-    wait_barrier(ring.filled + place.stage, place.parity);
-    const std::uint64_t a = tile_along_k(ring.a(place.stage) + group * 64 * kTileRowBytes),
-                        b = tile_along_k(ring.b(place.stage));
+  for (int i = 0; i < steps.count; ++i, slot.next(ring.stages)) {
+    wait_barrier(ring.full + slot.stage, slot.parity);
+    const std::uint64_t a = tile_along_k(ring.a(slot.stage) + group * 64 * kTileRowBytes),
+                        b = tile_along_k(ring.b(slot.stage));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLinearWgmmaColumns / 16; ++k)
       wgmma(sum, a + k * kWgmmaStep, b + k * kWgmmaStep, i + k > 0, T{});
     wgmma_commit();
     wgmma_wait<1>();
-    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.free + last_stage);
-    last_stage = place.stage;
+    if (i > 0 && threadIdx.x % 32 == 0) arrive(ring.empty + last_stage);
+    last_stage = slot.stage;
   }
   wgmma_wait<0>();
   keep_in_registers(sum);
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   multiply_rows<T, Tokens, Gated, Ring>(
       c, InOrder{},
       [&](const Ring& ring, const Steps& steps, int first_row) {
-        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
-          if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, filled);
+        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* full) {
+          if (lane == 0) copy_tensor_tile(to, &weight, step * kLinearWgmmaColumns, first_row, 0, full);
         });
       },
       [&](const Ring& ring, const Steps& steps, int, float(&sum)[Tokens / 2]) { multiply_steps<T>(ring, steps, sum); });

@@ -83,12 +83,12 @@ __device__ void multiply_codes(const GptqWgmmaCall& c, const Ring& ring, const S
     for (int i = 0; i < Tokens / 2; ++i) sum[i] = fmaf(now.scale[i / 2 % 2], of_group[i], sum[i]);
     is_added = false;
   };
-  WgmmaPlace place;
+  RingSlot slot;
 #pragma unroll 1
-  for (int i = 0; i < steps.count; ++i, place.next(ring.stages)) {
-    wait_barrier(ring.filled + place.stage, place.parity);
-    const uint4* const codes = reinterpret_cast<const uint4*>(ring.a(place.stage) + warp * kGptqTileBytes) + 4 * g;
-    const std::uint64_t b = tile_along_k(ring.b(place.stage));
+  for (int i = 0; i < steps.count; ++i, slot.next(ring.stages)) {
+    wait_barrier(ring.full + slot.stage, slot.parity);
+    const uint4* const codes = reinterpret_cast<const uint4*>(ring.a(slot.stage) + warp * kGptqTileBytes) + 4 * g;
+    const std::uint64_t b = tile_along_k(ring.b(slot.stage));
     const uint4 words[] = {codes[0], codes[1], codes[2], codes[3]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -119,11 +119,11 @@ __device__ void multiply_codes(const GptqWgmmaCall& c, const Ring& ring, const S
         next = load_scales(group + 1);
       }
     }
-    wgmma_wait<0>();  // operand a is made anew, and the stage is free
+    wgmma_wait<0>();  // operand a is made anew, and the stage is empty
 #pragma unroll
     for (auto& operand : a) keep_in_registers(operand);
     __syncwarp();  // all lanes have read the codes
-    if (lane == 0) arrive(ring.free + place.stage);
+    if (lane == 0) arrive(ring.empty + slot.stage);
   }
   if (is_added) end_group();
 }
@@ -144,9 +144,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         // A lane copies a tile. Of tiles that the matrix does not have nothing is finished.
         const int tile = min(first_row / kGptqRows + int(threadIdx.x % 32), c.matrix.tiles - 1);
         const char* const codes = c.matrix.codes + long(tile) * c.matrix.chunks * kGptqTileBytes;
-        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* filled) {
+        copy_steps(ring, steps, x, [&](int lane, int step, unsigned char* to, std::uint64_t* full) {
           if (lane < kLinearWgmmaWarps)
-            copy_bulk(to + lane * kGptqTileBytes, codes + step * kGptqTileBytes, kGptqTileBytes, filled);
+            copy_bulk(to + lane * kGptqTileBytes, codes + step * kGptqTileBytes, kGptqTileBytes, full);
         });
       },
       [&](const Ring& ring, const Steps& steps, int first_row, float(&sum)[Tokens / 2]) {

@@ -1,0 +1,71 @@
+#include "cuda/ops/attention/attention.hpp"
+
+#include "cuda/runtime/refusals.hpp"
+
+namespace cf::cuda {
+namespace {
+
+constexpr std::string_view kName = ops::Attention::name;
+
+/// What no kernel takes.
+Status check(const ops::Attention::Args& a) {
+  const std::int64_t head_dim = a.q.shape[2];
+  CF_TRY(check_multiple_of_8(kName, "head_dim", head_dim));
+  if (head_dim > kMaxHeadDim)
+    return Status::error(Code::unimplemented, "attention: cuda takes head_dim up to " + std::to_string(kMaxHeadDim) +
+                                                  ", got " + std::to_string(head_dim));
+  return check_activation(kName, a.q.dtype);
+}
+
+Status check_16_bits(const ops::Attention::Args& a) {
+  if (size_bytes(a.q.dtype) == 2) return {};
+  return not_taken("activations of 16 bits", std::string(to_string(a.q.dtype)));
+}
+
+/// Where decode attention is faster, or the activations have 32 bits.
+Status check_prefill(const Arch& arch, const ops::Attention::Args& a, const ops::Attention::Dims& d) {
+  CF_TRY(check_16_bits(a));
+  if (prefill_pays(arch, d.q_len)) return {};
+  return not_taken("prompts of at least " + std::to_string(arch.tuning->prefill_queries) + " tokens", std::to_string(d.q_len));
+}
+
+/// The rows of a kv head: its queries' heads.
+std::int64_t rows_of(const ops::Attention::Dims& d) { return d.q_len * (d.heads / d.kv_heads); }
+
+}  // namespace
+
+Result<WgmmaPlan> plan_attention_wgmma(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check(a));
+  const auto d = ops::Attention::dims(a);
+  CF_TRY(check_prefill(target.arch, a, d));
+  const std::int64_t rows = rows_of(d);
+  if (!wgmma_pays(target.arch, d.head_dim, rows))
+    return not_taken(
+        "on Hopper head_dim up to 128 and at least " + std::to_string(kWgmmaQueryRows) + " rows of a kv head",
+        "compute capability " + std::to_string(target.arch.compute_capability) + ", head_dim " +
+            std::to_string(d.head_dim) + ", rows " + std::to_string(rows));
+  if (!target.has_wgmma) return not_taken("a device and a build with sm_90a's instructions", "none");
+  return wgmma_plan(target.arch, d.head_dim, rows, d.batch * d.kv_heads);
+}
+
+Result<PrefillPlan> plan_attention_prefill(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check(a));
+  const auto d = ops::Attention::dims(a);
+  CF_TRY(check_prefill(target.arch, a, d));
+  const int padded = padded_head_dim(d.head_dim), block_rows = prefill_rows(padded);
+  return PrefillPlan{.row_blocks = int((rows_of(d) + block_rows - 1) / block_rows),
+                     .smem_bytes = prefill_smem_bytes(padded)};
+}
+
+Result<AttentionPlan> plan_attention_decode(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check(a));
+  CF_TRY(check_16_bits(a));
+  return attention_plan(target.arch, ops::Attention::dims(a), a.q.dtype);
+}
+
+Result<FloatAttentionPlan> plan_attention_f32(const Target& target, const ops::Attention::Args& a) {
+  CF_TRY(check(a));
+  return FloatAttentionPlan{.splits = attention_plan(target.arch, ops::Attention::dims(a), DType::f32).splits};
+}
+
+}  // namespace cf::cuda

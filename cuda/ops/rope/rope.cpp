@@ -1,0 +1,23 @@
+#include "cuda/ops/rope/rope.hpp"
+
+#include "cuda/runtime/refusals.hpp"
+
+namespace cf::cuda {
+namespace {
+
+template <class Args>
+Result<RopePlan> plan_of(const Target& target, const Args& a) {
+  constexpr std::string_view name = Args::Op::name;
+  const auto d = Args::Op::dims(a);
+  CF_TRY(check_multiple_of_8(name, "head_dim", d.head_dim));
+  CF_TRY(check_activation(name, a.qkv.dtype));
+  return rope_plan(target.arch, a.qkv.shape[0], d.heads, d.kv_heads, d.head_dim, d.rotary_dim,
+                   16 / int(size_bytes(a.qkv.dtype)));
+}
+
+}  // namespace
+
+Result<RopePlan> plan_rope(const Target& target, const ops::Rope::Args& a) { return plan_of(target, a); }
+Result<RopePlan> plan_rope_append(const Target& target, const ops::RopeAppend::Args& a) { return plan_of(target, a); }
+
+}  // namespace cf::cuda

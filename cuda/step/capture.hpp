@@ -1,0 +1,23 @@
+#pragma once
+// A step's plan as launches: on a stream, or in a graph. Private to cuda.
+#include "core/model/layer.hpp"
+#include "cuda/graph/capture.hpp"
+#include "cuda/step/choose.hpp"
+
+namespace cf::cuda {
+
+/// Checks a node's call, chooses its kernel and adds its launches.
+Status prepare(const Node& node, LaunchList& launches);
+/// Checks where a node's tensors lie and adds its launches, by the kernel that was chosen for it. The list has the
+/// node's mode, or that of launches one after the other.
+Status prepare(const PlannedNode& node, LaunchList& launches);
+
+/// Adds the nodes of a plan to a graph, each in its mode.
+Status capture_plan(const StepPlan& plan, DataflowCapture& graph);
+
+/// Adds one layer to a graph, as plan_graph() has it. What the layer's sites write gets the same bits as launched one
+/// by one, but for tensors that are not written: those between the parts of fused calls.
+Status capture_layer(const ModelSpec& model, const LayerWeights& weights, const LayerTensors& tensors,
+                     DataflowCapture& graph);
+
+}  // namespace cf::cuda
