@@ -175,6 +175,7 @@ const ModelSpec& Model::model() const { return state_->spec; }
 std::int64_t Model::slots() const { return state_->options.slots; }
 std::int64_t Model::capacity() const { return state_->options.capacity; }
 DType Model::activation() const { return state_->workspace.activation(); }
+std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) { state_->pipeline.release(slot); }
