@@ -550,10 +550,11 @@ class ConsumerWarps {
     block.sync();
     const bool ends = is_last || block.all_sequences_ended();
     if (ends && tells) {
-      const int position = min(block.at<int>(c.layout.positions)[s] + block.token, c.capacity);
+      const int position = block.at<int>(c.layout.positions)[s] + block.token;
+      const bool idle = block.at<int>(c.layout.lengths)[s] == kIdleLength || position >= c.capacity;
       c.token.ids[s] = ran;
-      c.token.positions[s] = position;
-      c.token.kv_len[s] = position + 1;
+      c.token.positions[s] = idle ? 0 : position;
+      c.token.kv_len[s] = idle ? kIdleLength : position + 1;
       c.token.chosen[s] = id;
     }
     return ends;

@@ -115,7 +115,7 @@ class PersistentKernel {
   ///
   /// `sequence_ends` (batch), or none, says where sequences end. A sequence that has ended gets no more entries, and
   /// what made() has of its later tokens means nothing. The launch ends with its last sequence. It leaves a sequence
-  /// that has ended at the position that is the caches' capacity.
+  /// that has ended idle, with a kv_len of kIdleLength.
   Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits,
                                   std::span<const PersistentEnd> sequence_ends = {});
   /// The most tokens of one launch, and the most stop ids of a sequence.
