@@ -36,8 +36,9 @@
 // Few keys have one split. Its block makes the context itself, without partial results in device memory.
 //
 // In large caches (Tuning::unshared_entries), query heads with the same keys and values form GQA tiles of up to eight
-// heads. A key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps attend to them
-// with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA tile has s heads.
+// heads. A key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps
+// attend to them with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA
+// tile has s heads.
 // With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile. Kernels for one
 // head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
 //
@@ -85,10 +86,10 @@
 //
 // Instructions bound small models. A layer runs through more code than an SM holds (32 KB on Hopper), most of it once.
 // One build missed the instruction cache 727 times a layer. Another build missed it 1010 times. The second one was
-// 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/TRIALS.md, instruction-cache). So all phases
-// share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With code of
-// its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an epilogue:
-// code behind it would run twice.
+// 1.3 % slower with Pythia-1.4B and 5 % slower with Pythia-410M (data/bench/TRIALS.md, instruction-cache). So all
+// phases share the code of norms, set-up, product and epilogue, and one call fetches both the context and mlp.act. With
+// code of its own a phase runs fewer instructions, but a layer fetches more. The lanes of a warp do not diverge in an
+// epilogue: code behind it would run twice.
 #include <cuda_runtime.h>
 
 #include "cuda/persistent/auxiliary_warps.cuh"
