@@ -1,5 +1,6 @@
 #include "core/row_runs.hpp"
 
+#include <algorithm>
 #include <string>
 
 namespace cf {
@@ -26,6 +27,20 @@ Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequenc
   }
   if (next != rows) return refused("runs", std::to_string(rows) + " rows in all", next);
   return {};
+}
+
+StepRows step_rows(std::int64_t rows, std::int64_t batch, RowRuns runs) {
+  if (runs.empty()) return {.batch = batch, .q_len = batch > 0 ? rows / batch : 0};
+  StepRows step{.batch = batch, .mixed = rows};
+  for (const RowRun& run : runs) step.q_len = std::max(step.q_len, run.count);
+  return step;
+}
+
+std::vector<RowRun> table_of(RowRuns runs, std::int64_t batch, std::int64_t q_len) {
+  if (!runs.empty()) return {runs.begin(), runs.end()};
+  std::vector<RowRun> table;
+  for (std::int64_t b = 0; b < batch; ++b) table.push_back({.sequence = b, .first_row = b * q_len, .count = q_len});
+  return table;
 }
 
 std::vector<RowGroup> row_groups(RowRuns runs) {

@@ -25,6 +25,16 @@ using RowRuns = std::span<const RowRun>;
 /// "attention: runs[1]: expected a sequence of 0 to 3, got 4".
 Status check_row_runs(std::string_view owner, RowRuns runs, std::int64_t sequences, std::int64_t rows);
 
+/// How many rows a step has, as an op's dims() say it: each of `batch` sequences has q_len rows, or, where `mixed` is
+/// not 0, each has at most q_len and all have `mixed`.
+struct StepRows {
+  std::int64_t batch = 0, q_len = 0, mixed = 0;
+};
+StepRows step_rows(std::int64_t rows, std::int64_t batch, RowRuns runs);
+
+/// The table of a call: `runs`, or where there are none a run of q_len rows for each of `batch` sequences.
+std::vector<RowRun> table_of(RowRuns runs, std::int64_t batch, std::int64_t q_len);
+
 /// Runs side by side with the same number of rows, of sequences that follow each other: run i has rows
 /// [first_row + i * count, first_row + (i + 1) * count) of sequence `sequence` + i.
 struct RowGroup {

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "core/model/taps.hpp"
 #include "core/ops/rope.hpp"
 #include "core/resources.hpp"
@@ -112,8 +113,8 @@ Status Model::set_rope_table(View<const float, 2> cos, View<const float, 2> sin)
   return {};
 }
 
-Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
-                  AnyView<2> logits, const Visit& visit) {
+Status Model::pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+                   AnyView<2> logits, const Visit& visit) {
   const ModelShape& s = spec_.shape;
   const auto batch = std::int64_t(kv_len.size()), tokens = std::int64_t(ids.size()), q_len = tokens / batch;
   const std::int64_t entries = options_.capacity + 1;
@@ -137,16 +138,8 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
   t.layer.sin = {sin_.as<float>(), sin_.view<2>().shape};
   t.layer.max_kv_len = *std::max_element(kv_len.begin(), kv_len.end());
   std::vector<LayerCache> caches;
-  for (std::size_t i = 0; i < k_caches_.size(); ++i) {
-    const auto slots_of = [&](Tensor& cache) {
-      AnyView<4> v = cache.view<4>();
-      v.data =
-          static_cast<char*>(v.data) + slot * s.num_kv_heads * entries * s.head_dim * std::int64_t(size_bytes(v.dtype));
-      v.shape[0] = batch;
-      return v;
-    };
-    caches.push_back({slots_of(k_caches_[i]), slots_of(v_caches_[i])});
-  }
+  for (std::size_t i = 0; i < k_caches_.size(); ++i)
+    caches.push_back({cache_of(k_caches_[i].view<4>(), slot, batch), cache_of(v_caches_[i].view<4>(), slot, batch)});
   t.caches = caches;
   t.logits = logits;
   t.final_norm = row_of(final_norm_, 0, logits.shape[0]);
@@ -162,17 +155,25 @@ Status Model::run(std::int64_t slot, std::span<const std::int32_t> ids, std::spa
   return check_ ? check_() : Status();
 }
 
-Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
-  CF_TRY(lengths_.check(slot, first, std::int64_t(ids.size())));
-  return forward(slot, first, ids, row_of(logits_, slot));
+Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
+  CF_TRY(check_step(*this, lengths_, runs, ids, logits));
+  if (logits.stream)
+    return Status::error(Code::unimplemented, "model: logits: expected memory of the host, got a device's");
+  std::vector<StepPart> decoding;
+  for (const StepPart& part : parts_of(runs, ids, logits)) {
+    if (part.decodes)
+      decoding.push_back(part);
+    else
+      CF_TRY(read(part, logits.own));
+  }
+  return decode(decoding);
 }
 
-Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
-  CF_TRY(lengths_.check(slot, first, std::int64_t(ids.size())));
-  if (logits.shape[0] < 0 || logits.shape[0] > std::int64_t(ids.size()))
-    return refused("logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " +
-                   std::to_string(logits.shape[0]));
-  std::int64_t rows_left = logits.shape[0];
+Status Model::read(const StepPart& prompt, bool own) {
+  const std::int64_t slot = prompt.run.sequence;
+  const AnyView<2> own_row = row_of(logits_, slot), logits = own && prompt.rows.shape[0] == 0 ? own_row : prompt.rows;
+  std::span<const std::int32_t> ids = prompt.ids;
+  std::int64_t first = prompt.run.first_position, rows_left = logits.shape[0];
   while (!ids.empty()) {
     const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options_.chunk)));
     ids = ids.subspan(chunk.size());
@@ -183,28 +184,33 @@ Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std
                 (logits.shape[0] - rows_left) * logits.shape[1] * std::int64_t(size_bytes(logits.dtype));
     rows.shape[0] = std::max<std::int64_t>(0, rows_left - std::int64_t(ids.size()));
     rows_left -= rows.shape[0];
-    CF_TRY(run(slot, chunk, std::span(&kv_len, 1), rows, visit_));
+    CF_TRY(pass(slot, chunk, std::span(&kv_len, 1), rows, visit_));
     lengths_.set(slot, kv_len);
     first = kv_len;
     last_ids_[std::size_t(slot)] = chunk.back();
   }
+  if (own && logits.data != own_row.data)
+    std::memcpy(own_row.data, static_cast<char*>(logits.data) + logits.bytes() - own_row.bytes(),
+                std::size_t(own_row.bytes()));
   return {};
 }
 
-Status Model::step(std::span<const Token> tokens) {
-  CF_TRY(lengths_.check_step(tokens));
+Status Model::decode(std::span<const StepPart> parts) {
+  if (parts.empty()) return {};
   std::vector<std::int32_t> ids(static_cast<std::size_t>(slots())), kv_len;
   for (std::int64_t slot = 0; slot < slots(); ++slot) kv_len.push_back(std::int32_t(length(slot) + 1));
-  for (const Token& t : tokens) {
-    ids[std::size_t(t.slot)] = t.id;
-    kv_len[std::size_t(t.slot)] = std::int32_t(t.position + 1);
+  for (const StepPart& p : parts) {
+    ids[std::size_t(p.run.sequence)] = p.ids[0];
+    kv_len[std::size_t(p.run.sequence)] = std::int32_t(p.run.first_position + 1);
   }
-  CF_TRY(run(0, ids, kv_len, step_logits_.view<2>(), visit_));
-  for (const Token& t : tokens) {
-    lengths_.set(t.slot, t.position + 1);
-    last_ids_[std::size_t(t.slot)] = t.id;
-    const AnyView<2> from = row_of(step_logits_, t.slot), to = row_of(logits_, t.slot);
+  CF_TRY(pass(0, ids, kv_len, step_logits_.view<2>(), visit_));
+  for (const StepPart& p : parts) {
+    const std::int64_t slot = p.run.sequence;
+    lengths_.set(slot, p.run.first_position + 1);
+    last_ids_[std::size_t(slot)] = p.ids[0];
+    const AnyView<2> from = row_of(step_logits_, slot), to = row_of(logits_, slot);
     std::memcpy(to.data, from.data, std::size_t(from.bytes()));
+    if (p.rows.shape[0] > 0) std::memcpy(p.rows.data, from.data, std::size_t(from.bytes()));
   }
   return {};
 }
@@ -212,12 +218,12 @@ Status Model::step(std::span<const Token> tokens) {
 std::string Model::first_nan(std::int64_t slot) {
   std::string found;
   const std::int32_t id = last_ids_[std::size_t(slot)], kv_len = std::int32_t(length(slot));
-  const Status ended = run(slot, std::span(&id, 1), std::span(&kv_len, 1), row_of(logits_, slot),
-                           [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
-                             for (const SiteTensor& t : tensors)
-                               if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
-                             return {};
-                           });
+  const Status ended = pass(slot, std::span(&id, 1), std::span(&kv_len, 1), row_of(logits_, slot),
+                            [&](const ModelSite& site, std::span<const SiteTensor> tensors) -> Status {
+                              for (const SiteTensor& t : tensors)
+                                if (found.empty() && t.role == Role::output && has_nan(t)) found = site.name();
+                              return {};
+                            });
   return ended ? found : "";
 }
 

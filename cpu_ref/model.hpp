@@ -44,12 +44,11 @@ class Model final : public ModelRunner {
   std::int64_t capacity() const override { return options_.capacity; }
   DType activation() const override { return options_.activation; }
 
-  /// Refuses a slot that is none, tokens beyond the capacity or the model's window, and `first` beyond the slot's
-  /// entries. Entries from `first` on are replaced.
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
-  /// Does what ModelRunner::step() says. Refuses what prefill() refuses, and two tokens of one slot.
-  Status step(std::span<const Token> tokens) override;
+  std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
+
+  /// A prompt's run goes through the model by itself, `chunk` tokens at a time; those that decode go through it together
+  /// with the slots that have no run.
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override { lengths_.set(slot, 0); }
@@ -63,8 +62,6 @@ class Model final : public ModelRunner {
   /// With an object, every site adds its condition to it, as ops::DecodeLayer::budget() takes it; null ends that. The
   /// conditions take several times longer than the model.
   void measure(Condition* total) { condition_ = total; }
-  /// The valid cache entries of a slot.
-  std::int64_t length(std::int64_t slot) const { return lengths_[slot]; }
 
  private:
   Model(const ModelSpec& model, ModelWeights weights, std::shared_ptr<const void> owner, const Options& options);
@@ -73,8 +70,10 @@ class Model final : public ModelRunner {
   static void for_each_tensor(const ModelSpec& model, const Options& options, F&& f);
   /// Takes `ids` through the model, for the slots from `slot` on, each with as many tokens; the logits are those of the
   /// last rows. `kv_len` is each slot's, with the new tokens.
-  Status run(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
-             AnyView<2> logits, const Visit& visit);
+  Status pass(std::int64_t slot, std::span<const std::int32_t> ids, std::span<const std::int32_t> kv_len,
+              AnyView<2> logits, const Visit& visit);
+  Status read(const StepPart& prompt, bool own);
+  Status decode(std::span<const StepPart> parts);
   /// Goes through a slot's last step again, and names the first site that makes a NaN.
   std::string first_nan(std::int64_t slot);
 

@@ -221,7 +221,7 @@ Result<std::vector<OpTiming>> time_op(DeviceTimer& timer, const OpBenchRequest& 
     timings.push_back({.timing = timing,
                        .layers = layers,
                        .cold = timing.bytes * double(layers) >= rotated_bytes,
-                       .limited_by_copy = 5 * written_bytes >= timing.bytes});
+                       .roofline_is_copy = 5 * written_bytes >= timing.bytes});
     return {};
   };
   Timing all;

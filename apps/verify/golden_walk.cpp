@@ -8,6 +8,7 @@
 
 #include "apps/cli/terminal.hpp"
 #include "apps/verify/device_ops.hpp"
+#include "core/cache_view.hpp"
 #include "core/resources.hpp"
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/dequantise.hpp"
@@ -57,12 +58,12 @@ void fill_nan(const AnyView<4>& v) {
 
 /// Writes the rows that appended_rows() reads.
 void write_rows(const Tensor& rows, const AnyView<4>& cache, View<const std::int32_t, 1> kv_len) {
-  const auto [batch, heads, capacity, head_dim] = cache.shape;
-  const std::int64_t q_len = rows.shape()[2];
-  const std::size_t bytes = std::size_t(q_len * head_dim) * size_bytes(cache.dtype);
-  for (std::int64_t b = 0; b < batch; ++b)
+  const CacheView view(cache);
+  const std::int64_t heads = view.heads(), q_len = rows.shape()[2];
+  const std::size_t bytes = std::size_t(q_len * view.head_dim()) * size_bytes(cache.dtype);
+  for (std::int64_t b = 0; b < cache.shape[0]; ++b)
     for (std::int64_t h = 0; h < heads; ++h) {
-      const std::int64_t to = ((b * heads + h) * capacity + kv_len.data[b] - q_len) * head_dim;
+      const std::int64_t to = view.rows(b, h, kv_len.data[b] - q_len, q_len).first;
       std::memcpy(static_cast<char*>(cache.data) + std::size_t(to) * size_bytes(cache.dtype),
                   static_cast<const char*>(rows.data()) + std::size_t(b * heads + h) * bytes, bytes);
     }

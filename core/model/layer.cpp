@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numbers>
 
+#include "core/cache_view.hpp"
+
 namespace cf {
 
 Status check_model(const ModelSpec& m) {
@@ -75,12 +77,13 @@ LayerTensors LayerState::tensors() {
 }
 
 Tensor appended_rows(ConstAnyView<4> cache, View<const std::int32_t, 1> kv_len, std::int64_t q_len) {
-  const auto [batch, heads, capacity, head_dim] = cache.shape;
+  const CacheView view(cache);
+  const std::int64_t batch = cache.shape[0], heads = view.heads(), head_dim = view.head_dim();
   Tensor rows(cache.dtype, {batch, heads, q_len, head_dim});
   const std::size_t bytes = std::size_t(q_len * head_dim) * size_bytes(cache.dtype);
   for (std::int64_t b = 0; b < batch; ++b)
     for (std::int64_t h = 0; h < heads; ++h) {
-      const std::int64_t from = ((b * heads + h) * capacity + kv_len.data[b] - q_len) * head_dim;
+      const std::int64_t from = view.rows(b, h, kv_len.data[b] - q_len, q_len).first;
       std::memcpy(static_cast<char*>(rows.data()) + std::size_t(b * heads + h) * bytes,
                   static_cast<const char*>(cache.data) + std::size_t(from) * size_bytes(cache.dtype), bytes);
     }

@@ -28,7 +28,7 @@ struct LayerCache {
 struct LayerTensors {
   ConstAnyView<2> hidden{};                 // (tokens, hidden)
   View<const std::int32_t, 1> positions{};  // (tokens)  rows of cos and sin
-  View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append
+  View<const std::int32_t, 1> kv_len{};     // (batch)   valid entries after the append; kIdleLength where idle
   View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
   AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
   AnyView<2> attn_in{};                     // (tokens, hidden)               input_layernorm
@@ -41,6 +41,8 @@ struct LayerTensors {
   AnyView<2> mlp_act{};                     // (tokens, intermediate)         GELU or SwiGLU of the MLP's first product
   AnyView<2> output{};                      // (tokens, hidden)
   std::int64_t max_kv_len = 0;              // at least the largest kv_len[b]
+  /// Which rows are which sequence's; none: as many of each sequence, in order.
+  RowRuns runs{};
 };
 
 /// The sizes that the shapes of a step's tensors are made of, beside those of the model.
@@ -48,7 +50,8 @@ struct StepSizes {
   std::int64_t batch = 1, q_len = 1;
   std::int64_t table_rows = 0;  // rows of the RoPE table: more than the largest position that a step uses
   std::int64_t capacity = 0;    // entries that the cache has room for
-  std::int64_t tokens() const { return batch * q_len; }
+  std::int64_t mixed = 0;       // tokens of all runs; 0: each sequence has q_len
+  std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
 };
 
 /// The sizes of a workload. The RoPE table has a row for each entry that the cache has room for, however many positions
@@ -147,14 +150,16 @@ Status for_each_site(const ModelSpec& m, const LayerWeights& w, const LayerTenso
                                              .v = t.v,
                                              .layout = m.shape.qkv_layout}));
   CF_TRY(f(names.kv_append,
-           ops::KvAppend::Args{.k = t.k, .v = t.v, .kv_len = t.kv_len, .k_cache = t.k_cache, .v_cache = t.v_cache}));
+           ops::KvAppend::Args{
+               .k = t.k, .v = t.v, .kv_len = t.kv_len, .k_cache = t.k_cache, .v_cache = t.v_cache, .runs = t.runs}));
   CF_TRY(f(names.context, ops::Attention::Args{.q = t.q,
                                                .k_cache = t.k_cache,
                                                .v_cache = t.v_cache,
                                                .kv_len = t.kv_len,
                                                .y = t.context,
                                                .scale = m.attention_scale(),
-                                               .max_kv_len = t.max_kv_len}));
+                                               .max_kv_len = t.max_kv_len,
+                                               .runs = t.runs}));
   CF_TRY(f(names.dense, summed(context_rows, w.dense, t.attn_residual, t.hidden, m.adds_residual)));
   CF_TRY(visit_norm(traits, names.post_attention_layernorm, mlp_source, w.post_attention_layernorm, t.mlp_in, f));
   CF_TRY(f(names.dense_h_to_4h,

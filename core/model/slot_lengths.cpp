@@ -35,13 +35,14 @@ Status SlotLengths::check(std::int64_t slot, std::int64_t first, std::int64_t to
   return {};
 }
 
-Status SlotLengths::check_step(std::span<const ModelRunner::Token> tokens) const {
-  std::vector<bool> stepped(lengths_.size());
-  for (const ModelRunner::Token& t : tokens) {
-    CF_TRY(check(t.slot, t.position, 1));
-    if (stepped[std::size_t(t.slot)])
-      return refused("slot " + std::to_string(t.slot) + ": expected one token a step, got two");
-    stepped[std::size_t(t.slot)] = true;
+Status SlotLengths::check(std::span<const Run> runs) const {
+  if (runs.empty()) return refused("runs: expected at least one, got none");
+  std::vector<bool> seen(lengths_.size());
+  for (const Run& r : runs) {
+    CF_TRY(check(r.sequence, r.first_position, r.count));
+    if (seen[std::size_t(r.sequence)])
+      return refused("slot " + std::to_string(r.sequence) + ": expected one run a step, got two");
+    seen[std::size_t(r.sequence)] = true;
   }
   return {};
 }

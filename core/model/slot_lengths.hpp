@@ -5,7 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "core/model/decoder.hpp"
+#include "core/model/run.hpp"
+#include "core/model/shape.hpp"
 #include "core/status.hpp"
 
 namespace cf {
@@ -32,8 +33,9 @@ class SlotLengths {
   /// Checks a call that gives a slot `tokens` new entries from position `first` on. Refuses a slot number outside
   /// 0 .. slots() - 1, fewer tokens than one, a position beyond the slot's entries, and entries beyond most().
   Status check(std::int64_t slot, std::int64_t first, std::int64_t tokens) const;
-  /// Checks the tokens of a step. Refuses what check() refuses for any of them, and a second token of the same slot.
-  Status check_step(std::span<const ModelRunner::Token> tokens) const;
+  /// Checks the runs of a step. Refuses a list that is empty, what check() above refuses for any of them, and a second
+  /// run of the same slot.
+  Status check(std::span<const Run> runs) const;
 
  private:
   std::int64_t capacity_;

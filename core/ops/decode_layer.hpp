@@ -3,8 +3,9 @@
 
 namespace cf::ops {
 
-/// One layer for q_len new tokens of each sequence: every site of for_each_site writes its output to its tensor. With
-/// q_len = 1 this is a decode step, with more a prefill of each sequence's last q_len tokens.
+/// One layer for new tokens of each sequence: every site of for_each_site writes its output to its tensor. With one
+/// token a sequence this is a decode step, with more a prefill of each sequence's last tokens. With runs each sequence
+/// has as many as its run says.
 /// Refuses what its sites refuse, what check_model() refuses, and max_kv_len beyond the model's window.
 struct DecodeLayer {
   static constexpr std::string_view name = "decode_layer";
@@ -23,9 +24,9 @@ struct DecodeLayer {
 
   static Dims dims(const Args& a) {
     const LayerWeights& w = a.weights;
-    const std::int64_t batch = a.t.kv_len.shape[0];
+    const StepRows rows = step_rows(a.t.hidden.shape[0], a.t.kv_len.shape[0], a.t.runs);
     return {a.model,
-            {batch, batch > 0 ? a.t.hidden.shape[0] / batch : 0, a.t.cos.shape[0], a.t.k_cache.shape[2]},
+            {rows.batch, rows.q_len, a.t.cos.shape[0], a.t.k_cache.shape[2], rows.mixed},
             a.t.max_kv_len,
             {format_of(w.query_key_value.weight), format_of(w.dense.weight), format_of(w.dense_h_to_4h.weight),
              format_of(w.dense_4h_to_h.weight)}};
@@ -46,7 +47,9 @@ struct DecodeLayer {
       if (status) (void)(status = Linear::check_linear(name, size.out, size.in, l));
     });
     CF_TRY(status);
-    return check_tensors<DecodeLayer>(a);
+    CF_TRY(check_tensors<DecodeLayer>(a));
+    if (a.t.runs.empty()) return {};
+    return check_row_runs(name, a.t.runs, a.t.kv_len.shape[0], a.t.hidden.shape[0]);
   }
   /// Counts the bytes that any implementation moves: the weights, the cache, and the hidden state read and written. The
   /// tensors between sites are not counted.
@@ -58,7 +61,8 @@ struct DecodeLayer {
                               .kv_heads = s.num_kv_heads,
                               .head_dim = s.head_dim,
                               .capacity = d.step.capacity,
-                              .max_kv_len = d.max_kv_len},
+                              .max_kv_len = d.max_kv_len,
+                              .mixed = d.step.mixed},
                              activation, weight);
     // Attention's cost counts q and y. A layer writes the new keys and values instead.
     c.bytes += 2 * double(d.step.tokens()) * double(s.head_dim) * double(s.num_kv_heads - s.num_heads) *

@@ -19,7 +19,8 @@ struct LnQkv {
   struct Dims {
     std::int64_t batch, q_len, hidden, heads, head_dim, rotary_dim, table_rows, capacity;
     WeightFormat weight{};
-    std::int64_t tokens() const { return batch * q_len; }
+    std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     std::int64_t out() const { return 3 * heads * head_dim; }
   };
   struct Args {
@@ -33,19 +34,16 @@ struct LnQkv {
     AnyView<3> q{}, k{}, v{};                 // (tokens, heads, head_dim)
     AnyView<4> k_cache{}, v_cache{};          // (batch, heads, capacity, head_dim)
     double eps = 1e-5;
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {
-    const std::int64_t batch = a.kv_len.shape[0];
-    return {batch,
-            batch > 0 ? a.x.shape[0] / batch : 0,
-            a.x.shape[1],
-            a.q.shape[1],
-            a.q.shape[2],
-            2 * a.cos.shape[1],
-            a.cos.shape[0],
-            a.k_cache.shape[2],
-            format_of(a.linear.weight)};
+    const StepRows rows = step_rows(a.x.shape[0], a.kv_len.shape[0], a.runs);
+    return {rows.batch,     rows.q_len,         a.x.shape[1],
+            a.q.shape[1],   a.q.shape[2],       2 * a.cos.shape[1],
+            a.cos.shape[0], a.k_cache.shape[2], format_of(a.linear.weight),
+            rows.mixed};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -67,7 +65,7 @@ struct LnQkv {
     CF_TRY(check_tensors<LnQkv>(a));
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
-    return KvAppend::check_q_len(name, d.q_len, d.capacity);
+    return KvAppend::check_rows(name, d, a.runs);
   }
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double t = double(d.tokens()), h = double(d.hidden), out = double(d.out()),
@@ -92,7 +90,8 @@ struct LnQkv {
     CF_TRY(f(LayerNorm::Args{.x = a.x, .norm = a.norm, .y = z, .eps = a.eps}));
     CF_TRY(f(Linear::Args{.x = z, .linear = a.linear, .y = reshape<2>(w, {d.tokens(), d.out()})}));
     CF_TRY(f(Rope::Args{.qkv = w, .cos = a.cos, .sin = a.sin, .positions = a.positions, .q = a.q, .k = a.k, .v = a.v}));
-    return f(KvAppend::Args{.k = a.k, .v = a.v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache});
+    return f(KvAppend::Args{
+        .k = a.k, .v = a.v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache, .runs = a.runs});
   }
   /// The inverse of for_each_part. Each part reads what the part before it makes; `linear` has no epilogue.
   static Args of_parts(const LayerNorm::Args& norm, const Linear::Args& linear, const Rope::Args& rope,
@@ -109,7 +108,8 @@ struct LnQkv {
             .v = rope.v,
             .k_cache = append.k_cache,
             .v_cache = append.v_cache,
-            .eps = norm.eps};
+            .eps = norm.eps,
+            .runs = append.runs};
   }
 };
 

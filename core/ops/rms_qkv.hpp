@@ -16,7 +16,8 @@ struct RmsQkv {
   struct Dims {
     std::int64_t batch, q_len, hidden, heads, kv_heads, head_dim, rotary_dim, table_rows, capacity;
     WeightFormat weight{};
-    std::int64_t tokens() const { return batch * q_len; }
+    std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     QkvHeads qkv() const { return {heads, kv_heads, QkvLayout::separate}; }
     std::int64_t out() const { return (heads + 2 * kv_heads) * head_dim; }
   };
@@ -31,20 +32,15 @@ struct RmsQkv {
     AnyView<3> q{};                           // (tokens, heads, head_dim)
     AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
     double eps = 1e-5;
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {
-    const std::int64_t batch = a.kv_len.shape[0];
-    return {batch,
-            batch > 0 ? a.x.shape[0] / batch : 0,
-            a.x.shape[1],
-            a.q.shape[1],
-            a.k_cache.shape[1],
-            a.q.shape[2],
-            2 * a.cos.shape[1],
-            a.cos.shape[0],
-            a.k_cache.shape[2],
-            format_of(a.linear.weight)};
+    const StepRows rows = step_rows(a.x.shape[0], a.kv_len.shape[0], a.runs);
+    return {rows.batch,   rows.q_len,         a.x.shape[1],   a.q.shape[1],       a.k_cache.shape[1],
+            a.q.shape[2], 2 * a.cos.shape[1], a.cos.shape[0], a.k_cache.shape[2], format_of(a.linear.weight),
+            rows.mixed};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -65,14 +61,14 @@ struct RmsQkv {
     if (!(a.eps > 0)) return bad_argument(name, "eps must be positive, got " + std::to_string(a.eps));
     CF_TRY(d.qkv().check(name));
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
-    return KvAppend::check_q_len(name, d.q_len, d.capacity);
+    return KvAppend::check_rows(name, d, a.runs);
   }
   /// Linear's and RopeAppend's, but for w, which neither writes nor reads, and gamma.
   static Cost cost(const Dims& d, DType activation, DType weight) {
     const double w = double(d.tokens()) * double(d.out()) * double(size_bytes(activation));
     Cost c = Linear::cost({d.tokens(), d.hidden, d.out(), false, d.weight}, activation, weight);
     c += RopeAppend::cost({d.batch, d.q_len, d.heads, d.kv_heads, d.head_dim, d.rotary_dim, d.table_rows, d.capacity,
-                           QkvLayout::separate},
+                           QkvLayout::separate, d.mixed},
                           activation, weight);
     return c += {double(d.hidden) * double(size_bytes(weight)) - 2 * w, 4 * double(d.tokens()) * double(d.hidden)};
   }
@@ -98,7 +94,8 @@ struct RmsQkv {
                               .q = a.q,
                               .k_cache = a.k_cache,
                               .v_cache = a.v_cache,
-                              .layout = QkvLayout::separate});
+                              .layout = QkvLayout::separate,
+                              .runs = a.runs});
   }
   /// The inverse of for_each_part. `rope` reads what `linear` makes, which has no epilogue.
   static Args of_parts(const RmsLinear::Args& linear, const RopeAppend::Args& rope) {
@@ -112,7 +109,8 @@ struct RmsQkv {
             .q = rope.q,
             .k_cache = rope.k_cache,
             .v_cache = rope.v_cache,
-            .eps = linear.eps};
+            .eps = linear.eps,
+            .runs = rope.runs};
   }
 };
 

@@ -14,32 +14,36 @@ struct RopeAppend {
   struct Dims {
     std::int64_t batch, q_len, heads, kv_heads, head_dim, rotary_dim, table_rows, capacity;
     QkvLayout layout = QkvLayout::interleaved_by_head;
-    std::int64_t tokens() const { return batch * q_len; }
+    std::int64_t mixed = 0;  // tokens of all runs; 0: each sequence has q_len
+    std::int64_t tokens() const { return mixed ? mixed : batch * q_len; }
     QkvHeads qkv() const { return {heads, kv_heads, layout}; }
   };
   struct Args {
     using Op = RopeAppend;
-    ConstAnyView<4> qkv{};                    // (batch * q_len, heads, 3, head_dim), or as the layout says
+    ConstAnyView<4> qkv{};                    // (tokens, heads, 3, head_dim), or as the layout says
     View<const float, 2> cos{}, sin{};        // (table_rows, rotary_dim / 2)
-    View<const std::int32_t, 1> positions{};  // (batch * q_len)
+    View<const std::int32_t, 1> positions{};  // (tokens)
     View<const std::int32_t, 1> kv_len{};     // (batch)
-    AnyView<3> q{};                           // (batch * q_len, heads, head_dim)
+    AnyView<3> q{};                           // (tokens, heads, head_dim)
     AnyView<4> k_cache{}, v_cache{};          // (batch, kv_heads, capacity, head_dim)
     QkvLayout layout = QkvLayout::interleaved_by_head;
+    /// Which rows are which sequence's; none: as many of each sequence, in order.
+    RowRuns runs{};
   };
 
   static Dims dims(const Args& a) {
-    const std::int64_t batch = a.kv_len.shape[0];
+    const StepRows rows = step_rows(a.qkv.shape[0], a.kv_len.shape[0], a.runs);
     const bool separate = a.layout == QkvLayout::separate;
-    return {batch,
-            batch > 0 ? a.qkv.shape[0] / batch : 0,
+    return {rows.batch,
+            rows.q_len,
             separate ? a.q.shape[1] : a.qkv.shape[1],
             separate ? a.k_cache.shape[1] : a.qkv.shape[1],
             a.qkv.shape[3],
             2 * a.cos.shape[1],
             a.cos.shape[0],
             a.k_cache.shape[2],
-            a.layout};
+            a.layout,
+            rows.mixed};
   }
   template <class A, class F>
   static void tensors(const Dims& d, A& a, F&& f) {
@@ -56,7 +60,7 @@ struct RopeAppend {
     const Dims d = dims(a);
     CF_TRY(d.qkv().check(name));
     CF_TRY(Rope::check_rotary_dim(name, d.head_dim, d.rotary_dim));
-    return KvAppend::check_q_len(name, d.q_len, d.capacity);
+    return KvAppend::check_rows(name, d, a.runs);
   }
   /// Rope's, whose k and v go to the caches, and kv_len.
   static Cost cost(const Dims& d, DType activation, DType weight) {
@@ -77,7 +81,8 @@ struct RopeAppend {
                         .k = k,
                         .v = v,
                         .layout = a.layout}));
-    return f(KvAppend::Args{.k = k, .v = v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache});
+    return f(
+        KvAppend::Args{.k = k, .v = v, .kv_len = a.kv_len, .k_cache = a.k_cache, .v_cache = a.v_cache, .runs = a.runs});
   }
   /// The inverse of for_each_part.
   static Args of_parts(const Rope::Args& rope, const KvAppend::Args& append) {
@@ -89,7 +94,8 @@ struct RopeAppend {
             .q = rope.q,
             .k_cache = append.k_cache,
             .v_cache = append.v_cache,
-            .layout = rope.layout};
+            .layout = rope.layout,
+            .runs = append.runs};
   }
 
  private:

@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "cpu_ref/cpu_ref.hpp"
 #include "cpu_ref/ops/parallel.hpp"
 #include "cpu_ref/ops/real.hpp"
@@ -35,24 +37,33 @@ void softmax(Eigen::Map<Array<Real>> s) {
 Status run(const ops::Attention::Args& a) {
   CF_TRY(ops::Attention::check(a));
   const auto d = ops::Attention::dims(a);
-  CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
+  const std::vector<RowRun> table = table_of(a.runs, d.batch, d.q_len);
+  CF_TRY(check_lengths(ops::Attention::name, a.kv_len, table, d.max_kv_len));
   return with_real(ops::Attention::name, a.q.dtype, [&](auto zero) -> Status {
     using Real = decltype(zero);
+    const CacheView cache(a.k_cache);
     return parallel_for(
-        d.batch * d.heads, [&] { return std::vector<Real>(std::size_t(d.max_kv_len)); },
+        std::int64_t(table.size()) * d.heads, [&] { return std::vector<Real>(std::size_t(d.max_kv_len)); },
         [&](std::vector<Real>& scores, std::int64_t i_head) {
-          const std::int64_t b = i_head / d.heads, h = i_head % d.heads;
-          const std::int64_t cache = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
-          const Real* keys = a.k_cache.as<const Real>().data + cache;
-          const Real* values = a.v_cache.as<const Real>().data + cache;
-          for (std::int64_t i = 0; i < d.q_len; ++i) {
-            const std::int64_t row = ((b * d.q_len + i) * d.heads + h) * d.head_dim;
-            const std::int64_t n = a.kv_len.data[b] - d.q_len + i + 1;
+          const RowRun& run = table[std::size_t(i_head / d.heads)];
+          const std::int64_t h = i_head % d.heads;
+          const std::int32_t length = a.kv_len.data[run.sequence];
+          const std::int64_t first = cache.rows(run.sequence, d.kv_head(h), 0, length).first;
+          const Real* keys = a.k_cache.as<const Real>().data + first;
+          const Real* values = a.v_cache.as<const Real>().data + first;
+          for (std::int64_t i = 0; i < run.count; ++i) {
+            const std::int64_t row = ((run.first_row + i) * d.heads + h) * d.head_dim;
+            Real* const y = a.y.as<Real>().data + row;
+            const std::int64_t n = cache.visible_entries(length, int(run.count), int(i));
+            if (n == 0) {
+              std::fill_n(y, d.head_dim, std::numeric_limits<Real>::quiet_NaN());
+              continue;
+            }
             row_scores(keys, a.q.as<const Real>().data + row, n, d.head_dim, scores.data());
             Eigen::Map<Array<Real>> s(scores.data(), n);
             s *= Real(a.scale);
             softmax<Real>(s);
-            weighted_rows(values, scores.data(), n, d.head_dim, a.y.as<Real>().data + row);
+            weighted_rows(values, scores.data(), n, d.head_dim, y);
           }
         });
   });
@@ -65,21 +76,24 @@ Status run(const ops::Attention::Args& a) {
 Result<Condition> condition(const ops::Attention::Args& a) {
   CF_TRY(ops::Attention::check(a));
   const auto d = ops::Attention::dims(a);
-  CF_TRY(check_index(ops::Attention::name, "kv_len", a.kv_len, d.q_len, d.max_kv_len));
+  const std::vector<RowRun> table = table_of(a.runs, d.batch, d.q_len);
+  CF_TRY(check_lengths(ops::Attention::name, a.kv_len, table, d.max_kv_len));
   ConditionSum sum;
   double largest_score = 0;
   Array<double> q(d.head_dim), y(d.head_dim), magnitude(d.head_dim);
   Rows<double> k, v;
-  for (std::int64_t b = 0; b < d.batch; ++b)
+  for (const RowRun& run : table)
     for (std::int64_t h = 0; h < d.heads; ++h) {
-      const std::int64_t most = a.kv_len.data[b], first = (b * d.kv_heads + d.kv_head(h)) * d.capacity * d.head_dim;
+      const std::int64_t most = a.kv_len.data[run.sequence];
+      if (most == kIdleLength) continue;
+      const std::int64_t first = CacheView(a.k_cache).rows(run.sequence, d.kv_head(h), 0, most).first;
       k.resize(most, d.head_dim);
       v.resize(most, d.head_dim);
       widen_row(a.k_cache.data, a.k_cache.dtype, first, k.size(), k.data());
       widen_row(a.v_cache.data, a.v_cache.dtype, first, v.size(), v.data());
-      for (std::int64_t i = 0; i < d.q_len; ++i) {
-        const std::int64_t n = most - d.q_len + i + 1;
-        widen_row(a.q.data, a.q.dtype, ((b * d.q_len + i) * d.heads + h) * d.head_dim, d.head_dim, q.data());
+      for (std::int64_t i = 0; i < run.count; ++i) {
+        const std::int64_t n = most - run.count + i + 1;
+        widen_row(a.q.data, a.q.dtype, ((run.first_row + i) * d.heads + h) * d.head_dim, d.head_dim, q.data());
         Array<double> p(n);
         for (std::int64_t j = 0; j < n; ++j) {
           double s = 0;

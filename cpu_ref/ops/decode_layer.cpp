@@ -13,7 +13,7 @@ Status check_sites(const ops::DecodeLayer::Args& a) {
                        []<class Args>(const Site&, const Args& args) { return Args::Op::check(args); }));
   const auto d = ops::DecodeLayer::dims(a);
   CF_TRY(check_index(name, "positions", a.t.positions, 0, d.step.table_rows - 1));
-  CF_TRY(check_index(name, "kv_len", a.t.kv_len, d.step.q_len, d.max_kv_len));
+  CF_TRY(check_lengths(name, a.t.kv_len, a.t.runs, d.step, d.max_kv_len));
   Status status;
   for_each_linear(a.model, a.weights, [&](const Site& site, const LinearParams& l, const LinearSize&) {
     const auto* gptq = std::get_if<GptqWeight>(&l.weight);

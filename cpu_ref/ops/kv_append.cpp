@@ -8,17 +8,20 @@ namespace cf::cpu_ref {
 Status run(const ops::KvAppend::Args& a) {
   CF_TRY(ops::KvAppend::check(a));
   const auto d = ops::KvAppend::dims(a);
-  CF_TRY(check_index(ops::KvAppend::name, "kv_len", a.kv_len, d.q_len, d.capacity));
-  const std::int64_t row_bytes = d.head_dim * std::int64_t(size_bytes(a.k.dtype));
+  const std::vector<RowRun> table = table_of(a.runs, d.batch, d.q_len);
+  CF_TRY(check_lengths(ops::KvAppend::name, a.kv_len, table, d.capacity));
+  const CacheView view(a.k_cache);
+  const auto element_bytes = std::int64_t(size_bytes(a.k.dtype)), row_bytes = d.head_dim * element_bytes;
   const auto append = [&](const void* from, void* cache) {
-    for (std::int64_t b = 0; b < d.batch; ++b)
-      for (std::int64_t i = 0; i < d.q_len; ++i)
-        for (std::int64_t h = 0; h < d.kv_heads; ++h) {
-          const std::int64_t source = (b * d.q_len + i) * d.kv_heads + h;
-          const std::int64_t target = (b * d.kv_heads + h) * d.capacity + a.kv_len.data[b] - d.q_len + i;
-          std::memcpy(static_cast<char*>(cache) + target * row_bytes,
-                      static_cast<const char*>(from) + source * row_bytes, std::size_t(row_bytes));
-        }
+    for (const RowRun& run : table)
+      for (std::int64_t i = 0; i < run.count; ++i) {
+        const int entry = view.appended_entry(a.kv_len.data[run.sequence], int(run.count), int(i));
+        if (entry < 0) break;
+        for (std::int64_t h = 0; h < d.kv_heads; ++h)
+          std::memcpy(static_cast<char*>(cache) + view.entry(run.sequence, h, entry) * element_bytes,
+                      static_cast<const char*>(from) + ((run.first_row + i) * d.kv_heads + h) * row_bytes,
+                      std::size_t(row_bytes));
+      }
   };
   append(a.k.data, a.k_cache.data);
   append(a.v.data, a.v_cache.data);

@@ -11,7 +11,7 @@ Status for_each_part(const ops::LnQkv::Args& a, F&& f) {
   const auto d = ops::LnQkv::dims(a);
   // Checked before anything is written.
   CF_TRY(check_index(ops::LnQkv::name, "positions", a.positions, 0, d.table_rows - 1));
-  CF_TRY(check_index(ops::LnQkv::name, "kv_len", a.kv_len, d.q_len, d.capacity));
+  CF_TRY(check_lengths(ops::LnQkv::name, a.kv_len, a.runs, d, d.capacity));
   if (const auto* gptq = std::get_if<GptqWeight>(&a.linear.weight))
     CF_TRY(check_index(ops::LnQkv::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1));
   Tensor z(a.x.dtype, {d.tokens(), d.hidden}), w(a.x.dtype, {d.tokens(), d.heads, 3, d.head_dim});

@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "core/cache_view.hpp"
 #include "core/contract.hpp"
+#include "core/row_runs.hpp"
 #include "core/tensor.hpp"
 
 namespace cf::cpu_ref {
@@ -36,6 +38,23 @@ inline Status check_index(std::string_view op, std::string_view name, View<const
                                   std::to_string(least) + " to " + std::to_string(most) + ", got " +
                                   std::to_string(v.data[i]));
   return {};
+}
+
+/// Refuses a kv_len of a sequence with rows that is neither its number of rows to `most` nor kIdleLength.
+inline Status check_lengths(std::string_view op, View<const std::int32_t, 1> kv_len, const std::vector<RowRun>& table,
+                            std::int64_t most) {
+  for (const RowRun& run : table)
+    if (const std::int32_t n = kv_len.data[run.sequence]; n != kIdleLength && (n < run.count || n > most))
+      return bad_argument(op, "'kv_len'[" + std::to_string(run.sequence) + "] must be " + std::to_string(run.count) +
+                                  " to " + std::to_string(most) + ", or " + std::to_string(kIdleLength) +
+                                  " where it is idle, got " + std::to_string(n));
+  return {};
+}
+/// The same for the rows of a call.
+template <class Dims>
+Status check_lengths(std::string_view op, View<const std::int32_t, 1> kv_len, RowRuns runs, const Dims& d,
+                     std::int64_t most) {
+  return check_lengths(op, kv_len, table_of(runs, d.batch, d.q_len), most);
 }
 
 /// Accumulates a Condition. One thread calls add() once for each output element.

@@ -13,7 +13,7 @@ Status for_each_part(const ops::RmsQkv::Args& a, F&& f) {
     CF_TRY(check_index(ops::RmsQkv::name, "g_idx", gptq->g_idx, 0, gptq->scales.shape[0] - 1));
   const auto d = ops::RmsQkv::dims(a);
   CF_TRY(check_index(ops::RmsQkv::name, "positions", a.positions, 0, d.table_rows - 1));
-  CF_TRY(check_index(ops::RmsQkv::name, "kv_len", a.kv_len, d.q_len, d.capacity));
+  CF_TRY(check_lengths(ops::RmsQkv::name, a.kv_len, a.runs, d, d.capacity));
   Tensor w(a.x.dtype, {d.tokens(), d.heads + 2 * d.kv_heads, 1, d.head_dim});
   return ops::RmsQkv::for_each_part(a, w.view<4>(), f);
 }

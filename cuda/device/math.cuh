@@ -94,10 +94,4 @@ CF_HD inline void rotate(float& a, float& b, float cos, float sin) {
   a = turned;
 }
 
-/// The entry of its sequence's cache that the nth of a sequence's q_len new tokens goes to: kv_len counts the entries
-/// after the append. -1 where the cache has no room for such a kv_len.
-CF_HD inline int new_entry(int kv_len, int q_len, int nth, std::int64_t capacity) {
-  return kv_len < q_len || kv_len > capacity ? -1 : kv_len - q_len + nth;
-}
-
 }  // namespace cf::cuda

@@ -1,5 +1,6 @@
 #include "cuda/model/extend.hpp"
 
+#include "core/cache_view.hpp"
 #include "cuda/device/sync.cuh"
 #include "cuda/runtime/launch.hpp"
 
@@ -26,7 +27,7 @@ __global__ void place_kernel(const __grid_constant__ SlotTokens tokens, std::int
   if (i >= slots) return;
   ids[i] = tokens.id[i];
   positions[i] = tokens.position[i];
-  kv_len[i] = tokens.position[i] + 1;
+  kv_len[i] = tokens.length[i];
 }
 
 __global__ void follow_kernel(const std::int32_t* chosen, std::int32_t capacity, std::int32_t* ids,
@@ -35,10 +36,11 @@ __global__ void follow_kernel(const std::int32_t* chosen, std::int32_t capacity,
   wait_for_predecessors();
   const int i = int(threadIdx.x);
   if (i >= slots) return;
-  const std::int32_t position = min(positions[i] + 1, capacity);
+  const std::int32_t length = kv_len[i];
+  const bool goes_on = length != kIdleLength && length < capacity;
   ids[i] = chosen[i];
-  positions[i] = position;
-  kv_len[i] = position + 1;
+  positions[i] = goes_on ? positions[i] + 1 : 0;
+  kv_len[i] = goes_on ? length + 1 : kIdleLength;
 }
 
 __global__ void end_of_prompt_kernel(const std::int32_t* from, std::int32_t* length, std::int32_t* position,

@@ -14,21 +14,22 @@ Status enqueue_extend(View<std::int32_t, 1> positions, View<std::int32_t, 1> kv_
 
 inline constexpr int kMaxSlots = 64;
 
-/// The token of each slot in a step, as the host gives it. A slot without a token has the cache's capacity as its
-/// position, so that nothing is appended to it.
+/// The token of each slot in a step, as the host gives it: its id, its position, and the slot's entries with it. A slot
+/// without a token is idle: its length is kIdleLength.
 struct SlotTokens {
   std::int32_t id[kMaxSlots];
   std::int32_t position[kMaxSlots];
+  std::int32_t length[kMaxSlots];
 };
 /// The device's arrays of a step, (slots) each.
 struct StepArrays {
   View<std::int32_t, 1> ids, positions, kv_len;
 };
 
-/// Prepares a step whose tokens the host gives: ids = tokens.id, positions = tokens.position, kv_len = positions + 1.
+/// Prepares a step whose tokens the host gives: ids = tokens.id, positions = tokens.position, kv_len = tokens.length.
 Status enqueue_place(const StepArrays& step, const SlotTokens& tokens, const Context& context);
-/// Adds the launch that prepares the step after a choice: ids = chosen, positions += 1, kv_len += 1. A position that is
-/// the capacity stays, and so does its kv_len.
+/// Adds the launch that prepares the step after a choice: ids = chosen, positions += 1, kv_len += 1. An idle slot stays
+/// idle, and one whose cache is full becomes idle.
 Status add_follow(const StepArrays& step, View<const std::int32_t, 1> chosen, std::int32_t capacity,
                   LaunchList& launches);
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/call_groups.hpp"
 #include "core/ops/all.hpp"
 #include "core/status.hpp"
 #include "cuda/runtime/arch.hpp"
@@ -93,9 +94,32 @@ Result<Choice> choose_from(std::span<const Kernel<Args>> kernels, const Target& 
 #include "core/ops/ops.def"
 #undef CF_OP
 
+/// The choices for a call of runs that differ, one for each group of equal runs: the kernels take one q_len for all.
+template <class Args>
+Result<Choice> choose_for_groups(const Target& target, const Args& args) {
+  std::vector<Choice> groups;
+  CF_TRY(for_each_group(args, [&](const Args& part) -> Status {
+    CF_TRY_ASSIGN(Choice choice, choose_from(kernels_of(part), target, part));
+    groups.push_back(std::move(choice));
+    return {};
+  }));
+  const auto text = [groups] {
+    std::string all;
+    for (const Choice& c : groups) all += (all.empty() ? "" : "; ") + std::string(c.kernel) + ": " + c.planned.text();
+    return all;
+  };
+  const auto prepare = [groups](LaunchList& launches) -> Status {
+    for (const Choice& c : groups) CF_TRY(c.planned.prepare(launches));
+    return {};
+  };
+  return Choice{.kernel = "one for each group of runs", .planned = {{}, text, prepare}, .passed_over = {}};
+}
+
 /// Chooses a kernel for a call that the op's check() took.
 template <class Args>
 Result<Choice> choose(const Target& target, const Args& args) {
+  if constexpr (requires { args.runs; })
+    if (!args.runs.empty()) return choose_for_groups(target, args);
   return choose_from(kernels_of(args), target, args);
 }
 

@@ -27,7 +27,7 @@ struct TokenArguments {
   void* logits = nullptr;          // (batch, vocab) of the token that was made last
 
   // A launch of one token reads the sequences' state and leaves it as it is. A launch that chooses leaves the state of
-  // the last token that it made. A sequence that has ended is left at the position `capacity`.
+  // the last token that it made. A sequence that has ended is left idle.
   bool chooses = false;
   std::int32_t* ids = nullptr;        // (batch)
   std::int32_t* positions = nullptr;  // (batch)

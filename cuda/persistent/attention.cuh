@@ -23,7 +23,7 @@ struct KeySplit {
   int sequence, gqa_tile, split;
   int splits;         // of the GQA tile's keys; this one has keys if `split` is below
   int kv_head;        // whose keys and values these are
-  int kv_len;         // 0 where it is below 1 or beyond the capacity
+  int kv_len;         // 0 where the sequence is idle, or where it is beyond the capacity
   int begin, end;     // keys
   int end_of_cached;  // keys [begin, end_of_cached) come from the cache
 
@@ -35,8 +35,8 @@ struct KeySplit {
     sequence = by.gqa_tiles.quotient(of_all);
     gqa_tile = of_all - sequence * c.plan.gqa_tiles;
     kv_head = by.group_gqa_tiles.quotient(gqa_tile);
-    const int length = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence] + token;
-    kv_len = length < 1 || length > c.capacity ? 0 : length;
+    const int first = reinterpret_cast<const int*>(block_smem + c.layout.lengths)[sequence], length = first + token;
+    kv_len = first < 1 || length > c.capacity ? 0 : length;
     splits = min(max((kv_len + kSplitKeys - 1) / kSplitKeys, 1), c.plan.attention_splits);
     // Whole tiles of keys: a split's copies then begin at a line of memory, as its head's entries do.
     const int each = int((unsigned(kv_len) + unsigned(splits) - 1) / unsigned(splits)),
@@ -64,8 +64,10 @@ struct KeySplit {
   __device__ bool leads_group(const PersistentArguments& c) const {
     return kv_head * c.plan.group_gqa_tiles == gqa_tile;
   }
-  /// The row of the cache (batch, kv_heads, capacity, head_dim) that holds a key.
-  __device__ long row(const PersistentArguments& c, int key) const { return batch_kv_head(c) * c.capacity + key; }
+  /// The first element of a key's entry in the cache.
+  __device__ long entry(const PersistentArguments& c, int key) const {
+    return CacheView(c.dims.kv_heads, c.capacity, c.dims.head_dim).entry(sequence, kv_head, key);
+  }
   /// Stages of the ring that bring the cached keys. A stage holds some keys, then their values.
   __device__ int stages(const PersistentArguments& c) const {
     return (end_of_cached - begin + c.plan.stage_keys - 1) / c.plan.stage_keys;
@@ -81,7 +83,7 @@ __device__ inline bool stream_keys(RingWriter& ring, const PersistentArguments& 
 #pragma unroll 1
     for (int key = split.begin; key < split.end_of_cached; key += c.plan.stage_keys) {
       const int bytes = min(c.plan.stage_keys, split.end_of_cached - key) * c.dims.head_dim * 2;
-      const long from = split.row(c, key) * c.dims.head_dim * 2;
+      const long from = split.entry(c, key) * 2;
       if (!ring.next()) return false;
       ring.expect(2 * bytes);
       if (threadIdx.x % 32 == 0) {
@@ -335,7 +337,7 @@ __device__ bool prepare_head(const Block& block, const KeySplit& split, int laye
   const float* const angles = block.at<float>(c.layout.angles) + split.sequence * 2 * half + (d < half ? d : d - half);
   const bool leads_group = split.leads_group(c);
   const long q_at = split.batch_head<false>(c) * head_dim + d, kv_at = split.batch_kv_head(c) * head_dim + d,
-             row = split.row(c, split.kv_len - 1) * head_dim + d;
+             row = split.entry(c, split.kv_len - 1) + d;
   if (has_element)
 #pragma unroll
     for (int of = 0; of < 3; ++of) {
@@ -405,7 +407,7 @@ __device__ bool prepare_tile(const Block& block, const KeySplit& split, int laye
   __syncwarp();
   if ((is_key || is_value) && split.has_newest() && split.leads_group(c)) {
     const CachePointers& cache = block.pointers(layer).cache;
-    T* const entry = reinterpret_cast<T*>(is_key ? cache.k : cache.v) + split.row(c, split.kv_len - 1) * head_dim;
+    T* const entry = reinterpret_cast<T*>(is_key ? cache.k : cache.v) + split.entry(c, split.kv_len - 1);
 #pragma unroll 1
     for (int d = lane * kVec; d < head_dim; d += lanes * kVec)
       __stcg(reinterpret_cast<uint4*>(entry + d), *reinterpret_cast<const uint4*>(to + d));

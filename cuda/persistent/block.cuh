@@ -1,6 +1,7 @@
 #pragma once
 // A block of the persistent kernel as one kind of its warps sees it: its shared memory, the signals between its warps,
 // and the waits for other blocks.
+#include "core/cache_view.hpp"
 #include "cuda/device/address.cuh"
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/copy.cuh"
@@ -87,15 +88,12 @@ struct Block {
            (c.withheld == dependency_code(layer, d) ? 0x8080u : 0u);
   }
 
-  /// Ends sequence s. Its next token lies beyond the cache: nothing is appended for it, and it attends to no key. The
-  /// sequence's row of the batch is NaN from then on.
-  __device__ void end_sequence(int s) const {
-    at<int>(c.layout.positions)[s] = c.capacity;
-    at<int>(c.layout.lengths)[s] = c.capacity + 1;
-  }
+  /// Ends sequence s, which is idle from then on: nothing is appended for it, and it attends to no key. Its row of the
+  /// batch is NaN.
+  __device__ void end_sequence(int s) const { at<int>(c.layout.lengths)[s] = kIdleLength; }
   __device__ bool all_sequences_ended() const {
     bool all = true;
-    for (int s = 0; s < c.dims.batch; ++s) all = all && at<int>(c.layout.lengths)[s] > c.capacity;
+    for (int s = 0; s < c.dims.batch; ++s) all = all && at<int>(c.layout.lengths)[s] == kIdleLength;
     return all;
   }
 

@@ -253,7 +253,7 @@ class ConsumerWarps {
              slice * product.slice_columns * 2;
     };
     const auto x_used = [&](int slice) {
-      // Signals as often as the auxiliary warps wait for the signal.
+      // Signals once for each wait of the auxiliary warps.
       const int slices = c.plan.act_slices;
       if (Tiles && is_down && (slice == 0 ? slices > 1 : slice + 1 + c.two_act_buffers < slices))
         block.signal(ActBuffer(c, slice).used);
@@ -288,7 +288,7 @@ class ConsumerWarps {
       }
     }
     if constexpr (Together) reader.end(0);
-    // Signals as often as the auxiliary warps wait for the signal.
+    // Signals once for each wait of the auxiliary warps.
     if (phase.frees != Frees::none)
       block.signal(phase.frees == Frees::attn_x ? Signal::attn_x_free : Signal::mlp_x_free);
     if (own_rows)
@@ -550,10 +550,11 @@ class ConsumerWarps {
     block.sync();
     const bool ends = is_last || block.all_sequences_ended();
     if (ends && tells) {
-      const int position = min(block.at<int>(c.layout.positions)[s] + block.token, c.capacity);
+      const int position = block.at<int>(c.layout.positions)[s] + block.token;
+      const bool idle = block.at<int>(c.layout.lengths)[s] == kIdleLength || position >= c.capacity;
       c.token.ids[s] = ran;
-      c.token.positions[s] = position;
-      c.token.kv_len[s] = position + 1;
+      c.token.positions[s] = idle ? 0 : position;
+      c.token.kv_len[s] = idle ? kIdleLength : position + 1;
       c.token.chosen[s] = id;
     }
     return ends;
@@ -575,7 +576,7 @@ class ConsumerWarps {
   template <int Blocks>
   using Tile = AttentionTile<T, Blocks, Grouped>;
 
-  /// The lane that a tile takes. Each tile computes it anew, since registers are scarce.
+  /// The calling thread's lane. It is computed anew for each tile, since registers are scarce.
   static __device__ int tile_lane() { return thread_index() % 32; }
   __device__ bool prepare(const KeySplit& split) const {
     if constexpr (Grouped)

@@ -39,7 +39,7 @@ struct LayerRows {
 /// these. So the blocks of a layer read nearly the same number of bytes, and over many layers all blocks read the same
 /// number.
 struct LayerDeals {
-  int grid, rest;             // `rest` is that of all of a layer's deals
+  int grid, rest;             // `rest`: the sum over a layer's deals
   DealtRows of[kMatrices]{};  // by Weight, then the LM head
 
   CF_HD constexpr LayerDeals(const LayerRows& rows, int blocks, int vocab_size = 0) : grid(blocks), rest(0) {
@@ -63,7 +63,8 @@ struct LayerDeals {
     while (start >= grid) start -= grid;
     return start;
   }
-  /// A block's rows of a matrix, an index of `of`. The layer begins with block `start`; so does the LM head.
+  /// A block's rows of a matrix. `matrix` is an index of `of`. `start` is the block with which the layer's deals begin,
+  /// and with which the LM head's deal begins.
   CF_HD constexpr Deal deal(int matrix, int start, int block) const {
     const DealtRows rows = of[matrix];
     int turn = block - start - rows.earlier_rest;

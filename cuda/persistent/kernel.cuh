@@ -38,9 +38,8 @@
 // In large caches (Tuning::unshared_entries), query heads with the same keys and values form GQA tiles of up to eight
 // heads. A key split then belongs to a GQA tile. The ring brings its keys and values once, and the consumer warps
 // attend to them with all heads of the GQA tile. The consumer warps wait for 4 (s + 2) d bytes of q, k and v; a GQA
-// tile has s heads.
-// With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile. Kernels for one
-// head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
+// tile has s heads. With n splits, the block of split i merges the heads i, i + n, i + 2 n and so on of the GQA tile.
+// Kernels for one head a GQA tile are compiled separately: all rows of the tensor cores' operand hold its query.
 //
 // With a sequential residual the order is qkv, attention, dense, up_first, up_rest, down. Dense publishes attn_residual
 // (4 h b), and the consumer warps wait for all of it before up_first, whose input is its norm. Down adds

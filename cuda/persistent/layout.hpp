@@ -131,13 +131,13 @@ struct PersistentLayout {
   int barriers;        // two of each stage, then one of each signal; at offset 0, which TileTokens relies on
   int notice;          // BlockNotice
   int layer_pointers;  // (2) LayerPointers: layer l's at index l % 2
-  int lengths;         // (batch) kv_len of the launch's first token; beyond the capacity where the sequence has ended
-  int positions;       // (batch) of the launch's first token; of a sequence that has ended, the capacity
+  int lengths;         // (batch) kv_len of the launch's first token; kIdleLength where the sequence has ended
+  int positions;       // (batch) of the launch's first token
   int ids;             // (batch) the token that is run, where the launch makes whole tokens
   int best;            // (batch) the highest order key among the block's rows of the LM head
   int warp_states;     // (consumer warps, gqa_heads) each warp's maximum and sum of weights
   int best_of_warps;   // (batch, consumer warps) the highest order key among the blocks' that a warp has read; in the
-                       // memory of warp_states: attention and the choice of a token do not meet
+                       // memory of warp_states: attention and the choice of a token never run at once
   int angles;          // (batch, 2, half_rotary) cos, then sin, of the new token's position
   int new_token;       // (gqa_heads, query_stride) q, then (2, head_dim) k and v of a GQA tile's new token
   // At the PartialsIn:

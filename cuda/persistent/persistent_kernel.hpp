@@ -115,7 +115,7 @@ class PersistentKernel {
   ///
   /// `sequence_ends` (batch), or none, says where sequences end. A sequence that has ended gets no more entries, and
   /// what made() has of its later tokens means nothing. The launch ends with its last sequence. It leaves a sequence
-  /// that has ended at the position that is the caches' capacity.
+  /// that has ended idle, with a kv_len of kIdleLength.
   Result<unsigned> enqueue_tokens(CUstream_st* stream, std::int64_t count, const AnyView<2>& logits,
                                   std::span<const PersistentEnd> sequence_ends = {});
   /// The most tokens of one launch, and the most stop ids of a sequence.
@@ -140,7 +140,7 @@ class PersistentKernel {
     std::string_view withheld_site = {};    // output of this site
     std::int64_t wait_limit_ms = kWaitLimitMs;
   };
-  static constexpr std::int64_t kWaitLimitMs = 2000;  // far more than a block waits for another that runs
+  static constexpr std::int64_t kWaitLimitMs = 2000;  // a block waits far less for one that runs
   /// Applies to the launches that follow. Refuses a site that no block waits for.
   Status set_probe(const Probe& probe);
 

@@ -15,7 +15,7 @@ class ProducerPointers {
  public:
   __device__ explicit ProducerPointers(const PersistentArguments& arguments) : c(arguments), next_(first()) {}
 
-  /// Makes the layer the current one, and loads those of the next layer.
+  /// Makes the layer's pointers the current ones, and loads those of the next layer.
   __device__ void begin(int layer) {
     current_ = next_;
     next_ = load(layer + 1 < c.end_layer ? layer + 1 : c.first_layer);

@@ -403,7 +403,7 @@ __device__ void consume_tiles(Reader& ring, const Product& p, const Sums<true>& 
   }
 }
 
-/// consume_rows() by the columns of the product's slices.
+/// Calls the consume_rows() that is compiled for the product's slices.
 template <class T, bool MayAwait, class Reader>
 __device__ void consume_row_product(Reader& ring, const Product& p, const Sums<false>& sums, const RowTokens& from) {
   const auto whole = [&]<int Chunks>(std::integral_constant<int, Chunks>) {

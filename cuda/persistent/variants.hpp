@@ -14,8 +14,8 @@ struct PersistentVariant {
   PersistentChoices choices;
 };
 
-/// Whether two plans of a model add in the same order, and so give the same output bits. What a choice leaves free in
-/// shared memory may change the slices of a row.
+/// Whether two plans of a model add in the same order, and so give the same output bits. A choice that leaves more or
+/// less shared memory may change the slices of a row, and so the order.
 bool same_bits(const PersistentPlan& a, const PersistentPlan& b);
 
 /// The plans to compare a given one with, each with one choice made another way: the bytes in flight, the size of the

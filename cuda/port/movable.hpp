@@ -80,7 +80,7 @@ class MovableGraph {
                       [&](const TensorSpec&, const auto& view, const auto&) { operands.tensors.push_back(view.data); });
     return operands;
   }
-  /// An op's launches. Whoever makes the walk knows where its tensors lie.
+  /// Prepares an op's launches. The addresses are trusted: the caller allocated the tensors.
   template <class Args>
   Result<LaunchList> prepared(const Args& args, const LaunchMode& mode) const {
     LaunchList launches(context_, {}, {.urgent = mode.urgent, .shared_percent = mode.shared_percent});

@@ -1,5 +1,6 @@
 #include "cuda/port/token_rows.hpp"
 
+#include "core/cache_view.hpp"
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/token_plan.hpp"
 #include "cuda/runtime/launch.hpp"
@@ -8,12 +9,12 @@ namespace cf::cuda {
 namespace {
 
 /// Block (i, j) takes token first + i. A thread copies 16 bytes of its keys and the same 16 bytes of its values. A
-/// head's row is `row_vectors` times 16 bytes, a token's `token_vectors`. A new entry that the cache has already is
+/// head's row is `row_vectors` times 16 bytes, the unit of `cache`; a token's is `token_vectors`. A new entry that the cache has already is
 /// left alone, since attention may read it at the same time.
 __global__ void __launch_bounds__(kTokenThreads)
     append_rows_kernel(const uint4* k, const uint4* v, uint4* k_rows, uint4* v_rows, uint4* k_cache, uint4* v_cache,
-                       unsigned first, unsigned last, unsigned token_vectors, unsigned row_vectors, long capacity,
-                       bool is_appended) {
+                       unsigned first, unsigned last, unsigned token_vectors, unsigned row_vectors,
+                       const __grid_constant__ CacheView cache, bool is_appended) {
   let_successor_start();
   wait_for_predecessors();
   const unsigned token = first + blockIdx.x, vector = blockIdx.y * blockDim.x + threadIdx.x;
@@ -26,9 +27,9 @@ __global__ void __launch_bounds__(kTokenThreads)
     v_rows[at] = value;
     if (is_appended) return;
   }
-  const long entry = (long(vector / row_vectors) * capacity + token) * row_vectors + vector % row_vectors;
-  k_cache[entry] = key;
-  v_cache[entry] = value;
+  const long to = cache.entry(0, vector / row_vectors, token) + vector % row_vectors;
+  k_cache[to] = key;
+  v_cache[to] = value;
 }
 
 }  // namespace
@@ -39,7 +40,8 @@ Status prepare(const AppendRows::Args& args, LaunchList& launches) {
   CF_TRY(check_call(a, launches));
   const auto d = ops::KvAppend::dims(a);
   CF_TRY(check_multiple_of_8(ops::KvAppend::name, "head_dim", d.head_dim));
-  const std::int64_t row_vectors = d.head_dim * std::int64_t(size_bytes(a.k.dtype)) / 16;
+  const std::int64_t vector_elements = 16 / std::int64_t(size_bytes(a.k.dtype)),
+                     row_vectors = d.head_dim / vector_elements;
   const TokenPlan plan = token_plan(d.kv_heads * row_vectors);
   return launch(
       ops::KvAppend::name, launches,
@@ -47,7 +49,8 @@ Status prepare(const AppendRows::Args& args, LaunchList& launches) {
       append_rows_kernel, static_cast<const uint4*>(a.k.data), static_cast<const uint4*>(a.v.data),
       static_cast<uint4*>(rows.k.data), static_cast<uint4*>(rows.v.data), static_cast<uint4*>(a.k_cache.data),
       static_cast<uint4*>(a.v_cache.data), unsigned(rows.first), unsigned(rows.last),
-      unsigned(d.kv_heads * row_vectors), unsigned(row_vectors), long(a.k_cache.shape[2]), args.is_appended);
+      unsigned(d.kv_heads * row_vectors), unsigned(row_vectors), CacheView(a.k_cache).in_units_of(vector_elements),
+      args.is_appended);
 }
 
 }  // namespace cf::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "core/resources.hpp"
 #include "cuda/model/fastest_impl.hpp"
 #include "cuda/serve/model_state.hpp"
@@ -41,9 +42,6 @@ std::int64_t most_tokens(const Model::Options& o) { return std::max(o.slots, std
 /// 16 bytes.
 std::int64_t prompt_stride(const Model::Options& o) { return (most_tokens(o) + 3) / 4 * 4; }
 
-/// The rows of the RoPE table. A slot that a step leaves out has the position behind the cache's last entry.
-std::int64_t table_rows(const Model::Options& o) { return o.capacity + 1; }
-
 }  // namespace
 
 void OwnTensors::place(Arena& arena, const ModelSpec& spec, DType dtype, const Model::Options& options) {
@@ -80,12 +78,8 @@ ModelTensors Model::State::tensors(std::int64_t slot, std::int64_t batch, std::i
   t.layer.kv_len = arrays.kv_len;
   caches.clear();
   for (std::int64_t l = 0; l < spec.shape.num_layers; ++l) {
-    LayerCache c = cache.layer(l);
-    for (AnyView<4>* v : {&c.k, &c.v}) {
-      v->shape[0] = batch;
-      v->data = static_cast<std::byte*>(v->data) + slot * (v->bytes() / batch);
-    }
-    caches.push_back(c);
+    const LayerCache c = cache.layer(l);
+    caches.push_back({cache_of(c.k, slot, batch), cache_of(c.v, slot, batch)});
   }
   t.caches = caches;
   t.logits = logits_to;
@@ -102,10 +96,10 @@ ModelBytes Model::bytes(const ModelSpec& m, const ModelWeights& weights, const O
   OwnTensors own;
   Arena arena(nullptr);
   own.place(arena, m, dtype, o);
-  return {.weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
-          .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
-          .workspace =
-              arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), table_rows(o), is_quantised(m, weights))};
+  return {
+      .weights = o.in_place ? 0 : double(weight_bytes(m, weights)),
+      .cache = KvCache::bytes(m, dtype, o.slots, o.capacity),
+      .workspace = arena.measured() + Workspace::bytes(m, dtype, most_tokens(o), o.capacity, is_quantised(m, weights))};
 }
 
 Status Model::check_memory(const std::string& name, const ModelSpec& m, const ModelWeights& weights, const Options& o) {
@@ -136,7 +130,7 @@ Result<std::unique_ptr<Model>> Model::create(const Context& on, const std::strin
   CF_TRY_ASSIGN(ResidentWeights weights, make_weights(context, spec, dtype, host));
   CF_TRY_ASSIGN(KvCache cache, KvCache::create(context, spec, dtype, {0, spec.shape.num_layers}, o.slots, o.capacity));
   CF_TRY_ASSIGN(Workspace workspace,
-                Workspace::create(context, spec, dtype, most_tokens(o), table_rows(o), is_quantised(spec, host)));
+                Workspace::create(context, spec, dtype, most_tokens(o), o.capacity, is_quantised(spec, host)));
   const Impl impl = o.impl.value_or(auto_impl(context.arch(), spec, host, o.slots));
   auto state = std::make_unique<State>(context, std::move(stream), spec, o, impl, std::move(weights), std::move(cache),
                                        std::move(workspace));
@@ -181,6 +175,7 @@ const ModelSpec& Model::model() const { return state_->spec; }
 std::int64_t Model::slots() const { return state_->options.slots; }
 std::int64_t Model::capacity() const { return state_->options.capacity; }
 DType Model::activation() const { return state_->workspace.activation(); }
+std::int64_t Model::length(std::int64_t slot) const { return state_->pipeline.lengths()[slot]; }
 Impl Model::impl() const { return state_->impl; }
 const ModelBytes& Model::bytes() const { return state_->taken; }
 void Model::release(std::int64_t slot) { state_->pipeline.release(slot); }

@@ -58,13 +58,15 @@ class Model final : public ModelRunner {
   /// What create() took.
   const ModelBytes& bytes() const;
 
-  /// The same refusals as cpu_ref::Model's. A call returns when its work is on the stream; choose(), logits() and
-  /// forward() wait for it.
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
-  /// Reads each weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit weight
-  /// once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
-  Status step(std::span<const Token> tokens) override;
+  std::int64_t length(std::int64_t slot) const override;
+
+  /// A prompt's run goes through the model by itself, a chunk at a time; those that decode are one step of all slots,
+  /// which reads each weight once for up to 8 slots. With more, Hopper's tensor cores or cuBLASLt read a dense 16-bit
+  /// weight once for all; linear's own kernels take other weights 16 slots at a time, or 8 where shared memory is short.
+  /// A call returns when its work is on the stream; choose(), logits() and rows for the host wait for it. A chunk of a
+  /// prompt waits until the device has taken the ids of the chunk before. Whoever asks for rows of what decodes gets
+  /// steps of one token from then on.
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
@@ -74,14 +76,12 @@ class Model final : public ModelRunner {
   Status run_after(CUstream_st* stream);
   /// What is put onto `stream` from now on comes after all that the model was asked for.
   Status run_before(CUstream_st* stream);
-  /// forward() with logits in the device's memory, and copy_logits(), which copies those of slots to the rows of a
-  /// matrix there. Neither waits for the logits: run_before() says who may read them. A chunk of a prompt waits until
-  /// the device has taken the ids of the chunk before.
-  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// Copies the logits of slots to the rows of a matrix on the device, without waiting: run_before() says who may read
+  /// them.
   Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits);
 
   /// A prompt's launches are put onto the stream site by site while a visitor watches; `visit` is called when a site's
-  /// launches are there. A step has no sites of its own: with a visitor step() is refused (Code::unimplemented).
+  /// launches are there. A step has no sites of its own: what decodes is refused with a visitor (Code::unimplemented).
   void watch(Visit visit) override;
   /// Asked before each pass of a prompt, which begins when the device is at work on the one before.
   void check_between(Check check) override;

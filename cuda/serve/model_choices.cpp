@@ -119,22 +119,37 @@ Result<Tensor> Model::logits(std::int64_t slot) {
   return state_->fetch_logits(slot);
 }
 
+Status Model::State::copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows,
+                                 bool on_device) {
+  if (slots.empty()) return {};
+  CF_TRY(pipeline.read_logits(slots));
+  // Neighbours whose logits lie in one buffer are copied as one.
+  for (std::size_t i = 0, end; i < slots.size(); i = end) {
+    const AnyView<2> first = logits_of_slot(slots[i]);
+    for (end = i + 1; end < slots.size(); ++end) {
+      const auto next = std::int64_t(end - i);
+      if (slots[end] != slots[i] + next || logits_of_slot(slots[end]).data != rows_of(first, next).data ||
+          rows[end].data != rows_of(rows[i], next).data)
+        break;
+    }
+    CF_TRY(copy_rows(rows[i], rows_of(first, 0, std::int64_t(end - i)), on_device));
+  }
+  return {};
+}
+
 Status Model::copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) {
   State& s = *state_;
-  CF_TRY(s.check_logits(logits));
+  const std::int64_t vocab = s.spec.shape.vocab_size;
   if (logits.shape[0] != std::int64_t(slots.size()))
     return bad_argument(kModelName, "logits: expected a row for each of " + std::to_string(slots.size()) +
                                         " slots, got " + std::to_string(logits.shape[0]));
-  CF_TRY(s.pipeline.read_logits(slots));
-  // Neighbours whose logits lie in one place are copied as one.
-  for (std::size_t i = 0, end; i < slots.size(); i = end) {
-    const AnyView<2> from = s.logits_of_slot(slots[i]);
-    for (end = i + 1; end < slots.size(); ++end)
-      if (slots[end] != slots[end - 1] + 1 || s.pipeline.buffer_of(slots[end]) != s.pipeline.buffer_of(slots[i])) break;
-    CF_TRY(copy_async(rows_of(logits, std::int64_t(i)).data, from.data, (end - i) * std::size_t(from.bytes()),
-                      cudaMemcpyDeviceToDevice, s.stream.get()));
-  }
-  return {};
+  if (logits.shape[1] != vocab || logits.dtype != activation())
+    return bad_argument(kModelName, "logits: expected rows of " + std::to_string(vocab) + " " +
+                                        std::string(to_string(activation())) + ", got " +
+                                        std::to_string(logits.shape[1]) + " " + std::string(to_string(logits.dtype)));
+  std::vector<AnyView<2>> rows;
+  for (std::size_t i = 0; i < slots.size(); ++i) rows.push_back(rows_of(logits, std::int64_t(i)));
+  return s.copy_logits(slots, rows, true);
 }
 
 }  // namespace cf::cuda

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/model/passes.hpp"
@@ -88,23 +89,19 @@ Status Model::State::pass(std::int64_t slot, std::int64_t first, std::span<const
 }
 
 template <class LogitsOf, class Done>
-Status Model::State::feed(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
-                          LogitsOf&& logits_of, Done&& done) {
-  CF_TRY(pipeline.lengths().check(slot, first, std::int64_t(ids.size())));
-  CF_TRY(check_ids(kModelName, "ids", ids, spec.shape.vocab_size));
-  if (rows < 0 || rows > std::int64_t(ids.size()))
-    return bad_argument(kModelName,
-                        "logits: expected 0 to " + std::to_string(ids.size()) + " rows, got " + std::to_string(rows));
+Status Model::State::feed(const StepPart& prompt, std::int64_t rows, LogitsOf&& logits_of, Done&& done) {
+  const std::int64_t slot = prompt.run.sequence;
+  std::span<const std::int32_t> ids = prompt.ids;
+  std::int64_t first = prompt.run.first_position, rows_made = 0;
   CF_TRY(pipeline.begin_prompt(slot, first, std::int64_t(ids.size())));
   seen_size[std::size_t(slot)] = 0;
-  std::int64_t rows_made = 0;
   while (!ids.empty()) {
     const std::span<const std::int32_t> chunk = ids.first(std::min(ids.size(), std::size_t(options.chunk)));
     ids = ids.subspan(chunk.size());
     // The chunk's tokens that are among the last rows of the call.
     const std::int64_t count = std::max<std::int64_t>(0, rows - rows_made - std::int64_t(ids.size()));
     if (go_on) CF_TRY(go_on());
-    CF_TRY_ASSIGN(const AnyView<2> to, logits_of(rows_made, count));
+    CF_TRY_ASSIGN(const AnyView<2> to, logits_of(count));
     CF_TRY(pass(slot, first, chunk, to));
     first += std::int64_t(chunk.size());
     CF_TRY(pipeline.extend(slot, first, chunk.back()));
@@ -114,64 +111,69 @@ Status Model::State::feed(std::int64_t slot, std::int64_t first, std::span<const
   return {};
 }
 
-Status Model::prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) {
-  State& s = *state_;
-  CF_TRY(s.feed(
-      slot, first, ids, 1,
-      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> { return rows_of(s.prompt_logits, 0, count); },
-      [](const AnyView<2>&, std::int64_t) { return Status(); }));
-  CF_TRY(copy_async(rows_of(s.logits_at(LogitsBuffer::prompts), slot).data, s.prompt_logits.data,
-                    std::size_t(s.prompt_logits.bytes()), cudaMemcpyDeviceToDevice, s.stream.get()));
-  CF_TRY(s.pipeline.end_prompt(slot));
-  return enqueue_end_of_prompt(s.step, s.prompt_lengths, s.prompt_kv_len, slot, s.context);
+Result<AnyView<2>> Model::State::rows_for_caller(std::int64_t rows) {
+  AnyView<2> to(nullptr, {rows, spec.shape.vocab_size}, workspace.activation());
+  if (std::size_t(to.bytes()) > forward_memory.bytes()) {
+    CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
+    passes.clear();
+    forward_memory = {};
+    CF_TRY_ASSIGN(forward_memory, DeviceMemory::create(context, std::size_t(to.bytes()),
+                                                       "logits of " + std::to_string(rows) + " tokens"));
+  }
+  to.data = forward_memory.data() ? forward_memory.data() : memory.data();
+  return to;
 }
 
-Status Model::State::check_logits(const AnyView<2>& logits) const {
-  const std::int64_t vocab = spec.shape.vocab_size;
-  const DType dtype = workspace.activation();
-  if (logits.shape[1] == vocab && logits.dtype == dtype) return {};
-  return bad_argument(kModelName, "logits: expected rows of " + std::to_string(vocab) + " " +
-                                      std::string(to_string(dtype)) + ", got " + std::to_string(logits.shape[1]) + " " +
-                                      std::string(to_string(logits.dtype)));
+Status Model::State::copy_rows(const AnyView<2>& to, const AnyView<2>& from, bool on_device) {
+  if (from.shape[0] == 0) return {};
+  const auto bytes = std::size_t(from.bytes());
+  return on_device ? copy_async(to.data, from.data, bytes, cudaMemcpyDeviceToDevice, stream.get())
+                   : copy_to_host(context, to.data, from.data, bytes);
 }
 
-template <class Copy>
-Status Model::State::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                             AnyView<2> logits_to, Copy&& copy) {
-  CF_TRY(check_logits(logits_to));
-  CF_TRY(pipeline.lengths().check(slot, first, std::int64_t(ids.size())));
-  CF_TRY(pipeline.restore(slot));
-  return feed(
-      slot, first, ids, logits_to.shape[0],
-      [&](std::int64_t, std::int64_t count) -> Result<AnyView<2>> {
-        AnyView<2> to(nullptr, {count, spec.shape.vocab_size}, workspace.activation());
-        if (std::size_t(to.bytes()) > forward_memory.bytes()) {
-          CF_TRY(from_cuda(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize"));
-          passes.clear();
-          forward_memory = {};
-          CF_TRY_ASSIGN(forward_memory, DeviceMemory::create(context, std::size_t(to.bytes()),
-                                                             "logits of " + std::to_string(count) + " tokens"));
-        }
-        to.data = forward_memory.data() ? forward_memory.data() : memory.data();
-        return to;
+Status Model::State::read(const StepPart& prompt, bool own, bool on_device) {
+  const std::int64_t slot = prompt.run.sequence, rows = prompt.rows.shape[0];
+  const bool is_own_alone = own && rows == 0;
+  if (!own) CF_TRY(pipeline.restore(slot));
+  AnyView<2> last;  // the logits of the last token
+  CF_TRY(feed(
+      prompt, is_own_alone ? 1 : rows,
+      [&](std::int64_t count) {
+        return is_own_alone ? Result<AnyView<2>>(rows_of(prompt_logits, 0, count)) : rows_for_caller(count);
       },
-      [&](const AnyView<2>& from, std::int64_t row) -> Status {
-        if (from.shape[0] == 0) return {};
-        return copy(rows_of(logits_to, row).data, from.data, std::size_t(from.bytes()));
-      });
+      [&](const AnyView<2>& from, std::int64_t row) {
+        if (from.shape[0] > 0) last = rows_of(from, from.shape[0] - 1);
+        return is_own_alone ? Status() : copy_rows(rows_of(prompt.rows, row, from.shape[0]), from, on_device);
+      }));
+  if (!own) return {};
+  CF_TRY(copy_async(rows_of(logits_at(LogitsBuffer::prompts), slot).data, last.data, std::size_t(last.bytes()),
+                    cudaMemcpyDeviceToDevice, stream.get()));
+  CF_TRY(pipeline.end_prompt(slot));
+  return enqueue_end_of_prompt(step, prompt_lengths, prompt_kv_len, slot, context);
 }
 
-Status Model::forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) {
-  return state_->forward(slot, first, ids, logits, [&](void* to, const void* from, std::size_t bytes) {
-    return copy_to_host(state_->context, to, from, bytes);
-  });
-}
-
-Status Model::forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                                AnyView<2> logits) {
-  return state_->forward(slot, first, ids, logits, [&](void* to, const void* from, std::size_t bytes) {
-    return copy_async(to, from, bytes, cudaMemcpyDeviceToDevice, state_->stream.get());
-  });
+Status Model::run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) {
+  State& s = *state_;
+  CF_TRY(check_step(*this, s.pipeline.lengths(), runs, ids, logits));
+  const std::vector<StepPart> parts = parts_of(runs, ids, logits);
+  std::vector<StepPart> decoding;
+  std::copy_if(parts.begin(), parts.end(), std::back_inserter(decoding), [](const StepPart& p) { return p.decodes; });
+  if (s.visit && !decoding.empty())
+    return Status::error(Code::unimplemented,
+                         "model: step: expected no visitor of sites on a GPU, which has them for "
+                         "prompts alone; watch() takes an empty one");
+  const bool on_device = logits.stream.has_value();
+  const auto put = [&]() -> Status {
+    for (const StepPart& p : parts)
+      if (!p.decodes) CF_TRY(s.read(p, logits.own, on_device));
+    return s.decode(decoding, on_device);
+  };
+  if (!on_device) return put();
+  auto* const theirs = reinterpret_cast<CUstream_st*>(*logits.stream);
+  CF_TRY(run_after(theirs));
+  // What a step that fails has put onto the device is ordered too: it may write memory that the caller then frees.
+  const Status ran = put(), ended = run_before(theirs);
+  return ran ? ended : ran;
 }
 
 }  // namespace cf::cuda

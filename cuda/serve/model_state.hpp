@@ -126,17 +126,19 @@ struct Model::State final : PipelineDevice, OwnTensors {
   Result<GraphExec> pass_graph(const ModelTensors& t);
   /// The pass of these tensors site by site, each with a call of `visit_site`.
   Status walk(const ModelTensors& t, const Visit& visit_site);
-  /// Puts the tokens of a call through the model, chunk by chunk. `logits_of(first, count)` is where rows
-  /// [first, first + count) of the call's last `rows` tokens go; `done` is called with them after each chunk.
+  /// Puts a prompt through the model, chunk by chunk. `logits_of(count)` is where the logits of the last `count` tokens
+  /// of a chunk go; `done` is called with them after each chunk. They are those of the prompt's last `rows` tokens.
   template <class LogitsOf, class Done>
-  Status feed(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, std::int64_t rows,
-              LogitsOf&& logits_of, Done&& done);
-  /// Refuses what cannot hold rows of logits.
-  Status check_logits(const AnyView<2>& logits) const;
-  /// Model::forward(), whose rows of logits `copy(to, from, bytes)` takes from the device.
-  template <class Copy>
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
-                 Copy&& copy);
+  Status feed(const StepPart& prompt, std::int64_t rows, LogitsOf&& logits_of, Done&& done);
+  /// Memory for rows of logits that are on their way to a caller.
+  Result<AnyView<2>> rows_for_caller(std::int64_t rows);
+  /// Copies rows to a caller's memory, of the device or the host.
+  Status copy_rows(const AnyView<2>& to, const AnyView<2>& from, bool on_device);
+  /// The parts of a step: a prompt, and what decodes.
+  Status read(const StepPart& prompt, bool own, bool on_device);
+  Status decode(std::span<const StepPart> parts, bool on_device);
+  /// Copies the logits of slots to rows, one each.
+  Status copy_logits(std::span<const std::int64_t> slots, std::span<const AnyView<2>> rows, bool on_device);
 
   // What the pipeline asks for.
   Status place(std::span<const Token> tokens) override;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/cache_view.hpp"
 #include "cuda/graph/capture.hpp"
 #include "cuda/step/capture.hpp"
 #include "cuda/model/place.hpp"
@@ -127,11 +128,12 @@ Result<GraphExec> Model::State::whole_step(LogitsBuffer to, Start start) {
 }
 
 Status Model::State::place(std::span<const Token> tokens) {
-  SlotTokens placed{};
-  std::fill(std::begin(placed.position), std::end(placed.position), std::int32_t(options.capacity));
+  SlotTokens placed{};  // every slot idle
+  std::fill(std::begin(placed.length), std::end(placed.length), kIdleLength);
   for (const Token& t : tokens) {
     placed.id[t.slot] = t.id;
     placed.position[t.slot] = std::int32_t(t.position);
+    placed.length[t.slot] = std::int32_t(t.position + 1);
   }
   return enqueue_place(step, placed, context);
 }
@@ -155,14 +157,18 @@ Result<unsigned> Model::State::launch(std::int64_t count, LogitsBuffer to, std::
   return whole->enqueue_tokens(stream.get(), count, logits_at(to), sequence_ends);
 }
 
-Status Model::step(std::span<const Token> tokens) {
-  State& s = *state_;
-  for (const Token& t : tokens) CF_TRY(check_ids(kModelName, "ids", std::span(&t.id, 1), s.spec.shape.vocab_size));
-  if (s.visit && !tokens.empty())
-    return Status::error(Code::unimplemented,
-                         "model: step: expected no visitor of sites on a GPU, which has them for "
-                         "prompts alone; watch() takes an empty one");
-  return s.pipeline.step(tokens);
+Status Model::State::decode(std::span<const StepPart> parts, bool on_device) {
+  std::vector<Token> tokens;
+  std::vector<std::int64_t> slots;
+  std::vector<AnyView<2>> rows;
+  for (const StepPart& p : parts) {
+    tokens.push_back({.slot = p.run.sequence, .id = p.ids[0], .position = p.run.first_position});
+    if (p.rows.shape[0] == 0) continue;
+    slots.push_back(p.run.sequence);
+    rows.push_back(p.rows);
+  }
+  CF_TRY(pipeline.step(tokens));
+  return copy_logits(slots, rows, on_device);
 }
 
 }  // namespace cf::cuda

@@ -159,8 +159,10 @@ Status Pipeline::end_prompt(std::int64_t slot) {
 }
 
 Status Pipeline::step(std::span<const Token> tokens) {
-  CF_TRY(lengths_.check_step(tokens));
   if (tokens.empty()) return {};
+  std::vector<Run> runs;
+  for (const Token& t : tokens) runs.push_back({.sequence = t.slot, .first_position = t.position});
+  CF_TRY(lengths_.check(runs));
   if (foresaw(tokens)) {
     last_token_.reset();
     State next = Placed{};

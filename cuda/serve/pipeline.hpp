@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "core/model/runner.hpp"
 #include "core/model/slot_lengths.hpp"
 #include "core/status.hpp"
 

@@ -60,6 +60,7 @@ struct LayerFacts {
   bool shares_sms = false;  // ln_qkv and the MLP's first product run on the same SMs
   int share_heads = 1;      // query heads that attend together
   int key_splits = 1;       // blocks of a cluster of attention; 1 where attention has no clusters
+  bool mixed = false;       // attention has runs that differ: a launch for each group of them
   std::int64_t tokens = 0;
   std::int64_t max_kv_len = 0;
 };
@@ -107,6 +108,7 @@ LayerFacts facts_of(const Arch& arch, const Nodes& nodes) {
     if (const auto* attention = std::get_if<ops::Attention::Args>(&call)) {
       f.tokens = attention->q.shape[0];
       f.max_kv_len = attention->max_kv_len;
+      f.mixed = !attention->runs.empty();
       if (const auto* plan = plan_of<AttentionPlan>(planned)) {
         f.share_heads = plan->share_heads;
         f.key_splits = plan->splits;
@@ -140,7 +142,7 @@ int shared_percent(const Arch& arch, const LayerFacts& f) {
 ///                             ln_qkv shares SMs.
 ///   post_attention_layernorm  It starts late beside an ln_qkv of quantised weights, unless ln_qkv shares SMs.
 /// An attention kernel that starts early does so once its predecessor has waited (LaunchMode::after_waiting), and loads
-/// older keys while it waits.
+/// older keys while it waits. The predecessor of a later group's launch is the launch before it, which has not waited.
 bool starts_early(const LayerFacts& f, SiteId site) {
   if (site == SiteId::dense) return f.packed_up;
   const bool waits_for_sms = f.few && f.packed_qkv && !f.shares_sms;
@@ -153,7 +155,7 @@ LaunchMode mode_of(const Arch& arch, const LayerFacts& f, SiteId site) {
   const bool early = starts_early(f, site), is_up = site == SiteId::dense_h_to_4h;
   const int percent = shared_percent(arch, f);
   return {.early = early,
-          .after_waiting = early && site == SiteId::context,
+          .after_waiting = early && site == SiteId::context && !f.mixed,
           .shares_sms = f.shares_sms && is_up,
           .leaves_room = f.norms && percent > 0,
           .urgent = f.few && !is_up,
@@ -172,6 +174,9 @@ RopePairs qkv_pairs(const ModelSpec& m) {
 bool takes(const Target& target, const Call& call) {
   return std::visit(
       [&]<class Args>(const Args& args) {
+        // A launch for each group of runs would read the weight each time.
+        if constexpr (std::is_same_v<Args, ops::LnQkv::Args> || std::is_same_v<Args, ops::RmsQkv::Args>)
+          if (!args.runs.empty()) return false;
         const Result<Choice> choice = choose(target, args);
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
           return choice && ln_qkv_pays(target.arch, args, choice->planned);

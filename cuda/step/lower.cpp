@@ -44,6 +44,7 @@ Status take(const Node& node, PersistentLayer& layer) {
           if (!linear) return refuse(node, "phases for a layer's four products alone");
           *linear = args.linear;
         } else if constexpr (std::is_same_v<Args, ops::KvAppend::Args>) {
+          if (!args.runs.empty()) return refuse(node, "one new token of each sequence, no runs");
           layer.cache = {args.k_cache, args.v_cache};
         } else if constexpr (!std::is_same_v<Args, ops::Rope::Args> && !std::is_same_v<Args, ops::Attention::Args>) {
           return refuse(node, "no phase for " + std::string(Args::Op::name));

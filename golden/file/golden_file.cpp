@@ -5,6 +5,7 @@
 #include <limits>
 #include <set>
 
+#include "core/cache_view.hpp"
 #include "core/procedural.hpp"
 #include "core/resources.hpp"
 #include "golden/file/schema.hpp"
@@ -168,13 +169,12 @@ Result<Tensor> read_stored(const Hdf5Reader& file, const GoldenMeta& m, std::str
 
 /// Copies each sequence's entries from before the append; the rest of the cache becomes NaN.
 void fill_cache(Tensor& cache, const Tensor& old, const GoldenMeta& m) {
-  const std::int64_t heads = m.config.kv_heads(), d = m.config.head_dim();
-  const std::int64_t capacity = cache.shape()[2], rows = old.shape()[2];
+  const CacheView from(old.view<4>()), to(cache.view<4>());
   fill_nan(cache);
   for (std::int64_t b = 0; b < m.load.batch; ++b)
-    for (std::int64_t h = 0; h < heads; ++h)
-      convert(row(old, (b * heads + h) * rows, d), old.dtype(), row(cache, (b * heads + h) * capacity, d),
-              cache.dtype(), (m.kv_len[std::size_t(b)] - m.load.q_len) * d);
+    for (std::int64_t h = 0; h < to.heads(); ++h)
+      convert(row(old, from.entry(b, h, 0), 1), old.dtype(), row(cache, to.entry(b, h, 0), 1), cache.dtype(),
+              (m.kv_len[std::size_t(b)] - m.load.q_len) * to.head_dim());
 }
 
 }  // namespace

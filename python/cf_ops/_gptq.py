@@ -17,7 +17,7 @@ class PackedForms:
     """What the tensors of a weight were packed into, on each GPU and in each order of rows. Copies of the object are
     packed anew."""
 
-    __slots__ = ("_forms",)  # beside the object's own attributes, which make an equal object
+    __slots__ = ("_forms",)  # no part of __dict__, by which copies are made and compared
     _forms: dict[tuple[int, tuple[int, int]], tuple[object, int, _core.DeviceWeight]]
 
     def __getstate__(self) -> dict[str, object]:

@@ -59,7 +59,7 @@ class Weights(NamedTuple):
     """A model's weights as one library reads them."""
 
     layers: list[dict[str, Any]]
-    norm: list[Any]  # gamma and beta of the final one
+    norm: list[Any]  # gamma and beta of the final norm
     table: Any  # of embeddings
     head: Any
 

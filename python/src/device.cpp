@@ -13,7 +13,7 @@ using cuda::from_cuda;
 std::string version(int encoded) { return std::to_string(encoded / 1000) + "." + std::to_string(encoded % 1000 / 10); }
 
 /// A model whose calls run on its device, whichever is the thread's own.
-class GuardedModel final : public DeviceRunner {
+class GuardedModel final : public ModelRunner {
  public:
   GuardedModel(int device, std::unique_ptr<cuda::Model> model) : device_(device), model_(std::move(model)) {}
   GuardedModel(const GuardedModel&) = delete;
@@ -27,21 +27,12 @@ class GuardedModel final : public DeviceRunner {
   std::int64_t slots() const override { return model_->slots(); }
   std::int64_t capacity() const override { return model_->capacity(); }
   DType activation() const override { return model_->activation(); }
+  std::int64_t length(std::int64_t slot) const override { return model_->length(slot); }
 
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
     const DeviceGuard guard(device_);
     CF_TRY(guard.status());
-    return model_->prefill(slot, first, ids);
-  }
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->forward(slot, first, ids, logits);
-  }
-  Status step(std::span<const Token> tokens) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->step(tokens);
+    return model_->run(runs, ids, logits);
   }
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override {
     const DeviceGuard guard(device_);
@@ -54,27 +45,6 @@ class GuardedModel final : public DeviceRunner {
     return model_->logits(slot);
   }
   void release(std::int64_t slot) override { model_->release(slot); }
-  Status run_after(std::uintptr_t stream) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->run_after(reinterpret_cast<CUstream_st*>(stream));
-  }
-  Status run_before(std::uintptr_t stream) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->run_before(reinterpret_cast<CUstream_st*>(stream));
-  }
-  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                           AnyView<2> logits) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->forward_on_device(slot, first, ids, logits);
-  }
-  Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) override {
-    const DeviceGuard guard(device_);
-    CF_TRY(guard.status());
-    return model_->copy_logits(slots, logits);
-  }
   void watch(Visit visit) override { model_->watch(std::move(visit)); }
   void check_between(Check check) override { model_->check_between(std::move(check)); }
   Status fetch(const SiteTensor& tensor, void* to) override {

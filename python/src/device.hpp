@@ -41,19 +41,9 @@ struct DeviceModelOptions {
   bool in_place = false;      // whether the weights lie on the device and are read there, without a copy
 };
 
-/// A model on a GPU, whose logits may stay there: cuda::Model's calls, with a stream by CUDA's handle.
-class DeviceRunner : public ModelRunner {
- public:
-  virtual Status run_after(std::uintptr_t stream) = 0;
-  virtual Status run_before(std::uintptr_t stream) = 0;
-  virtual Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids,
-                                   AnyView<2> logits) = 0;
-  virtual Status copy_logits(std::span<const std::int64_t> slots, AnyView<2> logits) = 0;
-};
-
 /// A model on a GPU with what it took there.
 struct DeviceModel {
-  std::unique_ptr<DeviceRunner> runner;
+  std::unique_ptr<ModelRunner> runner;
   std::string impl;  // of steps
   std::int64_t weights_bytes = 0, cache_bytes = 0, workspace_bytes = 0;
 };

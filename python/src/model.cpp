@@ -377,33 +377,36 @@ class Runner {
                                                  const std::vector<std::string>& names) {
     const Ids ids = ids_of("ids", from, vocab_size());
     const AnyView<2> to = logits_on_device(logits);
-    return pass(slot, ids, to.shape[0], names, 0,
-                [&] { return leased_->forward_on_device(slot, first, ids, to, stream); });
+    const Run one{.sequence = slot, .first_position = first, .count = std::int64_t(ids.size())};
+    const std::int64_t rows = to.shape[0];
+    return pass(slot, ids, rows, names, 0, [&] {
+      return model_->run(std::span(&one, 1), ids,
+                         {.own = false, .rows = std::span(&rows, 1), .to = to, .stream = stream});
+    });
   }
 
   void step_on_device(const Steps& from, const MemoryTensor& logits, std::uintptr_t stream) {
-    const std::vector<ModelRunner::Token> tokens = tokens_of(from);
+    const Step step = step_of(from);
     const AnyView<2> to = logits_on_device(logits);
-    if (to.shape[0] != std::int64_t(tokens.size()))
-      refuse("logits: expected a row for each of " + std::to_string(tokens.size()) + " tokens, got " +
+    if (to.shape[0] != std::int64_t(step.runs.size()))
+      refuse("logits: expected a row for each of " + std::to_string(step.runs.size()) + " tokens, got " +
              std::to_string(to.shape[0]));
-    if (!tokens.empty()) advance(tokens, [&] { return leased_->step_on_device(tokens, to, stream); });
+    const std::vector<std::int64_t> rows(step.runs.size(), 1);
+    run_step(step, {.rows = rows, .to = to, .stream = stream});
   }
 
-  void step(const Steps& from) {
-    const std::vector<ModelRunner::Token> tokens = tokens_of(from);
-    if (!tokens.empty()) advance(tokens, [&] { return model_->step(tokens); });
-  }
+  void step(const Steps& from) { run_step(step_of(from), {}); }
 
   Ids choose(const Draws& from, const Ids& stop) {
     return take(work(*turns_, [&]() -> Result<Ids> {
       std::vector<ModelRunner::Draw> draws;
       for (const auto& [slot, position, left] : from) {
         CF_TRY(check_logits(slot));
-        if (position != length_of(slot))
-          return Status::error(Code::invalid_argument,
-                               "slot " + std::to_string(slot) + ": expected a choice for position " +
-                                   std::to_string(length_of(slot)) + ", its length, got " + std::to_string(position));
+        if (position != model_->length(slot))
+          return Status::error(Code::invalid_argument, "slot " + std::to_string(slot) +
+                                                           ": expected a choice for position " +
+                                                           std::to_string(model_->length(slot)) + ", its length, got " +
+                                                           std::to_string(position));
         if (left < 0)
           return Status::error(Code::invalid_argument, "slot " + std::to_string(slot) +
                                                            ": left: expected at least 0, got " + std::to_string(left));
@@ -434,7 +437,7 @@ class Runner {
   std::int64_t length(std::int64_t slot) {
     return take(work(*turns_, [&]() -> Result<std::int64_t> {
       CF_TRY(check_slot(slot));
-      return length_of(slot);
+      return model_->length(slot);
     }));
   }
 
@@ -479,23 +482,29 @@ class Runner {
   }
 
  private:
-  std::vector<ModelRunner::Token> tokens_of(const Steps& from) const {
-    std::vector<ModelRunner::Token> tokens;
+  /// One token of each of some slots.
+  struct Step {
+    std::vector<Run> runs;
+    Ids ids;
+  };
+
+  Step step_of(const Steps& from) const {
+    Step step;
     for (const auto& [slot, id, position] : from) {
       if (id < 0 || id >= vocab_size())
         refuse("slot " + std::to_string(slot) + ": expected an id of 0 to " + std::to_string(vocab_size() - 1) +
                ", got " + std::to_string(id));
-      tokens.push_back({slot, std::int32_t(id), position});
+      step.runs.push_back({.sequence = slot, .first_position = position});
+      step.ids.push_back(std::int32_t(id));
     }
-    return tokens;
+    return step;
   }
 
-  /// Runs the step of these tokens.
-  template <class Step>
-  void advance(std::span<const ModelRunner::Token> tokens, Step&& step) {
+  void run_step(const Step& step, const StepLogits& logits) {
+    if (step.runs.empty()) return;
     check(work(*turns_, [&]() -> Status {
-      CF_TRY(step());
-      for (const ModelRunner::Token& t : tokens) has_logits_[std::size_t(t.slot)] = true;
+      CF_TRY(model_->run(step.runs, step.ids, logits));
+      for (const Run& r : step.runs) has_logits_[std::size_t(r.sequence)] = true;
       return {};
     }));
   }
@@ -563,8 +572,6 @@ class Runner {
     return Status::error(Code::invalid_argument,
                          "slot " + std::to_string(slot) + ": expected a prefill() or step() to make its logits");
   }
-
-  std::int64_t length_of(std::int64_t slot) const { return cpu_ ? cpu_->length(slot) : leased_->length(slot); }
 
   static Status unimplemented_on_device(const std::string& what) {
     return Status::error(Code::unimplemented, what + " on a GPU; device='cpu' has it");

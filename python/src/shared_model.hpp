@@ -45,7 +45,7 @@ class SharedModel {
   /// Call the members below only while holding turns().
 
   /// The model, or an error once it is closed.
-  Result<DeviceRunner*> runner();
+  Result<ModelRunner*> runner();
   /// Gives the device's memory back. Every call of a runner is refused from now on.
   void close() {
     model_.runner.reset();
@@ -88,11 +88,9 @@ class LeasedRunner final : public ModelRunner {
   std::int64_t slots() const override { return lengths_.slots(); }
   std::int64_t capacity() const override { return lengths_.capacity(); }
   DType activation() const override { return shared_->activation(); }
-  std::int64_t length(std::int64_t slot) const { return lengths_[slot]; }
+  std::int64_t length(std::int64_t slot) const override { return lengths_[slot]; }
 
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override;
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override;
-  Status step(std::span<const Token> tokens) override;
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override;
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override;
   Result<Tensor> logits(std::int64_t slot) override;
   void release(std::int64_t slot) override;
@@ -100,13 +98,6 @@ class LeasedRunner final : public ModelRunner {
   void watch(Visit visit) override { visit_ = std::move(visit); }
   void check_between(Check check) override { check_ = std::move(check); }
   Status fetch(const SiteTensor& tensor, void* to) override;
-
-  /// forward() and step(), which write logits (tokens, vocab) to the device's memory. `stream` is CUDA's handle of a
-  /// stream of the device. The calls' work runs after what that stream holds, and before what it is given later.
-  /// Neither call waits for the device.
-  Status forward_on_device(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits,
-                           std::uintptr_t stream);
-  Status step_on_device(std::span<const Token> tokens, AnyView<2> logits, std::uintptr_t stream);
 
  private:
   LeasedRunner(std::shared_ptr<SharedModel> shared, const ModelSpec& spec, std::vector<std::int64_t> slots,
@@ -117,16 +108,7 @@ class LeasedRunner final : public ModelRunner {
         lengths_(std::int64_t(slots_.size()), spec, shared_->capacity()),
         interrupt_(interrupt) {}
   /// The shared model, while this runner has slots of it.
-  Result<DeviceRunner*> shared_runner() const;
-  /// Runs pass(). Python handles signals meanwhile, and this runner's visitor is called for the sites of the model.
-  template <class Pass>
-  Status watched(ModelRunner& model, Pass&& pass);
-  /// Runs pass() after all that is on the stream, and before all that comes there later.
-  template <class Pass>
-  Status ordered(DeviceRunner& model, std::uintptr_t stream, Pass&& pass);
-  /// Runs pass(model, slot of the model), which gives a slot entries up to first + tokens.
-  template <class Pass>
-  Status extend(std::int64_t slot, std::int64_t first, std::int64_t tokens, Pass&& pass);
+  Result<ModelRunner*> shared_runner() const;
   std::int64_t shared_slot(std::int64_t slot) const { return slots_[std::size_t(slot)]; }
 
   std::shared_ptr<SharedModel> shared_;

@@ -194,13 +194,10 @@ class Relay : public ModelRunner {
   std::int64_t slots() const override { return model_->slots(); }
   std::int64_t capacity() const override { return model_->capacity(); }
   DType activation() const override { return model_->activation(); }
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits) override {
-    return model_->forward(slot, first, ids, logits);
+  std::int64_t length(std::int64_t slot) const override { return model_->length(slot); }
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
+    return model_->run(runs, ids, logits);
   }
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
-    return model_->prefill(slot, first, ids);
-  }
-  Status step(std::span<const Token> tokens) override { return model_->step(tokens); }
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return model_->choose(draws); }
   Result<Tensor> logits(std::int64_t slot) override { return model_->logits(slot); }
   void release(std::int64_t slot) override { model_->release(slot); }
@@ -309,7 +306,11 @@ TEST_CASE("A step reads each weight once for all slots", "[model]") {
     return {};
   });
   std::vector<ModelRunner::Token> tokens;
-  for (std::int64_t s = 0; s < slots; ++s) tokens.push_back({.slot = s, .id = std::int32_t(s), .position = 0});
+  for (std::int64_t s = 0; s < slots; ++s) {
+    require_ok(model->prefill(s, 0, Ids{1}));
+    tokens.push_back({.slot = s, .id = std::int32_t(s), .position = 1});
+  }
+  read = 0;
   require_ok(model->step(tokens));
   CHECK(read == expected);
 }
@@ -344,6 +345,76 @@ TEST_CASE("A prefill and the steps behind it make the logits of one prefill", "[
       CHECK(std::sqrt(error2 / norm2) < bound);
     }
   }
+}
+
+TEST_CASE("A step of a prompt, running sequences and drafts gives what separate calls give, bit by bit", "[model]") {
+  const DType activation = GENERATE(DType::f32, DType::f64);
+  const std::int64_t chunk = GENERATE(64, 512);
+  CAPTURE(to_string(activation), chunk);
+  const Small small;
+  const Model::Options options{.slots = 4, .capacity = 320, .chunk = chunk, .activation = activation};
+  constexpr std::int64_t kPrompt = 300, kDrafts = 5, kOthers[] = {9, 20, 12};  // slots 1, 2 and 3
+  const Ids prompt = ids_of(kPrompt, 1), next = ids_of(3, 2), drafts = ids_of(kDrafts, 3);
+  const auto ready = [&] {
+    auto model = small.model(options);
+    for (std::int64_t i = 0; i < 3; ++i) require_ok(model->prefill(i + 1, 0, ids_of(kOthers[i], std::uint64_t(4 + i))));
+    return model;
+  };
+  const auto vocab = small.spec.shape.vocab_size;
+  // What the separate calls give.
+  const auto apart = ready();
+  require_ok(apart->prefill(0, 0, prompt));
+  Tensor verified(apart->activation(), {kDrafts, vocab});
+  require_ok(apart->forward(3, kOthers[2], drafts, verified.view<2>()));
+  require_ok(apart->step(std::vector<ModelRunner::Token>{{1, next[0], kOthers[0]}, {2, next[1], kOthers[1]}}));
+
+  const auto mixed = ready();
+  const std::vector<Run> runs{{2, kOthers[1], 1}, {0, 0, kPrompt}, {3, kOthers[2], kDrafts}, {1, kOthers[0], 1}};
+  Ids ids{next[1]};
+  ids.insert(ids.end(), prompt.begin(), prompt.end());
+  ids.insert(ids.end(), drafts.begin(), drafts.end());
+  ids.push_back(next[0]);
+  const std::vector<std::int64_t> wanted{0, 1, kDrafts, 1};
+  Tensor rows(mixed->activation(), {1 + kDrafts + 1, vocab});
+  require_ok(mixed->run(runs, ids, {.rows = wanted, .to = rows.view<2>()}));
+  const auto rows_at = [&](const Tensor& t, std::int64_t first, std::int64_t count) {
+    const auto bytes = vocab * std::int64_t(size_bytes(t.dtype()));
+    return std::string(static_cast<const char*>(t.data()) + first * bytes, std::size_t(count * bytes));
+  };
+  for (std::int64_t slot : {0, 1, 2}) {
+    CAPTURE(slot);
+    CHECK(bits(taken(mixed->logits(slot))) == bits(taken(apart->logits(slot))));
+  }
+  CHECK(rows_at(rows, 0, 1) == bits(taken(apart->logits(0))));
+  CHECK(rows_at(rows, 1, kDrafts) == bits(verified));
+  CHECK(rows_at(rows, 1 + kDrafts, 1) == bits(taken(apart->logits(1))));
+  CHECK(bits(taken(mixed->logits(3))) == rows_at(verified, kDrafts - 1, 1));
+  CHECK(mixed->length(0) == kPrompt);
+  CHECK(mixed->length(3) == kOthers[2] + kDrafts);
+  // The drafts but two are taken back, and all sequences go on.
+  const std::vector<ModelRunner::Token> all{
+      {0, next[2], kPrompt}, {1, 5, kOthers[0] + 1}, {2, 6, kOthers[1] + 1}, {3, 7, kOthers[2] + 2}};
+  require_ok(mixed->step(all));
+  require_ok(apart->step(all));
+  for (std::int64_t slot = 0; slot < 4; ++slot)
+    CHECK(bits(taken(mixed->logits(slot))) == bits(taken(apart->logits(slot))));
+  const auto fault = [&](std::span<const Run> given, const Ids& fed, const StepLogits& logits, std::string_view text) {
+    return fault_of(mixed->run(given, fed, logits), text);
+  };
+  const std::vector<Run> one{{0, 1, 2}}, twice{{0, 1, 1}, {0, 2, 1}};
+  const std::vector<std::int64_t> three{3}, two{2};
+  CHECK(fault({}, {}, {}, "model: runs: expected at least one, got none") == "");
+  CHECK(fault(one, {1}, {}, "model: ids: expected 2, one a token of the runs, got 1") == "");
+  CHECK(fault(one, {1, 61}, {}, "model: ids[1]: expected an id of 0 to 60, got 61") == "");
+  CHECK(fault(twice, {1, 1}, {}, "model: slot 0: expected one run a step, got two") == "");
+  CHECK(fault(one, {1, 1}, {.rows = wanted}, "expected a number of rows for each of 1 runs, got 4") == "");
+  CHECK(fault(one, {1, 1}, {.rows = three}, "model: logits: expected 0 to 2 rows, got 3") == "");
+  CHECK(fault(one, {1, 1}, {.rows = two, .to = rows.view<2>()}, "expected 2 rows, those of the runs, got 7") == "");
+  const AnyView<2> narrow(rows.data(), {2, 60}, activation);
+  CHECK(fault(one, {1, 1}, {.rows = two, .to = narrow}, "expected rows of 61 ") == "");
+  CHECK(refusal_fault(mixed->run(one, Ids{1, 1}, {.stream = 0}), Code::unimplemented,
+                      {"expected memory of the host, got a device's"}) == "");
+  CHECK(mixed->length(0) == kPrompt + 1);
 }
 
 TEST_CASE("Models whose last rows are asked for make the bits of those that make all", "[model]") {
@@ -466,14 +537,13 @@ namespace {
 class StaleModel final : public Relay {
  public:
   using Relay::Relay;
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
-    offset_ = model_->length(slot);
-    return model_->prefill(slot, first + offset_, ids);
-  }
-  Status step(std::span<const Token> tokens) override {
-    std::vector<Token> later(tokens.begin(), tokens.end());
-    for (Token& t : later) t.position += offset_;
-    return model_->step(later);
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
+    std::vector<Run> later(runs.begin(), runs.end());
+    for (Run& r : later) {
+      if (r.first_position == 0) offset_ = model_->length(r.sequence);
+      r.first_position += offset_;
+    }
+    return model_->run(later, ids, logits);
   }
   void release(std::int64_t) override {}
 
@@ -553,7 +623,7 @@ TEST_CASE("What a decoder cannot take is refused, and nothing changes", "[model]
   CHECK(fault_of(model->prefill(0, 0, Ids(5, 1)), "slot 0: expected at most 4 entries, the cache's capacity, got 5") ==
         "");
   const std::vector<ModelRunner::Token> twice{{1, 3, 0}, {1, 4, 0}};
-  CHECK(fault_of(model->step(twice), "slot 1: expected one token a step, got two") == "");
+  CHECK(fault_of(model->step(twice), "slot 1: expected one run a step, got two") == "");
   CHECK(model->length(1) == 0);
 }
 

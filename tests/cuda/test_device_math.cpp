@@ -224,13 +224,3 @@ TEST_CASE("RoPE's rotation turns a pair by its angle", "[device_math]") {
     CHECK(std::abs(double(b) - expected_b) < 3e-7);
   }
 }
-
-TEST_CASE("new_entry: the new tokens end at kv_len, and none has an entry that the cache has no room for") {
-  for (int q_len : {1, 3})
-    for (int nth = 0; nth < q_len; ++nth) {
-      CHECK(new_entry(q_len, q_len, nth, 6) == nth);
-      CHECK(new_entry(5, q_len, nth, 6) == 5 - q_len + nth);
-      CHECK(new_entry(6, q_len, nth, 6) == 6 - q_len + nth);
-      for (int bad : {INT32_MIN, -1, 0, q_len - 1, 7, 6 + q_len, INT32_MAX}) CHECK(new_entry(bad, q_len, nth, 6) == -1);
-    }
-}

@@ -344,6 +344,65 @@ TEST_CASE("model on the GPU: slots that a step leaves out keep their logits", "[
   CHECK(taken(chosen[0]) == taken(cpu_ref::sample(wide, {}, {}, 0, 4)));
 }
 
+TEST_CASE("model on the GPU: a step of a prompt, running sequences and drafts gives what separate calls give",
+          "[gpu][model]") {
+  const Impl impl = GENERATE(Impl::unfused, Impl::graph, Impl::persistent);
+  CAPTURE(to_string(impl));
+  const Small small;
+  const Model::Options options{.slots = 4, .capacity = 320, .chunk = 128, .impl = impl};
+  constexpr std::int64_t kPrompt = 300, kDrafts = 5, kOthers[] = {9, 20, 12};  // slots 1, 2 and 3
+  const Ids prompt = ids_of(kPrompt, 1), next = ids_of(3, 2), drafts = ids_of(kDrafts, 3);
+  const auto ready = [&] {
+    auto model = small.model(options);
+    for (std::int64_t i = 0; i < 3; ++i) require_ok(model->prefill(i + 1, 0, ids_of(kOthers[i], std::uint64_t(4 + i))));
+    return model;
+  };
+  const auto vocab = small.config.vocab_size;
+  // What the separate calls give.
+  const auto apart = ready();
+  require_ok(apart->prefill(0, 0, prompt));
+  Tensor verified(apart->activation(), {kDrafts, vocab});
+  require_ok(apart->forward(3, kOthers[2], drafts, verified.view<2>()));
+  require_ok(apart->step(std::vector<ModelRunner::Token>{{1, next[0], kOthers[0]}, {2, next[1], kOthers[1]}}));
+
+  const auto mixed = ready();
+  const std::vector<Run> runs{{2, kOthers[1], 1}, {0, 0, kPrompt}, {3, kOthers[2], kDrafts}, {1, kOthers[0], 1}};
+  Ids ids{next[1]};
+  ids.insert(ids.end(), prompt.begin(), prompt.end());
+  ids.insert(ids.end(), drafts.begin(), drafts.end());
+  ids.push_back(next[0]);
+  const std::vector<std::int64_t> wanted{0, 1, kDrafts, 1};
+  Tensor rows(mixed->activation(), {1 + kDrafts + 1, vocab});
+  require_ok(mixed->run(runs, ids, {.rows = wanted, .to = rows.view<2>()}));
+  const auto rows_at = [&](const Tensor& t, std::int64_t first, std::int64_t count) {
+    const auto bytes = vocab * std::int64_t(size_bytes(t.dtype()));
+    return std::string(static_cast<const char*>(t.data()) + first * bytes, std::size_t(count * bytes));
+  };
+  for (std::int64_t slot : {0, 1, 2}) {
+    CAPTURE(slot);
+    CHECK(bits(taken(mixed->logits(slot))) == bits(taken(apart->logits(slot))));
+  }
+  CHECK(rows_at(rows, 0, 1) == bits(taken(apart->logits(0))));
+  CHECK(rows_at(rows, 1, kDrafts) == bits(verified));
+  CHECK(rows_at(rows, 1 + kDrafts, 1) == bits(taken(apart->logits(1))));
+  CHECK(bits(taken(mixed->logits(3))) == rows_at(verified, kDrafts - 1, 1));
+  CHECK(mixed->length(0) == kPrompt);
+  CHECK(mixed->length(3) == kOthers[2] + kDrafts);
+  // The drafts but two are taken back, and all sequences go on.
+  const std::vector<ModelRunner::Token> all{
+      {0, next[2], kPrompt}, {1, 5, kOthers[0] + 1}, {2, 6, kOthers[1] + 1}, {3, 7, kOthers[2] + 2}};
+  require_ok(mixed->step(all));
+  require_ok(apart->step(all));
+  for (std::int64_t slot = 0; slot < 4; ++slot)
+    CHECK(bits(taken(mixed->logits(slot))) == bits(taken(apart->logits(slot))));
+  // Their choices are the same too, and what runs ahead of them.
+  std::vector<ModelRunner::Draw> draws;
+  for (std::int64_t slot = 0; slot < 4; ++slot)
+    draws.push_back({.slot = slot, .sampling = {}, .sequence = 0, .position = mixed->length(slot), .history = {}});
+  const auto chosen = mixed->choose(draws), expected = apart->choose(draws);
+  for (std::size_t i = 0; i < draws.size(); ++i) CHECK(taken(chosen[i]) == taken(expected[i]));
+}
+
 TEST_CASE("model on the GPU: weights in place give the same bits and take no memory", "[gpu][model]") {
   const Impl impl = GENERATE(from_range(std::begin(cuda::kImpls), std::end(cuda::kImpls)));
   const WeightFormat linears = GENERATE(WeightFormat{}, WeightFormat{4, 64});  // packed where they lie
@@ -396,17 +455,26 @@ TEST_CASE("model on the GPU: logits stay on the device, in order with another st
     return AnyView<2>(theirs.blocks[block], {rows, kVocab}, DType::f16);
   };
   // Their stream is late: what does not wait for it is overwritten, and what it does not wait for is not copied.
-  const auto copied = [&](std::int64_t rows, auto&& run) {
+  const auto copied = [&](std::int64_t rows, auto&& run, bool orders_itself = false) {
     enqueue_occupy(theirs.stream, 1, kDelayMs);
     require_cuda(cudaMemsetAsync(theirs.blocks[0], 0xff, kTokens * kVocab * 2, theirs.stream));
-    require_ok(model->run_after(theirs.stream));
+    if (!orders_itself) require_ok(model->run_after(theirs.stream));
     require_ok(run(logits(0, rows)));
-    require_ok(model->run_before(theirs.stream));
+    if (!orders_itself) require_ok(model->run_before(theirs.stream));
     require_cuda(cudaMemcpyAsync(theirs.blocks[1], theirs.blocks[0], std::size_t(rows * kVocab * 2),
                                  cudaMemcpyDeviceToDevice, theirs.stream));
     return fetch<2>(logits(1, rows));
   };
-  CHECK(same_bits(copied(kTokens, [&](AnyView<2> to) { return model->forward_on_device(0, 0, ids, to); }), expected));
+  // A step whose rows go to the device orders itself.
+  const auto forward_on_device = [&](AnyView<2> to) {
+    const Run run{.sequence = 0, .first_position = 0, .count = std::int64_t(ids.size())};
+    return model->run(std::span(&run, 1), ids,
+                      {.own = false,
+                       .rows = std::span(&to.shape[0], 1),
+                       .to = to,
+                       .stream = reinterpret_cast<std::uintptr_t>(theirs.stream)});
+  };
+  CHECK(same_bits(copied(kTokens, forward_on_device, true), expected));
 
   for (std::int64_t slot : {0, 1, 2, 3})
     require_ok(model->prefill(slot, 0, std::span(ids).first(std::size_t(2 + slot))));
@@ -427,14 +495,14 @@ TEST_CASE("model on the GPU: logits stay on the device, in order with another st
     for (const ConstAnyView<1>& v : {there.final_layer_norm.gamma, there.final_layer_norm.beta})
       require_cuda(cudaMemsetAsync(const_cast<void*>(v.data), 0, std::size_t(v.bytes()), theirs.stream));
     CF_TRY(model->run_after(theirs.stream));
-    return model->forward_on_device(0, 0, ids, to);
+    return forward_on_device(to);
   });
   for (std::int64_t i = 0; i < kVocab; ++i) CHECK(none.at(i) == 0);
 
   const auto fault = [](const Status& s, std::string_view part) {
     return refusal_fault(s, Code::invalid_argument, {part});
   };
-  CHECK(fault(model->forward_on_device(0, 0, ids, AnyView<2>(theirs.blocks[0], {1, 8}, DType::f16)),
+  CHECK(fault(forward_on_device(AnyView<2>(theirs.blocks[0], {1, 8}, DType::f16)),
               "expected rows of 333 float16, got 8 float16") == "");
   CHECK(fault(model->copy_logits(slots, logits(0, 3)), "expected a row for each of 4 slots, got 3") == "");
 }
@@ -882,7 +950,7 @@ TEST_CASE("model on the GPU: what cannot be is refused by name", "[gpu][model][b
   CHECK(fault(model->forward(0, 0, Ids{1}, logits.view<2>()), "expected rows of 333 float16, got 333 float32") == "");
   require_ok(model->prefill(0, 0, Ids{1, 2}));
   const std::vector<ModelRunner::Token> twice{{0, 3, 2}, {0, 4, 2}};
-  CHECK(fault(model->step(twice), "expected one token a step, got two") == "");
+  CHECK(fault(model->step(twice), "expected one run a step, got two") == "");
   const ModelRunner::Token bad{0, -1, 2};
   CHECK(fault(model->step(std::span(&bad, 1)), "expected an id of 0 to 332, got -1") == "");
   const ModelRunner::Draw draw{.slot = 0, .sampling = {}, .sequence = 0, .position = 3, .history = {}};

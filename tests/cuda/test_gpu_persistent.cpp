@@ -978,7 +978,7 @@ TEST_CASE("persistent: a launch ends its sequences at stop ids and limits, with 
           CHECK(of.kernel.made(number + unsigned(t), b) == expected[std::size_t(b)][std::size_t(t)]);
         CHECK(of.kernel.made(number + unsigned(made) - 1, b).has_value());
         if (made < tokens) CHECK(!of.kernel.made(number + unsigned(made), b));
-        CHECK(kv_len[std::size_t(b)] == (one_goes_on && b + 1 == batch ? first + tokens : of.load.capacity + 1));
+        CHECK(kv_len[std::size_t(b)] == (one_goes_on && b + 1 == batch ? first + tokens : kIdleLength));
         // Behind a sequence's last token nothing is appended.
         for (std::size_t i = 1; i < results.size(); ++i)
           CHECK(has_appended(results[i], b, first, run, untouched[i], all_appended[i]));

@@ -436,7 +436,7 @@ class Life {
     const Phase before = pipeline_.phase();
     const std::vector<Token> none{{slots(), 1, 0}}, twice{{0, 1, 0}, {0, 2, 0}};
     REQUIRE(fault(pipeline_.step(none), "slot: expected 0 to") == "");
-    REQUIRE(fault(pipeline_.step(twice), "expected one token a step, got two") == "");
+    REQUIRE(fault(pipeline_.step(twice), "expected one run a step, got two") == "");
     REQUIRE(fault(pipeline_.begin_prompt(0, 0, most_ + 1), "expected at most") == "");
     const Draw late{.slot = 0, .sampling = {}, .sequence = 0, .position = pipeline_.lengths()[0] + 1, .history = {}};
     REQUIRE(fault(pipeline_.choose(std::span(&late, 1)), "expected a choice for position") == "");

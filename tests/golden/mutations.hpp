@@ -26,6 +26,7 @@ struct Fault {
   std::function<void(ModelConfig&, LayerWeights&, LayerState&, Scratch&)> before{};
   std::function<void(GptqWeight&, Scratch&)> gptq{};
   std::function<void(ops::Rope::Args&, Scratch&)> rope{};
+  std::function<void(ops::KvAppend::Args&, Scratch&)> kv_append{};
   std::function<void(ops::Attention::Args&, Scratch&)> attention{};
   std::function<void(ops::RmsNorm::Args&, Scratch&)> rmsnorm{};
 
@@ -43,7 +44,9 @@ struct Fault {
     if (rmsnorm) rmsnorm(a, t);
   }
   void apply(ops::LayerNorm::Args&, Scratch&) const {}
-  void apply(ops::KvAppend::Args&, Scratch&) const {}
+  void apply(ops::KvAppend::Args& a, Scratch& t) const {
+    if (kv_append) kv_append(a, t);
+  }
 };
 
 /// Moves a cache's entries so that the second comes first.
@@ -93,6 +96,16 @@ inline ConstAnyView<4> next_heads(ConstAnyView<4> cache, Fault::Scratch& scratch
     for (std::int64_t h = 0; h < heads; ++h)
       std::copy_n(cache.as<const float>().data + (b * heads + (h + 1) % heads) * head, head,
                   t.as<float>() + (b * heads + h) * head);
+  scratch.push_back(std::move(t));
+  return scratch.back().view<4>();
+}
+
+/// A float32 cache whose sequence b is sequence b + 1 of another, the last one its first.
+inline ConstAnyView<4> next_sequences(ConstAnyView<4> cache, Fault::Scratch& scratch) {
+  const std::int64_t batch = cache.shape[0], sequence = cache.size() / batch;
+  Tensor t(DType::f32, Shape(cache.shape.begin(), cache.shape.end()));
+  for (std::int64_t b = 0; b < batch; ++b)
+    std::copy_n(cache.as<const float>().data + (b + 1) % batch * sequence, sequence, t.as<float>() + b * sequence);
   scratch.push_back(std::move(t));
   return scratch.back().view<4>();
 }
@@ -159,6 +172,15 @@ inline std::vector<Fault> faults() {
   };
   add("the newest cache entry is not seen").attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
     a.kv_len = shifted(a.kv_len, -1, s);
+  };
+  add("new cache entries are one too early").kv_append = [](ops::KvAppend::Args& a, Fault::Scratch& s) {
+    a.kv_len = shifted(a.kv_len, -1, s);
+  };
+  Fault& sequence = add("a sequence reads the next one's cache");
+  sequence.everywhere = false;  // one sequence is its own next
+  sequence.attention = [](ops::Attention::Args& a, Fault::Scratch& s) {
+    a.k_cache = next_sequences(a.k_cache, s);
+    a.v_cache = next_sequences(a.v_cache, s);
   };
   Fault& scale = add("the scale is that of head_dim 64");
   scale.concerns = [](const ModelConfig& m) { return m.head_dim() != 64; };

@@ -47,13 +47,10 @@ class Rounded final : public ModelRunner {
   std::int64_t slots() const override { return inner_->slots(); }
   std::int64_t capacity() const override { return inner_->capacity(); }
   DType activation() const override { return dtype_; }
-  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids) override {
-    return inner_->prefill(slot, first, ids);
+  std::int64_t length(std::int64_t slot) const override { return inner_->length(slot); }
+  Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) override {
+    return inner_->run(runs, ids, logits);
   }
-  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> to) override {
-    return inner_->forward(slot, first, ids, to);
-  }
-  Status step(std::span<const Token> tokens) override { return inner_->step(tokens); }
   std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) override { return inner_->choose(draws); }
   Result<Tensor> logits(std::int64_t slot) override {
     CF_TRY_ASSIGN(Tensor made, inner_->logits(slot));

@@ -533,7 +533,7 @@ def test_the_compiled_objects_refuse(checkpoints: pathlib.Path) -> None:
         ("slot: expected 0 to 1, got 7", lambda: runner.step([(7, 1, 0)])),
         ("expected an id", lambda: runner.step([(0, 128, 0)])),
         ("first position", lambda: runner.step([(0, 1, 3)])),
-        ("one token a step, got two", lambda: runner.step([(1, 1, 0), (1, 2, 0)])),
+        ("one run a step, got two", lambda: runner.step([(1, 1, 0), (1, 2, 0)])),
         ("expected a prefill", lambda: runner.logits(0)),
         ("slot", lambda: runner.logits(9)),
         ("slot 1: expected a prefill", lambda: runner.choose([(1, 0, 0)])),

@@ -12,6 +12,7 @@
 
 #include "core/model/config.hpp"
 #include "core/model/examples.hpp"
+#include "core/row_runs.hpp"
 #include "core/tensor.hpp"
 
 namespace cf::test {
@@ -38,7 +39,17 @@ struct Setup {
   Fill fill = Fill::normal;
   GptqSetup gptq{};
   std::uint64_t seed = 1;
+  /// A mixed step's runs, none of more than load.q_len rows. Ops without runs take load.q_len of each sequence.
+  std::vector<RowRun> runs{};
 };
+
+/// How many rows a sequence has in a setup's step.
+inline std::int64_t count_of(const Setup& s, std::int64_t sequence) {
+  if (s.runs.empty()) return s.load.q_len;
+  for (const RowRun& run : s.runs)
+    if (run.sequence == sequence) return run.count;
+  return 0;
+}
 
 /// ops::example for a setup, with its kv_heads where the op has any.
 template <class Op>
@@ -67,6 +78,12 @@ class Problem {
   Problem(const Setup& s, const std::pair<typename Op::Dims, typename Op::Args>& sizes)
       : setup_(s), dims_(sizes.first), args_(sizes.second), random_(s.seed) {
     if (s.gptq.bits) quantise();
+    if (!s.runs.empty()) {
+      mix(args_);
+      const std::int64_t rows = s.runs.back().first_row + s.runs.back().count;
+      if constexpr (requires { dims_.mixed; }) dims_.mixed = rows;
+      if constexpr (requires { dims_.step.mixed; }) dims_.step.mixed = rows;
+    }
     Op::tensors(dims_, args_, [&](const TensorSpec& t, auto& view, auto shape) { add(t, view, shape); });
   }
   Problem(const Problem& other) : Problem(other, other.setup_.activation) {}
@@ -74,6 +91,7 @@ class Problem {
   Problem(const Problem& other, DType activation)
       : setup_(other.setup_), dims_(other.dims_), args_(other.args_), blocks_(other.blocks_) {
     setup_.activation = activation;
+    mix(args_);
     auto block = blocks_.begin();
     Op::tensors(dims_, args_, [&](const TensorSpec& t, auto& view, auto) {
       if (is_activation(t.role)) block->convert_to(activation);
@@ -133,10 +151,20 @@ class Problem {
   bool appended(std::int64_t element, const Shape& shape) const {
     const std::int64_t entry = element / shape[3] % shape[2], sequence = element / (shape[1] * shape[2] * shape[3]);
     const std::int64_t end = kv_len_of(setup_.load, sequence);
-    return entry >= end - setup_.load.q_len && entry < end;
+    return entry >= end - count_of(setup_, sequence) && entry < end;
   }
 
  private:
+  /// Gives arguments the setup's runs.
+  template <class Args>
+  void mix(Args& args) {
+    if (setup_.runs.empty()) return;
+    if constexpr (requires { args.runs; }) args.runs = setup_.runs;
+    if constexpr (requires { args.t.runs; }) args.t.runs = setup_.runs;
+  }
+  static constexpr bool takes_runs = requires(typename Op::Args a) { a.runs; }
+  || requires(typename Op::Args a) { a.t.runs; };
+
   /// Makes every Linear of the op quantised.
   void quantise() {
     const GptqSetup& q = setup_.gptq;
@@ -212,7 +240,7 @@ class Problem {
   bool beyond(const Block& b, std::int64_t element) const {
     const std::int64_t entry = element / b.shape[3] % b.shape[2];
     const std::int64_t sequence = element / (b.shape[1] * b.shape[2] * b.shape[3]);
-    const std::int64_t appended_now = b.role == Role::state ? setup_.load.q_len : 0;
+    const std::int64_t appended_now = b.role == Role::state ? count_of(setup_, sequence) : 0;
     return entry >= kv_len_of(setup_.load, sequence) - appended_now;
   }
   double angle(const Block& b, std::int64_t i) const {
@@ -221,6 +249,11 @@ class Problem {
   }
   std::int32_t index(Role role, std::int64_t i) {
     if (role == Role::length) return kv_len_of(setup_.load, i);
+    if (role == Role::position && takes_runs && !setup_.runs.empty()) {
+      const auto run = std::find_if(setup_.runs.begin(), setup_.runs.end(),
+                                    [&](const RowRun& r) { return i < r.first_row + r.count; });
+      return std::int32_t(kv_len_of(setup_.load, run->sequence) - run->count + i - run->first_row);
+    }
     if (role == Role::position) {
       const std::int64_t sequence = i / setup_.load.q_len;
       return std::int32_t(kv_len_of(setup_.load, sequence) - setup_.load.q_len + i % setup_.load.q_len);

@@ -54,9 +54,10 @@ inline std::string describe(const Setup& s) {
   const char* fills[] = {"normal", "heavy-tailed", "peaked", "shifted"};
   return s.model.name + (s.kv_heads ? ", " + std::to_string(s.kv_heads) + " kv heads" : "") + ", rotary " +
          std::to_string(s.model.rotary_dim) + ", batch " + std::to_string(s.load.batch) + ", q_len " +
-         std::to_string(s.load.q_len) + ", kv_len " + std::to_string(s.load.kv_len) + ", capacity " +
-         std::to_string(s.load.cache_capacity()) + ", activation " + std::string(to_string(s.activation)) +
-         ", weight " + std::string(to_string(s.weight)) + ", " + fills[int(s.fill)] +
+         std::to_string(s.load.q_len) + (s.runs.empty() ? "" : " or fewer") + ", kv_len " +
+         std::to_string(s.load.kv_len) + ", capacity " + std::to_string(s.load.cache_capacity()) + ", activation " +
+         std::string(to_string(s.activation)) + ", weight " + std::string(to_string(s.weight)) + ", " +
+         fills[int(s.fill)] +
          (s.gptq.bits
               ? ", GPTQ of " + std::to_string(s.gptq.bits) + " bits, group " + std::to_string(s.gptq.group_size) +
                     ", offset " + std::to_string(s.gptq.zero_offset) + (s.gptq.desc_act ? ", desc_act" : "")
@@ -119,6 +120,13 @@ inline std::vector<Setup> setups(DType activation) {
   ModelConfig biased = gated_model_of(llama, 3, 1, 6, 14, 9);  // sizes that no vector divides
   biased.attention_bias = biased.mlp_bias = true;
   gated(biased, {2, 1, 5, 7});
+  // Mixed steps: runs of several lengths, in any order, and a sequence without one.
+  const auto mixed = [&](const ModelConfig& m, const Workload& load, std::vector<RowRun> runs) {
+    all.push_back({.model = m, .load = load, .runs = std::move(runs)});
+  };
+  mixed(usual, {5, 5, 17, 20}, {{3, 0, 1}, {0, 1, 5}, {4, 6, 2}, {1, 8, 1}});
+  mixed(usual, {3, 1, 7, 8}, {{0, 0, 1}, {2, 1, 1}});
+  mixed(gated_model_of(llama, 6, 2, 64, 96, 72), {3, 17, 40, 41}, {{0, 0, 1}, {1, 1, 1}, {2, 2, 17}});
   std::uint64_t seed = 1;
   for (Setup& s : all) {
     s.activation = activation;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kDecodeThreads, decode_blocks_per_sm(HeadDim))
   int newest = after_waiting ? (keys - 1) / (tile_keys / 8) : -1;
   const auto fetch = [&](int tile, int to, bool only_newest) {
     if (tile >= own.end) return;
-    const long first = c.cache(b, kv_head) + long(tile) * tile_keys * c.head_dim;
+    const long first = c.cache.rows(b, kv_head, tile * tile_keys, tile_keys).first;
     copy_tile<tile_keys>(ring + to * stage, static_cast<const T*>(c.k_cache) + first,
                          static_cast<const T*>(c.v_cache) + first, keys - tile * tile_keys, c.head_dim, full + to,
                          newest - tile * 8, only_newest);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) float_kernel(const __grid_constant__
   const int begin = own.begin * tile_keys, end = min(own.end * tile_keys, keys);
 
   const bool active = column < c.head_dim;
-  const long first_key = c.cache(b, c.kv_head(head)) + column;
+  const long first_key = c.cache.rows(b, c.kv_head(head), 0, end).first + column;
   const float *k = static_cast<const float*>(c.k_cache) + first_key,
               *v = static_cast<const float*>(c.v_cache) + first_key;
   float q[kVec] = {}, sum[kVec] = {};
@@ -208,10 +208,9 @@ AttentionCall attention_call(const ops::Attention::Args& a) {
           .scale = float(a.scale),
           .q_len = int(d.q_len),
           .heads = int(d.heads),
-          .kv_heads = int(d.kv_heads),
           .head_dim = int(d.head_dim),
           .group = HeadGroup(d.heads / d.kv_heads),
-          .capacity = d.capacity};
+          .cache = CacheView(a.k_cache)};
 }
 
 Status launch_attention_f32(const ops::Attention::Args& a, const FloatAttentionPlan& plan, LaunchList& launches) {

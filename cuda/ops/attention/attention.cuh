@@ -2,6 +2,7 @@
 // What the attention kernels share: a warp's attention over a tile of keys on tensor cores, and the merge of partial
 // results. cuda/persistent/attention.cuh has tiles of its own: their keys lie in the ring as they lie in the cache, and
 // a warp's one query takes 16 of them at a time. All tiles make their weights by weigh() of cuda/device/softmax.cuh.
+#include "core/cache_view.hpp"
 #include "cuda/device/address.cuh"
 #include "cuda/device/barrier.cuh"
 #include "cuda/device/cluster.cuh"
@@ -23,19 +24,16 @@ struct AttentionCall {
   const std::int32_t* kv_len;
   void* y;
   float scale;
-  int q_len, heads, kv_heads, head_dim;
+  int q_len, heads, head_dim;
   HeadGroup group;
-  long capacity;
+  CacheView cache;
 
-  /// How many keys query i of a sequence with n valid entries sees: none where n is below q_len or beyond capacity, so
-  /// that nothing is read and the result is NaN.
-  __device__ int visible_keys(int n, int i) const { return n < q_len || n > capacity ? 0 : n - q_len + i + 1; }
+  /// How many keys query i of a sequence with n valid entries sees. Without any its result is NaN.
+  __device__ int visible_keys(int n, int i) const { return cache.visible_entries(n, q_len, i); }
   /// The first element of a query, in q and in y.
   __device__ long query(int b, int i, int head) const { return ((long(b) * q_len + i) * heads + head) * head_dim; }
   /// The kv head that a query head reads.
   __device__ int kv_head(int head) const { return group.quotient(head); }
-  /// The first element of a kv head, in either cache.
-  __device__ long cache(int b, int kv_head) const { return (long(b) * kv_heads + kv_head) * capacity * head_dim; }
   /// The rows of a kv head: the queries of its group's heads. Row r is query query_of(r) of head r % group.
   __host__ __device__ int rows() const { return q_len * group.size(); }
   __device__ int query_of(int row) const { return group.quotient(row); }

@@ -32,12 +32,11 @@ __global__ void __launch_bounds__(kThreads) prefill_kernel(const __grid_constant
   const int sees = c.visible_keys(c.kv_len[b], 0);  // keys that query 0 sees; query i sees i more
   const int keys = sees ? sees + c.query_of(min(block_first + block_rows, c.rows()) - 1) : 0;
   const int tiles = (keys + tile_keys - 1) / tile_keys;
-  const T* const k = static_cast<const T*>(c.k_cache) + c.cache(b, kv_head);
-  const T* const v = static_cast<const T*>(c.v_cache) + c.cache(b, kv_head);
   const auto fetch = [&](int i) {
     if (i >= tiles) return;
-    const long from = long(i) * tile_keys * c.head_dim;
-    copy_tile<tile_keys>(ring + i % kPrefillStages * stage, k + from, v + from, keys - i * tile_keys, c.head_dim,
+    const long from = c.cache.rows(b, kv_head, i * tile_keys, tile_keys).first;
+    copy_tile<tile_keys>(ring + i % kPrefillStages * stage, static_cast<const T*>(c.k_cache) + from,
+                         static_cast<const T*>(c.v_cache) + from, keys - i * tile_keys, c.head_dim,
                          full + i % kPrefillStages);
   };
   for (int i = 0; i < kPrefillStages - 1; ++i) fetch(i);
@@ -95,9 +94,10 @@ auto kernel_for(int padded) {
 Status launch_attention_prefill(const ops::Attention::Args& a, const PrefillPlan& plan, LaunchList& launches) {
   const AttentionCall c = attention_call(a);
   const int padded = padded_head_dim(c.head_dim);
-  const LaunchShape shape{.grid = dim3(unsigned(plan.row_blocks), unsigned(c.kv_heads), unsigned(a.kv_len.shape[0])),
-                          .block = kThreads,
-                          .smem_bytes = std::size_t(plan.smem_bytes)};
+  const LaunchShape shape{
+      .grid = dim3(unsigned(plan.row_blocks), unsigned(c.cache.heads()), unsigned(a.kv_len.shape[0])),
+      .block = kThreads,
+      .smem_bytes = std::size_t(plan.smem_bytes)};
   return launch(ops::Attention::name, launches, shape,
                 a.q.dtype == DType::f16 ? kernel_for<f16>(padded) : kernel_for<bf16>(padded), c);
 }

@@ -176,12 +176,12 @@ __global__ void __launch_bounds__(wgmma_threads(Warpgroups), wgmma_blocks_per_sm
     give_registers<kWgmmaCopyRegisters>();
     if (warp > 4 * Warpgroups) return;
     if (elected()) {
-      const int matrix = b * c.kv_heads + kv_head;
       const auto copy = [&](unsigned char* to, const CUtensorMap& map, int tile, std::uint64_t* full) {
+        const auto [matrix, row] = c.cache.matrix_row(b, kv_head, tile * kWgmmaKeys);
         arrive_expecting(full, stage_bytes);
 #pragma unroll
         for (int i = 0; i < columns; ++i)
-          copy_tensor_tile(to + i * kWgmmaTileBytes, &map, i * kTileColumns, tile * kWgmmaKeys, matrix, full);
+          copy_tensor_tile(to + i * kWgmmaTileBytes, &map, i * kTileColumns, int(row), int(matrix), full);
       };
       RingSlot slot;
       int tile = 0;
@@ -297,14 +297,17 @@ Status launch_attention_wgmma(const ops::Attention::Args& a, const WgmmaPlan& pl
   const DType activation = a.q.dtype;
   const std::int64_t batch = a.kv_len.shape[0];
   const auto map_of = [&](const void* cache, CUtensorMap& map) {
-    return make_tensor_map(
-        {.data = cache, .dtype = activation, .columns = c.head_dim, .rows = c.capacity, .matrices = batch * c.kv_heads},
-        kWgmmaKeys, map);
+    return make_tensor_map({.data = cache,
+                            .dtype = activation,
+                            .columns = c.head_dim,
+                            .rows = c.cache.matrix_rows(),
+                            .matrices = c.cache.matrices(batch)},
+                           kWgmmaKeys, map);
   };
   CUtensorMap k_map, v_map;
   CF_TRY(map_of(c.k_cache, k_map));
   CF_TRY(map_of(c.v_cache, v_map));
-  const LaunchShape shape{.grid = dim3(unsigned(c.kv_heads), unsigned(plan.row_blocks), unsigned(batch)),
+  const LaunchShape shape{.grid = dim3(unsigned(c.cache.heads()), unsigned(plan.row_blocks), unsigned(batch)),
                           .block = unsigned(wgmma_threads(plan.warpgroups)),
                           .smem_bytes = std::size_t(plan.smem_bytes)};
   const int padded = padded_head_dim(c.head_dim);

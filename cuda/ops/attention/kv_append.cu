@@ -1,6 +1,6 @@
 #include "cuda/ops/attention/kv_append.hpp"
 
-#include "cuda/device/math.cuh"
+#include "core/cache_view.hpp"
 #include "cuda/device/sync.cuh"
 #include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
@@ -10,9 +10,10 @@ namespace cf::cuda {
 namespace {
 
 /// A thread copies 16 bytes of a token's keys and the same 16 bytes of its values. A row is one head's key or value,
-/// `row_vectors` times 16 bytes. A kv_len that the cache has no room for writes nothing.
+/// `row_vectors` times 16 bytes, the unit of `cache`. A kv_len that the cache has no room for writes nothing.
 __global__ void __launch_bounds__(kTokenThreads)
-    kv_append_kernel(const __grid_constant__ ops::KvAppend::Args a, unsigned q_len, unsigned row_vectors) {
+    kv_append_kernel(const __grid_constant__ ops::KvAppend::Args a, unsigned q_len, unsigned row_vectors,
+                     const __grid_constant__ CacheView cache) {
   let_successor_start();
   wait_for_predecessors();
   // The stores need kv_len, so its load comes first. A decode step computes its address without a division.
@@ -24,10 +25,9 @@ __global__ void __launch_bounds__(kTokenThreads)
   const long from = long(token) * token_vectors + vector;
   const uint4 k = static_cast<const uint4*>(a.k.data)[from], v = static_cast<const uint4*>(a.v.data)[from];
   const unsigned head = vector / row_vectors, column = vector % row_vectors;
-  const long capacity = a.k_cache.shape[2];
-  const int entry = new_entry(kv_len, int(q_len), int(token - b * q_len), capacity);
+  const int entry = cache.appended_entry(kv_len, int(q_len), int(token - b * q_len));
   if (entry < 0) return;
-  const long row = (long(b) * kv_heads + head) * capacity + entry, to = row * row_vectors + column;
+  const long to = cache.entry(b, head, entry) + column;
   static_cast<uint4*>(a.k_cache.data)[to] = k;
   static_cast<uint4*>(a.v_cache.data)[to] = v;
 }
@@ -38,10 +38,12 @@ Status prepare(const ops::KvAppend::Args& a, LaunchList& launches) { return prep
 
 Status launch_kv_append(const ops::KvAppend::Args& a, const TokenPlan& plan, LaunchList& launches) {
   const auto d = ops::KvAppend::dims(a);
-  const std::int64_t row_vectors = d.head_dim * std::int64_t(size_bytes(a.k.dtype)) / 16;
+  const std::int64_t vector_elements = 16 / std::int64_t(size_bytes(a.k.dtype)),
+                     row_vectors = d.head_dim / vector_elements;
   return launch(ops::KvAppend::name, launches,
                 {.grid = dim3(unsigned(d.batch * d.q_len), unsigned(plan.blocks)), .block = unsigned(plan.threads)},
-                kv_append_kernel, a, unsigned(d.q_len), unsigned(row_vectors));
+                kv_append_kernel, a, unsigned(d.q_len), unsigned(row_vectors),
+                CacheView(a.k_cache).in_units_of(vector_elements));
 }
 
 }  // namespace cf::cuda

@@ -1,3 +1,4 @@
+#include "core/cache_view.hpp"
 #include "cuda/ops/ln_qkv/ln_qkv.cuh"
 #include "cuda/ops/prepare.hpp"
 #include "cuda/ops/run.hpp"
@@ -71,7 +72,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
     Tokens::normalise([&] {
       if (t < c.norm.count)  // here, so that the norm does not wait for the two loads
         token_of[t] = {.position = position >= a.cos.shape[0] ? -1 : position,
-                       .entry = new_entry(kv_len, c.q_len, nth, a.k_cache.shape[2])};
+                       .entry = CacheView(a.k_cache).appended_entry(kv_len, c.q_len, nth)};
     });
   }
 
@@ -118,8 +119,7 @@ struct RopeAndAppend : NormalisedTokens<T, Warps> {
     static_cast<T*>(out)[long(of * heads + p.head()) * head_dim + p.column] = stored;
     if (p.part() == 0 || entry < 0) return;
     void* const cache = p.part() == 1 ? a.k_cache.data : a.v_cache.data;
-    const long first_entry = long(sequence_of(of) * heads + p.head()) * a.k_cache.shape[2];
-    static_cast<T*>(cache)[(first_entry + entry) * head_dim + p.column] = stored;
+    static_cast<T*>(cache)[CacheView(a.k_cache).entry(sequence_of(of), p.head(), entry) + p.column] = stored;
   }
 };
 

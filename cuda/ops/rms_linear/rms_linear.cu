@@ -1,5 +1,6 @@
 #include "cuda/ops/rms_linear/rms_linear.hpp"
 
+#include "core/cache_view.hpp"
 #include "cuda/device/math.cuh"
 #include "cuda/device/norm.cuh"
 #include "cuda/ops/linear/packed/call.cuh"
@@ -107,7 +108,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
     return scale_of<T>(call.norm, states, [&] {  // here, so that the norm does not wait for the two loads
       if (loads)
         *token = {.position = position >= a.cos.shape[0] ? -1 : position,
-                  .entry = new_entry(kv_len, 1, 0, a.k_cache.shape[2])};
+                  .entry = CacheView(a.k_cache).appended_entry(kv_len, 1, 0)};
     });
   }
   __device__ Element prepare(int, int row) const {
@@ -151,7 +152,7 @@ struct RmsQkvEpilogue : LinearInput<T> {
       if (entry < 0) return;
       const int of_k = e.head - heads, of_v = of_k - kv_heads;
       void* const cache = of_v < 0 ? a.k_cache.data : a.v_cache.data;
-      to = static_cast<T*>(cache) + (long(of_v < 0 ? of_k : of_v) * a.k_cache.shape[2] + entry) * head_dim;
+      to = static_cast<T*>(cache) + CacheView(a.k_cache).entry(0, of_v < 0 ? of_k : of_v, entry);
     }
     to[e.first] = from_float<T>(v[0]);
     to[e.second] = from_float<T>(v[1]);

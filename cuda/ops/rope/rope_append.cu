@@ -1,3 +1,4 @@
+#include "core/cache_view.hpp"
 #include "cuda/ops/rope/rope.cuh"
 
 namespace cf::cuda {
@@ -8,6 +9,7 @@ namespace {
 template <class T>
 struct RowsOfCache {
   const ops::RopeAppend::Args& a;
+  const CacheView& cache;
   int q_len;
   int sequence = 0, kv_len = 0;
 
@@ -18,20 +20,18 @@ struct RowsOfCache {
   }
   __device__ HeadRows<T> of(long token, int part, int head) const {
     if (part == 0) return token_rows<T>(a.q, token, head);
-    const AnyView<4>& cache = part == 1 ? a.k_cache : a.v_cache;
-    const long heads = cache.shape[1], capacity = cache.shape[2], head_dim = cache.shape[3];
-    const int entry = new_entry(kv_len, q_len, int(token) - sequence * q_len, capacity);
+    const int entry = cache.appended_entry(kv_len, q_len, int(token) - sequence * q_len);
     if (entry < 0) return {nullptr, 0};
-    return {static_cast<T*>(cache.data) + ((sequence * heads + head) * capacity + entry) * head_dim,
-            capacity * head_dim};
+    T* const first = static_cast<T*>(part == 1 ? a.k_cache.data : a.v_cache.data);
+    return {first + cache.entry(sequence, head, entry), cache.head_stride()};
   }
 };
 
 template <class T, int Heads, ops::QkvLayout Layout>
 __global__ void __launch_bounds__(kTokenThreads, rope_blocks_per_sm(Heads))
     rope_append_kernel(const __grid_constant__ ops::RopeAppend::Args a, const __grid_constant__ RopePlan plan,
-                       int q_len) {
-  rope_unit<T, Heads, Layout>(a, plan, RowsOfCache<T>{a, q_len});
+                       const __grid_constant__ CacheView cache, int q_len) {
+  rope_unit<T, Heads, Layout>(a, plan, RowsOfCache<T>{a, cache, q_len});
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ Status launch_rope_append(const ops::RopeAppend::Args& a, const RopePlan& plan, 
     constexpr ops::QkvLayout kLayout = decltype(layout)::value;
     return launch(ops::RopeAppend::name, launches, shape,
                   plan.heads == 1 ? rope_append_kernel<T, 1, kLayout> : rope_append_kernel<T, 4, kLayout>, a, plan,
-                  int(ops::RopeAppend::dims(a).q_len));
+                  CacheView(a.k_cache), int(ops::RopeAppend::dims(a).q_len));
   });
 }
 

@@ -245,7 +245,8 @@ class Patch:
                 cache.end()
 
     def _check_generation(self, model: Model, generation: Generation) -> Loaded:
-        """Refuses what transformers' loop is for: with _Fallback where forward would refuse each call."""
+        """Refuses a generation that only the loop of transformers can run. Raises _Fallback where forward() would
+        refuse each call of that loop, too."""
         given, config = generation.given, generation.config
         with torch.no_grad():  # as generate() will run
             loaded = self._check_model(model, generation)

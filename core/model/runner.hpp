@@ -1,0 +1,133 @@
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/model/model.hpp"
+#include "core/model/run.hpp"
+#include "core/sampling.hpp"
+#include "core/status.hpp"
+#include "core/tensor.hpp"
+
+namespace cf {
+
+/// The logits that a step makes.
+struct StepLogits {
+  /// Whether the logits of each run's last token become its sequence's own, which choose() and logits() read. Where
+  /// they do not, a sequence's own stay those of an earlier step.
+  bool own = true;
+  /// The last rows[i] tokens of run i have their logits in `to` besides. None for no run where it is empty.
+  std::span<const std::int64_t> rows{};
+  /// (sum of rows, vocab) in the runner's dtype, run after run; memory of the host, or of the device with a stream.
+  AnyView<2> to{};
+  /// CUDA's handle of another stream of the runner's device. The step comes after what that stream holds, and before
+  /// what it is given later; the call does not wait for the step.
+  std::optional<std::uintptr_t> stream{};
+};
+
+/// What a decoder asks of a backend: a model on one device, with a KV cache of `slots` sequences. Each slot is
+/// one row of a step's batch, also while no sequence holds the slot.
+class ModelRunner {
+ public:
+  /// A slot's new token: `id` is appended at `position`.
+  struct Token {
+    std::int64_t slot;
+    std::int32_t id;
+    std::int64_t position;
+  };
+  /// A choice among a slot's logits; `position` is that of the chosen token.
+  struct Draw {
+    std::int64_t slot;
+    Sampling sampling;
+    std::uint64_t sequence;  // the caller's number of the sequence
+    std::int64_t position;
+    std::span<const std::int32_t> history;  // prompt and chosen ids, for the repetition penalty
+    /// How many tokens the sequence may get after the chosen one; with 0 it ends with that, whichever it is.
+    std::int64_t left = std::numeric_limits<std::int64_t>::max();
+    /// Ids that end the sequence: it gets no token behind one of these.
+    std::span<const std::int32_t> stop = {};
+  };
+
+  /// A tensor of a site's call: what the op reads, what it has written, or a weight.
+  struct SiteTensor {
+    Role role;
+    std::string name;  // in the op's contract
+    const void* data;  // where the model runs: on the host or on a device
+    DType dtype;
+    Shape shape;
+
+    std::int64_t size() const { return element_count(shape); }
+    std::int64_t bytes() const { return size() * std::int64_t(size_bytes(dtype)); }
+  };
+  /// Called after a site has run, with all its tensors in the order of Op::tensors.
+  using Visit = std::function<Status(const ModelSite&, std::span<const SiteTensor>)>;
+  /// Whether a long call shall go on: an error ends it.
+  using Check = std::function<Status()>;
+
+  virtual ~ModelRunner() = default;
+
+  virtual const ModelSpec& model() const = 0;
+  virtual std::int64_t slots() const = 0;
+  virtual std::int64_t capacity() const = 0;
+  /// The dtype of the activations, the cache and the logits.
+  virtual DType activation() const = 0;
+  /// A slot's valid cache entries.
+  virtual std::int64_t length(std::int64_t slot) const = 0;
+
+  /// One step: the tokens of all runs, whose ids follow each other in `ids`, get their entries, and the runs the logits
+  /// that are asked for. Entries from a run's first position on are replaced. What a run is given does not depend on
+  /// the others. Refuses what check_step() refuses.
+  ///   A run of one token behind others, with own logits, decodes: all such runs share each read of a weight.
+  ///   Every other run is a prompt's: its tokens share each read.
+  virtual Status run(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits) = 0;
+
+  /// run() for a prompt, or a part of one, that makes a slot's own logits.
+  Status prefill(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids);
+  /// run() for the logits of a slot's last tokens, as many as `logits` has rows. The slot's own stay as they are.
+  Status forward(std::int64_t slot, std::int64_t first, std::span<const std::int32_t> ids, AnyView<2> logits);
+  /// run() for one token of each of these slots, which makes their own logits. Nothing happens without tokens.
+  Status step(std::span<const Token> tokens);
+
+  /// Chooses the next id of each draw's slot. A choice that fails, for example among logits that are NaN, has a Status
+  /// of its own.
+  virtual std::vector<Result<std::int32_t>> choose(std::span<const Draw> draws) = 0;
+  /// A slot's logits, (vocab), in the runner's own dtype.
+  virtual Result<Tensor> logits(std::int64_t slot) = 0;
+  /// Forgets a slot's entries.
+  virtual void release(std::int64_t slot) = 0;
+
+  /// Calls `visit` for every site of every run() from now on; an empty one ends that. A call
+  /// ends with the first Status of `visit` that is not ok.
+  virtual void watch(Visit visit) = 0;
+  /// Calls `check`, on the caller's thread, between the parts of every run() from now on; an
+  /// empty one ends that. Parts are blocks of an op on the CPU, which also checks at the end of a call, and a prompt's
+  /// passes on a GPU. A call ends with the first Status of `check` that is not ok; the slot's entries are then those
+  /// before the call, or of a part of it, and its logits are none.
+  virtual void check_between(Check check) = 0;
+  /// Copies a tensor that `visit` was called with to the host's memory, before `visit` returns.
+  virtual Status fetch(const SiteTensor& tensor, void* to) = 0;
+};
+
+/// The valid entries of a runner's slots: core/model/slot_lengths.hpp.
+class SlotLengths;
+
+/// Refuses a call of run(): what SlotLengths::check() refuses of the runs; other ids than one a token, or ids outside
+/// the vocabulary; rows for other than each run, or more than a run has tokens; and other memory than for these rows.
+Status check_step(const ModelRunner& runner, const SlotLengths& lengths, std::span<const Run> runs,
+                  std::span<const std::int32_t> ids, const StepLogits& logits);
+
+/// A run of a step with what is its own.
+struct StepPart {
+  Run run;
+  std::span<const std::int32_t> ids;  // its tokens
+  AnyView<2> rows;                    // where the logits of its last tokens go
+  bool decodes;                       // as ModelRunner::run() says; the others are prompts
+};
+/// The parts of a step that check_step() has taken.
+std::vector<StepPart> parts_of(std::span<const Run> runs, std::span<const std::int32_t> ids, const StepLogits& logits);
+
+}  // namespace cf

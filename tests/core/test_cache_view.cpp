@@ -1,0 +1,80 @@
+// Where a cache's entries lie, and which of them a step writes and reads.
+#include <cstdint>
+#include <set>
+
+#include "core/cache_view.hpp"
+#include "core/tensor.hpp"
+#include "core/tensor_spec.hpp"
+#include "tests/support/catch.hpp"
+
+using namespace cf;
+
+TEST_CASE("Every entry of a cache has a place of its own within the tensor", "[cache]") {
+  const std::int64_t sequences = 3, heads = 2, capacity = 5, head_dim = 8;
+  Tensor t(DType::f32, {sequences, heads, capacity, head_dim});
+  const CacheView cache(t.view<4>());
+  CHECK(cache.heads() == heads);
+  CHECK(cache.capacity() == capacity);
+  CHECK(cache.head_dim() == head_dim);
+  std::set<std::int64_t> places;
+  for (std::int64_t s = 0; s < sequences; ++s)
+    for (std::int64_t h = 0; h < heads; ++h)
+      for (std::int64_t e = 0; e < capacity; ++e) {
+        const std::int64_t at = cache.entry(s, h, e);
+        CHECK(at >= 0);
+        CHECK(at + head_dim <= t.size());
+        CHECK(at % head_dim == 0);
+        places.insert(at);
+        // The other ways to an entry lead to the same place.
+        CHECK(cache.entry(s, 0, e) + h * cache.head_stride() == at);
+        const auto [matrix, row] = cache.matrix_row(s, h, e);
+        CHECK((matrix * cache.matrix_rows() + row) * head_dim == at);
+        CHECK(matrix < cache.matrices(sequences));
+        CHECK(cache.in_units_of(4).entry(s, h, e) * 4 == at);
+      }
+  CHECK(std::int64_t(places.size()) == sequences * heads * capacity);
+}
+
+TEST_CASE("Rows of a cache lie one behind the other", "[cache]") {
+  const CacheView cache(2, 7, 16);
+  for (std::int64_t first = 0; first < 7; ++first)
+    for (std::int64_t n = 1; first + n <= 7; ++n) {
+      const CacheView::Rows rows = cache.rows(1, 1, first, n);
+      CHECK(rows.count == n);
+      for (std::int64_t i = 0; i < rows.count; ++i)
+        CHECK(rows.first + i * cache.head_dim() == cache.entry(1, 1, first + i));
+    }
+}
+
+TEST_CASE("A large cache's entries are beyond 32 bits", "[cache]") {
+  const CacheView cache(32, 131072, 128);
+  CHECK(cache.entry(63, 31, 131071) == ((std::int64_t(63) * 32 + 31) * 131072 + 131071) * 128);
+}
+
+TEST_CASE("The cache of some sequences begins with the first of them", "[cache]") {
+  Tensor t(DType::f16, {4, 2, 3, 8});
+  const AnyView<4> all = t.view<4>();
+  const AnyView<4> two = cache_of(all, 1, 2);
+  CHECK(two.shape == extents(2, 2, 3, 8));
+  for (std::int64_t s = 0; s < 2; ++s)
+    CHECK(static_cast<f16*>(two.data) + CacheView(two).entry(s, 1, 2) ==
+          static_cast<f16*>(all.data) + CacheView(all).entry(s + 1, 1, 2));
+  const ConstAnyView<4> last = cache_of(ConstAnyView<4>(all), 3, 1);
+  CHECK(static_cast<const f16*>(last.data) == static_cast<const f16*>(all.data) + CacheView(all).entry(3, 0, 0));
+}
+
+TEST_CASE("A step's rows end at their sequence's length, and none has an entry that the cache has no room for",
+          "[cache]") {
+  const CacheView cache(1, 6, 8);
+  for (int count : {1, 3})
+    for (int nth = 0; nth < count; ++nth) {
+      for (int length : {count, 5, 6}) {
+        CHECK(cache.appended_entry(length, count, nth) == length - count + nth);
+        CHECK(cache.visible_entries(length, count, nth) == length - count + nth + 1);
+      }
+      for (int bad : {INT32_MIN, -1, int(kIdleLength), count - 1, 7, 6 + count, INT32_MAX}) {
+        CHECK(cache.appended_entry(bad, count, nth) == -1);
+        CHECK(cache.visible_entries(bad, count, nth) == 0);
+      }
+    }
+}
