@@ -8,7 +8,7 @@
 #include "core/model/examples.hpp"
 #include "core/model/layer.hpp"
 #include "core/procedural.hpp"
-#include "cuda/graph/capture.hpp"
+#include "cuda/step/graph.hpp"
 #include "cuda/model/linear_scratch.hpp"
 #include "cuda/ops/linear/pack/pack.hpp"
 #include "cuda/ops/run.hpp"
