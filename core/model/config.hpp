@@ -21,7 +21,7 @@ std::optional<ModelType> model_type_from_string(std::string_view name);
 /// What a config.json says of the network's shape and arithmetic (the families' configs in transformers). Ops, walks and
 /// backends take spec() instead.
 struct ModelConfig {
-  ModelType model_type = ModelType::gpt_neox;
+  ModelType model_type{};  // the first family where none is said
   std::string name;
   std::int64_t hidden_size = 0;
   std::int64_t num_hidden_layers = 0;

@@ -24,7 +24,7 @@ class Model:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = None
-    model_type: str = "gpt_neox"
+    model_type: str = next(iter(FAMILIES))
     num_key_value_heads: int = None
     head_dim: int = None
     rotary_fraction: float = None
