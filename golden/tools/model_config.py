@@ -115,7 +115,8 @@ class Model:
         return *np.split(heads, ends, 1), heads[:, :, None]
 
     def norm(self, x, gamma, beta=None):
-        return rmsnorm(x, gamma, self.layer_norm_eps) if beta is None else layernorm(x, gamma, beta, self.layer_norm_eps)
+        eps = self.layer_norm_eps
+        return rmsnorm(x, gamma, eps) if beta is None else layernorm(x, gamma, beta, eps)
 
     def activate(self, x, up=None):
         return ACTIVATIONS[self.hidden_act](x) * (1 if up is None else up)
