@@ -34,16 +34,16 @@ bool ln_qkv_pays(const Arch& arch, const ops::LnQkv::Args& a, const Planned& pla
 /// rms_qkv and rms_linear in the place of both norms of a layer and of what lies behind them, where kernels take all.
 Program with_norms(const Target& target, const Program& layer) {
   Program fused = with_rms_qkv(with_rope_append(with_rms_linear(layer)));
-  const auto fits = [&](const Node& n) {
+  const auto fits = [&](Node& n) {
     const bool has_norm =
         std::holds_alternative<ops::RmsLinear::Args>(n.call) || std::holds_alternative<ops::RmsQkv::Args>(n.call);
-    return !has_norm || takes(target, n.call);
+    return !has_norm || takes(target, n);
   };
   return std::ranges::all_of(fused.nodes, fits) ? fused : layer;
 }
 
 Program fuse_layer(const Target& target, Program layer) {
-  const auto wanted = [&](const Call& call) { return takes(target, call); };
+  const auto wanted = [&](Node& node) { return takes(target, node); };
   layer = with_linear_sum(with_ln_qkv(std::move(layer), wanted), wanted);
   const bool sums = std::ranges::any_of(
       layer.nodes, [](const Node& n) { return std::holds_alternative<ops::LinearSum::Args>(n.call); });
@@ -171,19 +171,21 @@ RopePairs qkv_pairs(const ModelSpec& m) {
   return rope_pairs(m.shape.qkv_heads(), m.shape.head_dim, m.shape.rotary_dim);
 }
 
-bool takes(const Target& target, const Call& call) {
+bool takes(const Target& target, Node& node) {
   return std::visit(
       [&]<class Args>(const Args& args) {
         // A launch for each group of runs would read the weight each time.
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args> || std::is_same_v<Args, ops::RmsQkv::Args>)
           if (!args.runs.empty()) return false;
-        const Result<Choice> choice = choose(target, args);
+        if (!Args::Op::check(args)) return false;
+        Result<Choice> choice = choose(target, args);
+        if (!choice) return false;
         if constexpr (std::is_same_v<Args, ops::LnQkv::Args>)
-          return choice && ln_qkv_pays(target.arch, args, choice->planned);
-        else
-          return bool(choice);
+          if (!ln_qkv_pays(target.arch, args, choice->planned)) return false;
+        node.planned = *std::move(choice);
+        return true;
       },
-      call);
+      node.call);
 }
 
 Program fuse(const Target& target, Program program) {
@@ -203,6 +205,12 @@ Program fuse(const Target& target, Program program) {
 Result<StepPlan> choose(const Target& target, Program program) {
   StepPlan plan;
   for (Node& node : program.nodes) {
+    if (auto* const known = std::any_cast<Choice>(&node.planned)) {
+      Choice choice = std::move(*known);
+      node.planned.reset();
+      plan.nodes.push_back({std::move(node), std::move(choice), {}});
+      continue;
+    }
     Result<Choice> choice = std::visit(
         [&]<class Args>(const Args& args) -> Result<Choice> {
           CF_TRY(Args::Op::check(args));
