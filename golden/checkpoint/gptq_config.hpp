@@ -35,6 +35,6 @@ struct GptqConfig {
 /// other than int32; a module that is not a Linear of a layer; a field of the wrong type; two names of one field that
 /// disagree.
 Result<GptqConfig> parse_gptq_config(std::string_view text, const std::string& source,
-                                     ModelType family = ModelType::gpt_neox, std::int64_t layers = 1);
+                                     ModelType family = {}, std::int64_t layers = 1);
 
 }  // namespace cf::checkpoint

@@ -24,7 +24,7 @@ class Model:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = None
-    model_type: str = "gpt_neox"
+    model_type: str = next(iter(FAMILIES))
     num_key_value_heads: int = None
     head_dim: int = None
     rotary_fraction: float = None
@@ -115,7 +115,8 @@ class Model:
         return *np.split(heads, ends, 1), heads[:, :, None]
 
     def norm(self, x, gamma, beta=None):
-        return rmsnorm(x, gamma, self.layer_norm_eps) if beta is None else layernorm(x, gamma, beta, self.layer_norm_eps)
+        eps = self.layer_norm_eps
+        return rmsnorm(x, gamma, eps) if beta is None else layernorm(x, gamma, beta, eps)
 
     def activate(self, x, up=None):
         return ACTIVATIONS[self.hidden_act](x) * (1 if up is None else up)
