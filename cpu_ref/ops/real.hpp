@@ -46,8 +46,8 @@ inline Status check_lengths(std::string_view op, View<const std::int32_t, 1> kv_
   for (const RowRun& run : table)
     if (const std::int32_t n = kv_len.data[run.sequence]; n != kIdleLength && (n < run.count || n > most))
       return bad_argument(op, "'kv_len'[" + std::to_string(run.sequence) + "] must be " + std::to_string(run.count) +
-                                  " to " + std::to_string(most) + ", or " + std::to_string(kIdleLength) +
-                                  " where it is idle, got " + std::to_string(n));
+                                  " to " + std::to_string(most) + ", got " + std::to_string(n) + " (" +
+                                  std::to_string(kIdleLength) + " is idle)");
   return {};
 }
 /// The same for the rows of a call.

@@ -248,7 +248,7 @@ TEST_CASE("A layer writes nothing where a later site would refuse its arguments"
   setup.model = model_of(2, 16, 8, 32);
   setup.gptq = {.bits = 4, .group_size = 32};
   for (const auto& [block, value, expected] :
-       {std::tuple{"kv_len", 6, "decode_layer: 'kv_len'[1] must be 1 to 5, or 0 where it is idle, got 6"},
+       {std::tuple{"kv_len", 6, "decode_layer: 'kv_len'[1] must be 1 to 5, got 6 (0 is idle)"},
         std::tuple{"positions", 6, "decode_layer: 'positions'[1] must be 0 to 5, got 6"},
         std::tuple{"mlp.dense_4h_to_h.g_idx", 1, "decode_layer: 'mlp.dense_4h_to_h.g_idx'[1] must be 0 to 0, got 1"}}) {
     Problem<ops::DecodeLayer> p(setup);

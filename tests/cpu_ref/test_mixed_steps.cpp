@@ -139,11 +139,11 @@ TEST_CASE("A length is a run's rows at least, and that of a sequence without row
   require_run(p.args());
   data_of(p, "kv_len")[2] = 3;
   CHECK(refusal_fault(cpu_ref::run(p.args()), Code::invalid_argument,
-                      {"attention: 'kv_len'[2] must be 4 to 9, or 0 where it is idle, got 3"}) == "");
+                      {"attention: 'kv_len'[2] must be 4 to 9, got 3 (0 is idle)"}) == "");
   Problem<ops::KvAppend> append(s);
   data_of(append, "kv_len")[0] = 12;
   CHECK(refusal_fault(cpu_ref::run(append.args()), Code::invalid_argument,
-                      {"kv_append: 'kv_len'[0] must be 1 to 11, or 0 where it is idle, got 12"}) == "");
+                      {"kv_append: 'kv_len'[0] must be 1 to 11, got 12 (0 is idle)"}) == "");
 }
 
 TEST_CASE("An idle sequence keeps its cache and its results are NaN; the others do not see it", "[ops][runs]") {
